@@ -1,0 +1,72 @@
+"""
+Round once: from an exact sum of two float64 to one of the four floating types.
+
+The wide value is ``hi + lo``, ``|lo| <= ulp(hi)/2``. Rounding `hi` alone, or float64 to float32
+and then to 16 bits, rounds twice, which is wrong near a midpoint of the narrow type. Rounding to
+odd in between cures it: an inexact value goes to the neighbour whose last bit is set, which is
+never a midpoint of a format at least two bits narrower (Boldo and Melquiond, IEEE Trans. Comput.
+57 (2008) 462).
+"""
+
+from typing import Any
+
+import numpy as np
+
+from stablenorm._types import Array, bfloat16
+
+
+def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
+    """Round float64 `value` once to `dtype`; returns `value` itself if that is float64."""
+    if dtype == bfloat16:
+        return _to_odd_float32(value).astype(dtype)
+    # One rounding, in NumPy and in hardware: float64 -> float32 and float64 -> float16.
+    return value.astype(dtype, copy=False)
+
+
+def round_sum_to(hi: Array, lo: Array, exponent: Array | int, dtype: np.dtype[Any]) -> Array:
+    """Round ``(hi + lo) * 2**exponent`` once to `dtype`; `hi` is the sum rounded to float64."""
+    if dtype.type is not np.float64:
+        odd = _sum_to_odd(hi, lo)
+        # What ldexp loses to float64's own range is far beyond the range of a narrower type.
+        return round_to(odd if _is_zero(exponent) else np.ldexp(odd, exponent), dtype)
+    if _is_zero(exponent):
+        return hi
+    return np.ldexp(_off_midpoint(hi, lo, exponent), exponent)
+
+
+def _is_zero(exponent: Array | int) -> bool:
+    return isinstance(exponent, int) and exponent == 0
+
+
+def _sum_to_odd(hi: Array, lo: Array) -> Array:
+    """Round ``hi + lo`` to odd: where `hi` is inexact and even, take its neighbour beyond `lo`."""
+    even = (hi.view(np.uint64) & np.uint64(1)) == 0
+    inexact = (lo != 0) & np.isfinite(hi)
+    toward = np.copysign(np.inf, lo)
+    return np.where(even & inexact, np.nextafter(hi, toward), hi)
+
+
+def _off_midpoint(hi: Array, lo: Array, exponent: Array | int) -> Array:
+    """
+    Move `hi` off a midpoint of the subnormal grid, to the side on which `lo` is.
+
+    Only there is ``ldexp(hi, exponent)`` a second rounding that can go wrong: a `hi` that lies
+    exactly between two subnormals would go to the even one, whatever `lo` says.
+    """
+    rounded = np.ldexp(hi, exponent)
+    lost = hi - np.ldexp(rounded, np.negative(exponent))
+    # Half of the smallest subnormal, 2**-1074, in the scale of `hi`.
+    half = np.ldexp(1.0, -1075 - np.asarray(exponent))
+    midpoint = (np.abs(lost) == half) & (lo != 0) & np.isfinite(rounded)
+    return np.where(midpoint, np.nextafter(hi, np.copysign(np.inf, lo)), hi)
+
+
+def _to_odd_float32(value: Array) -> Array:
+    """Round float64 `value` to float32, to odd: toward zero, then set the last bit if inexact."""
+    nearest = value.astype(np.float32)
+    inexact = (nearest != value) & ~np.isnan(value)
+    # Toward zero: back by one where the nearest lies beyond the value (an infinity included:
+    # its neighbour is the largest finite float32, which is odd, and rounds to bfloat16's inf).
+    beyond = inexact & (np.abs(nearest) > np.abs(value))
+    bits = nearest.view(np.uint32) - beyond.astype(np.uint32)
+    return (bits | inexact.astype(np.uint32)).view(np.float32)

@@ -1,0 +1,77 @@
+"""The names and dtypes that every floor shares: what goes in, what comes out, what is kept."""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+bfloat16 = np.dtype(ml_dtypes.bfloat16)
+
+_SCALARS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+
+
+class Gradients(NamedTuple):
+    """What `layer_norm_backward` returns; an entry that was not asked for is None."""
+
+    dx: Array | None
+    dgamma: Array | None
+    dbeta: Array | None
+
+
+class Statistics(NamedTuple):
+    """
+    Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.
+
+    The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
+    ``rstd (+ rstd_lo)``; each array has one float64 per row.
+
+    `mean_lo` is the mean of ``x - mean``. It is no luxury: one float64 has too few digits for a
+    row whose elements differ in their last bit (float32, n = 50 000: 374 ulp without it, 0.45
+    with it).
+    """
+
+    mean: Array
+    mean_lo: Array
+    rstd: Array
+    # Float64 data only: the second word of rstd.
+    rstd_lo: Array | None = None
+    # Only where a float64 row is so far off zero, against its spread, that mean_lo needs a
+    # second word as well.
+    mean_tail: Array | None = None
+    # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
+    # float64 cannot hold them: rows beyond about 2**500 or below 2**-500.
+    exponent: Array | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, all rows together."""
+        return sum(part.nbytes for part in self if part is not None)
+
+
+class Cache(NamedTuple):
+    """
+    What `layer_norm_forward` hands to `layer_norm_backward`.
+
+    `x` and `gamma` are kept by reference: changing them in between changes the gradients.
+    """
+
+    x: Array
+    gamma: Array | None
+    beta_dtype: np.dtype[Any] | None
+    axis: tuple[int, ...]
+    statistics: Statistics
+    backend: str
+
+
+def check_dtype(name: str, array: Array) -> None:
+    """Raise TypeError unless `array` holds one of the four floating types."""
+    if array.dtype.type not in _SCALARS:
+        msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}"
+        raise TypeError(msg)
+
+
+def is_float64(array: Array | None) -> bool:
+    """Tell whether `array` calls for more than float64 arithmetic."""
+    return array is not None and array.dtype.type is np.float64
