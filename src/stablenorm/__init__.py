@@ -1,1 +1,16 @@
+"""Layer normalization and its hand-derived gradients for NumPy, correctly rounded."""
+
+from stablenorm._types import Cache, Gradients
+from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.layer import LayerNorm
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Cache",
+    "Gradients",
+    "LayerNorm",
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_forward",
+]

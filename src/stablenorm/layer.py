@@ -1,0 +1,127 @@
+"""`LayerNorm`: a thin holder of gamma, beta and their gradients."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from stablenorm._types import Array, Cache, check_dtype
+from stablenorm.functional import layer_norm_backward, layer_norm_forward
+
+
+class LayerNorm:
+    """
+    Layer normalization with its own gamma and beta.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        Lengths of the normalized axes.
+    eps : float, default: 1e-5
+        Added to the variance. Finite and >= 0.
+    axis : int or tuple of int, default: -1
+        The axes of x normalized together. Default: the last one; if `shape` has k > 1 lengths,
+        pass k axes.
+    gamma, beta : bool, default: True
+        Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
+    dtype : dtype, default: float32
+        Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
+
+    Attributes
+    ----------
+    parameters : dict of str to array
+        gamma and beta, as far as there are any; change them in place to train.
+    gradients : dict of str to array
+        Their gradients, of the latest `backward`; empty before it.
+
+    Raises
+    ------
+    TypeError
+        If `dtype` is not one of the four or `shape` holds no ints.
+    ValueError
+        If a length is not positive.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import LayerNorm
+    >>> norm = LayerNorm(4)
+    >>> y = norm.forward(np.arange(8, dtype=np.float32).reshape(2, 4))
+    >>> dx = norm.backward(np.ones_like(y))
+    >>> norm.gradients["beta"]
+    array([2., 2., 2., 2.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        eps: float = 1e-5,
+        *,
+        axis: int | tuple[int, ...] = -1,
+        gamma: bool = True,
+        beta: bool = True,
+        dtype: DTypeLike = np.float32,
+    ) -> None:
+        lengths = _lengths(shape)
+        ones = np.ones(lengths, _dtype(dtype))
+        check_dtype("dtype", ones)
+        self.shape = lengths
+        self.eps = eps
+        self.axis = axis
+        self.parameters: dict[str, Array] = {}
+        if gamma:
+            self.parameters["gamma"] = ones
+        if beta:
+            self.parameters["beta"] = np.zeros_like(ones)
+        self.gradients: dict[str, Array] = {}
+        self._cache: Cache | None = None
+
+    def __repr__(self) -> str:
+        """Return the shape and eps of this layer."""
+        return f"LayerNorm({self.shape}, eps={self.eps}, axis={self.axis})"
+
+    def forward(self, x: ArrayLike) -> Array:
+        """Return the normalized `x`, and remember what `backward` needs."""
+        gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
+        y, cache = layer_norm_forward(x, gamma, beta, self.eps, axis=self.axis)
+        lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
+        if lengths != self.shape:
+            msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"
+            raise ValueError(msg)
+        self._cache = cache
+        return y
+
+    def backward(self, dy: ArrayLike) -> Array:
+        """Return dx for the latest `forward`, and set `gradients`."""
+        if self._cache is None:
+            msg = "backward needs a forward before it, got none; call forward(x) first"
+            raise ValueError(msg)
+        dx, dgamma, dbeta = layer_norm_backward(dy, self._cache)
+        named = {"gamma": dgamma, "beta": dbeta}
+        self.gradients = {name: value for name, value in named.items() if value is not None}
+        if dx is None:
+            msg = "dx was asked for"
+            raise RuntimeError(msg)
+        return dx
+
+
+def _lengths(shape: Any) -> tuple[int, ...]:
+    try:
+        lengths = tuple(map(operator.index, shape if isinstance(shape, tuple) else (shape,)))
+    except TypeError:
+        msg = f"shape must be an int or a tuple of ints, got {shape!r}"
+        raise TypeError(msg) from None
+    if not lengths or min(lengths) < 1:
+        msg = f"shape must have lengths of at least 1, got {shape}"
+        raise ValueError(msg)
+    return lengths
+
+
+def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(dtype)

@@ -1,0 +1,318 @@
+r"""
+Layer normalization and its gradients: the equations, in NumPy, on (rows, n).
+
+Everything else in the package is a faster copy of this file, a friendlier door to it, or an
+instrument pointed at it. What is assumed here is checked above: x and dy are (rows, n), gamma
+and beta (n,) or None, the dtypes are the four floating ones.
+
+Forward
+-------
+For one row x of n elements::
+
+    mean = sum(x) / n
+    var  = sum((x - mean)**2) / n
+    rstd = (var + eps)**(-1/2)
+    xhat = (x - mean) * rstd
+    y    = gamma * xhat + beta
+
+Backward
+--------
+Given dy, the derivative of a scalar L by y, the chain rule goes through y, xhat, rstd and mean.
+
+1. Parameters. y_i depends on gamma_i and beta_i alone, in every row, hence
+   ``dgamma = sum over rows of dy * xhat`` and ``dbeta = sum over rows of dy``.
+2. Into xhat: ``dL/dxhat = gamma * dy =: g``. Gamma belongs here, *before* what follows: the next
+   steps mix the elements of a row, and each must be weighted by its own gamma first. To apply
+   gamma to the result instead is right for batch normalization, where one gamma serves the
+   whole reduction, and wrong here.
+3. Through the variance, c = x - mean: ``dL/drstd = sum(g * c)``, ``drstd/dvar = -rstd**3 / 2``
+   and ``dvar/dc_i = 2 c_i / n``, so that c_i receives ``g_i * rstd - rstd**3 * c_i * sum(g*c)/n
+   = rstd * (g_i - xhat_i * mean(g * xhat))``. eps is exact in this: it is inside rstd, and
+   nothing was approximated.
+4. Through the mean: c = x - mean, ``dmean/dx_i = 1/n``, so x_i receives the above less its
+   average over the row. mean(xhat) = 0, hence the average is ``rstd * mean(g)`` and ::
+
+       dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+
+The Jacobian of xhat is thus ``rstd * (I - 1 1'/n - xhat xhat'/n)``: symmetric, so that the same
+`project` serves the backward (applied to g) and the jvp (applied to a tangent). It removes from
+g its part along the ones and, but for the factor var/(var + eps), its part along xhat: the two
+directions in which moving x leaves y unchanged.
+
+Why g is centred first
+----------------------
+Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``: centring loses nothing
+in exact arithmetic. In floating point it gains everything: with a large mean(g) (dy constant,
+say) the products g * xhat are large and cancel, and their rounding errors remain.
+
+Precision
+---------
+float16, bfloat16 and float32 are computed in float64 and rounded once. As soon as a float64
+array takes part, the same lines run on `Wide`, double-double numbers with an exponent, so that
+squares of 1e200 and of subnormals are ordinary numbers. In both, the mean is corrected by the
+mean of what is left after subtracting it; that makes constant rows exact, and rows that are
+constant but for their last bit correctly rounded.
+
+What is kept, what is recomputed
+--------------------------------
+The forward keeps, per row, the mean and rstd (`Statistics`), and the backward repeats none of
+its reductions. xhat is rebuilt from x by a subtraction and a multiplication an element (in
+float64, the two words of the mean make it two subtractions). Keeping it would not save time,
+but cost it: exactly rounded gradients need xhat in float64, that is 8 bytes an element written
+by the forward and read by the backward, where x, which is needed anyway, has 4 in float32;
+``benchmarks/xhat.py`` measures both, and docs/xhat.md has the table.
+
+Memory
+------
+The rows are taken in blocks of `_BLOCK` elements; temporaries are a few blocks, whatever the
+size of x. Sums over rows go through a tree whose shape depends on (rows, n) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from stablenorm._doubledouble import Wide
+from stablenorm._rounding import round_to
+from stablenorm._types import Array, Gradients, Statistics, is_float64
+
+# Elements of a block: 128 KiB in float64, so that the five or so temporaries of the backward fit
+# a 1 to 2 MiB second-level cache. docs/xhat.md measures 2**12 to 2**18.
+_BLOCK = 1 << 14
+
+# A power of two that float64 holds together with the 106 bits below it.
+_HELD = 500
+
+# The word below mean_lo is kept only if it is above 2**-100 of the mean magnitude of x - mean,
+# a quarter of what the contract allows (2**-98).
+_TAIL_BITS = 100
+
+
+class RowsLike(Protocol):
+    """A (rows, n) array, or what can be sliced like one by rows."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, rows: slice, /) -> Array: ...
+    def __setitem__(self, rows: slice, block: Array, /) -> None: ...
+
+
+def project(v: Any, xhat: Any) -> Any:
+    """Remove from each row of `v` its parts along the ones and along `xhat`."""
+    # Centred first: then mean(v * xhat) is safe however large mean(v) is.
+    v = v - _mean(v)
+    return v - xhat * _mean(v * xhat)
+
+
+def forward(
+    x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
+) -> Statistics:
+    """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
+    wide = any(map(is_float64, (x, gamma, beta)))
+    lift = _lifter(wide)
+    scale, shift = _parameter(gamma, lift), _parameter(beta, lift)
+    keep = _Keeper(x.shape[0], x.shape[1], wide)
+    with np.errstate(all="ignore"):
+        for rows in _blocks(x.shape):
+            centered, mean, mean_lo = _center(lift(x[rows]), lift)
+            var = _mean(centered * centered)
+            rstd = _rsqrt(var + lift(np.float64(eps)))
+            result = centered * rstd
+            if scale is not None:
+                result = result * scale
+            if shift is not None:
+                result = result + shift
+            y[rows] = _round(result, y.dtype)
+            keep(rows, mean, mean_lo, rstd, var)
+    return keep.statistics
+
+
+def backward(
+    dy: RowsLike,
+    x: RowsLike,
+    gamma: Array | None,
+    statistics: Statistics,
+    out: Gradients,
+) -> None:
+    """
+    Pull `dy` back through `forward`, into those arrays of `out` that are not None.
+
+    ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written.
+    """
+    wide = statistics.rstd_lo is not None or any(map(is_float64, (dy, x, gamma, *out)))
+    lift = _lifter(wide)
+    scale = _parameter(gamma, lift)
+    sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
+    with np.errstate(all="ignore"):
+        for rows in _blocks(dy.shape):
+            cotangent = lift(dy[rows])
+            if out.dx is not None or out.dgamma is not None:
+                xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+            if out.dgamma is not None:
+                sum_dgamma.add(cotangent * xhat)
+            if out.dbeta is not None:
+                sum_dbeta.add(cotangent)
+            if out.dx is not None:
+                g = cotangent if scale is None else cotangent * scale
+                out.dx[rows] = _round(rstd * project(g, xhat), out.dx.dtype)
+        if out.dgamma is not None:
+            out.dgamma[...] = sum_dgamma.rounded(out.dgamma)
+        if out.dbeta is not None:
+            out.dbeta[...] = sum_dbeta.rounded(out.dbeta)
+
+
+# ---- arithmetic: the same words for float64 and for Wide ----
+
+
+def _lifter(wide: bool) -> Callable[[Any], Any]:
+    """Return what turns an array into the numbers to calculate with, exactly."""
+    if wide:
+        return Wide.exactly
+    # C order: NumPy's pairwise sums give other bits on other layouts.
+    return lambda array: np.asarray(array).astype(np.float64, order="C")
+
+
+def _parameter(parameter: Array | None, lift: Callable[[Any], Any]) -> Any:
+    return None if parameter is None else lift(parameter.reshape(1, -1))
+
+
+def _mean(v: Any) -> Any:
+    if isinstance(v, Wide):
+        return v.mean()
+    return np.add.reduce(v, axis=-1, keepdims=True) / v.shape[-1]
+
+
+def _rsqrt(v: Any) -> Any:
+    return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v)
+
+
+def _round(v: Any, dtype: np.dtype[Any]) -> Array:
+    return v.round_to(dtype) if isinstance(v, Wide) else round_to(v, dtype)
+
+
+def _center(x: Any, lift: Callable[[Any], Any]) -> tuple[Any, Array, Any]:
+    """Return x less its row mean, and the mean as a float64 and the rest."""
+    mean = _round(_mean(x), np.dtype(np.float64))
+    centered = x - lift(mean)
+    # The float64 mean is off by its own rounding, which every element of a row shares: the
+    # worst error of all where the spread is near one ulp.
+    mean_lo = _mean(centered)
+    return centered - mean_lo, mean, mean_lo
+
+
+def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[Any, Any]:
+    """Return xhat and rstd of some rows from x and the statistics."""
+    if not wide:
+        mean, mean_lo, rstd = (part[rows, None] for part in statistics[:3])
+        return ((x - mean) - mean_lo) * rstd, rstd
+    zero = np.zeros_like(statistics.mean[rows, None])
+    tail, rstd_lo = (
+        zero if part is None else part[rows, None]
+        for part in (statistics.mean_tail, statistics.rstd_lo)
+    )
+    exponent: tuple[Any, Any] = (0, 0)
+    if statistics.exponent is not None:
+        both = statistics.exponent[rows].astype(np.int32)
+        exponent = both[:, :1], both[:, 1:]
+    mean_lo = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
+    rstd = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
+    return (x - Wide.exactly(statistics.mean[rows, None]) - mean_lo) * rstd, rstd
+
+
+# ---- rows: blocks, what is kept of each, sums over them ----
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    rows, n = shape
+    step = max(1, _BLOCK // n)
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+class _Keeper:
+    """Collects the statistics of all rows, third words and exponents only where needed."""
+
+    def __init__(self, rows: int, n: int, wide: bool) -> None:
+        self._n = n
+        mean, mean_lo, rstd = np.empty((3, rows))
+        self.statistics = Statistics(mean, mean_lo, rstd, np.empty(rows) if wide else None)
+
+    def __call__(self, rows: slice, mean: Array, mean_lo: Any, rstd: Any, var: Any) -> None:
+        kept = self.statistics
+        kept.mean[rows] = mean[:, 0]
+        if kept.rstd_lo is None:
+            kept.mean_lo[rows], kept.rstd[rows] = mean_lo[:, 0], rstd[:, 0]
+            return
+        kept.mean_lo[rows], tail, mean_exponent = _folded(mean_lo)
+        kept.rstd[rows], kept.rstd_lo[rows], rstd_exponent = _folded(rstd)
+        tail = np.where(self._matters(mean_lo, var), tail, 0.0)
+        exponent = np.stack([mean_exponent, rstd_exponent], axis=-1)
+        rows_kept = len(kept.mean)
+        if tail.any() and kept.mean_tail is None:
+            kept = kept._replace(mean_tail=np.zeros(rows_kept))
+        if exponent.any() and kept.exponent is None:
+            kept = kept._replace(exponent=np.zeros((rows_kept, 2), np.int16))
+        if kept.mean_tail is not None:
+            kept.mean_tail[rows] = tail
+        if kept.exponent is not None:
+            kept.exponent[rows] = exponent
+        self.statistics = kept
+
+    def _matters(self, mean_lo: Wide, var: Wide) -> Array:
+        """Tell where the second word of mean_lo is more than the contract can lose."""
+        tail = Wide(mean_lo.lo, np.zeros_like(mean_lo.lo), mean_lo.exponent).magnitude()
+        # mean|x - mean| >= sqrt(var / n), by (sum|c|)**2 >= sum(c**2).
+        spread = (var.magnitude() - int(self._n).bit_length()) // 2 - 1
+        return (tail > spread - _TAIL_BITS)[:, 0]
+
+
+def _folded(v: Wide) -> tuple[Array, Array, Array]:
+    """Return the words of a column `v`, and the exponents that float64 cannot absorb."""
+    magnitude = v.magnitude()
+    far = np.abs(magnitude) > _HELD
+    kept = np.where(far & (v.hi != 0), magnitude, 0).astype(np.int32)
+    v = v.scaled_to(kept)
+    return v.hi[:, 0], v.lo[:, 0], kept[:, 0]
+
+
+class _RowSum:
+    """
+    Sums rows by pairs, in an order that depends on (rows, n) alone.
+
+    Blocks are summed by halves; partial sums of equally many blocks are added as soon as there
+    are two, as in a binary counter, so that log2(blocks) of them are held at a time and the
+    error grows like log2(rows), not like rows as with ``sum(axis=0)``.
+    """
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, Any]] = []
+
+    def add(self, block: Any) -> None:
+        total, count = _sum_rows(block), 1
+        while self._partial and self._partial[-1][0] == count:
+            total = self._partial.pop()[1] + total
+            count *= 2
+        self._partial.append((count, total))
+
+    def rounded(self, like: Array) -> Array:
+        """Return the sum of all, rounded once to the dtype and in the shape of `like`."""
+        if not self._partial:
+            return np.zeros(like.shape, like.dtype)
+        total = self._partial[-1][1]
+        for _, partial in reversed(self._partial[:-1]):
+            total = partial + total
+        return _round(total, like.dtype).reshape(like.shape)
+
+
+def _sum_rows(block: Any) -> Any:
+    if isinstance(block, Wide):
+        return block.sum_rows()
+    while (rows := len(block)) > 1:
+        half = (rows + 1) // 2
+        pairs = block[:half].copy()
+        pairs[: rows - half] += block[half:]
+        block = pairs
+    return block
