@@ -1,0 +1,158 @@
+"""The same row gives the same bits, whatever the batch, the layout, the strides, the axis."""
+
+import numpy as np
+import pytest
+
+from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
+
+
+def make(rng, dtype, rows, n):
+    x, dy = rng.standard_normal((2, rows, n)) + 3
+    gamma, beta = 1 + 0.1 * rng.standard_normal((2, n))
+    return tuple(v.astype(dtype) for v in (x, gamma, beta, dy))
+
+
+def run(x, gamma, beta, dy, backend=None, axis=-1):
+    y, cache = layer_norm_forward(x, gamma, beta, axis=axis, backend=backend)
+    return y, layer_norm_backward(dy, cache)
+
+
+def same_bits(expected, actual):
+    assert expected.dtype == actual.dtype
+    assert expected.tobytes() == actual.tobytes()
+
+
+def strided(a):
+    wide = np.zeros((2 * a.shape[0], 3 * a.shape[1]), a.dtype)
+    wide[::2, 1::3] = a
+    return wide[::2, 1::3]
+
+
+def misaligned(a):
+    raw = np.zeros(a.nbytes + 1, np.uint8)
+    view = raw[1:].view(a.dtype).reshape(a.shape)
+    view[...] = a
+    return view
+
+
+LAYOUTS = {
+    "F order": np.asfortranarray,
+    "reversed": lambda a: a[::-1, ::-1].copy()[::-1, ::-1],
+    "strided": strided,
+    "misaligned": misaligned,
+    "transposed": lambda a: a.T.copy().T,
+}
+
+
+# 50 000: more than one row block; 1, 7, 8, 9, 129: tails of NumPy's pairwise sum.
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 129, 768, 8193])
+def test_a_row_alone_has_the_bits_it_has_in_a_batch(rng, dtype, backend, n):
+    x, gamma, beta, dy = make(rng, dtype, 40, n)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    for row in (0, 17, 39):
+        part = slice(row, row + 1)
+        y_alone, alone = run(x[part], gamma, beta, dy[part], backend)
+        same_bits(y[part], y_alone)
+        same_bits(gradients.dx[part], alone.dx)
+
+
+def test_hard_neighbours_do_not_change_a_float64_row(rng, backend):
+    """Exponents and third words are kept for a whole array once one row needs them."""
+    x, gamma, beta, dy = make(rng, np.float64, 4, 33)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    hard = np.stack([1e300 * x[0], 1e-310 * x[0], 1.7 + np.spacing(1.7) * (x[0] > 3)])
+    y_among, among = run(
+        np.concatenate([x, hard]), gamma, beta, np.concatenate([dy, dy[:3]]), backend
+    )
+    same_bits(y, y_among[:4])
+    same_bits(gradients.dx, among.dx[:4])
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_layout_does_not_change_bits(rng, dtype, backend, layout):
+    x, gamma, beta, dy = make(rng, dtype, 37, 129)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    view = LAYOUTS[layout]
+    y_view, of_view = run(view(x), gamma[::-1].copy()[::-1], beta, view(dy), backend)
+    same_bits(y, y_view)
+    for expected, actual in zip(gradients, of_view, strict=True):
+        same_bits(expected, actual)
+
+
+def test_broadcast_dy_of_stride_zero(rng, dtype, backend):
+    """y.sum().backward() hands over such a dy; others crash or go wrong (quack 88)."""
+    x, gamma, beta, _ = make(rng, dtype, 5, 64)
+    ones = np.broadcast_to(np.ones((), dtype), x.shape)
+    expected = run(x, gamma, beta, ones.copy(), backend)[1]
+    actual = run(x, gamma, beta, ones, backend)[1]
+    for one, other in zip(expected, actual, strict=True):
+        same_bits(one, other)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, (0, 1), (0, 2), (1, 2), (-1, 0), (0, 1, 2)])
+def test_any_axes_are_those_axes_moved_last(rng, dtype, backend, axis):
+    x, dy = (rng.standard_normal((4, 5, 6)).astype(dtype) for _ in range(2))
+    axes = tuple(sorted(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,))))
+    lengths = tuple(x.shape[a] for a in axes)
+    gamma, beta = (rng.standard_normal(lengths).astype(dtype) for _ in range(2))
+    last = tuple(range(3 - len(axes), 3))
+    flat = [np.moveaxis(v, axes, last).reshape(-1, gamma.size) for v in (x, dy)]
+    y, gradients = run(x, gamma, beta, dy, backend, axis)
+    expected, of_flat = run(flat[0], gamma.ravel(), beta.ravel(), flat[1], backend)
+    assert y.shape == x.shape
+    same_bits(expected, np.moveaxis(y, axes, last).reshape(expected.shape))
+    same_bits(of_flat.dx, np.moveaxis(gradients.dx, axes, last).reshape(expected.shape))
+    same_bits(of_flat.dgamma, gradients.dgamma.ravel())
+    same_bits(of_flat.dbeta, gradients.dbeta.ravel())
+    assert gradients.dgamma.shape == lengths
+
+
+def test_channels_of_an_image_in_place_of_a_permuted_copy(rng, backend):
+    """NCHW over the channels (pytorch 71465): a layout that has no (rows, n) view."""
+    x = rng.standard_normal((2, 3, 40, 50)).astype(np.float32)
+    expected = np.moveaxis(layer_norm(np.moveaxis(x, 1, -1).copy(), backend=backend), -1, 1)
+    out = np.empty_like(x)
+    assert layer_norm(x, axis=1, out=out, backend=backend) is out
+    same_bits(np.ascontiguousarray(expected), out)
+
+
+def test_out_has_the_same_bits_in_any_layout(rng, dtype, backend):
+    x, gamma, beta, dy = make(rng, dtype, 37, 129)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    for view in LAYOUTS.values():
+        out = view(np.zeros_like(x))
+        y_out, cache = layer_norm_forward(x, gamma, beta, out=out, backend=backend)
+        assert y_out is out
+        same_bits(y, np.ascontiguousarray(out))
+        dx = view(np.zeros_like(x))
+        dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(beta)
+        returned = layer_norm_backward(dy, cache, out=Gradients(dx, dgamma, dbeta))
+        assert returned.dx is dx
+        assert returned.dgamma is dgamma
+        same_bits(gradients.dx, np.ascontiguousarray(dx))
+        same_bits(gradients.dgamma, dgamma)
+        same_bits(gradients.dbeta, dbeta)
+
+
+def test_in_place_where_it_is_safe(rng, dtype, backend):
+    x, gamma, beta, dy = make(rng, dtype, 37, 129)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    buffer = dy.copy()
+    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    over = layer_norm_backward(buffer, cache, out=(buffer, None, None))
+    for expected, actual in zip(gradients, over, strict=True):
+        same_bits(expected, actual)
+    assert layer_norm(x, gamma, beta, out=x, backend=backend) is x
+    same_bits(y, x)
+
+
+def test_runs_are_repeatable_and_wrt_changes_nothing(rng, dtype, backend):
+    x, gamma, beta, dy = make(rng, dtype, 300, 129)
+    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    whole = layer_norm_backward(dy, cache)
+    for i, name in enumerate(("x", "gamma", "beta")):
+        one = layer_norm_backward(dy, cache, wrt=(name,))
+        same_bits(whole[i], one[i])
+        assert all(one[j] is None for j in range(3) if j != i)
+    for expected, actual in zip(whole, layer_norm_backward(dy, cache), strict=True):
+        same_bits(expected, actual)
