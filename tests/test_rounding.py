@@ -55,7 +55,7 @@ def test_sums_of_two_round_once(dtype):
     hi = np.concatenate([hi, np.array([1.0, 1.5, 3.0, 5.0, 2.0**52 + 1, 2.0**52 + 0.5])])
     hi = np.repeat(hi, 3)
     lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
-    for exponent in (0, -1074, -1075, -1060, -1050, 900):
+    for exponent in (0, 3, -1074, -1075, -1060, -1050, 900):
         shift = np.full(hi.shape, exponent, np.int32) if exponent else 0
         with np.errstate(all="ignore"):
             actual = round_sum_to(hi, lo, shift, dtype).astype(np.float64)

@@ -57,7 +57,8 @@ def _off_midpoint(hi: Array, lo: Array, exponent: Array | int) -> Array:
     lost = hi - np.ldexp(rounded, np.negative(exponent))
     # Half of the smallest subnormal, 2**-1074, in the scale of `hi`.
     half = np.ldexp(1.0, -1075 - np.asarray(exponent))
-    midpoint = (np.abs(lost) == half) & (lo != 0) & np.isfinite(rounded)
+    # Nothing lost is no midpoint: `half` itself underflows to 0 where results are normal.
+    midpoint = (lost != 0) & (np.abs(lost) == half) & (lo != 0) & np.isfinite(rounded)
     return np.where(midpoint, np.nextafter(hi, np.copysign(np.inf, lo)), hi)
 
 

@@ -90,14 +90,11 @@ def read_rows(matrix: Array) -> Iterator[tuple[list[int], int]]:
                 yield [m << s for m, s in pairs], int(common[row])
 
 
-def to_float(integer: int, exponent: int) -> float:
-    """Return ``integer * 2**exponent`` to float64 precision, inf where that overflows."""
-    # 64 bits are more than a float64 holds, and a Python integer that small converts always.
+def to_parts(integer: int, exponent: int) -> tuple[float, int]:
+    """Return ``integer * 2**exponent`` as a float of at most 64 bits and an exponent of two."""
+    # 64 bits are more than a float64 holds, and an integer that small converts always.
     excess = max(integer.bit_length() - 64, 0)
-    try:
-        return math.ldexp(integer >> excess, exponent + excess)
-    except OverflowError:
-        return math.inf if integer > 0 else -math.inf
+    return float(integer >> excess), exponent + excess
 
 
 def power(exponent: int) -> Fraction:

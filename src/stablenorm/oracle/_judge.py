@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.oracle._formats import Array, Format, finish, power, split, to_float
+from stablenorm.oracle._formats import Array, Format, finish, split, to_parts
 from stablenorm.oracle._surds import ERROR_BITS, Surd, judge, nearest
 
 # Elements of a block by their columns, exactly.
@@ -27,55 +27,82 @@ class Block(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """Of each element: error in ulp, whether misrounded, exponent of the ulp."""
+    """
+    Of each element: the error ``mantissa * 2**exponent``, whether misrounded, the ulp's exponent.
 
-    errors: Array
+    In two parts because an error and its ulp may differ by more than the range of a float64.
+    """
+
+    mantissa: Array
+    exponent: Array
     misrounded: Array
-    ulps: Array
+    ulp: Array
+
+    def in_ulp(self) -> Array:
+        """Return the errors in ulp."""
+        with np.errstate(over="ignore", under="ignore"):
+            return np.ldexp(self.mantissa, self.exponent - self.ulp)
 
 
 def judge_block(block: Block, actual: Array, fmt: Format, exactly: Exactly) -> Judged:
     """Judge float64 `actual`, which holds numbers of `fmt`, against a block."""
-    n = len(block.low)
-    errors, misrounded, ulps = [0.0] * n, [False] * n, [0] * n
     finite = np.isfinite(actual)
     mantissas, exponents = split(np.where(finite, actual, 0.0))
-    known = finite.tolist()
-    open_columns = []
+    errors: list[tuple[float, int]] = []
+    ulps: list[int] = []
+    # Left open: another binade or sign, or an error that the width blurs.
+    blurred: list[bool] = []
     columns = zip(block.low, block.width, mantissas.tolist(), exponents.tolist(), strict=True)
-    for i, (low, width, mantissa, exponent) in enumerate(columns):
+    for low, width, mantissa, exponent in columns:
         top = low.bit_length()
-        ulp = ulps[i] = fmt.ulp_exponent(top + block.exponent)
+        ulps.append(fmt.ulp_exponent(top + block.exponent))
         shift = exponent - block.exponent
         if shift >= 0:
-            error, unit = abs((mantissa << shift) - low), block.exponent
+            error, scale = abs((mantissa << shift) - low), 0
         else:
-            error, unit, width = abs(mantissa - (low << -shift)), exponent, width << -shift
-        errors[i] = ratio = to_float(error, unit - ulp)
-        misrounded[i] = ratio > 0.5
-        # Left open: another binade, an error that the width blurs, a ratio that may be a tie
-        # (float64 gives it to 1e-16), anything not finite.
-        if (
-            (width and ((low + block.width[i]).bit_length() != top or error <= width << ERROR_BITS))
-            or abs(ratio - 0.5) < 1e-12
-            or not known[i]
-        ):
-            open_columns.append(i)
-    for i, number in zip(open_columns, exactly(open_columns), strict=True):
+            error, scale = abs(mantissa - (low << -shift)), -shift
+        errors.append(to_parts(error, block.exponent - scale))
+        blurred.append(
+            width > 0
+            and (
+                (low + width).bit_length() != top
+                or low < 0 <= low + width
+                or error <= width << ERROR_BITS + scale
+            )
+        )
+    judged = Judged(*_columns(errors), np.zeros(len(ulps), bool), np.array(ulps, np.int64))
+    ratio = judged.in_ulp()
+    judged.misrounded[:] = ratio > 0.5
+    # A ratio is known to a relative 2**-52: one this near to a half may be a tie.
+    tied = np.abs(ratio - 0.5) < 1e-12
+    _settle(judged, np.flatnonzero(np.array(blurred, bool) | tied | ~finite), actual, fmt, exactly)
+    return judged
+
+
+def _columns(pairs: list[tuple[float, int]]) -> tuple[Array, Array]:
+    """Turn pairs into two arrays."""
+    mantissa, exponent = zip(*pairs, strict=True)
+    return np.array(mantissa), np.array(exponent, np.int64)
+
+
+def _settle(judged: Judged, columns: Array, actual: Array, fmt: Format, exactly: Exactly) -> None:
+    """Judge the elements of `columns` anew by exact arithmetic."""
+    for i, number in zip(columns, exactly(columns.tolist()), strict=True):
         value = float(actual[i])
-        if known[i]:
-            errors[i], misrounded[i], ulps[i] = judge(number, Fraction(value), fmt)
+        if math.isfinite(value):
+            error, misrounded, ulp = judge(number, Fraction(value), fmt)
         else:
             # NaN equals nothing; an infinity is right where the exact value rounds to it.
-            right = nearest(number, fmt) == value
-            errors[i], misrounded[i] = (0.5, False) if right else (math.inf, True)
-    return Judged(np.array(errors), np.array(misrounded), np.array(ulps))
+            misrounded = nearest(number, fmt) != value
+            error, ulp = (math.inf if misrounded else 0.5, fmt.coarsest), fmt.coarsest
+        judged.mantissa[i], judged.exponent[i] = error
+        judged.misrounded[i], judged.ulp[i] = misrounded, ulp
 
 
 def judge_undefined(actual: Array) -> Judged:
     """Judge `actual` where the exact value is undefined: only NaN is right."""
-    right = np.isnan(actual)
-    return Judged(np.where(right, 0.0, math.inf), ~right, np.zeros(actual.shape, np.int64))
+    right, zeros = np.isnan(actual), np.zeros(actual.shape, np.int64)
+    return Judged(np.where(right, 0.0, math.inf), zeros, ~right, zeros.copy())
 
 
 def round_block(block: Block, fmt: Format, exactly: Exactly) -> list[float]:
@@ -91,9 +118,9 @@ def round_block(block: Block, fmt: Format, exactly: Exactly) -> list[float]:
             steps = low >> shift
             rest, half = low - (steps << shift), 1 << shift - 1
         # A width that reaches another grid, a midpoint or zero decides nothing.
-        same_binade = (low + width).bit_length() == low.bit_length() and low * (low + width) >= 0
-        if width and (shift <= 0 or not same_binade or rest <= half <= rest + width
-                      or width >= half):
+        other = (low + width).bit_length() != low.bit_length() or low < 0 <= low + width
+        blurred = shift <= 0 or width >= half or rest <= half <= rest + width
+        if width and (other or blurred):
             open_columns.append(i)
             continue
         steps += rest > half or (rest == half and steps & 1)
@@ -103,8 +130,12 @@ def round_block(block: Block, fmt: Format, exactly: Exactly) -> list[float]:
     return rounded
 
 
-def exact_number(block: Block, column: int) -> Surd | None:
-    """Return an element that its enclosure already gives exactly."""
-    if block.width[column]:
-        return None
-    return Surd(block.low[column] * power(block.exponent), 1, {})
+def quotient(mantissa: float, exponent: int, divisor: int, unit: int) -> float:
+    """Return ``mantissa * 2**exponent / (divisor * 2**unit)``; 0 / 0 is 0."""
+    if mantissa == 0 or divisor == 0:
+        return 0.0 if mantissa == 0 else math.inf
+    lower, place = to_parts(divisor, unit)
+    try:
+        return math.ldexp(mantissa / lower, exponent - place)
+    except OverflowError:
+        return math.inf

@@ -3,73 +3,27 @@
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from stablenorm.oracle._formats import Array, Format, format_of, power, read_rows, to_float
-from stablenorm.oracle._judge import Block, judge_block, round_block
-from stablenorm.oracle._rows import (
-    Row,
-    Terms,
-    dx_magnitudes,
-    dx_terms,
-    enclose,
-    read_row,
-    y_terms,
+from stablenorm.oracle._contract import ContractResult, hold
+from stablenorm.oracle._formats import Array, format_of, read_rows
+from stablenorm.oracle._judge import (
+    Exactly,
+    Judged,
+    judge_block,
+    judge_undefined,
+    quotient,
+    round_block,
 )
-from stablenorm.oracle._surds import Surd, value_to
+from stablenorm.oracle._quantities import Inputs, Vector, blocks, scale_of_g, surds
+from stablenorm.oracle._rows import mean_var
+from stablenorm.oracle._surds import value_to
 
 NAMES = ("y", "dx", "dgamma", "dbeta")
-
-# The contract: |error| <= limit ulp + c * S. float64 arithmetic serves the three narrower formats;
-# float64 itself is served by pairs of float64 (u**2 = 2**-106), less what its tree sums lose.
-LIMITS = {
-    "narrow": {"y": 0.501, "dx": 0.501, "dgamma": 0.501, "dbeta": 0.501},
-    "float64": {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51},
-}
-SECOND = {
-    "narrow": {"y": -48, "dx": -48, "dgamma": -44, "dbeta": -44},
-    "float64": {"y": -98, "dx": -98, "dgamma": -94, "dbeta": -94},
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ContractResult:
-    """
-    How one array stands against the contract ``|error| <= limit_ulp * ulp + c * S``.
-
-    Attributes
-    ----------
-    passed : bool
-        Whether every element keeps the contract.
-    worst_ulp : float
-        The largest error, in ulp of the array's dtype at the exact value. 0 for an empty array.
-    misrounded : float
-        The fraction of elements that are not the correctly rounded exact values; decided exactly.
-    second_term : int
-        How many elements have an error above `limit_ulp`, so that only ``c * S`` could let them
-        pass.
-    worst_excess : float
-        The largest ``(error - limit_ulp * ulp) / (c * S)`` of those elements; 0 if there are none.
-        At most 1 if the contract is kept.
-    worst_index : tuple of int
-        Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
-    limit_ulp : float
-        The limit of this quantity in this dtype.
-    """
-
-    passed: bool
-    worst_ulp: float
-    misrounded: float
-    second_term: int
-    worst_excess: float
-    worst_index: tuple[int, ...]
-    limit_ulp: float
 
 
 class NormwiseErrors(NamedTuple):
@@ -77,14 +31,6 @@ class NormwiseErrors(NamedTuple):
 
     to_g: Array
     to_dx: Array
-
-
-class _Measured(NamedTuple):
-    """Errors in ulp, whether misrounded, and the exponents of the ulps, of the given shape."""
-
-    errors: Array
-    misrounded: Array
-    ulps: Array
 
 
 class ExactLayerNorm:
@@ -102,16 +48,11 @@ class ExactLayerNorm:
         x seen as a matrix.
     """
 
-    def __init__(self, x: Array, gamma: Array, beta: Array, eps: Fraction, dy: Array | None):
-        """Take float64 copies of checked arrays."""
-        self.shape: tuple[int, ...] = x.shape
-        self.n = x.shape[-1]
-        self.rows = math.prod(x.shape[:-1])
-        self._x = x.reshape(self.rows, self.n)
-        self._dy = None if dy is None else dy.reshape(self.rows, self.n)
-        self._eps = eps
-        ((self._gamma, self._gamma_exponent),) = read_rows(gamma[None])
-        ((self._beta, self._beta_exponent),) = read_rows(beta[None])
+    def __init__(self, shape: tuple[int, ...], inputs: Inputs):
+        """Take checked inputs; `shape` is that of x."""
+        self.shape = shape
+        self.rows, self.n = inputs.x.shape
+        self._inputs = inputs
 
     def mean(self, row: int) -> Fraction:
         """
@@ -168,12 +109,14 @@ class ExactLayerNorm:
         ValueError
             If the element is undefined: its row has no variance, and eps is 0.
         """
-        flat = int(np.ravel_multi_index(index, self._shape_of(name)))
-        block, column = divmod(flat, self.n)
-        if self._undefined(name, block):
-            msg = f"{name} must be defined at {index}, got a row with var + eps = 0"
+        place = int(np.ravel_multi_index(index, self._shape_of(name)))
+        block, column = divmod(place, self.n)
+        row = self._inputs.row
+        needed = {"dgamma": range(self.rows), "dbeta": range(0)}.get(name, [block])
+        if any(row(i) is None for i in needed):
+            msg = f"{name} must be defined at {index}, got a row of zero variance and eps = 0"
             raise ValueError(msg)
-        return value_to(self._surds(name, block, [column])[0], bits)
+        return value_to(surds(self._inputs, name, block, [column])[0], bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -191,16 +134,262 @@ class ExactLayerNorm:
         array
             Rounded once, to nearest, ties to even; inf from halfway above the largest finite number
             on. An exact zero is +0; a nonzero value that rounds to zero keeps its sign. NaN where
-            the row has no variance and eps is 0.
+            a row has no variance and eps is 0.
+
+        Raises
+        ------
+        TypeError
+            If `dtype` is not one of the four.
+        ValueError
+            If `name` is not one of the four, or needs a dy that was not given.
         """
         fmt = format_of(dtype, "dtype")
-        out = np.empty(self._shape_of(name), np.float64)
-        flat = out.reshape(-1)
-        for i, block in enumerate(self._blocks(name)):
-            if block is None:
-                flat[i * self.n : (i + 1) * self.n] = math.nan
-                continue
-            flat[i * self.n : (i + 1) * self.n] = round_block(
-                block, fmt, lambda columns, i=i: self._surds(name, i, columns)
-            )
+        out = np.full(self._shape_of(name), math.nan)
+        flat = out.reshape(-1, self.n)
+        for i, block in enumerate(blocks(self._inputs, name)):
+            if block is not None:
+                flat[i] = round_block(block, fmt, self._exactly(name, i))
         return out.astype(dtype)
+
+    def ulp_errors(
+        self,
+        y: Array | None = None,
+        dx: Array | None = None,
+        dgamma: Array | None = None,
+        dbeta: Array | None = None,
+    ) -> dict[str, Array]:
+        """
+        Return the error of every element of the given arrays, in ulp.
+
+        Parameters
+        ----------
+        y, dx, dgamma, dbeta : array, optional
+            What an implementation returned; each may have any of the four dtypes.
+
+        Returns
+        -------
+        dict of str to array
+            For each array given, float64 errors of its shape. The ulp is that of its dtype at the
+            exact value, never below the smallest subnormal. An infinity counts 0.5 where the exact
+            value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
+            undefined: there NaN counts 0 and all else inf.
+
+        Raises
+        ------
+        TypeError
+            If a dtype is not one of the four.
+        ValueError
+            If a shape is wrong, or dy was not given and is needed.
+
+        Examples
+        --------
+        >>> x = np.array([[1.0, 2.0, 4.0]], np.float32)
+        >>> y = (x - x.mean()) / np.sqrt(x.var() + np.float32(1e-5))
+        >>> exact_layer_norm(x).ulp_errors(y=y)["y"].round(2)
+        array([[0.86, 0.05, 0.48]])
+        """
+        given = _given(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
+        return {
+            name: self._judge(name, actual).in_ulp().reshape(np.shape(actual))
+            for name, actual in given.items()
+        }
+
+    def check_contract(
+        self,
+        y: Array | None = None,
+        dx: Array | None = None,
+        dgamma: Array | None = None,
+        dbeta: Array | None = None,
+    ) -> dict[str, ContractResult]:
+        """
+        Hold the given arrays against the contract ``|error| <= limit ulp + c * S``.
+
+        Parameters
+        ----------
+        y, dx, dgamma, dbeta : array, optional
+            What an implementation returned; the dtype of each chooses its limit.
+
+        Returns
+        -------
+        dict of str to ContractResult
+            The verdict on each array given.
+
+        Raises
+        ------
+        TypeError
+            If a dtype is not one of the four.
+        ValueError
+            If a shape is wrong, or dy was not given and is needed.
+
+        Notes
+        -----
+        The limit is 0.501 ulp, for float64 0.75 (dx) and 0.51 (dgamma, dbeta); c is ``2**-48`` for
+        y and dx and ``2**-44`` for dgamma and dbeta, for float64 ``2**-98`` and ``2**-94``. S is
+        the sum of the magnitudes that an element is made of, so that only an element that cancels
+        almost completely may use the second term.
+
+        Examples
+        --------
+        >>> x = np.array([[1.0, 2.0, 4.0]], np.float32)
+        >>> exact = exact_layer_norm(x)
+        >>> exact.check_contract(y=exact.rounded("y", np.float32))["y"].passed
+        True
+        """
+        given = _given(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
+        return {
+            name: hold(self._inputs, name, actual, self._judge(name, actual))
+            for name, actual in given.items()
+        }
+
+    def normwise(self, dx: Array) -> NormwiseErrors:
+        """
+        Return the errors of dx against the size of its row, for rows that cancel by nature.
+
+        Parameters
+        ----------
+        dx : array
+            What an implementation returned, of the shape of x.
+
+        Returns
+        -------
+        NormwiseErrors
+            ``to_g``: ``max|error| / (rstd max|g|)`` and ``to_dx``: ``max|error| / max|dx|`` with
+            the exact dx, each of the shape of x without its last axis. 0 where there is no error,
+            inf where only the divisor is 0, NaN in undefined rows.
+        """
+        judged = self._judge("dx", dx)
+        mantissa, exponent = (
+            a.reshape(self.rows, self.n) for a in (judged.mantissa, judged.exponent)
+        )
+        to_g, to_dx = np.full((2, self.rows), math.nan)
+        for i, block in enumerate(blocks(self._inputs, "dx")):
+            if block is None:
+                continue
+            # The largest by exponent first: in one exponent, floats compare.
+            lowest = int(exponent[i].min())
+            top = int(np.where(mantissa[i] > 0, exponent[i], lowest).max())
+            error = float(np.ldexp(mantissa[i], exponent[i] - top).max())
+            largest = max(map(abs, block.low)), block.exponent
+            to_g[i] = quotient(error, top, *scale_of_g(self._inputs, i))
+            to_dx[i] = quotient(error, top, *largest)
+        shape = self.shape[:-1]
+        return NormwiseErrors(to_g.reshape(shape), to_dx.reshape(shape))
+
+    def _shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a quantity."""
+        if name not in NAMES:
+            msg = f"name must be one of {', '.join(NAMES)}, got {name!r}"
+            raise ValueError(msg)
+        return self.shape if name in {"y", "dx"} else (self.n,)
+
+    def _exactly(self, name: str, block: int) -> Exactly:
+        """Return the function that gives elements of a block exactly."""
+        return lambda columns: surds(self._inputs, name, block, columns)
+
+    def _mean_var(self, row: int) -> tuple[Fraction, Fraction]:
+        """Return mean and var of a row."""
+        ((integers, scale),) = read_rows(self._inputs.x[row : row + 1])
+        return mean_var(integers, scale)
+
+    def _judge(self, name: str, actual: Array) -> Judged:
+        """Judge an array, flattened."""
+        fmt = format_of(actual.dtype, name)
+        if actual.shape != self._shape_of(name):
+            msg = f"{name} must have shape {self._shape_of(name)}, got {actual.shape}"
+            raise ValueError(msg)
+        values = actual.astype(np.float64).reshape(-1, self.n)
+        parts = [
+            judge_undefined(values[i])
+            if block is None
+            else judge_block(block, values[i], fmt, self._exactly(name, i))
+            for i, block in enumerate(blocks(self._inputs, name))
+        ]
+        empty = np.zeros(0, np.int64)
+        parts.append(Judged(np.zeros(0), empty, np.zeros(0, bool), empty))
+        return Judged(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+def _given(**arrays: Array | None) -> dict[str, Array]:
+    """Return the arrays that were given."""
+    return {name: np.asarray(a) for name, a in arrays.items() if a is not None}
+
+
+def exact_layer_norm(
+    x: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    eps: float = 1e-5,
+    dy: Array | None = None,
+) -> ExactLayerNorm:
+    """
+    Return the exact layer norm of `x` over its last axis, to measure implementations against.
+
+    Parameters
+    ----------
+    x : array of shape (..., n)
+        Finite float16, bfloat16, float32 or float64; n at least 1.
+    gamma, beta : array of shape (n,), optional
+        Scale and shift, finite, of any of the four dtypes. Default: 1 and 0.
+    eps : float, default: 1e-5
+        Added to the variance before the square root: this float64, whatever the dtype of `x`.
+    dy : array of the shape of x, optional
+        The cotangent of y, finite, of any of the four dtypes. Needed for all but y.
+
+    Returns
+    -------
+    ExactLayerNorm
+        The exact y, dx, dgamma and dbeta, as of infinite precision: their errors in ulp, their
+        correctly rounded values, the contract. Computed when asked for.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not one of the four.
+    ValueError
+        If a shape is wrong, a value is not finite, or eps is negative or not finite.
+
+    Notes
+    -----
+    Everything is computed by integers of whatever length it takes, so a row of n = 768 costs
+    milliseconds, and one of float64 that spans the whole range of exponents a multiple of that.
+    Slice `x` and `dy` first when a sample of rows is enough.
+
+    Examples
+    --------
+    >>> exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), eps=0.0)
+    >>> exact.mean(0), exact.var(0)
+    (Fraction(2, 1), Fraction(14, 3))
+    >>> exact.rounded("y", np.float16).dtype
+    dtype('float16')
+    """
+    x = np.asarray(x)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
+        raise ValueError(msg)
+    n = x.shape[-1]
+    if not (math.isfinite(eps) and eps >= 0):
+        msg = f"eps must be finite and >= 0, got {eps}"
+        raise ValueError(msg)
+    gamma = np.ones(n) if gamma is None else np.asarray(gamma)
+    beta = np.zeros(n) if beta is None else np.asarray(beta)
+    inputs = Inputs(
+        _read("x", x, x.shape).reshape(-1, n),
+        Vector(*next(read_rows(_read("gamma", gamma, (n,))[None]))),
+        Vector(*next(read_rows(_read("beta", beta, (n,))[None]))),
+        Fraction(float(eps)),
+        None if dy is None else _read("dy", np.asarray(dy), x.shape).reshape(-1, n),
+    )
+    return ExactLayerNorm(x.shape, inputs)
+
+
+def _read(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    """Return the float64 copy of an argument, or say what is wrong with it."""
+    format_of(array.dtype, name)
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape}, got {array.shape}"
+        raise ValueError(msg)
+    values = array.astype(np.float64)
+    if not np.isfinite(values).all():
+        msg = f"{name} must be finite for an exact result, got {values[~np.isfinite(values)][0]}"
+        raise ValueError(msg)
+    return values

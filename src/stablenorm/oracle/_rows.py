@@ -51,7 +51,6 @@ class Row:
     scale: int
     radicand: int
     half: int
-    total: int
 
     @property
     def n(self) -> int:
@@ -72,12 +71,6 @@ class Row:
         fours = ((self.radicand & -self.radicand).bit_length() - 1) // 2
         return self.radicand >> 2 * fours, power(-self.half - fours)
 
-    def mean_var(self) -> tuple[Fraction, Fraction]:
-        """Return mean and variance."""
-        unit = power(self.scale)
-        squares = sum(c * c for c in self.centered)
-        return Fraction(self.total, self.n) * unit, Fraction(squares, self.n**3) * unit**2
-
     def deviations(self) -> list[int]:
         """Return ``n |C| + sum |C|``: n times ``|xhat| + mean|xhat|`` in the unit of C."""
         spread = sum(map(abs, self.centered))
@@ -96,7 +89,14 @@ def read_row(integers: list[int], scale: int, eps: Fraction) -> Row | None:
     places = eps.denominator.bit_length() - 1
     half = min(scale, -((places + 1) // 2))
     offset = eps.numerator * n**3 << -places - 2 * half
-    return Row(centered, scale, (squares << 2 * (scale - half)) + offset, half, total)
+    return Row(centered, scale, (squares << 2 * (scale - half)) + offset, half)
+
+
+def mean_var(integers: list[int], scale: int) -> tuple[Fraction, Fraction]:
+    """Return mean and variance of the row ``integers * 2**scale``."""
+    n, total = len(integers), sum(integers)
+    squares = sum((n * v - total) ** 2 for v in integers)
+    return Fraction(total, n) * power(scale), Fraction(squares, n**3) * power(2 * scale)
 
 
 def y_terms(row: Row, gamma: list[int], exponent: int) -> Terms:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from stablenorm.oracle._formats import Format, power, round_ratio, top_exponent
+from stablenorm.oracle._formats import Format, power, round_ratio, to_parts, top_exponent
 
 T = TypeVar("T")
 
@@ -94,25 +94,20 @@ def nearest(number: Surd, fmt: Format) -> float:
     return number.decide(lambda low, high: _agreed(low, high, fmt))
 
 
-def judge(number: Surd, actual: Fraction, fmt: Format) -> tuple[float, bool, int]:
-    """Return the error of `actual` in ulp, whether it is misrounded, and the exponent of the ulp."""
+def judge(number: Surd, actual: Fraction, fmt: Format) -> tuple[tuple[float, int], bool, int]:
+    """Return the error of `actual` in two parts, whether misrounded, the exponent of the ulp."""
 
-    def verdict(low: Fraction, high: Fraction) -> tuple[float, bool, int] | None:
-        top = top_exponent(low, fmt)
+    def verdict(low: Fraction, high: Fraction) -> tuple[tuple[float, int], bool, int] | None:
+        ulp = fmt.ulp_exponent(top_exponent(low, fmt))
         rounded = _agreed(low, high, fmt)
         error = abs(actual - low)
         settled = (high - low) * power(ERROR_BITS) <= error
-        if rounded is None or top != top_exponent(high, fmt) or not settled:
+        if rounded is None or ulp != fmt.ulp_exponent(top_exponent(high, fmt)) or not settled:
             return None
-        ulp = fmt.ulp_exponent(top)
-        in_ulp = error / power(ulp)
-        # A quotient of integers rounds correctly and overflows by raising.
-        try:
-            ratio = in_ulp.numerator / in_ulp.denominator
-        except OverflowError:
-            ratio = math.inf
         misrounded = math.isinf(rounded) or Fraction(rounded) != actual
-        return ratio, misrounded, ulp
+        # 64 bits or more of the quotient, more than its float will hold.
+        shift = 64 + error.denominator.bit_length() - error.numerator.bit_length()
+        return to_parts(int(error * power(shift)), -shift), misrounded, ulp
 
     return number.decide(verdict)
 

@@ -1,0 +1,210 @@
+"""What the package promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
+
+import inspect
+import subprocess
+import sys
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stablenorm
+from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.backends import BACKENDS
+
+HEAVY = (
+    "torch tensorflow jax autograd numba cupy dask matplotlib rich sympy scipy thinc onnxruntime"
+)
+
+
+def test_importing_loads_nothing_heavy():
+    code = (
+        "import sys, stablenorm; import stablenorm.functional\n"
+        f"print(*(m for m in {HEAVY!r}.split() if m in sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert result.stdout.split() == []
+
+
+def test_the_import_contract_holds():
+    result = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_all_names_exist_and_are_documented():
+    for name in stablenorm.__all__:
+        assert inspect.getdoc(getattr(stablenorm, name)), name
+
+
+def test_backends_share_signatures():
+    first = BACKENDS["numpy"]
+    for backend in BACKENDS.values():
+        for one, other in zip(first, backend, strict=True):
+            assert (
+                inspect.signature(one).parameters.keys()
+                == inspect.signature(other).parameters.keys()
+            )
+
+
+def frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+def test_inputs_are_never_modified(rng, dtype, backend):
+    x, dy = (frozen(rng.standard_normal((3, 4, 50)).astype(dtype)) for _ in range(2))
+    gamma, beta = (frozen(rng.standard_normal(50).astype(dtype)) for _ in range(2))
+    before = [v.tobytes() for v in (x, gamma, beta, dy)]
+    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    kept = [s.tobytes() for s in cache.statistics if s is not None]
+    layer_norm_backward(dy, cache)
+    assert [v.tobytes() for v in (x, gamma, beta, dy)] == before
+    assert [s.tobytes() for s in cache.statistics if s is not None] == kept
+
+
+DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("gamma_dtype", DTYPES)
+@pytest.mark.parametrize("beta_dtype", DTYPES)
+def test_each_result_has_its_own_dtype(rng, dtype, gamma_dtype, beta_dtype):
+    """Half x with float32 gamma is normal (pytorch 135969, apex 1635)."""
+    x = rng.standard_normal((3, 5)).astype(dtype)
+    y, cache = layer_norm_forward(x, np.ones(5, gamma_dtype), np.ones(5, beta_dtype))
+    for dy_dtype in DTYPES:
+        dx, dgamma, dbeta = layer_norm_backward(np.ones((3, 5), dy_dtype), cache)
+        assert (y.dtype, dx.dtype) == (dtype, dtype)
+        assert (dgamma.dtype, dbeta.dtype) == (gamma_dtype, beta_dtype)
+
+
+@pytest.mark.parametrize("gamma", [True, False])
+@pytest.mark.parametrize("beta", [True, False])
+def test_gamma_and_beta_are_each_optional(rng, dtype, backend, gamma, beta):
+    x, dy = (rng.standard_normal((3, 5)).astype(dtype) for _ in range(2))
+    ones, zeros = np.ones(5, dtype), np.zeros(5, dtype)
+    expected, full = layer_norm_forward(x, ones, zeros, backend=backend)
+    y, cache = layer_norm_forward(
+        x, ones if gamma else None, zeros if beta else None, backend=backend
+    )
+    np.testing.assert_array_equal(expected, y)
+    whole, part = layer_norm_backward(dy, full), layer_norm_backward(dy, cache)
+    np.testing.assert_array_equal(whole.dx, part.dx)
+    assert (part.dgamma is not None) == gamma
+    assert (part.dbeta is not None) == beta
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (0, 3, 4)])
+def test_no_rows_give_empty_results_and_zero_sums(dtype, backend, shape):
+    x, ones = np.empty(shape, dtype), np.ones(4, dtype)
+    y, cache = layer_norm_forward(x, ones, ones, backend=backend)
+    dx, dgamma, dbeta = layer_norm_backward(y, cache)
+    assert y.shape == dx.shape == shape
+    np.testing.assert_array_equal(dgamma, np.zeros(4, dtype))
+    np.testing.assert_array_equal(dbeta, np.zeros(4, dtype))
+
+
+@pytest.mark.parametrize("value", [0.1, 12345.678, -3e4, 1e-7])
+@pytest.mark.parametrize("n", [1, 2, 3, 127, 768, 50_000])
+def test_a_constant_row_is_exactly_beta(dtype, backend, n, value):
+    """PyTorch gives 1e-4, NumPy's two-pass +-1 (pytorch 188372); n = 1 is always constant."""
+    x = np.full((2, n), value, dtype)
+    gamma, beta = np.full(n, 1e3, dtype), np.linspace(-1, 1, n).astype(dtype)
+    y, cache = layer_norm_forward(x, gamma, beta, 1e-12, backend=backend)
+    np.testing.assert_array_equal(y, np.broadcast_to(beta, y.shape))
+    dx, dgamma, _ = layer_norm_backward(np.ones_like(x), cache)
+    np.testing.assert_array_equal(dgamma, np.zeros(n, dtype))
+    np.testing.assert_array_equal(dx, np.zeros_like(x))
+
+
+def test_zero_variance_without_eps_is_nan_in_its_row_only(dtype, backend):
+    x = np.array([[1, 1, 1], [1, 2, 3]], dtype)
+    y = layer_norm(x, eps=0, backend=backend).astype(np.float64)
+    assert np.isnan(y[0]).all()
+    assert np.isfinite(y[1]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_nan_and_inf_stay_in_their_row_and_columns(rng, dtype, backend, bad):
+    x, dy = (rng.standard_normal((4, 6)).astype(dtype) for _ in range(2))
+    gamma, beta = np.ones(6, dtype), np.zeros(6, dtype)
+    y, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    clean = layer_norm_backward(dy, cache)
+    spoiled = dy.copy()
+    spoiled[2, 3] = bad
+    dx, dgamma, dbeta = layer_norm_backward(spoiled, cache)
+    others = [0, 1, 3]
+    np.testing.assert_array_equal(dx[others], clean.dx[others])
+    assert not np.isfinite(dx[2].astype(float)).any()
+    columns = [0, 1, 2, 4, 5]
+    np.testing.assert_array_equal(dgamma[columns], clean.dgamma[columns])
+    np.testing.assert_array_equal(dbeta[columns], clean.dbeta[columns])
+    assert not np.isfinite([float(dgamma[3]), float(dbeta[3])]).any()
+    x_bad = x.copy()
+    x_bad[2, 3] = bad
+    y_bad, cache = layer_norm_forward(x_bad, gamma, beta, backend=backend)
+    np.testing.assert_array_equal(y_bad[others], y[others])
+    assert np.isnan(y_bad[2].astype(float)).all()
+    np.testing.assert_array_equal(layer_norm_backward(dy, cache).dx[others], clean.dx[others])
+
+
+@pytest.mark.parametrize(("name", "most"), [("float16", 24), ("float32", 24), ("float64", 32)])
+def test_the_cache_is_small(rng, name, most):
+    x = (rng.standard_normal((100, 768)) + 0.5).astype(name)
+    assert layer_norm_forward(x)[1].statistics.nbytes <= most * 100
+
+
+def test_hard_float64_rows_keep_a_third_word_and_an_exponent(rng):
+    x = np.stack([1e6 + rng.standard_normal(64), 1e300 * rng.standard_normal(64)])
+    assert layer_norm_forward(x)[1].statistics.nbytes <= 44 * 2
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_extra_memory_is_a_few_blocks_not_a_copy_of_x(rng, name, axis):
+    x = rng.standard_normal((1024, 4096)).astype(name)
+    gamma = np.ones(x.shape[axis], name)
+    y, cache = layer_norm_forward(x, gamma, gamma, axis=axis)
+    rows = x.size // x.shape[axis]
+
+    def extra(function):
+        tracemalloc.start()
+        kept = function()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak if kept is not None else 0
+
+    # 64 float64 temporaries of a 2**14-element block; log2(blocks) partial sums of n each.
+    room = 64 * 2**14 * 8 + 44 * rows + 24 * 4 * 8 * len(gamma)
+    assert extra(lambda: layer_norm_forward(x, gamma, gamma, axis=axis, out=y)) < room
+    out = (np.empty_like(x), np.empty_like(gamma), np.empty_like(gamma))
+    assert extra(lambda: layer_norm_backward(y, cache, out=out)) < room
+    assert room < x.nbytes
+
+
+def test_layer_holds_what_it_says(rng, dtype):
+    norm = LayerNorm((3, 4), axis=(1, 2), dtype=dtype)
+    x = rng.standard_normal((2, 3, 4)).astype(dtype)
+    y = norm.forward(x)
+    assert norm.gradients == {}
+    dx = norm.backward(y)
+    expected = layer_norm_forward(x, axis=(1, 2))
+    np.testing.assert_array_equal(expected[0], y)
+    np.testing.assert_array_equal(layer_norm_backward(y, expected[1]).dx, dx)
+    assert {name: g.shape for name, g in norm.gradients.items()} == {
+        "gamma": (3, 4),
+        "beta": (3, 4),
+    }
+    assert LayerNorm(4, gamma=False).parameters.keys() == {"beta"}
+    assert "eps=1e-05" in repr(norm)
+
+
+def test_bfloat16_by_name():
+    assert LayerNorm(4, dtype="bfloat16").parameters["gamma"].dtype == ml_dtypes.bfloat16

@@ -1,0 +1,136 @@
+"""Each message: what was required, what came, the cure; and nothing written by a failed call."""
+
+import re
+
+import numpy as np
+import pytest
+
+from stablenorm import Gradients, LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+
+BAD_FORWARD = [
+    ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64"),
+    ({"x": X.astype(bool)}, TypeError, "got bool"),
+    ({"x": X.astype(complex)}, TypeError, "got complex128"),
+    ({"x": X.astype(object)}, TypeError, "got object"),
+    ({"x": X.astype(np.longdouble)}, TypeError, "got float128|got longdouble"),
+    ({"x": np.ma.masked_array(X)}, TypeError, "x must be a plain array, got a masked one"),
+    ({"x": np.float32(1)}, ValueError, "axis must name axes of x, which has 0 dimensions, got -1"),
+    ({"x": np.empty((3, 0), np.float32)}, ValueError, r"at least one element along axis 1, got shape \(3, 0\)"),
+    ({"gamma": np.ones(5, np.float32)}, ValueError, r"gamma must have shape \(4,\) to match x normalized over axis 2, got \(5,\)"),
+    ({"gamma": np.ones((1, 4), np.float32)}, ValueError, r"gamma must have shape \(4,\).*got \(1, 4\)"),
+    ({"beta": np.float32(1)}, ValueError, r"beta must have shape \(4,\).*got \(\)"),
+    ({"gamma": np.ones(4, int)}, TypeError, "gamma must be float16.*got int64"),
+    ({"axis": 3}, ValueError, "axis must name axes of x, which has 3 dimensions, got 3"),
+    ({"axis": (0, -3)}, ValueError, r"each once, got \(0, -3\)"),
+    ({"axis": ()}, ValueError, "at least one axis"),
+    ({"axis": 1.0}, TypeError, "axis must be an int or a tuple of ints, got 1.0"),
+    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+    ({"eps": np.nan}, ValueError, "eps must be finite and >= 0, got nan"),
+    ({"eps": np.inf}, ValueError, "eps must be finite and >= 0, got inf"),
+    ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
+    ({"eps": None}, TypeError, "eps must be a number, got None"),
+    ({"backend": "torch"}, ValueError, "backend must be one of .*'numpy'.*, got 'torch'"),
+    ({"out": np.empty((2, 3), np.float32)}, ValueError, r"out must have shape \(2, 3, 4\), got \(2, 3\)"),
+    ({"out": np.empty(X.shape)}, TypeError, "out must have dtype float32, got float64"),
+    ({"out": [[0.0]]}, TypeError, "out must be a NumPy array to write into, got list"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [layer_norm, layer_norm_forward])
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_FORWARD)
+def test_forward_says_what_it_needs(function, arguments, error, message):
+    with pytest.raises(error, match=message):
+        function(**{"x": X, **arguments})
+
+
+def test_out_must_be_writeable_and_distinct():
+    frozen = np.empty_like(X)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="out must be writeable, got a read-only array"):
+        layer_norm(X, out=frozen)
+    shared = np.lib.stride_tricks.as_strided(np.empty(4, np.float32), X.shape, (0, 0, 4))
+    with pytest.raises(ValueError, match="an element of its own for each result, got strides"):
+        layer_norm(X, out=shared)
+
+
+def test_out_that_overlaps_is_refused_before_anything_is_written():
+    buffer = np.arange(60, dtype=np.float32)
+    before = buffer.copy()
+    x, shifted = buffer[:24].reshape(4, 6), buffer[6:30].reshape(4, 6)
+    with pytest.raises(ValueError, match="out must not share memory with x.*pass a copy"):
+        layer_norm(x, out=shifted)
+    with pytest.raises(ValueError, match="out must not share memory with x"):
+        layer_norm_forward(x, out=x)
+    with pytest.raises(ValueError, match="out must not share memory with gamma"):
+        layer_norm(buffer[30:54].reshape(4, 6), gamma=buffer[:6], out=x)
+    np.testing.assert_array_equal(buffer, before)
+
+
+def test_interleaved_views_are_no_overlap():
+    buffer = np.linspace(0, 1, 48, dtype=np.float32).reshape(4, 12)
+    expected = layer_norm(buffer[:, ::2].copy())
+    np.testing.assert_array_equal(
+        layer_norm_forward(buffer[:, ::2], out=buffer[:, 1::2])[0], expected
+    )
+
+
+@pytest.fixture
+def cache():
+    return layer_norm_forward(X, np.ones(4, np.float32), np.zeros(4, np.float32))[1]
+
+
+def gradients(dx=None, dgamma=None, dbeta=None):
+    return Gradients(dx, dgamma, dbeta)
+
+
+BAD_BACKWARD = [
+    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\) to match the y of this cache, got \(1, 3, 4\)"),
+    ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
+    ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),
+    ({"out": (None, None)}, ValueError, "out must have three entries, for dx, dgamma and dbeta, got 2"),
+    ({"out": gradients(dx=np.empty((2, 3), np.float32))}, ValueError, r"out.dx must have shape \(2, 3, 4\)"),
+    ({"out": gradients(dgamma=np.empty(4))}, TypeError, "out.dgamma must have dtype float32, got float64"),
+    ({"out": gradients(dbeta=np.empty(3, np.float32))}, ValueError, r"out.dbeta must have shape \(4,\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_BACKWARD)
+def test_backward_says_what_it_needs(cache, arguments, error, message):
+    with pytest.raises(error, match=message):
+        layer_norm_backward(**{"dy": np.ones_like(X), "cache": cache, **arguments})
+
+
+def test_backward_outputs_may_not_overlap(cache):
+    both = np.empty(4, np.float32)
+    with pytest.raises(ValueError, match="out.dbeta must not share memory with out.dgamma"):
+        layer_norm_backward(np.ones_like(X), cache, out=(None, both, both))
+    with pytest.raises(ValueError, match="out.dx must not share memory with x"):
+        layer_norm_backward(np.ones_like(X), cache, out=(cache.x, None, None))
+    buffer = np.ones(28, np.float32)
+    dy, shifted = buffer[:24].reshape(X.shape), buffer[4:].reshape(X.shape)
+    with pytest.raises(ValueError, match="out.dx must not share memory with dy"):
+        layer_norm_backward(dy, cache, out=(shifted, None, None))
+    with pytest.raises(ValueError, match="out.dgamma must not share memory with dy"):
+        layer_norm_backward(dy, cache, out=(None, buffer[:4], None))
+    assert (buffer == 1).all()
+
+
+def test_layer_says_what_it_needs():
+    with pytest.raises(ValueError, match="call forward"):
+        LayerNorm(4).backward(X)
+    with pytest.raises(ValueError, match=r"gamma must have shape \(4,\)"):
+        LayerNorm(5).forward(X)
+    with pytest.raises(
+        ValueError, match=re.escape("x must have lengths (5,) along axis -1, got (4,)")
+    ):
+        LayerNorm(5, gamma=False, beta=False).forward(X)
+    with pytest.raises(ValueError, match="lengths of at least 1, got 0"):
+        LayerNorm(0)
+    with pytest.raises(TypeError, match="shape must be an int or a tuple of ints, got 2.5"):
+        LayerNorm(2.5)
+    with pytest.raises(TypeError, match="dtype must be float16.*got int32"):
+        LayerNorm(4, dtype=np.int32)
+    with pytest.raises(ValueError, match="eps must be finite and >= 0, got -1"):
+        LayerNorm(4, eps=-1).forward(X)

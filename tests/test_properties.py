@@ -1,0 +1,173 @@
+"""What must hold for every input (Hypothesis), and the agreement with independent values."""
+
+from importlib import resources
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+
+U = 2.0**-53
+
+quick = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(2, 40)
+rows_sizes = st.integers(1, 6)
+offsets = st.sampled_from([0.0, 1.0, 1e3, -1e6])
+
+
+def make(seed, rows, n, offset=0.0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
+    gamma, beta = rng.standard_normal((2, n)).astype(dtype)
+    return x, gamma, beta, rng.standard_normal((rows, n)).astype(dtype)
+
+
+@quick
+@given(seeds, rows_sizes, sizes, st.integers(-60, 60), st.sampled_from([np.float32, np.float64]))
+def test_scaling_by_a_power_of_two_with_eps_changes_no_bit(seed, rows, n, power, dtype):
+    x, gamma, beta, dy = make(seed, rows, n, 3.0, dtype)
+    y, cache = layer_norm_forward(x, gamma, beta, 1e-5)
+    scaled, scaled_cache = layer_norm_forward(
+        np.ldexp(x, power), gamma, beta, np.ldexp(1e-5, 2 * power)
+    )
+    np.testing.assert_array_equal(y, scaled)
+    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
+    of_scaled = layer_norm_backward(dy, scaled_cache)
+    np.testing.assert_array_equal(dx, np.ldexp(of_scaled.dx, power))
+    np.testing.assert_array_equal(dgamma, of_scaled.dgamma)
+    np.testing.assert_array_equal(dbeta, of_scaled.dbeta)
+
+
+@quick
+@given(seeds, rows_sizes, sizes, st.integers(-2000, 2000))
+def test_an_exact_shift_changes_no_bit(seed, rows, n, shift):
+    """x on a grid of 1/1024: x + shift is exact in float32, so y must not move at all."""
+    rng = np.random.default_rng(seed)
+    x = (rng.integers(-4096, 4096, (rows, n)) / 1024).astype(np.float32)
+    moved = x + np.float32(shift)
+    np.testing.assert_array_equal(moved.astype(float) - shift, x)
+    y, expected = layer_norm(moved), layer_norm(x)
+    # float64 statistics of a row 2000 off round elsewhere: a misrounding once in 2**28.
+    np.testing.assert_allclose(y, expected, rtol=2.0**-23, atol=2.0**-48 * np.abs(expected).max())
+    assert (y != expected).mean() <= 0.5
+
+
+@quick
+@given(seeds, rows_sizes, sizes, offsets)
+def test_permuting_a_row_permutes_the_result(seed, rows, n, offset):
+    x, gamma, beta, dy = make(seed, rows, n, offset)
+    order = np.random.default_rng(seed).permutation(n)
+    y, cache = layer_norm_forward(x, gamma, beta)
+    y_permuted, of_permuted = layer_norm_forward(x[:, order], gamma[order], beta[order])
+    # Both are correctly rounded up to c * S: one ulp apart at most, unless they cancel.
+    np.testing.assert_allclose(y_permuted, y[:, order], rtol=2 * U, atol=2.0**-90)
+    dx = layer_norm_backward(dy, cache).dx
+    permuted = layer_norm_backward(dy[:, order], of_permuted).dx
+    np.testing.assert_allclose(permuted, dx[:, order], rtol=4 * U, atol=2.0**-80)
+
+
+@quick
+@given(seeds, st.integers(2, 6), sizes, offsets)
+def test_rows_are_independent(seed, rows, n, offset):
+    x, gamma, beta, dy = make(seed, rows, n, offset)
+    y, cache = layer_norm_forward(x, gamma, beta)
+    dx = layer_norm_backward(dy, cache).dx
+    x[0], dy[0] = 7 * x[0] + 1, -dy[0]
+    y_other, other = layer_norm_forward(x, gamma, beta)
+    np.testing.assert_array_equal(y[1:], y_other[1:])
+    np.testing.assert_array_equal(dx[1:], layer_norm_backward(dy, other).dx[1:])
+
+
+@quick
+@given(seeds, rows_sizes, sizes, offsets)
+def test_the_backward_is_linear_in_dy(seed, rows, n, offset):
+    x, gamma, beta, dy = make(seed, rows, n, offset)
+    other = make(seed + 1, rows, n)[3]
+    cache = layer_norm_forward(x, gamma, beta)[1]
+    one, two, both = (layer_norm_backward(v, cache) for v in (dy, other, dy + other))
+    for a, b, c in zip(one, two, both, strict=True):
+        # dy + other is itself rounded: u per term of sums of at most rows or n + 2 terms.
+        size = np.abs(a).max() + np.abs(b).max() + np.abs(dy).max() + np.abs(other).max()
+        np.testing.assert_allclose(c, a + b, rtol=0, atol=16 * U * size * (rows + n))
+    doubled = layer_norm_backward(2 * dy, cache)
+    np.testing.assert_array_equal(doubled.dx, 2 * one.dx)
+
+
+@quick
+@given(seeds, rows_sizes, sizes, offsets)
+def test_row_identities(seed, rows, n, offset):
+    """sum(dx) = 0; <gamma, dgamma> + <beta, dbeta> = <dy, y>; sum(dx xhat) sees eps."""
+    x, gamma, beta, dy = make(seed, rows, n, offset)
+    eps = 0.1
+    y, cache = layer_norm_forward(x, gamma, beta, eps)
+    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
+    # Each dx is within 0.75 ulp: half an ulp is at most u |dx|; as much for the sum here.
+    room = 4 * U * np.abs(dx).sum(axis=-1) * n
+    assert (np.abs(dx.sum(axis=-1)) <= room).all()
+    euler = (gamma * dgamma + beta * dbeta).sum() - (dy * y).sum()
+    assert abs(euler) <= 8 * U * rows * n * (
+        np.abs(gamma * dgamma).sum() + np.abs(beta * dbeta).sum() + np.abs(dy * y).sum()
+    )
+    xhat, kept = layer_norm_forward(x, eps=eps)
+    rstd = kept.statistics.rstd
+    g = gamma * dy
+    expected = eps * rstd**3 * (g * xhat).sum(axis=-1)
+    size = np.abs(dx * xhat).sum(axis=-1) + np.abs(rstd) * np.abs(g * xhat).sum(axis=-1)
+    assert (np.abs((dx * xhat).sum(axis=-1) - expected) <= 16 * n * U * size).all()
+
+
+@quick
+@given(seeds, sizes, offsets)
+def test_the_jacobian_is_symmetric(seed, n, offset):
+    x = make(seed, 1, n, offset)[0]
+    cache = layer_norm_forward(np.repeat(x, n, axis=0))[1]
+    jacobian = layer_norm_backward(np.eye(n), cache).dx
+    # Each entry within 0.75 ulp of the same number.
+    np.testing.assert_allclose(jacobian, jacobian.T, rtol=4 * U, atol=2.0**-90)
+
+
+def bundled():
+    with resources.files("stablenorm").joinpath("data/minilm_layer0_output.npz").open("rb") as f:
+        return dict(np.load(f, allow_pickle=False))
+
+
+def test_real_data_agrees_with_another_implementation():
+    """The bundled file's y, dx, dgamma, dbeta: float64, by someone else's autodiff."""
+    data = bundled()
+    x, gamma, beta, dy = (data[k].astype(np.float64) for k in ("x", "gamma", "beta", "dy"))
+    y, cache = layer_norm_forward(x, gamma, beta, float(data["eps"]))
+    for name, actual in zip(
+        ("y", "dx", "dgamma", "dbeta"), (y, *layer_norm_backward(dy, cache)), strict=True
+    ):
+        expected = data[name]
+        # The issue's bound; the file is good to about 1e-13 of the largest.
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_finite_differences_on_a_grid_of_exact_steps(rng, name):
+    """A central difference of the float64 forward, step 2**-12: error of order step**2."""
+    x, dy = rng.standard_normal((2, 3, 5)).astype(np.float32).astype(name)
+    gamma, beta = rng.standard_normal((2, 5)).astype(np.float32).astype(name)
+    cache = layer_norm_forward(x, gamma, beta, 0.1)[1]
+    gradients = layer_norm_backward(dy, cache)
+    step = 2.0**-12
+    args = [v.astype(np.float64) for v in (x, gamma, beta)]
+    for which, actual in enumerate(gradients):
+        for index in np.ndindex(actual.shape):
+            values = []
+            for sign in (1, -1):
+                moved = [v.copy() for v in args]
+                moved[which][index] += sign * step
+                values.append((dy.astype(float) * layer_norm(*moved, 0.1)).sum())
+            exact_step = (args[which][index] + step) - (args[which][index] - step)
+            numeric = (values[0] - values[1]) / exact_step
+            # Third derivatives of a row with rstd <= 3 are below 1e3: 1e3 * step**2 / 6.
+            assert abs(float(actual[index]) - numeric) < 1e3 * step**2 / 6 + 1e-6 * (
+                name == "float32"
+            )
