@@ -48,10 +48,10 @@ def test_forward_says_what_it_needs(function, arguments, error, message):
 def test_out_must_be_writeable_and_distinct():
     frozen = np.empty_like(X)
     frozen.flags.writeable = False
-    with pytest.raises(ValueError, match="out must be writeable, got a read-only array"):
+    with pytest.raises(ValueError, match=r"out must be writeable, got a read-only array"):
         layer_norm(X, out=frozen)
     shared = np.lib.stride_tricks.as_strided(np.empty(4, np.float32), X.shape, (0, 0, 4))
-    with pytest.raises(ValueError, match="an element of its own for each result, got strides"):
+    with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
         layer_norm(X, out=shared)
 
 
@@ -59,11 +59,11 @@ def test_out_that_overlaps_is_refused_before_anything_is_written():
     buffer = np.arange(60, dtype=np.float32)
     before = buffer.copy()
     x, shifted = buffer[:24].reshape(4, 6), buffer[6:30].reshape(4, 6)
-    with pytest.raises(ValueError, match="out must not share memory with x.*pass a copy"):
+    with pytest.raises(ValueError, match=r"out must not share memory with x.*pass a copy"):
         layer_norm(x, out=shifted)
-    with pytest.raises(ValueError, match="out must not share memory with x"):
+    with pytest.raises(ValueError, match=r"out must not share memory with x"):
         layer_norm_forward(x, out=x)
-    with pytest.raises(ValueError, match="out must not share memory with gamma"):
+    with pytest.raises(ValueError, match=r"out must not share memory with gamma"):
         layer_norm(buffer[30:54].reshape(4, 6), gamma=buffer[:6], out=x)
     np.testing.assert_array_equal(buffer, before)
 
@@ -104,21 +104,21 @@ def test_backward_says_what_it_needs(cache, arguments, error, message):
 
 def test_backward_outputs_may_not_overlap(cache):
     both = np.empty(4, np.float32)
-    with pytest.raises(ValueError, match="out.dbeta must not share memory with out.dgamma"):
+    with pytest.raises(ValueError, match=r"out.dbeta must not share memory with out.dgamma"):
         layer_norm_backward(np.ones_like(X), cache, out=(None, both, both))
-    with pytest.raises(ValueError, match="out.dx must not share memory with x"):
+    with pytest.raises(ValueError, match=r"out.dx must not share memory with x"):
         layer_norm_backward(np.ones_like(X), cache, out=(cache.x, None, None))
     buffer = np.ones(28, np.float32)
     dy, shifted = buffer[:24].reshape(X.shape), buffer[4:].reshape(X.shape)
-    with pytest.raises(ValueError, match="out.dx must not share memory with dy"):
+    with pytest.raises(ValueError, match=r"out.dx must not share memory with dy"):
         layer_norm_backward(dy, cache, out=(shifted, None, None))
-    with pytest.raises(ValueError, match="out.dgamma must not share memory with dy"):
+    with pytest.raises(ValueError, match=r"out.dgamma must not share memory with dy"):
         layer_norm_backward(dy, cache, out=(None, buffer[:4], None))
     assert (buffer == 1).all()
 
 
 def test_layer_says_what_it_needs():
-    with pytest.raises(ValueError, match="call forward"):
+    with pytest.raises(ValueError, match=r"call forward"):
         LayerNorm(4).backward(X)
     with pytest.raises(ValueError, match=r"gamma must have shape \(4,\)"):
         LayerNorm(5).forward(X)
@@ -126,11 +126,11 @@ def test_layer_says_what_it_needs():
         ValueError, match=re.escape("x must have lengths (5,) along axis -1, got (4,)")
     ):
         LayerNorm(5, gamma=False, beta=False).forward(X)
-    with pytest.raises(ValueError, match="lengths of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"lengths of at least 1, got 0"):
         LayerNorm(0)
-    with pytest.raises(TypeError, match="shape must be an int or a tuple of ints, got 2.5"):
+    with pytest.raises(TypeError, match=r"shape must be an int or a tuple of ints, got 2.5"):
         LayerNorm(2.5)
-    with pytest.raises(TypeError, match="dtype must be float16.*got int32"):
+    with pytest.raises(TypeError, match=r"dtype must be float16.*got int32"):
         LayerNorm(4, dtype=np.int32)
-    with pytest.raises(ValueError, match="eps must be finite and >= 0, got -1"):
+    with pytest.raises(ValueError, match=r"eps must be finite and >= 0, got -1"):
         LayerNorm(4, eps=-1).forward(X)

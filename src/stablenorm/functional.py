@@ -76,7 +76,7 @@ def layer_norm(
     the correctly rounded one unless it cancels almost completely. S is ``|gamma| (|xhat| +
     mean|xhat|) + |beta|`` and c is 2**-48, or 2**-98 for float64. 16- and 32-bit data is
     computed in float64 and rounded once; if x, gamma or beta is float64, all of it is computed
-    in double-double, which takes 30 to 60 times as long.
+    in double-double, which takes 15 to 25 times as long.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
