@@ -152,7 +152,7 @@ class Wide:
         return Wide(total.hi, total.lo, exponent)
 
     def _divide(self, count: int) -> Wide:
-        divisor = np.float64(count)
+        divisor = np.asarray(count, np.float64)
         quotient = self.hi / divisor
         product, error = two_prod(quotient, divisor)
         rest = ((self.hi - product) - error) + self.lo

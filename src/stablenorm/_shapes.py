@@ -43,6 +43,11 @@ def show_axes(axes: tuple[int, ...]) -> str:
     return str(axes[0]) if len(axes) == 1 else str(axes)
 
 
+# Whether two views overlap is exponential to decide in the worst case; this many candidate
+# solutions settle every slice. (NumPy's stubs know only its two special values.)
+_OVERLAP_WORK: Any = 10_000
+
+
 class Rows:
     """
     An array seen as (rows, n): slices of rows are read and written as C-ordered blocks.
@@ -91,8 +96,7 @@ def overlap(a: Array, b: Array) -> bool:
     if not np.may_share_memory(a, b):
         return False
     try:
-        # The exact question is exponential in the worst case; this much settles every slice.
-        return bool(np.shares_memory(a, b, max_work=10_000))
+        return bool(np.shares_memory(a, b, max_work=_OVERLAP_WORK))
     except np.exceptions.TooHardError:
         return True
 

@@ -72,6 +72,6 @@ def check_dtype(name: str, array: Array) -> None:
         raise TypeError(msg)
 
 
-def is_float64(array: Array | None) -> bool:
-    """Tell whether `array` calls for more than float64 arithmetic."""
-    return array is not None and array.dtype.type is np.float64
+def any_float64(*arrays: Any) -> bool:
+    """Tell whether one of `arrays` (None aside) calls for more than float64 arithmetic."""
+    return any(array is not None and array.dtype.type is np.float64 for array in arrays)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from stablenorm import reference
+from stablenorm._types import Statistics
 
 
 class Backend(NamedTuple):
     """Two functions with the signatures of `reference.forward` and `reference.backward`."""
 
-    forward: Callable[..., reference.Statistics]
+    forward: Callable[..., Statistics]
     backward: Callable[..., None]
 
 

@@ -56,11 +56,13 @@ constant but for their last bit correctly rounded.
 What is kept, what is recomputed
 --------------------------------
 The forward keeps, per row, the mean and rstd (`Statistics`), and the backward repeats none of
-its reductions. xhat is rebuilt from x by a subtraction and a multiplication an element (in
-float64, the two words of the mean make it two subtractions). Keeping it would not save time,
-but cost it: exactly rounded gradients need xhat in float64, that is 8 bytes an element written
-by the forward and read by the backward, where x, which is needed anyway, has 4 in float32;
-``benchmarks/xhat.py`` measures both, and docs/xhat.md has the table.
+its reductions: its own are those of g. xhat is rebuilt from x, by a subtraction (of a mean of
+two words: two) and a multiplication an element. Keeping xhat instead costs memory: for gradients
+that round correctly it must be float64, 8 bytes an element held from forward to backward, where
+the statistics are 24 bytes a row, and x is held anyway. In time the two are close: on float32
+(8192, 768), forward and backward took 74 ms together either way (68 with one xhat array for all calls): a
+pass of NumPy costs more than the memory it touches, or saves; a fused kernel that is bound by memory has to move 8 + 12 bytes an element to
+rebuild and 16 + 16 to keep. docs/xhat.md is the measurement, benchmarks/xhat.py makes it.
 
 Memory
 ------
@@ -77,11 +79,11 @@ import numpy as np
 
 from stablenorm._doubledouble import Wide
 from stablenorm._rounding import round_to
-from stablenorm._types import Array, Gradients, Statistics, is_float64
+from stablenorm._types import Array, Gradients, Statistics, any_float64
 
-# Elements of a block: 128 KiB in float64, so that the five or so temporaries of the backward fit
+# Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. docs/xhat.md measures 2**12 to 2**18.
-_BLOCK = 1 << 14
+_BLOCK = 1 << 15
 
 # A power of two that float64 holds together with the 106 bits below it.
 _HELD = 500
@@ -105,14 +107,15 @@ def project(v: Any, xhat: Any) -> Any:
     """Remove from each row of `v` its parts along the ones and along `xhat`."""
     # Centred first: then mean(v * xhat) is safe however large mean(v) is.
     v = v - _mean(v)
-    return v - xhat * _mean(v * xhat)
+    v -= xhat * _mean(v * xhat)
+    return v
 
 
 def forward(
     x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
 ) -> Statistics:
     """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
-    wide = any(map(is_float64, (x, gamma, beta)))
+    wide = any_float64(x, gamma, beta)
     lift = _lifter(wide)
     scale, shift = _parameter(gamma, lift), _parameter(beta, lift)
     keep = _Keeper(x.shape[0], x.shape[1], wide)
@@ -121,11 +124,12 @@ def forward(
             centered, mean, mean_lo = _center(lift(x[rows]), lift)
             var = _mean(centered * centered)
             rstd = _rsqrt(var + lift(np.float64(eps)))
-            result = centered * rstd
+            centered *= rstd
+            result = centered
             if scale is not None:
-                result = result * scale
+                result *= scale
             if shift is not None:
-                result = result + shift
+                result += shift
             y[rows] = _round(result, y.dtype)
             keep(rows, mean, mean_lo, rstd, var)
     return keep.statistics
@@ -143,7 +147,7 @@ def backward(
 
     ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written.
     """
-    wide = statistics.rstd_lo is not None or any(map(is_float64, (dy, x, gamma, *out)))
+    wide = statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out)
     lift = _lifter(wide)
     scale = _parameter(gamma, lift)
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
@@ -158,7 +162,9 @@ def backward(
                 sum_dbeta.add(cotangent)
             if out.dx is not None:
                 g = cotangent if scale is None else cotangent * scale
-                out.dx[rows] = _round(rstd * project(g, xhat), out.dx.dtype)
+                projected = project(g, xhat)
+                projected *= rstd
+                out.dx[rows] = _round(projected, out.dx.dtype)
         if out.dgamma is not None:
             out.dgamma[...] = sum_dgamma.rounded(out.dgamma)
         if out.dbeta is not None:
@@ -172,7 +178,8 @@ def _lifter(wide: bool) -> Callable[[Any], Any]:
     """Return what turns an array into the numbers to calculate with, exactly."""
     if wide:
         return Wide.exactly
-    # C order: NumPy's pairwise sums give other bits on other layouts.
+    # A copy always, since blocks are calculated in place; in C order, since NumPy's pairwise
+    # sums give other bits on other layouts.
     return lambda array: np.asarray(array).astype(np.float64, order="C")
 
 
@@ -197,18 +204,24 @@ def _round(v: Any, dtype: np.dtype[Any]) -> Array:
 def _center(x: Any, lift: Callable[[Any], Any]) -> tuple[Any, Array, Any]:
     """Return x less its row mean, and the mean as a float64 and the rest."""
     mean = _round(_mean(x), np.dtype(np.float64))
-    centered = x - lift(mean)
+    # `x` is this block's own copy: writing over it saves a pass over fresh memory.
+    x -= lift(mean)
+    centered = x
     # The float64 mean is off by its own rounding, which every element of a row shares: the
     # worst error of all where the spread is near one ulp.
     mean_lo = _mean(centered)
-    return centered - mean_lo, mean, mean_lo
+    centered -= mean_lo
+    return centered, mean, mean_lo
 
 
 def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[Any, Any]:
     """Return xhat and rstd of some rows from x and the statistics."""
     if not wide:
         mean, mean_lo, rstd = (part[rows, None] for part in statistics[:3])
-        return ((x - mean) - mean_lo) * rstd, rstd
+        x -= mean
+        x -= mean_lo
+        x *= rstd
+        return x, rstd
     zero = np.zeros_like(statistics.mean[rows, None])
     tail, rstd_lo = (
         zero if part is None else part[rows, None]
@@ -218,9 +231,9 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[A
     if statistics.exponent is not None:
         both = statistics.exponent[rows].astype(np.int32)
         exponent = both[:, :1], both[:, 1:]
-    mean_lo = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
-    rstd = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
-    return (x - Wide.exactly(statistics.mean[rows, None]) - mean_lo) * rstd, rstd
+    low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
+    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
+    return (x - Wide.exactly(statistics.mean[rows, None]) - low) * scale, scale
 
 
 # ---- rows: blocks, what is kept of each, sums over them ----

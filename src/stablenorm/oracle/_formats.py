@@ -71,8 +71,11 @@ def split(values: Array) -> tuple[Array, Array]:
 
 def read_rows(matrix: Array) -> Iterator[tuple[list[int], int]]:
     """Yield each row of a (rows, n) float64 matrix as integers and one exponent of two."""
+    if matrix.shape[1] == 0:
+        yield from (([], 0) for _ in range(matrix.shape[0]))
+        return
     # 2**15 elements: enough to forget NumPy's overhead on short rows, little memory on long ones.
-    block = max(1, 2**15 // max(1, matrix.shape[1]))
+    block = max(1, 2**15 // matrix.shape[1])
     for start in range(0, matrix.shape[0], block):
         mantissa, exponent = split(matrix[start : start + block])
         # A zero has no say in the common exponent.

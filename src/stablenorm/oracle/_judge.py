@@ -55,7 +55,8 @@ def judge_block(block: Block, actual: Array, fmt: Format, exactly: Exactly) -> J
     columns = zip(block.low, block.width, mantissas.tolist(), exponents.tolist(), strict=True)
     for low, width, mantissa, exponent in columns:
         top = low.bit_length()
-        ulps.append(fmt.ulp_exponent(top + block.exponent))
+        # Zero lies in no binade: its ulp is the smallest subnormal.
+        ulps.append(fmt.ulp_exponent(top + block.exponent) if low else fmt.finest)
         shift = exponent - block.exponent
         if shift >= 0:
             error, scale = abs((mantissa << shift) - low), 0

@@ -1,0 +1,597 @@
+"""The oracle against plain rational arithmetic, and against wrong answers, which it must reject."""
+
+import math
+from decimal import Decimal, localcontext
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stablenorm.oracle import exact_layer_norm
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+NAMES = ["y", "dx", "dgamma", "dbeta"]
+UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+# Digits of the square root in the tests' own arithmetic, which sees it through a few operations.
+DIGITS = 300
+
+
+def square_root(value):
+    """The square root of a rational to DIGITS digits, by decimal arithmetic."""
+    with localcontext() as context:
+        context.prec = DIGITS + 10
+        context.Emax, context.Emin = 10**6, -(10**6)
+        root = (Decimal(value.numerator) / Decimal(value.denominator)).sqrt()
+        return Fraction(root)
+
+
+def fractions(array):
+    return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
+
+
+def textbook_row(x, gamma, beta, eps, dy):
+    """y, dx and the row's terms of dgamma by the chain rule through var and mean, term by term."""
+    n = len(x)
+    mean = sum(x) / n
+    var = sum((v - mean) ** 2 for v in x) / n
+    rstd = 1 / square_root(var + eps)
+    xhat = [(v - mean) * rstd for v in x]
+    g = [a * b for a, b in zip(gamma, dy, strict=True)]
+    dvar = sum(a * (v - mean) for a, v in zip(g, x, strict=True)) * -(rstd**3) / 2
+    dmean = -rstd * sum(g)
+    return {
+        "y": [a * h + b for a, h, b in zip(gamma, xhat, beta, strict=True)],
+        "dx": [a * rstd + dvar * 2 * (v - mean) / n + dmean / n for a, v in zip(g, x, strict=True)],
+        "dgamma": [a * h for a, h in zip(dy, xhat, strict=True)],
+    }
+
+
+def textbook(x, gamma, beta, eps, dy):
+    """All four quantities as flat lists of rationals, within DIGITS digits of the exact ones."""
+    rows = [
+        textbook_row(fractions(a), fractions(gamma), fractions(beta), Fraction(eps), fractions(b))
+        for a, b in zip(x, dy, strict=True)
+    ]
+    return {
+        "y": [v for row in rows for v in row["y"]],
+        "dx": [v for row in rows for v in row["dx"]],
+        "dgamma": [sum(column) for column in zip(*(row["dgamma"] for row in rows), strict=True)],
+        "dbeta": [sum(fractions(column)) for column in dy.T],
+    }
+
+
+def neighbours(value, dtype):
+    """The two numbers of `dtype` around a finite value, found by walking the grid."""
+    near = np.array(float(value)).astype(dtype)
+    below = above = near
+    if Fraction(float(near)) > value:
+        below = np.nextafter(near, dtype.type(-np.inf))
+    elif Fraction(float(near)) < value:
+        above = np.nextafter(near, dtype.type(np.inf))
+    return below, above
+
+
+def nearest(value, dtype):
+    below, above = neighbours(value, dtype)
+    to_below, to_above = value - Fraction(float(below)), Fraction(float(above)) - value
+    if to_below == to_above:
+        bits = int(np.asarray(below).view(UINT[dtype.itemsize]))
+        return below if bits % 2 == 0 else above
+    return below if to_below < to_above else above
+
+
+def sample(dtype, rows, n, rng, offset=0.0):
+    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
+    gamma = (1 + 0.1 * rng.standard_normal(n)).astype(dtype)
+    beta = (0.1 * rng.standard_normal(n)).astype(dtype)
+    dy = rng.standard_normal((rows, n)).astype(dtype)
+    return x, gamma, beta, dy
+
+
+def float64_layer_norm(x, gamma, beta, eps, dy):
+    """A corrected two-pass layer norm in float64, rounded at the end to x's dtype."""
+    wide = [np.asarray(a).astype(np.float64) for a in (x, gamma, beta, dy)]
+    centered = wide[0] - wide[0].mean(-1, keepdims=True)
+    centered -= centered.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    xhat = centered * rstd
+    g = wide[1] * wide[3]
+    q = g - g.mean(-1, keepdims=True)
+    results = {
+        "y": xhat * wide[1] + wide[2],
+        "dx": rstd * (q - xhat * (q * xhat).mean(-1, keepdims=True)),
+        "dgamma": (wide[3] * xhat).sum(0),
+        "dbeta": wide[3].sum(0),
+    }
+    return {name: value.astype(x.dtype) for name, value in results.items()}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20240131)
+
+
+# ---------------------------------------------------------------- values and roundings
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 3.0])
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_are_those_of_the_chain_rule_in_rationals(dtype, n, eps, rng):
+    x, gamma, beta, dy = sample(dtype, 3, n, rng, offset=2.0)
+    # No row of bfloat16 may be constant by chance.
+    x[:, 0] += dtype.type(8)
+    exact = exact_layer_norm(x, gamma, beta, eps, dy)
+    expected = textbook(x, gamma, beta, eps, dy)
+    for name in NAMES:
+        shape = x.shape if name in {"y", "dx"} else (n,)
+        for index, value in zip(np.ndindex(shape), expected[name], strict=True):
+            # Terms here are below 1e12: 250 of the 300 digits survive any cancellation in them.
+            assert abs(exact.value(name, index, 900) - value) <= Fraction(1, 10**250)
+
+
+@pytest.mark.parametrize("out", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, out, rng):
+    x, gamma, beta, dy = sample(dtype, 4, 9, rng, offset=3.0)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    expected = textbook(x, gamma, beta, 1e-5, dy)
+    for name in NAMES:
+        actual = exact.rounded(name, out)
+        assert actual.dtype == out
+        wanted = np.array([nearest(v, out) for v in expected[name]], out)
+        np.testing.assert_array_equal(actual.ravel(), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_errors_are_the_differences_over_the_ulp(dtype, rng):
+    x, gamma, beta, dy = sample(dtype, 4, 9, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    expected = textbook(x, gamma, beta, 1e-5, dy)
+    for name in NAMES:
+        right = exact.rounded(name, dtype)
+        wrong = np.nextafter(np.nextafter(right, dtype.type(9)), dtype.type(9))
+        for actual in (right, wrong):
+            errors = exact.ulp_errors(**{name: actual})[name]
+            assert errors.shape == actual.shape
+            for value, given, error in zip(
+                expected[name], actual.ravel(), errors.ravel(), strict=True
+            ):
+                below, above = neighbours(value, dtype)
+                gap = Fraction(float(above)) - Fraction(float(below))
+                if gap:
+                    wanted = abs(Fraction(float(given)) - value) / gap
+                    assert error == pytest.approx(float(wanted), rel=4 * 2**-52)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_ulp_off_is_an_error_of_about_one_ulp_and_breaks_the_contract(dtype, rng):
+    x, gamma, beta, dy = sample(dtype, 5, 33, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    for name in NAMES:
+        actual = exact.rounded(name, dtype)
+        good = exact.check_contract(**{name: actual})[name]
+        assert good.passed
+        assert good.misrounded == 0
+        assert good.worst_ulp <= 0.5
+        # Of the largest elements no half-cancelled one could hide behind the second term.
+        index = np.unravel_index(np.argmax(np.abs(actual.astype(float))), actual.shape)
+        actual[index] = np.nextafter(actual[index], dtype.type(0))
+        error = exact.ulp_errors(**{name: actual})[name][index]
+        assert 0.5 <= error <= 1.5
+        bad = exact.check_contract(**{name: actual})[name]
+        assert bad.misrounded == pytest.approx(1 / actual.size)
+        if error > bad.limit_ulp:
+            assert not bad.passed
+            assert bad.second_term == 1
+            assert bad.worst_index == tuple(map(int, index))
+
+
+# ------------------------------------------------------- the gradient formulas, independently
+
+
+def test_dx_is_the_finite_difference_of_the_forward_in_rationals(rng):
+    n, step = 5, Fraction(1, 2**150)
+    x, gamma, beta, dy = (a for a in sample(np.dtype("float64"), 1, n, rng, offset=4.0))
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    row, weights = fractions(x[0]), fractions(dy[0])
+    rest = (fractions(gamma), fractions(beta), Fraction(1e-5), weights)
+
+    def loss(point):
+        return sum(a * b for a, b in zip(textbook_row(point, *rest)["y"], weights, strict=True))
+
+    for i in range(n):
+        ends = [[v + side * step * (k == i) for k, v in enumerate(row)] for side in (1, -1)]
+        secant = (loss(ends[0]) - loss(ends[1])) / (2 * step)
+        # The secant is off by step**2 f'''/6: 2**-300 = 5e-91 times a derivative of order 1.
+        assert abs(exact.value("dx", (0, i), 400) - secant) < Fraction(1, 10**85)
+
+
+# ------------------------------------------------------------------- decided, not estimated
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_a_tie_goes_to_even(sign):
+    # n = 2, eps = 0: xhat is exactly -1, 1, through rstd = 2/3 that no binary enclosure ends at.
+    x = np.array([[0.0, 3.0]])
+    beta = np.array([2049.0, 2051.0]) * sign
+    gamma = np.zeros(2)
+    for shift in (0.0, 0.5):
+        # 2049 lies between 2048 and 2050 of float16, 2051 between 2050 and 2052.
+        exact = exact_layer_norm(x, gamma + shift, beta + np.array([shift, -shift]), 0.0)
+        actual = exact.rounded("y", np.float16)
+        np.testing.assert_array_equal(actual, sign * np.array([[2048.0, 2052.0]]))
+        np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 0.5)
+        assert exact.check_contract(y=actual)["y"].misrounded == 0
+        other = np.array([[2050.0, 2050.0]], np.float16) * np.float16(sign)
+        np.testing.assert_array_equal(exact.ulp_errors(y=other)["y"], 0.5)
+        result = exact.check_contract(y=other)["y"]
+        assert result.misrounded == 1
+        assert result.passed
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_the_smallest_term_decides_a_near_tie(sign, eps):
+    # gamma * xhat is 2**-1074 of what beta is: far below the tie, and it still decides it.
+    x = np.array([[0.0, 1.0, 5.0]])
+    gamma = np.full(3, sign * 2.0**-1074)
+    exact = exact_layer_norm(x, gamma, np.full(3, 2049.0), eps)
+    low, high = 2048.0, 2050.0
+    expected = [high, high, low] if sign < 0 else [low, low, high]
+    np.testing.assert_array_equal(exact.rounded("y", np.float16)[0], expected)
+    result = exact.check_contract(y=np.array([[low, low, low]], np.float16))["y"]
+    assert result.misrounded == pytest.approx(np.mean([v != low for v in expected]))
+
+
+def test_a_value_just_below_a_power_of_two_has_the_finer_ulp():
+    x = np.array([[0.0, 1.0, 5.0]])
+    gamma = np.full(3, -(2.0**-1000))
+    exact = exact_layer_norm(x, gamma, np.full(3, 1.0))
+    # The first two are a little above 1, the last a little below, where the ulp is half as wide.
+    actual = np.full((1, 3), 1 + 2.0**-23, np.float32)
+    np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], [[1.0, 1.0, 2.0]])
+
+
+def test_an_exact_result_has_error_zero():
+    x = np.array([[0.0, 3.0], [7.0, 7.0]])
+    exact = exact_layer_norm(x, np.array([3.0, 5.0]), np.array([0.5, 0.25]), 0.0)
+    errors = exact.ulp_errors(y=np.array([[-2.5, 5.25], [0.0, math.nan]]))["y"]
+    np.testing.assert_array_equal(errors, [[0.0, 0.0], [math.inf, 0.0]])
+
+
+def test_tiny_errors_keep_their_digits():
+    # y = 1 + 2**-900 xhat against 1: an error of 2**-848 ulp times xhat, to full precision.
+    x = np.array([[0.0, 1.0, 5.0]])
+    xhat = exact_layer_norm(x).rounded("y", np.float64)
+    exact = exact_layer_norm(x, np.full(3, 2.0**-900), np.ones(3))
+    errors = exact.ulp_errors(y=np.ones((1, 3)))["y"]
+    # Below 1, where xhat is negative, the ulp is 2**-53.
+    expected = np.abs(xhat) * np.where(xhat < 0, 2.0**-847, 2.0**-848)
+    np.testing.assert_allclose(errors, expected, rtol=4 * 2**-53)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "eps"),
+    # With eps only rows of the same variance cancel; without it any multiples do, although their
+    # square roots differ by a rational factor that is no power of two.
+    [(1, -1, 1e-5), (1, -1, 0.0), (1, -2, 0.0), (1, -3, 0.0), (10, -7, 0.0)],
+)
+def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
+    row = rng.integers(-40, 40, 6) / 8
+    x = np.stack([first * row, second * row])
+    dy = np.stack([np.arange(6.0), np.arange(6.0)])
+    exact = exact_layer_norm(x, eps=eps, dy=dy)
+    actual = exact.rounded("dgamma", np.float64)
+    np.testing.assert_array_equal(actual, 0.0)
+    assert not np.signbit(actual).any()
+    assert exact.value("dgamma", (2,)) == 0
+    np.testing.assert_array_equal(exact.ulp_errors(dgamma=actual)["dgamma"], 0.0)
+    # One smallest subnormal is one ulp of an exact zero.
+    errors = exact.ulp_errors(dgamma=np.full(6, 5e-324))["dgamma"]
+    np.testing.assert_array_equal(errors, 1.0)
+
+
+def test_dgamma_that_nearly_cancels_is_resolved():
+    # Two rows of irrational and different rstd, dy large and opposite, the difference tiny.
+    x = np.array([[0.0, 1.0, 5.0], [0.0, 1.0, 5.0 * (1 + 2.0**-50)]])
+    dy = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
+    expected = textbook(x, np.ones(3), np.zeros(3), 1e-5, dy)["dgamma"]
+    actual = exact_layer_norm(x, dy=dy).rounded("dgamma", np.float64)
+    np.testing.assert_array_equal(actual, [nearest(v, np.dtype("float64")) for v in expected])
+    assert (np.abs(actual) < 1e-14).all()
+    assert (actual != 0).all()
+
+
+# ----------------------------------------------------------------- both ends of the range
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_ulp_is_never_below_the_smallest_subnormal(dtype):
+    tiny = float(np.nextafter(dtype.type(0), dtype.type(1)))
+    x = np.array([[-1.0, 1.0]], dtype)
+    exact = exact_layer_norm(x, np.full(2, tiny, dtype), None, 1.0)
+    # y = -+ tiny / sqrt(2): an error of 0.29 from the nearest, 0.71 from zero.
+    right = np.array([[-tiny, tiny]], dtype)
+    np.testing.assert_array_equal(exact.rounded("y", dtype), right)
+    near, far = 1 - math.sqrt(0.5), math.sqrt(0.5)
+    np.testing.assert_allclose(exact.ulp_errors(y=right)["y"], near, rtol=1e-15)
+    zeros = np.zeros((1, 2), dtype)
+    np.testing.assert_allclose(exact.ulp_errors(y=zeros)["y"], far, rtol=1e-15)
+    assert not exact.check_contract(y=zeros)["y"].passed
+
+
+def test_underflow_keeps_the_sign_and_an_exact_zero_is_positive():
+    x = np.array([[-1.0, 0.0, 1.0]])
+    actual = exact_layer_norm(x, np.full(3, 1e-300)).rounded("y", np.float32)
+    np.testing.assert_array_equal(actual, 0.0)
+    np.testing.assert_array_equal(np.signbit(actual), [[True, False, False]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
+    top = float(np.finfo(dtype).max if dtype != BFLOAT16 else ml_dtypes.finfo(dtype).max)
+    half = Fraction(top) - Fraction(float(np.nextafter(dtype.type(top), dtype.type(0))))
+    # xhat = -1, 1: the first a quarter ulp below the largest number, the second half an ulp above.
+    x = np.array([[-1.0, 1.0]])
+    gamma = np.array([float(half / 4), float(half / 2)])
+    exact = exact_layer_norm(x, gamma, np.array([top, top]), 0.0)
+    np.testing.assert_array_equal(exact.rounded("y", dtype).astype(float), [[top, math.inf]])
+    inf = np.full((1, 2), np.inf, dtype)
+    np.testing.assert_array_equal(exact.ulp_errors(y=inf)["y"], [[math.inf, 0.5]])
+    np.testing.assert_array_equal(exact.ulp_errors(y=-inf)["y"], math.inf)
+    np.testing.assert_array_equal(exact.ulp_errors(y=np.full_like(inf, np.nan))["y"], math.inf)
+    assert exact.check_contract(y=exact.rounded("y", dtype))["y"].misrounded == 0
+    finite = np.full((1, 2), top, dtype)
+    assert exact.check_contract(y=finite)["y"].misrounded == 0.5
+    below = exact_layer_norm(x, gamma * (1 - 2.0**-50), np.array([top, top]), 0.0)
+    np.testing.assert_array_equal(below.rounded("y", dtype).astype(float), top)
+
+
+def test_the_whole_range_of_float64_in_one_row(rng):
+    x = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-1074, 1022, (2, 12)))
+    x[1, :3] = [5e-324, -1.7e308, 1.7e308]
+    gamma = np.ldexp(rng.standard_normal(12), rng.integers(-500, 500, 12))
+    dy = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-500, 500, (2, 12)))
+    for eps in (0.0, 5e-324, 1e-5, 1e300):
+        exact = exact_layer_norm(x, gamma, None, eps, dy)
+        for name in NAMES:
+            actual = exact.rounded(name, np.float64)
+            result = exact.check_contract(**{name: actual})[name]
+            assert result.passed
+            assert result.misrounded == 0
+            wanted = exact.value(name, (0,) * actual.ndim)
+            if abs(wanted) < Fraction(1.7e308):
+                assert actual.flat[0] == float(wanted)
+
+
+# ------------------------------------------------------------------------------- the contract
+
+
+def magnitudes(x, gamma, beta, eps, dy):
+    """S of the contract, written in float64."""
+    centered = x - x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    xhat = centered * rstd
+    deviation = np.abs(xhat) + np.abs(xhat).mean(-1, keepdims=True)
+    g = gamma * dy
+    mixed = np.abs((g - g.mean(-1, keepdims=True)) * xhat).mean(-1, keepdims=True)
+    return {
+        "y": np.abs(gamma) * deviation + np.abs(beta),
+        "dx": rstd * (np.abs(g) + np.abs(g).mean(-1, keepdims=True) + deviation * mixed),
+        "dgamma": (np.abs(dy) * deviation).sum(0),
+        "dbeta": np.abs(dy).sum(0),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_excess_is_in_units_of_the_second_term(dtype, name, rng):
+    x, gamma, beta, dy = (a.astype(np.float64) for a in sample(dtype, 4, 6, rng))
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    actual = exact.rounded(name, dtype)
+    index = (1, 2) if actual.ndim == 2 else (2,)
+    actual[index] *= dtype.type(1.5)
+    result = exact.check_contract(**{name: actual})[name]
+    assert result.worst_index == index
+    assert result.second_term == 1
+    value = exact.value(name, index)
+    below, above = neighbours(value, dtype)
+    ulp = float(Fraction(float(above)) - Fraction(float(below)))
+    if ulp == 0:
+        # Every double is itself here: dbeta of few digits.
+        ulp = float(np.spacing(abs(float(value))))
+    error = abs(float(Fraction(float(actual[index])) - value))
+    limits = {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51}
+    limit = limits[name] if dtype == np.float64 else 0.501
+    exponent = (-98 if dtype == np.float64 else -48) + (4 if name.startswith("dg") else 0)
+    if name == "dbeta":
+        exponent += 4
+    expected = (error - limit * ulp) / (2.0**exponent * magnitudes(x, gamma, beta, 1e-5, dy)[name])
+    assert result.limit_ulp == limit
+    assert result.worst_excess == pytest.approx(expected[index], rel=1e-12)
+    assert not result.passed
+
+
+def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
+    x = rng.standard_normal((1, 64)).astype(np.float32)
+    gamma = np.ones(64, np.float32)
+    # beta takes away all of gamma * xhat that float64 holds: what is left is 2**-53 of it.
+    xhat = exact_layer_norm(x, gamma).rounded("y", np.float64)
+    exact = exact_layer_norm(x, gamma, -xhat[0])
+    plain = np.zeros((1, 64), np.float32)
+    result = exact.check_contract(y=plain)["y"]
+    assert result.worst_ulp > 1e6
+    assert result.second_term == 64
+    assert result.misrounded == 1
+    assert 0 < result.worst_excess < 2**-5
+    assert result.passed
+    # An error of 2**-45 of S is eight times too much.
+    plain[0, 7] = np.abs(xhat[0, 7]) * 4 * 2**-45
+    assert not exact.check_contract(y=plain)["y"].passed
+
+
+def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
+    # float64, S = 4: an error of 1e-20 is 1e303 ulp of an exact zero; c * S is 4 * 2**-94.
+    dy = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    exact = exact_layer_norm(np.ones((4, 1)), dy=dy)
+    bad = exact.check_contract(dbeta=np.array([1e-20]), dgamma=np.array([1e-320]))
+    assert not bad["dbeta"].passed
+    assert bad["dbeta"].worst_excess == pytest.approx(1e-20 / (4 * 2.0**-94))
+    # n = 1: xhat is 0, S too, and nothing is forgiven.
+    assert bad["dgamma"].worst_excess == math.inf
+    assert exact.check_contract(dbeta=np.array([1e-28]))["dbeta"].passed
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 129, 768])
+def test_float64_arithmetic_keeps_the_contract_of_float32(n, rng):
+    x, gamma, beta, dy = sample(np.dtype("float32"), 6, n, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    results = exact.check_contract(**float64_layer_norm(x, gamma, beta, 1e-5, dy))
+    for result in results.values():
+        assert result.passed, result
+
+
+def test_a_one_pass_variance_breaks_the_contract(rng):
+    x = (100 + rng.standard_normal((3, 256))).astype(np.float32)
+    mean = x.mean(-1, keepdims=True)
+    var = (x * x).mean(-1, keepdims=True) - mean * mean
+    y = (x - mean) / np.sqrt(var + np.float32(1e-5))
+    result = exact_layer_norm(x).check_contract(y=y)["y"]
+    assert not result.passed
+    assert result.worst_ulp > 100
+    assert result.misrounded > 0.9
+
+
+def test_gamma_after_the_projection_breaks_the_contract(rng):
+    x, gamma, beta, dy = sample(np.dtype("float32"), 3, 64, rng)
+    wide = [a.astype(np.float64) for a in (x, np.ones_like(gamma), beta, dy)]
+    wrong = (float64_layer_norm(*wide[:3], 1e-5, wide[3])["dx"] * gamma).astype(np.float32)
+    assert not exact_layer_norm(x, gamma, beta, dy=dy).check_contract(dx=wrong)["dx"].passed
+
+
+# --------------------------------------------------------------------- shapes, dtypes, rows
+
+
+def test_a_row_without_variance_and_eps_must_be_nan():
+    x = np.array([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]], np.float32)
+    exact = exact_layer_norm(x, eps=0.0, dy=np.ones_like(x))
+    y = exact.rounded("y", np.float32)
+    np.testing.assert_array_equal(np.isnan(y), [[False] * 3, [True] * 3])
+    assert exact.check_contract(y=y, dx=exact.rounded("dx", np.float32))["dx"].passed
+    np.testing.assert_array_equal(exact.ulp_errors(y=np.zeros_like(y))["y"][1], math.inf)
+    dgamma = exact.rounded("dgamma", np.float32)
+    assert np.isnan(dgamma).all()
+    assert exact.check_contract(dgamma=dgamma)["dgamma"].passed
+    assert not exact.check_contract(dgamma=np.zeros(3))["dgamma"].passed
+    np.testing.assert_array_equal(exact.rounded("dbeta", np.float32), 2.0)
+    with pytest.raises(ValueError, match="y must be defined at"):
+        exact.value("y", (1, 0))
+    with pytest.raises(ValueError, match="dgamma must be defined at"):
+        exact.value("dgamma", (0,))
+    assert np.isnan(exact.normwise(y).to_g[1])
+
+
+def test_constant_rows_and_single_elements_are_exactly_beta():
+    beta = np.array([0.1, -0.2, 0.3], np.float32)
+    x = np.full((2, 3), 12345.678, np.float32)
+    exact = exact_layer_norm(x, None, beta, 1e-12, np.ones((2, 3), np.float32))
+    np.testing.assert_array_equal(exact.rounded("y", np.float32), [beta, beta])
+    np.testing.assert_array_equal(exact.rounded("dx", np.float32), 0.0)
+    single = exact_layer_norm(x[:, :1], None, beta[:1], dy=x[:, :1])
+    np.testing.assert_array_equal(single.rounded("y", np.float32), beta[0])
+    np.testing.assert_array_equal(single.rounded("dgamma", np.float32), 0.0)
+
+
+def test_mixed_dtypes_and_leading_axes(rng):
+    x = rng.standard_normal((2, 3, 5)).astype(np.float16)
+    gamma = rng.standard_normal(5).astype(np.float32)
+    beta = rng.standard_normal(5).astype(BFLOAT16)
+    dy = rng.standard_normal((2, 3, 5))
+    for a in (x, gamma, beta, dy):
+        a.setflags(write=False)
+    exact = exact_layer_norm(x, gamma, beta, np.float32(1e-5), dy)
+    assert (exact.shape, exact.rows, exact.n) == ((2, 3, 5), 6, 5)
+    assert exact.mean(4) == sum(fractions(x[1, 1])) / 5
+    assert exact.var(4) == sum((v - exact.mean(4)) ** 2 for v in fractions(x[1, 1])) / 5
+    wide = [a.astype(np.float64) for a in (x, gamma, beta, dy)]
+    same = exact_layer_norm(*wide[:3], float(np.float32(1e-5)), wide[3])
+    for name in NAMES:
+        np.testing.assert_array_equal(exact.rounded(name, "f8"), same.rounded(name, "f8"))
+        assert exact.rounded(name, BFLOAT16).shape == ((2, 3, 5) if name in {"y", "dx"} else (5,))
+    row = exact_layer_norm(x[1, 1], gamma, beta, np.float32(1e-5))
+    assert row.value("y", (3,)) == exact.value("y", (1, 1, 3))
+
+
+def test_no_rows():
+    x = np.zeros((0, 4), np.float32)
+    exact = exact_layer_norm(x, dy=x)
+    for name in NAMES:
+        actual = exact.rounded(name, np.float32)
+        np.testing.assert_array_equal(actual, 0.0)
+        result = exact.check_contract(**{name: actual})[name]
+        assert result.passed
+        assert result.worst_ulp == 0
+    assert exact.normwise(x).to_g.shape == (0,)
+
+
+def test_normwise_errors_are_relative_to_the_row(rng):
+    x, gamma, beta, dy = sample(np.dtype("float64"), 3, 8, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    dx = exact.rounded("dx", np.float64)
+    largest = np.abs(dx).max(-1)
+    rstd = 1 / np.sqrt([float(exact.var(i)) + 1e-5 for i in range(3)])
+    dx[:, 2] += 1e-3
+    errors = exact.normwise(dx)
+    np.testing.assert_allclose(errors.to_dx, 1e-3 / largest, rtol=1e-11)
+    np.testing.assert_allclose(errors.to_g, 1e-3 / (rstd * np.abs(gamma * dy).max(-1)), rtol=1e-11)
+    # dy constant: the exact dx is 0, and any error is infinitely large against it.
+    flat = exact_layer_norm(x, dy=np.ones_like(x))
+    np.testing.assert_array_equal(flat.normwise(np.zeros_like(x)), 0.0)
+    np.testing.assert_array_equal(flat.normwise(dx).to_dx, math.inf)
+
+
+# --------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
+        ({"gamma": np.zeros(3, complex)}, TypeError, "gamma must be .* got complex128"),
+        ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
+        ({"x": np.zeros((2, 0))}, ValueError, "n >= 1"),
+        ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
+        ({"dy": np.zeros(3)}, ValueError, r"dy must have shape \(2, 3\), got \(3,\)"),
+        ({"x": np.array([[1.0, np.nan, 2.0]] * 2)}, ValueError, "x must be finite.* got nan"),
+        ({"dy": np.full((2, 3), -np.inf)}, ValueError, "dy must be finite.* got -inf"),
+        ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+        ({"eps": math.nan}, ValueError, "eps must be finite and >= 0, got nan"),
+        ({"eps": math.inf}, ValueError, "eps must be finite and >= 0, got inf"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    arguments = {"x": np.ones((2, 3)), "gamma": np.ones(3), "beta": np.ones(3)} | change
+    with pytest.raises(error, match=message):
+        exact_layer_norm(**arguments)
+
+
+def test_wrong_arrays_and_names():
+    x = np.array([[1.0, 2.0, 4.0]])
+    exact = exact_layer_norm(x)
+    for name in ("dx", "dgamma", "dbeta"):
+        with pytest.raises(ValueError, match="dy must be given"):
+            exact.rounded(name, np.float64)
+        with pytest.raises(ValueError, match="dy must be given"):
+            exact.ulp_errors(**{name: x if name == "dx" else x[0]})
+    with pytest.raises(ValueError, match=r"y must have shape \(1, 3\), got \(3,\)"):
+        exact.ulp_errors(y=x[0])
+    with pytest.raises(TypeError, match=r"y must be .* got int64"):
+        exact.check_contract(y=np.zeros((1, 3), int))
+    with pytest.raises(TypeError, match=r"dtype must be .* got int8"):
+        exact.rounded("y", np.int8)
+    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, got 'z'"):
+        exact.rounded("z", np.float32)
+    assert exact.ulp_errors() == {}
