@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.oracle._formats import FORMATS, round_ratio
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
@@ -18,10 +19,10 @@ UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 DIGITS = 300
 
 
-def square_root(value):
-    """The square root of a rational to DIGITS digits, by decimal arithmetic."""
+def square_root(value, digits):
+    """The square root of a rational to so many digits, by decimal arithmetic."""
     with localcontext() as context:
-        context.prec = DIGITS + 10
+        context.prec = digits + 10
         context.Emax, context.Emin = 10**6, -(10**6)
         root = (Decimal(value.numerator) / Decimal(value.denominator)).sqrt()
         return Fraction(root)
@@ -31,12 +32,12 @@ def fractions(array):
     return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
 
 
-def textbook_row(x, gamma, beta, eps, dy):
+def textbook_row(x, gamma, beta, eps, dy, digits=DIGITS):
     """y, dx and the row's terms of dgamma by the chain rule through var and mean, term by term."""
     n = len(x)
     mean = sum(x) / n
     var = sum((v - mean) ** 2 for v in x) / n
-    rstd = 1 / square_root(var + eps)
+    rstd = 1 / square_root(var + eps, digits)
     xhat = [(v - mean) * rstd for v in x]
     g = [a * b for a, b in zip(gamma, dy, strict=True)]
     dvar = sum(a * (v - mean) for a, v in zip(g, x, strict=True)) * -(rstd**3) / 2
@@ -48,11 +49,11 @@ def textbook_row(x, gamma, beta, eps, dy):
     }
 
 
-def textbook(x, gamma, beta, eps, dy):
-    """All four quantities as flat lists of rationals, within DIGITS digits of the exact ones."""
+def textbook(x, gamma, beta, eps, dy, digits=DIGITS):
+    """All four quantities as flat lists of rationals, but for the rounding of the square root."""
+    fixed = fractions(gamma), fractions(beta), Fraction(eps)
     rows = [
-        textbook_row(fractions(a), fractions(gamma), fractions(beta), Fraction(eps), fractions(b))
-        for a, b in zip(x, dy, strict=True)
+        textbook_row(fractions(a), *fixed, fractions(b), digits) for a, b in zip(x, dy, strict=True)
     ]
     return {
         "y": [v for row in rows for v in row["y"]],
@@ -146,6 +147,25 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, out, rng):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rationals_round_to_the_nearest(dtype, rng):
+    for _ in range(50):
+        numerator, denominator = (int(v) for v in rng.integers(1, 2**40, 2))
+        value = Fraction(numerator, denominator) * Fraction(2) ** int(rng.integers(-14, 15))
+        if value < 60000:
+            assert round_ratio(value, FORMATS[dtype.name]) == nearest(value, dtype)
+            assert round_ratio(-value, FORMATS[dtype.name]) == -nearest(value, dtype)
+
+
+@pytest.mark.parametrize("span", range(5, 14))
+def test_rows_of_about_64_bits_are_read_exactly(span):
+    x = np.array([[1 - 2.0**-53, -(2.0**span) * (1 - 2.0**-53), 0.0]])
+    expected = fractions(x[0])
+    exact = exact_layer_norm(x)
+    assert exact.mean(0) == sum(expected) / 3
+    assert exact.var(0) == sum((v - exact.mean(0)) ** 2 for v in expected) / 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_errors_are_the_differences_over_the_ulp(dtype, rng):
     x, gamma, beta, dy = sample(dtype, 4, 9, rng)
     exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
@@ -232,6 +252,18 @@ def test_a_tie_goes_to_even(sign):
         assert result.passed
 
 
+def test_a_tie_in_dx_goes_to_even():
+    # var = 9, xhat = -1, 1, -1, 1; dy is orthogonal to it and to the ones, so dx = dy / 3.
+    x = np.array([[-3.0, 3.0, -3.0, 3.0]])
+    exact = exact_layer_norm(x, eps=0.0, dy=np.array([[6147.0, 6153.0, -6147.0, -6153.0]]))
+    dx = exact.rounded("dx", np.float16)
+    np.testing.assert_array_equal(dx, [[2048.0, 2052.0, -2048.0, -2052.0]])
+    result = exact.check_contract(dx=dx)["dx"]
+    assert (result.worst_ulp, result.misrounded) == (0.5, 0.0)
+    other = exact.check_contract(dx=np.array([[2050.0, 2050.0, -2050.0, -2050.0]], np.float16))
+    assert (other["dx"].worst_ulp, other["dx"].misrounded) == (0.5, 1.0)
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_the_smallest_term_decides_a_near_tie(sign, eps):
@@ -253,6 +285,13 @@ def test_a_value_just_below_a_power_of_two_has_the_finer_ulp():
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
     actual = np.full((1, 3), 1 + 2.0**-23, np.float32)
     np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], [[1.0, 1.0, 2.0]])
+
+
+def test_an_exact_power_of_two_has_the_coarser_ulp():
+    # y is exactly -1, 1, which no enclosure of rstd = 2/3 ends at.
+    exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
+    actual = np.array([[-1 - 2.0**-23, 1 + 2.0**-23]], np.float32)
+    np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 1.0)
 
 
 def test_an_exact_result_has_error_zero():
@@ -292,6 +331,12 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
     # One smallest subnormal is one ulp of an exact zero.
     errors = exact.ulp_errors(dgamma=np.full(6, 5e-324))["dgamma"]
     np.testing.assert_array_equal(errors, 1.0)
+    errors = exact.ulp_errors(dgamma=np.full(6, 2.0**-100))["dgamma"]
+    np.testing.assert_array_equal(errors, 2.0**974)
+    # So small a dy that all its products round to zero: the sum is still +0.
+    small = exact_layer_norm(x, eps=eps, dy=dy * 5e-324).rounded("dgamma", np.float64)
+    np.testing.assert_array_equal(small, 0.0)
+    assert not np.signbit(small).any()
 
 
 def test_dgamma_that_nearly_cancels_is_resolved():
@@ -303,6 +348,23 @@ def test_dgamma_that_nearly_cancels_is_resolved():
     np.testing.assert_array_equal(actual, [nearest(v, np.dtype("float64")) for v in expected])
     assert (np.abs(actual) < 1e-14).all()
     assert (actual != 0).all()
+
+
+@pytest.mark.parametrize("exponent", range(630, 680))
+def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
+    # Two rows cancel exactly; the third is 2**-270 to 2**-220 of them, about the 2**-256 to which
+    # their square roots are known at first.
+    row, rest = rng.standard_normal((2, 5))
+    x, left = np.stack([row, -row, rest]), np.full(5, 2.0**exponent)
+    dy = np.stack([np.full(5, 2.0**900), np.full(5, 2.0**900), left])
+    expected = exact_layer_norm(rest[None], dy=left[None])
+    exact = exact_layer_norm(x, dy=dy)
+    actual = exact.rounded("dgamma", np.float64)
+    np.testing.assert_array_equal(actual, expected.rounded("dgamma", np.float64))
+    for given in (actual, np.nextafter(actual, 0.0)):
+        np.testing.assert_array_equal(
+            exact.ulp_errors(dgamma=given)["dgamma"], expected.ulp_errors(dgamma=given)["dgamma"]
+        )
 
 
 # ----------------------------------------------------------------- both ends of the range
@@ -333,10 +395,10 @@ def test_underflow_keeps_the_sign_and_an_exact_zero_is_positive():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
     top = float(np.finfo(dtype).max if dtype != BFLOAT16 else ml_dtypes.finfo(dtype).max)
-    half = Fraction(top) - Fraction(float(np.nextafter(dtype.type(top), dtype.type(0))))
+    ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
     # xhat = -1, 1: the first a quarter ulp below the largest number, the second half an ulp above.
     x = np.array([[-1.0, 1.0]])
-    gamma = np.array([float(half / 4), float(half / 2)])
+    gamma = np.array([ulp / 4, ulp / 2])
     exact = exact_layer_norm(x, gamma, np.array([top, top]), 0.0)
     np.testing.assert_array_equal(exact.rounded("y", dtype).astype(float), [[top, math.inf]])
     inf = np.full((1, 2), np.inf, dtype)
@@ -348,23 +410,31 @@ def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
     assert exact.check_contract(y=finite)["y"].misrounded == 0.5
     below = exact_layer_norm(x, gamma * (1 - 2.0**-50), np.array([top, top]), 0.0)
     np.testing.assert_array_equal(below.rounded("y", dtype).astype(float), top)
+    # Above the range the grid of the last binade goes on.
+    above = exact_layer_norm(x, gamma * [1, 2], np.array([top, top]), 0.0)
+    np.testing.assert_array_equal(above.ulp_errors(y=finite)["y"], [[0.25, 1.0]])
 
 
-def test_the_whole_range_of_float64_in_one_row(rng):
+@pytest.mark.parametrize("eps", [0.0, 5e-324, 1e-5, 1e300])
+def test_the_whole_range_of_float64_in_one_row(eps, rng):
     x = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-1074, 1022, (2, 12)))
     x[1, :3] = [5e-324, -1.7e308, 1.7e308]
     gamma = np.ldexp(rng.standard_normal(12), rng.integers(-500, 500, 12))
     dy = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-500, 500, (2, 12)))
-    for eps in (0.0, 5e-324, 1e-5, 1e300):
-        exact = exact_layer_norm(x, gamma, None, eps, dy)
-        for name in NAMES:
-            actual = exact.rounded(name, np.float64)
-            result = exact.check_contract(**{name: actual})[name]
-            assert result.passed
-            assert result.misrounded == 0
-            wanted = exact.value(name, (0,) * actual.ndim)
-            if abs(wanted) < Fraction(1.7e308):
-                assert actual.flat[0] == float(wanted)
+    exact = exact_layer_norm(x, gamma, None, eps, dy)
+    # Five factors of up to 2**1074 either way may cancel: fewer than 3300 digits.
+    expected = textbook(x, gamma, np.zeros(12), eps, dy, 3500)
+    for name in NAMES:
+        actual = exact.rounded(name, np.float64)
+        result = exact.check_contract(**{name: actual})[name]
+        assert result.passed
+        assert result.misrounded == 0
+        for value, given in zip(expected[name], actual.ravel().tolist(), strict=True):
+            if abs(value) > Fraction(np.finfo(float).max):
+                assert given == math.copysign(math.inf, value)
+            else:
+                # A quotient of Python integers is correctly rounded, subnormals included.
+                assert given == value.numerator / value.denominator
 
 
 # ------------------------------------------------------------------------------- the contract
@@ -523,6 +593,29 @@ def test_mixed_dtypes_and_leading_axes(rng):
         assert exact.rounded(name, BFLOAT16).shape == ((2, 3, 5) if name in {"y", "dx"} else (5,))
     row = exact_layer_norm(x[1, 1], gamma, beta, np.float32(1e-5))
     assert row.value("y", (3,)) == exact.value("y", (1, 1, 3))
+
+
+def test_byte_order_and_strides_do_not_matter(rng):
+    x, gamma, beta, dy = sample(np.dtype("float64"), 3, 6, rng)
+    plain = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    other = exact_layer_norm(
+        np.asfortranarray(x.astype(">f8")), gamma[::-1].copy()[::-1], beta, 1e-5, dy
+    )
+    for name in NAMES:
+        actual = plain.rounded(name, np.float64)
+        np.testing.assert_array_equal(other.rounded(name, np.float64), actual)
+        swapped = other.check_contract(**{name: actual.astype(">f8")})[name]
+        assert swapped == plain.check_contract(**{name: actual})[name]
+
+
+def test_a_rational_value_is_given_as_itself():
+    # xhat = -1, 1, and a row that is no multiple of it: xhat = (-1, -1, 2) / sqrt(2).
+    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.array([3.0, 0.1]), None, 0.0)
+    assert exact.value("y", (0, 0)) == -3
+    assert exact.value("y", (0, 1), 60) == Fraction(0.1)
+    root = exact_layer_norm(np.array([[0.0, 0.0, 3.0]]), eps=0.0).value("y", (0, 2), 500)
+    assert root != 0
+    assert abs(root**2 / 2 - 1) < Fraction(1, 2**498)
 
 
 def test_no_rows():

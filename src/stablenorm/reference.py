@@ -59,10 +59,11 @@ The forward keeps, per row, the mean and rstd (`Statistics`), and the backward r
 its reductions: its own are those of g. xhat is rebuilt from x, by a subtraction (of a mean of
 two words: two) and a multiplication an element. Keeping xhat instead costs memory: for gradients
 that round correctly it must be float64, 8 bytes an element held from forward to backward, where
-the statistics are 24 bytes a row, and x is held anyway. In time the two are close: on float32
-(8192, 768), forward and backward took 74 ms together either way (68 with one xhat array for all calls): a
-pass of NumPy costs more than the memory it touches, or saves; a fused kernel that is bound by memory has to move 8 + 12 bytes an element to
-rebuild and 16 + 16 to keep. docs/xhat.md is the measurement, benchmarks/xhat.py makes it.
+the statistics are 24 bytes a row, and x is held anyway. In time the two are level: on float32
+(8192, 768), forward and backward together took 74 ms either way (68 with one xhat array that all
+calls share), since a pass of NumPy costs more than the memory that it saves. A fused kernel,
+bound by memory, moves 8 + 12 bytes an element to rebuild and 16 + 16 to keep. docs/xhat.md is
+the measurement, benchmarks/xhat.py makes it.
 
 Memory
 ------

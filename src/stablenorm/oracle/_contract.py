@@ -59,7 +59,7 @@ class ContractResult:
 
 def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractResult:
     """Hold an array, judged and flattened, against the contract."""
-    kind = "float64" if actual.dtype == np.float64 else "narrow"
+    kind = "float64" if actual.dtype.name == "float64" else "narrow"
     limit, second = LIMITS[kind][name], SECOND[kind][name]
     errors = judged.in_ulp()
     if not errors.size:

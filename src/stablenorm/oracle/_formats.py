@@ -83,8 +83,8 @@ def read_rows(matrix: Array) -> Iterator[tuple[list[int], int]]:
         common = np.where((mantissa == 0).all(axis=1), 0, lifted.min(axis=1))
         shift = np.where(mantissa == 0, 0, exponent - common[:, None])
         top = np.frexp(mantissa.astype(np.float64))[1] + shift
-        # 62 bits and a sign fit into int64; then NumPy shifts, else Python's integers do.
-        small = top.max(axis=1) <= 62
+        # 63 bits and a sign fit into int64; then NumPy shifts, else Python's integers do.
+        small = top.max(axis=1) <= 63
         for row in range(mantissa.shape[0]):
             if small[row]:
                 yield (mantissa[row] << shift[row]).tolist(), int(common[row])

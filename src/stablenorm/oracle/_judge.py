@@ -76,7 +76,11 @@ def judge_block(block: Block, actual: Array, fmt: Format, exactly: Exactly) -> J
     judged.misrounded[:] = ratio > 0.5
     # A ratio is known to a relative 2**-52: one this near to a half may be a tie.
     tied = np.abs(ratio - 0.5) < 1e-12
-    _settle(judged, np.flatnonzero(np.array(blurred, bool) | tied | ~finite), actual, fmt, exactly)
+    left_open = np.array(blurred, bool) | tied | np.isinf(actual)
+    _settle(judged, np.flatnonzero(left_open & ~np.isnan(actual)), actual, fmt, exactly)
+    # NaN equals nothing.
+    judged.mantissa[np.isnan(actual)] = math.inf
+    judged.misrounded[np.isnan(actual)] = True
     return judged
 
 
@@ -93,7 +97,7 @@ def _settle(judged: Judged, columns: Array, actual: Array, fmt: Format, exactly:
         if math.isfinite(value):
             error, misrounded, ulp = judge(number, Fraction(value), fmt)
         else:
-            # NaN equals nothing; an infinity is right where the exact value rounds to it.
+            # An infinity is right where the exact value rounds to it.
             misrounded = nearest(number, fmt) != value
             error, ulp = (math.inf if misrounded else 0.5, fmt.coarsest), fmt.coarsest
         judged.mantissa[i], judged.exponent[i] = error
@@ -118,10 +122,10 @@ def round_block(block: Block, fmt: Format, exactly: Exactly) -> list[float]:
         else:
             steps = low >> shift
             rest, half = low - (steps << shift), 1 << shift - 1
-        # A width that reaches another grid, a midpoint or zero decides nothing.
-        other = (low + width).bit_length() != low.bit_length() or low < 0 <= low + width
-        blurred = shift <= 0 or width >= half or rest <= half <= rest + width
-        if width and (other or blurred):
+        # Left open: a width that reaches a midpoint, or zero with its sign. Another binade is none
+        # of these: on either grid the nearest is the power of two between them.
+        sign_open = low < 0 <= low + width
+        if width and (sign_open or shift <= 0 or width >= half or rest <= half <= rest + width):
             open_columns.append(i)
             continue
         steps += rest > half or (rest == half and steps & 1)

@@ -119,4 +119,5 @@ def value_to(number: Surd, bits: int) -> Fraction:
         close = (high - low) * power(bits) <= min(abs(low), abs(high)) and low * high >= 0
         return low if close else None
 
-    return number.decide(verdict)
+    # Settled at once, so that a rational comes out as itself.
+    return number.settled().decide(verdict)

@@ -1,0 +1,1 @@
+"""Instruments that describe data and cost: they take arrays and functions."""

@@ -1,0 +1,265 @@
+r"""
+Derivatives of a program by differences of the program itself, each with its own error bound.
+
+L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
+two in proportion to that argument's own scale, to x + step D and x - step D. Both are *formed in
+floating point*, and L(x+) - L(x-) is compared with <gradient, x+ - x->: that difference of the
+two arrays is exact, whereas 2 step D is not what the program saw once x has an offset (at mean
+1e6 and standard deviation 1e-2, the nominal step costs four of nine digits).
+
+L itself is never formed. <u, y+ - y-> is: the subtraction of neighbours is exact (Sterbenz), and
+outputs that did not move contribute nothing, not even their rounding errors. The sum is NumPy's
+pairwise one; its error, at most (log2(size) + 8) roundings of sum|u (y+ - y-)|, is part of the
+bound. `math.fsum` would remove a term that is smaller than all the others.
+
+The secants at steps 2^-2 .. 2^-9 go through a Richardson tableau in step^2 (L. F. Richardson
+1911; the stopping idea is that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). For every
+entry the weights of the secants it is made of are kept, so that the bound of an entry is
+
+    disagreement with its two parents + sum |weight| * noise / step
+
+and the entry of least bound is returned. The second term keeps an accidental agreement of two
+entries from being taken for accuracy. The noise is measured, see `noise_samples`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array, bfloat16, check_dtype
+
+Forward = Callable[..., Any]
+
+# In units of the argument's scale. A quarter is the largest step at which the series in step^2
+# of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
+# truncation error of 4e-6, below which only the extrapolated entries matter.
+_STEPS = tuple(2.0**-k for k in range(2, 10))
+
+# Bits of the significand; half an ulp is at most 2^-digits of the number.
+_DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
+
+# Points on the line on which noise is measured: 13 leave 8 differences of order 5 and 7 of
+# order 6, enough that all of them are a third of their expectation once in thousands of lines.
+_POINTS = 13
+_ORDERS = (5, 6)
+# Their distance, in units of scale: a smooth function's fifth difference is then 2^-65 of it, out
+# of sight below float64; smaller distances would not move the last bits of a mean over many x.
+_SPACING = 2.0**-13
+# From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
+# deviations of their difference.
+_SIGMAS = 4.0
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Return u, the largest relative error of one rounding to `dtype`."""
+    return 2.0 ** -_DIGITS.get(dtype, 53)
+
+
+class Derivative(NamedTuple):
+    """Along one direction: <gradient, D> as extrapolated, the same by secants, its bound."""
+
+    actual: float
+    numeric: float
+    bound: float
+
+
+class Loss:
+    """L = <u, forward(args)>, seen through differences of outputs; counts the calls."""
+
+    def __init__(self, forward: Forward, args: list[Array | None], rng: np.random.Generator):
+        self.args = args
+        self.calls = 0
+        self._forward = forward
+        y, self.cache = self._call(args)
+        self.shape, self.dtype = y.shape, y.dtype
+        self.y = _flat(y)
+        # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, which every one
+        # of the four dtypes holds exactly, so that dy is the same in all of them.
+        u = np.round(rng.standard_normal(y.size) * 16).clip(-63, 63) / 16
+        self.u = np.where(u == 0, 0.0625, u)
+        self.noise: dict[int, list[Array]] = {}
+
+    def _call(self, args: list[Array | None]) -> tuple[Array, Any]:
+        self.calls += 1
+        # Copies: what the forward does to its arguments must not reach the next call.
+        result = self._forward(*(None if a is None else a.copy() for a in args))
+        if not (isinstance(result, tuple) and len(result) == 2):
+            msg = f"forward must return (y, cache), got {type(result).__name__}"
+            raise TypeError(msg)
+        y = np.asarray(result[0])
+        check_dtype("the y that forward returns", y)
+        return y, result[1]
+
+    def cotangent(self) -> Array:
+        """Return u as dy: of the shape and dtype of y."""
+        return self.u.reshape(self.shape).astype(self.dtype)
+
+    def output(self, position: int, where: int | slice, values: Array) -> Array:
+        """Return y, flat float64, with the entries `where` of one argument set to `values`."""
+        args = list(self.args)
+        moved = np.array(args[position], order="C")
+        moved.reshape(-1)[where] = values.astype(moved.dtype)
+        args[position] = moved
+        y, _ = self._call(args)
+        if y.shape != self.shape:
+            msg = f"forward must return y of one shape, got {self.shape}, then {y.shape}"
+            raise ValueError(msg)
+        return _flat(y)
+
+
+def _flat(y: Array) -> Array:
+    return y.astype(np.float64).reshape(-1)
+
+
+def powers_of_two(scale: Array) -> Array:
+    """Round down to powers of two, so that x + step * scale is seldom rounded at all."""
+    return np.ldexp(0.5, np.frexp(scale)[1])
+
+
+def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Generator) -> None:
+    """
+    Store, for one argument, samples of the rounding noise of every output element.
+
+    The manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292): high
+    differences of y on equidistant points remove what is smooth and leave noise of a known
+    multiple. All elements of the argument move at once, by random multiples of their ulp, so
+    that every rounding in the forward is drawn anew; one line then serves all directions.
+    """
+    base = np.asarray(loss.args[position])
+    x = _flat(base)
+    digits = _DIGITS.get(base.dtype, 53)
+    # An ulp at 4|x|: the moved x needs no rounding.
+    quantum = np.ldexp(1.0, np.maximum(np.frexp(4 * x)[1] - digits, -1074))
+    span = np.maximum(_SPACING * scale, 4 * quantum)
+    move = np.round(rng.standard_normal(x.size).clip(-3, 3) * span / quantum) * quantum
+    half = _POINTS // 2
+    values = [
+        loss.y if j == 0 else loss.output(position, slice(None), x + j * move)
+        for j in range(-half, half + 1)
+    ]
+    table = np.array(values) * loss.u
+    loss.noise[position] = []
+    for order in _ORDERS:
+        # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
+        factor = 1 / math.sqrt(math.comb(2 * order, order))
+        loss.noise[position].append(factor * np.diff(table, order, axis=0))
+
+
+def _noise(loss: Loss, position: int, changed: Array) -> float:
+    """Bound the noise of one evaluation of <u, y>, over the outputs that moved."""
+    if not changed.any():
+        changed = np.ones_like(changed)
+    sigmas = [
+        math.sqrt(np.mean(np.square(samples[:, changed].sum(axis=1))))
+        for samples in loss.noise[position]
+    ]
+    # Whatever was measured, every output was rounded to its dtype: half an ulp each, in
+    # unrelated directions.
+    floor = 2 * unit_roundoff(loss.dtype) * math.hypot(*(loss.u * loss.y)[changed])
+    return max(_SIGMAS * max(sigmas), floor)
+
+
+class _Secant(NamedTuple):
+    """One row of the tableau: what the secant at `step` says, and what disturbs it."""
+
+    step: float
+    numeric: float
+    actual: float
+    # Errors other than noise: of the sum, and of a centre that is not exactly x.
+    error: float
+
+
+def _secant(
+    loss: Loss, position: int, where: int | slice, scale: Array, gradient: Array, step: float
+) -> tuple[_Secant, Array] | None:
+    """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
+    base = np.asarray(loss.args[position])
+    x = _flat(base)[where]
+    nominal = step * scale
+    with np.errstate(over="ignore"):
+        plus = (x + nominal).astype(base.dtype).astype(np.float64)
+        minus = (x - nominal).astype(base.dtype).astype(np.float64)
+    taken = plus - minus
+    # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
+    # halved steps, has nothing to gain from it.
+    if not np.linalg.norm(taken / (2 * nominal) - 1) <= np.sqrt(np.size(x)) / 16:
+        return None
+    y_plus = loss.output(position, where, plus)
+    y_minus = loss.output(position, where, minus)
+    if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
+        return None
+    moved = y_plus - y_minus
+    terms = loss.u * moved
+    roundings = math.log2(terms.size + 1) + 8
+    off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
+    bend = abs(float(np.sum(loss.u * (y_plus + y_minus - 2 * loss.y)))) / step**2
+    return _Secant(
+        step,
+        float(np.sum(terms)) / (2 * step),
+        float(np.sum(gradient * taken)) / (2 * step),
+        roundings * 2.0**-53 * float(np.sum(np.abs(terms))) / step + bend * off_centre,
+    ), moved != 0
+
+
+def differentiate(
+    loss: Loss, position: int, where: int | slice, scale: Array, gradient: Array, enough: float
+) -> Derivative:
+    """
+    Compare <gradient, D> with secants along D; `scale` holds D, signed powers of two.
+
+    Stops early once the bound is below `enough` (the backward's own rounding: nothing finer can
+    be judged) or two further steps have not improved it.
+    """
+    rows: list[_Secant] = []
+    best = Derivative(float(np.sum(gradient * scale)), float("nan"), float("inf"))
+    changed = np.zeros(loss.y.size, dtype=bool)
+    tableau: list[Array] = []
+    stale = 0
+    for step in _STEPS:
+        found = _secant(loss, position, where, scale, gradient, step)
+        if found is None:
+            continue
+        row, moved = found
+        # Outputs that moved before and now stand still: the step is below the resolution of the
+        # forward (float16 inside, say), and a derivative of zero would be an artefact.
+        if changed.any() and not moved.any():
+            break
+        changed |= moved
+        rows.append(row)
+        tableau, entry = _extend(tableau, rows, _noise(loss, position, changed))
+        stale = 0 if entry.bound < best.bound else stale + 1
+        best = min(best, entry, key=lambda derivative: derivative.bound)
+        if len(rows) >= 4 and (best.bound <= enough or stale >= 2):
+            break
+    return best
+
+
+def _extend(
+    previous: list[Array], rows: list[_Secant], noise: float
+) -> tuple[list[Array], Derivative]:
+    """
+    Add the newest secant to the tableau; return its row and the entry of least bound in it.
+
+    An entry is (actual, numeric, then the weight of each secant in it).
+    """
+    k = len(rows) - 1
+    entry = np.zeros(2 + len(_STEPS))
+    entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
+    line = [entry]
+    best = Derivative(float("nan"), float("nan"), float("inf"))
+    disturbance = np.array([noise / row.step + row.error for row in rows])
+    for j in range(1, k + 1):
+        # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
+        q = (rows[k - j].step / rows[k].step) ** 2
+        entry = (q * line[j - 1] - previous[j - 1]) / (q - 1)
+        line.append(entry)
+        residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
+        disagreement = max(abs(residual - parent) for parent in parents)
+        bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
+        if bound < best.bound:
+            best = Derivative(float(entry[0]), float(entry[1]), bound)
+    return line, best
