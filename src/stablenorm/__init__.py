@@ -3,6 +3,7 @@
 from stablenorm._types import Cache, Gradients
 from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.layer import LayerNorm
+from stablenorm.oracle import exact_layer_norm
 
 __version__ = "0.1.0"
 
@@ -10,6 +11,7 @@ __all__ = [
     "Cache",
     "Gradients",
     "LayerNorm",
+    "exact_layer_norm",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",

@@ -132,8 +132,9 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     base = np.asarray(loss.args[position])
     x = _flat(base)
     digits = _DIGITS.get(base.dtype, 53)
-    # An ulp at 4|x|: the moved x needs no rounding.
-    quantum = np.ldexp(1.0, np.maximum(np.frexp(4 * x)[1] - digits, -1074))
+    # An ulp of x: the moved x needs no rounding, and has new last bits. A coarser grid would leave
+    # alone some of the roundings in a sum of x, and their share of the noise unseen.
+    quantum = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - digits, -1074))
     span = np.maximum(_SPACING * scale, 4 * quantum)
     move = np.round(rng.standard_normal(x.size).clip(-3, 3) * span / quantum) * quantum
     half = _POINTS // 2
@@ -159,7 +160,7 @@ def _noise(loss: Loss, position: int, changed: Array) -> float:
     ]
     # Whatever was measured, every output was rounded to its dtype: half an ulp each, in
     # unrelated directions.
-    floor = 2 * unit_roundoff(loss.dtype) * math.hypot(*(loss.u * loss.y)[changed])
+    floor = 2 * unit_roundoff(loss.dtype) * float(np.linalg.norm((loss.u * loss.y)[changed]))
     return max(_SIGMAS * max(sigmas), floor)
 
 
@@ -217,6 +218,7 @@ def differentiate(
     rows: list[_Secant] = []
     best = Derivative(float(np.sum(gradient * scale)), float("nan"), float("inf"))
     changed = np.zeros(loss.y.size, dtype=bool)
+    noise = _noise(loss, position, changed)
     tableau: list[Array] = []
     stale = 0
     for step in _STEPS:
@@ -228,9 +230,11 @@ def differentiate(
         # forward (float16 inside, say), and a derivative of zero would be an artefact.
         if changed.any() and not moved.any():
             break
-        changed |= moved
+        if (moved & ~changed).any():
+            changed |= moved
+            noise = _noise(loss, position, changed)
         rows.append(row)
-        tableau, entry = _extend(tableau, rows, _noise(loss, position, changed))
+        tableau, entry = _extend(tableau, rows, noise)
         stale = 0 if entry.bound < best.bound else stale + 1
         best = min(best, entry, key=lambda derivative: derivative.bound)
         if len(rows) >= 4 and (best.bound <= enough or stale >= 2):

@@ -27,7 +27,14 @@ NAMES = ("y", "dx", "dgamma", "dbeta")
 
 
 class NormwiseErrors(NamedTuple):
-    """Errors of dx a row: ``max|error| / (rstd max|g|)`` and ``max|error| / max|dx|``."""
+    """
+    Errors of dx against the size of its row.
+
+    Attributes
+    ----------
+    to_g, to_dx : array
+        ``max|error| / (rstd max|g|)`` and ``max|error| / max|dx|`` of each row.
+    """
 
     to_g: Array
     to_dx: Array
@@ -39,6 +46,13 @@ class ExactLayerNorm:
 
     Nothing is computed before it is asked for, and only what is asked for: y needs no dx. Arrays
     handed in have the shape of the exact quantity: y, dx that of x, dgamma, dbeta ``(n,)``.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        The shape of x.
+    inputs : Inputs
+        Checked inputs, in float64.
 
     Attributes
     ----------

@@ -1,0 +1,20 @@
+"""
+Check hand-written gradients against finite differences that carry their own error bounds.
+
+An instrument: it takes functions and knows nothing of the ones it is pointed at. `forward(*args)`
+returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `args`.
+"""
+
+from stablenorm.gradcheck._check import assert_gradients, check_gradients
+from stablenorm.gradcheck._layer_norm import check_layer_norm, row_identities
+from stablenorm.gradcheck._report import ArgumentResult, GradientReport, Identity
+
+__all__ = [
+    "ArgumentResult",
+    "GradientReport",
+    "Identity",
+    "assert_gradients",
+    "check_gradients",
+    "check_layer_norm",
+    "row_identities",
+]

@@ -1,0 +1,313 @@
+"""The contract and the errors of the oracle: wrong answers are rejected, and wrong arguments."""
+
+import math
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stablenorm.oracle import exact_layer_norm
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+NAMES = ["y", "dx", "dgamma", "dbeta"]
+
+
+def fractions(array):
+    return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
+
+
+def neighbours(value, dtype):
+    """The two numbers of `dtype` around a finite value, found by walking the grid."""
+    near = np.array(float(value)).astype(dtype)
+    below = above = near
+    if Fraction(float(near)) > value:
+        below = np.nextafter(near, dtype.type(-np.inf))
+    elif Fraction(float(near)) < value:
+        above = np.nextafter(near, dtype.type(np.inf))
+    return below, above
+
+
+def sample(dtype, rows, n, rng, offset=0.0):
+    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
+    gamma = (1 + 0.1 * rng.standard_normal(n)).astype(dtype)
+    beta = (0.1 * rng.standard_normal(n)).astype(dtype)
+    dy = rng.standard_normal((rows, n)).astype(dtype)
+    return x, gamma, beta, dy
+
+
+def float64_layer_norm(x, gamma, beta, eps, dy):
+    """A corrected two-pass layer norm in float64, rounded at the end to x's dtype."""
+    wide = [np.asarray(a).astype(np.float64) for a in (x, gamma, beta, dy)]
+    centered = wide[0] - wide[0].mean(-1, keepdims=True)
+    centered -= centered.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    xhat = centered * rstd
+    g = wide[1] * wide[3]
+    q = g - g.mean(-1, keepdims=True)
+    results = {
+        "y": xhat * wide[1] + wide[2],
+        "dx": rstd * (q - xhat * (q * xhat).mean(-1, keepdims=True)),
+        "dgamma": (wide[3] * xhat).sum(0),
+        "dbeta": wide[3].sum(0),
+    }
+    return {name: value.astype(x.dtype) for name, value in results.items()}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20240131)
+
+
+# ------------------------------------------------------------------------------- the contract
+
+
+def magnitudes(x, gamma, beta, eps, dy):
+    """S of the contract, written in float64."""
+    centered = x - x.mean(-1, keepdims=True)
+    rstd = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
+    xhat = centered * rstd
+    deviation = np.abs(xhat) + np.abs(xhat).mean(-1, keepdims=True)
+    g = gamma * dy
+    mixed = np.abs((g - g.mean(-1, keepdims=True)) * xhat).mean(-1, keepdims=True)
+    return {
+        "y": np.abs(gamma) * deviation + np.abs(beta),
+        "dx": rstd * (np.abs(g) + np.abs(g).mean(-1, keepdims=True) + deviation * mixed),
+        "dgamma": (np.abs(dy) * deviation).sum(0),
+        "dbeta": np.abs(dy).sum(0),
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_excess_is_in_units_of_the_second_term(dtype, name, rng):
+    x, gamma, beta, dy = (a.astype(np.float64) for a in sample(dtype, 4, 6, rng))
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    actual = exact.rounded(name, dtype)
+    index = (1, 2) if actual.ndim == 2 else (2,)
+    actual[index] *= dtype.type(1.5)
+    result = exact.check_contract(**{name: actual})[name]
+    assert result.worst_index == index
+    assert result.second_term == 1
+    value = exact.value(name, index)
+    below, above = neighbours(value, dtype)
+    ulp = float(Fraction(float(above)) - Fraction(float(below)))
+    if ulp == 0:
+        # Every double is itself here: dbeta of few digits.
+        ulp = float(np.spacing(abs(float(value))))
+    error = abs(float(Fraction(float(actual[index])) - value))
+    limits = {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51}
+    limit = limits[name] if dtype == np.float64 else 0.501
+    exponent = (-98 if dtype == np.float64 else -48) + (4 if name.startswith("dg") else 0)
+    if name == "dbeta":
+        exponent += 4
+    expected = (error - limit * ulp) / (2.0**exponent * magnitudes(x, gamma, beta, 1e-5, dy)[name])
+    assert result.limit_ulp == limit
+    assert result.worst_excess == pytest.approx(expected[index], rel=1e-12)
+    assert not result.passed
+
+
+def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
+    x = rng.standard_normal((1, 64)).astype(np.float32)
+    gamma = np.ones(64, np.float32)
+    # beta takes away all of gamma * xhat that float64 holds: what is left is 2**-53 of it.
+    xhat = exact_layer_norm(x, gamma).rounded("y", np.float64)
+    exact = exact_layer_norm(x, gamma, -xhat[0])
+    plain = np.zeros((1, 64), np.float32)
+    result = exact.check_contract(y=plain)["y"]
+    assert result.worst_ulp > 1e6
+    assert result.second_term == 64
+    assert result.misrounded == 1
+    assert 0 < result.worst_excess < 2**-5
+    assert result.passed
+    # An error of 2**-45 of S is eight times too much.
+    plain[0, 7] = np.abs(xhat[0, 7]) * 4 * 2**-45
+    assert not exact.check_contract(y=plain)["y"].passed
+
+
+def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
+    # float64, S = 4: an error of 1e-20 is 1e303 ulp of an exact zero; c * S is 4 * 2**-94.
+    dy = np.array([[1.0], [-1.0], [1.0], [-1.0]])
+    exact = exact_layer_norm(np.ones((4, 1)), dy=dy)
+    bad = exact.check_contract(dbeta=np.array([1e-20]), dgamma=np.array([1e-320]))
+    assert not bad["dbeta"].passed
+    assert bad["dbeta"].worst_excess == pytest.approx(1e-20 / (4 * 2.0**-94))
+    # n = 1: xhat is 0, S too, and nothing is forgiven.
+    assert bad["dgamma"].worst_excess == math.inf
+    assert exact.check_contract(dbeta=np.array([1e-28]))["dbeta"].passed
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 129, 768])
+def test_float64_arithmetic_keeps_the_contract_of_float32(n, rng):
+    x, gamma, beta, dy = sample(np.dtype("float32"), 6, n, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    results = exact.check_contract(**float64_layer_norm(x, gamma, beta, 1e-5, dy))
+    for result in results.values():
+        assert result.passed, result
+
+
+def test_a_one_pass_variance_breaks_the_contract(rng):
+    x = (100 + rng.standard_normal((3, 256))).astype(np.float32)
+    mean = x.mean(-1, keepdims=True)
+    var = (x * x).mean(-1, keepdims=True) - mean * mean
+    y = (x - mean) / np.sqrt(var + np.float32(1e-5))
+    result = exact_layer_norm(x).check_contract(y=y)["y"]
+    assert not result.passed
+    assert result.worst_ulp > 100
+    assert result.misrounded > 0.9
+
+
+def test_gamma_after_the_projection_breaks_the_contract(rng):
+    x, gamma, beta, dy = sample(np.dtype("float32"), 3, 64, rng)
+    wide = [a.astype(np.float64) for a in (x, np.ones_like(gamma), beta, dy)]
+    wrong = (float64_layer_norm(*wide[:3], 1e-5, wide[3])["dx"] * gamma).astype(np.float32)
+    assert not exact_layer_norm(x, gamma, beta, dy=dy).check_contract(dx=wrong)["dx"].passed
+
+
+# --------------------------------------------------------------------- shapes, dtypes, rows
+
+
+def test_a_row_without_variance_and_eps_must_be_nan():
+    x = np.array([[1.0, 2.0, 4.0], [3.0, 3.0, 3.0]], np.float32)
+    exact = exact_layer_norm(x, eps=0.0, dy=np.ones_like(x))
+    y = exact.rounded("y", np.float32)
+    np.testing.assert_array_equal(np.isnan(y), [[False] * 3, [True] * 3])
+    assert exact.check_contract(y=y, dx=exact.rounded("dx", np.float32))["dx"].passed
+    np.testing.assert_array_equal(exact.ulp_errors(y=np.zeros_like(y))["y"][1], math.inf)
+    dgamma = exact.rounded("dgamma", np.float32)
+    assert np.isnan(dgamma).all()
+    assert exact.check_contract(dgamma=dgamma)["dgamma"].passed
+    assert not exact.check_contract(dgamma=np.zeros(3))["dgamma"].passed
+    np.testing.assert_array_equal(exact.rounded("dbeta", np.float32), 2.0)
+    with pytest.raises(ValueError, match="y must be defined at"):
+        exact.value("y", (1, 0))
+    with pytest.raises(ValueError, match="dgamma must be defined at"):
+        exact.value("dgamma", (0,))
+    assert np.isnan(exact.normwise(y).to_g[1])
+
+
+def test_constant_rows_and_single_elements_are_exactly_beta():
+    beta = np.array([0.1, -0.2, 0.3], np.float32)
+    x = np.full((2, 3), 12345.678, np.float32)
+    exact = exact_layer_norm(x, None, beta, 1e-12, np.ones((2, 3), np.float32))
+    np.testing.assert_array_equal(exact.rounded("y", np.float32), [beta, beta])
+    np.testing.assert_array_equal(exact.rounded("dx", np.float32), 0.0)
+    single = exact_layer_norm(x[:, :1], None, beta[:1], dy=x[:, :1])
+    np.testing.assert_array_equal(single.rounded("y", np.float32), beta[0])
+    np.testing.assert_array_equal(single.rounded("dgamma", np.float32), 0.0)
+
+
+def test_mixed_dtypes_and_leading_axes(rng):
+    x = rng.standard_normal((2, 3, 5)).astype(np.float16)
+    gamma = rng.standard_normal(5).astype(np.float32)
+    beta = rng.standard_normal(5).astype(BFLOAT16)
+    dy = rng.standard_normal((2, 3, 5))
+    for a in (x, gamma, beta, dy):
+        a.setflags(write=False)
+    exact = exact_layer_norm(x, gamma, beta, np.float32(1e-5), dy)
+    assert (exact.shape, exact.rows, exact.n) == ((2, 3, 5), 6, 5)
+    assert exact.mean(4) == sum(fractions(x[1, 1])) / 5
+    assert exact.var(4) == sum((v - exact.mean(4)) ** 2 for v in fractions(x[1, 1])) / 5
+    wide = [a.astype(np.float64) for a in (x, gamma, beta, dy)]
+    same = exact_layer_norm(*wide[:3], float(np.float32(1e-5)), wide[3])
+    for name in NAMES:
+        np.testing.assert_array_equal(exact.rounded(name, "f8"), same.rounded(name, "f8"))
+        assert exact.rounded(name, BFLOAT16).shape == ((2, 3, 5) if name in {"y", "dx"} else (5,))
+    row = exact_layer_norm(x[1, 1], gamma, beta, np.float32(1e-5))
+    assert row.value("y", (3,)) == exact.value("y", (1, 1, 3))
+
+
+def test_byte_order_and_strides_do_not_matter(rng):
+    x, gamma, beta, dy = sample(np.dtype("float64"), 3, 6, rng)
+    plain = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    other = exact_layer_norm(
+        np.asfortranarray(x.astype(">f8")), gamma[::-1].copy()[::-1], beta, 1e-5, dy
+    )
+    for name in NAMES:
+        actual = plain.rounded(name, np.float64)
+        np.testing.assert_array_equal(other.rounded(name, np.float64), actual)
+        swapped = other.check_contract(**{name: actual.astype(">f8")})[name]
+        assert swapped == plain.check_contract(**{name: actual})[name]
+
+
+def test_a_rational_value_is_given_as_itself():
+    # xhat = -1, 1, and a row that is no multiple of it: xhat = (-1, -1, 2) / sqrt(2).
+    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.array([3.0, 0.1]), None, 0.0)
+    assert exact.value("y", (0, 0)) == -3
+    assert exact.value("y", (0, 1), 60) == Fraction(0.1)
+    root = exact_layer_norm(np.array([[0.0, 0.0, 3.0]]), eps=0.0).value("y", (0, 2), 500)
+    assert root != 0
+    assert abs(root**2 / 2 - 1) < Fraction(1, 2**498)
+
+
+def test_no_rows():
+    x = np.zeros((0, 4), np.float32)
+    exact = exact_layer_norm(x, dy=x)
+    for name in NAMES:
+        actual = exact.rounded(name, np.float32)
+        np.testing.assert_array_equal(actual, 0.0)
+        result = exact.check_contract(**{name: actual})[name]
+        assert result.passed
+        assert result.worst_ulp == 0
+    assert exact.normwise(x).to_g.shape == (0,)
+
+
+def test_normwise_errors_are_relative_to_the_row(rng):
+    x, gamma, beta, dy = sample(np.dtype("float64"), 3, 8, rng)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    dx = exact.rounded("dx", np.float64)
+    largest = np.abs(dx).max(-1)
+    rstd = 1 / np.sqrt([float(exact.var(i)) + 1e-5 for i in range(3)])
+    dx[:, 2] += 1e-3
+    errors = exact.normwise(dx)
+    np.testing.assert_allclose(errors.to_dx, 1e-3 / largest, rtol=1e-11)
+    np.testing.assert_allclose(errors.to_g, 1e-3 / (rstd * np.abs(gamma * dy).max(-1)), rtol=1e-11)
+    # dy constant: the exact dx is 0, and any error is infinitely large against it.
+    flat = exact_layer_norm(x, dy=np.ones_like(x))
+    np.testing.assert_array_equal(flat.normwise(np.zeros_like(x)), 0.0)
+    np.testing.assert_array_equal(flat.normwise(dx).to_dx, math.inf)
+
+
+# --------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
+        ({"gamma": np.zeros(3, complex)}, TypeError, "gamma must be .* got complex128"),
+        ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
+        ({"x": np.zeros((2, 0))}, ValueError, "n >= 1"),
+        ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
+        ({"dy": np.zeros(3)}, ValueError, r"dy must have shape \(2, 3\), got \(3,\)"),
+        ({"x": np.array([[1.0, np.nan, 2.0]] * 2)}, ValueError, "x must be finite.* got nan"),
+        ({"dy": np.full((2, 3), -np.inf)}, ValueError, "dy must be finite.* got -inf"),
+        ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+        ({"eps": math.nan}, ValueError, "eps must be finite and >= 0, got nan"),
+        ({"eps": math.inf}, ValueError, "eps must be finite and >= 0, got inf"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    arguments = {"x": np.ones((2, 3)), "gamma": np.ones(3), "beta": np.ones(3)} | change
+    with pytest.raises(error, match=message):
+        exact_layer_norm(**arguments)
+
+
+def test_wrong_arrays_and_names():
+    x = np.array([[1.0, 2.0, 4.0]])
+    exact = exact_layer_norm(x)
+    for name in ("dx", "dgamma", "dbeta"):
+        with pytest.raises(ValueError, match="dy must be given"):
+            exact.rounded(name, np.float64)
+        with pytest.raises(ValueError, match="dy must be given"):
+            exact.ulp_errors(**{name: x if name == "dx" else x[0]})
+    with pytest.raises(ValueError, match=r"y must have shape \(1, 3\), got \(3,\)"):
+        exact.ulp_errors(y=x[0])
+    with pytest.raises(TypeError, match=r"y must be .* got int64"):
+        exact.check_contract(y=np.zeros((1, 3), int))
+    with pytest.raises(TypeError, match=r"dtype must be .* got int8"):
+        exact.rounded("y", np.int8)
+    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, got 'z'"):
+        exact.rounded("z", np.float32)
+    assert exact.ulp_errors() == {}
