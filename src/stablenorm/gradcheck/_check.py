@@ -383,7 +383,7 @@ def _compare(
     for place in task.where:
         scale = task.span[place]
         found = differentiate(
-            loss, task.position, place, scale, gradient[place], scale * bounds[place]
+            loss, task.position, place, scale, gradient[place], scale * bounds[place], rng
         )
         # In units of the gradient: exact, since the scale is a power of two.
         found = Derivative(*(part / scale for part in found))
@@ -394,7 +394,7 @@ def _compare(
         scale = task.span * rng.choice([-1.0, 1.0], size=task.span.size)
         # Independent roundings; what is common to a row is random again by the signs.
         bound = 2 * float(np.linalg.norm(bounds * scale))
-        found = differentiate(loss, task.position, slice(None), scale, gradient, bound)
+        found = differentiate(loss, task.position, slice(None), scale, gradient, bound, rng)
         size = float(np.linalg.norm(gradient * scale))
         comparisons.append(_Comparison(None, found, bound, size))
         report()

@@ -116,7 +116,7 @@ def _flat(y: Array) -> Array:
 
 
 def powers_of_two(scale: Array) -> Array:
-    """Round down to powers of two, so that x + step * scale is seldom rounded at all."""
+    """Round down to powers of two, so that dividing by them is exact."""
     return np.ldexp(0.5, np.frexp(scale)[1])
 
 
@@ -132,16 +132,21 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     base = np.asarray(loss.args[position])
     x = _flat(base)
     digits = _DIGITS.get(base.dtype, 53)
-    # An ulp of x: the moved x needs no rounding, and has new last bits. A coarser grid would leave
-    # alone some of the roundings in a sum of x, and their share of the noise unseen.
-    quantum = np.ldexp(1.0, np.maximum(np.frexp(x)[1] - digits, -1074))
+    # An ulp of x: the moved x needs no rounding, and has new last bits.
+    exponent = np.frexp(np.maximum(np.abs(x), _SPACING * scale))[1]
+    quantum = np.ldexp(1.0, np.maximum(exponent - digits, -1074))
     span = np.maximum(_SPACING * scale, 4 * quantum)
-    move = np.round(rng.standard_normal(x.size).clip(-3, 3) * span / quantum) * quantum
-    half = _POINTS // 2
-    values = [
-        loss.y if j == 0 else loss.output(position, slice(None), x + j * move)
-        for j in range(-half, half + 1)
+    line = np.round(rng.standard_normal(x.size).clip(-3, 3) * span / quantum)
+    # Equal moves can leave a rounding untouched: that of a sum of 8, if they add up to a multiple
+    # of 8 ulp. A polynomial of degree < 5 on top, of a few ulp, changes the pattern and vanishes
+    # from the differences; where the spacing itself is only a few ulp, there is no room for it.
+    room = span >= 128 * quantum
+    bits = [np.where(room, rng.integers(2, size=x.size), 0) for _ in range(2, 5)]
+    moves = [
+        (j - _POINTS // 2) * line + sum(math.comb(j, 2 + k) * b for k, b in enumerate(bits))
+        for j in range(_POINTS)
     ]
+    values = [loss.output(position, slice(None), x + move * quantum) for move in moves]
     table = np.array(values) * loss.u
     loss.noise[position] = []
     for order in _ORDERS:
@@ -180,34 +185,45 @@ def _secant(
     """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
     base = np.asarray(loss.args[position])
     x = _flat(base)[where]
-    nominal = step * scale
-    with np.errstate(over="ignore"):
-        plus = (x + nominal).astype(base.dtype).astype(np.float64)
-        minus = (x - nominal).astype(base.dtype).astype(np.float64)
+
+    def rounded(values: Array) -> Array:
+        with np.errstate(over="ignore"):
+            return values.astype(base.dtype).astype(np.float64)
+
+    # Symmetric about x exactly: each side takes the step that the other one could make.
+    minus = rounded(x - (rounded(x + step * scale) - x))
+    plus = rounded(x + (x - minus))
     taken = plus - minus
     # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
-    # halved steps, has nothing to gain from it.
-    if not np.linalg.norm(taken / (2 * nominal) - 1) <= np.sqrt(np.size(x)) / 16:
+    # one direction, has nothing to gain from it.
+    if not np.linalg.norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
         return None
     y_plus = loss.output(position, where, plus)
     y_minus = loss.output(position, where, minus)
     if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
         return None
+    # The step that was taken; for a single element, this makes `actual` the gradient itself.
+    step = float(np.sum(taken * scale) / (2 * np.sum(scale * scale)))
     moved = y_plus - y_minus
     terms = loss.u * moved
-    roundings = math.log2(terms.size + 1) + 8
+    numeric = float(np.sum(terms)) / (2 * step)
+    actual = float(np.sum(gradient * taken)) / (2 * step)
+    roundings = (math.log2(terms.size + 1) + 8) * float(np.sum(np.abs(terms))) / (2 * step)
     off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
     bend = abs(float(np.sum(loss.u * (y_plus + y_minus - 2 * loss.y)))) / step**2
-    return _Secant(
-        step,
-        float(np.sum(terms)) / (2 * step),
-        float(np.sum(gradient * taken)) / (2 * step),
-        roundings * 2.0**-53 * float(np.sum(np.abs(terms))) / step + bend * off_centre,
-    ), moved != 0
+    # 8: the few operations on `actual` and on the tableau.
+    error = 2.0**-53 * (roundings + 8 * abs(actual)) + bend * off_centre
+    return _Secant(step, numeric, actual, error), moved != 0
 
 
 def differentiate(
-    loss: Loss, position: int, where: int | slice, scale: Array, gradient: Array, enough: float
+    loss: Loss,
+    position: int,
+    where: int | slice,
+    scale: Array,
+    gradient: Array,
+    enough: float,
+    rng: np.random.Generator,
 ) -> Derivative:
     """
     Compare <gradient, D> with secants along D; `scale` holds D, signed powers of two.
@@ -221,7 +237,10 @@ def differentiate(
     noise = _noise(loss, position, changed)
     tableau: list[Array] = []
     stale = 0
-    for step in _STEPS:
+    for power in _STEPS:
+        # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
+        # whose rounding errors are the same at all steps would hide them from the tableau.
+        step = power * (1 + rng.random() / 4)
         found = _secant(loss, position, where, scale, gradient, step)
         if found is None:
             continue
