@@ -2,6 +2,12 @@
 
 from stablenorm._types import Cache, Gradients
 from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.gradcheck import (
+    GradientReport,
+    assert_gradients,
+    check_gradients,
+    check_layer_norm,
+)
 from stablenorm.layer import LayerNorm
 from stablenorm.oracle import exact_layer_norm
 
@@ -9,8 +15,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "GradientReport",
     "Gradients",
     "LayerNorm",
+    "assert_gradients",
+    "check_gradients",
+    "check_layer_norm",
     "exact_layer_norm",
     "layer_norm",
     "layer_norm_backward",

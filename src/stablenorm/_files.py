@@ -65,7 +65,7 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
 
 
 def check_finite(problem: Problem) -> None:
-    """Refuse what no exact result exists for."""
+    """Refuse what has no exact result: NaN, infinity, no rows, 0/0."""
     for name in ("x", "gamma", "beta", "dy"):
         array = getattr(problem, name)
         if array is not None and not np.isfinite(array.astype(np.float64)).all():
@@ -74,6 +74,13 @@ def check_finite(problem: Problem) -> None:
             raise InputError(msg)
     if problem.x.size == 0:
         msg = f"x must have at least one row, got shape {problem.x.shape}"
+        raise InputError(msg)
+    rows = problem.x.reshape(-1, problem.x.shape[-1])
+    constant = np.flatnonzero((rows == rows[:, :1]).all(axis=-1))
+    if problem.eps == 0 and constant.size:
+        msg = (
+            f"eps must be > 0 where a row of x is constant, got 0 and row {constant[0]}; pass --eps"
+        )
         raise InputError(msg)
 
 

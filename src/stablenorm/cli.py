@@ -113,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
     results = _compute(problem)
     check_finite(problem)
     if arguments.out is not None:
-        write_beside(arguments.out, lambda file: np.savez(file, **results))
+        write_beside(arguments.out, lambda file: _save(file, results))
     findings = _inspect(problem, results)
     if arguments.plot is not None:
         kind = arguments.plot.suffix[1:].lower()
@@ -122,6 +122,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_findings(findings, Console())
     return 0 if findings.passed else _EXIT_FAILED
+
+
+def _save(file: Any, results: dict[str, Any]) -> None:
+    np.savez(file, **results)
 
 
 def _compute(problem: Problem) -> dict[str, Array]:

@@ -29,7 +29,11 @@ def _table(title: str, *columns: str) -> Any:
 
     table = Table(title=title, title_justify="left", title_style="bold")
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+        # The last column is a verdict, which must not be cut in two.
+        last = i == len(columns) - 1 and not column
+        table.add_column(
+            column, justify="left" if i == 0 else "right", overflow="fold", no_wrap=last
+        )
     return table
 
 
@@ -122,7 +126,14 @@ def _notes(findings: Findings) -> str:
             f"{name}: {1e3 * seconds:.2f} ms, {moved / 1e6:.1f} MB read and written, "
             f"{moved / seconds / 1e9:.2f} GB/s"
         )
-    lines.append("All checks passed." if findings.passed else "A CHECK FAILED.")
+    if findings.gradients.verdict == "INCONCLUSIVE":
+        lines.append(
+            "finite differences: inconclusive. Gradients of this dtype are too coarse, or too "
+            "small, to be judged by them; the exact results above do not depend on it."
+        )
+        lines.append("No check failed." if findings.passed else "A CHECK FAILED.")
+    else:
+        lines.append("All checks passed." if findings.passed else "A CHECK FAILED.")
     return "\n".join(lines)
 
 
@@ -198,5 +209,5 @@ def _draw_gradients(axes: Any, findings: Findings) -> None:
     )
     axes.set_yticks(range(len(results)), [f"d{result.name}" for result in results])
     axes.invert_yaxis()
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axes.grid(alpha=0.25, axis="x")

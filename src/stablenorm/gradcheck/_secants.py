@@ -140,8 +140,8 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     # Equal moves can leave a rounding untouched: that of a sum of 8, if they add up to a multiple
     # of 8 ulp. A polynomial of degree < 5 on top, of a few ulp, changes the pattern and vanishes
     # from the differences; where the spacing itself is only a few ulp, there is no room for it.
-    room = span >= 128 * quantum
-    bits = [np.where(room, rng.integers(2, size=x.size), 0) for _ in range(2, 5)]
+    room = span >= 1024 * quantum
+    bits = [np.where(room, rng.integers(8, size=x.size), 0) for _ in range(2, 5)]
     moves = [
         (j - _POINTS // 2) * line + sum(math.comb(j, 2 + k) * b for k, b in enumerate(bits))
         for j in range(_POINTS)

@@ -1,0 +1,237 @@
+"""`stablenorm run`: the main job, every bad input, nothing half-written."""
+
+import re
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stablenorm._run as job
+from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
+from stablenorm.cli import main
+
+X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+def save(tmp_path, **arrays):
+    path = tmp_path / "in.npz"
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def test_bundled_data_passes_and_agrees_with_another_implementation(capsys):
+    assert main(["run"]) == 0
+    shown = capsys.readouterr().out
+    assert "All checks passed." in shown
+    for name in ("y", "dx", "dgamma", "dbeta"):
+        assert name in shown
+    assert "GB/s" in shown
+    assert "plain formula" in shown
+
+
+def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
+    x, dy = X.astype(dtype), X[::-1].astype(dtype)
+    gamma = np.linspace(0.5, 2, 5).astype(dtype)
+    path = save(tmp_path, x=x, gamma=gamma, beta=gamma, dy=dy, eps=0.1)
+    assert main(["run", path, "--out", "out.npz"]) == 0
+    assert "dy of the file" in capsys.readouterr().out
+    y, cache = layer_norm_forward(x, gamma, gamma, 0.1)
+    with np.load("out.npz") as held:
+        for name, expected in zip(
+            ("y", "dx", "dgamma", "dbeta"), (y, *layer_norm_backward(dy, cache)), strict=True
+        ):
+            assert held[name].tobytes() == expected.tobytes()
+    np.savez(tmp_path / "again.npz", x=x)
+    assert main(["run", "again.npz"]) == 0
+    assert str(dtype) in capsys.readouterr().out
+
+
+def test_a_random_dy_is_said_with_its_seed(tmp_path, capsys):
+    assert main(["run", save(tmp_path, x=X), "--seed", "7"]) == 0
+    assert "dy not given: random N(0, 1), seed 7" in capsys.readouterr().out
+
+
+def test_a_directory_of_npy_files(tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    np.save(tmp_path / "d" / "x.npy", X)
+    assert main(["run", "d"]) == 0
+    assert "float32" in capsys.readouterr().out
+
+
+def test_large_data_is_sampled_and_said_so(tmp_path, capsys):
+    x = np.random.default_rng(1).standard_normal((400, 768)).astype(np.float32)
+    assert main(["run", save(tmp_path, x=x, gamma=x[0])]) == 0
+    assert "Exact results for 65 of 400 rows" in " ".join(capsys.readouterr().out.split())
+
+
+def object_file(path):
+    np.savez(path, x=np.array([{}, 1], dtype=object))
+
+
+def truncated_file(path):
+    np.savez(path, x=X)
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def damaged_file(path):
+    np.savez(path, x=np.zeros((50, 50)))
+    content = bytearray(path.read_bytes())
+    content[300:600] = b"?" * 300
+    path.write_bytes(content)
+
+
+BAD_FILES = {
+    "missing": (None, "must be an .npz file or a directory of .npy files.*not there"),
+    "text": (lambda p: p.write_text("hello"), "must be an .npz archive"),
+    "empty": (lambda p: p.write_bytes(b""), "must be an .npz archive"),
+    "truncated": (truncated_file, "must be an .npz archive"),
+    "damaged": (damaged_file, "must hold whole .npy arrays, got a damaged one"),
+    "pickled": (object_file, "must hold plain arrays, got pickled objects"),
+    "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
+    "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
+    "gamma": (lambda p: np.savez(p, x=X, gamma=X[0, :4]), r"gamma must have shape \(5,\)"),
+    "beta": (lambda p: np.savez(p, x=X, beta=X), r"beta must have shape \(5,\)"),
+    "dy": (lambda p: np.savez(p, x=X, dy=X[:2]), r"dy must have shape \(3, 5\)"),
+    "scalar": (lambda p: np.savez(p, x=np.float32(1)), "axis must name axes of x"),
+    "no rows": (lambda p: np.savez(p, x=X[:0]), "x must have at least one row"),
+    "no columns": (lambda p: np.savez(p, x=X[:, :0]), "at least one element along axis"),
+    "nan": (lambda p: np.savez(p, x=X * np.nan), "x must be finite to be checked, got nan"),
+    "eps < 0": (lambda p: np.savez(p, x=X, eps=-1.0), "eps must be finite and >= 0, got -1.0"),
+    "eps nan": (lambda p: np.savez(p, x=X, eps=np.nan), "eps must be finite and >= 0, got nan"),
+    "two eps": (lambda p: np.savez(p, x=X, eps=[1.0, 2.0]), "eps must be one number"),
+    "0/0": (lambda p: np.savez(p, x=0 * X, eps=0.0), "eps must be > 0 where a row of x is const"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(BAD_FILES))
+def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
+    make, message = BAD_FILES[kind]
+    path = tmp_path / "bad.npz"
+    if make is not None:
+        make(path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["run", str(path), "--out", "out.npz", "--plot", "plot.png"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+
+    assert re.search(message, shown.err), shown.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--eps", "inf"], "eps must be finite and >= 0, got inf"),
+        (["--out", "nowhere/out.npz"], "--out must be in an existing directory"),
+        (["--out", "out.txt"], "--out must be a .npz file, got out.txt"),
+        (["--plot", "plot.bmp"], "--plot must be a .png or .svg or .pdf file"),
+        (["--seed", "-1"], "--seed must be >= 0, got -1"),
+    ],
+)
+def test_bad_options(tmp_path, capsys, options, message):
+    path = save(tmp_path, x=X)
+    assert main(["run", path, *options]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
+def test_an_empty_directory(tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    assert main(["run", "d"]) == 2
+    assert "d must hold an array named x, got nothing of that kind" in capsys.readouterr().err
+
+
+def test_pickles_are_never_loaded(tmp_path):
+    """An object array that would write a file when unpickled."""
+
+    class Bomb:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "exploded"), "w"))
+
+    np.savez(tmp_path / "bomb.npz", x=np.array([Bomb()], dtype=object))
+    assert main(["run", "bomb.npz"]) == 2
+    assert not (tmp_path / "exploded").exists()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
+def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch, error):
+    path = save(tmp_path, x=X)
+    (tmp_path / "out.npz").write_bytes(b"older")
+
+    def half(file, **_):
+        file.write(b"half")
+        raise error
+
+    monkeypatch.setattr(np, "savez", half)
+    status = main(["run", path, "--out", "out.npz"])
+    assert status == (130 if error is KeyboardInterrupt else 2)
+    assert (tmp_path / "out.npz").read_bytes() == b"older"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_plot_is_a_picture(tmp_path):
+    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1]), "--plot", "p.png"]) == 0
+    content = (tmp_path / "p.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > 10_000
+
+
+def test_plot_without_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert main(["run", save(tmp_path, x=X), "--plot", "p.png"]) == 2
+    assert 'pip install "stablenorm[plot]"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["dx", "dgamma", "dbeta"])
+def test_a_wrong_backward_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
+    """One element 1 % off: by the oracle and by the finite differences, exit status 1."""
+
+    def broken(dy, cache):
+        arrays = layer_norm_backward(dy, cache)._asdict()
+        arrays[wrong].flat[0] *= 1.01
+        return Gradients(**arrays)
+
+    monkeypatch.setattr(job, "layer_norm_backward", broken)
+    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)]) == 1
+    shown = capsys.readouterr().out
+    assert "A CHECK FAILED." in shown
+    assert "FAIL" in shown
+
+
+def test_help_teaches_and_version_is_said(capsys):
+    for arguments, words in ((["run", "--help"], "examples:"), (["--version"], "0.1.0")):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+def test_python_dash_m(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "stablenorm", "run", save(tmp_path, x=X)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert "All checks passed." in result.stdout
+
+
+def test_bfloat16_is_read_back_as_saved(tmp_path, capsys):
+    """NumPy saves bfloat16 as two raw bytes an element."""
+    assert main(["run", save(tmp_path, x=X.astype(ml_dtypes.bfloat16))]) == 0
+    assert "bfloat16" in capsys.readouterr().out
