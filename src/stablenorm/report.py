@@ -178,7 +178,15 @@ def _draw_errors(axes: Any, findings: Findings) -> None:
                 np.maximum(ordered, least), 100 * share, style, color=color, label=label, lw=1.8
             )
     axes.axvline(0.5, color="0.4", lw=0.8)
-    axes.text(0.52, 0.02, "correct rounding ends at 0.5", rotation=90, color="0.4", fontsize=8)
+    axes.text(
+        0.52,
+        0.03,
+        "correct rounding ends at 0.5",
+        rotation=90,
+        color="0.4",
+        fontsize=8,
+        transform=axes.get_xaxis_transform(),
+    )
     axes.plot([], [], ":", color="0.3", label="plain two-pass formula")
     axes.set(
         xscale="log",
