@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# The files whose docstrings are the reference.
+PUBLIC := $(addprefix src/stablenorm/,functional.py layer.py cli.py analysis/families.py analysis/plain.py oracle/_layer_norm.py gradcheck/_check.py gradcheck/_layer_norm.py)
 
 .PHONY: help run test lint accuracy clean
 
@@ -28,6 +30,7 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/numpydoc lint $(PUBLIC)
 	$(BIN)/pytest -n 2
 
 accuracy: $(VENV)/.dev  ## worst ulp per input family and dtype, into docs and README

@@ -69,8 +69,8 @@ def plain_backward(
 
     Returns
     -------
-    dx, dgamma, dbeta : array
-        Of the dtype of `dy`.
+    tuple of three arrays
+        The gradients dx, dgamma and dbeta, of the dtype of `dy`.
 
     Examples
     --------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,8 @@ _SAMPLE = 12
 _COARSEST = 1e-3
 
 
-class _Comparison(NamedTuple):
+@dataclass(frozen=True)
+class _Comparison:
     """One derivative, of an element (in units of the gradient) or along a probe."""
 
     index: tuple[int, ...] | None
@@ -180,8 +182,12 @@ def assert_gradients(
 
     Parameters
     ----------
-    forward, backward, args, **options
+    forward, backward : callable
         As for `check_gradients`.
+    args : sequence of array or None
+        As for `check_gradients`.
+    **options : Any
+        The other arguments of `check_gradients`.
 
     Raises
     ------

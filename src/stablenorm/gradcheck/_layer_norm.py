@@ -111,6 +111,7 @@ def check_layer_norm(
     _check_eps(eps)
 
     def call(*arrays: Array | None) -> Any:
+        """Call `forward` with its fixed eps."""
         return forward(*arrays, eps)
 
     report = check_gradients(
@@ -128,7 +129,9 @@ def check_layer_norm(
     y, cache = call(*(None if a is None else a.copy() for a in args))
     dy = rng.standard_normal(np.shape(y)).astype(np.asarray(y).dtype)
     gradients = backward(dy.copy(), cache)
-    identities = row_identities(*args, eps, dy, y, *gradients)
+    dx, dgamma, dbeta = gradients
+    x, gamma, beta = args
+    identities = row_identities(x, gamma, beta, eps, dy, y, dx, dgamma, dbeta)
     return GradientReport(report.arguments, report.forward_calls + 1, identities)
 
 
@@ -275,7 +278,7 @@ def _vector(name: str, array: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _judgeable(x: Array, gamma: Array | None, dy: Array, eps: float) -> _Rows:
-    keep = np.isfinite(x).all(axis=-1) & np.isfinite(dy).all(axis=-1)
+    keep: Array = np.asarray(np.isfinite(x).all(axis=-1) & np.isfinite(dy).all(axis=-1))
     x, dy = x[keep].astype(np.float64), dy[keep].astype(np.float64)
     centered, s = _statistics(x, eps)
     some = s[:, 0] > 0

@@ -42,13 +42,15 @@ _STEPS = tuple(2.0**-k for k in range(2, 10))
 # Bits of the significand; half an ulp is at most 2^-digits of the number.
 _DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
 
-# Points on the line on which noise is measured: 13 leave 8 differences of order 5 and 7 of
-# order 6, enough that all of them are a third of their expectation once in thousands of lines.
-_POINTS = 13
+# Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
+# 3 of order 6.
+_POINTS = 9
 _ORDERS = (5, 6)
 # Their distance, in units of scale: a smooth function's fifth difference is then 2^-65 of it, out
-# of sight below float64; smaller distances would not move the last bits of a mean over many x.
+# of sight below float64, and the distance is half an ulp of a float16.
 _SPACING = 2.0**-13
+# The size of the tiny moves: their interactions are of second order, 2^-56.
+_TINY = 2.0**-28
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
 _SIGMAS = 4.0
@@ -124,35 +126,46 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     """
     Store, for one argument, samples of the rounding noise of every output element.
 
-    The manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292): high
-    differences of y on equidistant points remove what is smooth and leave noise of a known
-    multiple. All elements of the argument move at once, by random multiples of their ulp, so
-    that every rounding in the forward is drawn anew; one line then serves all directions.
+    All elements of the argument move at once, by random multiples of their ulp, so that every
+    rounding in the forward is drawn anew; the samples then serve all directions. Twice:
+
+    - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
+      (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
+      noise of a known multiple. The points are far enough apart to see float16 inside;
+    - by sums over subsets of eight tiny moves, whose interactions are nothing but noise. The line
+      alone misses a rounding now and then: equal moves leave that of a sum of 8 elements as it is
+      if they add up to a multiple of 8 ulp.
     """
     base = np.asarray(loss.args[position])
     x = _flat(base)
-    digits = _DIGITS.get(base.dtype, 53)
     # An ulp of x: the moved x needs no rounding, and has new last bits.
-    exponent = np.frexp(np.maximum(np.abs(x), _SPACING * scale))[1]
-    quantum = np.ldexp(1.0, np.maximum(exponent - digits, -1074))
-    span = np.maximum(_SPACING * scale, 4 * quantum)
-    line = np.round(rng.standard_normal(x.size).clip(-3, 3) * span / quantum)
-    # Equal moves can leave a rounding untouched: that of a sum of 8, if they add up to a multiple
-    # of 8 ulp. A polynomial of degree < 5 on top, of a few ulp, changes the pattern and vanishes
-    # from the differences; where the spacing itself is only a few ulp, there is no room for it.
-    room = span >= 1024 * quantum
-    bits = [np.where(room, rng.integers(8, size=x.size), 0) for _ in range(2, 5)]
-    moves = [
-        (j - _POINTS // 2) * line + sum(math.comb(j, 2 + k) * b for k, b in enumerate(bits))
-        for j in range(_POINTS)
-    ]
-    values = [loss.output(position, slice(None), x + move * quantum) for move in moves]
-    table = np.array(values) * loss.u
-    loss.noise[position] = []
-    for order in _ORDERS:
-        # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
-        factor = 1 / math.sqrt(math.comb(2 * order, order))
-        loss.noise[position].append(factor * np.diff(table, order, axis=0))
+    exponent = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
+    quantum = np.ldexp(1.0, np.maximum(exponent - _DIGITS.get(base.dtype, 53), -1074))
+
+    def moves(size: float, count: int) -> Array:
+        ulps = np.maximum(size * scale / quantum, 4)
+        return np.round(rng.standard_normal((count, x.size)).clip(-3, 3) * ulps) * quantum
+
+    def outputs(offsets: Array) -> Array:
+        values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
+        return np.array([loss.y, *values]) * loss.u
+
+    (move,) = moves(_SPACING, 1)
+    table = outputs(np.arange(_POINTS)[:, None] * move)
+    # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
+    samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
+    # A two-level design in 16 runs: columns of odd weight are the moves, those of even weight
+    # their interactions, orthogonal to every linear effect.
+    runs = np.arange(16)
+    odd, even = np.array([1, 2, 4, 7, 8, 11, 13, 14]), np.array([3, 5, 6, 9, 10, 12, 15])
+    table = outputs((_signs(runs, odd) < 0) @ moves(_TINY, len(odd)))
+    samples.append(_signs(even, runs) @ table / 4)
+    loss.noise[position] = samples
+
+
+def _signs(rows: Array, columns: Array) -> Array:
+    """Return these entries of the Hadamard matrix: -1 where an odd number of bits is common."""
+    return 1.0 - 2.0 * (np.bitwise_count(rows[:, None] & columns) % 2)
 
 
 def _noise(loss: Loss, position: int, changed: Array) -> float:
