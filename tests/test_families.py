@@ -163,6 +163,44 @@ def test_no_silent_zeros_at_any_scale(scale, backend):
     assert abs(float((y**2).mean()) - 1) < 1e-5
 
 
+PUBLIC_FAILURES = {
+    "pytorch 51102: 2000 + N, n = 4, var 48 425": (lambda g: 2000 + g.standard_normal((64, 4)), 4),
+    "pytorch 40302: 100 + 0.01 N, var 0": (lambda g: 100 + 0.01 * g.standard_normal((8, 500)), 500),
+    "burn 5607: mean + 1e-3 i": (lambda _: 100 + 1e-3 * np.arange(64.0).reshape(2, 32), 32),
+    "mlx 2238: 16 values near 1449": (lambda g: 1449 + 0.05 * g.standard_normal((4, 16)), 16),
+    "tt-metal 55159: 1e25 N": (lambda g: 1e25 * g.standard_normal((4, 64)), 64),
+    "flax 1491: a constant of 1e4": (lambda g: 1e4 + 0 * g.standard_normal((4, 64)), 64),
+}
+
+
+@pytest.mark.parametrize("failure", sorted(PUBLIC_FAILURES))
+def test_what_failed_in_public(failure, backend):
+    make, n = PUBLIC_FAILURES[failure]
+    rng = np.random.default_rng(51102)
+    x = make(rng).astype(np.float32)
+    gamma, beta = rng.standard_normal((2, n)).astype(np.float32)
+    dy = rng.standard_normal(x.shape).astype(np.float32)
+    y, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    results = exact.check_contract(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
+    assert all(result.passed for result in results.values()), results
+
+
+@pytest.mark.parametrize("value", [1e6, 1e10, 3e38])
+def test_one_element_and_a_huge_gamma(value, dtype, backend):
+    """n = 1: y is beta and dgamma 0, whatever x and gamma (pytorch 188372, 98075)."""
+    with np.errstate(over="ignore"):
+        x = np.minimum(value, float(ml_dtypes.finfo(dtype).max)) * np.ones((5, 1))
+    x, beta = x.astype(dtype), np.full(1, 0.3, dtype)
+    y, cache = layer_norm_forward(x, x[0], beta, backend=backend)
+    assert (y == beta).all()
+    dx, dgamma, dbeta = layer_norm_backward(np.ones_like(x), cache)
+    assert not dx.any()
+    assert not dgamma.any()
+    assert dbeta == np.asarray(5, dtype)
+
+
 @pytest.mark.parametrize("n", [3, 17, 127, 769, 1023])
 def test_no_padding_lane_enters_the_variance(n, backend):
     """A row length that is no power of two, far from zero (Liger 518, unsloth 1867)."""

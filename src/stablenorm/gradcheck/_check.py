@@ -35,10 +35,10 @@ _COARSEST = 1e-3
 class _Comparison:
     """One derivative, of an element (in units of the gradient) or along a probe."""
 
-    index: tuple[int, ...] | None
+    place: tuple[int, ...] | None
     derivative: Derivative
     bound_actual: float
-    # What an error is relative to.
+    # What the error of a probe is relative to.
     size: float
 
     @property
@@ -132,10 +132,11 @@ def check_gradients(
     the gradient's dtype and RMS is taken along the last axis of the gradient (a handful of
     operations on terms of which the element may be the small difference), plus 4 sqrt(terms) u'
     RMS for sums (each of `terms` additions rounds, independently), where u' is u or float32's,
-    whichever is less: a sum of float16 is expected to be kept in float32. An inaccurate
-    backward fails beyond that, though its formula be right.
+    whichever is less: a sum of float16 is expected to be kept in float32; plus the measured noise
+    of the forward over the argument's scale, for the backward starts from what the forward has
+    computed. A backward that is less accurate than that fails, though its formula be right.
 
-    Each derivative takes at most 16 forward calls, usually 8 to 12, and each argument 12 more for
+    Each derivative takes at most 16 forward calls, usually 8 to 14, and each argument 25 more for
     the noise. About 16 times y is kept in float64 for each argument.
 
     Examples
@@ -392,9 +393,9 @@ def _compare(
             loss, task.position, place, scale, gradient[place], scale * bounds[place], rng
         )
         # In units of the gradient: exact, since the scale is a power of two.
-        found = Derivative(*(part / scale for part in found))
+        found = Derivative(*(float(part / scale) for part in found))
         index = tuple(int(i) for i in np.unravel_index(place, task.array.shape))
-        comparisons.append(_Comparison(index, found, float(bounds[place]), 0.0))
+        comparisons.append(_Comparison(index, found, float(bounds[place]) + found.noise, 0.0))
         report()
     for _ in range(task.probes):
         scale = task.span * rng.choice([-1.0, 1.0], size=task.span.size)
@@ -402,20 +403,22 @@ def _compare(
         bound = 2 * float(np.linalg.norm(bounds * scale))
         found = differentiate(loss, task.position, slice(None), scale, gradient, bound, rng)
         size = float(np.linalg.norm(gradient * scale))
-        comparisons.append(_Comparison(None, found, bound, size))
+        comparisons.append(_Comparison(None, found, bound + found.noise, size))
         report()
     return comparisons
 
 
 def _judge(task: _Task, loss: Loss, comparisons: list[_Comparison]) -> ArgumentResult:
     """Turn the comparisons of one argument into its result."""
-    rms = _typical(task, loss, [c for c in comparisons if c.index is not None])
-    resolution = max(ratio(c.bound, c.size if c.index is None else rms) for c in comparisons)
+    rms = _typical(task, loss, [c for c in comparisons if c.place is not None])
+    resolution = max(ratio(c.bound, c.size if c.place is None else rms) for c in comparisons)
     failing = sum(c.z > 1 for c in comparisons)
     worst = max(comparisons, key=lambda c: c.z)
     coarsest = max(_COARSEST, 16 * unit_roundoff(task.gradient.dtype))
     message = ""
-    if resolution > coarsest:
+    if np.isinf(resolution):
+        message = "no differences: the forward is not finite nearby, or steps drown in the dtype"
+    elif resolution > coarsest:
         message = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
     return ArgumentResult(
         name=task.name,
@@ -424,7 +427,7 @@ def _judge(task: _Task, loss: Loss, comparisons: list[_Comparison]) -> ArgumentR
         total=task.array.size,
         probes=task.probes,
         failing=failing,
-        index=worst.index,
+        index=worst.place,
         actual=worst.derivative.actual,
         numeric=worst.derivative.numeric,
         bound_numeric=worst.derivative.bound,

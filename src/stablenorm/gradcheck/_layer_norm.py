@@ -238,7 +238,7 @@ def row_identities(
         known = dgamma is not None and (beta is None or dbeta is not None) and y is not None
         # Over all rows: one that cannot be judged spoils it.
         if known and rows.keep.all():
-            found.append(_euler(rows, beta, y, dgamma, dbeta, unit_roundoff(x.dtype)))
+            found.append(_euler(rows, beta, y, dgamma, dbeta))
     return tuple(found)
 
 
@@ -328,7 +328,7 @@ def _dx_identities(rows: _Rows, dx: Array) -> list[Identity]:
 
 
 def _euler(
-    rows: _Rows, beta: Array | None, y: Array, dgamma: Array, dbeta: Array | None, u_x: float
+    rows: _Rows, beta: Array | None, y: Array, dgamma: Array, dbeta: Array | None
 ) -> Identity:
     y64, count = y.astype(np.float64), len(y)
     beta64 = np.zeros(1) if beta is None else beta.astype(np.float64)
@@ -344,7 +344,6 @@ def _euler(
     bound += _unit(y.shape[-1], y.dtype) * (from_xhat + from_beta)
     if dbeta is not None:
         bound += _unit(count, dbeta.dtype) * from_beta
-    del u_x
     return _worst("<gamma, dgamma> + <beta, dbeta> = <dy, y>", residual[None], bound[None])
 
 

@@ -19,7 +19,7 @@ entry the weights of the secants it is made of are kept, so that the bound of an
     disagreement with its two parents + sum |weight| * noise / step
 
 and the entry of least bound is returned. The second term keeps an accidental agreement of two
-entries from being taken for accuracy. The noise is measured, see `noise_samples`.
+entries from being taken for accuracy. The noise is measured, see `measure_noise`.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ _ORDERS = (5, 6)
 # Their distance, in units of scale: a smooth function's fifth difference is then 2^-65 of it, out
 # of sight below float64, and the distance is half an ulp of a float16.
 _SPACING = 2.0**-13
-# The size of the tiny moves: their interactions are of second order, 2^-56.
-_TINY = 2.0**-28
+# The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
+# unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
+# x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
+_RUNS, _MOVES = 18, 8
+_TINY = 2.0**-31
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
 _SIGMAS = 4.0
@@ -62,11 +65,20 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 
 
 class Derivative(NamedTuple):
-    """Along one direction: <gradient, D> as extrapolated, the same by secants, its bound."""
+    """
+    Along one direction D: <gradient, D>, the same by secants, and a bound on the latter's error.
+
+    `noise` bounds what rounding in the forward does to the terms u y that moved, taken together
+    as independent: in their sum, which is what `bound` knows of, it may happen to cancel.
+    """
 
     actual: float
     numeric: float
     bound: float
+    noise: float
+
+
+_UNKNOWN = Derivative(math.nan, math.nan, math.inf, math.inf)
 
 
 class Loss:
@@ -132,9 +144,10 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
       (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
       noise of a known multiple. The points are far enough apart to see float16 inside;
-    - by sums over subsets of eight tiny moves, whose interactions are nothing but noise. The line
-      alone misses a rounding now and then: equal moves leave that of a sum of 8 elements as it is
-      if they add up to a multiple of 8 ulp.
+    - at random integer combinations of a few tiny moves: what is orthogonal to every linear
+      effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
+      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp. (So does a
+      two-level design, whose levels are parities, as roundings are.)
     """
     base = np.asarray(loss.args[position])
     x = _flat(base)
@@ -143,43 +156,43 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     quantum = np.ldexp(1.0, np.maximum(exponent - _DIGITS.get(base.dtype, 53), -1074))
 
     def moves(size: float, count: int) -> Array:
-        ulps = np.maximum(size * scale / quantum, 4)
+        ulps = np.maximum(size * scale / quantum, 1)
         return np.round(rng.standard_normal((count, x.size)).clip(-3, 3) * ulps) * quantum
 
     def outputs(offsets: Array) -> Array:
         values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
-        return np.array([loss.y, *values]) * loss.u
+        table = np.array([loss.y, *values]) * loss.u
+        # An output that is not finite near x has no noise to speak of: its bound will be
+        # infinite, by the floor that `_noise` takes from y, or by the secants.
+        return np.where(np.isfinite(table), table, 0.0)
 
     (move,) = moves(_SPACING, 1)
     table = outputs(np.arange(_POINTS)[:, None] * move)
     # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
     samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
-    # A two-level design in 16 runs: columns of odd weight are the moves, those of even weight
-    # their interactions, orthogonal to every linear effect.
-    runs = np.arange(16)
-    odd, even = np.array([1, 2, 4, 7, 8, 11, 13, 14]), np.array([3, 5, 6, 9, 10, 12, 15])
-    table = outputs((_signs(runs, odd) < 0) @ moves(_TINY, len(odd)))
-    samples.append(_signs(even, runs) @ table / 4)
+    # The first run is x itself.
+    design = rng.integers(-3, 4, size=(_RUNS, _MOVES)) * (np.arange(_RUNS) > 0)[:, None]
+    linear = np.column_stack([np.ones(_RUNS), design])
+    noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
+    samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
     loss.noise[position] = samples
 
 
-def _signs(rows: Array, columns: Array) -> Array:
-    """Return these entries of the Hadamard matrix: -1 where an odd number of bits is common."""
-    return 1.0 - 2.0 * (np.bitwise_count(rows[:, None] & columns) % 2)
-
-
-def _noise(loss: Loss, position: int, changed: Array) -> float:
-    """Bound the noise of one evaluation of <u, y>, over the outputs that moved."""
+def _noise(loss: Loss, position: int, changed: Array) -> tuple[float, float]:
+    """Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Derivative."""
     if not changed.any():
         changed = np.ones_like(changed)
-    sigmas = [
-        math.sqrt(np.mean(np.square(samples[:, changed].sum(axis=1))))
-        for samples in loss.noise[position]
-    ]
+    if not np.isfinite(loss.y[changed]).all():
+        return math.inf, math.inf
+    summed = apart = 0.0
+    for samples in loss.noise[position]:
+        terms = samples[:, changed]
+        summed = max(summed, float(np.mean(np.square(terms.sum(axis=1)))))
+        apart = max(apart, float(np.mean(np.sum(np.square(terms), axis=1))))
     # Whatever was measured, every output was rounded to its dtype: half an ulp each, in
     # unrelated directions.
     floor = 2 * unit_roundoff(loss.dtype) * float(np.linalg.norm((loss.u * loss.y)[changed]))
-    return max(_SIGMAS * max(sigmas), floor)
+    return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
 
 
 class _Secant(NamedTuple):
@@ -245,9 +258,9 @@ def differentiate(
     be judged) or two further steps have not improved it.
     """
     rows: list[_Secant] = []
-    best = Derivative(float(np.sum(gradient * scale)), float("nan"), float("inf"))
     changed = np.zeros(loss.y.size, dtype=bool)
     noise = _noise(loss, position, changed)
+    best = _UNKNOWN._replace(actual=float(np.sum(gradient * scale)))
     tableau: list[Array] = []
     stale = 0
     for power in _STEPS:
@@ -275,7 +288,7 @@ def differentiate(
 
 
 def _extend(
-    previous: list[Array], rows: list[_Secant], noise: float
+    previous: list[Array], rows: list[_Secant], noise: tuple[float, float]
 ) -> tuple[list[Array], Derivative]:
     """
     Add the newest secant to the tableau; return its row and the entry of least bound in it.
@@ -286,8 +299,8 @@ def _extend(
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
     line = [entry]
-    best = Derivative(float("nan"), float("nan"), float("inf"))
-    disturbance = np.array([noise / row.step + row.error for row in rows])
+    best = _UNKNOWN
+    disturbance = np.array([noise[0] / row.step + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
@@ -297,5 +310,5 @@ def _extend(
         disagreement = max(abs(residual - parent) for parent in parents)
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
         if bound < best.bound:
-            best = Derivative(float(entry[0]), float(entry[1]), bound)
+            best = Derivative(float(entry[0]), float(entry[1]), bound, noise[1])
     return line, best
