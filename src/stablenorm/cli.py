@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -40,6 +40,15 @@ exit status: 0 all checks passed, 1 a check failed, 2 the input cannot be used (
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaint is one line, like every other one of this command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print under its usage."""
+        msg = f"{message}; see {self.prog} --help"
+        raise InputError(msg)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command.
@@ -53,12 +62,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     -------
     int
         The exit status: 0, 1 if a check failed, 2 on bad input, 130 if interrupted.
+
+    Raises
+    ------
+    SystemExit
+        With status 0, after ``--help`` or ``--version``.
     """
-    arguments = _parser().parse_args(argv)
     try:
-        return _run(arguments)
+        return _run(_parser().parse_args(argv))
     except InputError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except MemoryError as error:
+        print(f"stablenorm: x must fit in memory, got: {error}", file=sys.stderr)
+        return _EXIT_BAD_INPUT
+    except OSError as error:
+        # A name too long, a full disk behind stdout: the system's reason says it all.
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"stablenorm: {error.strerror or error}{where}", file=sys.stderr)
         return _EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("stablenorm: interrupted", file=sys.stderr)
@@ -66,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="stablenorm",
         description="Layer normalization and its gradients, correctly rounded.",
     )
@@ -103,6 +124,9 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> int:
     check_target("--out", arguments.out, (".npz",))
     check_target("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    if _same_file(arguments.out, arguments.file):
+        msg = f"--out must not be the file that is read, got {arguments.out}"
+        raise InputError(msg)
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         msg = 'Matplotlib is needed for --plot: pip install "stablenorm[plot]"'
         raise InputError(msg)
@@ -122,6 +146,17 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_findings(findings, Console())
     return 0 if findings.passed else _EXIT_FAILED
+
+
+def _same_file(one: Path | None, other: Path | None) -> bool:
+    """Tell whether both name one file, by whatever links."""
+    return (
+        one is not None
+        and other is not None
+        and other.exists()
+        and one.exists()
+        and (one.samefile(other))
+    )
 
 
 def _save(file: Any, results: dict[str, Any]) -> None:

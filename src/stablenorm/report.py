@@ -9,40 +9,57 @@ import numpy as np
 
 from stablenorm._run import Findings, Output
 
+# Terminals narrower than this get tables without rules between the columns.
+_NARROW = 90
+
 
 def print_findings(findings: Findings, console: Any) -> None:
     """Print the tables of one run to a rich console."""
+    from rich.markup import escape  # noqa: PLC0415
+
     problem = findings.problem
+    # Escaped: a file may have brackets in its name.
     console.print(
-        f"[bold]{problem.source}[/bold]: x {problem.x.shape} {problem.x.dtype}, "
+        f"[bold]{escape(problem.source)}[/bold]: x {problem.x.shape} {problem.x.dtype}, "
         f"eps {problem.eps:g}; {problem.dy_origin}",
         highlight=False,
     )
-    console.print(_outputs_table(findings))
-    console.print(_gradients_table(findings))
-    console.print(_identities_table(findings))
+    narrow = console.width < _NARROW
+    for table in (_outputs_table, _gradients_table, _identities_table):
+        console.print(table(findings, narrow))
     console.print(_notes(findings), highlight=False)
 
 
-def _table(title: str, *columns: str) -> Any:
+def _table(title: str, narrow: bool, *columns: str) -> Any:
+    from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        # Rules between columns cost two of three characters of what is between the words.
+        box=box.SIMPLE_HEAD if narrow else box.HEAVY_HEAD,
+        pad_edge=not narrow,
+        padding=(0, 0) if narrow else (0, 1),
+    )
     for i, column in enumerate(columns):
-        # The last column is a verdict, which must not be cut in two.
-        last = i == len(columns) - 1 and not column
         table.add_column(
-            column, justify="left" if i == 0 else "right", overflow="fold", no_wrap=last
+            column,
+            justify="left" if i == 0 else "right",
+            overflow="fold",
+            # No word is cut in two while there are spaces to break at.
+            min_width=max((len(word) for word in column.split()), default=0),
         )
     return table
 
 
-def _outputs_table(findings: Findings) -> Any:
+def _outputs_table(findings: Findings, narrow: bool) -> Any:
     columns = ["output", "shape", "dtype", "worst ulp", "plain formula", "contract"]
     agreed = any(output.agreement is not None for output in findings.outputs.values())
     if agreed:
         columns.append("file's own values")
-    table = _table("Against the exact result", *columns)
+    table = _table("Against the exact result", narrow, *columns)
     for name, output in findings.outputs.items():
         cells = [
             name,
@@ -68,10 +85,11 @@ def _worst(output: Output) -> str:
     return f"{worst:.3f}" + (f" (+{count} cancel)" if count else "")
 
 
-def _gradients_table(findings: Findings) -> Any:
+def _gradients_table(findings: Findings, narrow: bool) -> Any:
     table = _table(
         f"Finite differences of the float64 forward ({findings.gradient_rows} rows, "
         f"{findings.gradients.forward_calls} calls): {findings.gradients.verdict}",
+        narrow,
         "gradient",
         "checked",
         "worst error",
@@ -93,8 +111,8 @@ def _gradients_table(findings: Findings) -> Any:
     return table
 
 
-def _identities_table(findings: Findings) -> Any:
-    table = _table("Identities of the rows", "identity", "worst error", "bound", "")
+def _identities_table(findings: Findings, narrow: bool) -> Any:
+    table = _table("Identities of the rows", narrow, "identity", "worst error", "bound", "")
     for identity in findings.identities:
         table.add_row(
             identity.name,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array, check_dtype
+from stablenorm.gradcheck._arguments import check_args, check_finite, check_names, check_scales
 from stablenorm.gradcheck._report import ArgumentResult, GradientReport, ratio
 from stablenorm.gradcheck._secants import (
     Derivative,
@@ -16,7 +17,6 @@ from stablenorm.gradcheck._secants import (
     Loss,
     differentiate,
     measure_noise,
-    powers_of_two,
     unit_roundoff,
 )
 
@@ -38,7 +38,7 @@ class _Comparison:
     place: tuple[int, ...] | None
     derivative: Derivative
     bound_actual: float
-    # What the error of a probe is relative to.
+    # What an error is relative to: the derivative; for an element, at least the RMS of all.
     size: float
 
     @property
@@ -111,8 +111,8 @@ def check_gradients(
     GradientReport
         `verdict` is FAIL if an element differs by more than both bounds, or a gradient is not
         there or has a wrong shape, is not floating or not finite; INCONCLUSIVE if a bound is
-        coarser than 1e-3 of the RMS of the gradient (16 roundings of its dtype, where that is
-        more), or nothing could be compared; else PASS.
+        coarser than 1e-3 of the element and of the RMS of the gradient (16 roundings of its
+        dtype, where that is more), or nothing could be compared; else PASS.
 
     Raises
     ------
@@ -150,11 +150,11 @@ def check_gradients(
     'FAIL'
     """
     rng = np.random.default_rng(rng)
-    arrays = _check_args(args)
-    labels = _check_names(names, len(arrays))
-    spans = _check_scales(scales, arrays)
+    arrays = check_args(args)
+    labels = check_names(names, len(arrays))
+    spans = check_scales(scales, arrays)
     for label, array in zip(labels, arrays, strict=True):
-        _check_finite(label, array)
+        check_finite(label, array)
     loss = Loss(forward, arrays, rng)
     # Finite differences first would do as well; but a backward that raises should do so at once.
     gradients = _gradients(backward(loss.cotangent(), loss.cache), len(arrays))
@@ -220,69 +220,6 @@ class _Task(NamedTuple):
     gradient: Array
     where: list[int]
     probes: int
-
-
-def _check_args(args: Sequence[Any]) -> list[Array | None]:
-    if not isinstance(args, (tuple, list)) or len(args) == 0:
-        msg = f"args must be a tuple or list of at least one array, got {args!r:.60}"
-        raise ValueError(msg)
-    # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    arrays = [None if a is None else np.array(a, order="C") for a in args]
-    for position, array in enumerate(arrays):
-        if array is not None:
-            check_dtype(f"args[{position}]", array)
-    return arrays
-
-
-def _check_finite(name: str, array: Array | None) -> None:
-    if array is not None and not np.isfinite(array).all():
-        msg = f"{name} must be finite to be differentiated, got NaN or infinity"
-        raise ValueError(msg)
-
-
-def _check_names(names: Sequence[str] | None, count: int) -> list[str]:
-    if names is None:
-        return [f"args[{position}]" for position in range(count)]
-    if len(names) != count:
-        msg = f"names must have one name for each of {count} args, got {len(names)}"
-        raise ValueError(msg)
-    return list(names)
-
-
-def _check_scales(scales: Sequence[Any] | None, arrays: list[Array | None]) -> list[Array | None]:
-    """Return for each argument its scale, flat, in powers of two."""
-    if scales is None:
-        scales = [None] * len(arrays)
-    if len(scales) != len(arrays):
-        msg = f"scales must have one entry for each of {len(arrays)} args, got {len(scales)}"
-        raise ValueError(msg)
-    spans: list[Array | None] = []
-    for position, (scale, array) in enumerate(zip(scales, arrays, strict=True)):
-        if array is None:
-            spans.append(None)
-            continue
-        span = _default_scale(array) if scale is None else np.asarray(scale, dtype=np.float64)
-        if not (np.isfinite(span).all() and (span > 0).all()):
-            msg = f"scales[{position}] must be finite and > 0, got {scale!r:.60}"
-            raise ValueError(msg)
-        spans.append(powers_of_two(np.broadcast_to(span, array.shape).reshape(-1)))
-    return spans
-
-
-def _default_scale(array: Array) -> Array:
-    """Return the standard deviation along the last axis; where that is 0, the next best."""
-    if array.size == 0 or not np.isfinite(array).all():
-        return np.ones(())
-    values = np.atleast_1d(array.astype(np.float64))
-    # Divided by the largest magnitude, lest squares overflow or vanish.
-    largest = float(np.abs(values).max()) or 1.0
-    values /= largest
-    scale = values.std(axis=-1, keepdims=True)
-    # No spread, but for rounding: that of the whole array; none either: the magnitude is all
-    # that is known.
-    for fallback in (float(values.std()), 1.0):
-        scale = np.where(scale > 2.0**-50, scale, fallback)
-    return (scale * largest).reshape(array.shape[:-1] + (1,) * min(array.ndim, 1))
 
 
 def _gradients(returned: Any, count: int) -> list[Any] | str:
@@ -395,7 +332,8 @@ def _compare(
         # In units of the gradient: exact, since the scale is a power of two.
         found = Derivative(*(float(part / scale) for part in found))
         index = tuple(int(i) for i in np.unravel_index(place, task.array.shape))
-        comparisons.append(_Comparison(index, found, float(bounds[place]) + found.noise, 0.0))
+        bound = float(bounds[place]) + found.noise
+        comparisons.append(_Comparison(index, found, bound, abs(found.numeric)))
         report()
     for _ in range(task.probes):
         scale = task.span * rng.choice([-1.0, 1.0], size=task.span.size)
@@ -411,7 +349,9 @@ def _compare(
 def _judge(task: _Task, loss: Loss, comparisons: list[_Comparison]) -> ArgumentResult:
     """Turn the comparisons of one argument into its result."""
     rms = _typical(task, loss, [c for c in comparisons if c.place is not None])
-    resolution = max(ratio(c.bound, c.size if c.place is None else rms) for c in comparisons)
+    resolution = max(
+        ratio(c.bound, c.size if c.place is None else max(rms, c.size)) for c in comparisons
+    )
     failing = sum(c.z > 1 for c in comparisons)
     worst = max(comparisons, key=lambda c: c.z)
     coarsest = max(_COARSEST, 16 * unit_roundoff(task.gradient.dtype))

@@ -46,8 +46,8 @@ class ArgumentResult:
     bound_numeric, bound_actual : float
         There: how wrong `numeric` can be, and how far rounding can take `actual` off.
     resolution : float
-        The smallest error, relative to the RMS of this gradient, that would have been seen in
-        every element compared.
+        The smallest error that would have been seen in every element compared, relative to the
+        element or to the RMS of this gradient, whichever is larger.
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
     """

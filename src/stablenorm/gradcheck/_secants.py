@@ -46,9 +46,9 @@ _DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
 # 3 of order 6.
 _POINTS = 9
 _ORDERS = (5, 6)
-# Their distance, in units of scale: a smooth function's fifth difference is then 2^-65 of it, out
-# of sight below float64, and the distance is half an ulp of a float16.
-_SPACING = 2.0**-13
+# Their distance, in units of scale: the fifth difference of a smooth function is then 2^-55 of it,
+# out of sight below float64, and the distance is an ulp of a float16.
+_SPACING = 2.0**-11
 # The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
 # unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
 # x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
@@ -95,7 +95,9 @@ class Loss:
         # of the four dtypes holds exactly, so that dy is the same in all of them.
         u = np.round(rng.standard_normal(y.size) * 16).clip(-63, 63) / 16
         self.u = np.where(u == 0, 0.0625, u)
+        # By argument: samples of the noise of u y, and its usual size relative to u y.
         self.noise: dict[int, list[Array]] = {}
+        self.level: dict[int, float] = {}
 
     def _call(self, args: list[Array | None]) -> tuple[Array, Any]:
         self.calls += 1
@@ -157,7 +159,9 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
 
     def moves(size: float, count: int) -> Array:
         ulps = np.maximum(size * scale / quantum, 1)
-        return np.round(rng.standard_normal((count, x.size)).clip(-3, 3) * ulps) * quantum
+        # None near 0: each element is to leave its rounding behind.
+        factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
+        return np.round(factors * ulps) * quantum
 
     def outputs(offsets: Array) -> Array:
         values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
@@ -176,22 +180,34 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
     samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
     loss.noise[position] = samples
+    # Seven differences can all be small; those of all outputs together cannot. The median, so that
+    # one ill-conditioned row does not speak for the others.
+    sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
+    size = np.abs(loss.u * loss.y)
+    relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
+    # Whatever was measured, every output was rounded to its dtype: half an ulp.
+    loss.level[position] = max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
 
-def _noise(loss: Loss, position: int, changed: Array) -> tuple[float, float]:
-    """Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Derivative."""
+def _noise(loss: Loss, position: int, reach: Array) -> tuple[float, float]:
+    """
+    Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Derivative.
+
+    `reach` is the largest magnitude that each of them had, 0 for those that did not move.
+    """
+    changed = reach > 0
     if not changed.any():
-        changed = np.ones_like(changed)
+        changed, reach = np.ones_like(changed), np.abs(loss.y)
+    places = np.flatnonzero(changed)
     if not np.isfinite(loss.y[changed]).all():
         return math.inf, math.inf
     summed = apart = 0.0
     for samples in loss.noise[position]:
-        terms = samples[:, changed]
+        terms = samples[:, places]
         summed = max(summed, float(np.mean(np.square(terms.sum(axis=1)))))
         apart = max(apart, float(np.mean(np.sum(np.square(terms), axis=1))))
-    # Whatever was measured, every output was rounded to its dtype: half an ulp each, in
-    # unrelated directions.
-    floor = 2 * unit_roundoff(loss.dtype) * float(np.linalg.norm((loss.u * loss.y)[changed]))
+    # At least the usual noise of all outputs, in unrelated directions.
+    floor = loss.level[position] * float(np.linalg.norm((loss.u * reach)[places]))
     return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
 
 
@@ -207,7 +223,7 @@ class _Secant(NamedTuple):
 
 def _secant(
     loss: Loss, position: int, where: int | slice, scale: Array, gradient: Array, step: float
-) -> tuple[_Secant, Array] | None:
+) -> tuple[_Secant, Array, Array] | None:
     """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
     base = np.asarray(loss.args[position])
     x = _flat(base)[where]
@@ -239,7 +255,7 @@ def _secant(
     bend = abs(float(np.sum(loss.u * (y_plus + y_minus - 2 * loss.y)))) / step**2
     # 8: the few operations on `actual` and on the tableau.
     error = 2.0**-53 * (roundings + 8 * abs(actual)) + bend * off_centre
-    return _Secant(step, numeric, actual, error), moved != 0
+    return _Secant(step, numeric, actual, error), y_plus, y_minus
 
 
 def differentiate(
@@ -258,8 +274,8 @@ def differentiate(
     be judged) or two further steps have not improved it.
     """
     rows: list[_Secant] = []
-    changed = np.zeros(loss.y.size, dtype=bool)
-    noise = _noise(loss, position, changed)
+    reach = np.zeros(loss.y.size)
+    noise = _noise(loss, position, reach)
     best = _UNKNOWN._replace(actual=float(np.sum(gradient * scale)))
     tableau: list[Array] = []
     stale = 0
@@ -270,19 +286,23 @@ def differentiate(
         found = _secant(loss, position, where, scale, gradient, step)
         if found is None:
             continue
-        row, moved = found
+        row, *ends = found
+        moved = ends[0] != ends[1]
         # Outputs that moved before and now stand still: the step is below the resolution of the
         # forward (float16 inside, say), and a derivative of zero would be an artefact.
-        if changed.any() and not moved.any():
+        if reach.any() and not moved.any():
             break
-        if (moved & ~changed).any():
-            changed |= moved
-            noise = _noise(loss, position, changed)
+        # The first step goes farthest; later ones seldom move an output that it did not.
+        if (moved & (reach == 0)).any():
+            reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
+            noise = _noise(loss, position, reach)
         rows.append(row)
         tableau, entry = _extend(tableau, rows, noise)
         stale = 0 if entry.bound < best.bound else stale + 1
         best = min(best, entry, key=lambda derivative: derivative.bound)
-        if len(rows) >= 4 and (best.bound <= enough or stale >= 2):
+        # Never on a difference: beside a kink, only the steps that do not reach it are right.
+        agrees = abs(best.actual - best.numeric) <= best.bound
+        if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
             break
     return best
 
