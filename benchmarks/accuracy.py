@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from machine import processor
 from rich.progress import track
 
 from stablenorm import layer_norm_backward, layer_norm_forward
@@ -140,16 +141,6 @@ def origin() -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}, "
         f"ml_dtypes {ml_dtypes.__version__}; n = {N}, {ROWS} rows."
     )
-
-
-def processor() -> str:
-    """Return the processor's name, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 def page(results: dict[tuple[str, str], Result]) -> str:

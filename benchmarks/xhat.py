@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from machine import processor
 
 from stablenorm import reference
 from stablenorm._types import Gradients
@@ -156,16 +157,6 @@ with an xhat array that a caller could hand back each time, {reused:.1f} ms.
         + f"\n\nThe package uses {default} elements.\n"
     )
     print(PAGE.read_text())
-
-
-def processor() -> str:
-    """Return the processor's name, as the system gives it."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

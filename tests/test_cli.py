@@ -1,5 +1,6 @@
 """`stablenorm run`: the main job, every bad input, nothing half-written."""
 
+import os
 import re
 import subprocess
 import sys
@@ -36,6 +37,10 @@ def test_bundled_data_passes_and_agrees_with_another_implementation(capsys):
         assert name in shown
     assert "GB/s" in shown
     assert "plain formula" in shown
+    # The last column: agreement with the float64 results that the file holds.
+    agreement = dict(re.findall(r"│ (y|dx|dgamma|dbeta) .* (\d+e[-+]\d+) │$", shown, re.MULTILINE))
+    assert sorted(agreement) == ["dbeta", "dgamma", "dx", "y"]
+    assert max(map(float, agreement.values())) < 1e-12
 
 
 def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
@@ -137,6 +142,11 @@ def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
         (["--out", "out.txt"], "--out must be a .npz file, got out.txt"),
         (["--plot", "plot.bmp"], "--plot must be a .png or .svg or .pdf file"),
         (["--seed", "-1"], "--seed must be >= 0, got -1"),
+        (["--eps", "abc"], "--eps: invalid float value: 'abc'; see stablenorm run --help"),
+        (["--colour"], "unrecognized arguments: --colour; see stablenorm --help"),
+        (["--out", "in.npz"], "--out must not be the file that is read, got in.npz"),
+        (["--out", "./in.npz"], "--out must not be the file that is read"),
+        (["--out", 300 * "a" + ".npz"], "File name too long"),
     ],
 )
 def test_bad_options(tmp_path, capsys, options, message):
@@ -146,6 +156,61 @@ def test_bad_options(tmp_path, capsys, options, message):
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", 300 * "a"]])
+def test_bad_arguments_are_one_line(capsys, arguments):
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("stablenorm: ")
+    assert shown.err.count("\n") == 1
+
+
+def test_too_large_for_memory(tmp_path, capsys, monkeypatch):
+    def too_large(*_):
+        raise MemoryError("Unable to allocate 8.00 PiB")  # noqa: EM101
+
+    monkeypatch.setattr(job, "layer_norm_forward", too_large)
+    assert main(["run", save(tmp_path, x=X), "--out", "out.npz"]) == 2
+    shown = capsys.readouterr().err
+    assert "x must fit in memory, got: Unable to allocate 8.00 PiB" in shown
+    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
+@pytest.mark.parametrize("name", ["[/bold]x.npz", "$\\frac$.npz"])
+def test_markup_in_a_file_name_is_shown_as_it_is(tmp_path, capsys, name):
+    """Once a MarkupError of rich; once Matplotlib took dollars for mathematics."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, x=X)
+    assert main(["run", name, "--plot", "p.png"]) == 0
+    assert capsys.readouterr().out.startswith(f"{name}: x (3, 5)")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_narrow_terminal_cuts_no_word_in_two(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["run"]) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    words = shown.split()
+    for word, least in (("dgamma", 2), ("float32", 4), ("contract", 1), ("PASS", 10)):
+        assert words.count(word) >= least, word
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "stablenorm", "run", save(tmp_path, x=X)],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert result.stdout.isascii()
 
 
 def test_an_empty_directory(tmp_path, capsys):
@@ -188,6 +253,13 @@ def test_plot_is_a_picture(tmp_path):
     content = (tmp_path / "p.png").read_bytes()
     assert content.startswith(b"\x89PNG")
     assert len(content) > 10_000
+
+
+def test_a_plot_of_what_is_not_finite(tmp_path):
+    """The plain formula overflows here and has NaN, which no axis can hold."""
+    x = (X / np.abs(X).max() * np.float32(3e38)).astype(np.float32)
+    assert main(["run", save(tmp_path, x=x, gamma=X[0]), "--plot", "p.png"]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_without_matplotlib(tmp_path, capsys, monkeypatch):

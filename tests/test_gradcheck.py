@@ -249,7 +249,7 @@ BUGS = {
 @pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
 def test_wrong_layer_norm_fails_at_the_right_argument(bug, shape):
     wrong, position = BUGS[bug]
-    for seed in range(10 if shape == (4, 8) else 1):
+    for seed in range(5 if shape == (4, 8) else 1):
         args = data(seed, shape)
         report = check_gradients(forward, wrong, args, rng=seed)
         assert report.verdict == "FAIL", f"seed {seed}\n{report}"

@@ -17,7 +17,7 @@ def run(x, gamma, beta, dy, backend=None, axis=-1):
     return y, layer_norm_backward(dy, cache)
 
 
-def same_bits(expected, actual):
+def assert_same_bits(expected, actual):
     assert expected.dtype == actual.dtype
     assert expected.tobytes() == actual.tobytes()
 
@@ -52,8 +52,8 @@ def test_a_row_alone_has_the_bits_it_has_in_a_batch(rng, dtype, backend, n):
     for row in (0, 17, 39):
         part = slice(row, row + 1)
         y_alone, alone = run(x[part], gamma, beta, dy[part], backend)
-        same_bits(y[part], y_alone)
-        same_bits(gradients.dx[part], alone.dx)
+        assert_same_bits(y[part], y_alone)
+        assert_same_bits(gradients.dx[part], alone.dx)
 
 
 def test_hard_neighbours_do_not_change_a_float64_row(rng, backend):
@@ -64,8 +64,8 @@ def test_hard_neighbours_do_not_change_a_float64_row(rng, backend):
     y_among, among = run(
         np.concatenate([x, hard]), gamma, beta, np.concatenate([dy, dy[:3]]), backend
     )
-    same_bits(y, y_among[:4])
-    same_bits(gradients.dx, among.dx[:4])
+    assert_same_bits(y, y_among[:4])
+    assert_same_bits(gradients.dx, among.dx[:4])
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -74,9 +74,9 @@ def test_layout_does_not_change_bits(rng, dtype, backend, layout):
     y, gradients = run(x, gamma, beta, dy, backend)
     view = LAYOUTS[layout]
     y_view, of_view = run(view(x), gamma[::-1].copy()[::-1], beta, view(dy), backend)
-    same_bits(y, y_view)
+    assert_same_bits(y, y_view)
     for expected, actual in zip(gradients, of_view, strict=True):
-        same_bits(expected, actual)
+        assert_same_bits(expected, actual)
 
 
 def test_broadcast_dy_of_stride_zero(rng, dtype, backend):
@@ -86,7 +86,7 @@ def test_broadcast_dy_of_stride_zero(rng, dtype, backend):
     expected = run(x, gamma, beta, ones.copy(), backend)[1]
     actual = run(x, gamma, beta, ones, backend)[1]
     for one, other in zip(expected, actual, strict=True):
-        same_bits(one, other)
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, (0, 1), (0, 2), (1, 2), (-1, 0), (0, 1, 2)])
@@ -100,10 +100,10 @@ def test_any_axes_are_those_axes_moved_last(rng, dtype, backend, axis):
     y, gradients = run(x, gamma, beta, dy, backend, axis)
     expected, of_flat = run(flat[0], gamma.ravel(), beta.ravel(), flat[1], backend)
     assert y.shape == x.shape
-    same_bits(expected, np.moveaxis(y, axes, last).reshape(expected.shape))
-    same_bits(of_flat.dx, np.moveaxis(gradients.dx, axes, last).reshape(expected.shape))
-    same_bits(of_flat.dgamma, gradients.dgamma.ravel())
-    same_bits(of_flat.dbeta, gradients.dbeta.ravel())
+    assert_same_bits(expected, np.moveaxis(y, axes, last).reshape(expected.shape))
+    assert_same_bits(of_flat.dx, np.moveaxis(gradients.dx, axes, last).reshape(expected.shape))
+    assert_same_bits(of_flat.dgamma, gradients.dgamma.ravel())
+    assert_same_bits(of_flat.dbeta, gradients.dbeta.ravel())
     assert gradients.dgamma.shape == lengths
 
 
@@ -113,7 +113,7 @@ def test_channels_of_an_image_in_place_of_a_permuted_copy(rng, backend):
     expected = np.moveaxis(layer_norm(np.moveaxis(x, 1, -1).copy(), backend=backend), -1, 1)
     out = np.empty_like(x)
     assert layer_norm(x, axis=1, out=out, backend=backend) is out
-    same_bits(np.ascontiguousarray(expected), out)
+    assert_same_bits(np.ascontiguousarray(expected), out)
 
 
 def test_out_has_the_same_bits_in_any_layout(rng, dtype, backend):
@@ -123,15 +123,15 @@ def test_out_has_the_same_bits_in_any_layout(rng, dtype, backend):
         out = view(np.zeros_like(x))
         y_out, cache = layer_norm_forward(x, gamma, beta, out=out, backend=backend)
         assert y_out is out
-        same_bits(y, np.ascontiguousarray(out))
+        assert_same_bits(y, np.ascontiguousarray(out))
         dx = view(np.zeros_like(x))
         dgamma, dbeta = np.zeros_like(gamma), np.zeros_like(beta)
         returned = layer_norm_backward(dy, cache, out=Gradients(dx, dgamma, dbeta))
         assert returned.dx is dx
         assert returned.dgamma is dgamma
-        same_bits(gradients.dx, np.ascontiguousarray(dx))
-        same_bits(gradients.dgamma, dgamma)
-        same_bits(gradients.dbeta, dbeta)
+        assert_same_bits(gradients.dx, np.ascontiguousarray(dx))
+        assert_same_bits(gradients.dgamma, dgamma)
+        assert_same_bits(gradients.dbeta, dbeta)
 
 
 def test_in_place_where_it_is_safe(rng, dtype, backend):
@@ -141,9 +141,9 @@ def test_in_place_where_it_is_safe(rng, dtype, backend):
     _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
     over = layer_norm_backward(buffer, cache, out=(buffer, None, None))
     for expected, actual in zip(gradients, over, strict=True):
-        same_bits(expected, actual)
+        assert_same_bits(expected, actual)
     assert layer_norm(x, gamma, beta, out=x, backend=backend) is x
-    same_bits(y, x)
+    assert_same_bits(y, x)
 
 
 def test_runs_are_repeatable_and_wrt_changes_nothing(rng, dtype, backend):
@@ -152,7 +152,7 @@ def test_runs_are_repeatable_and_wrt_changes_nothing(rng, dtype, backend):
     whole = layer_norm_backward(dy, cache)
     for i, name in enumerate(("x", "gamma", "beta")):
         one = layer_norm_backward(dy, cache, wrt=(name,))
-        same_bits(whole[i], one[i])
+        assert_same_bits(whole[i], one[i])
         assert all(one[j] is None for j in range(3) if j != i)
     for expected, actual in zip(whole, layer_norm_backward(dy, cache), strict=True):
-        same_bits(expected, actual)
+        assert_same_bits(expected, actual)

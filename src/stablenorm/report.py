@@ -176,7 +176,9 @@ def plot_findings(findings: Findings, file: Any, format_: str) -> None:
     _draw_errors(left, findings)
     _draw_gradients(right, findings)
     shape = " x ".join(map(str, findings.problem.x.shape))
-    figure.suptitle(f"{findings.problem.source}: x {shape} {findings.problem.x.dtype}")
+    # Not parsed: a file may have dollar signs in its name.
+    title = f"{findings.problem.source}: x {shape} {findings.problem.x.dtype}"
+    figure.suptitle(title, parse_math=False)
     figure.savefig(file, format=format_, dpi=150)
 
 
@@ -185,26 +187,25 @@ def _draw_errors(axes: Any, findings: Findings) -> None:
     colors = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
     # Below this an element counts as exact; a curve on a logarithmic axis must start somewhere.
     least = 1e-2
-    for color, (name, output) in zip(colors, findings.outputs.items(), strict=False):
+    curves = [
+        (errors, color, style, label)
+        for color, (name, output) in zip(colors, findings.outputs.items(), strict=False)
         for errors, style, label in (
             (output.error, "-", name),
             (output.plain_error, ":", None),
-        ):
-            ordered = np.sort(np.where(np.isfinite(errors), errors, 1e12).ravel())
-            share = 1 - np.arange(ordered.size) / ordered.size
-            axes.plot(
-                np.maximum(ordered, least), 100 * share, style, color=color, label=label, lw=1.8
-            )
-    axes.axvline(0.5, color="0.4", lw=0.8)
-    axes.text(
-        0.52,
-        0.03,
-        "correct rounding ends at 0.5",
-        rotation=90,
-        color="0.4",
-        fontsize=8,
-        transform=axes.get_xaxis_transform(),
-    )
+        )
+    ]
+    finite = [errors[np.isfinite(errors)] for errors, *_ in curves]
+    largest = max(1.0, *(float(errors.max()) for errors in finite if errors.size), 0.0)
+    # Where NaN and inf are drawn: beyond all numbers, and said to be so.
+    beyond = 30 * largest
+    for errors, color, style, label in curves:
+        ordered = np.sort(np.where(np.isfinite(errors), errors, beyond).ravel())
+        share = 1 - np.arange(ordered.size) / ordered.size
+        axes.plot(np.maximum(ordered, least), 100 * share, style, color=color, label=label, lw=1.8)
+    _mark(axes, 0.5, "correct rounding ends at 0.5")
+    if any(len(some) < errors.size for some, (errors, *_) in zip(finite, curves, strict=True)):
+        _mark(axes, beyond, "NaN or inf")
     axes.plot([], [], ":", color="0.3", label="plain two-pass formula")
     axes.set(
         xscale="log",
@@ -218,22 +219,48 @@ def _draw_errors(axes: Any, findings: Findings) -> None:
     axes.grid(alpha=0.25)
 
 
+def _mark(axes: Any, x: float, text: str) -> None:
+    """Draw a vertical line that says what it is."""
+    axes.axvline(x, color="0.4", lw=0.8)
+    axes.annotate(
+        text,
+        (x, 0.03),
+        xycoords=axes.get_xaxis_transform(),
+        xytext=(3, 0),
+        textcoords="offset points",
+        rotation=90,
+        color="0.4",
+        fontsize=8,
+    )
+
+
 def _draw_gradients(axes: Any, findings: Findings) -> None:
     """Error of the finite-difference check beside its own bound."""
     results = [r for r in findings.gradients.arguments if r.verdict != "NOT CHECKED"]
-    for row, result in enumerate(results):
-        error = abs(result.actual - result.numeric)
-        bound = result.bound_numeric + result.bound_actual
-        axes.barh(row, bound, color="0.85", height=0.5, label=None if row else "its own bound")
-        axes.plot(
-            max(error, bound * 1e-4), row, "o", color="#0072b2", label=None if row else "error"
-        )
+    errors = [abs(result.actual - result.numeric) for result in results]
+    bounds = [result.bound_numeric + result.bound_actual for result in results]
+    drawn = [value for value in (*errors, *bounds) if 0 < value < math.inf]
+    # Eight decades are enough; what is smaller is drawn as an arrow at the edge.
+    right = 4 * max(drawn, default=1.0)
+    left = max(min(drawn, default=1.0) / 4, right * 1e-8)
+    for row, (error, bound) in enumerate(zip(errors, bounds, strict=True)):
+        if not (math.isfinite(error) and math.isfinite(bound)):
+            axes.text(left * 1.3, row, "NaN or inf", va="center", color="#d55e00")
+            continue
+        axes.barh(row, bound, color="0.85", height=0.5)
+        marker = "o" if error > left else "<"
+        color = "#0072b2" if error <= bound else "#d55e00"
+        axes.plot(max(error, left), row, marker, color=color, clip_on=False)
+    axes.plot([], [], color="0.85", lw=8, label="its own bound")
+    axes.plot([], [], "o", color="#0072b2", label="error (arrow: smaller)")
     axes.set(
         xscale="log",
+        xlim=(left, right),
+        # Set, lest a row without a bar be cut off; the first one on top.
+        ylim=(len(results) - 0.5, -0.5),
         xlabel="|backward - finite difference|, worst element",
         title=f"gradient check: {findings.gradients.verdict}",
     )
     axes.set_yticks(range(len(results)), [f"d{result.name}" for result in results])
-    axes.invert_yaxis()
     axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     axes.grid(alpha=0.25, axis="x")

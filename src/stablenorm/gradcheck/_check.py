@@ -98,8 +98,8 @@ def check_gradients(
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
     probes : int, default: 3
-        Random directions, through all elements at once, for arguments that are sampled. Three
-        miss an error of rank one that changes a gradient by 1 % once in 20 000.
+        Random directions, through all elements at once, for arguments that are sampled. The
+        chance that all of three see less than 1 % of an error of rank one is 5e-5.
     max_elements : int, default: 64
         An argument of at most so many elements is checked in all of them, a larger one in 12
         (first, last, ends of blocks, extremes, random) and by probes.
