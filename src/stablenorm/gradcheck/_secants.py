@@ -11,9 +11,9 @@ outputs that did not move contribute nothing, not even their rounding errors. Th
 pairwise one; its error, at most (log2(size) + 8) roundings of sum|u (y+ - y-)|, is part of the
 bound. `math.fsum` would remove a term that is smaller than all the others.
 
-The secants at steps of about 2^-2 .. 2^-9 go through a Richardson tableau in step^2 (L. F. Richardson
-1911; the stopping idea is that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). For every
-entry the weights of the secants it is made of are kept, so that the bound of an entry is
+The secants at steps of about 2^-2 .. 2^-9 go through a Richardson tableau in step^2 (L. F.
+Richardson 1911; the stopping idea is that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75).
+For every entry the weights of the secants it is made of are kept, so that the bound of an entry is
 
     disagreement with its two parents + sum |weight| * noise / step
 
