@@ -95,6 +95,24 @@ def damaged_file(path):
     path.write_bytes(content)
 
 
+def flipped_file(path):
+    """Compressed data that zlib cannot undo: an error of its own, no ValueError."""
+    np.savez_compressed(path, x=np.arange(200.0))
+    content = bytearray(path.read_bytes())
+    content[100:140] = b"\xff" * 40
+    path.write_bytes(content)
+
+
+def unknown_method(path):
+    """Compression method 77, in both headers of the archive."""
+    np.savez(path, x=X)
+    content = bytearray(path.read_bytes())
+    content[8:10] = b"\x4d\x00"
+    central = content.index(b"PK\x01\x02")
+    content[central + 10 : central + 12] = b"\x4d\x00"
+    path.write_bytes(content)
+
+
 BAD_FILES = {
     "missing": (None, "must be an .npz file or a directory of .npy files.*not there"),
     "text": (lambda p: p.write_text("hello"), "must be an .npz archive"),
@@ -102,6 +120,8 @@ BAD_FILES = {
     "truncated": (truncated_file, "must be an .npz archive"),
     "damaged": (damaged_file, "must hold whole .npy arrays, got a damaged one"),
     "pickled": (object_file, "must hold plain arrays, got pickled objects"),
+    "bit flips": (flipped_file, "must hold whole .npy arrays, got a damaged one"),
+    "method": (unknown_method, "must hold whole .npy arrays, got a damaged one"),
     "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
     "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
     "gamma": (lambda p: np.savez(p, x=X, gamma=X[0, :4]), r"gamma must have shape \(5,\)"),
@@ -259,11 +279,44 @@ def test_plot_is_a_picture(tmp_path):
 def test_a_plot_says_what_is_not_finite(tmp_path):
     """A constant row and eps 1e-60, which is 0 in float32: the plain formula has 0/0."""
     path = save(tmp_path, x=np.full((2, 8), 3, np.float32), eps=1e-60, dy=np.zeros((2, 8), "f4"))
-    main(["run", path, "--plot", "p.svg"])
+    assert main(["run", path, "--plot", "p.svg"]) == 0
     # Matplotlib writes each text as a comment above its outlines.
     assert "<!-- NaN or inf -->" in (tmp_path / "p.svg").read_text()
     assert main(["run", save(tmp_path, x=X), "--plot", "p.svg"]) == 0
     assert "<!-- NaN or inf -->" not in (tmp_path / "p.svg").read_text()
+
+
+def test_the_other_byte_order_is_the_same_numbers(tmp_path, capsys):
+    """Once a false alarm: the checker took big-endian float32 for something finer."""
+    swapped = X.astype(X.dtype.newbyteorder())
+    assert main(["run", save(tmp_path, x=swapped, gamma=swapped[0], dy=swapped)]) == 0
+    assert "All checks passed." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("held", [np.full(X.shape, "a"), X * 1j, X > 0])
+def test_a_y_that_is_no_real_array_is_left_alone(tmp_path, capsys, held):
+    assert main(["run", save(tmp_path, x=X, y=held)]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "file's own" not in shown.out
+
+
+def test_a_right_infinity_is_no_failure(tmp_path, capsys):
+    """A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell."""
+    x = X * np.float32(1e-42)
+    path = save(tmp_path, x=x, eps=0.0, dy=X)
+    assert main(["run", path, "--plot", "p.png"]) == 0
+    shown = capsys.readouterr().out
+    assert "dx overflow" in shown
+    assert "No check failed." in shown
+
+
+def test_squares_of_float64_that_overflow():
+    """Once a ValueError: the scale of a row was inf."""
+    x = np.array([[1.0, 2.0, 4.0, 3.5]]) * 2.0**520
+    np.testing.assert_array_equal(
+        job._row_spread(x, 0.0), job._row_spread(x / 2**520, 0.0) * 2**520
+    )
 
 
 def test_plot_without_matplotlib(tmp_path, capsys, monkeypatch):

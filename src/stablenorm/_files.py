@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+import zlib
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,19 @@ from stablenorm._types import Array
 
 _NAMES = ("x", "gamma", "beta", "dy", "eps", "y", "dx", "dgamma", "dbeta")
 _BUNDLED = "minilm_layer0_output.npz"
+
+# All that reading a damaged archive raises: zipfile has NotImplementedError for a compression or
+# a version that it does not know and RuntimeError for an encrypted member, zlib an error of its own.
+_DAMAGED = (
+    ValueError,
+    OSError,
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 class InputError(Exception):
@@ -60,7 +74,12 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
         _eps(arrays.get("eps"), eps),
         dy,
         origin,
-        {name: arrays[name] for name in ("y", "dx", "dgamma", "dbeta") if name in arrays},
+        {
+            name: arrays[name]
+            for name in ("y", "dx", "dgamma", "dbeta")
+            # What is no real number cannot be compared; the file may call anything y.
+            if name in arrays and (arrays[name].dtype.kind in "fiu" or _is_bfloat16(arrays[name]))
+        },
     )
 
 
@@ -127,10 +146,10 @@ def _read_npz(path: Path) -> dict[str, Array]:
         raise InputError(msg)
     try:
         # Never allow_pickle: unpickling runs code that the file chooses.
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             held = [name for name in _NAMES if name in archive.files]
             return {name: _array(archive[name], f"{name} in {path}") for name in held}
-    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zipfile.error) as error:
+    except _DAMAGED as error:
         raise _unreadable(path, error) from None
 
 
@@ -141,7 +160,7 @@ def _read_directory(path: Path) -> dict[str, Array]:
         if file.exists():
             try:
                 arrays[name] = _array(np.load(file, allow_pickle=False), str(file))
-            except (ValueError, OSError, EOFError) as error:
+            except _DAMAGED as error:
                 raise _unreadable(file, error) from None
     return arrays
 
@@ -159,7 +178,14 @@ def _array(value: Any, where: str) -> Array:
     if not isinstance(value, np.ndarray):
         msg = f"{where} must be an array, got {type(value).__name__}"
         raise InputError(msg)
-    return value.view(ml_dtypes.bfloat16) if value.dtype == np.dtype("V2") else value
+    if value.dtype == np.dtype("V2"):
+        return value.view(ml_dtypes.bfloat16)
+    # Bytes in the order of this machine: a format of the file, not of the numbers.
+    return value.astype(value.dtype.newbyteorder("="), copy=False)
+
+
+def _is_bfloat16(value: Array) -> bool:
+    return value.dtype == np.dtype(ml_dtypes.bfloat16)
 
 
 def _eps(held: Array | None, given: float | None) -> float:
@@ -167,7 +193,7 @@ def _eps(held: Array | None, given: float | None) -> float:
         return given
     if held is None:
         return 1e-5
-    if held.size != 1 or held.dtype.kind not in "fiu":
+    if held.size != 1 or not (held.dtype.kind in "fiu" or _is_bfloat16(held)):
         msg = f"eps must be one number, got shape {held.shape} of {held.dtype}"
         raise InputError(msg)
     return float(held.reshape(()))

@@ -42,6 +42,7 @@ class Findings(NamedTuple):
     outputs: dict[str, Output]
     oracle_rows: int
     rows: int
+    # None, and no identities, if an output overflows: what they could compare is gone.
     gradients: Any
     gradient_rows: int
     identities: tuple[Any, ...]
@@ -49,11 +50,16 @@ class Findings(NamedTuple):
     bytes_moved: dict[str, int]
 
     @property
+    def overflowing(self) -> tuple[str, ...]:
+        """The outputs with infinities; whether they are right, their contract tells."""
+        return tuple(name for name, output in self.outputs.items() if not _finite(output.array))
+
+    @property
     def passed(self) -> bool:
         """Whether no check failed."""
         return (
             all(output.contract.passed for output in self.outputs.values())
-            and self.gradients.verdict != "FAIL"
+            and (self.gradients is None or self.gradients.verdict != "FAIL")
             and all(identity.passed for identity in self.identities)
         )
 
@@ -83,7 +89,8 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
     outputs = _judge(problem, part, results, judged)
     step("finite differences")
     few = _sample(rows, max(1, _DIFFERENCE_ELEMENTS // n))
-    gradients = _check_gradients(_of_rows(problem, few))
+    finite = all(_finite(array) for array in results.values())
+    gradients = _check_gradients(_of_rows(problem, few)) if finite else None
     step("row identities")
     identities = row_identities(
         problem.x.reshape(rows, n),
@@ -105,10 +112,14 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
         rows,
         gradients,
         len(few),
-        tuple(identities),
+        tuple(identities) if finite else (),
         seconds,
         moved,
     )
+
+
+def _finite(array: Array) -> bool:
+    return bool(np.isfinite(array.astype(np.float64)).all())
 
 
 def _sample(rows: int, most: int) -> Array:
@@ -178,9 +189,7 @@ def _check_gradients(part: Problem) -> Any:
         return layer_norm_backward(dy.astype(part.dy.dtype), cache)
 
     x = part.x.astype(np.float64)
-    # Each row moves by its own spread; a row that is constant, by sqrt(eps).
-    spread = np.sqrt(x.var(axis=-1, keepdims=True) + part.eps)
-    scales = [np.where(spread > 0, spread, 1.0), None, None]
+    scales = [_row_spread(x, part.eps), None, None]
     return check_gradients(
         forward,
         backward,
@@ -190,6 +199,15 @@ def _check_gradients(part: Problem) -> Any:
         rng=0,
         max_elements=_DIFFERENCE_SAMPLE,
     )
+
+
+def _row_spread(x: Array, eps: float) -> Array:
+    """Return how far each row is to move: sqrt(var + eps)."""
+    # Divided by the largest magnitude first, lest the squares of float64 overflow or vanish.
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    largest = np.where(largest > 0, largest, 1.0)
+    spread = np.hypot(largest * (x / largest).std(axis=-1, keepdims=True), np.sqrt(eps))
+    return np.where(spread > 0, spread, 1.0)
 
 
 def _measure_time(problem: Problem) -> tuple[dict[str, float], dict[str, int]]:

@@ -25,7 +25,10 @@ def print_findings(findings: Findings, console: Any) -> None:
         highlight=False,
     )
     narrow = console.width < _NARROW
-    for table in (_outputs_table, _gradients_table, _identities_table):
+    tables = [_outputs_table]
+    if findings.gradients is not None:
+        tables += [_gradients_table, _identities_table]
+    for table in tables:
         console.print(table(findings, narrow))
     console.print(_notes(findings), highlight=False)
 
@@ -144,7 +147,13 @@ def _notes(findings: Findings) -> str:
             f"{name}: {1e3 * seconds:.2f} ms, {moved / 1e6:.1f} MB read and written, "
             f"{moved / seconds / 1e9:.2f} GB/s"
         )
-    if findings.gradients.verdict == "INCONCLUSIVE":
+    if findings.gradients is None:
+        lines.append(
+            f"{' and '.join(findings.overflowing)} overflow: finite differences and identities "
+            "have nothing to compare; the exact results above judge infinities too."
+        )
+        lines.append("No check failed." if findings.passed else "A CHECK FAILED.")
+    elif findings.gradients.verdict == "INCONCLUSIVE":
         lines.append(
             "finite differences: inconclusive. Gradients of this dtype are too coarse, or too "
             "small, to be judged by them; the exact results above do not depend on it."
@@ -236,6 +245,10 @@ def _mark(axes: Any, x: float, text: str) -> None:
 
 def _draw_gradients(axes: Any, findings: Findings) -> None:
     """Error of the finite-difference check beside its own bound."""
+    if findings.gradients is None:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "no gradient check: an output overflows", ha="center")
+        return
     results = [r for r in findings.gradients.arguments if r.verdict != "NOT CHECKED"]
     errors = [abs(result.actual - result.numeric) for result in results]
     bounds = [result.bound_numeric + result.bound_actual for result in results]
