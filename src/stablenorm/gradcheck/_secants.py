@@ -244,7 +244,10 @@ def _secant(
     if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
         return None
     # The step that was taken; for a single element, this makes `actual` the gradient itself.
-    step = float(np.sum(taken * scale) / (2 * np.sum(scale * scale)))
+    # Relative to the largest scale, whose square may overflow.
+    largest = np.max(np.abs(scale))
+    relative = scale / largest
+    step = float(np.sum(taken / largest * relative) / (2 * np.sum(relative * relative)))
     moved = y_plus - y_minus
     terms = loss.u * moved
     numeric = float(np.sum(terms)) / (2 * step)
