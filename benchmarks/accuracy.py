@@ -13,6 +13,7 @@ import datetime as dt
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from machine import processor
 from rich.progress import track
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, Case, Family, make_case
+from stablenorm.analysis.families import FAMILIES, Case, make_case
 from stablenorm.analysis.plain import plain_backward, plain_forward
 from stablenorm.oracle import exact_layer_norm
 
@@ -31,8 +32,21 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 N, ROWS = 768, 4
 BEGIN, END = "<!-- accuracy:begin -->", "<!-- accuracy:end -->"
-# The rows of README's table: one for each way of going wrong.
-TELLING = ("F01", "F04", "F07", "F09", "F13", "F16", "F19", "F28")
+# The rows of README's table: one for each way of going wrong, and the output that shows it.
+TELLING = (
+    ("F01", "y"),
+    ("F04", "y"),
+    ("F07", "y"),
+    ("F09", "y"),
+    ("F13", "y"),
+    ("F16", "y"),
+    ("F38", "y"),
+    ("F32", "y"),
+    ("F19", "dx"),
+    ("F27", "dx"),
+    ("F28b", "dx"),
+    ("F35", "dgamma"),
+)
 
 
 class Result(NamedTuple):
@@ -42,6 +56,9 @@ class Result(NamedTuple):
     # Of ours, the worst of the elements within the ulp limit: those that no cancellation excuses.
     within: dict[str, float]
     plain: dict[str, float]
+
+
+Results = dict[tuple[str, str], Result]
 
 
 def measure(case: Case) -> Result:
@@ -61,7 +78,7 @@ def measure(case: Case) -> Result:
     return Result(ours, within, {name: float(np.max(errors)) for name, errors in plain.items()})
 
 
-def measure_all() -> dict[tuple[str, str], Result]:
+def measure_all() -> Results:
     """Judge every family in every dtype for which it exists."""
     pairs = [
         (family, dtype)
@@ -80,58 +97,58 @@ def type_of(name: str) -> Any:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def ours_cell(result: Result, output: str) -> str:
-    """Worst ulp among the elements within the ulp limit; the others are counted."""
-    contract = result.ours[output]
-    count = f" +{contract.second_term}" if contract.second_term else ""
-    return f"{result.within[output]:.3f}{count}" + ("" if contract.passed else " **FAILS**")
-
-
-def plain_cell(ulp: float) -> str:
-    """Worst ulp of the plain formula."""
+def in_ulp(ulp: float) -> str:
+    """Print an error that may be anything: two digits, or its order of magnitude."""
     if not np.isfinite(ulp):
         return "NaN, inf"
-    return f"{ulp:.2g}" if ulp < 1e4 else f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
+    if ulp < 1:
+        return f"{ulp:.3f}"
+    if ulp < 1e4:
+        return f"{float(f'{ulp:.2g}'):g}"
+    return f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
-def table(results: dict[tuple[str, str], Result], families: list[Family], output: str) -> str:
-    """One row per family: ours and the plain formula, for each dtype."""
-    lines = [
-        "| family | " + " | ".join(DTYPES) + " |",
-        "|---" * (1 + len(DTYPES)) + "|",
-    ]
-    for family in families:
-        cells = []
-        for dtype in DTYPES:
-            result = results.get((family.name, dtype))
-            cells.append(
-                "-"
-                if result is None
-                else f"{ours_cell(result, output)}; {plain_cell(result.plain[output])}"
-            )
-        lines.append(f"| {family.name} {family.title} | " + " | ".join(cells) + " |")
+def cell(results: list[Result], output: str) -> str:
+    """Ours: the worst within the ulp limit, then the others; after a semicolon the plain one."""
+    if not results:
+        return "-"
+    contracts = [result.ours[output] for result in results]
+    text = in_ulp(max(result.within[output] for result in results))
+    if count := sum(contract.second_term for contract in contracts):
+        text += f" ({count}: {in_ulp(max(contract.worst_ulp for contract in contracts))})"
+    if not all(contract.passed for contract in contracts):
+        text += " **FAILS**"
+    return f"{text}; {in_ulp(max(result.plain[output] for result in results))}"
+
+
+def table(head: str, rows: Iterable[tuple[str, str, tuple[str, ...]]], results: Results) -> str:
+    """One row per (words, output, names of families): ours and the plain formula, by dtype."""
+    lines = [f"| {head} | " + " | ".join(DTYPES) + " |", "|---" * (1 + len(DTYPES)) + "|"]
+    for words, output, names in rows:
+        cells = [
+            cell([results[name, dtype] for name in names if (name, dtype) in results], output)
+            for dtype in DTYPES
+        ]
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def summary(results: dict[tuple[str, str], Result]) -> str:
+def summary(results: Results) -> str:
     """Worst over all families, per output and dtype."""
-    lines = [
-        "| worst of all families | " + " | ".join(DTYPES) + " |",
-        "|---" * (1 + len(DTYPES)) + "|",
-    ]
-    for output in OUTPUTS:
-        cells = []
-        for dtype in DTYPES:
-            of_dtype = [r for (_, d), r in results.items() if d == dtype]
-            parts = [r.ours[output] for r in of_dtype]
-            worst = max(r.within[output] for r in of_dtype)
-            second = sum(part.second_term for part in parts)
-            failed = sum(not part.passed for part in parts)
-            cells.append(
-                f"{worst:.4f}" + (f" +{second}" if second else "") + (" **FAILS**" * bool(failed))
-            )
-        lines.append(f"| {output} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    names = tuple(name for name, family in FAMILIES.items() if family.finite)
+    return table("worst of all families", [(output, output, names) for output in OUTPUTS], results)
+
+
+def misrounded(results: Results) -> str:
+    """How many elements of each dtype are not the correctly rounded ones."""
+    sizes = {"y": ROWS * N, "dx": ROWS * N, "dgamma": N, "dbeta": N}
+    parts = []
+    for dtype in DTYPES:
+        of_dtype = [result for (_, kind), result in results.items() if kind == dtype]
+        wrong = sum(r.ours[o].misrounded * size for r in of_dtype for o, size in sizes.items())
+        total = len(of_dtype) * sum(sizes.values())
+        parts.append(f"{dtype} {round(wrong)} of {total} ({wrong / total:.1g})")
+    return ", ".join(parts)
 
 
 def origin() -> str:
@@ -143,55 +160,50 @@ def origin() -> str:
     )
 
 
-def page(results: dict[tuple[str, str], Result]) -> str:
+LEGEND = """Each cell: ours; the plain two-pass formula in float32 (float64 for float64 data). "0.500 (3: 51)":
+of the elements within the ulp limit the worst is off by 0.500; three more cancel so completely
+that they needed, and kept, the second term of the contract, and the worst of those is off by 51."""
+
+
+def page(results: Results) -> str:
     """docs/accuracy.md."""
     families = [family for family in FAMILIES.values() if family.finite]
     sections = "\n\n".join(
-        f"## {output}\n\n{table(results, families, output)}" for output in OUTPUTS
+        f"## {output}\n\n"
+        + table("family", [(f"{f.name} {f.title}", output, (f.name,)) for f in families], results)
+        for output in OUTPUTS
     )
-    wrong = {
-        dtype: sum(
-            r.ours[o].misrounded * np.prod(s)
-            for (_, d), r in results.items()
-            if d == dtype
-            for o, s in (("y", (ROWS, N)), ("dx", (ROWS, N)), ("dgamma", (N,)), ("dbeta", (N,)))
-        )
-        for dtype in DTYPES
-    }
-    counts = ", ".join(f"{dtype} {round(count)}" for dtype, count in wrong.items())
     return f"""# Accuracy
 
 {origin()}
 
 Errors in ulp of the output's dtype against the exact result for the floats given, computed in
-integers. Each cell: ours; the plain two-pass formula in float32 (float64 for float64 data).
+integers. {LEGEND}
 
 The gate: 0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta) plus c times the magnitudes
 that the element is made of, c = 2^-48 for y and dx and 2^-44 for dgamma and dbeta (float64: 2^-98
-and 2^-94). "0.499 +3" means: 0.499 is the worst of the elements within the ulp limit, and three
-elements cancel so completely that they needed, and kept, the second term. F36, NaN and infinity,
-has no exact result; it is tested for staying in its row.
+and 2^-94). F36, NaN and infinity, has no exact result; it is tested for staying in its row.
 
 {summary(results)}
 
-Elements that are not the correctly rounded ones, of all families and outputs: {counts}.
+Elements that are not the correctly rounded ones, of all families and outputs:
+{misrounded(results)}.
 
 {sections}
 """
 
 
-def readme_table(results: dict[tuple[str, str], Result]) -> str:
+def readme_table(results: Results) -> str:
     """The part between the markers of README.md."""
-    telling = [FAMILIES[name] for name in TELLING]
+    telling = [(f"{output}, {FAMILIES[name].title}", output, (name,)) for name, output in TELLING]
     return f"""{BEGIN}
 {summary(results)}
 
-y, ours; the plain two-pass formula:
+{table("family", telling, results)}
 
-{table(results, telling, "y")}
+{LEGEND}
 
-{origin()} "+k": k elements that cancel almost completely, judged by the second term of the
-contract.
+{origin()}
 {END}"""
 
 
@@ -202,15 +214,29 @@ def write(path: Path, text: str) -> None:
     beside.replace(path)
 
 
+def around(readme: Path) -> tuple[str, str]:
+    """Return what stands before and after the table of README.md."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        msg = (
+            f"{readme.name} must hold {BEGIN} and below it {END}, got no {END if begin else BEGIN}"
+        )
+        raise ValueError(msg)
+    return before, after
+
+
 def main() -> int:
     """Measure, write, and report what failed."""
     readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
-        print(f"README.md must hold the lines {BEGIN} and {END}, got neither", file=sys.stderr)
+    try:
+        around(readme)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
     results = measure_all()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    # Read again: it may have been edited meanwhile.
+    before, after = around(readme)
     write(readme, before + readme_table(results) + after)
     write(ROOT / "docs" / "accuracy.md", page(results))
     print(summary(results))

@@ -1,11 +1,13 @@
 """The contract of every element on every hard family, judged by the exact oracle."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, PUBLISHED, make_case
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.analysis.families import FAMILIES, format_of, make_case
 from stablenorm.analysis.plain import plain_backward, plain_forward
 from stablenorm.oracle import exact_layer_norm
 
@@ -19,7 +21,8 @@ FINITE = [name for name, family in FAMILIES.items() if family.finite]
 # The oracle's integers grow with the exponents of float64 data: there, long rows are kept to
 # families of ordinary exponents, so that the file stays within two minutes.
 NARROW = ("float16", "bfloat16", "float32")
-LONG_FLOAT64 = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F32", "F35")
+LONG_FLOAT64 = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F28b", "F32", "F35")
+# The cheapest for the oracle, one for each way of losing digits in a long sum.
 LONGEST = ("F01", "F03", "F07", "F09", "F14", "F27")
 
 
@@ -42,10 +45,14 @@ def judge(case, backend, forward=layer_norm_forward, backward=layer_norm_backwar
 
 
 def assert_contract(name, dtype, n, rows, backend):
+    """`rows`, or as many as the family needs."""
+    rows = max(rows, FAMILIES[name].smallest_rows)
     results = judge(make_case(name, DTYPES[dtype], n, rows), backend)
     for output, result in results.items():
-        recipe = f"make_case({name!r}, {dtype!r}, n={n}, rows={rows}, rng=0), {output}"
-        assert result.passed, f"{recipe}: {result}"
+        recipe = f"make_case({name!r}, {dtype!r}, n={n}, rows={rows}, rng=0), {output}, {backend}"
+        assert result.passed, (
+            f"{recipe}: {result.worst_ulp:.4g} ulp at {result.worst_index}, {result}"
+        )
 
 
 @pytest.mark.parametrize(("name", "dtype", "n"), combinations(FINITE, (1, 2, 3, 127, 768)))
@@ -80,35 +87,102 @@ def test_contract_of_sums_over_many_rows(name, dtype, n, backend):
     assert_contract(name, dtype, n, 700 if dtype == "float64" else 6000, backend)
 
 
-def test_the_plain_formula_fails_the_contract():
-    """The suite can fail: numerics that everybody writes break most families."""
-    broken = [
-        name
-        for name in FINITE
-        if FAMILIES[name].applies("float32", 127)
-        and not judge(make_case(name, "float32", 127), None, plain_forward, plain_backward)[
-            "y"
-        ].passed
-    ]
-    assert len(broken) >= 14
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_plain_formula_fails_the_contract(dtype):
+    """The suite can fail: the formula that everybody writes breaks nearly every family."""
+    names = [name for name in FINITE if FAMILIES[name].applies(dtype, 768)]
+    outcomes = {
+        name: judge(make_case(name, dtype, 768), None, plain_forward, plain_backward)
+        for name in names
+    }
+    kept = [name for name in names if all(r.passed for r in outcomes[name].values())]
+    assert not kept
+    # Of the 26 families that are about x, 14 lose more than 4e4 ulp of y, or all of it; two of
+    # these are near that limit, where the draw and the order of NumPy's sums decide.
+    ulp = [outcomes[f"F{i:02}"]["y"].worst_ulp for i in range(1, 27)]
+    assert sum(not value < 4e4 for value in ulp) >= 12
 
 
-def test_an_uncentred_cotangent_fails_where_ours_passes():
+def test_an_uncentred_cotangent_fails_where_ours_passes(backend):
     case = make_case("F27", "float64", 768)
-    results = judge(case, None, plain_forward, plain_backward)
-    assert not results["dx"].passed
+    assert not judge(case, None, plain_forward, plain_backward)["dx"].passed
+    assert judge(case, backend)["dx"].worst_ulp == 0
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.source}, {row.x[0]}")
-def test_published_rows(row, dtype, backend):
-    with np.errstate(over="ignore"):
-        x = np.array([row.x], dtype=np.float64).astype(dtype)
-    if not np.array_equal(x.astype(np.float64)[0], row.x):
-        pytest.skip(f"{dtype} cannot hold this row")
-    y = layer_norm(x, eps=row.eps, backend=backend).astype(np.float64)
-    unit = float(ml_dtypes.finfo(dtype).eps)
-    # Printed to that many digits, and rounded to dtype.
-    np.testing.assert_allclose(y[0], row.y, rtol=0, atol=0.5 * 10.0**-row.digits + unit)
+def test_the_table_holds_every_family():
+    assert {name[:3] for name in FAMILIES} == {f"F{i:02}" for i in range(1, 39)}
+    missing = [
+        (name, dtype)
+        for name, family in FAMILIES.items()
+        for dtype, kind in DTYPES.items()
+        if not family.applies(kind, 768)
+    ]
+    assert missing == [("F21", "float16")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("F99", "float32", 8), "name must be one of F01, F02"),
+        (("F21", "float16", 768), "F21 must have another dtype than float16, whose squares"),
+        (("F19", "float32", 7), "F19 must have n >= 8, got 7"),
+        (("F38", "float32", 8, 2), "F38 must have rows >= 4, got 2"),
+    ],
+)
+def test_a_family_that_does_not_exist_says_why(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_case(*arguments)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
+    if why_not := FAMILIES[name].why_not(dtype, 33):
+        pytest.skip(why_not)
+    case, again = make_case(name, dtype, 33, rng=7), make_case(name, dtype, 33, rng=7)
+    rows = len(case.x)
+    for array, same, shape in zip(
+        (case.x, case.gamma, case.beta, case.dy),
+        (again.x, again.gamma, again.beta, again.dy),
+        ((rows, 33), (33,), (33,), (rows, 33)),
+        strict=True,
+    ):
+        assert (array.dtype, array.shape) == (dtype, shape)
+        assert array.tobytes() == same.tobytes()
+        assert np.isfinite(array.astype(np.float64)).all() == (
+            FAMILIES[name].finite or array is not case.x
+        )
+
+
+# What titles promise: of the case and its exact result, in the dtype's own numbers.
+PROMISES = {
+    "F07": lambda c, f: np.unique(c.x).size == 2 and float(np.ptp(c.x)) == 2.0 ** (1 - f.p),
+    "F09": lambda c, _: not np.ptp(c.x.astype(np.float64), axis=1).any(),
+    "F13": lambda c, f: (np.abs(c.x.astype(np.float64)) == f.largest).all(),
+    "F16": lambda c, f: (np.abs(c.x.astype(np.float64)) < 2.0**f.emin).all(),
+    "F27": lambda c, _: not exact_layer_norm(*c).rounded("dx", np.float64).any(),
+    # 1e-5 of dy is eps / var; a rounding of dy is what is left without eps.
+    "F28": lambda c, f: largest_of_dx(c) < 4e-5 + 8 * 2.0**-f.p,
+    "F28b": lambda c, f: largest_of_dx(c) < 8 * 2.0**-f.p,
+    # At most a rounding of gamma * xhat, which is below 8 here; xhat itself is known to 2^-50.
+    "F32": lambda c, f: np.abs(exact_y(c)[0]).max() < 8 * (2.0**-f.p + 2.0**-50),
+    "F35": lambda c, _: not exact_layer_norm(*c).rounded("dgamma", np.float64).any(),
+    "F37": lambda c, _: (np.sort(c.x, axis=1) == np.sort(c.x[0])).all(),
+}
+
+
+def exact_y(case):
+    return exact_layer_norm(*case).rounded("y", np.float64)
+
+
+def largest_of_dx(case):
+    """Of dx / rstd, where rstd is 1 to within a tenth."""
+    return np.abs(exact_layer_norm(*case).rounded("dx", np.float64)).max()
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_a_family_is_what_its_title_says(name, dtype):
+    case = make_case(name, dtype, 257)
+    assert PROMISES[name](case, format_of(dtype))
 
 
 def test_exact_zeros_of_rows_in_pairs(dtype, backend):
@@ -126,95 +200,57 @@ def test_a_million_positive_rows_do_not_drift(backend):
         dy, np.ones(2, np.float32), np.zeros(2, np.float32), backend=backend
     )
     dbeta = layer_norm_backward(dy, cache, wrt=("beta",)).dbeta
-    expected = dy.sum(axis=0, dtype=np.longdouble)
-    np.testing.assert_array_max_ulp(dbeta, expected.astype(np.float32), 1)
+    # Below 2^21, of multiples of 2^-24: exact in float64.
+    expected = dy.sum(axis=0, dtype=np.float64)
+    np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
 
 
-def test_the_same_numbers_in_another_order(dtype, backend):
-    case = make_case("F37", dtype, 768, rows=4)
-    y = layer_norm(*case[:4], backend=backend).astype(np.float64)
-    ordered = np.sort(y, axis=-1)
-    unit = np.abs(ordered[0]) * float(ml_dtypes.finfo(dtype).eps)
-    assert (np.abs(ordered - ordered[0]) <= np.maximum(unit, 2.0**-48)).all()
-
-
-def test_nan_and_inf_and_minus_zero(dtype, backend):
-    case = make_case("F36", dtype, 33, rows=3)
-    y = layer_norm(*case[:4], backend=backend).astype(np.float64)
-    assert np.isnan(y[0]).all()
-    results = exact_layer_norm(case.x[1:], *case[1:4]).check_contract(y=y[1:].astype(dtype))
-    assert results["y"].passed
-
-
-@pytest.mark.parametrize("offset", [0, 10, 1e3, 1e4, 1e5, 1e6])
-def test_no_offset_costs_a_digit(offset, backend):
-    """Eight wheels of others lose 1e-5 to everything here (pytorch 51102, keras-core 866)."""
-    x = (offset + np.random.default_rng(1).standard_normal((3, 768))).astype(np.float32)
-    y = layer_norm(x, backend=backend)
-    assert exact_layer_norm(x).check_contract(y=y)["y"].misrounded < 1e-5
-
-
-@pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e19, 1e25, 3e38])
-def test_no_silent_zeros_at_any_scale(scale, backend):
-    """Above 1.8e19 squares overflow: zeros or NaN elsewhere (tt-metal 55159, nntrainer 3935)."""
-    x = (scale * np.tanh(np.random.default_rng(1).standard_normal((3, 768)))).astype(np.float32)
-    y = layer_norm(x, eps=0.0, backend=backend)
-    assert exact_layer_norm(x, eps=0.0).check_contract(y=y)["y"].passed
-    assert abs(float((y**2).mean()) - 1) < 1e-5
-
-
-PUBLIC_FAILURES = {
-    "pytorch 51102: 2000 + N, n = 4, var 48 425": (lambda g: 2000 + g.standard_normal((64, 4)), 4),
-    "pytorch 40302: 100 + 0.01 N, var 0": (lambda g: 100 + 0.01 * g.standard_normal((8, 500)), 500),
-    "burn 5607: mean + 1e-3 i": (lambda _: 100 + 1e-3 * np.arange(64.0).reshape(2, 32), 32),
-    "mlx 2238: 16 values near 1449": (lambda g: 1449 + 0.05 * g.standard_normal((4, 16)), 16),
-    "tt-metal 55159: 1e25 N": (lambda g: 1e25 * g.standard_normal((4, 64)), 64),
-    "flax 1491: a constant of 1e4": (lambda g: 1e4 + 0 * g.standard_normal((4, 64)), 64),
-}
-
-
-@pytest.mark.parametrize("failure", sorted(PUBLIC_FAILURES))
-def test_what_failed_in_public(failure, backend):
-    make, n = PUBLIC_FAILURES[failure]
-    rng = np.random.default_rng(51102)
-    x = make(rng).astype(np.float32)
-    gamma, beta = rng.standard_normal((2, n)).astype(np.float32)
+def test_dgamma_of_many_rows_far_from_zero(rng, backend):
+    """4096 rows of 100 + 0.01 N: the two-pass formula is off by 2e-5, a saved a*x+b by 4e-5."""
+    n = 8
+    x = (100 + 0.01 * rng.standard_normal((4096, n))).astype(np.float32)
     dy = rng.standard_normal(x.shape).astype(np.float32)
-    y, cache = layer_norm_forward(x, gamma, beta, backend=backend)
-    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
+    gamma, beta = np.ones(n, np.float32), np.zeros(n, np.float32)
+    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    _, dgamma, dbeta = layer_norm_backward(dy, cache, wrt=("gamma", "beta"))
     exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    results = exact.check_contract(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
+    results = exact.check_contract(dgamma=dgamma, dbeta=dbeta)
     assert all(result.passed for result in results.values()), results
 
 
-@pytest.mark.parametrize("value", [1e6, 1e10, 3e38])
-def test_one_element_and_a_huge_gamma(value, dtype, backend):
-    """n = 1: y is beta and dgamma 0, whatever x and gamma (pytorch 188372, 98075)."""
-    with np.errstate(over="ignore"):
-        x = np.minimum(value, float(ml_dtypes.finfo(dtype).max)) * np.ones((5, 1))
-    x, beta = x.astype(dtype), np.full(1, 0.3, dtype)
-    y, cache = layer_norm_forward(x, x[0], beta, backend=backend)
-    assert (y == beta).all()
-    dx, dgamma, dbeta = layer_norm_backward(np.ones_like(x), cache)
-    assert not dx.any()
-    assert not dgamma.any()
-    assert dbeta == np.asarray(5, dtype)
+def test_the_same_numbers_in_another_order(dtype, backend):
+    """The same multiset, sorted, reversed, shuffled: y and dx move with their elements."""
+    case = make_case("F37", dtype, 768, rows=5)
+    y, cache = layer_norm_forward(*case[:4], backend=backend)
+    dx = layer_norm_backward(case.dy, cache).dx
+    order = np.argsort(case.x, axis=-1, kind="stable")
+    # S of the contract is below 16 for y and dx: |xhat| < 5, |dy| <= 1, rstd < 1.1.
+    floor = 2 * 16 * 2.0 ** (-98 if dtype == np.float64 else -48)
+    for output in (y, dx):
+        sorted_by_x = np.take_along_axis(output.astype(np.float64), order, axis=-1)
+        expected = sorted_by_x[0]
+        ulp = 2.0 ** (np.frexp(expected)[1] - format_of(dtype).p)
+        assert (np.abs(sorted_by_x - expected) <= np.maximum(ulp, floor)).all()
 
 
-@pytest.mark.parametrize("n", [3, 17, 127, 769, 1023])
-def test_no_padding_lane_enters_the_variance(n, backend):
-    """A row length that is no power of two, far from zero (Liger 518, unsloth 1867)."""
-    row = np.arange(8)[:, None]
-    x = (1000 + 100 * row + (np.arange(n) % 17 - 8) / 8).astype(np.float32)
-    y = layer_norm(x, backend=backend)
-    assert exact_layer_norm(x).check_contract(y=y)["y"].passed
-
-
-def test_many_rows_of_two_normalized_axes(backend):
-    """Rows beyond 65 536 with a 2-D normalized shape were written out of bounds (pytorch 192016)."""
-    x = np.random.default_rng(2).standard_normal((70_000, 2, 2)).astype(np.float32)
-    y = layer_norm(x, axis=(1, 2), backend=backend)
-    np.testing.assert_array_equal(
-        y[-3:], layer_norm(x[-3:].reshape(3, 4), backend=backend).reshape(3, 2, 2)
+def test_nan_inf_and_minus_zero_stay_where_they_are(dtype, backend):
+    """F36: row 0 holds NaN, row 1 infinity, the last row -0."""
+    case = make_case("F36", dtype, 33, rows=5)
+    y, cache = layer_norm_forward(*case[:4], backend=backend)
+    dx, dgamma, dbeta = layer_norm_backward(case.dy, cache)
+    assert np.isnan(y[:2].astype(np.float64)).all()
+    assert np.isnan(dx[:2].astype(np.float64)).all()
+    # xhat of the spoiled rows is NaN in every column, so dgamma is; dbeta does not see x.
+    assert np.isnan(dgamma.astype(np.float64)).all()
+    clean = exact_layer_norm(case.x[2:], case.gamma, case.beta, case.eps, case.dy[2:])
+    results = clean.check_contract(y=y[2:], dx=dx[2:])
+    assert all(result.passed for result in results.values()), results
+    without_x = exact_layer_norm(np.zeros_like(case.x), case.gamma, case.beta, 1e-5, case.dy)
+    assert without_x.check_contract(dbeta=dbeta)["dbeta"].passed
+    # -0 is a zero like the other: adding 0 makes it +0, and no bit of the row changes.
+    assert np.signbit(case.x[-1, -1])
+    y_plus, cache_plus = layer_norm_forward(
+        case.x + np.zeros((), dtype), *case[1:4], backend=backend
     )
-    assert np.isfinite(y).all()
+    assert y_plus[2:].tobytes() == y[2:].tobytes()
+    assert layer_norm_backward(case.dy, cache_plus).dx[2:].tobytes() == dx[2:].tobytes()
