@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
-PUBLIC := $(addprefix src/stablenorm/,functional.py layer.py cli.py analysis/families.py analysis/plain.py oracle/_layer_norm.py gradcheck/_check.py gradcheck/_layer_norm.py)
+PUBLIC := $(addprefix src/stablenorm/,functional.py layer.py cli.py analysis/families.py analysis/published.py analysis/plain.py oracle/_layer_norm.py gradcheck/_check.py gradcheck/_layer_norm.py)
 
 .PHONY: help run test lint accuracy clean
 

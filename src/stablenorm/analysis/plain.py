@@ -37,9 +37,9 @@ def plain_forward(
     Examples
     --------
     >>> import numpy as np
-    >>> y, _ = plain_forward(np.full((1, 4), 12345.678, dtype=np.float32), eps=0.0)
-    >>> y  # a constant row; the exact answer has no digits, this one has all of them wrong
-    array([[nan, nan, nan, nan]], dtype=float32)
+    >>> y, _ = plain_forward(np.full((1, 768), 12345.678, dtype=np.float32), eps=1e-12)
+    >>> bool((abs(y) > 0.9).all())  # a constant row: all of it should be 0
+    True
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
