@@ -1,5 +1,6 @@
 """Layer normalization and its hand-derived gradients for NumPy, correctly rounded."""
 
+from stablenorm._threads import get_num_threads, set_num_threads
 from stablenorm._types import Cache, Gradients
 from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.gradcheck import (
@@ -22,7 +23,9 @@ __all__ = [
     "check_gradients",
     "check_layer_norm",
     "exact_layer_norm",
+    "get_num_threads",
     "layer_norm",
     "layer_norm_backward",
     "layer_norm_forward",
+    "set_num_threads",
 ]

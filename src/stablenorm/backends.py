@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import warnings
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stablenorm import reference
-from stablenorm._types import Statistics
+from stablenorm._types import Array, Gradients, Statistics
 
 
 class Backend(NamedTuple):
@@ -16,16 +19,68 @@ class Backend(NamedTuple):
     backward: Callable[..., None]
 
 
+def _numba_forward(
+    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any
+) -> Statistics:
+    """Load the compiled kernels, put them into the table, and go on with them."""
+    _load_numba()
+    return BACKENDS["numba"].forward(x, gamma, beta, eps, y)
+
+
+def _numba_backward(
+    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients
+) -> None:
+    _load_numba()
+    BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
+
+
+def _load_numba() -> None:
+    # Half a second, so not before it is needed.
+    cpu = importlib.import_module("stablenorm.kernels.cpu")
+    BACKENDS["numba"] = Backend(cpu.forward, cpu.backward)
+
+
 BACKENDS = {
     "numpy": Backend(reference.forward, reference.backward),
+    "numba": Backend(_numba_forward, _numba_backward),
 }
+
+
+@functools.cache
+def _why_not_numba() -> str | None:
+    """Say what keeps the compiled kernels from being loaded."""
+    try:
+        _load_numba()
+    except Exception as error:  # noqa: BLE001  # a broken Numba raises whatever it likes
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+@functools.cache
+def _default() -> str:
+    reason = _why_not_numba()
+    if reason is None:
+        return "numba"
+    warnings.warn(
+        f"stablenorm's fast kernels need Numba, which cannot be loaded ({reason}); the results "
+        "are the same without it, ten times as slow. Cure: pip install --upgrade numba",
+        RuntimeWarning,
+        stacklevel=5,
+    )
+    return "numpy"
 
 
 def choose(backend: str | None) -> str:
     """Return the name of the backend to use: the one asked for, or the default."""
     if backend is None:
-        return "numpy"
+        return _default()
     if backend not in BACKENDS:
         msg = f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
         raise ValueError(msg)
+    if backend == "numba" and (reason := _why_not_numba()) is not None:
+        msg = (
+            f'Numba is needed for backend="numba" and cannot be loaded ({reason}): '
+            "pip install --upgrade numba"
+        )
+        raise ImportError(msg)
     return backend

@@ -1,0 +1,76 @@
+"""Compile kernels for given types once, and keep the machine code on disk where that is possible."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numba import njit, types
+
+# How the kernels are told the element type: 16-bit types by the integers that hold their bits.
+ELEMENTS = {
+    np.dtype(np.float64): types.float64,
+    np.dtype(np.float32): types.float32,
+    np.dtype(np.float16): types.int16,
+    np.dtype(ml_dtypes.bfloat16): types.uint16,
+}
+_BITS = {types.int16: np.dtype(np.int16), types.uint16: np.dtype(np.uint16)}
+
+
+def _stamp() -> str:
+    """
+    Return a digest of every source of this folder.
+
+    Numba notices a change of the file that holds the cached function, not of those that it calls
+    into. The digest is a constant of each cached function, and thereby part of its key.
+    """
+    digest = hashlib.sha256()
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+STAMP = _stamp()
+
+
+def compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
+    """
+    Compile `function` for `signature`; it runs without the GIL.
+
+    Where the disk cannot be read or written, it is compiled anew in each process.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        return njit(signature, cache=True, **options)(function)
+    except Exception:  # noqa: BLE001  # whatever a damaged or forbidden cache raises
+        # An error of the function itself comes again, here.
+        return njit(signature, **options)(function)
+
+
+def elements(*arrays: Any) -> tuple[Any, ...]:
+    """Return the element types of `arrays`: what a kernel is compiled for."""
+    return tuple(ELEMENTS[array.dtype] for array in arrays)
+
+
+def matrix(element: Any) -> types.Array:
+    """Return the type of a (rows, n) input of any row stride and alignment."""
+    return types.Array(element, 2, "A", readonly=True, aligned=False)
+
+
+def matrix_out(element: Any) -> types.Array:
+    """Return the type of a (rows, n) output of any row stride and alignment."""
+    return types.Array(element, 2, "A", aligned=False)
+
+
+def vector(element: Any) -> types.Array:
+    """Return the type of an (n,) input."""
+    return types.Array(element, 1, "A", readonly=True, aligned=False)
+
+
+def bits(array: Any) -> Any:
+    """Return the view of `array` that a kernel takes: itself, or the integers of 16-bit types."""
+    return array if array.dtype.itemsize > 2 else array.view(_BITS[ELEMENTS[array.dtype]])

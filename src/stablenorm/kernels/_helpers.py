@@ -1,0 +1,166 @@
+"""
+Helper threads that share the tiles of one call, safe under whatever the caller does.
+
+A job is a compiled function whose last arguments are `tickets` and a number of tiles. Whoever
+runs it takes tile after tile until none is left, so it does not matter how many helpers come,
+when, or whether at all: the caller takes tiles itself and waits only for those that were taken.
+Hence
+
+- Python threads that call at the same time: one has the helpers, the others work alone, and a
+  program with threads of its own is not oversubscribed;
+- a child after a fork has no helpers, and starts its own when it first needs them;
+- a helper that does not get to run (no processor, no GIL) costs nothing.
+
+A helper that has just worked spins for some 20 microseconds, without the GIL, before it sleeps:
+the next call of a loop finds it awake within 2 microseconds, which waking it would exceed ten
+times. Numba's own threads are not used: with OpenMP a child after a fork is aborted, with
+workqueue the process is, when two Python threads enter at once.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import int64, njit, void
+
+from stablenorm._threads import get_num_threads
+from stablenorm.kernels._memory import add_atomically, pause, read_atomically
+from stablenorm.kernels._vectors import address, pointer, pointer_at
+
+# Turns of a spinning helper: 20 microseconds at some 40 cycles each.
+_TURNS = 2000
+
+# int64 from one counter to the next: two cache lines, so that their writers do not disturb
+# one another.
+_APART = 16
+
+# Tickets of a job that nobody shares.
+_ALONE = np.zeros(1, np.int64)
+
+
+@njit(error_model="numpy")
+def take(tickets, previous):
+    """Return the next tile; `previous` is the one taken before, or -1."""
+    if tickets.size == 1:
+        return previous + 1
+    return add_atomically(pointer(tickets), 1)
+
+
+@njit(error_model="numpy")
+def finish(tickets):
+    """Count one tile as done."""
+    if tickets.size > 1:
+        counter = pointer(tickets)
+        add_atomically(pointer_at(address(counter) + 8 * _APART, counter), 1)
+
+
+@njit(int64(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
+def _close(tickets, tiles):
+    """Let no more tiles be taken; return how many were."""
+    return min(add_atomically(pointer(tickets), tiles), tiles)
+
+
+@njit(int64(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
+def _wait(tickets, taken):
+    """Return how many of the tiles taken are not done after a while."""
+    counter = pointer(tickets)
+    done = pointer_at(address(counter) + 8 * _APART, counter)
+    for _ in range(_TURNS):
+        if read_atomically(done) == taken:
+            break
+        pause()
+    return taken - read_atomically(done)
+
+
+@njit(void(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
+def _spin(bell, heard):
+    """Wait a little for `bell` to exceed `heard`."""
+    counter = pointer(bell)
+    for _ in range(_TURNS):
+        if read_atomically(counter) > heard:
+            return
+        pause()
+
+
+class _Helper:
+    """A daemon thread, and where it finds its jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._bell = np.zeros(1, np.int64)
+        threading.Thread(target=self._serve, name="stablenorm", daemon=True).start()
+
+    def post(self, job: Any) -> None:
+        # One that has not come for its last job would only hold on to the arrays of this one.
+        if self._jobs.empty():
+            self._jobs.put(job)
+            self._bell[0] += 1
+
+    def _serve(self) -> None:
+        heard = 0
+        while True:
+            _spin(self._bell, heard)
+            function, arguments = self._jobs.get()
+            heard += 1
+            function(*arguments)
+            # Arrays of the caller must not live until the next job.
+            del function, arguments
+
+
+class _Crew:
+    """The helpers of this process, lent to one call at a time."""
+
+    def __init__(self) -> None:
+        self.lent = threading.Lock()
+        self._helpers: list[_Helper] = []
+
+    def post(self, job: Any, count: int) -> None:
+        try:
+            while len(self._helpers) < count:
+                self._helpers.append(_Helper())
+        except RuntimeError:
+            # No more threads can be started, here or at the end of the interpreter: those that
+            # there are, or the caller alone, will do.
+            pass
+        for helper in self._helpers[:count]:
+            helper.post(job)
+
+
+_crew = _Crew()
+
+
+def _forget() -> None:
+    global _crew  # noqa: PLW0603  # threads do not survive a fork, and locks may be held for good
+    _crew = _Crew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -> None:
+    """Run ``function(*arguments, tickets, tiles)`` on this thread and, with tiles to share, more."""
+    helpers = min(get_num_threads(), tiles) - 1
+    crew = _crew
+    if helpers < 1 or not crew.lent.acquire(blocking=False):
+        function(*arguments, _ALONE, tiles)
+        return
+    try:
+        tickets = np.zeros(2 * _APART, np.int64)
+        shared = (*arguments, tickets, tiles)
+        try:
+            crew.post((function, shared), helpers)
+            function(*shared)
+        finally:
+            # Nobody may still be writing when this returns, or raises KeyboardInterrupt.
+            taken = _close(tickets, tiles)
+            while _wait(tickets, taken):
+                time.sleep(0)
+    finally:
+        crew.lent.release()

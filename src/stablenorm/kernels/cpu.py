@@ -1,0 +1,262 @@
+"""
+`reference.forward` and `reference.backward` for NumPy arrays, compiled by Numba.
+
+Rows are dealt out in tiles whose number and bounds depend on the shape alone, so that no bit
+depends on the number of threads. What the compiled kernels do not take goes to the reference:
+a float64 gamma or dy beside narrower x, say.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from stablenorm import reference
+from stablenorm._types import Array, Gradients, Statistics, any_float64
+from stablenorm.kernels import _narrow
+from stablenorm.kernels._compiling import (
+    STAMP,
+    bits,
+    compiled,
+    elements,
+    matrix,
+    matrix_out,
+    vector,
+)
+from stablenorm.kernels._helpers import finish, run, take
+from stablenorm.kernels._vectors import pointer
+
+_FLOAT32 = np.dtype(np.float32)
+
+# Elements of a tile of the forward: 4 microseconds of work, so that the last tile of a small
+# input does not leave a thread waiting, and taking one (20 ns) is nothing.
+_FORWARD_TILE = 1 << 14
+
+# Fewer elements than this stay on the calling thread: about 15 microseconds of work, where
+# waking a helper can take 20.
+_SHARED_FROM = 1 << 16
+
+# Tiles of the backward: each has its own four vectors of sums. At most 64, and as few as 8 where
+# rows are long, keeps these within a few MB.
+_BACKWARD_TILE = 1 << 16
+_MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
+
+# Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
+_GATHERED = 1 << 18
+
+
+def forward(
+    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any
+) -> Statistics:
+    """Do what `reference.forward` does."""
+    if any_float64(x, gamma, beta):
+        return reference.forward(x, gamma, beta, eps, y)
+    rows, n = x.shape
+    statistics = np.empty((3, rows))
+    scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
+    job = _forward_job(x.dtype)
+    tile_rows = _rows_per_tile(_FORWARD_TILE, n)
+    if _has_contiguous_rows(x) and _has_contiguous_rows(y):
+        tiles = -(-rows // tile_rows) if x.size >= _SHARED_FROM else 1
+        if tiles == 1:
+            tile_rows = rows
+        streaming = y.nbytes >= _streamed_from() and not np.may_share_memory(x, y)
+        run(job, (bits(x), scale, shift, eps, bits(y), statistics, tile_rows, streaming), tiles)
+    else:
+        for block in _blocks(rows, n, tile_rows):
+            part, result = np.ascontiguousarray(x[block]), np.empty((block.stop - block.start, n), x.dtype)
+            tiles = -(-len(part) // tile_rows)
+            arguments = (bits(part), scale, shift, eps, bits(result), statistics[:, block])
+            run(job, (*arguments, tile_rows, False), tiles)
+            y[block] = result
+    return Statistics(*statistics)
+
+
+def backward(
+    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients
+) -> None:
+    """Do what `reference.backward` does."""
+    if statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out):
+        reference.backward(dy, x, gamma, statistics, out)
+        return
+    rows, n = x.shape
+    dx, dgamma, dbeta = out
+    wanted, summing = dx is not None, dgamma is not None or dbeta is not None
+    target = np.empty((1, 1), x.dtype) if dx is None else dx
+    tiles = min(
+        max(rows * n // _BACKWARD_TILE, 1), max(min(_SUMS // n, _MOST_TILES), _FEWEST_TILES)
+    )
+    tile_rows = max(-(-rows // tiles), 1)
+    tile_rows += -tile_rows % _narrow.GROUP
+    tiles = -(-rows // tile_rows)
+    sums = np.empty((tiles, 4, n) if summing else (1, 1, 1))
+    scale = _parameter(gamma, n, 1.0)
+    numbers = _joined(statistics)
+    job = _backward_job(dy.dtype, x.dtype)
+    if all(map(_has_contiguous_rows, (dy, x, target))):
+        streaming = wanted and target.nbytes >= _streamed_from()
+        streaming = streaming and not np.may_share_memory(dy, target)
+        arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
+        run(job, (*arguments, tile_rows, wanted, summing, streaming), tiles)
+    else:
+        for block in _blocks(rows, n, tile_rows):
+            parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
+            result = np.empty_like(parts[1]) if wanted else target
+            first, last = block.start // tile_rows, -(-block.stop // tile_rows)
+            arguments = (*map(bits, parts), scale, numbers[:, block], bits(result))
+            arguments = (*arguments, sums[first:last] if summing else sums)
+            run(job, (*arguments, tile_rows, wanted, summing, False), last - first)
+            if dx is not None:
+                dx[block] = result
+    for which, total in enumerate((dgamma, dbeta)):
+        if total is not None:
+            _write_total(sums, tiles, which, total)
+
+
+def _write_total(sums: Array, tiles: int, which: int, out: Array) -> None:
+    flat = out.reshape(-1)
+    _total_job(out.dtype)(sums, tiles, which, bits(flat))
+    if not np.may_share_memory(flat, out):
+        out[...] = flat.reshape(out.shape)
+
+
+@functools.cache
+def _streamed_from() -> int:
+    """
+    Return from how many bytes on results go past the caches.
+
+    Half of the last-level cache: a smaller result is likely to be read from there by whatever
+    comes next.
+    """
+    try:
+        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        size = 0
+    # Where the system does not tell: 32 MiB.
+    return (size if size > 0 else 1 << 25) // 2
+
+
+def _has_contiguous_rows(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and (
+        array.strides[1] == array.itemsize or array.shape[1] == 1
+    )
+
+
+def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
+    """Return `parameter` as n contiguous float32; without one, what changes nothing, not -0."""
+    if parameter is None:
+        return np.full(n, neutral, np.float32)
+    if parameter.dtype == _FLOAT32 and parameter.ndim == 1 and parameter.flags.c_contiguous:
+        return parameter
+    return np.ascontiguousarray(parameter, np.float32).reshape(-1)
+
+
+def _joined(statistics: Statistics) -> Array:
+    """Return mean, mean_lo and rstd as one (3, rows) array: the one they are views of, if so."""
+    mean, mean_lo, rstd = statistics[:3]
+    base = mean.base
+    if (
+        isinstance(base, np.ndarray)
+        and base.shape == (3, len(mean))
+        and base is mean_lo.base is rstd.base
+    ):
+        return base
+    return np.stack([mean, mean_lo, rstd])
+
+
+def _rows_per_tile(elements_per_tile: int, n: int) -> int:
+    return max(elements_per_tile // n // _narrow.GROUP, 1) * _narrow.GROUP
+
+
+def _blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
+    """Yield slices of whole tiles."""
+    step = max(_GATHERED // n // tile_rows, 1) * tile_rows
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+# ---- what is compiled: one function for each combination of types ----
+
+
+@functools.cache
+def _forward_job(dtype: np.dtype[Any]) -> Any:
+    (element,) = elements(np.empty(0, dtype))
+    stamp = STAMP
+
+    def forward_job(
+        x, gamma, beta, eps, y, statistics, tile_rows, streaming, tickets, tiles
+    ):  # type: ignore[no-untyped-def]
+        if stamp == "":
+            return
+        rows, n = x.shape
+        tile = take(tickets, -1)
+        while tile < tiles:
+            _narrow.forward_tile(
+                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
+                pointer(y), y.strides[0], streaming,
+            )  # fmt: skip
+            finish(tickets)
+            tile = take(tickets, tile)
+
+    parameter, size, flag = vector(types.float32), types.int64, types.boolean
+    return compiled(
+        forward_job,
+        types.void(
+            matrix(element), parameter, parameter, types.float64, matrix_out(element),
+            types.float64[:, :], size, flag, types.int64[::1], size,
+        ),  # fmt: skip
+    )
+
+
+@functools.cache
+def _backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
+    dy_element, x_element = elements(np.empty(0, dy_dtype), np.empty(0, x_dtype))
+    stamp = STAMP
+
+    def backward_job(
+        dy, x, gamma, statistics, dx, sums, tile_rows, wanted, summing, streaming, tickets, tiles
+    ):  # type: ignore[no-untyped-def]
+        if stamp == "":
+            return
+        rows, n = x.shape
+        tile = take(tickets, -1)
+        while tile < tiles:
+            _narrow.backward_tile(
+                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
+                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
+                pointer(dx), dx.strides[0], wanted, streaming,
+                pointer(sums[tile if summing else 0]), summing,
+            )  # fmt: skip
+            finish(tickets)
+            tile = take(tickets, tile)
+
+    size, flag = types.int64, types.boolean
+    return compiled(
+        backward_job,
+        types.void(
+            matrix(dy_element), matrix(x_element), vector(types.float32), types.float64[:, :],
+            matrix_out(x_element), types.float64[:, :, ::1], size, flag, flag, flag,
+            types.int64[::1], size,
+        ),  # fmt: skip
+    )
+
+
+@functools.cache
+def _total_job(dtype: np.dtype[Any]) -> Any:
+    (element,) = elements(np.empty(0, dtype))
+    stamp = STAMP
+
+    def total_job(sums, tiles, which, out):  # type: ignore[no-untyped-def]
+        if stamp == "":
+            return
+        _narrow.total_of_tiles(pointer(sums), tiles, sums.shape[2], which, pointer(out))
+
+    size = types.int64
+    out = types.Array(element, 1, "A", aligned=False)
+    return compiled(total_job, types.void(types.float64[:, :, ::1], size, size, out))
