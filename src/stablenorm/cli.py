@@ -12,6 +12,16 @@ from typing import Any, NoReturn
 import numpy as np
 
 import stablenorm
+from stablenorm._bench import (
+    DTYPES,
+    Bench,
+    count_bytes,
+    count_steps,
+    measure,
+    physical_memory,
+    usable_backends,
+    use_threads,
+)
 from stablenorm._files import (
     InputError,
     Problem,
@@ -22,7 +32,9 @@ from stablenorm._files import (
 )
 from stablenorm._run import Findings, compute, inspect
 from stablenorm._types import Array
+from stablenorm.backends import BACKENDS, choose
 from stablenorm.report import plot_findings, print_findings
+from stablenorm.report_bench import plot_bench, print_bench, save_bench
 
 _EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
 
@@ -37,6 +49,23 @@ make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
 
 exit status: 0 all checks passed, 1 a check failed, 2 the input cannot be used (one line says why).
+"""
+
+_BENCH_EXAMPLES = """\
+examples:
+  stablenorm bench                                          one common shape, float32
+  stablenorm bench --shape 8 512 1024 --shape 4096 768      shapes of your own
+  stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
+  stablenorm bench --threads 1 --json res.json --plot res.png
+
+how to read it:
+  fresh     a new array for every result, as a plain call has it; large ones cost page faults
+  out=      results written into arrays that exist already
+  GB/s      what must be read and written (forward x, y; backward dy, x, dx) over the time
+  of copy   that over what a plain copy of 256 MiB moves, measured in the same run with as many
+            threads; 1 is the speed of memory; arrays that stay in the caches may exceed it
+
+exit status: 0 done, 1 two backends differ in a bit, 2 it cannot be run (one line says why).
 """
 
 
@@ -69,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         With status 0, after ``--help`` or ``--version``.
     """
     try:
-        return _run(_parser().parse_args(argv))
+        arguments = _parser().parse_args(argv)
+        return int(arguments.job(arguments))
     except InputError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
         return _EXIT_BAD_INPUT
@@ -93,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run(commands)
+    _add_bench(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
     run = commands.add_parser(
         "run",
         help="compute y, dx, dgamma, dbeta of a file, and check every one of them",
@@ -104,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    run.set_defaults(job=_run)
     run.add_argument(
         "file",
         nargs="?",
@@ -118,17 +155,58 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the errors there")
     run.add_argument("--eps", type=float, help="instead of the file's; default: 1e-5")
     run.add_argument("--seed", type=int, default=0, help="of a random dy; default: 0")
-    return parser
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time forward and backward on your shapes, beside a copy of memory",
+        description=(
+            "Time the forward and the backward of every backend on your shapes, in turn, and say "
+            "what fraction of this machine's memory speed they reach. The last axis is normalized. "
+            "Backends must agree on each shape before they are timed."
+        ),
+        epilog=_BENCH_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    bench.set_defaults(job=_bench)
+    bench.add_argument(
+        "--shape",
+        nargs="+",
+        type=int,
+        action="append",
+        metavar="N",
+        help="of x; may be given several times; default: 32 512 768",
+    )
+    bench.add_argument(
+        "--dtype",
+        action="append",
+        choices=DTYPES,
+        help="may be given several times; default: float32",
+    )
+    bench.add_argument(
+        "--backend",
+        action="append",
+        choices=tuple(BACKENDS),
+        help="may be given several times; default: all that can be loaded",
+    )
+    bench.add_argument("--threads", type=int, metavar="N", help="default: as in any call")
+    bench.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
+    bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the speeds there")
+
+
+def _check_plot(path: Path | None) -> None:
+    check_target("--plot", path, (".png", ".svg", ".pdf"))
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        msg = 'Matplotlib is needed for --plot: pip install "stablenorm[plot]"'
+        raise InputError(msg)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_target("--out", arguments.out, (".npz",))
-    check_target("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    _check_plot(arguments.plot)
     if _same_file(arguments.out, arguments.file):
         msg = f"--out must not be the file that is read, got {arguments.out}"
-        raise InputError(msg)
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        msg = 'Matplotlib is needed for --plot: pip install "stablenorm[plot]"'
         raise InputError(msg)
     if arguments.seed < 0:
         msg = f"--seed must be >= 0, got {arguments.seed}"
@@ -146,6 +224,59 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_findings(findings, Console())
     return 0 if findings.passed else _EXIT_FAILED
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    check_target("--json", arguments.json, (".json",))
+    _check_plot(arguments.plot)
+    shapes = [tuple(shape) for shape in arguments.shape or [(32, 512, 768)]]
+    dtypes = arguments.dtype or ["float32"]
+    try:
+        backends = [choose(name) for name in arguments.backend or usable_backends()]
+    except ImportError as error:
+        raise InputError(str(error)) from None
+    for shape in shapes:
+        _check_shape(shape, dtypes)
+    if arguments.threads is not None and arguments.threads < 1:
+        msg = f"--threads must be >= 1, got {arguments.threads}"
+        raise InputError(msg)
+    try:
+        threads = use_threads(arguments.threads)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    # Each once, in the order given: a backend that is named twice is one backend.
+    shapes, dtypes, backends = (_unique(given) for given in (shapes, dtypes, backends))
+    try:
+        bench = _measure(shapes, dtypes, backends, threads)
+    except ArithmeticError as error:
+        print(f"stablenorm: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+    if arguments.json is not None:
+        write_beside(arguments.json, lambda file: save_bench(bench, file))
+    if arguments.plot is not None:
+        kind = arguments.plot.suffix[1:].lower()
+        write_beside(arguments.plot, lambda file: plot_bench(bench, file, kind))
+    from rich.console import Console  # noqa: PLC0415
+
+    print_bench(bench, Console())
+    return 0
+
+
+def _unique(values: Sequence[Any]) -> list[Any]:
+    return list(dict.fromkeys(values))
+
+
+def _check_shape(shape: tuple[int, ...], dtypes: Sequence[str]) -> None:
+    if min(shape) < 1:
+        msg = f"--shape must be of lengths >= 1, got {' '.join(map(str, shape))}"
+        raise InputError(msg)
+    needed, there = max(count_bytes(shape, dtype) for dtype in dtypes), physical_memory()
+    if needed > there:
+        msg = (
+            f"--shape must fit in memory, got {' '.join(map(str, shape))}, which takes "
+            f"{needed / 1e9:.1f} GB to time, of {there / 1e9:.1f} GB"
+        )
+        raise InputError(msg)
 
 
 def _same_file(one: Path | None, other: Path | None) -> bool:
@@ -185,3 +316,26 @@ def _inspect(problem: Problem, results: dict[str, Array]) -> Findings:
             progress.update(task, description=what, advance=1)
 
         return inspect(problem, results, step)
+
+
+def _measure(
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    backends: Sequence[str],
+    threads: int,
+) -> Bench:
+    """Time them, with a bar on a terminal."""
+    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import Progress  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
+    with Progress(
+        console=console, transient=True, disable=not console.is_terminal, refresh_per_second=1
+    ) as progress:
+        task: Any = progress.add_task("", total=count_steps(shapes, dtypes))
+
+        def step(what: str) -> None:
+            progress.update(task, description=what, advance=1)
+
+        return measure(shapes, dtypes, backends, threads, step)

@@ -44,10 +44,6 @@ from stablenorm.kernels._vectors import (
 # aside: an error of at most 2**-46 of what is summed, where a row of 65 536 would allow 2**-40.
 SPAN = 1024
 
-# Rows whose terms of dgamma and dbeta are added one after the other before they go into a
-# compensated sum: at most 2**-47 of what is summed, whatever the number of rows.
-ROWS_PER_BLOCK = 64
-
 # Rows in flight. Eight gained nothing at any n, and need registers that only AVX-512 has.
 GROUP = 4
 
@@ -311,15 +307,25 @@ def _forward_chunk(
 
 
 @_compiled
-def _accumulate(sums, col, v, one):
-    """Add the rows of `v` to eight of the float64 `sums`."""
-    store(sums, col * 8, 0, load(sums, col * 8, 0, one) + sum_rows(v))
+def _two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error (Knuth); nothing here may be reassociated."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
 
 
 @_compiled
-def _accumulate_some(sums, col, v, count, one):
-    added = load_some(sums, col * 8, 0, count, one) + sum_rows(v)
-    store_some(sums, col * 8, 0, count, added)
+def _accumulate(sums, col, v, one):
+    """
+    Add the rows of `v` to the eight sums from `col` on.
+
+    `sums` holds eight sums, then what rounding took from them, then the next eight: side by
+    side, since addresses a multiple of 4096 apart make a load wait for an unrelated store.
+    """
+    at, rest_at = 16 * col, 16 * col + 8 * WIDTH
+    total, error = _two_sum(load(sums, at, 0, one), sum_rows(v))
+    store(sums, at, 0, total)
+    store(sums, rest_at, 0, load(sums, rest_at, 0, one) + error)
 
 
 @_compiled
@@ -346,7 +352,7 @@ def _sum_g(dy, at, stride, n, gamma, like, to, summing, dbeta):
             scale = in_rows(load_some(gamma, whole * four, 0, count, one), like)
             part = fma(cotangent, scale, part)
             if summing:
-                _accumulate_some(dbeta, whole, cotangent, count, one)
+                _accumulate(dbeta, whole, cotangent, one)
         total = total + part
     row_totals(total, to)
 
@@ -389,7 +395,7 @@ def _sum_projection(
             scale = in_rows(load_some(gamma, whole * four, 0, count, one), like)
             part = fma(keep(fma(cotangent, scale, minus_mean_g), count), keep(xhat, count), part)
             if summing:
-                _accumulate_some(dgamma, whole, cotangent * xhat, count, one)
+                _accumulate(dgamma, whole, cotangent * xhat, one)
         total = total + part
     row_totals(total, to)
 
@@ -487,24 +493,9 @@ def _backward_rows(
 
 
 @_compiled
-def add_compensated(sums, block, n, first):
-    """Add `block`, n float64, to `sums`, n leading words and n rests; with `first`, begin it."""
-    one = _one()
-    for at in range(0, 8 * n, 8 * WIDTH):
-        count = n - at // 8
-        added = load_some(block, at, 0, count, one)
-        if first:
-            store_some(sums, at, 0, count, added)
-            store_some(sums, 8 * n + at, 0, count, one)
-        else:
-            total = load_some(sums, at, 0, count, one)
-            rest = load_some(sums, 8 * n + at, 0, count, one)
-            # Two-sum: exact, since nothing here may be reassociated.
-            new = total + added
-            grown = new - total
-            rest = rest + ((total - (new - grown)) + (added - grown))
-            store_some(sums, at, 0, count, new)
-            store_some(sums, 8 * n + at, 0, count, rest)
+def sums_size(n):
+    """Return how many float64 hold n compensated sums: two each, whole vectors."""
+    return 2 * (n + -n % WIDTH)
 
 
 @_compiled
@@ -515,36 +506,29 @@ def backward_tile(
     """
     Pull back rows ``[first, stop)``: into `dx`, if `wanted`, and, if `summing`, into `sums`.
 
-    `sums` points to four times n float64: dgamma and its rest, dbeta and its rest.
+    `sums` points to the sums for dgamma and then those for dbeta, `sums_size(n)` float64 each.
+    They are compensated, so that their error does not grow with the number of rows.
     """
     width = itemsize(dx)
     way = _way_out(n, width, dx, dx_stride, streaming and wanted)
-    chunk = min(_staged_rows(n, width, way), ROWS_PER_BLOCK)
+    chunk = _staged_rows(n, width, way)
     space = np.empty(5 * WIDTH, np.float64)
     stage = np.empty(chunk * n * width if way == STAGED else 1, np.uint8)
-    block = np.empty(2 * n if summing else 1, np.float64)
-    dgamma = pointer(block)
-    dbeta = pointer_at(address(dgamma) + 8 * n, dgamma)
-    sums_of_dbeta = pointer_at(address(sums) + 16 * n, sums)
-    for start in range(first, stop, ROWS_PER_BLOCK):
-        end_of_block = min(start + ROWS_PER_BLOCK, stop)
-        if summing:
-            block[:] = 0.0
-        for begin in range(start, end_of_block, chunk):
-            end = min(begin + chunk, end_of_block)
-            out, out_stride = address(dx) + begin * dx_stride, dx_stride
-            if way == STAGED:
-                out, out_stride = address(pointer(stage)), n * width
-            _backward_chunk(
-                dy, dy_stride, x, x_stride, begin, end, n, gamma, statistics, all_rows,
-                pointer(space), wanted, summing, dgamma, dbeta,
-                pointer_at(out, dx), out_stride, way == STREAMED,
-            )  # fmt: skip
-            if way == STAGED:
-                stream_bytes(address(dx) + begin * dx_stride, out, (end - begin) * n * width)
-        if summing:
-            add_compensated(sums, dgamma, n, start == first)
-            add_compensated(sums_of_dbeta, dbeta, n, start == first)
+    sums_of_dbeta = pointer_at(address(sums) + 8 * sums_size(n), sums)
+    for at in range(2 * sums_size(n) if summing else 0):
+        sums[at] = 0.0
+    for begin in range(first, stop, chunk):
+        end = min(begin + chunk, stop)
+        out, out_stride = address(dx) + begin * dx_stride, dx_stride
+        if way == STAGED:
+            out, out_stride = address(pointer(stage)), n * width
+        _backward_chunk(
+            dy, dy_stride, x, x_stride, begin, end, n, gamma, statistics, all_rows,
+            pointer(space), wanted, summing, sums, sums_of_dbeta,
+            pointer_at(out, dx), out_stride, way == STREAMED,
+        )  # fmt: skip
+        if way == STAGED:
+            stream_bytes(address(dx) + begin * dx_stride, out, (end - begin) * n * width)
     if streaming:
         fence()
 
@@ -578,16 +562,11 @@ def _backward_chunk(
 @_compiled
 def total_of_tiles(sums, tiles, n, which, out):
     """Write the sum over the tiles of dgamma, 0, or dbeta, 1, rounded once to the type of `out`."""
-    one, width = _one(), itemsize(out)
+    one, width, size = _one(), itemsize(out), sums_size(n)
     for col in range(0, n, WIDTH):
-        count = min(n - col, WIDTH)
         total, rest = one, one
         for tile in range(tiles):
-            at = 8 * (n * (4 * tile + 2 * which) + col)
-            added = load_some(sums, at, 0, count, one)
-            new = total + added
-            grown = new - total
-            rest = rest + ((total - (new - grown)) + (added - grown))
-            rest = rest + load_some(sums, at + 8 * n, 0, count, one)
-            total = new
-        store_some(out, col * width, 0, count, total + rest)
+            at = 8 * size * (2 * tile + which) + 16 * col
+            total, error = _two_sum(total, load(sums, at, 0, one))
+            rest = rest + (error + load(sums, at + 8 * WIDTH, 0, one))
+        store_some(out, col * width, 0, min(n - col, WIDTH), total + rest)

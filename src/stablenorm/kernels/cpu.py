@@ -94,7 +94,7 @@ def backward(
     tile_rows = max(-(-rows // tiles), 1)
     tile_rows += -tile_rows % _narrow.GROUP
     tiles = -(-rows // tile_rows)
-    sums = np.empty((tiles, 4, n) if summing else (1, 1, 1))
+    sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = _joined(statistics)
     job = _backward_job(dy.dtype, x.dtype)
@@ -115,12 +115,12 @@ def backward(
                 dx[block] = result
     for which, total in enumerate((dgamma, dbeta)):
         if total is not None:
-            _write_total(sums, tiles, which, total)
+            _write_total(sums, which, total)
 
 
-def _write_total(sums: Array, tiles: int, which: int, out: Array) -> None:
+def _write_total(sums: Array, which: int, out: Array) -> None:
     flat = out.reshape(-1)
-    _total_job(out.dtype)(sums, tiles, which, bits(flat))
+    _total_job(out.dtype)(sums, flat.size, which, bits(flat))
     if not np.may_share_memory(flat, out):
         out[...] = flat.reshape(out.shape)
 
@@ -252,10 +252,10 @@ def _total_job(dtype: np.dtype[Any]) -> Any:
     (element,) = elements(np.empty(0, dtype))
     stamp = STAMP
 
-    def total_job(sums, tiles, which, out):  # type: ignore[no-untyped-def]
+    def total_job(sums, n, which, out):  # type: ignore[no-untyped-def]
         if stamp == "":
             return
-        _narrow.total_of_tiles(pointer(sums), tiles, sums.shape[2], which, pointer(out))
+        _narrow.total_of_tiles(pointer(sums), len(sums), n, which, pointer(out))
 
     size = types.int64
     out = types.Array(element, 1, "A", aligned=False)

@@ -1,0 +1,324 @@
+"""`stablenorm bench`, the timing behind it, and the gates that the benchmarks judge by."""
+
+import gc
+import importlib
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stablenorm._bench as job
+from stablenorm import cli
+from stablenorm.analysis.timing import make_copy, measure_copy, measure_interleaved
+from stablenorm.backends import BACKENDS
+from stablenorm.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A copy of 64 KiB and two milliseconds a candidate: the command, not its figures."""
+    monkeypatch.setattr(job, "measure_copy", partial(measure_copy, nbytes=2**16))
+    monkeypatch.setattr(job, "_LIMIT", 0.002)
+
+
+# Of the timing: functions whose time, or whose order of calls, is known.
+
+
+def test_a_sleep_takes_at_least_as_long_as_it_sleeps():
+    timings = measure_interleaved(
+        {"long": lambda: time.sleep(0.02), "short": lambda: time.sleep(0.001)}, rounds=5
+    )
+    # A sleep never ends early; how late it ends is the system's affair.
+    assert timings["long"].median >= 0.0199
+    assert timings["short"].median >= 0.00099
+    for timing in timings.values():
+        assert timing.low <= timing.median <= timing.high
+        assert (timing.rounds, timing.calls) == (5, 1)
+    assert list(timings) == ["long", "short"]
+
+
+def test_candidates_take_turns_in_rotating_order():
+    calls = []
+    nap = partial(time.sleep, 0.001)
+    candidates = {name: (lambda name=name: (calls.append(name), nap())) for name in "abc"}
+    measure_interleaved(candidates, rounds=3, settle=0)
+    runs = [name for name, before in zip(calls, [None, *calls], strict=False) if name != before]
+    # First each is calibrated; then three rounds; neighbours of one name melt into one.
+    assert "".join(runs) == "abc" + "abc" + "bca" + "cab"
+
+
+def test_each_sample_is_warmed_up_by_calls_that_do_not_count():
+    """A first call after another candidate takes 30 times as long: it is in no sample."""
+    last = [None]
+
+    def cold(name):
+        time.sleep(0.0003 if last[0] == name else 0.01)
+        last[0] = name
+
+    timings = measure_interleaved(
+        {name: partial(cold, name) for name in "ab"}, rounds=5, settle=0, burst=1e-4
+    )
+    assert max(timing.low for timing in timings.values()) < 0.01
+
+
+def test_a_burst_has_as_many_calls_as_it_takes():
+    timing = measure_interleaved({"": lambda: None}, rounds=1, burst=1e-3)[""]
+    # Of a call of tens of nanoseconds a millisecond holds thousands, and not millions.
+    assert 100 < timing.calls < 1_000_000
+    assert 0 < timing.median < 1e-5
+
+
+def test_a_slow_call_at_first_does_not_make_bursts_of_one():
+    """Once: the second call met the threads of another library, and took 24 ms instead of 5 us."""
+    pauses = iter([0, 0.024])
+    timing = measure_interleaved({"": lambda: time.sleep(next(pauses, 0))}, rounds=1)[""]
+    assert timing.calls > 1
+
+
+def test_a_limit_ends_it_after_the_least_rounds():
+    nap = {"nap": partial(time.sleep, 0.001)}
+    assert measure_interleaved(nap, rounds=50, least=2, limit=0)["nap"].rounds == 2
+    with pytest.raises(ValueError, match="least must be >= 1, got 0"):
+        measure_interleaved(nap, least=0)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_the_collector_is_off_meanwhile_and_then_as_before(was_on):
+    seen = []
+
+    def fail():
+        seen.append(gc.isenabled())
+        if len(seen) > 2:
+            raise RuntimeError
+
+    try:
+        (gc.enable if was_on else gc.disable)()
+        with pytest.raises(RuntimeError):
+            measure_interleaved({"": fail})
+        assert gc.isenabled() == was_on
+    finally:
+        gc.enable()
+    assert seen == [False, False, False]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_copy_copies_all_of_it(threads):
+    source, target = np.arange(5, dtype=np.float32), np.zeros(5, np.float32)
+    make_copy(source, target, threads)()
+    np.testing.assert_array_equal(target, source)
+
+
+# Of the command.
+
+
+def run(capsys, *arguments, status=0):
+    assert main(["bench", *map(str, arguments)]) == status
+    return capsys.readouterr()
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_table_a_file_and_a_picture(capsys):
+    shown = run(
+        capsys, "--shape", 2, 3, 8, "--shape", 16, "--dtype", "float32", "--dtype", "bfloat16",
+        "--json", "r.json", "--plot", "r.png",
+    )  # fmt: skip
+    assert shown.err == ""
+    for word in ("2 x 3 x 8", "16", "bfloat16", "backward", "out=", "GB/s", *BACKENDS):
+        assert word in shown.out
+    held = json.loads(Path("r.json").read_text())
+    # Shapes, dtypes, directions, and fresh or out=.
+    assert len(held["rows"]) == 2 * 2 * 2 * 2 * len(BACKENDS)
+    for row in held["rows"]:
+        nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
+        nbytes *= 2 if row["dtype"] == "bfloat16" else 4
+        assert row["bytes_a_second"] == pytest.approx(nbytes / row["seconds"])
+        assert row["of_copy"] == pytest.approx(row["bytes_a_second"] / held["copy_bytes_a_second"])
+        assert row["quartiles"][0] <= row["seconds"] <= row["quartiles"][1]
+    assert Path("r.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_backend_every_dtype(capsys, dtype, backend):
+    shown = run(capsys, "--shape", 4, 5, "--dtype", dtype, "--backend", backend)
+    assert shown.out.count(f" {backend} ") == 4
+
+
+@pytest.mark.usefixtures("quick")
+def test_threads_are_what_was_asked_for(capsys):
+    before = job.use_threads(None)
+    try:
+        assert "3 threads" in run(capsys, "--shape", 4, 5, "--threads", 3).out
+    finally:
+        job.use_threads(before)
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.usefixtures("quick")
+def test_a_narrow_terminal(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run(capsys, "--shape", 4, 5).out
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.split().count("backward") >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape", 3, 0], "--shape must be of lengths >= 1, got 3 0"),
+        (["--shape", 10**6, 10**6], "--shape must fit in memory, got 1000000 1000000, which takes"),
+        (["--shape", "a"], "--shape: invalid int value: 'a'; see stablenorm bench --help"),
+        (["--shape", 1, "--threads", 0], "--threads must be >= 1, got 0"),
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--backend", "fast"], "invalid choice: 'fast'"),
+        (["--json", "r.txt"], "--json must be a .json file, got r.txt"),
+        (["--plot", "nowhere/r.png"], "--plot must be in an existing directory"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(capsys, arguments, message):
+    shown = run(capsys, *arguments, status=2)
+    assert message in shown.err
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert not list(Path().iterdir())
+
+
+def test_plot_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    shown = run(capsys, "--plot", "r.png", status=2)
+    assert 'pip install "stablenorm[plot]"' in shown.err
+
+
+@pytest.mark.parametrize("output", ["y", "dx", "dgamma", "dbeta"])
+@pytest.mark.usefixtures("quick")
+def test_backends_that_differ_are_not_timed(capsys, monkeypatch, output):
+    """One element off by three units in the last place, in the second of two backends."""
+    wrong = job.layer_norm_forward, job.layer_norm_backward
+
+    def off(array):
+        array.flat[0] += 3 * np.spacing(array.flat[0])
+        return array
+
+    def forward(*arguments, backend, **rest):
+        y, cache = wrong[0](*arguments, backend="numpy", **rest)
+        if backend == "other":
+            cache = cache._replace(backend="other")
+            y = off(y) if output == "y" else y
+        return y, cache
+
+    def backward(dy, cache, **rest):
+        gradients = wrong[1](dy, cache._replace(backend="numpy"), **rest)
+        if cache.backend == "other" and output != "y":
+            off(getattr(gradients, output))
+        return gradients
+
+    monkeypatch.setattr(job, "layer_norm_forward", forward)
+    monkeypatch.setattr(job, "layer_norm_backward", backward)
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["numpy"])
+    shown = run(capsys, "--shape", 4, 5, "--backend", "numpy", "--backend", "other", status=1)
+    assert f"got different {output} of other and of numpy for (4, 5) float32" in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
+    def without(name):
+        if name == "numba":
+            msg = 'Numba is needed for backend="numba": pip install numba'
+            raise ImportError(msg)
+        return name
+
+    monkeypatch.setattr(job, "choose", without)
+    monkeypatch.setattr(cli, "choose", without)
+    assert job.usable_backends() == [name for name in BACKENDS if name != "numba"]
+    shown = run(capsys, "--backend", "numba", status=2)
+    assert shown.err == 'stablenorm: Numba is needed for backend="numba": pip install numba\n'
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--help"])
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for words in ("examples:", "how to read it:", "exit status:"):
+        assert words in shown
+
+
+# Of the gates: figures that just pass, and one that just fails.
+
+
+@pytest.fixture
+def bench_modules(monkeypatch):
+    """The scripts beside the package, which import one another by their bare names."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+    before = set(sys.modules)
+    yield importlib.import_module("cases"), importlib.import_module("gates")
+    for name in set(sys.modules) - before:
+        if name in ("agreement", "cases", "gates", "peers"):
+            del sys.modules[name]
+
+
+def invented(cases, slow=1.0):
+    """A run of round figures: PyTorch 2, plain NumPy 10 times as slow; ours as fast as a copy."""
+    seconds = {"PyTorch": 2.0, "plain NumPy": 10.0, "PyTorch F.layer_norm": 1.0}
+    records = []
+    for case in cases.make_cases(smoke=False):
+        dtypes = job.DTYPES if case.dtype == "all" else (case.dtype,)
+        for dtype in dtypes:
+            for direction in job.PASSES:
+                for name in (*seconds, cases.OURS, cases.OURS_OUT, cases.CALL):
+                    time_ = seconds.get(name, slow)
+                    # speed and copy; float64 may be half as fast.
+                    speed = (0.9 if dtype != "float64" else 0.5) / slow
+                    records.append(
+                        cases.Record(
+                            case.suite, case.shape, dtype, direction, name,
+                            time_, time_, time_, 9, speed, 1.0,
+                        )
+                    )  # fmt: skip
+    return records
+
+
+def test_gates_are_met_by_figures_at_the_bound(bench_modules):
+    cases, gates = bench_modules
+    assert [g.requirement for g in gates.check_gates(invented(cases)) if not g.met] == []
+
+
+def test_gates_that_compare_are_not_met_by_a_slower_run(bench_modules):
+    cases, gates = bench_modules
+    verdicts = {g.requirement: g.verdict for g in gates.check_gates(invented(cases, slow=1.01))}
+    failed = [text for text, verdict in verdicts.items() if verdict == "NOT MET"]
+    # Forward and backward: PyTorch, plain NumPy, the copy, float64; and two of three overheads.
+    assert len(failed) == 2 * 4 + 2
+    # Relative to itself nothing changed.
+    assert {verdicts[text] for text in verdicts if "flat" in text or "cliff" in text} == {"met"}
+
+
+@pytest.mark.parametrize(
+    ("n", "times", "word"), [(4096, 1.3, "flat"), (8, 2.1, "cliff"), (64, 1.3, "flat")]
+)
+def test_one_slow_length_is_seen(bench_modules, n, times, word):
+    cases, gates = bench_modules
+    records = [
+        record._replace(seconds=record.seconds * times)
+        if (record.suite, record.shape[-1], record.candidate) == ("n", n, cases.OURS_OUT)
+        else record
+        for record in invented(cases)
+    ]
+    failed = [g for g in gates.check_gates(records) if g.met is False]
+    assert len(failed) == 2
+    assert all(word in g.requirement and f"n = {n}" in g.figure for g in failed)
+
+
+def test_what_was_not_measured_is_not_met(bench_modules):
+    _, gates = bench_modules
+    assert {gate.verdict for gate in gates.check_gates([])} == {"not measured"}
