@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
-_SCALARS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+_SCALARS = frozenset((np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
 
 class Gradients(NamedTuple):
@@ -74,4 +74,7 @@ def check_dtype(name: str, array: Array) -> None:
 
 def any_float64(*arrays: Any) -> bool:
     """Tell whether one of `arrays` (None aside) calls for more than float64 arithmetic."""
-    return any(array is not None and array.dtype.type is np.float64 for array in arrays)
+    for array in arrays:  # not any(...): a generator costs as much as a small layer norm
+        if array is not None and array.dtype.type is np.float64:
+            return True
+    return False

@@ -17,10 +17,12 @@ from stablenorm._shapes import (
     same_elements,
     show_axes,
 )
+from stablenorm._threads import SMALL
 from stablenorm._types import Array, Cache, Gradients, Statistics, check_dtype
 from stablenorm.backends import BACKENDS, choose
 
 _NAMES = ("x", "gamma", "beta")
+_FLOAT32 = np.dtype(np.float32)
 
 
 def layer_norm(
@@ -89,6 +91,8 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
+    if out is None and backend is None and _is_plain(x, gamma, beta, eps, axis):
+        return _forward_plain(x, gamma, beta, eps)[0]  # type: ignore[arg-type]  # all are arrays
     y, _ = _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)
     return y
 
@@ -153,6 +157,10 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
+    if out is None and backend is None and _is_plain(x, gamma, beta, eps, axis):
+        y, numbers, name = _forward_plain(x, gamma, beta, eps)  # type: ignore[arg-type]
+        statistics = Statistics(numbers[0], numbers[1], numbers[2])
+        return y, Cache(x, gamma, _FLOAT32, (x.ndim - 1,), statistics, name)  # type: ignore[arg-type, union-attr]
     return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
 
 
@@ -233,6 +241,39 @@ def layer_norm_backward(
     return gradients
 
 
+def _is_plain(x: Any, gamma: Any, beta: Any, eps: Any, axis: Any) -> bool:
+    """
+    Tell whether the arguments are what most calls have: then nothing needs checking again.
+
+    The general path takes 3 microseconds more, as much as a layer norm of 64 elements in all.
+    """
+    return (
+        axis == -1
+        and type(x) is type(gamma) is type(beta) is np.ndarray
+        and x.dtype == gamma.dtype == beta.dtype == _FLOAT32
+        and type(eps) is float
+        and 0.0 <= eps < math.inf
+        and x.ndim > 0
+        and x.flags.c_contiguous
+        and 0 < x.shape[-1] == gamma.size == beta.size
+        and gamma.ndim == beta.ndim == 1
+    )
+
+
+def _forward_plain(x: Array, gamma: Array, beta: Array, eps: float) -> tuple[Array, Any, str]:
+    """Return y, the mean, its rest and rstd of each row, and the name of the backend."""
+    name = choose(None)
+    backend = BACKENDS[name]
+    y = np.empty(x.shape, _FLOAT32)
+    if x.ndim != 2:
+        shape = -1, gamma.size
+        x, rows = x.reshape(shape), y.reshape(shape)
+    else:
+        rows = y
+    forward = backend.forward_small if x.size < SMALL else backend.forward
+    return y, forward(x, gamma, beta, eps, rows), name
+
+
 def _forward(
     x: ArrayLike,
     gamma: ArrayLike | None,
@@ -254,9 +295,8 @@ def _forward(
         y = np.empty(x.shape, x.dtype)
     else:
         y = _out("out", out, x.shape, x.dtype)
-        if not (in_place and same_elements(y, x)):
-            _refuse_overlap("out", y, {"x": x})
-        _refuse_overlap("out", y, {"gamma": gamma, "beta": beta})
+        kept = {} if in_place and same_elements(y, x) else {"x": x}
+        _refuse_overlap("out", y, {**kept, "gamma": gamma, "beta": beta})
     statistics: Statistics = BACKENDS[name].forward(
         as_rows(x, axes), gamma, beta, eps, as_rows(y, axes)
     )
@@ -264,6 +304,9 @@ def _forward(
 
 
 def _array(name: str, value: ArrayLike) -> Array:
+    if type(value) is np.ndarray:
+        check_dtype(name, value)
+        return value
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
@@ -288,6 +331,8 @@ def _parameter(
 
 
 def _eps(eps: Any) -> float:
+    if type(eps) is float and 0.0 <= eps < math.inf:
+        return eps
     try:
         value = float(eps)
     except (TypeError, ValueError):

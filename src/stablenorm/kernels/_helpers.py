@@ -41,7 +41,7 @@ _TURNS = 2000
 _APART = 16
 
 # Tickets of a job that nobody shares.
-_ALONE = np.zeros(1, np.int64)
+ALONE = np.zeros(1, np.int64)
 
 
 @njit(error_model="numpy")
@@ -149,7 +149,7 @@ def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -
     helpers = min(get_num_threads(), tiles) - 1
     crew = _crew
     if helpers < 1 or not crew.lent.acquire(blocking=False):
-        function(*arguments, _ALONE, tiles)
+        function(*arguments, ALONE, tiles)
         return
     try:
         tickets = np.zeros(2 * _APART, np.int64)

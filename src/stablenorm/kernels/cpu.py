@@ -17,6 +17,7 @@ import numpy as np
 from numba import types
 
 from stablenorm import reference
+from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _narrow
 from stablenorm.kernels._compiling import (
@@ -28,18 +29,15 @@ from stablenorm.kernels._compiling import (
     matrix_out,
     vector,
 )
-from stablenorm.kernels._helpers import finish, run, take
+from stablenorm.kernels._helpers import ALONE, finish, run, take
 from stablenorm.kernels._vectors import pointer
 
 _FLOAT32 = np.dtype(np.float32)
 
+
 # Elements of a tile of the forward: 4 microseconds of work, so that the last tile of a small
 # input does not leave a thread waiting, and taking one (20 ns) is nothing.
 _FORWARD_TILE = 1 << 14
-
-# Fewer elements than this stay on the calling thread: about 15 microseconds of work, where
-# waking a helper can take 20.
-_SHARED_FROM = 1 << 16
 
 # Tiles of the backward: each has its own four vectors of sums. At most 64, and as few as 8 where
 # rows are long, keeps these within a few MB.
@@ -57,24 +55,41 @@ def forward(
     if any_float64(x, gamma, beta):
         return reference.forward(x, gamma, beta, eps, y)
     rows, n = x.shape
-    statistics = np.empty((3, rows))
+    numbers = np.empty((3, rows))
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
     job = _forward_job(x.dtype)
-    tile_rows = _rows_per_tile(_FORWARD_TILE, n)
-    if _has_contiguous_rows(x) and _has_contiguous_rows(y):
-        tiles = -(-rows // tile_rows) if x.size >= _SHARED_FROM else 1
-        if tiles == 1:
-            tile_rows = rows
-        streaming = y.nbytes >= _streamed_from() and not np.may_share_memory(x, y)
-        run(job, (bits(x), scale, shift, eps, bits(y), statistics, tile_rows, streaming), tiles)
+    if not (_has_contiguous_rows(x) and _has_contiguous_rows(y)):
+        _forward_blocks(job, x, scale, shift, eps, y, numbers)
+    elif rows * n < SMALL:
+        job(bits(x), scale, shift, eps, bits(y), numbers, rows, False, ALONE, 1)
     else:
-        for block in _blocks(rows, n, tile_rows):
-            part, result = np.ascontiguousarray(x[block]), np.empty((block.stop - block.start, n), x.dtype)
-            tiles = -(-len(part) // tile_rows)
-            arguments = (bits(part), scale, shift, eps, bits(result), statistics[:, block])
-            run(job, (*arguments, tile_rows, False), tiles)
-            y[block] = result
-    return Statistics(*statistics)
+        tile_rows = _rows_per_tile(_FORWARD_TILE, n)
+        streaming = y.nbytes >= _streamed_from() and not np.may_share_memory(x, y)
+        arguments = (bits(x), scale, shift, eps, bits(y), numbers, tile_rows, streaming)
+        run(job, arguments, -(-rows // tile_rows))
+    return Statistics(numbers[0], numbers[1], numbers[2])
+
+
+def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Array:
+    """Do what `forward` does for few float32, all contiguous; return the statistics as one array."""
+    rows = len(x)
+    numbers = np.empty((3, rows))
+    _forward_job(_FLOAT32)(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
+    return numbers
+
+
+def _forward_blocks(
+    job: Any, x: Any, gamma: Array, beta: Array, eps: float, y: Any, numbers: Array
+) -> None:
+    """Run `job` on contiguous copies of a few tiles at a time."""
+    rows, n = x.shape
+    tile_rows = _rows_per_tile(_FORWARD_TILE, n)
+    for block in _blocks(rows, n, tile_rows):
+        part = np.ascontiguousarray(x[block])
+        result = np.empty_like(part)
+        arguments = (bits(part), gamma, beta, eps, bits(result), numbers[:, block])
+        run(job, (*arguments, tile_rows, False), -(-len(part) // tile_rows))
+        y[block] = result
 
 
 def backward(
@@ -98,7 +113,7 @@ def backward(
     scale = _parameter(gamma, n, 1.0)
     numbers = _joined(statistics)
     job = _backward_job(dy.dtype, x.dtype)
-    if all(map(_has_contiguous_rows, (dy, x, target))):
+    if _has_contiguous_rows(dy) and _has_contiguous_rows(x) and _has_contiguous_rows(target):
         streaming = wanted and target.nbytes >= _streamed_from()
         streaming = streaming and not np.may_share_memory(dy, target)
         arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
@@ -119,9 +134,9 @@ def backward(
 
 
 def _write_total(sums: Array, which: int, out: Array) -> None:
-    flat = out.reshape(-1)
-    _total_job(out.dtype)(sums, flat.size, which, bits(flat))
-    if not np.may_share_memory(flat, out):
+    flat = out if out.ndim == 1 and out.flags.c_contiguous else np.empty(out.size, out.dtype)
+    _total_job(out.dtype)(sums, out.size, which, bits(flat))
+    if flat is not out:
         out[...] = flat.reshape(out.shape)
 
 
@@ -143,7 +158,7 @@ def _streamed_from() -> int:
 
 def _has_contiguous_rows(array: Any) -> bool:
     return isinstance(array, np.ndarray) and (
-        array.strides[1] == array.itemsize or array.shape[1] == 1
+        array.flags.c_contiguous or array.strides[1] == array.itemsize or array.shape[1] == 1
     )
 
 
