@@ -1,13 +1,25 @@
-"""How many threads a call may use: one number for the process."""
+"""How many threads a call may use: one number for the process; and what a fork waits for."""
 
 import operator
 import os
+import threading
 
 # Fewer elements than this stay on the calling thread: about 15 microseconds of work, where waking
 # another thread can take 20.
 SMALL = 1 << 16
 
 _chosen: int | None = None
+
+# Held while Numba is imported or compiles. A child forked in the middle of that, by another
+# thread, would wait for Numba's own locks for ever; so the fork waits.
+starting = threading.RLock()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=starting.acquire,
+        after_in_parent=starting.release,
+        after_in_child=starting.release,
+    )
 
 
 def set_num_threads(count: int) -> None:

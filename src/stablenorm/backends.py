@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from stablenorm import reference
+from stablenorm._threads import get_num_threads, starting
 from stablenorm._types import Array, Gradients, Statistics
 
 
@@ -42,7 +43,8 @@ def _numba_backward(
 
 def _load_numba() -> None:
     # Half a second, so not before it is needed.
-    cpu = importlib.import_module("stablenorm.kernels.cpu")
+    with starting:
+        cpu = importlib.import_module("stablenorm.kernels.cpu")
     BACKENDS["numba"] = Backend(cpu.forward, cpu.backward, cpu.forward_small)
 
 
@@ -55,6 +57,8 @@ BACKENDS = {
 @functools.cache
 def _why_not_numba() -> str | None:
     """Say what keeps the compiled kernels from being loaded."""
+    # A NUMBA_NUM_THREADS that is no number is the user's error, not Numba's: raised here.
+    get_num_threads()
     try:
         _load_numba()
     except Exception as error:  # noqa: BLE001  # a broken Numba raises whatever it likes

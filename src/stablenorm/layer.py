@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm._types import Array, Cache, check_dtype
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.workspace import Workspace
 
 
 class LayerNorm:
@@ -30,6 +31,9 @@ class LayerNorm:
         Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
     dtype : dtype, default: float32
         Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
+    workspace : Workspace, optional
+        Where y and dx come from, so that a loop does not allocate them anew each time; layers
+        may share one. Default: they are ordinary arrays.
 
     Attributes
     ----------
@@ -65,6 +69,7 @@ class LayerNorm:
         gamma: bool = True,
         beta: bool = True,
         dtype: DTypeLike = np.float32,
+        workspace: Workspace | None = None,
     ) -> None:
         lengths = _lengths(shape)
         ones = np.ones(lengths, _dtype(dtype))
@@ -72,6 +77,7 @@ class LayerNorm:
         self.shape = lengths
         self.eps = eps
         self.axis = axis
+        self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
             self.parameters["gamma"] = ones
@@ -87,7 +93,9 @@ class LayerNorm:
     def forward(self, x: ArrayLike) -> Array:
         """Return the normalized `x`, and remember what `backward` needs."""
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
-        y, cache = layer_norm_forward(x, gamma, beta, self.eps, axis=self.axis)
+        y, cache = layer_norm_forward(
+            x, gamma, beta, self.eps, axis=self.axis, out=self._room_for(x)
+        )
         lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
         if lengths != self.shape:
             msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"
@@ -100,13 +108,20 @@ class LayerNorm:
         if self._cache is None:
             msg = "backward needs a forward before it, got none; call forward(x) first"
             raise ValueError(msg)
-        dx, dgamma, dbeta = layer_norm_backward(dy, self._cache)
+        room = self._room_for(self._cache.x)
+        dx, dgamma, dbeta = layer_norm_backward(dy, self._cache, out=(room, None, None))
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         if dx is None:
             msg = "dx was asked for"
             raise RuntimeError(msg)
         return dx
+
+    def _room_for(self, like: Any) -> Array | None:
+        # What is no array, or one of objects, is for the function to convert or to refuse.
+        if self.workspace is None or not isinstance(like, np.ndarray) or like.dtype.hasobject:
+            return None
+        return self.workspace.empty_like(like)
 
 
 def _lengths(shape: Any) -> tuple[int, ...]:

@@ -9,7 +9,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
+from numba.core.registry import cpu_target
+
+from stablenorm._threads import starting
+
+if config.DISABLE_JIT:
+    # The kernels exist as machine code only.
+    msg = "NUMBA_DISABLE_JIT switches its compiler off; unset it"
+    raise ImportError(msg)
 
 # How the kernels are told the element type: 16-bit types by the integers that hold their bits.
 ELEMENTS = {
@@ -43,12 +51,35 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
+    # Files of its own for each signature and processor. Of an index that they shared, processes
+    # that start at the same time would each write their own version, and a later one might be
+    # led to the machine code of other types, or of another processor.
+    codegen = cpu_target.target_context.codegen()
+    key = repr((str(signature), codegen.magic_tuple()))
+    function.__qualname__ = f"{function.__name__}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    with starting:
+        try:
+            dispatcher = njit(cache=True, **options)(function)
+            _compile_or_load(dispatcher, signature)
+        except Exception:  # noqa: BLE001  # whatever a forbidden cache raises
+            # An error of the function itself comes again, here.
+            dispatcher = njit(**options)(function)
+            dispatcher.compile(signature)
+        dispatcher.disable_compile()
+    return dispatcher
+
+
+def _compile_or_load(dispatcher: Any, signature: Any) -> None:
     try:
-        return njit(signature, cache=True, **options)(function)
-    except Exception:  # noqa: BLE001  # whatever a damaged or forbidden cache raises
-        # An error of the function itself comes again, here.
-        return njit(signature, **options)(function)
+        dispatcher.compile(signature)
+    except Exception:  # noqa: BLE001  # whatever damaged files raise
+        # Compiled, and only not written, to a full disk say: as good for this process.
+        if dispatcher.signatures:
+            return
+        # Damaged files: forgotten by this, and written anew.
+        dispatcher.recompile()
+        dispatcher.compile(signature)
 
 
 def elements(*arrays: Any) -> tuple[Any, ...]:

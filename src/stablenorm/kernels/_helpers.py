@@ -27,9 +27,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import int64, njit, void
+from numba import njit, types
 
 from stablenorm._threads import get_num_threads
+from stablenorm.kernels._compiling import STAMP, compiled
 from stablenorm.kernels._memory import add_atomically, pause, read_atomically
 from stablenorm.kernels._vectors import address, pointer, pointer_at
 
@@ -60,32 +61,45 @@ def finish(tickets):
         add_atomically(pointer_at(address(counter) + 8 * _APART, counter), 1)
 
 
-@njit(int64(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
-def _close(tickets, tiles):
-    """Let no more tiles be taken; return how many were."""
-    return min(add_atomically(pointer(tickets), tiles), tiles)
+def _settling() -> Callable[..., Any]:
+    stamp = STAMP
+
+    def settle(tickets, tiles):  # type: ignore[no-untyped-def]
+        """Let no more tiles be taken; return how many of those taken are not done after a while."""
+        if stamp == "":
+            return 0
+        counter = pointer(tickets)
+        done = pointer_at(address(counter) + 8 * _APART, counter)
+        # May be called again: only the first time, this is the number taken.
+        if tickets[2 * _APART] == 0:
+            tickets[2 * _APART] = 1 + min(add_atomically(counter, tiles), tiles)
+        taken = tickets[2 * _APART] - 1
+        for _ in range(_TURNS):
+            if read_atomically(done) == taken:
+                break
+            pause()
+        return taken - read_atomically(done)
+
+    return compiled(settle, types.int64(types.int64[::1], types.int64))
 
 
-@njit(int64(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
-def _wait(tickets, taken):
-    """Return how many of the tiles taken are not done after a while."""
-    counter = pointer(tickets)
-    done = pointer_at(address(counter) + 8 * _APART, counter)
-    for _ in range(_TURNS):
-        if read_atomically(done) == taken:
-            break
-        pause()
-    return taken - read_atomically(done)
+def _spinning() -> Callable[..., Any]:
+    stamp = STAMP
 
-
-@njit(void(int64[::1], int64), nogil=True, error_model="numpy", cache=True)
-def _spin(bell, heard):
-    """Wait a little for `bell` to exceed `heard`."""
-    counter = pointer(bell)
-    for _ in range(_TURNS):
-        if read_atomically(counter) > heard:
+    def spin(bell, heard):  # type: ignore[no-untyped-def]
+        """Wait a little for `bell` to exceed `heard`."""
+        if stamp == "":
             return
-        pause()
+        counter = pointer(bell)
+        for _ in range(_TURNS):
+            if read_atomically(counter) > heard:
+                return
+            pause()
+
+    return compiled(spin, types.void(types.int64[::1], types.int64))
+
+
+_settle, _spin = _settling(), _spinning()
 
 
 class _Helper:
@@ -106,19 +120,33 @@ class _Helper:
         heard = 0
         while True:
             _spin(self._bell, heard)
-            function, arguments = self._jobs.get()
+            function, arguments, failures = self._jobs.get()
             heard += 1
-            function(*arguments)
+            try:
+                function(*arguments)
+            except Exception as error:  # noqa: BLE001  # no memory, say; the caller raises it
+                failures.append(error)
             # Arrays of the caller must not live until the next job.
-            del function, arguments
+            del function, arguments, failures
 
 
 class _Crew:
     """The helpers of this process, lent to one call at a time."""
 
     def __init__(self) -> None:
-        self.lent = threading.Lock()
+        self._borrower: dict[str, object] = {}
         self._helpers: list[_Helper] = []
+
+    def lend(self, call: object) -> bool:
+        """Lend the helpers to `call`, if nobody has them."""
+        # Atomic; and unlike a lock, it says who has them, so that a KeyboardInterrupt the moment
+        # after does not leave them lent for good.
+        return self._borrower.setdefault("call", call) is call
+
+    def give_back(self, call: object) -> None:
+        """Take them back, if they were lent to `call`."""
+        if self._borrower.get("call") is call:
+            del self._borrower["call"]
 
     def post(self, job: Any, count: int) -> None:
         try:
@@ -147,20 +175,43 @@ if hasattr(os, "register_at_fork"):
 def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -> None:
     """Run ``function(*arguments, tickets, tiles)`` on this thread and, with tiles to share, more."""
     helpers = min(get_num_threads(), tiles) - 1
-    crew = _crew
-    if helpers < 1 or not crew.lent.acquire(blocking=False):
+    if helpers < 1:
         function(*arguments, ALONE, tiles)
         return
+    crew, tickets = _crew, np.zeros(3 * _APART, np.int64)
     try:
-        tickets = np.zeros(2 * _APART, np.int64)
+        if not crew.lend(tickets):
+            function(*arguments, ALONE, tiles)
+            return
         shared = (*arguments, tickets, tiles)
+        failures: list[Exception] = []
         try:
-            crew.post((function, shared), helpers)
+            crew.post((function, shared, failures), helpers)
             function(*shared)
+        except Exception as error:
+            failures.append(error)
+            raise
         finally:
-            # Nobody may still be writing when this returns, or raises KeyboardInterrupt.
-            taken = _close(tickets, tiles)
-            while _wait(tickets, taken):
-                time.sleep(0)
+            _wait(tickets, tiles, failures)
+        if failures:
+            raise failures[0]
     finally:
-        crew.lent.release()
+        crew.give_back(tickets)
+
+
+def _wait(tickets: Any, tiles: int, failures: list[Exception]) -> None:
+    """
+    Return when nobody writes any more; a KeyboardInterrupt has to wait for that, too.
+
+    Who failed has left a tile undone: that many are not waited for.
+    """
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            while _settle(tickets, tiles) > len(failures):
+                time.sleep(0)
+            break
+        except BaseException as error:  # noqa: BLE001  # whatever a signal handler raises
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

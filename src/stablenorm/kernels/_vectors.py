@@ -258,6 +258,32 @@ def row_totals(_typing: Any, v: Any, to: Any) -> Any:
     return types.none(v, to), generate
 
 
+def _swapping(distance: int) -> Any:
+    @intrinsic
+    def swapped(_typing: Any, v: Any) -> Any:
+        def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            count = WIDTH * sig.args[0].rows
+            return _shuffle(builder, args[0], [lane ^ distance for lane in range(count)])
+
+        return v(v), generate
+
+    return swapped
+
+
+# Lanes exchanged over a distance of 4, 2, 1: added up, all lanes of a row hold their sum.
+SWAPPED = {distance: _swapping(distance) for distance in (4, 2, 1)}
+
+
+@intrinsic
+def first_lane(_typing: Any, v: Any) -> Any:
+    """Return the first lane as a float64."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.extract_element(args[0], ir.Constant(_I32, 0))
+
+    return types.float64(v), generate
+
+
 @intrinsic
 def sum_rows(_typing: Any, v: Any) -> Any:
     """Return the eight lanes summed over the rows, by pairs."""

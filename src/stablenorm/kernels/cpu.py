@@ -2,24 +2,21 @@
 `reference.forward` and `reference.backward` for NumPy arrays, compiled by Numba.
 
 Rows are dealt out in tiles whose number and bounds depend on the shape alone, so that no bit
-depends on the number of threads. What the compiled kernels do not take goes to the reference:
-a float64 gamma or dy beside narrower x, say.
+depends on the number of threads. This module is about float16, bfloat16 and float32; `_float64`
+is its other half.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numba import types
 
-from stablenorm import reference
 from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
-from stablenorm.kernels import _narrow
+from stablenorm.kernels import _float64, _narrow
 from stablenorm.kernels._compiling import (
     STAMP,
     bits,
@@ -30,22 +27,17 @@ from stablenorm.kernels._compiling import (
     vector,
 )
 from stablenorm.kernels._helpers import ALONE, finish, run, take
+from stablenorm.kernels._tiles import (
+    backward_rows,
+    blocks,
+    forward_rows,
+    has_contiguous_rows,
+    past_caches,
+)
+from stablenorm.kernels._totals import write_total
 from stablenorm.kernels._vectors import pointer
 
 _FLOAT32 = np.dtype(np.float32)
-
-
-# Elements of a tile of the forward: 4 microseconds of work, so that the last tile of a small
-# input does not leave a thread waiting, and taking one (20 ns) is nothing.
-_FORWARD_TILE = 1 << 14
-
-# Tiles of the backward: each has its own four vectors of sums. At most 64, and as few as 8 where
-# rows are long, keeps these within a few MB.
-_BACKWARD_TILE = 1 << 16
-_MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
-
-# Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
-_GATHERED = 1 << 18
 
 
 def forward(
@@ -53,19 +45,18 @@ def forward(
 ) -> Statistics:
     """Do what `reference.forward` does."""
     if any_float64(x, gamma, beta):
-        return reference.forward(x, gamma, beta, eps, y)
+        return _float64.forward(x, gamma, beta, eps, y)
     rows, n = x.shape
     numbers = np.empty((3, rows))
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
     job = _forward_job(x.dtype)
-    if not (_has_contiguous_rows(x) and _has_contiguous_rows(y)):
+    if not (has_contiguous_rows(x) and has_contiguous_rows(y)):
         _forward_blocks(job, x, scale, shift, eps, y, numbers)
     elif rows * n < SMALL:
         job(bits(x), scale, shift, eps, bits(y), numbers, rows, False, ALONE, 1)
     else:
-        tile_rows = _rows_per_tile(_FORWARD_TILE, n)
-        streaming = y.nbytes >= _streamed_from() and not np.may_share_memory(x, y)
-        arguments = (bits(x), scale, shift, eps, bits(y), numbers, tile_rows, streaming)
+        tile_rows = forward_rows(n)
+        arguments = (bits(x), scale, shift, eps, bits(y), numbers, tile_rows, past_caches(y, x))
         run(job, arguments, -(-rows // tile_rows))
     return Statistics(numbers[0], numbers[1], numbers[2])
 
@@ -83,8 +74,8 @@ def _forward_blocks(
 ) -> None:
     """Run `job` on contiguous copies of a few tiles at a time."""
     rows, n = x.shape
-    tile_rows = _rows_per_tile(_FORWARD_TILE, n)
-    for block in _blocks(rows, n, tile_rows):
+    tile_rows = forward_rows(n)
+    for block in blocks(rows, n, tile_rows):
         part = np.ascontiguousarray(x[block])
         result = np.empty_like(part)
         arguments = (bits(part), gamma, beta, eps, bits(result), numbers[:, block])
@@ -97,29 +88,24 @@ def backward(
 ) -> None:
     """Do what `reference.backward` does."""
     if statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out):
-        reference.backward(dy, x, gamma, statistics, out)
+        _float64.backward(dy, x, gamma, statistics, out)
         return
     rows, n = x.shape
     dx, dgamma, dbeta = out
     wanted, summing = dx is not None, dgamma is not None or dbeta is not None
     target = np.empty((1, 1), x.dtype) if dx is None else dx
-    tiles = min(
-        max(rows * n // _BACKWARD_TILE, 1), max(min(_SUMS // n, _MOST_TILES), _FEWEST_TILES)
-    )
-    tile_rows = max(-(-rows // tiles), 1)
-    tile_rows += -tile_rows % _narrow.GROUP
+    tile_rows = backward_rows(rows, n)
     tiles = -(-rows // tile_rows)
     sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = _joined(statistics)
     job = _backward_job(dy.dtype, x.dtype)
-    if _has_contiguous_rows(dy) and _has_contiguous_rows(x) and _has_contiguous_rows(target):
-        streaming = wanted and target.nbytes >= _streamed_from()
-        streaming = streaming and not np.may_share_memory(dy, target)
+    if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
+        streaming = wanted and past_caches(target, dy)
         arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
         run(job, (*arguments, tile_rows, wanted, summing, streaming), tiles)
     else:
-        for block in _blocks(rows, n, tile_rows):
+        for block in blocks(rows, n, tile_rows):
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
             result = np.empty_like(parts[1]) if wanted else target
             first, last = block.start // tile_rows, -(-block.stop // tile_rows)
@@ -130,36 +116,7 @@ def backward(
                 dx[block] = result
     for which, total in enumerate((dgamma, dbeta)):
         if total is not None:
-            _write_total(sums, which, total)
-
-
-def _write_total(sums: Array, which: int, out: Array) -> None:
-    flat = out if out.ndim == 1 and out.flags.c_contiguous else np.empty(out.size, out.dtype)
-    _total_job(out.dtype)(sums, out.size, which, bits(flat))
-    if flat is not out:
-        out[...] = flat.reshape(out.shape)
-
-
-@functools.cache
-def _streamed_from() -> int:
-    """
-    Return from how many bytes on results go past the caches.
-
-    Half of the last-level cache: a smaller result is likely to be read from there by whatever
-    comes next.
-    """
-    try:
-        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        size = 0
-    # Where the system does not tell: 32 MiB.
-    return (size if size > 0 else 1 << 25) // 2
-
-
-def _has_contiguous_rows(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and (
-        array.flags.c_contiguous or array.strides[1] == array.itemsize or array.shape[1] == 1
-    )
+            write_total(sums, which, total)
 
 
 def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
@@ -182,16 +139,6 @@ def _joined(statistics: Statistics) -> Array:
     ):
         return base
     return np.stack([mean, mean_lo, rstd])
-
-
-def _rows_per_tile(elements_per_tile: int, n: int) -> int:
-    return max(elements_per_tile // n // _narrow.GROUP, 1) * _narrow.GROUP
-
-
-def _blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
-    """Yield slices of whole tiles."""
-    step = max(_GATHERED // n // tile_rows, 1) * tile_rows
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 # ---- what is compiled: one function for each combination of types ----
@@ -260,18 +207,3 @@ def _backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
             types.int64[::1], size,
         ),  # fmt: skip
     )
-
-
-@functools.cache
-def _total_job(dtype: np.dtype[Any]) -> Any:
-    (element,) = elements(np.empty(0, dtype))
-    stamp = STAMP
-
-    def total_job(sums, n, which, out):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        _narrow.total_of_tiles(pointer(sums), len(sums), n, which, pointer(out))
-
-    size = types.int64
-    out = types.Array(element, 1, "A", aligned=False)
-    return compiled(total_job, types.void(types.float64[:, :, ::1], size, size, out))

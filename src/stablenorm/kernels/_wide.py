@@ -1,0 +1,610 @@
+"""
+float64: the equations of `reference` in double-double, rounded once.
+
+A number is a pair of vectors, ``high + low`` with |low| at most half an ulp of high. Sums and
+products use the error-free transformations of Knuth and Dekker (`_two_sum`, `_product`, the
+latter with the fused multiply-add), and are exact to about 2**-104; Joldes, Muller and Popescu,
+ACM TOMS 44 (2017) 15, has the bounds.
+
+Pairs have the range of float64, so squares of 1e200 overflow, and the low parts of products
+below 1e-290 vanish. Rows that could come near either are left alone and reported as `hard`:
+`cpu` hands them to the reference, whose numbers carry exponents.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from stablenorm.kernels._memory import LINE, fence, stream_bytes
+from stablenorm.kernels._narrow import (
+    STAGED,
+    STREAMED,
+    _expect_edges,
+    _staged_rows,
+    _way_out,
+    _whole_lines,
+)
+from stablenorm.kernels._vectors import (
+    SWAPPED,
+    WIDTH,
+    ZEROS,
+    address,
+    first_lane,
+    fma,
+    itemsize,
+    keep,
+    larger,
+    load,
+    load_some,
+    magnitude,
+    negative,
+    pointer,
+    pointer_at,
+    prefetch,
+    smaller_nonzero,
+    splat,
+    square_root,
+    store,
+    store_some,
+    stream,
+)
+
+# Rows whose largest |x| or |dy|, or smallest |dy| but for zeros, is beyond this are hard. Within,
+# no product of three numbers, nor its last 106 bits, leaves the range of float64:
+# 3 * 200 + 3 * 53 + 106 < 1022.
+LARGEST, SMALLEST = 2.0**200, 2.0**-200
+
+# Columns that one lane sums before the partial sum is put aside: 128 of them.
+_SPAN = 1024
+
+# The second word of the mean's rest is kept where it exceeds 2**-100 of the least that mean|xhat|
+# can be, std / sqrt(n): a quarter of what the contract allows.
+_TAIL_MATTERS = 2.0**200
+
+# As long as the squared rest is no larger part of var, subtracting it costs no digit.
+_MOST_OF_VAR = 2.0**-6
+
+_one = ZEROS[1]
+_swap4, _swap2, _swap1 = SWAPPED[4], SWAPPED[2], SWAPPED[1]
+_compiled = njit(error_model="numpy")
+
+
+# ---- pairs ----
+
+
+@_compiled
+def _two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+@_compiled
+def _fast_two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error, given ``|a| >= |b|``."""
+    total = a + b
+    return total, b - (total - a)
+
+
+@_compiled
+def _product(a, b):
+    """Return ``fl(a * b)`` and its exact error."""
+    product = a * b
+    return product, fma(a, b, negative(product))
+
+
+@_compiled
+def _add(a, a_low, b, b_low):
+    """Return the sum of two pairs."""
+    total, error = _two_sum(a, b)
+    low, low_error = _two_sum(a_low, b_low)
+    total, error = _fast_two_sum(total, error + low)
+    return _fast_two_sum(total, error + low_error)
+
+
+@_compiled
+def _accumulate(a, a_low, b, b_low):
+    """Add a pair to a running sum, whose low part gathers what rounding takes from the high one."""
+    total, error = _two_sum(a, b)
+    return total, a_low + (error + b_low)
+
+
+@_compiled
+def _multiply(a, a_low, b, b_low):
+    """Return the product of two pairs."""
+    product, error = _product(a, b)
+    return _fast_two_sum(product, fma(a, b_low, fma(a_low, b, error)))
+
+
+@_compiled
+def _divide(a, a_low, n):
+    """Return a pair divided by `n`."""
+    quotient = a / n
+    rest = fma(negative(quotient), n, a) + a_low
+    return _fast_two_sum(quotient, rest / n)
+
+
+@_compiled
+def _over_lanes(v, v_low):
+    """Return the sum of the lanes of a pair, in all lanes."""
+    v, v_low = _fast_two_sum(v, v_low)
+    v, v_low = _add(v, v_low, _swap4(v), _swap4(v_low))
+    v, v_low = _add(v, v_low, _swap2(v), _swap2(v_low))
+    return _add(v, v_low, _swap1(v), _swap1(v_low))
+
+
+@_compiled
+def _reciprocal_root(v, v_low):
+    """Return ``(v + v_low)**-0.5``: a Newton step of second order from float64's own."""
+    one = splat(1.0, v)
+    start = one / square_root(v)
+    square, square_low = _product(start, start)
+    product, error = _product(v, square)
+    error = error + fma(v, square_low, v_low * square)
+    # About 2**-52; the subtraction is exact.
+    delta = (one - product) - error
+    half_delta = splat(0.5, v) * delta
+    correction = fma(splat(0.375, v) * delta, delta, half_delta)
+    return _fast_two_sum(start, start * correction)
+
+
+@_compiled
+def _is_moderate(largest):
+    return largest <= LARGEST and (largest >= SMALLEST or largest == 0.0)
+
+
+# ---- forward ----
+
+
+@_compiled
+def _load_columns(x, at, col, count):
+    """Return eight columns, or the first `count` and zeros."""
+    at = at + col * itemsize(x)
+    if count == WIDTH:
+        return load(x, at, 0, _one())
+    return load_some(x, at, 0, count, _one())
+
+
+@_compiled
+def _sum(x, at, stride, n):
+    """Return the sum of a row, in all lanes, to float64's own precision, and the largest |x|."""
+    width, zero = itemsize(x), _one()
+    total, largest = zero, zero
+    for start in range(0, n, _SPAN):
+        part = zero
+        for col in range(start, min(start + _SPAN, n), WIDTH):
+            # A third of the lines of the next row; `_narrow` says why.
+            if col * width % (3 * LINE) == 0:
+                prefetch(x, at + stride + col * width, 0, zero)
+            v = _load_columns(x, at, col, min(n - col, WIDTH))
+            part = part + v
+            largest = larger(largest, magnitude(v))
+        total = total + part
+    total, _ = _over_lanes(total, zero)
+    return total, _largest_lane(largest)
+
+
+@_compiled
+def _largest_lane(v):
+    v = larger(v, _swap4(v))
+    v = larger(v, _swap2(v))
+    return larger(v, _swap1(v))
+
+
+@_compiled
+def _sum_centered(x, at, stride, n, mean):
+    """Return the sums of x - mean and of its square, as pairs."""
+    width, zero = itemsize(x), _one()
+    minus_mean = negative(mean)
+    total, total_low, squares, squares_low = zero, zero, zero, zero
+    for start in range(0, n, _SPAN):
+        part, part_low, part_squares, part_squares_low = zero, zero, zero, zero
+        for col in range(start, min(start + _SPAN, n), WIDTH):
+            if col * width % (3 * LINE) == 0:
+                prefetch(x, at + stride + LINE + col * width, 0, zero)
+            count = min(n - col, WIDTH)
+            c, c_low = _two_sum(_load_columns(x, at, col, count), minus_mean)
+            if count < WIDTH:
+                c, c_low = keep(c, count), keep(c_low, count)
+            part, part_low = _accumulate(part, part_low, c, c_low)
+            square, error = _product(c, c)
+            error = fma(c + c, c_low, error)
+            part_squares, part_squares_low = _accumulate(
+                part_squares, part_squares_low, square, error
+            )
+        total, total_low = _add(total, total_low, part, part_low)
+        squares, squares_low = _add(squares, squares_low, part_squares, part_squares_low)
+    total, total_low = _over_lanes(total, total_low)
+    squares, squares_low = _over_lanes(squares, squares_low)
+    return total, total_low, squares, squares_low
+
+
+@_compiled
+def _sum_squares(x, at, n, mean, rest, rest_low):
+    """Return the sum of ``(x - mean - rest)**2`` as a pair."""
+    zero = _one()
+    squares, squares_low = zero, zero
+    for start in range(0, n, _SPAN):
+        part, part_low = zero, zero
+        for col in range(start, min(start + _SPAN, n), WIDTH):
+            count = min(n - col, WIDTH)
+            c, c_low = _two_sum(_load_columns(x, at, col, count), negative(mean))
+            c, c_low = _add(c, c_low, negative(rest), negative(rest_low))
+            if count < WIDTH:
+                c, c_low = keep(c, count), keep(c_low, count)
+            square, error = _product(c, c)
+            part, part_low = _accumulate(part, part_low, square, fma(c + c, c_low, error))
+        squares, squares_low = _add(squares, squares_low, part, part_low)
+    return _over_lanes(squares, squares_low)
+
+
+@_compiled
+def _xhat(v, mean, mean_lo, mean_tail, rstd, rstd_lo):
+    """Return ``(v - mean - mean_lo - mean_tail) * (rstd + rstd_lo)`` as a pair."""
+    c, c_low = _two_sum(v, negative(mean))
+    c, error = _two_sum(c, negative(mean_lo))
+    c, c_low = _fast_two_sum(c, (error + c_low) - mean_tail)
+    return _multiply(c, c_low, rstd, rstd_lo)
+
+
+@_compiled
+def _affine(v, v_low, gamma, beta):
+    """Return ``gamma * (v + v_low) + beta``, rounded once."""
+    product, error = _product(v, gamma)
+    error = fma(v_low, gamma, error)
+    total, rest = _two_sum(product, beta)
+    return total + (rest + error)
+
+
+@_compiled
+def _normalize_span(
+    x, at, stride, start, stop, gamma, beta, mean, mean_lo, tail, rstd, rstd_lo, y, to, streaming
+):
+    """Write y of columns ``[start, stop)``."""
+    width, zero = itemsize(x), _one()
+    for col in range(start, stop, WIDTH):
+        if col * width % (3 * LINE) < LINE:
+            prefetch(x, at + stride + 2 * LINE + col * width, 0, zero)
+        count = min(stop - col, WIDTH)
+        xhat, low = _xhat(
+            _load_columns(x, at, col, count), mean, mean_lo, tail, rstd, rstd_lo
+        )
+        result = _affine(
+            xhat, low, _load_columns(gamma, 0, col, count), _load_columns(beta, 0, col, count)
+        )
+        if count < WIDTH:
+            store_some(y, to + col * width, 0, count, result)
+        elif streaming:
+            stream(y, to + col * width, 0, result)
+        else:
+            store(y, to + col * width, 0, result)
+
+
+@_compiled
+def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, y, to, streaming):
+    """Normalize one row; tell whether it is hard, and then write nothing."""
+    zero = _one()
+    count = splat(float(n), zero)
+    total, largest = _sum(x, at, stride, n)
+    if not _is_moderate(first_lane(largest)):
+        return True
+    mean = total / count
+    if not abs(first_lane(mean)) <= LARGEST:
+        return True
+    rest, rest_low, squares, squares_low = _sum_centered(x, at, stride, n, mean)
+    rest, rest_low = _divide(rest, rest_low, count)
+    square, square_low = _multiply(rest, rest_low, rest, rest_low)
+    var, var_low = _divide(squares, squares_low, count)
+    var, var_low = _add(var, var_low, negative(square), negative(square_low))
+    if not first_lane(square) <= _MOST_OF_VAR * first_lane(var):
+        # Neighbouring floats: the mean's own rounding is larger than their spread, and the
+        # difference of squares has lost what it takes digits to hold.
+        squares, squares_low = _sum_squares(x, at, n, mean, rest, rest_low)
+        var, var_low = _divide(squares, squares_low, count)
+    v, v_low = _add(var, var_low, splat(eps, zero), zero)
+    if not first_lane(v) > 0.0:
+        return True
+    rstd, rstd_lo = _reciprocal_root(v, v_low)
+    tail = first_lane(rest_low)
+    if tail * tail * _TAIL_MATTERS * n <= first_lane(var):
+        tail = 0.0
+    numbers[0] = first_lane(mean)
+    numbers[all_rows] = first_lane(rest)
+    numbers[2 * all_rows] = first_lane(rstd)
+    numbers[3 * all_rows] = first_lane(rstd_lo)
+    numbers[4 * all_rows] = tail
+    mean_tail = splat(tail, zero)
+    head, whole = 0, n
+    if streaming:
+        _expect_edges(y, to + n * itemsize(y), 0, n, zero)
+        head, whole = _whole_lines(address(y) + to, n, itemsize(y))
+        _normalize_span(
+            x, at, stride, 0, head, gamma, beta, mean, rest, mean_tail, rstd, rstd_lo,
+            y, to, False,
+        )  # fmt: skip
+    _normalize_span(
+        x, at, stride, head, whole, gamma, beta, mean, rest, mean_tail, rstd, rstd_lo,
+        y, to, streaming,
+    )  # fmt: skip
+    _normalize_span(
+        x, at, stride, whole, n, gamma, beta, mean, rest, mean_tail, rstd, rstd_lo, y, to, False
+    )
+    return False
+
+
+@_compiled
+def forward_tile(
+    x, stride, first, stop, n, gamma, beta, eps, numbers, all_rows, y, y_stride, streaming, hard
+):
+    """
+    Normalize rows ``[first, stop)`` of `x` into `y`, but for those marked in `hard`.
+
+    `numbers` points to mean, mean_lo, rstd, rstd_lo and mean_tail of `all_rows` rows.
+    """
+    width = itemsize(y)
+    way = _way_out(n, width, y, y_stride, streaming)
+    chunk = min(_staged_rows(n, width, way), stop - first)
+    stage = np.empty(chunk * n * width if way == STAGED else 1, np.uint8)
+    for begin in range(first, stop, chunk):
+        end = min(begin + chunk, stop)
+        written = end - begin
+        for row in range(begin, end):
+            out, to = y, row * y_stride
+            if way == STAGED:
+                out, to = pointer_at(address(pointer(stage)), y), (row - begin) * n * width
+            kept = pointer_at(address(numbers) + 8 * row, numbers)
+            if _forward_row(
+                x, row * stride, stride, n, gamma, beta, eps, kept, all_rows,
+                out, to, way == STREAMED,
+            ):  # fmt: skip
+                hard[row] = 1
+                written -= 1
+        if way == STAGED:
+            _copy_out(stage, begin, end, n * width, written, y, y_stride, hard)
+    if streaming:
+        fence()
+
+
+@_compiled
+def _copy_out(stage, begin, end, row_bytes, written, out, stride, hard):
+    """Copy staged rows ``[begin, end)`` to `out`, without those that are hard."""
+    source, to = address(pointer(stage)), address(out)
+    if written == end - begin:
+        stream_bytes(to + begin * stride, source, written * row_bytes)
+        return
+    for row in range(begin, end):
+        if not hard[row]:
+            stream_bytes(to + row * stride, source + (row - begin) * row_bytes, row_bytes)
+
+
+# ---- backward ----
+
+
+@_compiled
+def _accumulate_in(sums, col, v, v_low):
+    """Add a pair to the eight sums from `col` on, laid out as `_narrow._accumulate` says."""
+    zero = _one()
+    at, low_at = 16 * col, 16 * col + 8 * WIDTH
+    total, low = _accumulate(load(sums, at, 0, zero), load(sums, low_at, 0, zero), v, v_low)
+    store(sums, at, 0, total)
+    store(sums, low_at, 0, low)
+
+
+@_compiled
+def _in_range(dy, at, stride, n):
+    """Tell whether a row of dy has only zeros and numbers of moderate size."""
+    width, zero = itemsize(dy), _one()
+    largest, smallest = zero, splat(LARGEST, zero)
+    total = zero
+    for col in range(0, n, WIDTH):
+        if col * width % (3 * LINE) == 0:
+            prefetch(dy, at + stride + col * width, 0, zero)
+        size = magnitude(_load_columns(dy, at, col, min(n - col, WIDTH)))
+        largest = larger(largest, size)
+        smallest = smaller_nonzero(smallest, size)
+        # A NaN is neither larger nor smaller than anything.
+        total = total + size
+    most = first_lane(_largest_lane(largest))
+    least = -first_lane(_largest_lane(negative(smallest)))
+    total, _ = _over_lanes(total, zero)
+    return most <= LARGEST and least >= SMALLEST and first_lane(total) >= 0.0
+
+
+@_compiled
+def _mean_g(dy, at, n, gamma, summing, dbeta):
+    """Return the mean of ``g = gamma * dy`` as a pair; add dy to `dbeta`."""
+    zero = _one()
+    total, total_low = zero, zero
+    for start in range(0, n, _SPAN):
+        part, part_low = zero, zero
+        for col in range(start, min(start + _SPAN, n), WIDTH):
+            count = min(n - col, WIDTH)
+            cotangent = _load_columns(dy, at, col, count)
+            g, g_low = _product(cotangent, _load_columns(gamma, 0, col, count))
+            part, part_low = _accumulate(part, part_low, g, g_low)
+            if summing:
+                _accumulate_in(dbeta, col, cotangent, zero)
+        total, total_low = _add(total, total_low, part, part_low)
+    total, total_low = _over_lanes(total, total_low)
+    return _divide(total, total_low, splat(float(n), zero))
+
+
+@_compiled
+def _centered_g(cotangent, gamma, mean_g, mean_g_low):
+    """Return ``gamma * dy - mean(g)`` as a pair."""
+    g, g_low = _product(cotangent, gamma)
+    c, error = _two_sum(g, negative(mean_g))
+    return _fast_two_sum(c, error + (g_low - mean_g_low))
+
+
+@_compiled
+def _slope(
+    dy, dy_at, x, x_at, x_stride, n, gamma, mean, mean_lo, tail, rstd, rstd_lo,
+    mean_g, mean_g_low, summing, dgamma,
+):  # fmt: skip
+    """Return the mean of ``(g - mean(g)) * xhat`` as a pair, and the largest |x|; add to `dgamma`."""
+    width, zero = itemsize(x), _one()
+    total, total_low, largest = zero, zero, zero
+    for start in range(0, n, _SPAN):
+        part, part_low = zero, zero
+        for col in range(start, min(start + _SPAN, n), WIDTH):
+            if col * width % (3 * LINE) == 0:
+                prefetch(x, x_at + x_stride + col * width, 0, zero)
+                prefetch(x, x_at + x_stride + LINE + col * width, 0, zero)
+            count = min(n - col, WIDTH)
+            cotangent = _load_columns(dy, dy_at, col, count)
+            column = _load_columns(x, x_at, col, count)
+            largest = larger(largest, magnitude(column))
+            xhat, xhat_low = _xhat(column, mean, mean_lo, tail, rstd, rstd_lo)
+            c, c_low = _centered_g(
+                cotangent, _load_columns(gamma, 0, col, count), mean_g, mean_g_low
+            )
+            if count < WIDTH:
+                c, c_low = keep(c, count), keep(c_low, count)
+            product, error = _product(c, xhat)
+            error = fma(c, xhat_low, fma(c_low, xhat, error))
+            part, part_low = _accumulate(part, part_low, product, error)
+            if summing:
+                term, term_low = _product(cotangent, xhat)
+                _accumulate_in(dgamma, col, term, fma(cotangent, xhat_low, term_low))
+        total, total_low = _add(total, total_low, part, part_low)
+    total, total_low = _over_lanes(total, total_low)
+    slope, slope_low = _divide(total, total_low, splat(float(n), zero))
+    return slope, slope_low, _largest_lane(largest)
+
+
+@_compiled
+def _write_span(
+    dy, dy_at, dy_stride, x, x_at, x_stride, start, stop, gamma, mean, mean_lo, tail, rstd, rstd_lo,
+    mean_g, mean_g_low, slope, slope_low, dx, to, streaming,
+):  # fmt: skip
+    """Write dx of columns ``[start, stop)``."""
+    dy_width, width, zero = itemsize(dy), itemsize(x), _one()
+    for col in range(start, stop, WIDTH):
+        if col * width % (3 * LINE) < LINE:
+            prefetch(x, x_at + x_stride + 2 * LINE + col * width, 0, zero)
+            prefetch(dy, dy_at + dy_stride + LINE + col * dy_width, 0, zero)
+            prefetch(dy, dy_at + dy_stride + 2 * LINE + col * dy_width, 0, zero)
+        count = min(stop - col, WIDTH)
+        xhat, xhat_low = _xhat(
+            _load_columns(x, x_at, col, count), mean, mean_lo, tail, rstd, rstd_lo
+        )
+        c, c_low = _centered_g(
+            _load_columns(dy, dy_at, col, count),
+            _load_columns(gamma, 0, col, count),
+            mean_g,
+            mean_g_low,
+        )
+        along, along_low = _multiply(xhat, xhat_low, slope, slope_low)
+        c, c_low = _add(c, c_low, negative(along), negative(along_low))
+        product, error = _product(c, rstd)
+        result = product + fma(c, rstd_lo, fma(c_low, rstd, error))
+        if count < WIDTH:
+            store_some(dx, to + col * width, 0, count, result)
+        elif streaming:
+            stream(dx, to + col * width, 0, result)
+        else:
+            store(dx, to + col * width, 0, result)
+
+
+@_compiled
+def _backward_row(
+    dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, all_rows,
+    wanted, summing, dgamma, dbeta, dx, to, streaming,
+):  # fmt: skip
+    """Pull back one row; tell whether it is hard, and then write nothing."""
+    if not _in_range(dy, dy_at, dy_stride, n):
+        return True
+    zero = _one()
+    mean, mean_lo = splat(numbers[0], zero), splat(numbers[all_rows], zero)
+    rstd, rstd_lo = splat(numbers[2 * all_rows], zero), splat(numbers[3 * all_rows], zero)
+    tail = splat(numbers[4 * all_rows], zero)
+    mean_g, mean_g_low = _mean_g(dy, dy_at, n, gamma, summing, dbeta)
+    slope, slope_low, largest = _slope(
+        dy, dy_at, x, x_at, x_stride, n, gamma, mean, mean_lo, tail, rstd, rstd_lo,
+        mean_g, mean_g_low, summing, dgamma,
+    )  # fmt: skip
+    if not _is_moderate(first_lane(largest)):
+        return True
+    if not wanted:
+        return False
+    head, whole = 0, n
+    if streaming:
+        _expect_edges(dx, to + n * itemsize(dx), 0, n, zero)
+        head, whole = _whole_lines(address(dx) + to, n, itemsize(dx))
+        _write_span(
+            dy, dy_at, dy_stride, x, x_at, x_stride, 0, head, gamma, mean, mean_lo, tail,
+            rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, False,
+        )  # fmt: skip
+    _write_span(
+        dy, dy_at, dy_stride, x, x_at, x_stride, head, whole, gamma, mean, mean_lo, tail,
+        rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, streaming,
+    )  # fmt: skip
+    _write_span(
+        dy, dy_at, dy_stride, x, x_at, x_stride, whole, n, gamma, mean, mean_lo, tail,
+        rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, False,
+    )  # fmt: skip
+    return False
+
+
+@_compiled
+def _rows_in_block(n):
+    """Return how many rows are pulled back before they are copied out: what 512 KiB hold."""
+    return max(min((1 << 16) // n, 64), 2)
+
+
+@_compiled
+def backward_tile(
+    dy, dy_stride, x, x_stride, first, stop, n, gamma, numbers, all_rows,
+    dx, dx_stride, wanted, streaming, sums, size, summing, hard,
+):  # fmt: skip
+    """
+    Pull back rows ``[first, stop)``, but for those marked in `hard`, before or by this.
+
+    `sums` points to the compensated sums for dgamma and, `size` float64 on, those for dbeta; they
+    are of no use if a row is hard. Rows half a block apart go one after the other, as they are
+    added in pairs by the reference: what cancels there cancels here.
+    """
+    width = itemsize(dx)
+    way = _way_out(n, width, dx, dx_stride, streaming and wanted)
+    block = _rows_in_block(n)
+    stage = np.empty(min(block, stop - first) * n * width if way == STAGED else 1, np.uint8)
+    dbeta = pointer_at(address(sums) + 8 * size, sums)
+    for at in range(2 * size if summing else 0):
+        sums[at] = 0.0
+    for begin in range(first, stop, block):
+        end = min(begin + block, stop)
+        half = (end - begin + 1) // 2
+        written = end - begin
+        for turn in range(end - begin):
+            row = begin + turn // 2 + half * (turn % 2)
+            out, to = dx, row * dx_stride
+            if way == STAGED:
+                out, to = pointer_at(address(pointer(stage)), dx), (row - begin) * n * width
+            kept = pointer_at(address(numbers) + 8 * row, numbers)
+            if hard[row] or _backward_row(
+                dy, row * dy_stride, dy_stride, x, row * x_stride, x_stride, n, gamma,
+                kept, all_rows, wanted, summing, sums, dbeta, out, to, way == STREAMED,
+            ):  # fmt: skip
+                hard[row] = 1
+                written -= 1
+        if way == STAGED:
+            _copy_out(stage, begin, end, n * width, written, dx, dx_stride, hard)
+    if streaming:
+        fence()
+
+
+@_compiled
+def find_hard(dy, dy_stride, x, x_stride, rows, n, hard):
+    """Mark the rows that `backward_tile` would."""
+    zero = _one()
+    for row in range(rows):
+        largest = zero
+        for col in range(0, n, WIDTH):
+            column = _load_columns(x, row * x_stride, col, min(n - col, WIDTH))
+            largest = larger(largest, magnitude(column))
+        moderate = _is_moderate(first_lane(_largest_lane(largest)))
+        if not (moderate and _in_range(dy, row * dy_stride, dy_stride, n)):
+            hard[row] = 1
