@@ -264,12 +264,11 @@ def _forward_plain(x: Array, gamma: Array, beta: Array, eps: float) -> tuple[Arr
     """Return y, the mean, its rest and rstd of each row, and the name of the backend."""
     name = choose(None)
     backend = BACKENDS[name]
-    y = np.empty(x.shape, _FLOAT32)
+    y: Array = np.empty(x.shape, _FLOAT32)
+    rows = y
     if x.ndim != 2:
         shape = -1, gamma.size
         x, rows = x.reshape(shape), y.reshape(shape)
-    else:
-        rows = y
     forward = backend.forward_small if x.size < SMALL else backend.forward
     return y, forward(x, gamma, beta, eps, rows), name
 

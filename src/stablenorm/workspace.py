@@ -128,7 +128,7 @@ class Workspace:
         memory = self._take(size)
         # Every view of it, and every view of a view, refers to this one object: NumPy shortens
         # the chain no further, since what this is a view of is no array.
-        lease = np.frombuffer(memoryview(memory), np.uint8)
+        lease = np.frombuffer(memory.data, np.uint8)
         number = id(memory)
         returned = functools.partial(_give_back, weakref.ref(self), number)
         self._lent[number] = memory, weakref.ref(lease, returned)

@@ -14,7 +14,7 @@ from numba.core.registry import cpu_target
 
 from stablenorm._threads import starting
 
-if config.DISABLE_JIT:
+if config.DISABLE_JIT:  # type: ignore[attr-defined]
     # The kernels exist as machine code only.
     msg = "NUMBA_DISABLE_JIT switches its compiler off; unset it"
     raise ImportError(msg)
@@ -26,7 +26,7 @@ ELEMENTS = {
     np.dtype(np.float16): types.int16,
     np.dtype(ml_dtypes.bfloat16): types.uint16,
 }
-_BITS = {types.int16: np.dtype(np.int16), types.uint16: np.dtype(np.uint16)}
+_BITS: dict[Any, Any] = {types.int16: np.dtype(np.int16), types.uint16: np.dtype(np.uint16)}
 
 
 def _stamp() -> str:
@@ -51,14 +51,9 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
-    # Files of its own for each signature and processor. Of an index that they shared, processes
-    # that start at the same time would each write their own version, and a later one might be
-    # led to the machine code of other types, or of another processor.
-    codegen = cpu_target.target_context.codegen()
-    key = repr((str(signature), codegen.magic_tuple()))
-    function.__qualname__ = f"{function.__name__}.{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     with starting:
+        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
         try:
             dispatcher = njit(cache=True, **options)(function)
             _compile_or_load(dispatcher, signature)
@@ -68,6 +63,17 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
             dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher
+
+
+def _key(signature: Any) -> str:
+    """
+    Return a digest of the types and the processor, for cache files of their own.
+
+    Of an index that they shared, processes that start at the same time would each write their own
+    version, and a later one could be led to the machine code of other types or another processor.
+    """
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    return hashlib.sha256(repr((str(signature), processor)).encode()).hexdigest()[:16]
 
 
 def _compile_or_load(dispatcher: Any, signature: Any) -> None:

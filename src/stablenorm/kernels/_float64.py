@@ -9,25 +9,16 @@ so as a whole, if one row is hard.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from stablenorm import reference
 from stablenorm._types import Array, Gradients, Statistics
 from stablenorm.kernels import _narrow, _wide
-from stablenorm.kernels._compiling import (
-    ELEMENTS,
-    STAMP,
-    bits,
-    compiled,
-    matrix,
-    matrix_out,
-    vector,
-)
-from stablenorm.kernels._helpers import finish, run, take
+from stablenorm.kernels._compiling import bits
+from stablenorm.kernels._helpers import run
+from stablenorm.kernels._jobs import find_hard_job, wide_backward_job, wide_forward_job
 from stablenorm.kernels._tiles import (
     backward_rows,
     blocks,
@@ -36,7 +27,6 @@ from stablenorm.kernels._tiles import (
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
-from stablenorm.kernels._vectors import pointer
 
 _FLOAT64 = np.dtype(np.float64)
 
@@ -51,7 +41,7 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     if x.dtype != _FLOAT64 or not (_moderate(scale) and _moderate(shift, 0.0) and _sane(eps)):
         return reference.forward(x, gamma, beta, eps, y)
     numbers, hard = np.empty((5, rows)), np.zeros(rows, np.uint8)
-    tile_rows, job = forward_rows(n), _forward_job()
+    tile_rows, job = forward_rows(n), wide_forward_job()
     if has_contiguous_rows(x) and has_contiguous_rows(y):
         arguments = (x, scale, shift, eps, y, numbers, hard, tile_rows, past_caches(y, x))
         run(job, arguments, -(-rows // tile_rows))
@@ -73,24 +63,22 @@ def _with_hard_rows(
     """Let the reference compute the rows `hard`; return the statistics of all."""
     exponent = None
     for part in _chunks(hard, x.shape[1]):
-        result = np.empty((len(part), x.shape[1]))
+        result: Any = np.empty((len(part), x.shape[1]))
         kept = reference.forward(_rows(x, part), gamma, beta, eps, result)
         _put(y, part, result)
-        tail = 0.0 if kept.mean_tail is None else kept.mean_tail
-        for row, value in zip(numbers, (*kept[:4], tail), strict=True):
-            row[part] = value
+        for row, words in zip(numbers, (*kept[:4], kept.mean_tail), strict=True):
+            row[part] = 0.0 if words is None else words
         if kept.exponent is not None:
             if exponent is None:
                 exponent = np.zeros((x.shape[0], 2), np.int16)
             exponent[part] = kept.exponent
     # Dropped where no row needs it, as in the reference.
+    mean, mean_lo, rstd, rstd_lo = numbers[:4].copy()
     tail = numbers[4].copy() if numbers[4].any() else None
-    return Statistics(*numbers[:4].copy(), tail, exponent)
+    return Statistics(mean, mean_lo, rstd, rstd_lo, tail, exponent)
 
 
-def backward(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients
-) -> None:
+def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does, where something is float64."""
     rows, n = x.shape
     dx, dgamma, dbeta = out
@@ -101,7 +89,8 @@ def backward(
     wanted, summing = dx is not None, dgamma is not None or dbeta is not None
     target = np.empty((1, 1)) if dx is None else dx
     tail = statistics.mean_tail
-    numbers = np.stack([*statistics[:4], np.zeros(rows) if tail is None else tail])
+    words: list[Any] = [*statistics[:4], np.zeros(rows) if tail is None else tail]
+    numbers = np.stack(words)
     hard = ~np.isfinite(numbers).all(axis=0)
     if statistics.exponent is not None:
         hard |= statistics.exponent.any(axis=1)
@@ -114,20 +103,20 @@ def backward(
         _mark_hard(dy, x, hard)
         if hard.any():
             dy = np.array(dy[:])
-    job = _backward_job(dy.dtype)
+    job = wide_backward_job(dy.dtype)
     flags = (wanted, summing)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
-        arguments = (bits(dy), x, scale, numbers, target, sums, hard, tile_rows, *flags)
         streaming = wanted and past_caches(target, dy)
-        run(job, (*arguments, streaming), -(-rows // tile_rows))
+        whole = (bits(dy), x, scale, numbers, target, sums, hard)
+        run(job, (*whole, tile_rows, *flags, streaming), -(-rows // tile_rows))
     else:
         for block in blocks(rows, n, tile_rows):
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
             result = np.empty_like(parts[1]) if wanted else target
             first, last = block.start // tile_rows, -(-block.stop // tile_rows)
             some = sums[first:last] if summing else sums
-            arguments = (bits(parts[0]), parts[1], scale, numbers[:, block], result, some)
-            run(job, (*arguments, hard[block], tile_rows, *flags, False), last - first)
+            part = (bits(parts[0]), parts[1], scale, numbers[:, block], result, some, hard[block])
+            run(job, (*part, tile_rows, *flags, False), last - first)
             if dx is not None:
                 dx[block] = result
     if not hard.any():
@@ -141,22 +130,21 @@ def backward(
         _redo(dy, x, gamma, statistics, dx, np.flatnonzero(hard))
 
 
-def _redo(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, hard: Array
-) -> None:
+def _redo(dy: Any, x: Any, gamma: Array | None, statistics: Any, dx: Any, hard: Array) -> None:
     """Let the reference compute dx of the rows `hard`."""
     for part in _chunks(hard, x.shape[1]):
-        kept = Statistics(*(None if words is None else words[part] for words in statistics))
+        words: Any = [None if one is None else one[part] for one in statistics]
+        kept = Statistics(*words)
         result = np.empty((len(part), x.shape[1]))
-        reference.backward(
-            _rows(dy, part), _rows(x, part), gamma, kept, Gradients(result, None, None)
-        )
+        out = Gradients(result, None, None)
+        reference.backward(_rows(dy, part), _rows(x, part), gamma, kept, out)
         _put(dx, part, result)
 
 
 def _mark_hard(dy: Any, x: Any, hard: Array) -> None:
-    job = _find_job(dy.dtype)
-    for block in blocks(*dy.shape, 1):
+    job = find_hard_job(dy.dtype)
+    rows, n = dy.shape
+    for block in blocks(rows, n, 1):
         parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
         job(bits(parts[0]), parts[1], hard[block])
 
@@ -166,7 +154,7 @@ def _chunks(rows: Array, n: int) -> Any:
     return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
-def _rows(array: Any, rows: Array) -> Array:
+def _rows(array: Any, rows: Array) -> Any:
     """Return a copy of some rows, of an array or of what can only be sliced."""
     if isinstance(array, np.ndarray):
         return array[rows]
@@ -196,88 +184,3 @@ def _moderate(parameter: Array, least: float = _wide.SMALLEST) -> bool:
 
 def _sane(eps: float) -> bool:
     return eps == 0 or _wide.SMALLEST <= eps <= _wide.LARGEST
-
-
-# ---- what is compiled ----
-
-_SIZE, _FLAG, _MATRIX = types.int64, types.boolean, types.float64[:, :]
-
-
-@functools.cache
-def _forward_job() -> Any:
-    stamp = STAMP
-
-    def float64_forward_job(
-        x, gamma, beta, eps, y, numbers, hard, tile_rows, streaming, tickets, tiles
-    ):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            _wide.forward_tile(
-                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(beta), eps, pointer(numbers), numbers.strides[0] // 8,
-                pointer(y), y.strides[0], streaming, pointer(hard),
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
-
-    parameter = vector(types.float64)
-    return compiled(
-        float64_forward_job,
-        types.void(
-            matrix(types.float64), parameter, parameter, types.float64, matrix_out(types.float64),
-            _MATRIX, types.uint8[::1], _SIZE, _FLAG, types.int64[::1], _SIZE,
-        ),  # fmt: skip
-    )
-
-
-@functools.cache
-def _backward_job(dy_dtype: np.dtype[Any]) -> Any:
-    stamp = STAMP
-
-    def float64_backward_job(
-        dy, x, gamma, numbers, dx, sums, hard, tile_rows, wanted, summing, streaming, tickets, tiles
-    ):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            _wide.backward_tile(
-                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
-                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(numbers), numbers.strides[0] // 8,
-                pointer(dx), dx.strides[0], wanted, streaming,
-                pointer(sums[tile if summing else 0]), sums.shape[2], summing, pointer(hard),
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
-
-    return compiled(
-        float64_backward_job,
-        types.void(
-            matrix(ELEMENTS[dy_dtype]), matrix(types.float64), vector(types.float64), _MATRIX,
-            matrix_out(types.float64), types.float64[:, :, ::1], types.uint8[::1],
-            _SIZE, _FLAG, _FLAG, _FLAG, types.int64[::1], _SIZE,
-        ),  # fmt: skip
-    )
-
-
-@functools.cache
-def _find_job(dy_dtype: np.dtype[Any]) -> Any:
-    stamp = STAMP
-
-    def find_job(dy, x, hard):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        rows, n = dy.shape
-        _wide.find_hard(
-            pointer(dy), dy.strides[0], pointer(x), x.strides[0], rows, n, pointer(hard)
-        )
-
-    return compiled(
-        find_job,
-        types.void(matrix(ELEMENTS[dy_dtype]), matrix(types.float64), types.uint8[::1]),
-    )

@@ -108,13 +108,24 @@ class _Helper:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._bell = np.zeros(1, np.int64)
-        threading.Thread(target=self._serve, name="stablenorm", daemon=True).start()
+        self.thread = threading.Thread(target=self._serve, name="stablenorm", daemon=True)
+        self.thread.start()
 
     def post(self, job: Any) -> None:
-        # One that has not come for its last job would only hold on to the arrays of this one.
-        if self._jobs.empty():
+        # One that has not come for its last job, which is over, has this one instead, and does not
+        # hold on to the arrays of that.
+        if self._jobs.empty() or not self._withdraw():
             self._jobs.put(job)
             self._bell[0] += 1
+        else:
+            self._jobs.put(job)
+
+    def _withdraw(self) -> bool:
+        try:
+            self._jobs.get_nowait()
+        except queue.Empty:
+            return False
+        return True
 
     def _serve(self) -> None:
         heard = 0
@@ -134,19 +145,10 @@ class _Crew:
     """The helpers of this process, lent to one call at a time."""
 
     def __init__(self) -> None:
-        self._borrower: dict[str, object] = {}
+        # Under the one key "call", the tickets of the call that has the helpers. Unlike a lock, it
+        # says who that is: a KeyboardInterrupt right after cannot leave them lent for good.
+        self.lent: dict[str, Any] = {}
         self._helpers: list[_Helper] = []
-
-    def lend(self, call: object) -> bool:
-        """Lend the helpers to `call`, if nobody has them."""
-        # Atomic; and unlike a lock, it says who has them, so that a KeyboardInterrupt the moment
-        # after does not leave them lent for good.
-        return self._borrower.setdefault("call", call) is call
-
-    def give_back(self, call: object) -> None:
-        """Take them back, if they were lent to `call`."""
-        if self._borrower.get("call") is call:
-            del self._borrower["call"]
 
     def post(self, job: Any, count: int) -> None:
         try:
@@ -179,12 +181,14 @@ def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -
         function(*arguments, ALONE, tiles)
         return
     crew, tickets = _crew, np.zeros(3 * _APART, np.int64)
+    lent = crew.lent
+    failures: list[Exception] = []
+    interrupt: BaseException | None = None
     try:
-        if not crew.lend(tickets):
+        if lent.setdefault("call", tickets) is not tickets:
             function(*arguments, ALONE, tiles)
             return
         shared = (*arguments, tickets, tiles)
-        failures: list[Exception] = []
         try:
             crew.post((function, shared, failures), helpers)
             function(*shared)
@@ -192,26 +196,24 @@ def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -
             failures.append(error)
             raise
         finally:
-            _wait(tickets, tiles, failures)
+            # Nobody may still be writing when this ends: a KeyboardInterrupt has to wait, too. Not
+            # in a function of its own, which would begin by letting it through.
+            while True:
+                try:
+                    # Who failed has left a tile undone: that many are not waited for.
+                    while _settle(tickets, tiles) > len(failures):
+                        time.sleep(0)
+                    break
+                except BaseException as error:  # noqa: BLE001  # whatever a signal handler raises
+                    interrupt = error
+        if interrupt is not None:
+            raise interrupt
         if failures:
             raise failures[0]
     finally:
-        crew.give_back(tickets)
-
-
-def _wait(tickets: Any, tiles: int, failures: list[Exception]) -> None:
-    """
-    Return when nobody writes any more; a KeyboardInterrupt has to wait for that, too.
-
-    Who failed has left a tile undone: that many are not waited for.
-    """
-    interrupt: BaseException | None = None
-    while True:
-        try:
-            while _settle(tickets, tiles) > len(failures):
-                time.sleep(0)
-            break
-        except BaseException as error:  # noqa: BLE001  # whatever a signal handler raises
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+        # Nothing is called here: CPython lets a KeyboardInterrupt through at calls alone.
+        if "call" in lent and lent["call"] is tickets:
+            del lent["call"]
+        # An error that this frame holds would hold the frame, and the arrays.
+        interrupt = None
+        failures.clear()

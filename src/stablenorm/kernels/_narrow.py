@@ -158,9 +158,7 @@ def _normalize_edge(
 
 
 @_compiled
-def _normalize(
-    x, at, stride, n, numbers, gamma, beta, like, y, to, to_stride, streaming
-):
+def _normalize(x, at, stride, n, numbers, gamma, beta, like, y, to, to_stride, streaming):
     """Write ``gamma * ((x - mean) * rstd + shift) + beta``."""
     width, four, one = itemsize(x), itemsize(gamma), _one()
     ahead = at + GROUP * stride + 2 * LINE
@@ -210,9 +208,7 @@ def _forward_rows(
         statistics[2 * all_rows + row] = rstd
         sums[row] = -(mean_lo * rstd)
         squares[row] = rstd
-    _normalize(
-        x, at, stride, n, scratch, gamma, beta, like, y, to, to_stride, streaming
-    )
+    _normalize(x, at, stride, n, scratch, gamma, beta, like, y, to, to_stride, streaming)
 
 
 @_compiled
@@ -235,8 +231,9 @@ _LONG_ENOUGH_TO_STREAM = 4096
 def _way_out(n, width, out, stride, streaming):
     if not streaming:
         return PLAIN
-    aligned = address(out) % LINE == 0 or n * width >= _LONG_ENOUGH_TO_STREAM
-    if stride % LINE == 0 and aligned:
+    # Elements across the bounds of lines cannot be streamed at all: the processor would fault.
+    aligned = address(out) % width == 0 and stride % LINE == 0
+    if aligned and (address(out) % LINE == 0 or n * width >= _LONG_ENOUGH_TO_STREAM):
         return STREAMED
     return STAGED if stride == n * width else PLAIN
 
@@ -381,9 +378,7 @@ def _sum_projection(
             cotangent = load(dy, dy_at + col * dy_width, dy_stride, like)
             xhat = fma(load(x, x_at + col * x_width, x_stride, like) - mean, rstd, shift)
             # Centred first: then the products are as small as their sum.
-            centered = fma(
-                cotangent, in_rows(load(gamma, col * four, 0, one), like), minus_mean_g
-            )
+            centered = fma(cotangent, in_rows(load(gamma, col * four, 0, one), like), minus_mean_g)
             part = fma(centered, xhat, part)
             if summing:
                 _accumulate(dgamma, col, cotangent * xhat, one)

@@ -22,8 +22,7 @@ _BACKWARD_TILE = 1 << 16
 _MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
 
 # Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
-_GATHERED = 1 << 17
-
+_GATHERED = 1 << 16
 
 
 def forward_rows(n: int) -> int:

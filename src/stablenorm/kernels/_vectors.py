@@ -303,9 +303,7 @@ def keep(_typing: Any, v: Any, count: Any) -> Any:
     """Return `v` with zeros from column `count` on."""
 
     def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        mask = _shuffle(
-            builder, _mask(builder, args[1]), list(range(WIDTH)) * sig.args[0].rows
-        )
+        mask = _shuffle(builder, _mask(builder, args[1]), list(range(WIDTH)) * sig.args[0].rows)
         return builder.select(mask, args[0], _every(args[0].type, 0.0))
 
     return v(v, types.intp), generate
@@ -406,8 +404,9 @@ def store(_typing: Any, at: Any, offset: Any, stride: Any, v: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         dtype, rows = sig.args[0].dtype, sig.args[3].rows
         kind = _vector(_IN_MEMORY[dtype])
+        rounded = _rounded(builder, dtype, args[3])
         for row, place in enumerate(_places(builder, *args[:3], kind, rows)):
-            builder.store(_rounded(builder, dtype, _row(builder, args[3], row)), place, align=1)
+            builder.store(_row(builder, rounded, row), place, align=1)
         return context.get_dummy_value()
 
     return types.none(at, types.intp, types.intp, v), generate
@@ -421,9 +420,9 @@ def stream(_typing: Any, at: Any, offset: Any, stride: Any, v: Any) -> Any:
         dtype, rows = sig.args[0].dtype, sig.args[3].rows
         kind = _vector(_IN_MEMORY[dtype])
         once = builder.module.add_metadata([ir.Constant(_I32, 1)])
+        rounded = _rounded(builder, dtype, args[3])
         for row, place in enumerate(_places(builder, *args[:3], kind, rows)):
-            rounded = _rounded(builder, dtype, _row(builder, args[3], row))
-            stored = builder.store(rounded, place, align=dtype.bitwidth)
+            stored = builder.store(_row(builder, rounded, row), place, align=dtype.bitwidth)
             stored.set_metadata("nontemporal", once)
         return context.get_dummy_value()
 
@@ -439,9 +438,10 @@ def store_some(_typing: Any, at: Any, offset: Any, stride: Any, count: Any, v: A
         kind = _vector(_IN_MEMORY[dtype])
         name = f"llvm.masked.store.v{WIDTH}{_SUFFIX[kind.element]}.p0"
         mask = _mask(builder, args[3])
+        rounded = _rounded(builder, dtype, args[4])
         for row, place in enumerate(_places(builder, *args[:3], kind, rows)):
-            rounded = _rounded(builder, dtype, _row(builder, args[4], row))
-            _call(builder, name, ir.VoidType(), [rounded, place, ir.Constant(_I32, 1), mask])
+            part = _row(builder, rounded, row)
+            _call(builder, name, ir.VoidType(), [part, place, ir.Constant(_I32, 1), mask])
         return context.get_dummy_value()
 
     return types.none(at, types.intp, types.intp, types.intp, v), generate
@@ -533,45 +533,50 @@ def _half_widened(builder: Any, v: Any) -> Any:
 
 
 def _rounded(builder: Any, dtype: Any, v: Any) -> Any:
+    """Round float64 lanes once. All rows together: 16 lanes of 32 bits fill an AVX-512 register."""
     if dtype is types.float64:
         return v
+    single = _like(v, _F32)
     if dtype is types.float32:
-        return builder.fptrunc(v, _vector(_F32))
+        return builder.fptrunc(v, single)
     if dtype is types.uint16:
-        odd = builder.fptrunc(_to_odd(builder, v, _ODD_BFLOAT16), _vector(_F32))
-        return _to_bfloat16(builder, odd)
-    odd = builder.fptrunc(_to_odd(builder, v, _ODD_FLOAT16), _vector(_F32))
+        return _to_bfloat16(builder, builder.fptrunc(_to_odd(builder, v, _ODD_BFLOAT16), single))
+    odd = builder.fptrunc(_to_odd(builder, v, _ODD_FLOAT16), single)
     if _HALF_IN_HARDWARE:
-        return builder.bitcast(builder.fptrunc(odd, _vector(_F16)), _vector(_I16))
+        return builder.bitcast(builder.fptrunc(odd, _like(v, _F16)), _like(v, _I16))
     return _to_float16(builder, odd)
+
+
+def _like(v: Any, element: Any) -> Any:
+    return ir.VectorType(element, v.type.count)
 
 
 def _to_odd(builder: Any, v: Any, dropped: int) -> Any:
     """Truncate, and set the last kept bit if anything was lost: no midpoint is left to round."""
-    i64 = _vector(_I64)
+    i64 = _like(v, _I64)
     mask = (1 << dropped) - 1
     bits = builder.bitcast(v, i64)
     lost = builder.icmp_unsigned("!=", builder.and_(bits, _every(i64, mask)), _every(i64, 0))
     kept = builder.and_(bits, _every(i64, -1 - mask))
     odd = builder.select(lost, builder.or_(kept, _every(i64, 1 << dropped)), kept)
-    return builder.bitcast(odd, _vector(_F64))
+    return builder.bitcast(odd, v.type)
 
 
 def _to_bfloat16(builder: Any, odd: Any) -> Any:
     """Round float32 to bfloat16 bits, to nearest even."""
-    i32 = _vector(_I32)
+    i32 = _like(odd, _I32)
     bits = builder.bitcast(odd, i32)
     last = builder.and_(builder.lshr(bits, _every(i32, 16)), _every(i32, 1))
     nearest = builder.add(builder.add(bits, _every(i32, 0x7FFF)), last)
     # The carry of a NaN with all bits set would make it a zero.
     nan = builder.fcmp_unordered("uno", odd, odd)
     nearest = builder.select(nan, _every(i32, 0x7FC00000), nearest)
-    return builder.trunc(builder.lshr(nearest, _every(i32, 16)), _vector(_I16))
+    return builder.trunc(builder.lshr(nearest, _every(i32, 16)), _like(odd, _I16))
 
 
 def _to_float16(builder: Any, odd: Any) -> Any:
     """Round float32 to float16 bits, to nearest even, where no instruction does it."""
-    i32 = _vector(_I32)
+    i32 = _like(odd, _I32)
     bits = builder.bitcast(odd, i32)
     sign = builder.and_(builder.lshr(bits, _every(i32, 16)), _every(i32, 0x8000))
     size = builder.and_(bits, _every(i32, 0x7FFFFFFF))
@@ -580,7 +585,7 @@ def _to_float16(builder: Any, odd: Any) -> Any:
     carried = builder.add(builder.sub(size, _every(i32, (112 << 23) - 0xFFF)), last)
     result = builder.lshr(carried, _every(i32, 13))
     # Subnormal results: adding 0.5, whose ulp is 2**-24, rounds to their grid.
-    half = builder.fadd(builder.bitcast(size, _vector(_F32)), _every(_vector(_F32), 0.5))
+    half = builder.fadd(builder.bitcast(size, odd.type), _every(odd.type, 0.5))
     tiny = builder.sub(builder.bitcast(half, i32), _every(i32, 0x3F000000))
     below = builder.icmp_unsigned("<", size, _every(i32, 113 << 23))
     result = builder.select(below, tiny, result)
@@ -589,4 +594,4 @@ def _to_float16(builder: Any, odd: Any) -> Any:
     result = builder.select(above, _every(i32, 0x7C00), result)
     nan = builder.icmp_unsigned(">", size, _every(i32, 0x7F800000))
     result = builder.select(nan, _every(i32, 0x7E00), result)
-    return builder.trunc(builder.or_(result, sign), _vector(_I16))
+    return builder.trunc(builder.or_(result, sign), _like(odd, _I16))

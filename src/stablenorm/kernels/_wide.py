@@ -18,6 +18,7 @@ from numba import njit
 
 from stablenorm.kernels._memory import LINE, fence, stream_bytes
 from stablenorm.kernels._narrow import (
+    PLAIN,
     STAGED,
     STREAMED,
     _expect_edges,
@@ -242,11 +243,17 @@ def _sum_squares(x, at, n, mean, rest, rest_low):
 
 @_compiled
 def _xhat(v, mean, mean_lo, mean_tail, rstd, rstd_lo):
-    """Return ``(v - mean - mean_lo - mean_tail) * (rstd + rstd_lo)`` as a pair."""
+    """
+    Return ``(v - mean - mean_lo - mean_tail) * (rstd + rstd_lo)`` as a pair.
+
+    Here and in `_centered_g` the low part may exceed half an ulp of the high one, by a few bits:
+    what follows takes products and sums of these, where that costs nothing.
+    """
     c, c_low = _two_sum(v, negative(mean))
     c, error = _two_sum(c, negative(mean_lo))
-    c, c_low = _fast_two_sum(c, (error + c_low) - mean_tail)
-    return _multiply(c, c_low, rstd, rstd_lo)
+    c_low = (error + c_low) - mean_tail
+    product, error = _product(c, rstd)
+    return product, fma(c, rstd_lo, fma(c_low, rstd, error))
 
 
 @_compiled
@@ -268,9 +275,7 @@ def _normalize_span(
         if col * width % (3 * LINE) < LINE:
             prefetch(x, at + stride + 2 * LINE + col * width, 0, zero)
         count = min(stop - col, WIDTH)
-        xhat, low = _xhat(
-            _load_columns(x, at, col, count), mean, mean_lo, tail, rstd, rstd_lo
-        )
+        xhat, low = _xhat(_load_columns(x, at, col, count), mean, mean_lo, tail, rstd, rstd_lo)
         result = _affine(
             xhat, low, _load_columns(gamma, 0, col, count), _load_columns(beta, 0, col, count)
         )
@@ -393,42 +398,38 @@ def _accumulate_in(sums, col, v, v_low):
 
 
 @_compiled
-def _in_range(dy, at, stride, n):
-    """Tell whether a row of dy has only zeros and numbers of moderate size."""
+def _mean_g(dy, at, stride, n, gamma, summing, dbeta):
+    """
+    Return the mean of ``g = gamma * dy`` as a pair, and whether the size of all dy is moderate.
+
+    Adds dy to `dbeta`.
+    """
     width, zero = itemsize(dy), _one()
-    largest, smallest = zero, splat(LARGEST, zero)
-    total = zero
-    for col in range(0, n, WIDTH):
-        if col * width % (3 * LINE) == 0:
-            prefetch(dy, at + stride + col * width, 0, zero)
-        size = magnitude(_load_columns(dy, at, col, min(n - col, WIDTH)))
-        largest = larger(largest, size)
-        smallest = smaller_nonzero(smallest, size)
-        # A NaN is neither larger nor smaller than anything.
-        total = total + size
-    most = first_lane(_largest_lane(largest))
-    least = -first_lane(_largest_lane(negative(smallest)))
-    total, _ = _over_lanes(total, zero)
-    return most <= LARGEST and least >= SMALLEST and first_lane(total) >= 0.0
-
-
-@_compiled
-def _mean_g(dy, at, n, gamma, summing, dbeta):
-    """Return the mean of ``g = gamma * dy`` as a pair; add dy to `dbeta`."""
-    zero = _one()
     total, total_low = zero, zero
+    largest, smallest = zero, splat(LARGEST, zero)
     for start in range(0, n, _SPAN):
         part, part_low = zero, zero
         for col in range(start, min(start + _SPAN, n), WIDTH):
+            if col * width % (3 * LINE) == 0:
+                prefetch(dy, at + stride + col * width, 0, zero)
             count = min(n - col, WIDTH)
             cotangent = _load_columns(dy, at, col, count)
+            size = magnitude(cotangent)
+            largest, smallest = larger(largest, size), smaller_nonzero(smallest, size)
             g, g_low = _product(cotangent, _load_columns(gamma, 0, col, count))
             part, part_low = _accumulate(part, part_low, g, g_low)
             if summing:
                 _accumulate_in(dbeta, col, cotangent, zero)
         total, total_low = _add(total, total_low, part, part_low)
     total, total_low = _over_lanes(total, total_low)
-    return _divide(total, total_low, splat(float(n), zero))
+    total, total_low = _divide(total, total_low, splat(float(n), zero))
+    # A NaN is neither larger nor smaller than anything, but the sum shows it.
+    moderate = (
+        first_lane(_largest_lane(largest)) <= LARGEST
+        and -first_lane(_largest_lane(negative(smallest))) >= SMALLEST
+        and abs(first_lane(total)) < np.inf
+    )
+    return total, total_low, moderate
 
 
 @_compiled
@@ -436,15 +437,29 @@ def _centered_g(cotangent, gamma, mean_g, mean_g_low):
     """Return ``gamma * dy - mean(g)`` as a pair."""
     g, g_low = _product(cotangent, gamma)
     c, error = _two_sum(g, negative(mean_g))
-    return _fast_two_sum(c, error + (g_low - mean_g_low))
+    return c, error + (g_low - mean_g_low)
+
+
+@_compiled
+def _keep_factors(factors, col, xhat, xhat_low, c, c_low):
+    at = 32 * col
+    store(factors, at, 0, xhat)
+    store(factors, at + 8 * WIDTH, 0, xhat_low)
+    store(factors, at + 16 * WIDTH, 0, c)
+    store(factors, at + 24 * WIDTH, 0, c_low)
 
 
 @_compiled
 def _slope(
     dy, dy_at, x, x_at, x_stride, n, gamma, mean, mean_lo, tail, rstd, rstd_lo,
-    mean_g, mean_g_low, summing, dgamma,
+    mean_g, mean_g_low, summing, dgamma, factors,
 ):  # fmt: skip
-    """Return the mean of ``(g - mean(g)) * xhat`` as a pair, and the largest |x|; add to `dgamma`."""
+    """
+    Return the mean of ``(g - mean(g)) * xhat`` as a pair, and the largest |x|.
+
+    Adds dy * xhat to `dgamma`, and leaves xhat and g - mean(g) in `factors`, four words each
+    column: reading them back takes a third of the time of computing them again.
+    """
     width, zero = itemsize(x), _one()
     total, total_low, largest = zero, zero, zero
     for start in range(0, n, _SPAN):
@@ -463,6 +478,7 @@ def _slope(
             )
             if count < WIDTH:
                 c, c_low = keep(c, count), keep(c_low, count)
+            _keep_factors(factors, col, xhat, xhat_low, c, c_low)
             product, error = _product(c, xhat)
             error = fma(c, xhat_low, fma(c_low, xhat, error))
             part, part_low = _accumulate(part, part_low, product, error)
@@ -476,31 +492,32 @@ def _slope(
 
 
 @_compiled
-def _write_span(
-    dy, dy_at, dy_stride, x, x_at, x_stride, start, stop, gamma, mean, mean_lo, tail, rstd, rstd_lo,
-    mean_g, mean_g_low, slope, slope_low, dx, to, streaming,
-):  # fmt: skip
-    """Write dx of columns ``[start, stop)``."""
-    dy_width, width, zero = itemsize(dy), itemsize(x), _one()
-    for col in range(start, stop, WIDTH):
+def _dx(factors, col, slope, slope_low, rstd, rstd_lo):
+    """Return ``rstd * (g - mean(g) - xhat * slope)`` of eight columns, rounded once."""
+    at, zero = 32 * col, _one()
+    xhat, xhat_low = load(factors, at, 0, zero), load(factors, at + 8 * WIDTH, 0, zero)
+    c, c_low = load(factors, at + 16 * WIDTH, 0, zero), load(factors, at + 24 * WIDTH, 0, zero)
+    along, error = _product(xhat, slope)
+    along_low = fma(xhat, slope_low, fma(xhat_low, slope, error))
+    c, error = _two_sum(c, negative(along))
+    c_low = error + (c_low - along_low)
+    product, error = _product(c, rstd)
+    return product + fma(c, rstd_lo, fma(c_low, rstd, error))
+
+
+@_compiled
+def _write_dx(
+    n, factors, slope, slope_low, rstd, rstd_lo, dx, to, streaming, x, x_next, dy, dy_next
+):
+    """Write a row of dx, and ask for what is left of the next row of x and dy."""
+    dy_width, width, zero = itemsize(dy), itemsize(dx), _one()
+    for col in range(0, n, WIDTH):
         if col * width % (3 * LINE) < LINE:
-            prefetch(x, x_at + x_stride + 2 * LINE + col * width, 0, zero)
-            prefetch(dy, dy_at + dy_stride + LINE + col * dy_width, 0, zero)
-            prefetch(dy, dy_at + dy_stride + 2 * LINE + col * dy_width, 0, zero)
-        count = min(stop - col, WIDTH)
-        xhat, xhat_low = _xhat(
-            _load_columns(x, x_at, col, count), mean, mean_lo, tail, rstd, rstd_lo
-        )
-        c, c_low = _centered_g(
-            _load_columns(dy, dy_at, col, count),
-            _load_columns(gamma, 0, col, count),
-            mean_g,
-            mean_g_low,
-        )
-        along, along_low = _multiply(xhat, xhat_low, slope, slope_low)
-        c, c_low = _add(c, c_low, negative(along), negative(along_low))
-        product, error = _product(c, rstd)
-        result = product + fma(c, rstd_lo, fma(c_low, rstd, error))
+            prefetch(x, x_next + 2 * LINE + col * width, 0, zero)
+            prefetch(dy, dy_next + LINE + col * dy_width, 0, zero)
+            prefetch(dy, dy_next + 2 * LINE + col * dy_width, 0, zero)
+        count = min(n - col, WIDTH)
+        result = _dx(factors, col, slope, slope_low, rstd, rstd_lo)
         if count < WIDTH:
             store_some(dx, to + col * width, 0, count, result)
         elif streaming:
@@ -512,40 +529,27 @@ def _write_span(
 @_compiled
 def _backward_row(
     dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, all_rows,
-    wanted, summing, dgamma, dbeta, dx, to, streaming,
+    wanted, summing, dgamma, dbeta, factors, dx, to, streaming,
 ):  # fmt: skip
     """Pull back one row; tell whether it is hard, and then write nothing."""
-    if not _in_range(dy, dy_at, dy_stride, n):
-        return True
     zero = _one()
     mean, mean_lo = splat(numbers[0], zero), splat(numbers[all_rows], zero)
     rstd, rstd_lo = splat(numbers[2 * all_rows], zero), splat(numbers[3 * all_rows], zero)
     tail = splat(numbers[4 * all_rows], zero)
-    mean_g, mean_g_low = _mean_g(dy, dy_at, n, gamma, summing, dbeta)
+    mean_g, mean_g_low, moderate = _mean_g(dy, dy_at, dy_stride, n, gamma, summing, dbeta)
+    if not moderate:
+        return True
     slope, slope_low, largest = _slope(
         dy, dy_at, x, x_at, x_stride, n, gamma, mean, mean_lo, tail, rstd, rstd_lo,
-        mean_g, mean_g_low, summing, dgamma,
+        mean_g, mean_g_low, summing, dgamma, factors,
     )  # fmt: skip
     if not _is_moderate(first_lane(largest)):
         return True
-    if not wanted:
-        return False
-    head, whole = 0, n
-    if streaming:
-        _expect_edges(dx, to + n * itemsize(dx), 0, n, zero)
-        head, whole = _whole_lines(address(dx) + to, n, itemsize(dx))
-        _write_span(
-            dy, dy_at, dy_stride, x, x_at, x_stride, 0, head, gamma, mean, mean_lo, tail,
-            rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, False,
+    if wanted:
+        _write_dx(
+            n, factors, slope, slope_low, rstd, rstd_lo, dx, to, streaming,
+            x, x_at + x_stride, dy, dy_at + dy_stride,
         )  # fmt: skip
-    _write_span(
-        dy, dy_at, dy_stride, x, x_at, x_stride, head, whole, gamma, mean, mean_lo, tail,
-        rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, streaming,
-    )  # fmt: skip
-    _write_span(
-        dy, dy_at, dy_stride, x, x_at, x_stride, whole, n, gamma, mean, mean_lo, tail,
-        rstd, rstd_lo, mean_g, mean_g_low, slope, slope_low, dx, to, False,
-    )  # fmt: skip
     return False
 
 
@@ -569,7 +573,13 @@ def backward_tile(
     """
     width = itemsize(dx)
     way = _way_out(n, width, dx, dx_stride, streaming and wanted)
+    if way == STREAMED and address(dx) % LINE:
+        # `factors` is in whole vectors from the first column on, and so are the stores.
+        way = STAGED if dx_stride == n * width else PLAIN
     block = _rows_in_block(n)
+    # Of whole vectors, the last of which may be partly beyond the row.
+    space = np.empty(4 * (n + WIDTH), np.float64)
+    factors = pointer(space)
     stage = np.empty(min(block, stop - first) * n * width if way == STAGED else 1, np.uint8)
     dbeta = pointer_at(address(sums) + 8 * size, sums)
     for at in range(2 * size if summing else 0):
@@ -586,7 +596,7 @@ def backward_tile(
             kept = pointer_at(address(numbers) + 8 * row, numbers)
             if hard[row] or _backward_row(
                 dy, row * dy_stride, dy_stride, x, row * x_stride, x_stride, n, gamma,
-                kept, all_rows, wanted, summing, sums, dbeta, out, to, way == STREAMED,
+                kept, all_rows, wanted, summing, sums, dbeta, factors, out, to, way == STREAMED,
             ):  # fmt: skip
                 hard[row] = 1
                 written -= 1
@@ -601,10 +611,17 @@ def find_hard(dy, dy_stride, x, x_stride, rows, n, hard):
     """Mark the rows that `backward_tile` would."""
     zero = _one()
     for row in range(rows):
-        largest = zero
+        largest, most, least, total = zero, zero, splat(LARGEST, zero), zero
         for col in range(0, n, WIDTH):
-            column = _load_columns(x, row * x_stride, col, min(n - col, WIDTH))
-            largest = larger(largest, magnitude(column))
-        moderate = _is_moderate(first_lane(_largest_lane(largest)))
-        if not (moderate and _in_range(dy, row * dy_stride, dy_stride, n)):
+            count = min(n - col, WIDTH)
+            largest = larger(largest, magnitude(_load_columns(x, row * x_stride, col, count)))
+            size = magnitude(_load_columns(dy, row * dy_stride, col, count))
+            most, least, total = larger(most, size), smaller_nonzero(least, size), total + size
+        total, _ = _over_lanes(total, zero)
+        if not (
+            _is_moderate(first_lane(_largest_lane(largest)))
+            and first_lane(_largest_lane(most)) <= LARGEST
+            and -first_lane(_largest_lane(negative(least))) >= SMALLEST
+            and first_lane(total) < np.inf
+        ):
             hard[row] = 1

@@ -8,25 +8,16 @@ is its other half.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
-from numba import types
 
 from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _float64, _narrow
-from stablenorm.kernels._compiling import (
-    STAMP,
-    bits,
-    compiled,
-    elements,
-    matrix,
-    matrix_out,
-    vector,
-)
-from stablenorm.kernels._helpers import ALONE, finish, run, take
+from stablenorm.kernels._compiling import bits
+from stablenorm.kernels._helpers import ALONE, run
+from stablenorm.kernels._jobs import backward_job, forward_job
 from stablenorm.kernels._tiles import (
     backward_rows,
     blocks,
@@ -35,21 +26,18 @@ from stablenorm.kernels._tiles import (
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
-from stablenorm.kernels._vectors import pointer
 
 _FLOAT32 = np.dtype(np.float32)
 
 
-def forward(
-    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any
-) -> Statistics:
+def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
     """Do what `reference.forward` does."""
     if any_float64(x, gamma, beta):
         return _float64.forward(x, gamma, beta, eps, y)
     rows, n = x.shape
     numbers = np.empty((3, rows))
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
-    job = _forward_job(x.dtype)
+    job = forward_job(x.dtype)
     if not (has_contiguous_rows(x) and has_contiguous_rows(y)):
         _forward_blocks(job, x, scale, shift, eps, y, numbers)
     elif rows * n < SMALL:
@@ -65,7 +53,7 @@ def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> 
     """Do what `forward` does for few float32, all contiguous; return the statistics as one array."""
     rows = len(x)
     numbers = np.empty((3, rows))
-    _forward_job(_FLOAT32)(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
+    forward_job(_FLOAT32)(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
     return numbers
 
 
@@ -83,9 +71,7 @@ def _forward_blocks(
         y[block] = result
 
 
-def backward(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients
-) -> None:
+def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
     if statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out):
         _float64.backward(dy, x, gamma, statistics, out)
@@ -99,7 +85,7 @@ def backward(
     sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = _joined(statistics)
-    job = _backward_job(dy.dtype, x.dtype)
+    job = backward_job(dy.dtype, x.dtype)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
         arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
@@ -109,8 +95,8 @@ def backward(
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
             result = np.empty_like(parts[1]) if wanted else target
             first, last = block.start // tile_rows, -(-block.stop // tile_rows)
-            arguments = (*map(bits, parts), scale, numbers[:, block], bits(result))
-            arguments = (*arguments, sums[first:last] if summing else sums)
+            some = sums[first:last] if summing else sums
+            arguments = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
             run(job, (*arguments, tile_rows, wanted, summing, False), last - first)
             if dx is not None:
                 dx[block] = result
@@ -139,71 +125,3 @@ def _joined(statistics: Statistics) -> Array:
     ):
         return base
     return np.stack([mean, mean_lo, rstd])
-
-
-# ---- what is compiled: one function for each combination of types ----
-
-
-@functools.cache
-def _forward_job(dtype: np.dtype[Any]) -> Any:
-    (element,) = elements(np.empty(0, dtype))
-    stamp = STAMP
-
-    def forward_job(
-        x, gamma, beta, eps, y, statistics, tile_rows, streaming, tickets, tiles
-    ):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            _narrow.forward_tile(
-                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
-                pointer(y), y.strides[0], streaming,
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
-
-    parameter, size, flag = vector(types.float32), types.int64, types.boolean
-    return compiled(
-        forward_job,
-        types.void(
-            matrix(element), parameter, parameter, types.float64, matrix_out(element),
-            types.float64[:, :], size, flag, types.int64[::1], size,
-        ),  # fmt: skip
-    )
-
-
-@functools.cache
-def _backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
-    dy_element, x_element = elements(np.empty(0, dy_dtype), np.empty(0, x_dtype))
-    stamp = STAMP
-
-    def backward_job(
-        dy, x, gamma, statistics, dx, sums, tile_rows, wanted, summing, streaming, tickets, tiles
-    ):  # type: ignore[no-untyped-def]
-        if stamp == "":
-            return
-        rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            _narrow.backward_tile(
-                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
-                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
-                pointer(dx), dx.strides[0], wanted, streaming,
-                pointer(sums[tile if summing else 0]), summing,
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
-
-    size, flag = types.int64, types.boolean
-    return compiled(
-        backward_job,
-        types.void(
-            matrix(dy_element), matrix(x_element), vector(types.float32), types.float64[:, :],
-            matrix_out(x_element), types.float64[:, :, ::1], size, flag, flag, flag,
-            types.int64[::1], size,
-        ),  # fmt: skip
-    )

@@ -1,0 +1,419 @@
+"""The compiled backend: starting, caching, failing, what it allocates, tails and conversions."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stablenorm
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+
+pytest.importorskip("numba")
+
+PACKAGE = Path(stablenorm.__file__).parent
+
+
+def python(code, *, timeout=120, **environment):
+    """Run `code` in a fresh interpreter with warnings as errors; return what it printed."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout
+
+
+# ---- without Numba ----
+
+WITHOUT = """
+import sys, warnings
+{how}
+import numpy as np
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+
+x, gamma = np.arange(12, dtype=np.float32).reshape(3, 4) ** 2, np.arange(4, dtype=np.float16)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        y, cache = layer_norm_forward(x, gamma)
+        gradients = layer_norm_backward(x, cache)
+        layer_norm(x)
+(warning,) = caught
+assert warning.category is RuntimeWarning and warning.filename == "<string>", warning
+print(warning.message)
+expected, of_numpy = layer_norm_forward(x, gamma, backend="numpy")
+assert cache.backend == "numpy" and y.tobytes() == expected.tobytes()
+assert gradients.dx.tobytes() == layer_norm_backward(x, of_numpy).dx.tobytes()
+try:
+    layer_norm(x, backend="numba")
+except ImportError as error:
+    print(error)
+"""
+
+FINDER = """
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numba":
+            raise ModuleNotFoundError("No module named 'numba'", name="numba")
+sys.meta_path.insert(0, Finder())
+"""
+
+DISABLED = "import os; os.environ['NUMBA_DISABLE_JIT'] = '1'"
+
+
+@pytest.mark.parametrize(
+    ("how", "package", "reason"),
+    [
+        (FINDER, None, "ModuleNotFoundError: No module named 'numba'"),
+        ("sys.modules['numba'] = None", None, "ModuleNotFoundError: "),
+        ("", "raise OSError('libLLVM: no such file')", "OSError: libLLVM: no such file"),
+        ("", "import numpy; numpy.no_such_name", "AttributeError: module 'numpy' has no"),
+        ("", "", "ImportError: cannot import name"),
+        (DISABLED, None, "ImportError: NUMBA_DISABLE_JIT switches its compiler off; unset it"),
+    ],
+    ids=["missing", "None", "broken library", "NumPy too new", "empty", "NUMBA_DISABLE_JIT"],
+)
+def test_without_numba_it_warns_once_and_works(tmp_path, how, package, reason):
+    environment = {}
+    if package is not None:
+        (tmp_path / "numba").mkdir()
+        (tmp_path / "numba" / "__init__.py").write_text(package)
+        paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    warning, error = python(WITHOUT.format(how=how), **environment).splitlines()
+    assert "need Numba, which cannot be loaded" in warning
+    assert 'needed for backend="numba"' in error
+    for text in (warning, error):
+        assert reason in text
+        assert "pip install --upgrade numba" in text
+
+
+# ---- starting, and the cache on disk ----
+
+FIRST_CALL = """
+import time
+import numpy as np
+import stablenorm
+x = np.arange(70_000, dtype=np.float32).reshape(700, 100) ** 2
+start = time.perf_counter()
+y = stablenorm.layer_norm(x)
+seconds = time.perf_counter() - start
+assert y.tobytes() == stablenorm.layer_norm(x, backend="numpy").tobytes()
+assert stablenorm.layer_norm_forward(x)[1].backend == "numba"
+print(seconds)
+"""
+
+
+def install(folder):
+    """Copy the package, with the machine code that this environment may have cached already."""
+    copied = shutil.copytree(PACKAGE, folder / "stablenorm")
+    # Compiled before the copy, as after an installation; times of change are kept by copytree.
+    return copied / "kernels" / "__pycache__", {
+        "PYTHONPATH": folder,
+        "NUMBA_CACHE_DIR": "",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def test_a_read_only_install_without_a_home_works_quietly(tmp_path):
+    cached, environment = install(tmp_path)
+    # The tests may run as root, whom no permission stops; nobody makes a folder in a file.
+    shutil.rmtree(cached, ignore_errors=True)
+    cached.write_text("a file")
+    nowhere = cached / "below a file"
+    environment |= {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "NUMBA_CACHE_DIR": nowhere}
+    python(FIRST_CALL, **environment)
+    assert not list(tmp_path.rglob("*.nb?"))
+
+
+def cut(files, kept):
+    """Keep nothing of each file, or the first of so many parts."""
+    files = list(files)
+    assert files
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // kept if kept else 0])
+
+
+def test_damaged_cache_files_are_replaced(tmp_path):
+    """Cut short by a crash, say. The second start is quick again: below 1 s, measured 0.3 s."""
+    cached, environment = install(tmp_path)
+    python(FIRST_CALL, **environment)
+    for kept in (0, 2):
+        cut(cached.glob("_helpers.*.nbi"), kept)
+        python("import stablenorm.kernels._helpers", **environment)
+    cut(cached.glob("*.nbc"), 2)
+    python(FIRST_CALL, **environment)
+    # Three times what it takes with idle processors is room for busy ones.
+    assert float(python(FIRST_CALL, **environment)) < 3
+
+
+IN_SPITE_OF = """
+import sys
+import numpy as np
+import stablenorm
+assert not {"numba", "llvmlite"} & set(sys.modules)
+stablenorm.set_num_threads(4)
+x = np.arange(300_000, dtype=np.float32).reshape(3000, 100)
+y, cache = stablenorm.layer_norm_forward(x)
+assert cache.backend == "numba"
+assert y.tobytes() == stablenorm.layer_norm(x, backend="numpy").tobytes()
+from numba.np.ufunc import parallel
+assert not parallel._is_initialized
+"""
+
+
+def test_numbas_threads_are_not_used_and_its_cache_dir_may_be_impossible(tmp_path):
+    (tmp_path / "file").touch()
+    impossible = tmp_path / "file" / "below"
+    python(IN_SPITE_OF, NUMBA_THREADING_LAYER="nonsense", NUMBA_CACHE_DIR=impossible)
+
+
+def test_importing_takes_less_than_a_tenth_of_a_second():
+    """Beyond NumPy's own import; measured 0.04 s. The least of five: others use this machine."""
+    code = (
+        "import numpy, time; start = time.perf_counter(); import stablenorm; "
+        "print(time.perf_counter() - start)"
+    )
+    assert min(float(python(code)) for _ in range(5)) < 0.1
+
+
+# ---- memory ----
+
+
+def peak(function):
+    function()
+    tracemalloc.start()
+    try:
+        function()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("shape", [(8192, 64), (512, 4096), (16, 65_537)])
+def test_what_is_allocated(rng, name, shape):
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    rows, n = shape
+    x, dy = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    gamma, beta = (np.ones(n, np.float32) for _ in range(2))
+    out, (_, cache) = np.empty_like(x), layer_norm_forward(x, gamma, beta)
+    # 64 bytes a row; and beside that what does not grow with anything: a few small objects.
+    room = 64 * rows + 4096
+    assert peak(lambda: layer_norm_forward(x, gamma, beta, out=out)) < room
+    assert peak(lambda: layer_norm_forward(x, gamma, beta)) < room + x.nbytes
+    # dgamma and dbeta of each of at most 64 tiles, each a compensated float64 sum.
+    tiles = min(64, max(8, 2**17 // n))
+    sums = tiles * 2 * 16 * (n + 8) + 4096
+    given = (np.empty_like(x), np.empty_like(gamma), np.empty_like(beta))
+    assert peak(lambda: layer_norm_backward(dy, cache, out=given)) < sums
+    assert peak(lambda: layer_norm_backward(dy, cache)) < sums + x.nbytes + 8 * n
+    assert peak(lambda: layer_norm_backward(dy, cache, wrt="x", out=given)) < 4096
+
+
+RESIDENT = """
+import resource
+import numpy as np
+from stablenorm import layer_norm_backward, layer_norm_forward
+scale = 2**10 if __import__("sys").platform == "linux" else 1
+for dtype in (np.float32, np.float16):
+    x, dy, y, dx = (np.ones((32768, 512), dtype) for _ in range(4))
+    gamma = np.ones(512, np.float32)
+    few = layer_norm_forward(x[:4096], gamma, out=y[:4096])[1]
+    layer_norm_backward(dy[:4096], few, out=(dx[:4096], None, None))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = layer_norm_forward(x, gamma, out=y)[1]
+    layer_norm_backward(dy, cache, out=(dx, None, None))
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * scale)
+    del x, dy, y, dx
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no resource module")
+def test_the_process_does_not_grow_by_more():
+    """Allocations of compiled code are seen by the system alone."""
+    # 1 MiB of statistics and, in 64 tiles, 1 MiB of sums; the rest is the allocators'.
+    assert max(map(int, python(RESIDENT).split())) < 2**22
+
+
+# ---- tails and layouts ----
+
+
+def far_apart(a):
+    """Rows 1 MiB and a byte apart."""
+    raw = np.zeros((len(a), 2**20 + 1), np.uint8)
+    view = raw[:, 3 : 3 + a.shape[1] * a.itemsize]
+    view = np.lib.stride_tricks.as_strided(
+        np.frombuffer(raw.data, a.dtype, 1, 3), a.shape, (2**20 + 1, a.itemsize), writeable=True
+    )
+    view[...] = a
+    return view
+
+
+def misaligned(a):
+    view = np.zeros(a.nbytes + 1, np.uint8)[1:].view(a.dtype).reshape(a.shape)
+    view[...] = a
+    return view
+
+
+def part_of_wider_rows(a):
+    view = np.zeros((len(a), a.shape[1] + 3), a.dtype)[:, 1:-2]
+    view[...] = a
+    return view
+
+
+def readonly(a):
+    a = a.copy()
+    a.flags.writeable = False
+    return a
+
+
+LAYOUTS = {
+    "contiguous": np.copy,
+    "misaligned": misaligned,
+    "part of wider rows": part_of_wider_rows,
+    "rows reversed": lambda a: a[::-1].copy()[::-1],
+    "columns reversed": lambda a: a[:, ::-1].copy()[:, ::-1],
+    "F order": np.asfortranarray,
+    "rows far apart": far_apart,
+    "one row for all": lambda a: np.broadcast_to(a[0], a.shape),
+    "read-only": readonly,
+}
+NOT_TO_WRITE_INTO = ("one row for all", "read-only")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_tails_in_every_layout(rng, name, layout):
+    """Vectors hold 8 columns and groups 4 rows: every rest of both."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    view = LAYOUTS[layout]
+    place = np.copy if layout in NOT_TO_WRITE_INTO else view
+    for n in range(1, 41):
+        for rows in (1, 3, 4, 9) if n % 8 in (0, 1, 7) else (1 + n % 9,):
+            x, dy = ((rng.standard_normal((rows, n)) + 2).astype(dtype) for _ in range(2))
+            gamma, beta = rng.standard_normal((2, n)).astype(dtype)
+            x, dy = view(x), view(dy)
+            plain = x.copy(), gamma, beta
+            expected, of_numpy = layer_norm_forward(*plain, backend="numpy")
+            _, of_plain = layer_norm_forward(*plain, backend="numba")
+            y, dx = (place(np.full((rows, n), 7, dtype)) for _ in range(2))
+            _, cache = layer_norm_forward(x, gamma, beta, out=y, backend="numba")
+            _, dgamma, dbeta = layer_norm_backward(dy, cache, out=(dx, None, None))
+            alike = {
+                "y": (expected, y),
+                "dx": (layer_norm_backward(dy.copy(), of_numpy).dx, dx),
+                "dgamma": (layer_norm_backward(dy.copy(), of_plain).dgamma, dgamma),
+                "dbeta": (layer_norm_backward(dy.copy(), of_plain).dbeta, dbeta),
+            }
+            for what, (one, other) in alike.items():
+                assert one.tobytes() == other.tobytes(), (what, rows, n, x, dy, gamma, beta)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+def test_nothing_is_written_beside_out(rng, name):
+    """The last vector of a row that is no multiple of eight must not touch its neighbours."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    for n in (*range(1, 26), 1000):
+        for rows in (1, 4, 5):
+            x = rng.standard_normal((rows, n)).astype(dtype)
+            frame = np.full((rows + 2, n + 34), 7, dtype)
+            y, cache = layer_norm_forward(x, out=frame[1:-1, 17:-17])
+            layer_norm_backward(y, cache, out=(frame[1:-1, 17:-17], None, None))
+            frame[1:-1, 17:-17] = 7
+            assert (frame == 7).all(), (n, rows)
+
+
+# ---- from and to 16 bits ----
+
+CONVERSIONS = """
+import sys
+import numpy as np
+from stablenorm.kernels import _vectors
+hardware = sys.argv[1] == "True"
+if hardware and not _vectors._HALF_IN_HARDWARE:
+    raise SystemExit("this processor has no such instructions")
+_vectors._HALF_IN_HARDWARE = hardware
+from numba import njit
+import ml_dtypes
+from stablenorm._rounding import round_to
+from stablenorm.kernels._vectors import ZEROS, load, load_some, pointer, store, store_some
+
+one = ZEROS[1]
+
+@njit
+def convert(source, width, to, to_width):
+    like = one()
+    for at in range(0, source.size - 8, 8):
+        store(pointer(to), at * to_width, 0, load(pointer(source), at * width, 0, like))
+    last = source.size - 8
+    for count in (3, 5):
+        part = load_some(pointer(source), last * width, 0, count, like)
+        store_some(pointer(to), last * to_width, 0, count, part)
+        last += count
+
+def bits(array):
+    return array.view(np.uint16)
+
+def all_of(dtype):
+    return np.arange(2**16, dtype=np.uint16).view(dtype)
+
+for dtype, as_bits in ((np.dtype(np.float16), np.int16), (np.dtype(ml_dtypes.bfloat16), np.uint16)):
+    every = all_of(dtype)
+    wide = np.empty(every.size)
+    convert(every.view(as_bits), 2, wide, 8)
+    with np.errstate(all="ignore"):
+        expected = every.astype(np.float64)
+    nan = np.isnan(expected)
+    assert (np.isnan(wide) == nan).all(), dtype
+    assert wide[~nan].tobytes() == expected[~nan].tobytes(), dtype
+
+    # Every finite value, every midpoint of two, the one on the way to infinity included, and the
+    # float64 on both sides of each; then what lies far outside.
+    finite = np.sort(np.abs(expected[np.isfinite(expected)]))
+    finite = np.unique(finite)
+    beyond = 2 * finite[-1] - finite[-2]
+    middle = (finite + np.append(finite[1:], beyond)) / 2
+    near = np.concatenate([finite, middle, [beyond]])
+    near = np.concatenate([near, np.nextafter(near, np.inf), np.nextafter(near, -np.inf)])
+    far = [0.0, 5e-324, 2.0**-1022, finite[1] / 4, 1e-50, 1e39, 3.5e38, 1.7e308, np.inf, np.nan]
+    # A NaN whose payload float32 would lose.
+    odd_nan = np.array([0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF], np.uint64).view(np.float64)
+    values = np.concatenate([near, far, odd_nan])
+    values = np.concatenate([values, -values, np.zeros(-2 * values.size % 8)])
+    actual = np.empty(values.size, as_bits)
+    convert(values, 8, actual, 2)
+    with np.errstate(all="ignore"):
+        rounded = round_to(values, dtype)
+    nan = np.isnan(values)
+    assert np.isnan(actual.view(dtype)[nan].astype(np.float64)).all(), dtype
+    wrong = (actual.view(np.uint16) != rounded.view(np.uint16)) & ~nan
+    assert not wrong.any(), (dtype, values[wrong][:5], actual.view(dtype)[wrong][:5])
+    print(values.size)
+"""
+
+
+@pytest.mark.parametrize("hardware", [True, False])
+def test_conversions_from_and_to_16_bits(hardware):
+    """With the processor's instructions for float16, and as it is done where there are none."""
+    code = f"import sys; sys.argv[1:] = ['{hardware}']\n{CONVERSIONS}"
+    try:
+        counts = python(code)
+    except AssertionError as error:
+        if "no such instructions" in str(error):
+            pytest.skip("this processor has no such instructions")
+        raise
+    # Six values about each of 2**15 bit patterns and midpoints, of both signs.
+    assert min(map(int, counts.split())) > 2**18
+    assert layer_norm(np.ones((1, 1), np.float16)) == 0
