@@ -319,7 +319,12 @@ def _mask(builder: Any, count: Any) -> Any:
 
 @intrinsic
 def pointer(_typing: Any, array: Any) -> Any:
-    """Return where `array` begins."""
+    """
+    Return where `array` begins.
+
+    It does not keep `array` alive, and Numba frees an array after the last use of its name: take
+    the pointer anew wherever the memory is used.
+    """
 
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return context.make_array(sig.args[0])(context, builder, args[0]).data

@@ -579,7 +579,6 @@ def backward_tile(
     block = _rows_in_block(n)
     # Of whole vectors, the last of which may be partly beyond the row.
     space = np.empty(4 * (n + WIDTH), np.float64)
-    factors = pointer(space)
     stage = np.empty(min(block, stop - first) * n * width if way == STAGED else 1, np.uint8)
     dbeta = pointer_at(address(sums) + 8 * size, sums)
     for at in range(2 * size if summing else 0):
@@ -596,7 +595,7 @@ def backward_tile(
             kept = pointer_at(address(numbers) + 8 * row, numbers)
             if hard[row] or _backward_row(
                 dy, row * dy_stride, dy_stride, x, row * x_stride, x_stride, n, gamma,
-                kept, all_rows, wanted, summing, sums, dbeta, factors, out, to, way == STREAMED,
+                kept, all_rows, wanted, summing, sums, dbeta, pointer(space), out, to, way == STREAMED,
             ):  # fmt: skip
                 hard[row] = 1
                 written -= 1
