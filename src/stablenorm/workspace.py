@@ -7,6 +7,7 @@ import math
 import operator
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ class Workspace:
     >>> from stablenorm import layer_norm_backward, layer_norm_forward
     >>> from stablenorm.workspace import Workspace
     >>> work = Workspace()
-    >>> x = np.ones((64, 1024), np.float32)
+    >>> x = np.ones((32, 1024), np.float32)
     >>> for step in range(100):
     ...     y, cache = layer_norm_forward(x, out=work.empty_like(x))
     ...     gradients = layer_norm_backward(y, cache, out=(work.empty_like(x), None, None))
@@ -96,13 +97,13 @@ class Workspace:
         kept = sum(capacity * len(pieces) for capacity, pieces in self._kept.copy().items())
         return kept + sum(_capacity_of(memory) for memory, _ in self._lent.copy().values())
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float64) -> Array:
+    def empty(self, shape: int | Iterable[int], dtype: DTypeLike = np.float64) -> Array:
         """
         Return an array of arbitrary elements, as `numpy.empty` does.
 
         Parameters
         ----------
-        shape : int or tuple of int
+        shape : int or sequence of int
             Its shape.
         dtype : dtype, default: float64
             Its dtype; not one that holds Python objects.
@@ -121,7 +122,8 @@ class Workspace:
         if element.hasobject:
             msg = f"dtype must not hold Python objects, got {element}"
             raise TypeError(msg)
-        lengths = shape if isinstance(shape, tuple) else (operator.index(shape),)
+        given = shape if isinstance(shape, Iterable) else (shape,)
+        lengths = tuple(map(operator.index, given))
         size = math.prod(lengths) * element.itemsize
         if size < _SMALLEST or min(lengths) < 0:
             return np.empty(lengths, element)
