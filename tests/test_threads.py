@@ -185,8 +185,10 @@ def test_numba_num_threads_of_a_fresh_process():
 
 
 def test_small_inputs_stay_on_the_calling_thread(crew, dtype):
-    run(*make(3, (60, 1024), dtype))
-    layer_norm(make(3, (1023, 64), dtype)[0])
+    # A float64 element takes four times as long.
+    few = 4 if dtype == np.float64 else 1
+    run(*make(3, (60 // few, 1024), dtype))
+    layer_norm(make(3, (1023 // few, 64), dtype)[0])
     assert crew._helpers == []
 
 
@@ -248,7 +250,7 @@ def test_helpers_let_go_of_the_arrays():
     deadline = time.monotonic() + 5
     while any(r() is not None for r in references) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert [r() for r in references] == [None] * 7
+    assert all(r() is None for r in references)
 
 
 @pytest.mark.parametrize("where", ["helper", "caller"])
