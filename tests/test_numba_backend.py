@@ -201,7 +201,7 @@ def peak(function):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("shape", [(8192, 64), (512, 4096), (16, 65_537)])
 def test_what_is_allocated(rng, name, shape):
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
@@ -219,7 +219,9 @@ def test_what_is_allocated(rng, name, shape):
     given = (np.empty_like(x), np.empty_like(gamma), np.empty_like(beta))
     assert peak(lambda: layer_norm_backward(dy, cache, out=given)) < sums
     assert peak(lambda: layer_norm_backward(dy, cache)) < sums + x.nbytes + 8 * n
-    assert peak(lambda: layer_norm_backward(dy, cache, wrt="x", out=given)) < 4096
+    # gamma in float64, and whether its size is moderate: of the length of one row.
+    row = 64 * n if name == "float64" else 0
+    assert peak(lambda: layer_norm_backward(dy, cache, wrt="x", out=given)) < row + 4096
 
 
 RESIDENT = """

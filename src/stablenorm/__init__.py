@@ -11,6 +11,7 @@ from stablenorm.gradcheck import (
 )
 from stablenorm.layer import LayerNorm
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.workspace import Workspace
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "GradientReport",
     "Gradients",
     "LayerNorm",
+    "Workspace",
     "assert_gradients",
     "check_gradients",
     "check_layer_norm",

@@ -24,11 +24,15 @@ from stablenorm.kernels._tiles import (
     blocks,
     forward_rows,
     has_contiguous_rows,
+    joined,
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
 
 _FLOAT64 = np.dtype(np.float64)
+
+_NONE: Array = np.empty(0, np.uint8)
+_NO_TAILS: Array = np.empty(0)
 
 # Elements of hard rows gathered at a time for the reference.
 _GATHERED = 1 << 18
@@ -40,25 +44,32 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
     if x.dtype != _FLOAT64 or not (_moderate(scale) and _moderate(shift, 0.0) and _sane(eps)):
         return reference.forward(x, gamma, beta, eps, y)
-    numbers, hard = np.empty((5, rows)), np.zeros(rows, np.uint8)
+    numbers, tails, hard = np.empty((4, rows)), np.empty(rows), np.zeros(rows, np.uint8)
     tile_rows, job = forward_rows(n), wide_forward_job()
     if has_contiguous_rows(x) and has_contiguous_rows(y):
-        arguments = (x, scale, shift, eps, y, numbers, hard, tile_rows, past_caches(y, x))
+        arguments = (x, scale, shift, eps, y, numbers, tails, hard, tile_rows, past_caches(y, x))
         run(job, arguments, -(-rows // tile_rows))
     else:
         for block in blocks(rows, n, tile_rows):
             part = np.ascontiguousarray(x[block])
             result = np.empty_like(part)
-            some = (numbers[:, block], hard[block], tile_rows, False)
+            some = (numbers[:, block], tails[block], hard[block], tile_rows, False)
             run(job, (part, scale, shift, eps, result, *some), -(-len(part) // tile_rows))
             easy = ~hard[block].astype(bool)
             # Rows that are hard are still needed, if y is x.
             y[block] = np.where(easy[:, None], result, part)
-    return _with_hard_rows(x, gamma, beta, eps, y, numbers, np.flatnonzero(hard))
+    return _with_hard_rows(x, gamma, beta, eps, y, numbers, tails, np.flatnonzero(hard))
 
 
 def _with_hard_rows(
-    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any, numbers: Array, hard: Array
+    x: Any,
+    gamma: Array | None,
+    beta: Array | None,
+    eps: float,
+    y: Any,
+    numbers: Array,
+    tails: Array,
+    hard: Array,
 ) -> Statistics:
     """Let the reference compute the rows `hard`; return the statistics of all."""
     exponent = None
@@ -66,16 +77,15 @@ def _with_hard_rows(
         result: Any = np.empty((len(part), x.shape[1]))
         kept = reference.forward(_rows(x, part), gamma, beta, eps, result)
         _put(y, part, result)
-        for row, words in zip(numbers, (*kept[:4], kept.mean_tail), strict=True):
+        for row, words in zip((*numbers, tails), (*kept[:4], kept.mean_tail), strict=True):
             row[part] = 0.0 if words is None else words
         if kept.exponent is not None:
             if exponent is None:
                 exponent = np.zeros((x.shape[0], 2), np.int16)
             exponent[part] = kept.exponent
+    mean, mean_lo, rstd, rstd_lo = numbers
     # Dropped where no row needs it, as in the reference.
-    mean, mean_lo, rstd, rstd_lo = numbers[:4].copy()
-    tail = numbers[4].copy() if numbers[4].any() else None
-    return Statistics(mean, mean_lo, rstd, rstd_lo, tail, exponent)
+    return Statistics(mean, mean_lo, rstd, rstd_lo, tails if tails.any() else None, exponent)
 
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
@@ -88,38 +98,37 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         return
     wanted, summing = dx is not None, dgamma is not None or dbeta is not None
     target = np.empty((1, 1)) if dx is None else dx
-    tail = statistics.mean_tail
-    words: list[Any] = [*statistics[:4], np.zeros(rows) if tail is None else tail]
-    numbers = np.stack(words)
-    hard = ~np.isfinite(numbers).all(axis=0)
+    numbers, known = joined(statistics[:4]), _NONE
+    tails = _NO_TAILS if statistics.mean_tail is None else statistics.mean_tail
     if statistics.exponent is not None:
-        hard |= statistics.exponent.any(axis=1)
-    hard = hard.astype(np.uint8)
+        known = statistics.exponent.any(axis=1).astype(np.uint8)
     tile_rows = backward_rows(rows, n)
     size = _narrow.sums_size(n)
-    sums = np.empty((-(-rows // tile_rows), 2, size) if summing else (1, 1, 1))
-    if dx is not None and np.may_share_memory(dy, dx):
+    tiles = -(-rows // tile_rows)
+    sums = np.empty((tiles, 2, size) if summing else (1, 1, 1))
+    hard_tiles = np.zeros(tiles, np.uint8)
+    over = dx is not None and np.may_share_memory(dy, dx)
+    if over and _hard_rows(dy, x, statistics).size:
         # Written over dy, which hard rows, and then all sums, would still need.
-        _mark_hard(dy, x, hard)
-        if hard.any():
-            dy = np.array(dy[:])
+        dy = np.array(dy[:])
     job = wide_backward_job(dy.dtype)
     flags = (wanted, summing)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
-        whole = (bits(dy), x, scale, numbers, target, sums, hard)
-        run(job, (*whole, tile_rows, *flags, streaming), -(-rows // tile_rows))
+        whole = (bits(dy), x, scale, numbers, tails, target, sums, known, hard_tiles)
+        run(job, (*whole, tile_rows, *flags, streaming), tiles)
     else:
         for block in blocks(rows, n, tile_rows):
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
             result = np.empty_like(parts[1]) if wanted else target
             first, last = block.start // tile_rows, -(-block.stop // tile_rows)
             some = sums[first:last] if summing else sums
-            part = (bits(parts[0]), parts[1], scale, numbers[:, block], result, some, hard[block])
-            run(job, (*part, tile_rows, *flags, False), last - first)
+            part = (bits(parts[0]), parts[1], scale, numbers[:, block], tails[block], result, some)
+            marks = (known[block], hard_tiles[first:last])
+            run(job, (*part, *marks, tile_rows, *flags, False), last - first)
             if dx is not None:
                 dx[block] = result
-    if not hard.any():
+    if not hard_tiles.any():
         for which, total in enumerate((dgamma, dbeta)):
             if total is not None:
                 write_total(sums, which, total)
@@ -127,7 +136,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     if summing:
         reference.backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
     if dx is not None:
-        _redo(dy, x, gamma, statistics, dx, np.flatnonzero(hard))
+        _redo(dy, x, gamma, statistics, dx, _hard_rows(dy, x, statistics))
 
 
 def _redo(dy: Any, x: Any, gamma: Array | None, statistics: Any, dx: Any, hard: Array) -> None:
@@ -141,12 +150,18 @@ def _redo(dy: Any, x: Any, gamma: Array | None, statistics: Any, dx: Any, hard: 
         _put(dx, part, result)
 
 
-def _mark_hard(dy: Any, x: Any, hard: Array) -> None:
-    job = find_hard_job(dy.dtype)
+def _hard_rows(dy: Any, x: Any, statistics: Statistics) -> Array:
+    """Return the rows that the compiled backward leaves alone."""
     rows, n = dy.shape
+    job, hard = find_hard_job(dy.dtype), np.zeros(rows, np.uint8)
     for block in blocks(rows, n, 1):
         parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
         job(bits(parts[0]), parts[1], hard[block])
+    mean, rstd = statistics.mean, statistics.rstd
+    marked = hard.astype(bool) | ~((np.abs(mean) <= _wide.LARGEST) & (rstd <= _wide.LARGEST))
+    if statistics.exponent is not None:
+        marked |= statistics.exponent.any(axis=1)
+    return np.flatnonzero(marked)
 
 
 def _chunks(rows: Array, n: int) -> Any:

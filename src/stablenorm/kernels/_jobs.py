@@ -108,7 +108,9 @@ def wide_forward_job() -> Any:
     """Return the forward of float64."""
     stamp = STAMP
 
-    def wide_forward(x, gamma, beta, eps, y, numbers, hard, tile_rows, streaming, tickets, tiles):
+    def wide_forward(
+        x, gamma, beta, eps, y, numbers, tails, hard, tile_rows, streaming, tickets, tiles
+    ):
         if stamp == "":
             return
         rows, n = x.shape
@@ -117,7 +119,7 @@ def wide_forward_job() -> Any:
             _wide.forward_tile(
                 pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
                 pointer(gamma), pointer(beta), eps, pointer(numbers), numbers.strides[0] // 8,
-                pointer(y), y.strides[0], streaming, pointer(hard),
+                pointer(tails), pointer(y), y.strides[0], streaming, pointer(hard),
             )  # fmt: skip
             finish(tickets)
             tile = take(tickets, tile)
@@ -132,6 +134,7 @@ def wide_forward_job() -> Any:
             types.float64,
             matrix_out(types.float64),
             _MATRIX,
+            types.float64[::1],
             types.uint8[::1],
             _SIZE,
             _FLAG,
@@ -147,19 +150,21 @@ def wide_backward_job(dy_dtype: np.dtype[Any]) -> Any:
     stamp = STAMP
 
     def wide_backward(
-        dy, x, gamma, numbers, dx, sums, hard, tile_rows, wanted, summing, streaming, tickets, tiles
-    ):
+        dy, x, gamma, numbers, tails, dx, sums, known, hard_tiles,
+        tile_rows, wanted, summing, streaming, tickets, tiles,
+    ):  # fmt: skip
         if stamp == "":
             return
         rows, n = x.shape
         tile = take(tickets, -1)
         while tile < tiles:
-            _wide.backward_tile(
+            hard_tiles[tile] = _wide.backward_tile(
                 pointer(dy), dy.strides[0], pointer(x), x.strides[0],
                 tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
                 pointer(gamma), pointer(numbers), numbers.strides[0] // 8,
-                pointer(dx), dx.strides[0], wanted, streaming,
-                pointer(sums[tile if summing else 0]), sums.shape[2], summing, pointer(hard),
+                pointer(tails), tails.size > 0, pointer(dx), dx.strides[0], wanted, streaming,
+                pointer(sums[tile if summing else 0]), sums.shape[2], summing,
+                pointer(known), known.size > 0,
             )  # fmt: skip
             finish(tickets)
             tile = take(tickets, tile)
@@ -171,8 +176,10 @@ def wide_backward_job(dy_dtype: np.dtype[Any]) -> Any:
             matrix(types.float64),
             vector(types.float64),
             _MATRIX,
+            types.float64[::1],
             matrix_out(types.float64),
             _SUMS,
+            types.uint8[::1],
             types.uint8[::1],
             _SIZE,
             _FLAG,

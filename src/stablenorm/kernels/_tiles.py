@@ -76,3 +76,15 @@ def _has_contiguous_rows(array: Any) -> bool:
     return isinstance(array, np.ndarray) and (
         array.flags.c_contiguous or array.strides[1] == array.itemsize or array.shape[1] == 1
     )
+
+
+def joined(words: Any) -> Any:
+    """Return arrays of one number a row as one array: the one they are views of, if so."""
+    base = words[0].base
+    if (
+        isinstance(base, np.ndarray)
+        and base.shape == (len(words), len(words[0]))
+        and all(word.base is base for word in words)
+    ):
+        return base
+    return np.stack(words)

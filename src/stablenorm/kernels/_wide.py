@@ -288,7 +288,7 @@ def _normalize_span(
 
 
 @_compiled
-def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, y, to, streaming):
+def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, tails, y, to, streaming):
     """Normalize one row; tell whether it is hard, and then write nothing."""
     zero = _one()
     count = splat(float(n), zero)
@@ -319,7 +319,7 @@ def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, y, to, s
     numbers[all_rows] = first_lane(rest)
     numbers[2 * all_rows] = first_lane(rstd)
     numbers[3 * all_rows] = first_lane(rstd_lo)
-    numbers[4 * all_rows] = tail
+    tails[0] = tail
     mean_tail = splat(tail, zero)
     head, whole = 0, n
     if streaming:
@@ -341,12 +341,26 @@ def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, y, to, s
 
 @_compiled
 def forward_tile(
-    x, stride, first, stop, n, gamma, beta, eps, numbers, all_rows, y, y_stride, streaming, hard
+    x,
+    stride,
+    first,
+    stop,
+    n,
+    gamma,
+    beta,
+    eps,
+    numbers,
+    all_rows,
+    tails,
+    y,
+    y_stride,
+    streaming,
+    hard,
 ):
     """
     Normalize rows ``[first, stop)`` of `x` into `y`, but for those marked in `hard`.
 
-    `numbers` points to mean, mean_lo, rstd, rstd_lo and mean_tail of `all_rows` rows.
+    `numbers` points to mean, mean_lo, rstd and rstd_lo of `all_rows` rows, `tails` to mean_tail.
     """
     width = itemsize(y)
     way = _way_out(n, width, y, y_stride, streaming)
@@ -362,25 +376,26 @@ def forward_tile(
             kept = pointer_at(address(numbers) + 8 * row, numbers)
             if _forward_row(
                 x, row * stride, stride, n, gamma, beta, eps, kept, all_rows,
-                out, to, way == STREAMED,
+                pointer_at(address(tails) + 8 * row, tails), out, to, way == STREAMED,
             ):  # fmt: skip
                 hard[row] = 1
                 written -= 1
         if way == STAGED:
-            _copy_out(stage, begin, end, n * width, written, y, y_stride, hard)
+            marks = pointer_at(address(hard) + begin, hard)
+            _copy_out(stage, begin, end, n * width, written, y, y_stride, marks)
     if streaming:
         fence()
 
 
 @_compiled
 def _copy_out(stage, begin, end, row_bytes, written, out, stride, hard):
-    """Copy staged rows ``[begin, end)`` to `out`, without those that are hard."""
+    """Copy staged rows ``[begin, end)`` to `out`, without those marked in `hard`."""
     source, to = address(pointer(stage)), address(out)
     if written == end - begin:
         stream_bytes(to + begin * stride, source, written * row_bytes)
         return
     for row in range(begin, end):
-        if not hard[row]:
+        if not hard[row - begin]:
             stream_bytes(to + row * stride, source + (row - begin) * row_bytes, row_bytes)
 
 
@@ -528,14 +543,17 @@ def _write_dx(
 
 @_compiled
 def _backward_row(
-    dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, all_rows,
+    dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, all_rows, mean_tail,
     wanted, summing, dgamma, dbeta, factors, dx, to, streaming,
 ):  # fmt: skip
     """Pull back one row; tell whether it is hard, and then write nothing."""
     zero = _one()
+    # A row that the reference normalized, of extreme size or without variance: NaN is hard.
+    if not (abs(numbers[0]) <= LARGEST and numbers[2 * all_rows] <= LARGEST):
+        return True
     mean, mean_lo = splat(numbers[0], zero), splat(numbers[all_rows], zero)
     rstd, rstd_lo = splat(numbers[2 * all_rows], zero), splat(numbers[3 * all_rows], zero)
-    tail = splat(numbers[4 * all_rows], zero)
+    tail = splat(mean_tail, zero)
     mean_g, mean_g_low, moderate = _mean_g(dy, dy_at, dy_stride, n, gamma, summing, dbeta)
     if not moderate:
         return True
@@ -561,12 +579,13 @@ def _rows_in_block(n):
 
 @_compiled
 def backward_tile(
-    dy, dy_stride, x, x_stride, first, stop, n, gamma, numbers, all_rows,
-    dx, dx_stride, wanted, streaming, sums, size, summing, hard,
+    dy, dy_stride, x, x_stride, first, stop, n, gamma, numbers, all_rows, tails, tailed,
+    dx, dx_stride, wanted, streaming, sums, size, summing, known, knowing,
 ):  # fmt: skip
     """
-    Pull back rows ``[first, stop)``, but for those marked in `hard`, before or by this.
+    Pull back rows ``[first, stop)``, but for those that are hard; tell whether there are any.
 
+    Rows marked in `known`, if `knowing`, are hard in any case. `tails` counts only if `tailed`.
     `sums` points to the compensated sums for dgamma and, `size` float64 on, those for dbeta; they
     are of no use if a row is hard. Rows half a block apart go one after the other, as they are
     added in pairs by the reference: what cancels there cancels here.
@@ -578,8 +597,10 @@ def backward_tile(
         way = STAGED if dx_stride == n * width else PLAIN
     block = _rows_in_block(n)
     # Of whole vectors, the last of which may be partly beyond the row.
-    space = np.empty(4 * (n + WIDTH), np.float64)
+    factors = np.empty(4 * (n + WIDTH), np.float64)
     stage = np.empty(min(block, stop - first) * n * width if way == STAGED else 1, np.uint8)
+    hard = np.empty(block, np.uint8)
+    any_hard = False
     dbeta = pointer_at(address(sums) + 8 * size, sums)
     for at in range(2 * size if summing else 0):
         sums[at] = 0.0
@@ -588,21 +609,24 @@ def backward_tile(
         half = (end - begin + 1) // 2
         written = end - begin
         for turn in range(end - begin):
-            row = begin + turn // 2 + half * (turn % 2)
+            in_block = turn // 2 + half * (turn % 2)
+            row = begin + in_block
             out, to = dx, row * dx_stride
             if way == STAGED:
-                out, to = pointer_at(address(pointer(stage)), dx), (row - begin) * n * width
-            kept = pointer_at(address(numbers) + 8 * row, numbers)
-            if hard[row] or _backward_row(
+                out, to = pointer_at(address(pointer(stage)), dx), in_block * n * width
+            hard[in_block] = (knowing and known[row] != 0) or _backward_row(
                 dy, row * dy_stride, dy_stride, x, row * x_stride, x_stride, n, gamma,
-                kept, all_rows, wanted, summing, sums, dbeta, pointer(space), out, to, way == STREAMED,
-            ):  # fmt: skip
-                hard[row] = 1
-                written -= 1
+                pointer_at(address(numbers) + 8 * row, numbers), all_rows,
+                tails[row] if tailed else 0.0, wanted, summing, sums, dbeta,
+                pointer(factors), out, to, way == STREAMED,
+            )  # fmt: skip
+            written -= hard[in_block]
+        any_hard = any_hard or written < end - begin
         if way == STAGED:
-            _copy_out(stage, begin, end, n * width, written, dx, dx_stride, hard)
+            _copy_out(stage, begin, end, n * width, written, dx, dx_stride, pointer(hard))
     if streaming:
         fence()
+    return any_hard
 
 
 @_compiled

@@ -23,6 +23,7 @@ from stablenorm.kernels._tiles import (
     blocks,
     forward_rows,
     has_contiguous_rows,
+    joined,
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
@@ -84,7 +85,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     tiles = -(-rows // tile_rows)
     sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
-    numbers = _joined(statistics)
+    numbers = joined(statistics[:3])
     job = backward_job(dy.dtype, x.dtype)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
@@ -112,16 +113,3 @@ def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
     if parameter.dtype == _FLOAT32 and parameter.ndim == 1 and parameter.flags.c_contiguous:
         return parameter
     return np.ascontiguousarray(parameter, np.float32).reshape(-1)
-
-
-def _joined(statistics: Statistics) -> Array:
-    """Return mean, mean_lo and rstd as one (3, rows) array: the one they are views of, if so."""
-    mean, mean_lo, rstd = statistics[:3]
-    base = mean.base
-    if (
-        isinstance(base, np.ndarray)
-        and base.shape == (3, len(mean))
-        and base is mean_lo.base is rstd.base
-    ):
-        return base
-    return np.stack([mean, mean_lo, rstd])
