@@ -216,12 +216,17 @@ def test_what_is_allocated(rng, name, shape):
     # dgamma and dbeta of each of at most 64 tiles, each a compensated float64 sum.
     tiles = min(64, max(8, 2**17 // n))
     sums = tiles * 2 * 16 * (n + 8) + 4096
+    # float64: of each thread, four words a column, and rows staged before they are streamed.
+    scratch = (
+        stablenorm.get_num_threads() * (32 * (n + 8) + max(2**19, 16 * n))
+        if name == "float64"
+        else 0
+    )
+    sums += scratch
     given = (np.empty_like(x), np.empty_like(gamma), np.empty_like(beta))
     assert peak(lambda: layer_norm_backward(dy, cache, out=given)) < sums
     assert peak(lambda: layer_norm_backward(dy, cache)) < sums + x.nbytes + 8 * n
-    # gamma in float64, and whether its size is moderate: of the length of one row.
-    row = 64 * n if name == "float64" else 0
-    assert peak(lambda: layer_norm_backward(dy, cache, wrt="x", out=given)) < row + 4096
+    assert peak(lambda: layer_norm_backward(dy, cache, wrt="x", out=given)) < 4096 + scratch
 
 
 RESIDENT = """

@@ -18,7 +18,12 @@ from stablenorm._types import Array, Gradients, Statistics
 from stablenorm.kernels import _narrow, _wide
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import run
-from stablenorm.kernels._jobs import find_hard_job, wide_backward_job, wide_forward_job
+from stablenorm.kernels._jobs import (
+    find_hard_job,
+    moderate_job,
+    wide_backward_job,
+    wide_forward_job,
+)
 from stablenorm.kernels._tiles import (
     backward_rows,
     blocks,
@@ -45,16 +50,31 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     if x.dtype != _FLOAT64 or not (_moderate(scale) and _moderate(shift, 0.0) and _sane(eps)):
         return reference.forward(x, gamma, beta, eps, y)
     numbers, tails, hard = np.empty((4, rows)), np.empty(rows), np.zeros(rows, np.uint8)
-    tile_rows, job = forward_rows(n), wide_forward_job()
+    tile_rows, job = forward_rows(n), wide_forward_job(scale.dtype, shift.dtype)
     if has_contiguous_rows(x) and has_contiguous_rows(y):
-        arguments = (x, scale, shift, eps, y, numbers, tails, hard, tile_rows, past_caches(y, x))
+        arguments = (
+            x,
+            bits(scale),
+            bits(shift),
+            eps,
+            y,
+            numbers,
+            tails,
+            hard,
+            tile_rows,
+            past_caches(y, x),
+        )
         run(job, arguments, -(-rows // tile_rows))
     else:
         for block in blocks(rows, n, tile_rows):
             part = np.ascontiguousarray(x[block])
             result = np.empty_like(part)
             some = (numbers[:, block], tails[block], hard[block], tile_rows, False)
-            run(job, (part, scale, shift, eps, result, *some), -(-len(part) // tile_rows))
+            run(
+                job,
+                (part, bits(scale), bits(shift), eps, result, *some),
+                -(-len(part) // tile_rows),
+            )
             easy = ~hard[block].astype(bool)
             # Rows that are hard are still needed, if y is x.
             y[block] = np.where(easy[:, None], result, part)
@@ -101,7 +121,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     numbers, known = joined(statistics[:4]), _NONE
     tails = _NO_TAILS if statistics.mean_tail is None else statistics.mean_tail
     if statistics.exponent is not None:
-        known = statistics.exponent.any(axis=1).astype(np.uint8)
+        known = np.asarray(statistics.exponent.any(axis=1), np.uint8)
     tile_rows = backward_rows(rows, n)
     size = _narrow.sums_size(n)
     tiles = -(-rows // tile_rows)
@@ -111,11 +131,11 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     if over and _hard_rows(dy, x, statistics).size:
         # Written over dy, which hard rows, and then all sums, would still need.
         dy = np.array(dy[:])
-    job = wide_backward_job(dy.dtype)
+    job = wide_backward_job(dy.dtype, scale.dtype)
     flags = (wanted, summing)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
-        whole = (bits(dy), x, scale, numbers, tails, target, sums, known, hard_tiles)
+        whole = (bits(dy), x, bits(scale), numbers, tails, target, sums, known, hard_tiles)
         run(job, (*whole, tile_rows, *flags, streaming), tiles)
     else:
         for block in blocks(rows, n, tile_rows):
@@ -123,7 +143,15 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
             result = np.empty_like(parts[1]) if wanted else target
             first, last = block.start // tile_rows, -(-block.stop // tile_rows)
             some = sums[first:last] if summing else sums
-            part = (bits(parts[0]), parts[1], scale, numbers[:, block], tails[block], result, some)
+            part = (
+                bits(parts[0]),
+                parts[1],
+                bits(scale),
+                numbers[:, block],
+                tails[block],
+                result,
+                some,
+            )
             marks = (known[block], hard_tiles[first:last])
             run(job, (*part, *marks, tile_rows, *flags, False), last - first)
             if dx is not None:
@@ -185,16 +213,15 @@ def _put(array: Any, rows: Array, values: Array) -> None:
 
 
 def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
+    """Return `parameter` as n contiguous elements; without one, what changes nothing, not -0."""
     if parameter is None:
         return np.full(n, neutral)
-    return np.ascontiguousarray(parameter, _FLOAT64).reshape(-1)
+    return np.ascontiguousarray(parameter).reshape(-1)
 
 
 def _moderate(parameter: Array, least: float = _wide.SMALLEST) -> bool:
-    """Tell whether all of it is 0 or between `least` and `_wide.LARGEST`."""
-    size = np.abs(parameter)
-    # Comparisons are this way round for NaN to fail them.
-    return bool(((size <= _wide.LARGEST) & ((size >= least) | (size == 0))).all())
+    """Tell whether all of it is 0 or between `least` and `_wide.LARGEST` in size."""
+    return bool(moderate_job(parameter.dtype)(bits(parameter), least))
 
 
 def _sane(eps: float) -> bool:

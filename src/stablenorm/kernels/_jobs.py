@@ -104,8 +104,8 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
 
 
 @functools.cache
-def wide_forward_job() -> Any:
-    """Return the forward of float64."""
+def wide_forward_job(gamma_dtype: np.dtype[Any], beta_dtype: np.dtype[Any]) -> Any:
+    """Return the forward of float64, with parameters of any type."""
     stamp = STAMP
 
     def wide_forward(
@@ -124,13 +124,12 @@ def wide_forward_job() -> Any:
             finish(tickets)
             tile = take(tickets, tile)
 
-    parameter = vector(types.float64)
     return compiled(
         wide_forward,
         types.void(
             matrix(types.float64),
-            parameter,
-            parameter,
+            vector(ELEMENTS[gamma_dtype]),
+            vector(ELEMENTS[beta_dtype]),
             types.float64,
             matrix_out(types.float64),
             _MATRIX,
@@ -145,8 +144,8 @@ def wide_forward_job() -> Any:
 
 
 @functools.cache
-def wide_backward_job(dy_dtype: np.dtype[Any]) -> Any:
-    """Return the backward of float64."""
+def wide_backward_job(dy_dtype: np.dtype[Any], gamma_dtype: np.dtype[Any]) -> Any:
+    """Return the backward of float64, with dy and gamma of any type."""
     stamp = STAMP
 
     def wide_backward(
@@ -174,7 +173,7 @@ def wide_backward_job(dy_dtype: np.dtype[Any]) -> Any:
         types.void(
             matrix(ELEMENTS[dy_dtype]),
             matrix(types.float64),
-            vector(types.float64),
+            vector(ELEMENTS[gamma_dtype]),
             _MATRIX,
             types.float64[::1],
             matrix_out(types.float64),
@@ -208,6 +207,19 @@ def find_hard_job(dy_dtype: np.dtype[Any]) -> Any:
         find_hard,
         types.void(matrix(ELEMENTS[dy_dtype]), matrix(types.float64), types.uint8[::1]),
     )
+
+
+@functools.cache
+def moderate_job(dtype: np.dtype[Any]) -> Any:
+    """Return what tells whether a parameter has no elements of extreme size."""
+    stamp = STAMP
+
+    def moderate(parameter, least):
+        if stamp == "":
+            return False
+        return _wide.all_moderate(pointer(parameter), parameter.size, least)
+
+    return compiled(moderate, types.boolean(vector(ELEMENTS[dtype]), types.float64))
 
 
 @functools.cache

@@ -648,3 +648,21 @@ def find_hard(dy, dy_stride, x, x_stride, rows, n, hard):
             and first_lane(total) < np.inf
         ):
             hard[row] = 1
+
+
+@_compiled
+def all_moderate(parameter, n, least):
+    """Tell whether all of n elements are 0 or, in size, between `least` and `LARGEST`."""
+    zero = _one()
+    largest, smallest, total = zero, splat(LARGEST, zero), zero
+    for col in range(0, n, WIDTH):
+        size = magnitude(_load_columns(parameter, 0, col, min(n - col, WIDTH)))
+        largest, smallest = larger(largest, size), smaller_nonzero(smallest, size)
+        total = total + size
+    total, _ = _over_lanes(total, zero)
+    return (
+        first_lane(_largest_lane(largest)) <= LARGEST
+        and -first_lane(_largest_lane(negative(smallest))) >= least
+        # A NaN is neither larger nor smaller than anything, but the sum shows it.
+        and first_lane(total) < np.inf
+    )
