@@ -304,8 +304,12 @@ def _forward_row(x, at, stride, n, gamma, beta, eps, numbers, all_rows, tails, y
     var, var_low = _divide(squares, squares_low, count)
     var, var_low = _add(var, var_low, negative(square), negative(square_low))
     if not first_lane(square) <= _MOST_OF_VAR * first_lane(var):
-        # Neighbouring floats: the mean's own rounding is larger than their spread, and the
-        # difference of squares has lost what it takes digits to hold.
+        # Neighbouring floats: the error of the mean is larger than their spread. It must be less
+        # than an ulp, for the rest to have all its digits below; and the difference of squares
+        # has lost what it takes digits to hold.
+        mean = mean + rest
+        rest, rest_low, _, _ = _sum_centered(x, at, stride, n, mean)
+        rest, rest_low = _divide(rest, rest_low, count)
         squares, squares_low = _sum_squares(x, at, n, mean, rest, rest_low)
         var, var_low = _divide(squares, squares_low, count)
     v, v_low = _add(var, var_low, splat(eps, zero), zero)
