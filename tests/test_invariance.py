@@ -79,6 +79,17 @@ def test_layout_does_not_change_bits(rng, dtype, backend, layout):
         assert_same_bits(expected, actual)
 
 
+def test_parameters_in_any_layout(rng, dtype):
+    """Also where everything else is as plain as can be."""
+    x, gamma, beta, dy = make(rng, dtype, 5, 64)
+    y, gradients = run(x, gamma, beta, dy)
+    strange = [np.stack([v, v])[:, ::-1].T[::-1, 1] for v in (gamma, beta)]
+    y_strange, of_strange = run(x, *strange, dy)
+    assert_same_bits(y, y_strange)
+    for one, other in zip(gradients, of_strange, strict=True):
+        assert_same_bits(one, other)
+
+
 def test_broadcast_dy_of_stride_zero(rng, dtype, backend):
     """y.sum().backward() hands over such a dy; others crash or go wrong (quack 88)."""
     x, gamma, beta, _ = make(rng, dtype, 5, 64)

@@ -506,6 +506,66 @@ def store_column(_typing: Any, at: Any, offset: Any, stride: Any, v: Any) -> Any
     return types.none(at, types.intp, types.intp, v), generate
 
 
+@intrinsic
+def load_everywhere(_typing: Any, at: Any, offset: Any, like: Any) -> Any:
+    """Return the one element at `offset` in all lanes of the rows of `like`."""
+
+    def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        dtype = sig.args[0].dtype
+        (place,) = _places(builder, *args[:2], _I64(0), _IN_MEMORY[dtype], 1)
+        narrow = _splat(builder, builder.load(place, align=1), WIDTH)
+        return _concatenated(builder, [_widened(builder, dtype, narrow)] * sig.return_type.rows)
+
+    return like(at, types.intp, like), generate
+
+
+def _loading(columns: int) -> Any:
+    @intrinsic
+    def load_columns(_typing: Any, at: Any, offset: Any, stride: Any, to: Any, apart: Any) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            dtype = sig.args[0].dtype
+            kind = ir.VectorType(_IN_MEMORY[dtype], columns)
+            places = _places(builder, *args[:3], kind, WIDTH)
+            rows = _concatenated(builder, [builder.load(place, align=1) for place in places])
+            targets = _places(builder, args[3], _I64(0), args[4], _vector(_F64), columns)
+            for col, target in enumerate(targets):
+                column = _shuffle(builder, rows, list(range(col, columns * WIDTH, columns)))
+                builder.store(_widened(builder, dtype, column), target, align=1)
+            return context.get_dummy_value()
+
+        return types.none(at, types.intp, types.intp, to, types.intp), generate
+
+    return load_columns
+
+
+def _storing(columns: int) -> Any:
+    @intrinsic
+    def store_columns(
+        _typing: Any, at: Any, offset: Any, stride: Any, source: Any, apart: Any
+    ) -> Any:
+        def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            element = _IN_MEMORY[sig.args[0].dtype]
+            sources = _places(builder, args[3], _I64(0), args[4], _vector(element), columns)
+            loaded = [builder.load(place, align=1) for place in sources]
+            together = _concatenated(builder, loaded)
+            kind = ir.VectorType(element, columns)
+            for row, place in enumerate(_places(builder, *args[:3], kind, WIDTH)):
+                elements = _shuffle(builder, together, list(range(row, columns * WIDTH, WIDTH)))
+                builder.store(elements, place, align=1)
+            return context.get_dummy_value()
+
+        return types.none(at, types.intp, types.intp, at, types.intp), generate
+
+    return store_columns
+
+
+# By number of columns. Load: of eight rows, `stride` apart, read so many elements from `offset`
+# on; write them as columns, `apart`, of eight float64. Store: read so many columns, `apart`, of
+# eight elements of the type of `at`; write them into eight rows from `offset` on.
+LOAD_COLUMNS = {columns: _loading(columns) for columns in (2, 4)}
+STORE_COLUMNS = {columns: _storing(columns) for columns in (2, 4)}
+
+
 # ---- from and to the narrow types: one row of eight at a time ----
 
 
