@@ -2,7 +2,7 @@
 `_narrow` for rows of few elements: a vector holds one column of eight rows.
 
 There, a short row fills a part of a vector, and pays for sums over lanes, a square root and
-divisions of its own: at n = 1 an element took 25 times as long as at n = 64. Here, whatever is
+divisions of its own: at n = 1 an element took 30 times as long as at n = 64. Here, whatever is
 computed per row is computed for eight rows by one instruction, and four such vectors are in
 flight: a group of 32 rows.
 
@@ -49,8 +49,8 @@ from stablenorm.kernels._vectors import (
 # (2-core AMD EPYC 9005, November 2026, as all figures of this file.)
 LONGEST_FORWARD, LONGEST_BACKWARD = 64, 40
 
-# Vectors in flight. With two, everything took 1.25 times as long, with one 1.7 times: sums over
-# columns are chains, each addition waiting for the one before.
+# Vectors in flight. With two, the forward took 1.15 to 1.35 times as long, with one 1.5 to 2.2
+# times: sums over columns are chains, each addition waiting for the one before.
 _VECTORS = 4
 GROUP = _VECTORS * WIDTH
 
@@ -61,8 +61,8 @@ _VECTOR, _COLUMN = 8 * WIDTH, 8 * GROUP
 # From 512 to 4096 nothing differed by more than the noise, but n = 1, where less is better.
 _AHEAD = 1024
 
-# Bytes of results in the first-level cache that are then copied out past it. 4 KiB were 3 % slower;
-# 16 KiB as fast as 8, but for the backward at n = 48, which has little room left.
+# Bytes of results in the first-level cache that are then copied out past it. From 4 to 16 KiB
+# nothing differed by more than the noise; the columns need the rest.
 _STAGE = 1 << 13
 
 _one, _group = ZEROS[1], ZEROS[_VECTORS]
@@ -182,7 +182,7 @@ def _expect(x, ahead, col):
 
 @_compiled
 def _expect_statistics(statistics, apart):
-    """Ask for those of rows to come: at n = 1 most of what is read, and 1.6 times the speed."""
+    """Ask for those of rows to come: at n = 1 most of what is read, and up to 1.8 times faster."""
     for which in range(3):
         for line in range(0, _COLUMN, LINE):
             prefetch(statistics, 8 * which * apart + _AHEAD + line, 0, _one())
@@ -251,9 +251,7 @@ def _forward_rows(
 
 
 @_compiled
-def _forward_chunk(
-    x, stride, rows, n, gamma, beta, eps, statistics, all_rows, space, y, y_stride
-):
+def _forward_chunk(x, stride, rows, n, gamma, beta, eps, statistics, all_rows, space, y, y_stride):
     """Normalize rows of `x` to `y`, where the first of these is to go."""
     group, one = _group(), _one()
     columns, results = _after(0, space), _as(_after(n, space), y)
@@ -297,7 +295,7 @@ def forward_tile(
     # Columns and results, padded rows, their statistics; then the stage.
     before = 3 * n + 1
     space = _space(before, staged * size)
-    chunk = staged if staged else max(stop - first, 1)
+    chunk = staged or max(stop - first, 1)
     for begin in range(first, stop, chunk):
         rows = min(chunk, stop - begin)
         out = _moved(y, begin * y_stride)
@@ -462,7 +460,7 @@ def backward_tile(
     dgamma = _after(before, pointer(space))
     for at in range(2 * _bytes_of_lanes(n) // 8):
         dgamma[at] = 0.0
-    chunk = staged if staged else max(stop - first, 1)
+    chunk = staged or max(stop - first, 1)
     for begin in range(first, stop, chunk):
         rows = min(chunk, stop - begin)
         out = _moved(dx, begin * dx_stride)
