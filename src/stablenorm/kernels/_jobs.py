@@ -18,45 +18,35 @@ from stablenorm.kernels._compiling import ELEMENTS, STAMP, compiled, matrix, mat
 from stablenorm.kernels._helpers import finish, take
 from stablenorm.kernels._vectors import pointer
 
-# Rows of up to so many elements go eight to a vector: at 64, beyond the caches, that took two
-# thirds of the time, from 80 on more. (2-core AMD EPYC 9005, November 2026, float32.)
-_LONGEST_TINY = 64
-
 _SIZE, _FLAG, _TICKETS = types.int64, types.boolean, types.int64[::1]
 _MATRIX, _SUMS = types.float64[:, :], types.float64[:, :, ::1]
 
 
 @functools.cache
-def forward_job(dtype: np.dtype[Any]) -> Any:
-    """Return the forward of float16, bfloat16 or float32."""
+def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
+    """Return the forward of float16, bfloat16 or float32, of short rows or of others."""
     element = ELEMENTS[dtype]
     stamp = STAMP
+    kernel = _tiny if short else _narrow
 
-    def narrow_forward(x, gamma, beta, eps, y, statistics, tile_rows, streaming, tickets, tiles):
+    def forward(x, gamma, beta, eps, y, statistics, tile_rows, streaming, tickets, tiles):
         if stamp == "":
             return
         rows, n = x.shape
         tile = take(tickets, -1)
         while tile < tiles:
-            first, stop = tile * tile_rows, min((tile + 1) * tile_rows, rows)
-            if n <= _LONGEST_TINY:
-                _tiny.forward_tile(
-                    pointer(x), x.strides[0], first, stop, n, pointer(gamma), pointer(beta), eps,
-                    pointer(statistics), statistics.strides[0] // 8,
-                    pointer(y), y.strides[0], streaming,
-                )  # fmt: skip
-            else:
-                _narrow.forward_tile(
-                    pointer(x), x.strides[0], first, stop, n, pointer(gamma), pointer(beta), eps,
-                    pointer(statistics), statistics.strides[0] // 8,
-                    pointer(y), y.strides[0], streaming,
-                )  # fmt: skip
+            kernel.forward_tile(
+                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
+                pointer(y), y.strides[0], streaming,
+            )  # fmt: skip
             finish(tickets)
             tile = take(tickets, tile)
 
+    forward.__name__ = "tiny_forward" if short else "narrow_forward"
     parameter = vector(types.float32)
     return compiled(
-        narrow_forward,
+        forward,
         types.void(
             matrix(element),
             parameter,
@@ -73,12 +63,13 @@ def forward_job(dtype: np.dtype[Any]) -> Any:
 
 
 @functools.cache
-def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
-    """Return the backward of float16, bfloat16 or float32."""
+def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -> Any:
+    """Return the backward of float16, bfloat16 or float32, of short rows or of others."""
     dy_element, x_element = ELEMENTS[dy_dtype], ELEMENTS[x_dtype]
     stamp = STAMP
+    kernel = _tiny if short else _narrow
 
-    def narrow_backward(
+    def backward(
         dy, x, gamma, statistics, dx, sums, tile_rows, wanted, summing, streaming, tickets, tiles
     ):
         if stamp == "":
@@ -86,26 +77,19 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any]) -> Any:
         rows, n = x.shape
         tile = take(tickets, -1)
         while tile < tiles:
-            first, stop = tile * tile_rows, min((tile + 1) * tile_rows, rows)
-            if n <= _LONGEST_TINY:
-                _tiny.backward_tile(
-                    pointer(dy), dy.strides[0], pointer(x), x.strides[0], first, stop, n,
-                    pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
-                    pointer(dx), dx.strides[0], wanted, streaming,
-                    pointer(sums[tile if summing else 0]), summing,
-                )  # fmt: skip
-            else:
-                _narrow.backward_tile(
-                    pointer(dy), dy.strides[0], pointer(x), x.strides[0], first, stop, n,
-                    pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
-                    pointer(dx), dx.strides[0], wanted, streaming,
-                    pointer(sums[tile if summing else 0]), summing,
-                )  # fmt: skip
+            kernel.backward_tile(
+                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
+                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
+                pointer(dx), dx.strides[0], wanted, streaming,
+                pointer(sums[tile if summing else 0]), summing,
+            )  # fmt: skip
             finish(tickets)
             tile = take(tickets, tile)
 
+    backward.__name__ = "tiny_backward" if short else "narrow_backward"
     return compiled(
-        narrow_backward,
+        backward,
         types.void(
             matrix(dy_element),
             matrix(x_element),

@@ -44,10 +44,11 @@ from stablenorm.kernels._vectors import (
 )
 
 # The longest rows for which this is faster than `_narrow`. Forward: at n = 64 by 1.15 for float32
-# and 1.3 for bfloat16, in the caches and beyond them; with AVX2 alone by 1.0 and 1.35. Backward: at
+# and 1.3 for bfloat16, in the caches and beyond them; with AVX2 alone by 1.0 and 1.35. Not at 64,
+# though: a single row of 64 takes 370 ns here, 108 there. Backward: at
 # 40 by 1.02 and 1.2, beyond the caches by 1.2 of both; with AVX2 alone by 0.9 and 1.2.
 # (2-core AMD EPYC 9005, November 2026, as all figures of this file.)
-LONGEST_FORWARD, LONGEST_BACKWARD = 64, 40
+LONGEST_FORWARD, LONGEST_BACKWARD = 63, 40
 
 # Vectors in flight. With two, the forward took 1.15 to 1.35 times as long, with one 1.5 to 2.2
 # times: sums over columns are chains, each addition waiting for the one before.

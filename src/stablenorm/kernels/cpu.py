@@ -14,7 +14,7 @@ import numpy as np
 
 from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
-from stablenorm.kernels import _float64, _narrow
+from stablenorm.kernels import _float64, _narrow, _tiny
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import ALONE, run
 from stablenorm.kernels._jobs import backward_job, forward_job
@@ -38,7 +38,7 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     rows, n = x.shape
     numbers = np.empty((3, rows))
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
-    job = forward_job(x.dtype)
+    job = forward_job(x.dtype, n <= _tiny.LONGEST_FORWARD)
     if not (has_contiguous_rows(x) and has_contiguous_rows(y)):
         _forward_blocks(job, x, scale, shift, eps, y, numbers)
     elif rows * n < SMALL:
@@ -52,9 +52,10 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
 
 def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Array:
     """Do what `forward` does for few float32, all contiguous; return the statistics as one array."""
-    rows = len(x)
+    rows, n = x.shape
     numbers = np.empty((3, rows))
-    forward_job(_FLOAT32)(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
+    job = forward_job(_FLOAT32, n <= _tiny.LONGEST_FORWARD)
+    job(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
     return numbers
 
 
@@ -86,7 +87,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = joined(statistics[:3])
-    job = backward_job(dy.dtype, x.dtype)
+    job = backward_job(dy.dtype, x.dtype, n <= _tiny.LONGEST_BACKWARD)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
         arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
