@@ -97,8 +97,8 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    if out is None and backend is None:
-        plain = _forward_plain(x, gamma, beta, eps, axis)
+    if out is None:
+        plain = _forward_plain(x, gamma, beta, eps, axis, backend)
         if plain is not None:
             return plain[0]
     y, _ = _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)
@@ -169,8 +169,8 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    if out is None and backend is None:
-        plain = _forward_plain(x, gamma, beta, eps, axis)
+    if out is None:
+        plain = _forward_plain(x, gamma, beta, eps, axis, backend)
         if plain is not None:
             return plain[0], _plain_cache(x, gamma, plain[1], plain[2])
     return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
@@ -254,7 +254,7 @@ def layer_norm_backward(
 
 
 def _forward_plain(
-    x: Any, gamma: Any, beta: Any, eps: Any, axis: Any
+    x: Any, gamma: Any, beta: Any, eps: Any, axis: Any, backend: str | None
 ) -> tuple[Array, Any, str] | None:
     """
     Do what `_forward` does for the arguments that most calls have, or return None for others.
@@ -280,13 +280,13 @@ def _forward_plain(
         and beta.flags.c_contiguous
     ):
         return None
-    name = choose(None)
-    backend = BACKENDS[name]
+    name = choose(backend)
+    chosen = BACKENDS[name]
     y: Array = np.empty(shape, _FLOAT32)
     rows = y
     if len(shape) != 2:
         x, rows = x.reshape(-1, n), y.reshape(-1, n)
-    forward = backend.forward_small if x.size < SMALL else backend.forward
+    forward = chosen.forward_small if x.size < SMALL else chosen.forward
     return y, forward(x, gamma, beta, eps, rows), name
 
 
