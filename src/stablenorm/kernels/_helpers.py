@@ -19,6 +19,8 @@ workqueue the process is, when two Python threads enter at once.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import queue
 import threading
@@ -102,6 +104,36 @@ def _spinning() -> Callable[..., Any]:
 _settle, _spin = _settling(), _spinning()
 
 
+def _find_current_cpu() -> Callable[[], int]:
+    try:
+        return ctypes.CDLL(None).sched_getcpu
+    except (AttributeError, OSError, TypeError):
+        # macOS has neither this nor affinities.
+        return lambda: -1
+
+
+_current_cpu = _find_current_cpu()
+
+
+def _leave(cpu: int) -> None:
+    """
+    Move this thread off `cpu`, where the caller is working, if it has been woken there.
+
+    Linux wakes a thread where it last ran, and where two virtual processors do not look as if
+    they shared a cache, it leaves it there for milliseconds: after a pause of 5 ms, two threads
+    on one of two processors took the time of one (586 us for (4, 512, 1024), against 287).
+    """
+    if cpu < 0 or _current_cpu() != cpu:
+        return
+    # An affinity that may have been taken back meanwhile: then it stays.
+    with contextlib.suppress(OSError):
+        allowed = os.sched_getaffinity(0)
+        if others := allowed - {cpu}:
+            # The first moves it at once, the second leaves it free to be moved again.
+            os.sched_setaffinity(0, others)
+            os.sched_setaffinity(0, allowed)
+
+
 class _Helper:
     """A daemon thread, and where it finds its jobs."""
 
@@ -131,9 +163,10 @@ class _Helper:
         heard = 0
         while True:
             _spin(self._bell, heard)
-            function, arguments, failures = self._jobs.get()
+            function, arguments, failures, cpu = self._jobs.get()
             heard += 1
             try:
+                _leave(cpu)
                 function(*arguments)
             except Exception as error:  # noqa: BLE001  # no memory, say; the caller raises it
                 failures.append(error)
@@ -190,7 +223,7 @@ def run(function: Callable[..., None], arguments: tuple[Any, ...], tiles: int) -
             return
         shared = (*arguments, tickets, tiles)
         try:
-            crew.post((function, shared, failures), helpers)
+            crew.post((function, shared, failures, _current_cpu()), helpers)
             function(*shared)
         except Exception as error:
             failures.append(error)
