@@ -5,6 +5,9 @@ Drives the passes of `stablenorm.kernels._narrow` on 256 rows of 1024, which sta
 level cache, beside the whole kernels and a copy, interleaved, and writes docs/passes.md.
 """
 
+# What Numba compiles has the types that Numba infers.
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import datetime as dt
