@@ -22,7 +22,10 @@ CASES = [
     if family.applies(kind, n)
 ]
 # Families made to cancel: there the second term of the contract decides the last bits.
-CANCELLING = {"y": {"F32"}, "dx": {"F07", "F21", "F28", "F28b"}}
+CANCELLING = {
+    "y": {"F07", "F32"},
+    "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"},
+}
 
 
 def compute(case, backend):
@@ -38,7 +41,12 @@ def test_bits_of_the_reference(name, dtype, n, backend):
     for output, families in CANCELLING.items():
         if name not in families:
             recipe = f"make_case({name!r}, {dtype!r}, n={n}), {output}"
-            np.testing.assert_array_equal(expected[output], actual[output], err_msg=recipe)
+            # As float64: NumPy does not know the NaN of bfloat16.
+            np.testing.assert_array_equal(
+                expected[output].astype(np.float64),
+                actual[output].astype(np.float64),
+                err_msg=recipe,
+            )
 
 
 @pytest.mark.parametrize("backend", sorted(BACKENDS.keys() - {"numpy"}))
