@@ -144,8 +144,8 @@ double-double, some 60 operations an element forward and 90 backward.
 
 Tried, and left: eight rows at a time (the same, and more registers than AVX2 has); rounding
 bfloat16 row by row instead of four rows at once (a tenth slower); reading x again for dx in
-float64 instead of keeping xhat and g - mean(g) in the cache (slower by far more than half,
-renormalized pairs included); all results through
+float64 instead of keeping xhat and g - mean(g) in the cache (1.9 times the time,
+with pairs renormalized at every step); all results through
 a buffer in the first-level cache (a tenth slower where rows begin at lines).
 """
 
