@@ -23,6 +23,7 @@ from stablenorm.kernels._narrow import (
     STREAMED,
     _expect_edges,
     _staged_rows,
+    _two_sum,
     _way_out,
     _whole_lines,
 )
@@ -72,14 +73,6 @@ _compiled = njit(error_model="numpy")
 
 
 # ---- pairs ----
-
-
-@_compiled
-def _two_sum(a, b):
-    """Return ``fl(a + b)`` and its exact error."""
-    total = a + b
-    b_part = total - a
-    return total, (a - (total - b_part)) + (b - b_part)
 
 
 @_compiled
