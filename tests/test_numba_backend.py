@@ -150,8 +150,8 @@ def test_damaged_cache_files_are_replaced(tmp_path):
     cached, environment = install(tmp_path)
     python(FIRST_CALL, **environment)
     for kept in (0, 2):
-        cut(cached.glob("_helpers.*.nbi"), kept)
-        python("import stablenorm.kernels._helpers", **environment)
+        cut(cached.glob("_sharing.*.nbi"), kept)
+        python("import stablenorm.kernels._sharing", **environment)
     cut(cached.glob("*.nbc"), 2)
     python(FIRST_CALL, **environment)
     # Three times what it takes with idle processors is room for busy ones.

@@ -15,7 +15,9 @@ import pytest
 import stablenorm
 from stablenorm import _threads, layer_norm, layer_norm_backward, layer_norm_forward
 
+numba = pytest.importorskip("numba")
 _helpers = pytest.importorskip("stablenorm.kernels._helpers")
+_sharing = pytest.importorskip("stablenorm.kernels._sharing")
 
 # Python says of every fork beside threads that it may hang. That it does not is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -111,23 +113,85 @@ def test_the_number_of_threads_changes_no_bit(dtype, shape):
     assert results.count(results[0]) == 4
 
 
+@numba.njit(error_model="numpy")
+def count_tiles(crew, me, tiles, taken, patience, failing):
+    """Count the tiles that each takes; the first of all waits for another to take one."""
+    tile = _sharing.take(crew, me, -1)
+    while tile < tiles:
+        if failing == me:
+            raise MemoryError
+        _sharing.add_atomically(_sharing._at(taken, me), 1)
+        for _ in range(patience):
+            others = 0
+            for part in range(8):
+                others += part != me and _sharing.read_atomically(_sharing._at(taken, part)) > 0
+            if others:
+                break
+            _sharing.pause()
+        tile = _sharing.take(crew, me, tile)
+
+
+share_counting = _sharing.sharing(count_tiles)
+
+
+@numba.njit(nogil=True)
+def counted(tiles, taken, patience, failing, crew, helpers):
+    arguments = (tiles, _sharing.pointer(taken), patience, failing)
+    share_counting(arguments, tiles, _sharing.pointer(crew), helpers)
+
+
+def taken_by(count, tiles, *, failing=-1):
+    """Return how many tiles each takes, of the caller and `count` helpers."""
+    taken = np.zeros(8, np.int64)
+    # Some seconds: far more than a thread takes to come.
+    patience = 50_000_000 if failing < 0 else 0
+    counted(tiles, taken, patience, failing, *crew_of(count))
+    return list(taken)
+
+
+def crew_of(helpers):
+    stablenorm.set_num_threads(helpers + 1)
+    words, count = _helpers.crew_for(100)
+    assert count == helpers
+    return words, count
+
+
 def test_helpers_really_take_part(crew):
     """Without this, the tests of this file could pass on one thread."""
     assert run(*make(2))
-    assert len(crew._helpers) == 3
-    seen = set()
+    assert len(crew.helpers) == 3
+    taken = taken_by(3, 7)
+    assert sum(taken) == 7
+    assert sum(count > 0 for count in taken) >= 2
 
-    def job(tickets, tiles):
-        seen.add(threading.get_ident())
-        # Whoever comes first waits for another.
-        deadline = time.monotonic() + 10
-        while len(seen) < 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert tickets.size > 1
-        assert tiles == 7
 
-    _helpers.run(job, (), 7)
-    assert len(seen) >= 2
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 31, 1000])
+@pytest.mark.parametrize("helpers", [0, 1, 2, 5])
+def test_every_tile_is_taken_once(crew, tiles, helpers):
+    seen = np.zeros((20, tiles), np.int64)
+    words, count = crew_of(helpers)
+    for calls in seen:
+        counted_each(calls, words, count)
+    assert (seen == 1).all()
+    assert words[_sharing._LENT] == 0
+    assert crew.words is words
+
+
+@numba.njit(error_model="numpy")
+def mark_tiles(crew, me, tiles, seen):
+    tile = _sharing.take(crew, me, -1)
+    while tile < tiles:
+        _sharing.add_atomically(_sharing._at(seen, tile), 1)
+        tile = _sharing.take(crew, me, tile)
+
+
+share_marking = _sharing.sharing(mark_tiles)
+
+
+@numba.njit(nogil=True)
+def counted_each(seen, crew, helpers):
+    arguments = (seen.size, _sharing.pointer(seen))
+    share_marking(arguments, seen.size, _sharing.pointer(crew), helpers)
 
 
 @pytest.mark.parametrize(
@@ -189,18 +253,18 @@ def test_small_inputs_stay_on_the_calling_thread(crew, dtype):
     few = 4 if dtype == np.float64 else 1
     run(*make(3, (60 // few, 1024), dtype))
     layer_norm(make(3, (1023 // few, 64), dtype)[0])
-    assert crew._helpers == []
+    assert crew.helpers == []
 
 
 def test_one_thread_means_one(crew):
     stablenorm.set_num_threads(1)
     run(*make(3))
-    assert crew._helpers == []
+    assert crew.helpers == []
 
 
 def test_without_new_threads_the_caller_does_it_all(crew, monkeypatch):
     expected = run(*make(4))
-    assert crew._helpers
+    assert crew.helpers
 
     def start(_self):
         msg = "can't start new thread"
@@ -210,7 +274,7 @@ def test_without_new_threads_the_caller_does_it_all(crew, monkeypatch):
     monkeypatch.setattr(_helpers, "_crew", other)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert run(*make(4)) == expected
-    assert other._helpers == []
+    assert other.helpers == []
 
 
 # ---- threads of the caller ----
@@ -220,7 +284,7 @@ def test_calls_from_many_threads_at_once(crew):
     stablenorm.set_num_threads(3)
     data = [make(seed, (700 + 300 * seed, 130)) for seed in range(8)]
     expected = [run(*arguments) for arguments in data]
-    before, most = set(helpers_alive()) - {h.thread for h in crew._helpers}, []
+    before, most = set(helpers_alive()) - {h.thread for h in crew.helpers}, []
     barrier = threading.Barrier(8)
     wrong = []
 
@@ -253,24 +317,37 @@ def test_helpers_let_go_of_the_arrays():
     assert all(r() is None for r in references)
 
 
-@pytest.mark.parametrize("where", ["helper", "caller"])
-def test_a_failing_tile_is_an_error_not_a_hang(crew, where):
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_failing_tile_is_an_error_not_a_hang(crew, who):
     """A compiled job can run out of memory, with a tile taken that nobody will finish."""
-    caller, failed = threading.get_ident(), threading.Event()
-
-    def job(tickets, _tiles):
-        if (threading.get_ident() == caller) == (where == "caller"):
-            tickets[0] += 1
-            failed.set()
-            msg = "no room"
-            raise MemoryError(msg)
-        assert failed.wait(10)
-
-    stablenorm.set_num_threads(2)
-    with pytest.raises(MemoryError, match="no room"):
-        _helpers.run(job, (), 5)
+    failed = 0
+    for _ in range(200):
+        try:
+            taken_by(1, 50, failing=who)
+        except MemoryError:
+            failed += 1
+    # The helper may come too late; the caller, never.
+    assert failed == 200 if who == 0 else failed > 0
+    assert crew.words[_sharing._LENT] == crew.words[_sharing._INSIDE] == 0
     assert run(*make(6)) == run(*make(6))
-    assert [h.thread.is_alive() for h in crew._helpers] == [True]
+    assert [h.thread.is_alive() for h in crew.helpers] == [True]
+
+
+@pytest.mark.usefixtures("crew")
+def test_a_sleeping_helper_is_woken():
+    for _ in range(3):
+        # Longer than it spins.
+        time.sleep(0.02)
+        assert sum(count > 0 for count in taken_by(1, 2)) == 2
+
+
+def test_without_a_pipe_the_caller_does_it_all(crew, monkeypatch):
+    def pipe():
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    assert run(*make(4)) == run(*make(4))
+    assert crew.helpers == []
 
 
 # ---- fork, and processes ----
@@ -280,7 +357,7 @@ def test_a_failing_tile_is_an_error_not_a_hang(crew, where):
 def test_a_child_after_a_fork_has_helpers_of_its_own(crew):
     arguments = make(7)
     expected = run(*arguments)
-    assert len(crew._helpers) == 3
+    assert len(crew.helpers) == 3
 
     def work():
         assert helpers_alive() == []
@@ -440,7 +517,7 @@ INTERRUPTED = """
 import os, random, signal, threading, time
 import numpy as np
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
-from stablenorm.kernels import _helpers
+from stablenorm.kernels import _helpers, _sharing
 
 set_num_threads(3)
 x, dy = np.random.default_rng(0).standard_normal((2, 2048, 130)).astype(np.float32)
@@ -466,10 +543,10 @@ for _ in range(100):
         left = out.tobytes(), dx.tobytes()
         time.sleep(0.0005)
         assert left == (out.tobytes(), dx.tobytes()), "still writing"
-        assert _helpers._crew.lent == {}, "kept"
+        assert _helpers._crew.words[_sharing._LENT] == 0, "kept"
         y, cache = layer_norm_forward(x, gamma)
         assert expected == [v.tobytes() for v in (y, *layer_norm_backward(dy, cache)[:2])]
-print(len(_helpers._crew._helpers), flush=True)
+print(len(_helpers._crew.helpers), flush=True)
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
 loop()
 """

@@ -108,6 +108,11 @@ def vector(element: Any) -> types.Array:
     return types.Array(element, 1, "A", readonly=True, aligned=False)
 
 
+def vector_out(element: Any) -> types.Array:
+    """Return the type of an (n,) output."""
+    return types.Array(element, 1, "A", aligned=False)
+
+
 def bits(array: Any) -> Any:
     """Return the view of `array` that a kernel takes: itself, or the integers of 16-bit types."""
     return array if array.dtype.itemsize > 2 else array.view(_BITS[ELEMENTS[array.dtype]])

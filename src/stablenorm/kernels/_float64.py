@@ -17,7 +17,7 @@ from stablenorm import reference
 from stablenorm._types import Array, Gradients, Statistics
 from stablenorm.kernels import _narrow, _wide
 from stablenorm.kernels._compiling import bits
-from stablenorm.kernels._helpers import run
+from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._jobs import (
     find_hard_job,
     moderate_job,
@@ -52,29 +52,15 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     numbers, tails, hard = np.empty((4, rows)), np.empty(rows), np.zeros(rows, np.uint8)
     tile_rows, job = forward_rows(n), wide_forward_job(scale.dtype, shift.dtype)
     if has_contiguous_rows(x) and has_contiguous_rows(y):
-        arguments = (
-            x,
-            bits(scale),
-            bits(shift),
-            eps,
-            y,
-            numbers,
-            tails,
-            hard,
-            tile_rows,
-            past_caches(y, x),
-        )
-        run(job, arguments, -(-rows // tile_rows))
+        some = (numbers, tails, hard, tile_rows, past_caches(y, x))
+        job(x, bits(scale), bits(shift), eps, y, *some, *crew_for(-(-rows // tile_rows)))
     else:
         for block in blocks(rows, n, tile_rows):
             part = np.ascontiguousarray(x[block])
             result = np.empty_like(part)
             some = (numbers[:, block], tails[block], hard[block], tile_rows, False)
-            run(
-                job,
-                (part, bits(scale), bits(shift), eps, result, *some),
-                -(-len(part) // tile_rows),
-            )
+            crew = crew_for(-(-len(part) // tile_rows))
+            job(part, bits(scale), bits(shift), eps, result, *some, *crew)
             easy = ~hard[block].astype(bool)
             # Rows that are hard are still needed, if y is x.
             y[block] = np.where(easy[:, None], result, part)
@@ -136,7 +122,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
         whole = (bits(dy), x, bits(scale), numbers, tails, target, sums, known, hard_tiles)
-        run(job, (*whole, tile_rows, *flags, streaming), tiles)
+        job(*whole, tile_rows, *flags, streaming, *crew_for(tiles))
     else:
         for block in blocks(rows, n, tile_rows):
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
@@ -153,7 +139,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
                 some,
             )
             marks = (known[block], hard_tiles[first:last])
-            run(job, (*part, *marks, tile_rows, *flags, False), last - first)
+            job(*part, *marks, tile_rows, *flags, False, *crew_for(last - first))
             if dx is not None:
                 dx[block] = result
     if not hard_tiles.any():

@@ -1,8 +1,9 @@
 """
-The functions that threads run: they take tiles until none is left. One for each set of types.
+The functions that Python calls: one for each set of types, which shares its tiles with helpers.
 
 Their names and the digest of all sources are what the machine code on disk is found by, which is
-why each is defined where it sees `stamp`, and refers to it.
+why each is defined where it sees `stamp`, and refers to it. All end with `crew` and `helpers`, as
+`share` takes them; with no helpers, the words of the crew are not touched.
 """
 
 from __future__ import annotations
@@ -11,15 +12,46 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import njit, types
 
 from stablenorm.kernels import _narrow, _tiny, _wide
-from stablenorm.kernels._compiling import ELEMENTS, STAMP, compiled, matrix, matrix_out, vector
-from stablenorm.kernels._helpers import finish, take
-from stablenorm.kernels._vectors import pointer
+from stablenorm.kernels._compiling import (
+    ELEMENTS,
+    STAMP,
+    compiled,
+    matrix,
+    matrix_out,
+    vector,
+    vector_out,
+)
+from stablenorm.kernels._sharing import sharing, take
+from stablenorm.kernels._vectors import address, pointer, pointer_at
 
-_SIZE, _FLAG, _TICKETS = types.int64, types.boolean, types.int64[::1]
+_SIZE, _FLAG, _CREW = types.int64, types.boolean, types.int64[::1]
 _MATRIX, _SUMS = types.float64[:, :], types.float64[:, :, ::1]
+
+
+# ---- float16, bfloat16, float32 ----
+
+
+def _forward_sharing(kernel: Any) -> Any:
+    @njit(error_model="numpy")
+    def forward_tiles(
+        crew, me, rows, tiles, tile_rows, x, x_stride, n, gamma, beta, eps, statistics, all_rows,
+        y, y_stride, streaming,
+    ):  # fmt: skip
+        tile = take(crew, me, -1)
+        while tile < tiles:
+            kernel.forward_tile(
+                x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                gamma, beta, eps, statistics, all_rows, y, y_stride, streaming,
+            )  # fmt: skip
+            tile = take(crew, me, tile)
+
+    return sharing(forward_tiles)
+
+
+_share_tiny_forward, _share_narrow_forward = map(_forward_sharing, (_tiny, _narrow))
 
 
 @functools.cache
@@ -27,21 +59,21 @@ def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
     """Return the forward of float16, bfloat16 or float32, of short rows or of others."""
     element = ELEMENTS[dtype]
     stamp = STAMP
-    kernel = _tiny if short else _narrow
 
-    def forward(x, gamma, beta, eps, y, statistics, tile_rows, streaming, tickets, tiles):
+    def forward(x, gamma, beta, eps, y, statistics, tile_rows, streaming, crew, helpers):
         if stamp == "":
             return
         rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            kernel.forward_tile(
-                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
-                pointer(y), y.strides[0], streaming,
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
+        tiles = -(-rows // tile_rows)
+        arguments = (
+            rows, tiles, tile_rows, pointer(x), x.strides[0], n,
+            pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
+            pointer(y), y.strides[0], streaming,
+        )  # fmt: skip
+        if short:
+            _share_tiny_forward(arguments, tiles, pointer(crew), helpers)
+        else:
+            _share_narrow_forward(arguments, tiles, pointer(crew), helpers)
 
     forward.__name__ = "tiny_forward" if short else "narrow_forward"
     parameter = vector(types.float32)
@@ -56,36 +88,71 @@ def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
             _MATRIX,
             _SIZE,
             _FLAG,
-            _TICKETS,
+            _CREW,
             _SIZE,
         ),
     )
 
 
+def _backward_sharing(kernel: Any) -> Any:
+    @njit(error_model="numpy")
+    def backward_tiles(
+        crew, me, rows, tiles, tile_rows, dy, dy_stride, x, x_stride, n, gamma,
+        statistics, all_rows, dx, dx_stride, wanted, streaming, sums, sums_stride, summing,
+    ):  # fmt: skip
+        tile = take(crew, me, -1)
+        while tile < tiles:
+            kernel.backward_tile(
+                dy, dy_stride, x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+                gamma, statistics, all_rows, dx, dx_stride, wanted, streaming,
+                pointer_at(address(sums) + tile * sums_stride, sums), summing,
+            )  # fmt: skip
+            tile = take(crew, me, tile)
+
+    return sharing(backward_tiles)
+
+
+_share_tiny_backward, _share_narrow_backward = map(_backward_sharing, (_tiny, _narrow))
+
+
 @functools.cache
-def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -> Any:
-    """Return the backward of float16, bfloat16 or float32, of short rows or of others."""
+def backward_job(
+    dy_dtype: np.dtype[Any],
+    x_dtype: np.dtype[Any],
+    dgamma_dtype: np.dtype[Any],
+    dbeta_dtype: np.dtype[Any],
+    short: bool,
+) -> Any:
+    """
+    Return the backward of float16, bfloat16 or float32, of short rows or of others.
+
+    It writes the totals of dgamma and dbeta into arrays of n elements, if they have not size 0.
+    """
     dy_element, x_element = ELEMENTS[dy_dtype], ELEMENTS[x_dtype]
     stamp = STAMP
-    kernel = _tiny if short else _narrow
 
     def backward(
-        dy, x, gamma, statistics, dx, sums, tile_rows, wanted, summing, streaming, tickets, tiles
-    ):
+        dy, x, gamma, statistics, dx, sums, dgamma, dbeta,
+        tile_rows, wanted, summing, streaming, crew, helpers,
+    ):  # fmt: skip
         if stamp == "":
             return
         rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            kernel.backward_tile(
-                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
-                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
-                pointer(dx), dx.strides[0], wanted, streaming,
-                pointer(sums[tile if summing else 0]), summing,
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
+        tiles = -(-rows // tile_rows)
+        arguments = (
+            rows, tiles, tile_rows, pointer(dy), dy.strides[0], pointer(x), x.strides[0], n,
+            pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
+            pointer(dx), dx.strides[0],
+            wanted, streaming, pointer(sums), sums.strides[0] if summing else 0, summing,
+        )  # fmt: skip
+        if short:
+            _share_tiny_backward(arguments, tiles, pointer(crew), helpers)
+        else:
+            _share_narrow_backward(arguments, tiles, pointer(crew), helpers)
+        if dgamma.size > 0:
+            _narrow.total_of_tiles(pointer(sums), len(sums), n, 0, pointer(dgamma))
+        if dbeta.size > 0:
+            _narrow.total_of_tiles(pointer(sums), len(sums), n, 1, pointer(dbeta))
 
     backward.__name__ = "tiny_backward" if short else "narrow_backward"
     return compiled(
@@ -97,14 +164,36 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -
             _MATRIX,
             matrix_out(x_element),
             _SUMS,
+            vector_out(ELEMENTS[dgamma_dtype]),
+            vector_out(ELEMENTS[dbeta_dtype]),
             _SIZE,
             _FLAG,
             _FLAG,
             _FLAG,
-            _TICKETS,
+            _CREW,
             _SIZE,
         ),
     )
+
+
+# ---- float64 ----
+
+
+@njit(error_model="numpy")
+def _wide_forward_tiles(
+    crew, me, rows, tiles, tile_rows, x, x_stride, n, gamma, beta, eps, numbers, all_rows, tails,
+    y, y_stride, streaming, hard,
+):  # fmt: skip
+    tile = take(crew, me, -1)
+    while tile < tiles:
+        _wide.forward_tile(
+            x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+            gamma, beta, eps, numbers, all_rows, tails, y, y_stride, streaming, hard,
+        )  # fmt: skip
+        tile = take(crew, me, tile)
+
+
+_share_wide_forward = sharing(_wide_forward_tiles)
 
 
 @functools.cache
@@ -113,20 +202,18 @@ def wide_forward_job(gamma_dtype: np.dtype[Any], beta_dtype: np.dtype[Any]) -> A
     stamp = STAMP
 
     def wide_forward(
-        x, gamma, beta, eps, y, numbers, tails, hard, tile_rows, streaming, tickets, tiles
+        x, gamma, beta, eps, y, numbers, tails, hard, tile_rows, streaming, crew, helpers
     ):
         if stamp == "":
             return
         rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            _wide.forward_tile(
-                pointer(x), x.strides[0], tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(beta), eps, pointer(numbers), numbers.strides[0] // 8,
-                pointer(tails), pointer(y), y.strides[0], streaming, pointer(hard),
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
+        tiles = -(-rows // tile_rows)
+        arguments = (
+            rows, tiles, tile_rows, pointer(x), x.strides[0], n, pointer(gamma), pointer(beta), eps,
+            pointer(numbers), numbers.strides[0] // 8, pointer(tails),
+            pointer(y), y.strides[0], streaming, pointer(hard),
+        )  # fmt: skip
+        _share_wide_forward(arguments, tiles, pointer(crew), helpers)
 
     return compiled(
         wide_forward,
@@ -141,10 +228,30 @@ def wide_forward_job(gamma_dtype: np.dtype[Any], beta_dtype: np.dtype[Any]) -> A
             types.uint8[::1],
             _SIZE,
             _FLAG,
-            _TICKETS,
+            _CREW,
             _SIZE,
         ),
     )
+
+
+@njit(error_model="numpy")
+def _wide_backward_tiles(
+    crew, me, rows, tiles, tile_rows, dy, dy_stride, x, x_stride, n, gamma, numbers, all_rows,
+    tails, has_tails, dx, dx_stride, wanted, streaming, sums, sums_stride, sums_size, summing,
+    known, has_known, hard_tiles,
+):  # fmt: skip
+    tile = take(crew, me, -1)
+    while tile < tiles:
+        hard_tiles[tile] = _wide.backward_tile(
+            dy, dy_stride, x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
+            gamma, numbers, all_rows, tails, has_tails, dx, dx_stride, wanted, streaming,
+            pointer_at(address(sums) + tile * sums_stride, sums), sums_size, summing,
+            known, has_known,
+        )  # fmt: skip
+        tile = take(crew, me, tile)
+
+
+_share_wide_backward = sharing(_wide_backward_tiles)
 
 
 @functools.cache
@@ -154,23 +261,20 @@ def wide_backward_job(dy_dtype: np.dtype[Any], gamma_dtype: np.dtype[Any]) -> An
 
     def wide_backward(
         dy, x, gamma, numbers, tails, dx, sums, known, hard_tiles,
-        tile_rows, wanted, summing, streaming, tickets, tiles,
+        tile_rows, wanted, summing, streaming, crew, helpers,
     ):  # fmt: skip
         if stamp == "":
             return
         rows, n = x.shape
-        tile = take(tickets, -1)
-        while tile < tiles:
-            hard_tiles[tile] = _wide.backward_tile(
-                pointer(dy), dy.strides[0], pointer(x), x.strides[0],
-                tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
-                pointer(gamma), pointer(numbers), numbers.strides[0] // 8,
-                pointer(tails), tails.size > 0, pointer(dx), dx.strides[0], wanted, streaming,
-                pointer(sums[tile if summing else 0]), sums.shape[2], summing,
-                pointer(known), known.size > 0,
-            )  # fmt: skip
-            finish(tickets)
-            tile = take(tickets, tile)
+        tiles = -(-rows // tile_rows)
+        arguments = (
+            rows, tiles, tile_rows, pointer(dy), dy.strides[0], pointer(x), x.strides[0], n,
+            pointer(gamma), pointer(numbers), numbers.strides[0] // 8,
+            pointer(tails), tails.size > 0, pointer(dx), dx.strides[0], wanted, streaming,
+            pointer(sums), sums.strides[0] if summing else 0, sums.shape[2], summing,
+            pointer(known), known.size > 0, pointer(hard_tiles),
+        )  # fmt: skip
+        _share_wide_backward(arguments, tiles, pointer(crew), helpers)
 
     return compiled(
         wide_backward,
@@ -188,7 +292,7 @@ def wide_backward_job(dy_dtype: np.dtype[Any], gamma_dtype: np.dtype[Any]) -> An
             _FLAG,
             _FLAG,
             _FLAG,
-            _TICKETS,
+            _CREW,
             _SIZE,
         ),
     )
@@ -237,5 +341,4 @@ def total_job(dtype: np.dtype[Any]) -> Any:
             return
         _narrow.total_of_tiles(pointer(sums), len(sums), n, which, pointer(out))
 
-    out = types.Array(element, 1, "A", aligned=False)
-    return compiled(total, types.void(_SUMS, _SIZE, _SIZE, out))
+    return compiled(total, types.void(_SUMS, _SIZE, _SIZE, vector_out(element)))

@@ -62,6 +62,16 @@ def add_atomically(_typing: Any, counter: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def exchange(_typing: Any, counter: Any, value: Any) -> Any:
+    """Write to the int64 at a pointer; return what was there before."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", args[0], args[1], "seq_cst")
+
+    return types.intp(counter, types.intp), generate
+
+
+@intrinsic
 def read_atomically(_typing: Any, counter: Any) -> Any:
     """Return the int64 at a pointer as other threads last left it."""
 

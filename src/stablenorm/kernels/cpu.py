@@ -16,8 +16,9 @@ from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _float64, _narrow, _tiny
 from stablenorm.kernels._compiling import bits
-from stablenorm.kernels._helpers import ALONE, run
+from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._jobs import backward_job, forward_job
+from stablenorm.kernels._sharing import NO_CREW
 from stablenorm.kernels._tiles import (
     backward_rows,
     blocks,
@@ -26,7 +27,7 @@ from stablenorm.kernels._tiles import (
     joined,
     past_caches,
 )
-from stablenorm.kernels._totals import write_total
+from stablenorm.kernels._totals import flat, write_total
 
 _FLOAT32 = np.dtype(np.float32)
 
@@ -42,11 +43,11 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     if not (has_contiguous_rows(x) and has_contiguous_rows(y)):
         _forward_blocks(job, x, scale, shift, eps, y, numbers)
     elif rows * n < SMALL:
-        job(bits(x), scale, shift, eps, bits(y), numbers, rows, False, ALONE, 1)
+        job(bits(x), scale, shift, eps, bits(y), numbers, rows, False, NO_CREW, 0)
     else:
         tile_rows = forward_rows(n)
-        arguments = (bits(x), scale, shift, eps, bits(y), numbers, tile_rows, past_caches(y, x))
-        run(job, arguments, -(-rows // tile_rows))
+        crew = crew_for(-(-rows // tile_rows))
+        job(bits(x), scale, shift, eps, bits(y), numbers, tile_rows, past_caches(y, x), *crew)
     return Statistics(numbers[0], numbers[1], numbers[2])
 
 
@@ -55,7 +56,7 @@ def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> 
     rows, n = x.shape
     numbers = np.empty((3, rows))
     job = forward_job(_FLOAT32, n <= _tiny.LONGEST_FORWARD)
-    job(x, gamma, beta, eps, y, numbers, rows, False, ALONE, 1)
+    job(x, gamma, beta, eps, y, numbers, rows, False, NO_CREW, 0)
     return numbers
 
 
@@ -68,8 +69,9 @@ def _forward_blocks(
     for block in blocks(rows, n, tile_rows):
         part = np.ascontiguousarray(x[block])
         result = np.empty_like(part)
-        arguments = (bits(part), gamma, beta, eps, bits(result), numbers[:, block])
-        run(job, (*arguments, tile_rows, False), -(-len(part) // tile_rows))
+        crew = crew_for(-(-len(part) // tile_rows))
+        some = numbers[:, block]
+        job(bits(part), gamma, beta, eps, bits(result), some, tile_rows, False, *crew)
         y[block] = result
 
 
@@ -87,24 +89,31 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = joined(statistics[:3])
-    job = backward_job(dy.dtype, x.dtype, n <= _tiny.LONGEST_BACKWARD)
+    totals = [flat(total, x.dtype) for total in (dgamma, dbeta)]
+    kinds = (dy.dtype, x.dtype, *(total.dtype for total in totals))
+    job = backward_job(*kinds, n <= _tiny.LONGEST_BACKWARD)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
-        streaming = wanted and past_caches(target, dy)
-        arguments = (bits(dy), bits(x), scale, numbers, bits(target), sums)
-        run(job, (*arguments, tile_rows, wanted, summing, streaming), tiles)
-    else:
-        for block in blocks(rows, n, tile_rows):
-            parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
-            result = np.empty_like(parts[1]) if wanted else target
-            first, last = block.start // tile_rows, -(-block.stop // tile_rows)
-            some = sums[first:last] if summing else sums
-            arguments = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
-            run(job, (*arguments, tile_rows, wanted, summing, False), last - first)
-            if dx is not None:
-                dx[block] = result
-    for which, total in enumerate((dgamma, dbeta)):
-        if total is not None:
-            write_total(sums, which, total)
+        flags = (wanted, summing, wanted and past_caches(target, dy))
+        crew = crew_for(tiles) if rows * n >= SMALL else (NO_CREW, 0)
+        arrays = (bits(dy), bits(x), scale, numbers, bits(target), sums)
+        job(*arrays, *map(bits, totals), tile_rows, *flags, *crew)
+        for given, total in zip((dgamma, dbeta), totals, strict=True):
+            if given is not None and given is not total:
+                given[...] = total.reshape(given.shape)
+        return
+    none = [total[:0] for total in totals]
+    for block in blocks(rows, n, tile_rows):
+        parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
+        result = np.empty_like(parts[1]) if wanted else target
+        first, last = block.start // tile_rows, -(-block.stop // tile_rows)
+        some = sums[first:last] if summing else sums
+        arrays = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
+        job(*arrays, *map(bits, none), tile_rows, wanted, summing, False, *crew_for(last - first))
+        if dx is not None:
+            dx[block] = result
+    for which, given in enumerate((dgamma, dbeta)):
+        if given is not None:
+            write_total(sums, which, given)
 
 
 def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
