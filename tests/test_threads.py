@@ -151,7 +151,7 @@ def taken_by(count, tiles, *, failing=-1):
 
 def crew_of(helpers):
     stablenorm.set_num_threads(helpers + 1)
-    words, count = _helpers.crew_for(100)
+    words, count = _helpers.crew_for(1 << 20, 100)
     assert count == helpers
     return words, count
 

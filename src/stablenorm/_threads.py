@@ -5,8 +5,8 @@ import operator
 import os
 import threading
 
-# Fewer elements than this stay on the calling thread: about 15 microseconds of work, where waking
-# another thread can take 20.
+# No thread is started or woken for fewer elements than this: about 15 microseconds of work, where
+# waking another thread can take 20.
 SMALL = 1 << 16
 
 _chosen: int | None = None
@@ -58,8 +58,8 @@ def set_num_threads(count: int) -> None:
 
     Notes
     -----
-    Results do not depend on it: not a bit. Small inputs stay on the calling thread, and so does
-    a call that begins while another has the helper threads.
+    Results do not depend on it: not a bit. No thread is started or woken for small inputs, and a
+    call that begins while another has the helper threads stays on its own.
 
     Examples
     --------

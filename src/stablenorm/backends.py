@@ -17,13 +17,15 @@ class Backend(NamedTuple):
     """
     Functions with the signatures of `reference.forward` and `reference.backward`.
 
-    `forward_small` does what `forward` does for contiguous float32 x, gamma and beta, fewer than
-    `SMALL` elements, with no time to lose: of the statistics it returns the first three alone.
+    The small ones do it for contiguous float32 alone, fewer than `SMALL` elements, with no time to
+    lose: `forward_small` returns the first three statistics, `backward_small` takes the arrays of
+    the gradients one by one.
     """
 
     forward: Callable[..., Statistics]
     backward: Callable[..., None]
     forward_small: Callable[..., Any]
+    backward_small: Callable[..., None]
 
 
 def _numba_forward(
@@ -41,16 +43,31 @@ def _numba_backward(
     BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
 
 
+def _numba_backward_small(*arguments: Any) -> None:
+    _load_numba()
+    BACKENDS["numba"].backward_small(*arguments)
+
+
+def _reference_backward_small(
+    dy: Array, x: Array, gamma: Array, statistics: Statistics, *gradients: Array
+) -> None:
+    reference.backward(dy, x, gamma, statistics, Gradients(*gradients))
+
+
 def _load_numba() -> None:
     # Half a second, so not before it is needed.
     with starting:
         cpu = importlib.import_module("stablenorm.kernels.cpu")
-    BACKENDS["numba"] = Backend(cpu.forward, cpu.backward, cpu.forward_small)
+    BACKENDS["numba"] = Backend(
+        cpu.forward, cpu.backward, cpu.forward_small, cpu.backward_small
+    )
 
 
 BACKENDS = {
-    "numpy": Backend(reference.forward, reference.backward, reference.forward),
-    "numba": Backend(_numba_forward, _numba_backward, _numba_forward),
+    "numpy": Backend(
+        reference.forward, reference.backward, reference.forward, _reference_backward_small
+    ),
+    "numba": Backend(_numba_forward, _numba_backward, _numba_forward, _numba_backward_small),
 }
 
 

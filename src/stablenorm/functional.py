@@ -23,6 +23,9 @@ from stablenorm.backends import BACKENDS, choose
 
 _NAMES = ("x", "gamma", "beta")
 _FLOAT32 = np.dtype(np.float32)
+_ndarray = np.ndarray
+_new_tuple: Any = tuple.__new__
+_empty = np.empty
 
 
 def layer_norm(
@@ -235,6 +238,10 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
+    if out is None and wrt is _NAMES:
+        plain = _backward_plain(dy, cache)
+        if plain is not None:
+            return plain
     x_shape = cache.x.shape
     dy = _array("dy", dy)
     if dy.shape != x_shape:
@@ -264,17 +271,17 @@ def _forward_plain(
     """
     if not (
         axis == -1
-        and type(x) is type(gamma) is type(beta) is np.ndarray
+        and type(x) is type(gamma) is type(beta) is _ndarray
         and x.dtype is gamma.dtype is beta.dtype is _FLOAT32
         and type(eps) is float
         and 0.0 <= eps < math.inf
     ):
         return None
-    shape, n = x.shape, gamma.size
+    shape, lengths, size = x.shape, gamma.shape, x.size
     if not (
-        gamma.ndim == beta.ndim == 1
-        and shape
-        and 0 < n == beta.size == shape[-1]
+        size
+        and len(lengths) == 1
+        and lengths == beta.shape == shape[-1:]
         and x.flags.c_contiguous
         and gamma.flags.c_contiguous
         and beta.flags.c_contiguous
@@ -282,19 +289,55 @@ def _forward_plain(
         return None
     name = choose(backend)
     chosen = BACKENDS[name]
-    y: Array = np.empty(shape, _FLOAT32)
+    y: Array = _empty(shape, _FLOAT32)
     rows = y
     if len(shape) != 2:
-        x, rows = x.reshape(-1, n), y.reshape(-1, n)
-    forward = chosen.forward_small if x.size < SMALL else chosen.forward
+        folded = (size // lengths[0], lengths[0])
+        x, rows = x.reshape(folded), y.reshape(folded)
+    forward = chosen.forward_small if size < SMALL else chosen.forward
     return y, forward(x, gamma, beta, eps, rows), name
 
 
 def _plain_cache(x: Any, gamma: Any, numbers: Any, name: str) -> Cache:
     # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
     words = (numbers[0], numbers[1], numbers[2], None, None, None)
-    statistics = tuple.__new__(Statistics, words)
-    return tuple.__new__(Cache, (x, gamma, _FLOAT32, (x.ndim - 1,), statistics, name))
+    statistics = _new_tuple(Statistics, words)
+    return _new_tuple(Cache, (x, gamma, _FLOAT32, (x.ndim - 1,), statistics, name))
+
+
+def _backward_plain(dy: Any, cache: Cache) -> Gradients | None:
+    """Do all of `layer_norm_backward` for what most calls have, or return None for others."""
+    x, gamma, beta_dtype, axis, statistics, name = cache
+    if not (
+        beta_dtype is _FLOAT32
+        and type(dy) is type(x) is type(gamma) is _ndarray
+        and dy.dtype is x.dtype is gamma.dtype is _FLOAT32
+    ):
+        return None
+    shape, lengths, size = x.shape, gamma.shape, x.size
+    if not (
+        size
+        and len(lengths) == 1
+        and axis == (len(shape) - 1,)
+        and lengths == shape[-1:]
+        and dy.shape == shape
+        and dy.flags.c_contiguous
+        and x.flags.c_contiguous
+        and gamma.flags.c_contiguous
+    ):
+        return None
+    chosen = BACKENDS[name]
+    dx: Array = _empty(shape, _FLOAT32)
+    dgamma, dbeta = np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)
+    rows = dx
+    if len(shape) != 2:
+        folded = (size // lengths[0], lengths[0])
+        dy, x, rows = dy.reshape(folded), x.reshape(folded), dx.reshape(folded)
+    if size < SMALL:
+        chosen.backward_small(dy, x, gamma, statistics, rows, dgamma, dbeta)
+    else:
+        chosen.backward(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
+    return _new_tuple(Gradients, (dx, dgamma, dbeta))
 
 
 def _forward(

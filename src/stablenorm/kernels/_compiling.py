@@ -45,9 +45,13 @@ def _stamp() -> str:
 STAMP = _stamp()
 
 
+# They own the machine code.
+_DISPATCHERS: list[Any] = []
+
+
 def compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
     """
-    Compile `function` for `signature`; it runs without the GIL.
+    Compile `function` for `signature`, and for nothing else; it runs without the GIL.
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
@@ -62,7 +66,11 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
             dispatcher = njit(**options)(function)
             dispatcher.compile(signature)
         dispatcher.disable_compile()
-    return dispatcher
+    _DISPATCHERS.append(dispatcher)
+    # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
+    # microseconds, a sixth of a small layer norm. They have been seen to before.
+    (made,) = dispatcher.overloads.values()
+    return made.entry_point
 
 
 def _key(signature: Any) -> str:

@@ -39,6 +39,9 @@ _FLOAT64 = np.dtype(np.float64)
 _NONE: Array = np.empty(0, np.uint8)
 _NO_TAILS: Array = np.empty(0)
 
+# An element takes as long as so many of 32 bits or fewer.
+_COST = 4
+
 # Elements of hard rows gathered at a time for the reference.
 _GATHERED = 1 << 18
 
@@ -50,16 +53,16 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     if x.dtype != _FLOAT64 or not (_moderate(scale) and _moderate(shift, 0.0) and _sane(eps)):
         return reference.forward(x, gamma, beta, eps, y)
     numbers, tails, hard = np.empty((4, rows)), np.empty(rows), np.zeros(rows, np.uint8)
-    tile_rows, job = forward_rows(n), wide_forward_job(scale.dtype, shift.dtype)
+    tile_rows, job = forward_rows(rows, n), wide_forward_job(scale.dtype, shift.dtype)
     if has_contiguous_rows(x) and has_contiguous_rows(y):
         some = (numbers, tails, hard, tile_rows, past_caches(y, x))
-        job(x, bits(scale), bits(shift), eps, y, *some, *crew_for(-(-rows // tile_rows)))
+        job(x, bits(scale), bits(shift), eps, y, *some, *crew_for(_COST * rows * n, -(-rows // tile_rows)))
     else:
         for block in blocks(rows, n, tile_rows):
             part = np.ascontiguousarray(x[block])
             result = np.empty_like(part)
             some = (numbers[:, block], tails[block], hard[block], tile_rows, False)
-            crew = crew_for(-(-len(part) // tile_rows))
+            crew = crew_for(_COST * part.size, -(-len(part) // tile_rows))
             job(part, bits(scale), bits(shift), eps, result, *some, *crew)
             easy = ~hard[block].astype(bool)
             # Rows that are hard are still needed, if y is x.
@@ -122,7 +125,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         streaming = wanted and past_caches(target, dy)
         whole = (bits(dy), x, bits(scale), numbers, tails, target, sums, known, hard_tiles)
-        job(*whole, tile_rows, *flags, streaming, *crew_for(tiles))
+        job(*whole, tile_rows, *flags, streaming, *crew_for(_COST * rows * n, tiles))
     else:
         for block in blocks(rows, n, tile_rows):
             parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
@@ -139,7 +142,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
                 some,
             )
             marks = (known[block], hard_tiles[first:last])
-            job(*part, *marks, tile_rows, *flags, False, *crew_for(last - first))
+            job(*part, *marks, tile_rows, *flags, False, *crew_for(_COST * parts[1].size, last - first))
             if dx is not None:
                 dx[block] = result
     if not hard_tiles.any():

@@ -19,8 +19,12 @@ import os
 import threading
 from typing import Any
 
-from stablenorm._threads import get_num_threads
-from stablenorm.kernels._sharing import MOST_HELPERS, enlist, help_out, words
+from stablenorm._threads import SMALL, get_num_threads
+from stablenorm.kernels._sharing import MOST_HELPERS, NO_CREW, asleep, enlist, help_out, words
+
+# Fewer elements than this, 2 microseconds of work, are shared with nobody; fewer than the second
+# only with who is awake.
+LEAST_SHARED, WORTH_WAKING = 1 << 13, int(os.environ.get("WW", SMALL))
 
 
 def _leave(cpu: int) -> None:
@@ -106,11 +110,18 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def crew_for(tiles: int) -> tuple[Any, int]:
-    """Return the words of the crew, and how many of its helpers are there for so many tiles."""
+def crew_for(elements: int, tiles: int) -> tuple[Any, int]:
+    """Return the words of the crew, and how many of its helpers so much work is worth."""
+    if elements < LEAST_SHARED or tiles < 2:
+        return NO_CREW, 0
     count = min(get_num_threads() - 1, tiles - 1, MOST_HELPERS)
     crew = _crew
-    # Most often they are there, and asking costs 0.1 microseconds.
-    if count > len(crew.helpers):
+    there = len(crew.helpers)
+    if elements < WORTH_WAKING:
+        for helper in range(1, min(count, there) + 1):
+            if asleep(crew.words, helper):
+                return crew.words, helper - 1
+        return crew.words, min(count, there)
+    if count > there:
         count = crew.hire(count)
-    return crew.words, max(count, 0)
+    return crew.words, count

@@ -63,6 +63,11 @@ def enlist(crew: Any, me: int, wake: int) -> None:
     crew[_OWN + me * _APART + _WAKE] = wake
 
 
+def asleep(crew: Any, me: int) -> bool:
+    """Tell whether a helper sleeps, or is about to."""
+    return bool(crew[_OWN + me * _APART + _ASLEEP])
+
+
 def _name_system_calls() -> bool:
     """Let compiled code find them; return whether the system tells the current processor."""
     if os.name == "nt":
@@ -198,8 +203,8 @@ def _open(crew, function, record, tiles, helpers):
     for part in range(1, parts):
         own = _OWN + part * _APART
         # Asleep, or about to be: it looks at the bell once more after it has said so.
-        asleep = _at(crew, own + _ASLEEP)
-        if read_atomically(asleep) == 1 and exchange(asleep, 0) == 1:
+        sleeping = _at(crew, own + _ASLEEP)
+        if read_atomically(sleeping) == 1 and exchange(sleeping, 0) == 1:
             _write(np.int32(crew[own + _WAKE]), address(crew), np.uint64(1))
 
 
@@ -260,7 +265,7 @@ def _helping() -> Any:
         own = _OWN + me * _APART
         words = pointer(crew)
         space = np.empty(8, np.int64)
-        asleep, bell_word = _at(words, own + _ASLEEP), _at(words, _BELL)
+        sleeping, bell_word = _at(words, own + _ASLEEP), _at(words, _BELL)
         inside = _at(words, _INSIDE)
         while True:
             turns, woken = 0, False
@@ -268,13 +273,13 @@ def _helping() -> Any:
             while bell % 2 == 0 or bell == words[own + _HEARD]:
                 turns += 1
                 if turns > _TURNS_OF_HELPER:
-                    exchange(asleep, 1)
+                    exchange(sleeping, 1)
                     if read_atomically(bell_word) == bell:
                         # One byte, or more if earlier ones came too late. Or none, if a signal
                         # came: then it spins once more.
                         _read(np.int32(pipe), address(pointer(space)), np.uint64(64))
                         woken = True
-                    exchange(asleep, 0)
+                    exchange(sleeping, 0)
                     turns = 0
                 pause()
                 bell = read_atomically(bell_word)

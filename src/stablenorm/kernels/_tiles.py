@@ -12,28 +12,32 @@ import numpy as np
 # Tiles are whole groups of rows: what `_narrow` has in flight, and twice that.
 _ROWS_TOGETHER = 8
 
-# Elements of a tile of the forward: 4 microseconds of work, so that the last tile of a small
-# input does not leave a thread waiting, and taking one (20 ns) is nothing.
-_FORWARD_TILE = 1 << 14
+# Elements of a tile of the forward: 4 microseconds of work, so that the last tile does not leave
+# a thread waiting, and taking one (20 ns) is nothing; of few elements, four tiles, down to 1
+# microsecond each.
+_FORWARD_TILE, _LEAST_FORWARD_TILE = 1 << 14, 1 << 12
 
 # Tiles of the backward: each has its own four vectors of sums. At most 64, and as few as 8 where
-# rows are long, keeps these within a few MB.
-_BACKWARD_TILE = 1 << 16
+# rows are long, keeps these within a few MB. Of few elements, up to four tiles, if each has so
+# many elements and rows that clearing and adding up its sums is a small part of the work.
+_BACKWARD_TILE, _LEAST_BACKWARD_TILE, _LEAST_ROWS, _FEW = 1 << 16, 1 << 13, 16, 4
 _MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
 
 # Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
 _GATHERED = 1 << 16
 
 
-def forward_rows(n: int) -> int:
+def forward_rows(rows: int, n: int) -> int:
     """Return the rows of a tile of the forward."""
-    return max(_FORWARD_TILE // n // _ROWS_TOGETHER, 1) * _ROWS_TOGETHER
+    elements = min(max(rows * n // _FEW, _LEAST_FORWARD_TILE), _FORWARD_TILE)
+    return max(elements // n // _ROWS_TOGETHER, 1) * _ROWS_TOGETHER
 
 
 def backward_rows(rows: int, n: int) -> int:
     """Return the rows of a tile of the backward."""
     most = max(min(_SUMS // n, _MOST_TILES), _FEWEST_TILES)
-    tiles = min(max(rows * n // _BACKWARD_TILE, 1), most)
+    few = min(rows * n // _LEAST_BACKWARD_TILE, rows // _LEAST_ROWS, _FEW)
+    tiles = min(max(rows * n // _BACKWARD_TILE, few, 1), most)
     tile_rows = max(-(-rows // tiles), 1)
     return tile_rows + -tile_rows % _ROWS_TOGETHER
 
@@ -72,19 +76,14 @@ def _streamed_from() -> int:
     return (size if size > 0 else 1 << 25) // 2
 
 
-def _has_contiguous_rows(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and (
-        array.flags.c_contiguous or array.strides[1] == array.itemsize or array.shape[1] == 1
-    )
-
-
 def joined(words: Any) -> Any:
     """Return arrays of one number a row as one array: the one they are views of, if so."""
     base = words[0].base
-    if (
-        isinstance(base, np.ndarray)
-        and base.shape == (len(words), len(words[0]))
-        and all(word.base is base for word in words)
-    ):
-        return base
+    if isinstance(base, np.ndarray) and base.shape == (len(words), len(words[0])):
+        # Not all(...): its generator takes as long as a small layer norm's arithmetic.
+        for word in words:
+            if word.base is not base:
+                break
+        else:
+            return base
     return np.stack(words)

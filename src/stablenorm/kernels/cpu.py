@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._threads import SMALL
 from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _float64, _narrow, _tiny
 from stablenorm.kernels._compiling import bits
-from stablenorm.kernels._helpers import crew_for
+from stablenorm.kernels._helpers import LEAST_SHARED, crew_for
 from stablenorm.kernels._jobs import backward_job, forward_job
 from stablenorm.kernels._sharing import NO_CREW
 from stablenorm.kernels._tiles import (
@@ -31,6 +30,9 @@ from stablenorm.kernels._totals import flat, write_total
 
 _FLOAT32 = np.dtype(np.float32)
 
+# The same for Python, which calls compiled functions much slower than its own.
+_sums_size = _narrow.sums_size.py_func
+
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
     """Do what `reference.forward` does."""
@@ -40,14 +42,12 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     numbers = np.empty((3, rows))
     scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
     job = forward_job(x.dtype, n <= _tiny.LONGEST_FORWARD)
-    if not (has_contiguous_rows(x) and has_contiguous_rows(y)):
-        _forward_blocks(job, x, scale, shift, eps, y, numbers)
-    elif rows * n < SMALL:
-        job(bits(x), scale, shift, eps, bits(y), numbers, rows, False, NO_CREW, 0)
-    else:
-        tile_rows = forward_rows(n)
-        crew = crew_for(-(-rows // tile_rows))
+    if has_contiguous_rows(x) and has_contiguous_rows(y):
+        tile_rows = forward_rows(rows, n)
+        crew = crew_for(rows * n, -(-rows // tile_rows))
         job(bits(x), scale, shift, eps, bits(y), numbers, tile_rows, past_caches(y, x), *crew)
+    else:
+        _forward_blocks(job, x, scale, shift, eps, y, numbers)
     return Statistics(numbers[0], numbers[1], numbers[2])
 
 
@@ -56,8 +56,33 @@ def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> 
     rows, n = x.shape
     numbers = np.empty((3, rows))
     job = forward_job(_FLOAT32, n <= _tiny.LONGEST_FORWARD)
-    job(x, gamma, beta, eps, y, numbers, rows, False, NO_CREW, 0)
+    if rows * n < LEAST_SHARED:
+        job(x, gamma, beta, eps, y, numbers, rows, False, NO_CREW, 0)
+    else:
+        tile_rows = forward_rows(rows, n)
+        crew = crew_for(rows * n, -(-rows // tile_rows))
+        job(x, gamma, beta, eps, y, numbers, tile_rows, False, *crew)
     return numbers
+
+
+def backward_small(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    statistics: Statistics,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
+) -> None:
+    """Do what `backward` does for few float32, all contiguous, with no time to lose."""
+    rows, n = x.shape
+    tile_rows = backward_rows(rows, n)
+    tiles = -(-rows // tile_rows)
+    sums = np.empty((tiles, 2, _sums_size(n)))
+    job = backward_job(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, n <= _tiny.LONGEST_BACKWARD)
+    numbers = joined(statistics[:3])
+    crew = crew_for(rows * n, tiles)
+    job(dy, x, gamma, numbers, dx, sums, dgamma, dbeta, tile_rows, True, True, False, *crew)
 
 
 def _forward_blocks(
@@ -65,11 +90,11 @@ def _forward_blocks(
 ) -> None:
     """Run `job` on contiguous copies of a few tiles at a time."""
     rows, n = x.shape
-    tile_rows = forward_rows(n)
+    tile_rows = forward_rows(rows, n)
     for block in blocks(rows, n, tile_rows):
         part = np.ascontiguousarray(x[block])
         result = np.empty_like(part)
-        crew = crew_for(-(-len(part) // tile_rows))
+        crew = crew_for(part.size, -(-len(part) // tile_rows))
         some = numbers[:, block]
         job(bits(part), gamma, beta, eps, bits(result), some, tile_rows, False, *crew)
         y[block] = result
@@ -86,7 +111,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     target = np.empty((1, 1), x.dtype) if dx is None else dx
     tile_rows = backward_rows(rows, n)
     tiles = -(-rows // tile_rows)
-    sums = np.empty((tiles, 2, _narrow.sums_size(n)) if summing else (1, 1, 1))
+    sums = np.empty((tiles, 2, _sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = joined(statistics[:3])
     totals = [flat(total, x.dtype) for total in (dgamma, dbeta)]
@@ -94,7 +119,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     job = backward_job(*kinds, n <= _tiny.LONGEST_BACKWARD)
     if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
         flags = (wanted, summing, wanted and past_caches(target, dy))
-        crew = crew_for(tiles) if rows * n >= SMALL else (NO_CREW, 0)
+        crew = crew_for(rows * n, tiles)
         arrays = (bits(dy), bits(x), scale, numbers, bits(target), sums)
         job(*arrays, *map(bits, totals), tile_rows, *flags, *crew)
         for given, total in zip((dgamma, dbeta), totals, strict=True):
@@ -108,7 +133,8 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         first, last = block.start // tile_rows, -(-block.stop // tile_rows)
         some = sums[first:last] if summing else sums
         arrays = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
-        job(*arrays, *map(bits, none), tile_rows, wanted, summing, False, *crew_for(last - first))
+        flags = (wanted, summing, False)
+        job(*arrays, *map(bits, none), tile_rows, *flags, *crew_for(parts[0].size, last - first))
         if dx is not None:
             dx[block] = result
     for which, given in enumerate((dgamma, dbeta)):
