@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -65,6 +66,7 @@ HOLDERS = {
     "an iterator": lambda a: a.flat,
     "the base": lambda a: a.base,
     "the base of a slice": lambda a: a[1:].base,
+    "the base of the base": lambda a: a.base.base,
     "ctypes": np.ctypeslib.as_ctypes,
     "a cache": lambda a: layer_norm_forward(a.view(Subclass).reshape(256, 512))[1],
 }
@@ -179,7 +181,10 @@ def test_arrays_outlive_the_workspace():
     array, other = new(work), new(work)
     del other
     array.fill(3)
+    gone = weakref.ref(work)
     del work
+    # At once, with all that it kept: no cycle has to be collected.
+    assert gone() is None
     fresh = np.zeros(SHAPE, np.float32)
     assert (array == 3).all()
     assert (fresh == 0).all()

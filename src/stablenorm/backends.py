@@ -43,24 +43,36 @@ def _numba_backward(
     BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
 
 
-def _numba_backward_small(*arguments: Any) -> None:
+def _numba_backward_small(
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    statistics: Statistics,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
+) -> None:
     _load_numba()
-    BACKENDS["numba"].backward_small(*arguments)
+    BACKENDS["numba"].backward_small(dy, x, gamma, statistics, dx, dgamma, dbeta)
 
 
 def _reference_backward_small(
-    dy: Array, x: Array, gamma: Array, statistics: Statistics, *gradients: Array
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    statistics: Statistics,
+    dx: Array,
+    dgamma: Array,
+    dbeta: Array,
 ) -> None:
-    reference.backward(dy, x, gamma, statistics, Gradients(*gradients))
+    reference.backward(dy, x, gamma, statistics, Gradients(dx, dgamma, dbeta))
 
 
 def _load_numba() -> None:
     # Half a second, so not before it is needed.
     with starting:
         cpu = importlib.import_module("stablenorm.kernels.cpu")
-    BACKENDS["numba"] = Backend(
-        cpu.forward, cpu.backward, cpu.forward_small, cpu.backward_small
-    )
+    BACKENDS["numba"] = Backend(cpu.forward, cpu.backward, cpu.forward_small, cpu.backward_small)
 
 
 BACKENDS = {

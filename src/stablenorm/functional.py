@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from stablenorm import _recycling
 from stablenorm._shapes import (
     as_rows,
     normalize_axes,
@@ -25,7 +26,6 @@ _NAMES = ("x", "gamma", "beta")
 _FLOAT32 = np.dtype(np.float32)
 _ndarray = np.ndarray
 _new_tuple: Any = tuple.__new__
-_empty = np.empty
 
 
 def layer_norm(
@@ -90,6 +90,9 @@ def layer_norm(
     2**-200), rows with NaN or infinity, and mixtures of narrower `x` with float64 parameters.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
+
+    A result of 4 MiB or more may get memory that an earlier one, now gone, has had, since clearing
+    new pages takes longer than the layer norm: `stablenorm.workspace.set_idle_limit`.
 
     Examples
     --------
@@ -289,7 +292,7 @@ def _forward_plain(
         return None
     name = choose(backend)
     chosen = BACKENDS[name]
-    y: Array = _empty(shape, _FLOAT32)
+    y: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
     rows = y
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
@@ -327,7 +330,7 @@ def _backward_plain(dy: Any, cache: Cache) -> Gradients | None:
     ):
         return None
     chosen = BACKENDS[name]
-    dx: Array = _empty(shape, _FLOAT32)
+    dx: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
     dgamma, dbeta = np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)
     rows = dx
     if len(shape) != 2:
@@ -358,7 +361,7 @@ def _forward(
     eps = _eps(eps)
     name = choose(backend)
     if out is None:
-        y = np.empty(x.shape, x.dtype)
+        y = _recycling.empty(x.shape, x.dtype)
     else:
         y = _out("out", out, x.shape, x.dtype)
         kept = {} if in_place and same_elements(y, x) else {"x": x}
@@ -464,7 +467,7 @@ def _gradients(
         if name not in asked or target is None:
             arrays.append(None)
         elif array is None:
-            arrays.append(np.empty(*target))
+            arrays.append(_recycling.empty(*target))
         else:
             checked = _out(f"out.d{name}", array, *target)
             in_place = name == "x" and same_elements(checked, dy)

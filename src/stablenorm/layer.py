@@ -33,7 +33,7 @@ class LayerNorm:
         Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
     workspace : Workspace, optional
         Where y and dx come from, so that a loop does not allocate them anew each time; layers
-        may share one. Default: they are ordinary arrays.
+        may share one. Default: they are what the functions return.
 
     Attributes
     ----------

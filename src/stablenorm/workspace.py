@@ -2,29 +2,122 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from stablenorm import _recycling
+from stablenorm._recycling import Memory, capacity
 from stablenorm._types import Array
-
-# Where arrays begin: at a cache line, so that the kernels can write whole ones.
-_LINE = 64
 
 # Less than this, malloc keeps in the process by itself, whoever frees it (128 KiB in glibc).
 _SMALLEST = 1 << 16
 
-# Capacities are 4, 5, 6 and 7 times a power of two: at most a quarter more than was asked for, and
-# that in pages that nobody touches. A kept piece of up to twice the size is taken before a new
-# one is made: a new one would have to be cleared by the system, page by page, and kept as well.
-_STEPS, _LARGER_TRIED = 4, 4
+# A kept piece of up to twice the size is taken before a new one is made: a new one would have to
+# be cleared by the system, page by page, and kept as well. That is four capacities up.
+_LARGER_TRIED = 4
+
+
+def set_idle_limit(nbytes: int) -> None:
+    """
+    Set how much memory of large results may be kept while nobody uses it.
+
+    Parameters
+    ----------
+    nbytes : int
+        At least 0. With 0, nothing is kept, and what is idle is let go at once.
+
+    Raises
+    ------
+    TypeError
+        If `nbytes` is not an int.
+    ValueError
+        If `nbytes` is negative.
+
+    See Also
+    --------
+    get_idle_limit : The number in force.
+    Workspace : Memory that one loop keeps for itself; this limit does not count it.
+
+    Notes
+    -----
+    Large are results of 4 MiB or more of `layer_norm`, `layer_norm_forward` and
+    `layer_norm_backward`, where no `out` was given. If another of about the same size was among
+    the last 64 of them, a result takes memory that is no longer in use: the last array that
+    refers to it is gone. A size that comes once is an ordinary array, and keeps nothing. Beyond
+    the limit the longest idle is let go, and so is what has been idle for 64 large results.
+    Memory in use is never handed out and counts for nothing here.
+
+    An array in such memory is like any other, but does not own it: ``flags.owndata`` is False
+    and ``base`` is not None. As with a `Workspace`, a bare address does not keep it in use.
+
+    Examples
+    --------
+    >>> from stablenorm.workspace import get_idle_limit, set_idle_limit
+    >>> before = get_idle_limit()
+    >>> set_idle_limit(0)
+    >>> get_idle_limit()
+    0
+    >>> set_idle_limit(before)
+    """
+    try:
+        number = operator.index(nbytes)
+    except TypeError:
+        msg = f"nbytes must be an int, got {nbytes!r}; for 1 GiB give 2**30"
+        raise TypeError(msg) from None
+    if number < 0:
+        msg = f"nbytes must be at least 0, got {number}; 0 keeps nothing"
+        raise ValueError(msg)
+    _recycling.recycler.set_limit(number)
+
+
+def get_idle_limit() -> int:
+    """
+    Return how much memory of large results may be kept while nobody uses it.
+
+    Returns
+    -------
+    int
+        What `set_idle_limit` was given; before that 512 MiB, or a sixteenth of the memory of
+        the machine or the container if that is less.
+
+    See Also
+    --------
+    get_idle_bytes : How much it is now.
+
+    Examples
+    --------
+    >>> from stablenorm.workspace import get_idle_limit
+    >>> 0 <= get_idle_limit() <= 2**29
+    True
+    """
+    return _recycling.recycler.limit
+
+
+def get_idle_bytes() -> int:
+    """
+    Return how much memory of large results is kept now while nobody uses it.
+
+    Returns
+    -------
+    int
+        Bytes, without those of arrays in use and those of a `Workspace`.
+
+    See Also
+    --------
+    set_idle_limit : Sets how much it may be.
+
+    Examples
+    --------
+    >>> from stablenorm.workspace import get_idle_bytes, get_idle_limit
+    >>> 0 <= get_idle_bytes() <= get_idle_limit()
+    True
+    """
+    return _recycling.recycler.idle_bytes
 
 
 class Workspace:
@@ -79,9 +172,9 @@ class Workspace:
         # By capacity. Pop and append of a deque are atomic, so that no lock is needed: one would
         # have to be let go of in a child after a fork, and in a garbage collection that begins
         # while it is held.
-        self._kept: dict[int, deque[Array]] = {}
-        # By a number of its own: what is in use, and the reference that tells when it no longer is.
-        self._lent: dict[int, tuple[Array, weakref.ref[Array]]] = {}
+        self._kept: dict[int, deque[Memory]] = {}
+        # What is in use: the capacity of each, by the identity of the memory.
+        self._lent: dict[int, int] = {}
 
     def __repr__(self) -> str:
         """Return how much this workspace holds."""
@@ -94,8 +187,8 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Tell how many bytes are held, in use or kept for the next array."""
-        kept = sum(capacity * len(pieces) for capacity, pieces in self._kept.copy().items())
-        return kept + sum(_capacity_of(memory) for memory, _ in self._lent.copy().values())
+        kept = sum(room * len(pieces) for room, pieces in self._kept.copy().items())
+        return kept + sum(self._lent.copy().values())
 
     def empty(self, shape: int | Iterable[int], dtype: DTypeLike = np.float64) -> Array:
         """
@@ -128,13 +221,9 @@ class Workspace:
         if size < _SMALLEST or min(lengths) < 0:
             return np.empty(lengths, element)
         memory = self._take(size)
-        # Every view of it, and every view of a view, refers to this one object: NumPy shortens
-        # the chain no further, since what this is a view of is no array.
-        lease = np.frombuffer(memory.data, np.uint8)
-        number = id(memory)
-        returned = functools.partial(_give_back, weakref.ref(self), number)
-        self._lent[number] = memory, weakref.ref(lease, returned)
-        return np.ndarray(lengths, element, lease, offset=-lease.ctypes.data % _LINE)
+        array = memory.lend(lengths, element)
+        self._lent[id(memory)] = memory.nbytes
+        return array
 
     def empty_like(self, array: Array) -> Array:
         """
@@ -154,33 +243,21 @@ class Workspace:
 
     def clear(self) -> None:
         """Let go of all memory that is not in use; what is in use still comes back later."""
-        self._kept.clear()
+        for pieces in self._kept.copy().values():
+            pieces.clear()
 
-    def _take(self, size: int) -> Array:
-        capacity = _capacity(size)
-        larger = capacity
+    def _take(self, size: int) -> Memory:
+        room = larger = capacity(size)
         for _ in range(_LARGER_TRIED + 1):
             try:
                 # The latest: the likeliest to be in the caches still.
                 return self._kept[larger].pop()
             except (KeyError, IndexError):
-                larger = _capacity(larger + 1)
-        return np.empty(capacity + _LINE, np.uint8)
+                larger = capacity(larger + 1)
+        self._kept.setdefault(room, deque())
+        return Memory(room, self)
 
-
-def _capacity(size: int) -> int:
-    """Return the smallest capacity of at least `size`."""
-    step = (1 << (size - 1).bit_length()) // (2 * _STEPS)
-    return -(-size // step) * step
-
-
-def _capacity_of(memory: Array) -> int:
-    return memory.size - _LINE
-
-
-def _give_back(where: Any, number: int, _gone: Any) -> None:
-    """Keep the memory whose last array is gone, unless the workspace itself is."""
-    workspace = where()
-    if workspace is not None:
-        memory, _ = workspace._lent.pop(number)
-        workspace._kept.setdefault(_capacity_of(memory), deque()).append(memory)
+    def _take_back(self, memory: Memory) -> None:
+        # No global names: when the interpreter exits they may be gone.
+        self._lent.pop(id(memory), None)
+        self._kept[memory.nbytes].append(memory)

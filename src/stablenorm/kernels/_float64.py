@@ -56,7 +56,15 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     tile_rows, job = forward_rows(rows, n), wide_forward_job(scale.dtype, shift.dtype)
     if has_contiguous_rows(x) and has_contiguous_rows(y):
         some = (numbers, tails, hard, tile_rows, past_caches(y, x))
-        job(x, bits(scale), bits(shift), eps, y, *some, *crew_for(_COST * rows * n, -(-rows // tile_rows)))
+        job(
+            x,
+            bits(scale),
+            bits(shift),
+            eps,
+            y,
+            *some,
+            *crew_for(_COST * rows * n, -(-rows // tile_rows)),
+        )
     else:
         for block in blocks(rows, n, tile_rows):
             part = np.ascontiguousarray(x[block])
@@ -142,7 +150,14 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
                 some,
             )
             marks = (known[block], hard_tiles[first:last])
-            job(*part, *marks, tile_rows, *flags, False, *crew_for(_COST * parts[1].size, last - first))
+            job(
+                *part,
+                *marks,
+                tile_rows,
+                *flags,
+                False,
+                *crew_for(_COST * parts[1].size, last - first),
+            )
             if dx is not None:
                 dx[block] = result
     if not hard_tiles.any():
