@@ -1,8 +1,8 @@
 """
 Where the time of the compiled kernels goes: each pass over a row alone, in cache, on one core.
 
-Drives the passes of `stablenorm.kernels._narrow` on 256 rows of 1024, which stay in the second
-level cache, beside the whole kernels and a copy, interleaved, and writes docs/passes.md.
+Drives the passes of `stablenorm.kernels._narrow_forward` on 256 rows of 1024, which stay in the
+second level cache, beside the whole kernels and a copy, interleaved, and writes docs/passes.md.
 """
 
 # What Numba compiles has the types that Numba infers.
@@ -26,8 +26,9 @@ from machine import processor
 from numba import njit
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
-from stablenorm.kernels import _narrow
-from stablenorm.kernels._vectors import ZEROS, pointer
+from stablenorm.kernels import _narrow_forward
+from stablenorm.kernels._vector_memory import pointer
+from stablenorm.kernels._vectors import ZEROS
 
 ROWS, N = 256, 1024
 # Interleaved repetitions of some 0.1 ms each: the median of 101 moved by less than 3 %.
@@ -47,7 +48,9 @@ def sum_x(x: Any, numbers: Any) -> None:
     """The first pass of the forward: sums of rows, four at a time."""
     rows, n = x.shape
     for row in range(0, rows, 4):
-        _narrow._sum(pointer(x), row * x.strides[0], x.strides[0], n, _four(), pointer(numbers))
+        _narrow_forward._sum(
+            pointer(x), row * x.strides[0], x.strides[0], n, _four(), None, pointer(numbers)
+        )
 
 
 @njit(error_model="numpy", nogil=True)
@@ -55,9 +58,9 @@ def sum_centered(x: Any, numbers: Any, sums: Any, squares: Any) -> None:
     """The second pass: sums of x - mean and of its square."""
     rows, n = x.shape
     for row in range(0, rows, 4):
-        _narrow._sum_centered(
+        _narrow_forward._sum_centered(
             pointer(x), row * x.strides[0], x.strides[0], n, pointer(numbers), _four(),
-            pointer(sums), pointer(squares),
+            None, pointer(sums), pointer(squares),
         )  # fmt: skip
 
 
@@ -66,7 +69,7 @@ def normalize(x: Any, numbers: Any, gamma: Any, beta: Any, y: Any) -> None:
     """The third pass: y."""
     rows, n = x.shape
     for row in range(0, rows, 4):
-        _narrow._normalize(
+        _narrow_forward._normalize(
             pointer(x), row * x.strides[0], x.strides[0], n, pointer(numbers), pointer(gamma),
             pointer(beta), _four(), pointer(y), row * y.strides[0], y.strides[0], False,
         )  # fmt: skip

@@ -347,15 +347,16 @@ def test_nothing_is_written_beside_out(rng, name):
 CONVERSIONS = """
 import sys
 import numpy as np
-from stablenorm.kernels import _vectors
+from stablenorm.kernels import _formats
 hardware = sys.argv[1] == "True"
-if hardware and not _vectors._HALF_IN_HARDWARE:
+if hardware and not _formats.HALF_IN_HARDWARE:
     raise SystemExit("this processor has no such instructions")
-_vectors._HALF_IN_HARDWARE = hardware
+_formats.HALF_IN_HARDWARE = hardware
 from numba import njit
 import ml_dtypes
 from stablenorm._rounding import round_to
-from stablenorm.kernels._vectors import ZEROS, load, load_some, pointer, store, store_some
+from stablenorm.kernels._vector_memory import load, load_some, pointer, store, store_some
+from stablenorm.kernels._vectors import ZEROS
 
 one = ZEROS[1]
 

@@ -57,11 +57,11 @@ def _numba_backward_small(
 
 
 def _reference_backward_small(
-    dy: Array,
-    x: Array,
+    dy: Any,
+    x: Any,
     gamma: Array,
     statistics: Statistics,
-    dx: Array,
+    dx: Any,
     dgamma: Array,
     dbeta: Array,
 ) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from stablenorm import reference
 from stablenorm._types import Array, Gradients, Statistics
-from stablenorm.kernels import _narrow, _wide
+from stablenorm.kernels import _sums, _wide
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._jobs import (
@@ -120,7 +120,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     if statistics.exponent is not None:
         known = np.asarray(statistics.exponent.any(axis=1), np.uint8)
     tile_rows = backward_rows(rows, n)
-    size = _narrow.sums_size(n)
+    size = _sums.sums_size(n)
     tiles = -(-rows // tile_rows)
     sums = np.empty((tiles, 2, size) if summing else (1, 1, 1))
     hard_tiles = np.zeros(tiles, np.uint8)

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from stablenorm.kernels import _narrow, _tiny, _wide
+from stablenorm.kernels import (
+    _narrow_backward,
+    _narrow_forward,
+    _sums,
+    _tiny_backward,
+    _tiny_forward,
+    _wide,
+    _wide_backward,
+    _wide_forward,
+)
 from stablenorm.kernels._compiling import (
     ELEMENTS,
     STAMP,
@@ -25,7 +34,7 @@ from stablenorm.kernels._compiling import (
     vector_out,
 )
 from stablenorm.kernels._sharing import sharing, take
-from stablenorm.kernels._vectors import address, pointer, pointer_at
+from stablenorm.kernels._vector_memory import address, pointer, pointer_at
 
 _SIZE, _FLAG, _CREW = types.int64, types.boolean, types.int64[::1]
 _MATRIX, _SUMS = types.float64[:, :], types.float64[:, :, ::1]
@@ -51,7 +60,7 @@ def _forward_sharing(kernel: Any) -> Any:
     return sharing(forward_tiles)
 
 
-_share_tiny_forward, _share_narrow_forward = map(_forward_sharing, (_tiny, _narrow))
+_share_tiny_forward, _share_narrow_forward = map(_forward_sharing, (_tiny_forward, _narrow_forward))
 
 
 @functools.cache
@@ -112,21 +121,18 @@ def _backward_sharing(kernel: Any) -> Any:
     return sharing(backward_tiles)
 
 
-_share_tiny_backward, _share_narrow_backward = map(_backward_sharing, (_tiny, _narrow))
+_share_tiny_backward, _share_narrow_backward = map(
+    _backward_sharing, (_tiny_backward, _narrow_backward)
+)
 
 
 @functools.cache
-def backward_job(
-    dy_dtype: np.dtype[Any],
-    x_dtype: np.dtype[Any],
-    dgamma_dtype: np.dtype[Any],
-    dbeta_dtype: np.dtype[Any],
-    short: bool,
-) -> Any:
+def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -> Any:
     """
     Return the backward of float16, bfloat16 or float32, of short rows or of others.
 
-    It writes the totals of dgamma and dbeta into arrays of n elements, if they have not size 0.
+    It writes the totals of dgamma and dbeta, if they have the type of x, into arrays of n elements;
+    those of size 0 are left to `total_job`.
     """
     dy_element, x_element = ELEMENTS[dy_dtype], ELEMENTS[x_dtype]
     stamp = STAMP
@@ -150,9 +156,9 @@ def backward_job(
         else:
             _share_narrow_backward(arguments, tiles, pointer(crew), helpers)
         if dgamma.size > 0:
-            _narrow.total_of_tiles(pointer(sums), len(sums), n, 0, pointer(dgamma))
+            _sums.total_of_tiles(pointer(sums), len(sums), n, 0, pointer(dgamma))
         if dbeta.size > 0:
-            _narrow.total_of_tiles(pointer(sums), len(sums), n, 1, pointer(dbeta))
+            _sums.total_of_tiles(pointer(sums), len(sums), n, 1, pointer(dbeta))
 
     backward.__name__ = "tiny_backward" if short else "narrow_backward"
     return compiled(
@@ -164,8 +170,8 @@ def backward_job(
             _MATRIX,
             matrix_out(x_element),
             _SUMS,
-            vector_out(ELEMENTS[dgamma_dtype]),
-            vector_out(ELEMENTS[dbeta_dtype]),
+            vector_out(x_element),
+            vector_out(x_element),
             _SIZE,
             _FLAG,
             _FLAG,
@@ -186,7 +192,7 @@ def _wide_forward_tiles(
 ):  # fmt: skip
     tile = take(crew, me, -1)
     while tile < tiles:
-        _wide.forward_tile(
+        _wide_forward.forward_tile(
             x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
             gamma, beta, eps, numbers, all_rows, tails, y, y_stride, streaming, hard,
         )  # fmt: skip
@@ -242,7 +248,7 @@ def _wide_backward_tiles(
 ):  # fmt: skip
     tile = take(crew, me, -1)
     while tile < tiles:
-        hard_tiles[tile] = _wide.backward_tile(
+        hard_tiles[tile] = _wide_backward.backward_tile(
             dy, dy_stride, x, x_stride, tile * tile_rows, min((tile + 1) * tile_rows, rows), n,
             gamma, numbers, all_rows, tails, has_tails, dx, dx_stride, wanted, streaming,
             pointer_at(address(sums) + tile * sums_stride, sums), sums_size, summing,
@@ -339,6 +345,6 @@ def total_job(dtype: np.dtype[Any]) -> Any:
     def total(sums, n, which, out):
         if stamp == "":
             return
-        _narrow.total_of_tiles(pointer(sums), len(sums), n, which, pointer(out))
+        _sums.total_of_tiles(pointer(sums), len(sums), n, which, pointer(out))
 
     return compiled(total, types.void(_SUMS, _SIZE, _SIZE, vector_out(element)))

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 
 from stablenorm.kernels._compiling import STAMP, compiled
 from stablenorm.kernels._memory import add_atomically, exchange, pause, read_atomically
-from stablenorm.kernels._vectors import address, pointer, pointer_at
+from stablenorm.kernels._vector_memory import address, pointer, pointer_at
 
 # int64 from one word that threads write to the next: two cache lines, so that their writers do
 # not disturb one another.

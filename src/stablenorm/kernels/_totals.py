@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from stablenorm._types import Array
@@ -11,16 +9,9 @@ from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._jobs import total_job
 
 
-def flat(out: Array | None, dtype: np.dtype[Any]) -> Array:
-    """Return `out` if it is n contiguous elements, or new ones; none, of `dtype`, for None."""
-    if out is None:
-        return np.empty(0, dtype)
-    return out if out.ndim == 1 and out.flags.c_contiguous else np.empty(out.size, out.dtype)
-
-
 def write_total(sums: Array, which: int, out: Array) -> None:
     """Write the sum of dgamma, 0, or dbeta, 1, over the tiles of `sums` into `out`."""
-    total = flat(out, out.dtype)
+    total = out if out.ndim == 1 and out.flags.c_contiguous else np.empty(out.size, out.dtype)
     total_job(out.dtype)(sums, out.size, which, bits(total))
     if total is not out:
         out[...] = total.reshape(out.shape)

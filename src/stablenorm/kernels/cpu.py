@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array, Gradients, Statistics, any_float64
-from stablenorm.kernels import _float64, _narrow, _tiny
+from stablenorm.kernels import _float64, _sums, _tiny
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import LEAST_SHARED, crew_for
 from stablenorm.kernels._jobs import backward_job, forward_job
@@ -26,12 +26,12 @@ from stablenorm.kernels._tiles import (
     joined,
     past_caches,
 )
-from stablenorm.kernels._totals import flat, write_total
+from stablenorm.kernels._totals import write_total
 
 _FLOAT32 = np.dtype(np.float32)
 
 # The same for Python, which calls compiled functions much slower than its own.
-_sums_size = _narrow.sums_size.py_func
+_sums_size: Any = _sums.sums_size.py_func
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
@@ -79,7 +79,7 @@ def backward_small(
     tile_rows = backward_rows(rows, n)
     tiles = -(-rows // tile_rows)
     sums = np.empty((tiles, 2, _sums_size(n)))
-    job = backward_job(_FLOAT32, _FLOAT32, _FLOAT32, _FLOAT32, n <= _tiny.LONGEST_BACKWARD)
+    job = backward_job(_FLOAT32, _FLOAT32, n <= _tiny.LONGEST_BACKWARD)
     numbers = joined(statistics[:3])
     crew = crew_for(rows * n, tiles)
     job(dy, x, gamma, numbers, dx, sums, dgamma, dbeta, tile_rows, True, True, False, *crew)
@@ -114,32 +114,37 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     sums = np.empty((tiles, 2, _sums_size(n)) if summing else (1, 1, 1))
     scale = _parameter(gamma, n, 1.0)
     numbers = joined(statistics[:3])
-    totals = [flat(total, x.dtype) for total in (dgamma, dbeta)]
-    kinds = (dy.dtype, x.dtype, *(total.dtype for total in totals))
-    job = backward_job(*kinds, n <= _tiny.LONGEST_BACKWARD)
-    if has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target):
+    job = backward_job(dy.dtype, x.dtype, n <= _tiny.LONGEST_BACKWARD)
+    # What the job itself can write: the rest is added up behind it.
+    nothing = np.empty(0, x.dtype)
+    whole = has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target)
+    totals = [
+        total if whole and total is not None and _is_flat(total, x.dtype) else nothing
+        for total in (dgamma, dbeta)
+    ]
+    if whole:
         flags = (wanted, summing, wanted and past_caches(target, dy))
-        crew = crew_for(rows * n, tiles)
-        arrays = (bits(dy), bits(x), scale, numbers, bits(target), sums)
-        job(*arrays, *map(bits, totals), tile_rows, *flags, *crew)
-        for given, total in zip((dgamma, dbeta), totals, strict=True):
-            if given is not None and given is not total:
-                given[...] = total.reshape(given.shape)
-        return
-    none = [total[:0] for total in totals]
-    for block in blocks(rows, n, tile_rows):
-        parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
-        result = np.empty_like(parts[1]) if wanted else target
-        first, last = block.start // tile_rows, -(-block.stop // tile_rows)
-        some = sums[first:last] if summing else sums
-        arrays = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
-        flags = (wanted, summing, False)
-        job(*arrays, *map(bits, none), tile_rows, *flags, *crew_for(parts[0].size, last - first))
-        if dx is not None:
-            dx[block] = result
-    for which, given in enumerate((dgamma, dbeta)):
-        if given is not None:
+        arrays = (bits(dy), bits(x), scale, numbers, bits(target), sums, *map(bits, totals))
+        job(*arrays, tile_rows, *flags, *crew_for(rows * n, tiles))
+    else:
+        for block in blocks(rows, n, tile_rows):
+            parts = [np.ascontiguousarray(array[block]) for array in (dy, x)]
+            result = np.empty_like(parts[1]) if wanted else target
+            first, last = block.start // tile_rows, -(-block.stop // tile_rows)
+            some = sums[first:last] if summing else sums
+            arrays = (*map(bits, parts), scale, numbers[:, block], bits(result), some)
+            flags = (wanted, summing, False)
+            crew = crew_for(parts[0].size, last - first)
+            job(*arrays, *map(bits, totals), tile_rows, *flags, *crew)
+            if dx is not None:
+                dx[block] = result
+    for which, (given, written) in enumerate(zip((dgamma, dbeta), totals, strict=True)):
+        if given is not None and given is not written:
             write_total(sums, which, given)
+
+
+def _is_flat(total: Array, dtype: np.dtype[Any]) -> bool:
+    return total.dtype == dtype and total.ndim == 1 and total.flags.c_contiguous
 
 
 def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
