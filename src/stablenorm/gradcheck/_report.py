@@ -22,6 +22,53 @@ class Identity(NamedTuple):
     passed: bool
 
 
+class Finding(NamedTuple):
+    """
+    One thing that a layer of the check looked at, beside the derivatives themselves.
+
+    Attributes
+    ----------
+    layer : str
+        "contract", "invariance", "identities", "hard inputs", "smoothness" or "oracle".
+    name : str
+        What was to hold, as a sentence: "x is not modified by the forward".
+    verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOTE"}
+        NOTE: worth knowing, wrong only for code that claims it. It does not count.
+    message : str
+        What was seen, in one line; empty for a PASS.
+    resolution : float or None
+        The smallest relative error that it would have seen, where that can be said.
+    """
+
+    layer: str
+    name: str
+    verdict: Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
+    message: str = ""
+    resolution: float | None = None
+
+
+class Difference(NamedTuple):
+    """One element compared: where, both values, both bounds together."""
+
+    index: tuple[int, ...]
+    actual: float
+    numeric: float
+    bound: float
+
+    @property
+    def z(self) -> float:
+        """The difference in units of the bound; more than 1 is a failure."""
+        return ratio(abs(self.actual - self.numeric), self.bound)
+
+
+class Secant(NamedTuple):
+    """One point of the curve of error against step: a plain secant, not extrapolated."""
+
+    step: float
+    numeric: float
+    noise: float
+
+
 @dataclass(frozen=True)
 class ArgumentResult:
     """
@@ -50,6 +97,15 @@ class ArgumentResult:
         element or to the RMS of this gradient, whichever is larger.
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
+    method : str
+        How `numeric` was obtained: "secants" or "complex step".
+    pattern : str
+        Where it differs: "element", "row 3", "column 5", "everywhere", ...; empty for a PASS.
+    differences : tuple of Difference
+        Every element that was compared.
+    curve : tuple of Secant
+        At `index`, or the probe: what plain secants say at each step, for the curve of error
+        against step. In units of the argument's scale.
     """
 
     name: str
@@ -65,6 +121,10 @@ class ArgumentResult:
     bound_actual: float = float("nan")
     resolution: float = float("inf")
     message: str = ""
+    method: str = "secants"
+    pattern: str = ""
+    differences: tuple[Difference, ...] = ()
+    curve: tuple[Secant, ...] = ()
 
     @property
     def z(self) -> float:
@@ -104,18 +164,29 @@ class GradientReport:
         One for each argument, in order.
     identities : tuple of Identity
         Filled by `check_layer_norm` alone.
-    forward_calls : int
-        How often the forward was called.
+    forward_calls, backward_calls : int
+        How often each was called.
+    findings : tuple of Finding
+        What the other layers saw: the contract, invariances, hard inputs, the oracle.
+    diagnosis : tuple of str
+        What is wrong, named; one sentence each.
+    seconds : float
+        How long it took.
     """
 
     arguments: tuple[ArgumentResult, ...]
     forward_calls: int
     identities: tuple[Identity, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    diagnosis: tuple[str, ...] = ()
+    backward_calls: int = 0
+    seconds: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
         """FAIL if anything is wrong, PASS if all that was compared is right and fine enough."""
         verdicts = [result.verdict for result in self.arguments]
+        verdicts += [finding.verdict for finding in self.findings if finding.verdict != "PASS"]
         if "FAIL" in verdicts or not all(identity.passed for identity in self.identities):
             return "FAIL"
         # A check in which nothing was compared has shown nothing.
