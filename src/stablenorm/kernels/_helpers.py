@@ -14,34 +14,18 @@ process is, when two Python threads enter at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
+from time import perf_counter
 from typing import Any
 
 from stablenorm._threads import SMALL, get_num_threads
 from stablenorm.kernels._sharing import MOST_HELPERS, NO_CREW, asleep, enlist, help_out, words
 
-# Fewer elements than this, 2 microseconds of work, are shared with nobody; fewer than the second
-# only with who is awake.
-LEAST_SHARED, WORTH_WAKING = 1 << 13, int(os.environ.get("WW", SMALL))
-
-
-def _leave(cpu: int) -> None:
-    """
-    Move this thread off `cpu`, where the caller is working, and where it has been woken.
-
-    Linux wakes a thread where it last ran, and where two virtual processors do not look as if
-    they shared a cache, it leaves it there for milliseconds: after a pause of 5 ms, two threads
-    on one of two processors took the time of one (586 us for (4, 512, 1024), against 287).
-    """
-    # An affinity that may have been taken back meanwhile: then it stays.
-    with contextlib.suppress(OSError):
-        allowed = os.sched_getaffinity(0)
-        if others := allowed - {cpu}:
-            # The first moves it at once, the second leaves it free to be moved again.
-            os.sched_setaffinity(0, others)
-            os.sched_setaffinity(0, allowed)
+# Fewer elements than this, 2 microseconds of work, are shared with nobody. From SMALL on, helpers
+# are woken, or started. In between, only by a call that comes within so many seconds of another
+# one, since whoever is woken then stays awake for those to come.
+LEAST_SHARED, DENSE = 1 << 13, 1e-4
 
 
 class _Helper:
@@ -54,7 +38,7 @@ class _Helper:
         os.set_blocking(self.pipe[1], False)
         enlist(crew, me, self.pipe[1])
         self.thread = threading.Thread(
-            target=_serve, args=(crew, me, self.pipe[0]), name="stablenorm", daemon=True
+            target=help_out, args=(crew, me, self.pipe[0], os.getpid()), name="stablenorm", daemon=True
         )
         try:
             self.thread.start()
@@ -67,17 +51,14 @@ class _Helper:
             os.close(end)
 
 
-def _serve(crew: Any, me: int, pipe: int) -> None:
-    while True:
-        _leave(help_out(crew, me, pipe))
-
-
 class _Crew:
     """The helpers of this process."""
 
     def __init__(self) -> None:
         self.words = words()
         self.helpers: list[_Helper] = []
+        # When a small call came last.
+        self.latest = 0.0
         self._hiring = threading.Lock()
 
     def hire(self, count: int) -> int:
@@ -94,6 +75,15 @@ class _Crew:
             finally:
                 self._hiring.release()
         return min(count, len(self.helpers))
+
+
+    def awake(self, count: int) -> int:
+        """Return how many of the first `count` helpers do not sleep, up to the first that does."""
+        count = min(count, len(self.helpers))
+        for helper in range(1, count + 1):
+            if asleep(self.words, helper):
+                return helper - 1
+        return count
 
 
 _crew = _Crew()
@@ -116,12 +106,12 @@ def crew_for(elements: int, tiles: int) -> tuple[Any, int]:
         return NO_CREW, 0
     count = min(get_num_threads() - 1, tiles - 1, MOST_HELPERS)
     crew = _crew
-    there = len(crew.helpers)
-    if elements < WORTH_WAKING:
-        for helper in range(1, min(count, there) + 1):
-            if asleep(crew.words, helper):
-                return crew.words, helper - 1
-        return crew.words, min(count, there)
-    if count > there:
+    if elements < SMALL:
+        now = perf_counter()
+        latest, crew.latest = crew.latest, now
+        if now - latest > DENSE:
+            # Not worth waking anybody, let alone starting.
+            return crew.words, crew.awake(count)
+    if count > len(crew.helpers):
         count = crew.hire(count)
     return crew.words, count

@@ -16,6 +16,6 @@ _options: dict[str, Any] = {
 }
 inner = njit(**_options)
 
-# For loops that are called from more than one place: a call with vectors among its arguments takes
-# as long as ten of their rounds.
+# The same, but part of whatever calls it: with vectors among the arguments, and more than one place
+# to be called from, a call would take as long as ten rounds of a loop.
 inlined = njit(forceinline=True, **_options)

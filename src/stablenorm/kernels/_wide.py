@@ -69,8 +69,8 @@ def xhat_of(v, mean, mean_lo, mean_tail, rstd, rstd_lo):
     """
     Return ``(v - mean - mean_lo - mean_tail) * (rstd + rstd_lo)`` as a pair.
 
-    Here and in `_wide_backward._centered_g` the low part may exceed half an ulp of the high one, by a few bits:
-    what follows takes products and sums of these, where that costs nothing.
+    Here and in `_wide_backward._centered_g` the low part may exceed half an ulp of the high one, by
+    a few bits: what follows takes products and sums of these, where that costs nothing.
     """
     c, c_low = two_sum(v, negative(mean))
     c, error = two_sum(c, negative(mean_lo))
