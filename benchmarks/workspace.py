@@ -129,7 +129,7 @@ it; only a bare address handed to C is not seen. Names that still hold the last 
 
 ## Without one
 
-Large results are recycled anyway. One of 4 MiB or more, for which no `out` and no workspace was
+Large results are recycled anyway. One of 1 MiB or more, for which no `out` and no workspace was
 given, takes memory that is no longer in use, provided that one of about its size was among the
 last 64 such results; a size that comes once is an ordinary array, and keeps nothing. At most
 512 MiB are kept idle, or a sixteenth of the memory of the machine if that is less; beyond that the

@@ -18,9 +18,10 @@ import numpy as np
 
 from stablenorm._types import Array
 
-# Smaller arrays are left to malloc, which recycles by itself what fits into its heap. From this
-# size on NumPy asks for huge pages, and what the system then clears at each fault is 2 MiB.
-LEAST = 1 << 22
+# Smaller arrays are left to malloc, which mostly recycles what fits into its heap: not where other
+# allocations come in between, which cost (2, 128, 1024), 1 MiB, 15 microseconds of 60. Lending
+# takes 2.
+LEAST = 1 << 20
 
 # Where arrays begin: at a cache line, so that the kernels can write whole ones, and successive
 # pieces 25 lines apart within a page of 4 KiB. A processor takes a load to depend on a recent

@@ -45,7 +45,7 @@ def set_idle_limit(nbytes: int) -> None:
 
     Notes
     -----
-    Large are results of 4 MiB or more of `layer_norm`, `layer_norm_forward` and
+    Large are results of 1 MiB or more of `layer_norm`, `layer_norm_forward` and
     `layer_norm_backward`, where no `out` was given. If another of about the same size was among
     the last 64 of them, a result takes memory that is no longer in use: the last array that
     refers to it is gone. A size that comes once is an ordinary array, and keeps nothing. Beyond

@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 class Difference(NamedTuple):
     """One element compared: where, both values, both bounds together."""
 
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     actual: float
     numeric: float
     bound: float
@@ -185,7 +185,7 @@ class GradientReport:
     @property
     def verdict(self) -> Verdict:
         """FAIL if anything is wrong, PASS if all that was compared is right and fine enough."""
-        verdicts = [result.verdict for result in self.arguments]
+        verdicts: list[str] = [result.verdict for result in self.arguments]
         verdicts += [finding.verdict for finding in self.findings if finding.verdict != "PASS"]
         if "FAIL" in verdicts or not all(identity.passed for identity in self.identities):
             return "FAIL"
