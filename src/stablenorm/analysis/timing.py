@@ -22,9 +22,10 @@ from stablenorm._types import Array
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
 BURST = 3e-4
-# Thread pools keep spinning after a call, on the cores that the next candidate needs. OpenMP's
-# and the others' default patience is about a millisecond.
-SETTLE = 5e-3
+# Thread pools keep spinning after a call, on the cores that the next candidate needs: GNU OpenMP's,
+# as PyTorch comes with, for up to 10 ms (processor time used while the process slept, 2-core AMD
+# EPYC 9005). With pauses of 5 ms, what came after it was timed on one processor of two.
+SETTLE = 2e-2
 # A call as long as this warms its caches and clocks up itself, and two of it would be dear.
 _LONG = 0.02
 # As long as this, the calls before the first round are warm-up enough.
@@ -68,7 +69,7 @@ def measure_interleaved(
         Seconds after which no further round begins. Default: no limit.
     burst : float, default: 3e-4
         A sample is as many calls as last this many seconds, and at least one.
-    settle : float, default: 5e-3
+    settle : float, default: 2e-2
         Seconds of sleep before each candidate, until the threads of the one before stop spinning.
     step : callable, optional
         Called after each sample.

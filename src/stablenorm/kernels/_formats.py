@@ -6,16 +6,17 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba import types
+from numba.core.registry import cpu_target
 
 from stablenorm.kernels._ir import F16, F32, F64, I16, I32, I64, every, of_elements, vector
 
 IN_MEMORY = {types.float64: F64, types.float32: F32, types.int16: I16, types.uint16: I16}
 
-# Without these instructions LLVM calls a library function that need not exist.
-HALF_IN_HARDWARE = bool(
-    llvm.get_host_cpu_features().get("f16c")
-    or llvm.get_process_triple().startswith(("aarch64", "arm64"))
-)
+# Without these instructions LLVM calls a library function that need not exist. What counts is the
+# processor that Numba compiles for: NUMBA_CPU_FEATURES may leave out what this one has.
+HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
+    2
+] or llvm.get_process_triple().startswith(("aarch64", "arm64"))
 
 # Low bits of a float64 that round-to-odd drops: kept are two more than the narrow type has,
 # 8 + 2 and 11 + 2. Not more: so few pass through float32 exactly, where they matter even among
