@@ -2,7 +2,8 @@
 Where the time of the compiled kernels goes: each pass over a row alone, in cache, on one core.
 
 Drives the passes of `stablenorm.kernels._narrow_forward` on 256 rows of 1024, which stay in the
-second level cache, beside the whole kernels and a copy, interleaved, and writes docs/passes.md.
+second level cache, beside the whole kernels and a copy, interleaved; the kernels on rows of other
+lengths, in cache and beyond; and one small call, with what it is made of. Writes docs/passes.md.
 """
 
 # What Numba compiles has the types that Numba infers.
@@ -14,7 +15,7 @@ import datetime as dt
 import os
 import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,23 @@ from numba import njit
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.kernels import _narrow_forward
+from stablenorm.kernels._jobs import forward_job
+from stablenorm.kernels._sharing import NO_CREW
 from stablenorm.kernels._vector_memory import pointer
 from stablenorm.kernels._vectors import ZEROS
 
 ROWS, N = 256, 1024
 # Interleaved repetitions of some 0.1 ms each: the median of 101 moved by less than 3 %.
 REPEATS = 101
+# Far beyond the caches: 256 MiB of float32, a tenth of a second a run.
+FAR_ELEMENTS, FAR_REPEATS = 1 << 26, 7
+LENGTHS = (64, 128, 256, 768, 769, 1024, 4096, 16384)
+FAR = (
+    "forward, of copy",
+    "backward, of copy",
+    "forward, off the line",
+    "backward, off the line",
+)
 PAGE = Path(__file__).parent.parent / "docs" / "passes.md"
 DTYPES = {
     "float32": (np.dtype(np.float32), np.dtype(np.float32)),
@@ -103,29 +115,104 @@ def candidates(name: str) -> dict[str, Callable[[], Any]]:
     return ways
 
 
-def measure(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Return the median elements per nanosecond of each."""
+def at_line(shape: tuple[int, int], offset: int) -> Any:
+    """Return a float32 array that begins so many bytes after the beginning of a line."""
+    size = 4 * shape[0] * shape[1]
+    memory = np.zeros(size + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    return memory[start : start + size].view(np.float32).reshape(shape)
+
+
+def of_length(n: int, elements: int, offset: int) -> dict[str, Callable[[], Any]]:
+    """Return forward and backward of float32 rows of n, results `offset` bytes into a line."""
+    rows = elements // n
+    rng = np.random.default_rng(0)
+    x, dy = (rng.standard_normal((rows, n), np.float32) for _ in range(2))
+    gamma, beta = np.ones((2, n), np.float32)
+    y, dx = at_line((rows, n), offset), at_line((rows, n), offset)
+    _, cache = layer_norm_forward(x, gamma, beta, out=y)
+    return {
+        "copy": lambda: np.copyto(y, x),
+        "forward": lambda: layer_norm_forward(x, gamma, beta, out=y),
+        "backward": lambda: layer_norm_backward(dy, cache, out=(dx, None, None)),
+    }
+
+
+def of_call() -> dict[str, Callable[[], Any]]:
+    """Return a call on (1, 1, 64), float32, and what it cannot do without."""
+    x = np.random.default_rng(0).standard_normal((1, 1, 64), np.float32)
+    gamma, beta = np.ones((2, 64), np.float32)
+    rows = x.reshape(1, 64)
+    y, numbers, dtype = np.empty_like(rows), np.empty((3, 1)), np.dtype(np.float32)
+    _, cache = layer_norm_forward(x, gamma, beta)
+    job = forward_job(dtype, False)
+    return {
+        "layer_norm_forward": lambda: layer_norm_forward(x, gamma, beta),
+        "layer_norm_backward": lambda: layer_norm_backward(x, cache),
+        "the compiled forward, called from Python": lambda: job(
+            rows, gamma, beta, 1e-5, y, numbers, 1, False, NO_CREW, 0
+        ),
+        "two arrays made: y and the statistics": lambda: (
+            np.empty((1, 1, 64), dtype),
+            np.empty((3, 1)),
+        ),
+        "x and y seen as rows": lambda: (x.reshape(1, 64), y.reshape(1, 64)),
+        "mean, mean_lo and rstd as arrays": lambda: (numbers[0], numbers[1], numbers[2]),
+        "asking whether three arrays are contiguous": lambda: (
+            x.flags.c_contiguous and gamma.flags.c_contiguous and beta.flags.c_contiguous
+        ),
+        "calling a Python function that does nothing": lambda: None,
+    }
+
+
+def measure(ways: dict[str, Callable[[], Any]], repeats: int, calls: int = 1) -> dict[str, float]:
+    """Return the median seconds of each, after one that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for name, way in ways.items():
             way()
-            start = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - start)
-    return {name: ROWS * N / statistics.median(taken) / 1e9 for name, taken in times.items()}
+            times[name].append(timeit.timeit(way, number=calls) / calls)
+    return {name: statistics.median(taken) for name, taken in times.items()}
+
+
+def speeds(ways: dict[str, Callable[[], Any]], elements: int, repeats: int) -> dict[str, float]:
+    """Return the median elements per nanosecond of each."""
+    return {name: elements / s / 1e9 for name, s in measure(ways, repeats).items()}
+
+
+def length_lines() -> list[str]:
+    """Return the table of rows of other lengths."""
+    lines = ["| n | forward | backward | " + " | ".join(FAR) + " |", "|---|" + "---|" * 6]
+    for n in LENGTHS:
+        near = ROWS * N // n * n
+        figures = [speeds(of_length(n, near, 0), near, REPEATS)]
+        far = FAR_ELEMENTS // n * n
+        figures += [speeds(of_length(n, far, offset), far, FAR_REPEATS) for offset in (0, 16)]
+        cells = [f"{figures[0][way]:.2f}" for way in ("forward", "backward")]
+        for figure in figures[1:]:
+            # The bytes a copy of one array moves, 2 N; the backward moves 3 N.
+            cells += [
+                f"{figure[way] / figure['copy'] * share:.2f}"
+                for way, share in (("forward", 1.0), ("backward", 1.5))
+            ]
+        lines.append(f"| {n} | " + " | ".join(cells) + " |")
+    return lines
 
 
 def main() -> None:
     """Time everything and write the page."""
     set_num_threads(1)
-    figures = {name: measure(candidates(name)) for name in DTYPES}
+    figures = {name: speeds(candidates(name), ROWS * N, REPEATS) for name in DTYPES}
     lines = [
         "# Where the time of the kernels goes",
         "",
         f"Generated by `benchmarks/passes.py` on {dt.datetime.now(dt.UTC):%Y-%m-%d}: {processor()},",
         f"{os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}, Numba",
-        f"{numba.__version__}. ({ROWS}, {N}), in cache, one thread, medians of {REPEATS} interleaved",
-        "runs: thousand million elements a second.",
+        f"{numba.__version__}. One thread, medians of interleaved runs.",
+        "",
+        f"## The passes, ({ROWS}, {N}), in cache",
+        "",
+        "Thousand million elements a second.",
         "",
         "| | " + " | ".join(figures) + " |",
         "|---|" + "---|" * len(figures),
@@ -133,7 +220,11 @@ def main() -> None:
     for way in figures["float32"]:
         cells = [f"{figure[way]:.2f}" if way in figure else "" for figure in figures.values()]
         lines.append(f"| {way} | " + " | ".join(cells) + " |")
-    PAGE.write_text("\n".join([*lines, "", TEXT]), encoding="utf8")
+    lines += ["", TEXT, "## Rows of other lengths, float32", "", LENGTH_TEXT, ""]
+    lines += [*length_lines(), "", LENGTH_REMARKS]
+    lines += ["## One call on (1, 1, 64), float32", "", "| | us |", "|---|---|"]
+    lines += [f"| {way} | {s * 1e6:.2f} |" for way, s in measure(of_call(), 51, 2000).items()]
+    PAGE.write_text("\n".join([*lines, "", CALL_TEXT]), encoding="utf8")
     print(PAGE.read_text("utf8"))
 
 
@@ -150,6 +241,22 @@ bfloat16 row by row instead of four rows at once (a tenth slower); reading x aga
 float64 instead of keeping xhat and g - mean(g) in the cache (1.9 times the time,
 with pairs renormalized at every step); all results through
 a buffer in the first-level cache (a tenth slower where rows begin at lines).
+"""
+
+LENGTH_TEXT = """\
+In cache (1 MiB): thousand million elements a second. Of 256 MiB, results past the caches: the
+bandwidth as a part of that of a copy by one thread, where results begin at a line of the cache,
+and 16 bytes after one, as large arrays of NumPy do."""
+
+LENGTH_REMARKS = """\
+Of short rows, what each row costs besides its elements shows: sums over eight lanes, a division and
+a square root, each waiting for the one before. Off the line, rows of less than 4096 bytes and
+all whose stride is no multiple of 64 bytes go through a stage in the first-level cache.
+"""
+
+CALL_TEXT = """\
+What is left is Python itself: some forty names looked up, compared and called to find out that
+the arguments are the plain ones. PyTorch does that in C++.
 """
 
 
