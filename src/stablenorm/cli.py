@@ -22,6 +22,7 @@ from stablenorm._bench import (
     usable_backends,
     use_threads,
 )
+from stablenorm._check_file import Request, check_file, check_request
 from stablenorm._files import (
     InputError,
     Problem,
@@ -35,8 +36,9 @@ from stablenorm._types import Array
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.report import plot_findings, print_findings
 from stablenorm.report_bench import plot_bench, print_bench, save_bench
+from stablenorm.report_check import patient_bar, print_check, save_check
 
-_EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INTERRUPTED = 1, 2, 130
+_EXIT_FAILED, _EXIT_BAD_INPUT, _EXIT_INCONCLUSIVE, _EXIT_INTERRUPTED = 1, 2, 3, 130
 
 _EXAMPLES = """\
 examples:
@@ -69,6 +71,27 @@ exit status: 0 done, 1 two backends differ in a bit, 2 it cannot be run (one lin
 """
 
 
+_CHECK_EXAMPLES = """\
+examples:
+  stablenorm check mine.py                            layer_norm_forward and layer_norm_backward in it
+  stablenorm check mine.py --forward fwd --backward bwd
+  stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
+  stablenorm check mine.py --plot check.png --json check.json
+
+what the file holds, in any usual form:
+  def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
+  def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
+  Arguments are known by their names (gamma or weight, beta or bias, ln_param, ...) and otherwise
+  by their order; cache is anything; gradients may come as a tuple or, by name, as a dict. An eps
+  fixed inside is read off y. Prints are kept away, and said.
+
+THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
+
+exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (one line says why),
+3 inconclusive: too noisy, or too little compared, for a verdict.
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaint is one line, like every other one of this command."""
 
@@ -90,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0, 1 if a check failed, 2 on bad input, 130 if interrupted.
+        The exit status: 0, 1 if a check failed, 2 on bad input, 3 if a check of a file has no
+        verdict, 130 if interrupted.
 
     Raises
     ------
@@ -124,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run(commands)
+    _add_check(commands)
     _add_bench(commands)
     return parser
 
@@ -155,6 +180,43 @@ def _add_run(commands: Any) -> None:
     run.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the errors there")
     run.add_argument("--eps", type=float, help="instead of the file's; default: 1e-5")
     run.add_argument("--seed", type=int, default=0, help="of a random dy; default: 0")
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="check a layer norm that you have written: runs your file, names what is wrong",
+        description=(
+            "Run a Python file of yours, and check the layer norm in it: its gradients against "
+            "finite differences that carry their own error bounds, its identities, its contract. "
+            "It says what is wrong, and how small an error it would have seen."
+        ),
+        epilog=_CHECK_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.set_defaults(job=_check)
+    check.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
+    check.add_argument("--forward", metavar="NAME", help="default: layer_norm_forward")
+    check.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
+    check.add_argument(
+        "--shape",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for",
+    )
+    check.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float64",
+        help="of x, gamma, beta; default: float64, which sees most",
+    )
+    check.add_argument(
+        "--eps", type=float, help="default: the forward's own, or 1e-5 where it has none"
+    )
+    check.add_argument("--seed", type=int, default=0, help="of the data; default: 0")
+    check.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what differs there")
+    check.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
 
 
 def _add_bench(commands: Any) -> None:
@@ -224,6 +286,31 @@ def _run(arguments: argparse.Namespace) -> int:
 
     print_findings(findings, Console())
     return 0 if findings.passed else _EXIT_FAILED
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    check_target("--json", arguments.json, (".json",))
+    _check_plot(arguments.plot)
+    # The file's code may change the directory.
+    plot, json = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
+    shape = None if arguments.shape is None else tuple(arguments.shape)
+    if shape is not None:
+        _check_shape(shape, [arguments.dtype])
+    names = (arguments.file, arguments.forward, arguments.backward)
+    request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
+    check_request(request)
+    from rich.console import Console  # noqa: PLC0415
+
+    print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
+    with patient_bar("comparing") as progress:
+        check = check_file(request, progress)
+    if json is not None:
+        write_beside(json, lambda file: save_check(check, file))
+    if plot is not None:
+        kind = plot.suffix[1:].lower()
+        write_beside(plot, lambda file: check.report.plot(file, format=kind))
+    print_check(check, Console())
+    return {"PASS": 0, "FAIL": _EXIT_FAILED}.get(check.report.verdict, _EXIT_INCONCLUSIVE)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -6,13 +6,24 @@ returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `arg
 """
 
 from stablenorm.gradcheck._check import assert_gradients, check_gradients
-from stablenorm.gradcheck._layer_norm import check_layer_norm, row_identities
-from stablenorm.gradcheck._report import ArgumentResult, GradientReport, Identity
+from stablenorm.gradcheck._identities import row_identities
+from stablenorm.gradcheck._layer_norm import check_layer_norm
+from stablenorm.gradcheck._report import (
+    ArgumentResult,
+    Difference,
+    Finding,
+    GradientReport,
+    Identity,
+    Secant,
+)
 
 __all__ = [
     "ArgumentResult",
+    "Difference",
+    "Finding",
     "GradientReport",
     "Identity",
+    "Secant",
     "assert_gradients",
     "check_gradients",
     "check_layer_norm",

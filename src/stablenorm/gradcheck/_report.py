@@ -1,9 +1,13 @@
-"""What a gradient check found, in numbers and in one line an argument."""
+"""What a gradient check found: numbers, a verdict, and the doors to text, table, JSON, picture."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from stablenorm.gradcheck import _plot, _tables
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -106,6 +110,8 @@ class ArgumentResult:
     curve : tuple of Secant
         At `index`, or the probe: what plain secants say at each step, for the curve of error
         against step. In units of the argument's scale.
+    shape : tuple of int
+        That of the argument; empty if it is not known (or a scalar's).
     """
 
     name: str
@@ -125,6 +131,12 @@ class ArgumentResult:
     pattern: str = ""
     differences: tuple[Difference, ...] = ()
     curve: tuple[Secant, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def judged(self) -> bool:
+        """Whether anything was compared."""
+        return self.checked + self.probes > 0
 
     @property
     def z(self) -> float:
@@ -132,25 +144,8 @@ class ArgumentResult:
         return ratio(abs(self.actual - self.numeric), self.bound_numeric + self.bound_actual)
 
     def __str__(self) -> str:
-        """Give one line, or two with the worst element."""
-        head = f"{self.name}: {self.verdict}"
-        if self.checked + self.probes == 0:
-            return f"{head}: {self.message}"
-        seen = f"{self.checked} of {self.total} elements"
-        if self.probes:
-            seen += f" and {self.probes} probes"
-        line = f"{head}: {seen}, resolution {self.resolution:.1e}"
-        if self.message:
-            line += f"; {self.message}"
-        if self.verdict == "PASS":
-            return line
-        place = "a probe" if self.index is None else f"element {self.index}"
-        return (
-            f"{line}\n    {self.failing} differ; worst {place}: backward {self.actual:.17g},"
-            f" numeric {self.numeric:.17g}\n    difference {abs(self.actual - self.numeric):.2e},"
-            f" bounds: numeric {self.bound_numeric:.2e}, backward {self.bound_actual:.2e},"
-            f" z = {self.z:.3g}"
-        )
+        """Give one line, or three with the worst element."""
+        return "\n".join(_tables.argument_lines(self))
 
 
 @dataclass(frozen=True)
@@ -199,16 +194,86 @@ class GradientReport:
         """Whether the verdict is PASS."""
         return self.verdict == "PASS"
 
+    @property
+    def resolution(self) -> float:
+        """The smallest relative error that all judged arguments would have shown; inf if none."""
+        seen = [result.resolution for result in self.arguments if result.judged]
+        return max(seen, default=float("inf"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """
+        Return everything as plain dicts, lists, str, int, float, bool and None.
+
+        Returns
+        -------
+        dict
+            The attributes by name, with `verdict`, `passed`, `resolution`, and `z` where there
+            is one. What JSON has no number for is a string, "nan", "inf" or "-inf", so that
+            ``float(value)`` reads every number back.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from stablenorm.gradcheck import check_gradients
+        >>> report = check_gradients(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.ones(3)])
+        >>> held = report.as_dict()
+        >>> held["verdict"], held["arguments"][0]["checked"]
+        ('PASS', 3)
+        """
+        return _tables.as_dict(self)
+
+    def to_json(self, path: Any = None) -> str:
+        """
+        Return `as_dict` as JSON text, and write it to a file if one is named.
+
+        Parameters
+        ----------
+        path : str or path-like, optional
+            The file to write, in UTF-8. Default: none.
+
+        Returns
+        -------
+        str
+            The text. Numbers that are not finite are strings, as in `as_dict`.
+        """
+        text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def plot(self, path: Any, *, format: str | None = None) -> None:
+        """
+        Draw error against step, and the map of where gradients differ.
+
+        Parameters
+        ----------
+        path : str, path-like or binary file
+            Where to write the picture.
+        format : {"png", "svg", "pdf"}, optional
+            Default: by the ending of `path`.
+
+        Raises
+        ------
+        ImportError
+            If Matplotlib is not there.
+
+        Notes
+        -----
+        Above, for each argument: how far a plain central difference at each step is from the
+        extrapolated value, at the element with the largest z. It falls with the square of the
+        step, until rounding takes over: the V. Errors are relative to the gradient's size there.
+        Below, every element that was compared, coloured by z, the difference in units of its
+        bound: more than 1 is wrong.
+        """
+        _plot.plot_report(self, path, format)
+
     def __str__(self) -> str:
-        """Give the verdict, then a line for each argument and each identity."""
-        lines = [f"{self.verdict}: backward against numeric, {self.forward_calls} forward calls"]
-        lines += [f"  {result}" for result in self.arguments]
-        for identity in self.identities:
-            word = "PASS" if identity.passed else "FAIL"
-            lines.append(
-                f"  {identity.name}: {word}: error {identity.error:.2e}, bound {identity.bound:.2e}"
-            )
-        return "\n".join(lines)
+        """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
+        return _tables.as_text(self)
+
+    def __rich__(self) -> Any:
+        """Give the same as a table for a rich console."""
+        return _tables.as_rich(self)
 
 
 def ratio(difference: float, bound: float) -> float:

@@ -19,48 +19,36 @@ For every entry the weights of the secants it is made of are kept, so that the b
 
 and the entry of least bound is returned. The second term keeps an accidental agreement of two
 entries from being taken for accuracy. The noise is measured, see `measure_noise`.
+
+A tableau of steps that are all too long for the function can settle on nonsense. An entry is
+therefore *settled* only if its bound is small beside the sum of magnitudes that the secants are
+made of, or if what is left is rounding: see `_is_rounding`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16, check_dtype
+from stablenorm._types import Array
+from stablenorm.gradcheck._loss import Loss, flat, norm, unit_roundoff
+from stablenorm.gradcheck._noise import bound_noise
+from stablenorm.gradcheck._report import Secant
 
-Forward = Callable[..., Any]
+__all__ = ["Derivative", "differentiate", "unit_roundoff"]
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
 # truncation error of 4e-6, below which only the extrapolated entries matter.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
 
-# Bits of the significand; half an ulp is at most 2^-digits of the number.
-_DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
-
-# Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
-# 3 of order 6.
-_POINTS = 9
-_ORDERS = (5, 6)
-# Their distance, in units of scale: the fifth difference of a smooth function is then 2^-55 of it,
-# out of sight below float64, and the distance is an ulp of a float16.
-_SPACING = 2.0**-11
-# The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
-# unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
-# x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
-_RUNS, _MOVES = 18, 8
-_TINY = 2.0**-31
-# From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
-# deviations of their difference.
-_SIGMAS = 4.0
-
-
-def unit_roundoff(dtype: np.dtype[Any]) -> float:
-    """Return u, the largest relative error of one rounding to `dtype`."""
-    return 2.0 ** -_DIGITS.get(dtype, 53)
+# Relative to the magnitudes in a secant: an entry of a larger bound says nothing. Where the steps
+# suit the function, bounds are 1e-6 of them and less; where they do not, about 1.
+_SETTLED = 2.0**-7
+# Noise, relative to what carries it: an eighth is 3 bits, and there is no dtype of so few.
+_ROUNDING = 0.125
 
 
 class Derivative(NamedTuple):
@@ -69,145 +57,35 @@ class Derivative(NamedTuple):
 
     `noise` bounds what rounding in the forward does to the terms u y that moved, taken together
     as independent: in their sum, which is what `bound` knows of, it may happen to cancel.
+    `settled`: the bound can be believed; `converged`: the secants have a limit that is more than
+    rounding; `bent`: left and right secants do not close up.
     """
 
     actual: float
     numeric: float
     bound: float
     noise: float
+    settled: bool = False
+    converged: bool = False
+    bent: bool = False
+    curve: tuple[Secant, ...] = ()
+
+    def divided(self, scale: float) -> Derivative:
+        """Return it in units of the gradient: exact, since a scale is a power of two."""
+        actual, numeric, bound, noise = (float(part / scale) for part in self[:4])
+        curve = [
+            Secant(c.step, float(c.numeric / scale), float(c.noise / scale)) for c in self.curve
+        ]
+        return self._replace(
+            actual=actual,
+            numeric=numeric,
+            bound=abs(bound),
+            noise=abs(noise),
+            curve=tuple(curve),
+        )
 
 
 _UNKNOWN = Derivative(math.nan, math.nan, math.inf, math.inf)
-
-
-class Loss:
-    """L = <u, forward(args)>, seen through differences of outputs; counts the calls."""
-
-    def __init__(self, forward: Forward, args: list[Array | None], rng: np.random.Generator):
-        self.args = args
-        self.calls = 0
-        self._forward = forward
-        y, self.cache = self._call(args)
-        self.shape, self.dtype = y.shape, y.dtype
-        self.y = _flat(y)
-        # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, which every one
-        # of the four dtypes holds exactly, so that dy is the same in all of them.
-        u = np.round(rng.standard_normal(y.size) * 16).clip(-63, 63) / 16
-        self.u = np.where(u == 0, 0.0625, u)
-        # By argument: samples of the noise of u y, and its usual size relative to u y.
-        self.noise: dict[int, list[Array]] = {}
-        self.level: dict[int, float] = {}
-
-    def _call(self, args: list[Array | None]) -> tuple[Array, Any]:
-        self.calls += 1
-        # Copies: what the forward does to its arguments must not reach the next call.
-        result = self._forward(*(None if a is None else a.copy() for a in args))
-        if not (isinstance(result, tuple) and len(result) == 2):
-            msg = f"forward must return (y, cache), got {type(result).__name__}"
-            raise TypeError(msg)
-        y = np.asarray(result[0])
-        check_dtype("the y that forward returns", y)
-        return y, result[1]
-
-    def cotangent(self) -> Array:
-        """Return u as dy: of the shape and dtype of y."""
-        return self.u.reshape(self.shape).astype(self.dtype)
-
-    def output(self, position: int, where: int | slice, values: Array) -> Array:
-        """Return y, flat float64, with the entries `where` of one argument set to `values`."""
-        args = list(self.args)
-        moved = np.array(args[position], order="C")
-        moved.reshape(-1)[where] = values.astype(moved.dtype)
-        args[position] = moved
-        y, _ = self._call(args)
-        if y.shape != self.shape:
-            msg = f"forward must return y of one shape, got {self.shape}, then {y.shape}"
-            raise ValueError(msg)
-        return _flat(y)
-
-
-def _flat(y: Array) -> Array:
-    return y.astype(np.float64).reshape(-1)
-
-
-def powers_of_two(scale: Array) -> Array:
-    """Round down to powers of two, so that dividing by them is exact."""
-    return np.ldexp(0.5, np.frexp(scale)[1])
-
-
-def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Generator) -> None:
-    """
-    Store, for one argument, samples of the rounding noise of every output element.
-
-    All elements of the argument move at once, by random multiples of their ulp, so that every
-    rounding in the forward is drawn anew; the samples then serve all directions. Twice:
-
-    - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
-      (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
-      noise of a known multiple. The points are far enough apart to see float16 inside;
-    - at random integer combinations of a few tiny moves: what is orthogonal to every linear
-      effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
-      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp. (So does a
-      two-level design, whose levels are parities, as roundings are.)
-    """
-    base = np.asarray(loss.args[position])
-    x = _flat(base)
-    # An ulp of x: the moved x needs no rounding, and has new last bits.
-    exponent = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-    quantum = np.ldexp(1.0, np.maximum(exponent - _DIGITS.get(base.dtype, 53), -1074))
-
-    def moves(size: float, count: int) -> Array:
-        ulps = np.maximum(size * scale / quantum, 1)
-        # None near 0: each element is to leave its rounding behind.
-        factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
-        return np.round(factors * ulps) * quantum
-
-    def outputs(offsets: Array) -> Array:
-        values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
-        table = np.array([loss.y, *values]) * loss.u
-        # An output that is not finite near x has no noise to speak of: its bound will be
-        # infinite, by the floor that `_noise` takes from y, or by the secants.
-        return np.where(np.isfinite(table), table, 0.0)
-
-    (move,) = moves(_SPACING, 1)
-    table = outputs(np.arange(_POINTS)[:, None] * move)
-    # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
-    samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
-    # The first run is x itself.
-    design = rng.integers(-3, 4, size=(_RUNS, _MOVES)) * (np.arange(_RUNS) > 0)[:, None]
-    linear = np.column_stack([np.ones(_RUNS), design])
-    noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
-    samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
-    loss.noise[position] = samples
-    # Seven differences can all be small; those of all outputs together cannot. The median, so that
-    # one ill-conditioned row does not speak for the others.
-    sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
-    size = np.abs(loss.u * loss.y)
-    relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
-    # Whatever was measured, every output was rounded to its dtype: half an ulp.
-    loss.level[position] = max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
-
-
-def _noise(loss: Loss, position: int, reach: Array) -> tuple[float, float]:
-    """
-    Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Derivative.
-
-    `reach` is the largest magnitude that each of them had, 0 for those that did not move.
-    """
-    changed = reach > 0
-    if not changed.any():
-        changed, reach = np.ones_like(changed), np.abs(loss.y)
-    places = np.flatnonzero(changed)
-    if not np.isfinite(loss.y[changed]).all():
-        return math.inf, math.inf
-    summed = apart = 0.0
-    for samples in loss.noise[position]:
-        terms = samples[:, places]
-        summed = max(summed, float(np.mean(np.square(terms.sum(axis=1)))))
-        apart = max(apart, float(np.mean(np.sum(np.square(terms), axis=1))))
-    # At least the usual noise of all outputs, in unrelated directions.
-    floor = loss.level[position] * float(np.linalg.norm((loss.u * reach)[places]))
-    return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
 
 
 class _Secant(NamedTuple):
@@ -218,14 +96,19 @@ class _Secant(NamedTuple):
     actual: float
     # Errors other than noise: of the sum, and of a centre that is not exactly x.
     error: float
+    # Magnitudes: of the terms of `numeric`, summed; of slope and of right minus left slope, as
+    # root sums of squares over the outputs, where nothing can cancel.
+    size: float
+    slope: float
+    bend: float
 
 
 def _secant(
-    loss: Loss, position: int, where: int | slice, scale: Array, gradient: Array, step: float
+    loss: Loss, position: int, where: Any, scale: Array, gradient: Array, step: float
 ) -> tuple[_Secant, Array, Array] | None:
     """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
     base = np.asarray(loss.args[position])
-    x = _flat(base)[where]
+    x = flat(base)[where]
 
     def rounded(values: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -237,7 +120,7 @@ def _secant(
     taken = plus - minus
     # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
     # one direction, has nothing to gain from it.
-    if not np.linalg.norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
+    if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
         return None
     y_plus = loss.output(position, where, plus)
     y_minus = loss.output(position, where, minus)
@@ -252,18 +135,21 @@ def _secant(
     terms = loss.u * moved
     numeric = float(np.sum(terms)) / (2 * step)
     actual = float(np.sum(gradient * taken)) / (2 * step)
-    roundings = (math.log2(terms.size + 1) + 8) * float(np.sum(np.abs(terms))) / (2 * step)
+    size = float(np.sum(np.abs(terms))) / (2 * step)
+    roundings = (math.log2(terms.size + 1) + 8) * size
     off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
-    bend = abs(float(np.sum(loss.u * (y_plus + y_minus - 2 * loss.y)))) / step**2
+    bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
+    bend = abs(float(np.sum(bends))) / step
     # 8: the few operations on `actual` and on the tableau.
     error = 2.0**-53 * (roundings + 8 * abs(actual)) + bend * off_centre
-    return _Secant(step, numeric, actual, error), y_plus, y_minus
+    slope, bent = norm(terms) / (2 * step), norm(bends)
+    return _Secant(step, numeric, actual, error, size, slope, bent), y_plus, y_minus
 
 
 def differentiate(
     loss: Loss,
     position: int,
-    where: int | slice,
+    where: Any,
     scale: Array,
     gradient: Array,
     enough: float,
@@ -272,14 +158,17 @@ def differentiate(
     """
     Compare <gradient, D> with secants along D; `scale` holds D, signed powers of two.
 
+    `where` says which entries D has: a flat index, several of them, or all as a slice.
+
     Stops early once the bound is below `enough` (the backward's own rounding: nothing finer can
     be judged) or two further steps have not improved it.
     """
     rows: list[_Secant] = []
     reach = np.zeros(loss.y.size)
-    noise = _noise(loss, position, reach)
+    noise = bound_noise(loss, position, reach)
     best = _UNKNOWN._replace(actual=float(np.sum(gradient * scale)))
     tableau: list[Array] = []
+    curve: list[Secant] = []
     stale = 0
     for power in _STEPS:
         # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
@@ -297,8 +186,9 @@ def differentiate(
         # The first step goes farthest; later ones seldom move an output that it did not.
         if (moved & (reach == 0)).any():
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
-            noise = _noise(loss, position, reach)
+            noise = bound_noise(loss, position, reach)
         rows.append(row)
+        curve.append(Secant(step, row.numeric, noise[0] / row.step))
         tableau, entry = _extend(tableau, rows, noise)
         stale = 0 if entry.bound < best.bound else stale + 1
         best = min(best, entry, key=lambda derivative: derivative.bound)
@@ -306,7 +196,59 @@ def differentiate(
         agrees = abs(best.actual - best.numeric) <= best.bound
         if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
             break
-    return best
+    usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
+    # Whether the noise is to be believed, those decide who know how long the steps are.
+    if len(rows) < 2 or not np.isfinite(best.bound):
+        return best._replace(curve=tuple(curve))
+    converged = _has_limit(best, rows, 0.0)
+    settled = _has_limit(best, rows, noise[0]) or _is_rounding(best, rows, noise[0], usual)
+    # The usual noise of all outputs: that of the ones at a kink has the kink in it.
+    bent = _is_bent(rows, loss.level[position] * usual)
+    return best._replace(
+        settled=settled and not bent,
+        converged=converged,
+        bent=bent,
+        curve=tuple(curve),
+    )
+
+
+def _has_limit(best: Derivative, rows: list[_Secant], noise: float) -> bool:
+    """Tell whether secants have stopped changing; a step function's grow as steps shrink."""
+    if not best.bound <= _SETTLED * rows[-1].size or _has_strayed(best, rows, noise):
+        return False
+    before, after = rows[-2].slope, rows[-1].slope
+    # A quarter: at a step of 2^-4 of the scale or less, slopes change by a hundredth.
+    return abs(after - before) <= 0.25 * max(after, before)
+
+
+def _has_strayed(best: Derivative, rows: list[_Secant], noise: float) -> bool:
+    """Tell whether the entry that was chosen is not what the last secants say."""
+    # Entries of the first steps may agree by chance on what the last ones no longer say.
+    last, previous = (row.numeric - row.actual for row in rows[:-3:-1])
+    strayed = abs(best.numeric - best.actual - last)
+    # An error in step^2 is 0.2 to 0.7 times the last change; one in 1 / step, 1.6 times and more.
+    return not strayed <= best.bound + abs(last - previous) + 2 * noise / rows[-1].step
+
+
+def _is_rounding(best: Derivative, rows: list[_Secant], noise: float, usual: float) -> bool:
+    """Tell whether a bound is large only since the derivative is small beside the noise."""
+    if _has_strayed(best, rows, noise):
+        return False
+    # Nothing but rounding is left (a derivative that is zero, a forward in float16). That it is
+    # rounding shows in its size: steps too long for the function "measure" a noise of all of y.
+    return noise <= _ROUNDING * usual and best.bound <= 8 * noise / rows[-1].step
+
+
+def _is_bent(rows: list[_Secant], noise: float) -> bool:
+    """Tell whether right and left slope keep their distance where it should halve."""
+    if len(rows) < 3:
+        return False
+    # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
+    # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
+    pairs = zip(rows[-3:-1], rows[-2:], strict=True)
+    still = all(after.bend > 0.8 * before.bend for before, after in pairs)
+    last = rows[-1]
+    return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
 
 
 def _extend(

@@ -1,0 +1,296 @@
+"""The job of `stablenorm check`: somebody's functions, data for them, and the whole check."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._files import InputError
+from stablenorm._types import Array
+from stablenorm._user_file import UserFile, UserFileError
+from stablenorm._user_layer_norm import LayerNorm, adapt
+from stablenorm.gradcheck import GradientReport, check_layer_norm
+from stablenorm.oracle import exact_layer_norm
+
+# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
+_SHAPES = ((2, 3, 8), (6, 8))
+_DEFAULT_EPS = 1e-5
+# Rows of var 4^0 .. 4^-30: eps down to 1e-18 shows itself in one of them.
+_HALVINGS = 30
+
+
+class Request(NamedTuple):
+    """What the user asks for."""
+
+    path: Path
+    forward: str | None
+    backward: str | None
+    shape: tuple[int, ...] | None
+    dtype: str
+    eps: float | None
+    seed: int
+
+
+class FileCheck(NamedTuple):
+    """What was checked, what had to be assumed, and what was found."""
+
+    source: str
+    functions: str
+    shape: tuple[int, ...]
+    dtype: str
+    eps: float
+    eps_origin: str
+    seed: int
+    notes: tuple[str, ...]
+    report: GradientReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain types, the report's own among them."""
+        return self._asdict() | {
+            "shape": list(self.shape),
+            "notes": list(self.notes),
+            "report": self.report.as_dict(),
+        }
+
+
+class _Data(NamedTuple):
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+
+
+def check_request(request: Request) -> None:
+    """Refuse what cannot be asked for, before the user's code is run."""
+    if request.seed < 0:
+        msg = f"--seed must be >= 0, got {request.seed}"
+        raise InputError(msg)
+    if request.eps is not None and not (math.isfinite(request.eps) and request.eps >= 0):
+        msg = f"--eps must be finite and >= 0, got {request.eps}"
+        raise InputError(msg)
+
+
+def check_file(request: Request, progress: Callable[[int, int], object]) -> FileCheck:
+    """Run the user's file, and check its layer norm; InputError if that cannot be done."""
+    try:
+        return _check_file(request, progress)
+    except UserFileError as error:
+        raise InputError(error.line) from error
+
+
+def _check_file(request: Request, progress: Callable[[int, int], object]) -> FileCheck:
+    file = UserFile(request.path)
+    layer_norm = adapt(file, request.forward, request.backward)
+    with file.quiet():
+        layer_norm, shape, notes = _choose_shape(layer_norm, request)
+        data = _data(layer_norm, shape, request)
+        eps, origin, remarks = _choose_eps(layer_norm, data, request)
+        report = _demanding(_check(layer_norm, data, eps, request, progress), data)
+    printed = [file.prints] if file.prints else []
+    return FileCheck(
+        file.name,
+        layer_norm.signature,
+        shape,
+        request.dtype,
+        eps,
+        origin,
+        request.seed,
+        (*notes, *remarks, *printed),
+        report,
+    )
+
+
+def _demanding(report: GradientReport, data: _Data) -> GradientReport:
+    """
+    Return the report, inconclusive where a gradient that there must be was not returned.
+
+    To the check None means "do not look"; a file that leaves one out has not been shown right.
+    """
+    arguments = tuple(
+        replace(result, verdict="INCONCLUSIVE")
+        if result.verdict == "NOT CHECKED" and given
+        else result
+        for result, given in zip(
+            report.arguments,
+            (getattr(data, r.name, None) is not None for r in report.arguments),
+            strict=True,
+        )
+    )
+    return replace(report, arguments=arguments)
+
+
+def _check(
+    layer_norm: LayerNorm,
+    data: _Data,
+    eps: float,
+    request: Request,
+    progress: Callable[[int, int], object],
+) -> GradientReport:
+    options: dict[str, Any] = {"rng": request.seed, "progress": progress}
+    if "oracle" in inspect.signature(check_layer_norm).parameters:
+        options["oracle"] = exact_layer_norm
+    try:
+        return check_layer_norm(layer_norm.forward, layer_norm.backward, *data, eps, **options)
+    except (UserFileError, MemoryError):
+        raise
+    # What the check refuses is what the user's functions returned; and a mistake of the check
+    # itself is not to be read off a traceback by the user either.
+    except Exception as error:
+        known = isinstance(error, (TypeError, ValueError))
+        text = " ".join(str(error).split())
+        msg = text if known else f"the check itself failed: {type(error).__name__}: {text}"
+        raise InputError(msg) from error
+
+
+def _data(layer_norm: LayerNorm, shape: tuple[int, ...], request: Request) -> _Data:
+    """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
+    rng = np.random.default_rng(request.seed)
+    n = shape[-1]
+    x = rng.standard_normal(shape).astype(request.dtype)
+    signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
+    gamma = (signs * (1 + 0.5 * rng.random(n))).astype(request.dtype)
+    beta = (0.5 + rng.random(n)).astype(request.dtype)
+    return _Data(
+        x,
+        gamma if "gamma" in layer_norm.takes else None,
+        beta if "beta" in layer_norm.takes else None,
+    )
+
+
+def _choose_shape(
+    layer_norm: LayerNorm, request: Request
+) -> tuple[LayerNorm, tuple[int, ...], list[str]]:
+    """Return the first shape that both functions are made for, and what spoke against others."""
+    tried = {}
+    # The usual shapes in any case: whether the number of axes matters is worth knowing.
+    for shape in dict.fromkeys((*([request.shape] if request.shape else []), *_SHAPES)):
+        try:
+            objection, error = _try(layer_norm, _data(layer_norm, shape, request), request), None
+        except UserFileError as raised:
+            objection, error = raised.line, raised
+        tried[shape] = (objection, error)
+    shapes = list(_SHAPES) if request.shape is None else [request.shape]
+    good = [shape for shape in shapes if not tried[shape][0]]
+    # What runs, but returns wrong shapes, is for the check to judge.
+    runs = [shape for shape in shapes if tried[shape][1] is None]
+    if not runs:
+        raise next(error for _, error in tried.values() if error is not None)
+    shape = (good or runs)[0]
+    refused = {s: why for s, (why, _) in tried.items() if why and len(s) != len(shape)}
+    # One axis has no room for rows.
+    if not good or not refused or len(shape) == 1:
+        return layer_norm, shape, []
+    notes = [f"not for x of shape {list(s)}: {why}" for s, why in refused.items()]
+    notes.append(f"so x of any shape is passed to it with {len(shape)} axes")
+    return layer_norm.fixed(len(shape)), shape, notes
+
+
+def _try(layer_norm: LayerNorm, data: _Data, request: Request) -> str:
+    """Call both functions once; return what is wrong with the shapes, empty if nothing is."""
+    eps = _DEFAULT_EPS if request.eps is None else request.eps
+    y, cache = layer_norm.forward(*(None if a is None else a.copy() for a in data), eps)
+    if np.shape(y) != data.x.shape:
+        return f"y has shape {list(np.shape(y))}"
+    dy = np.ones(data.x.shape, np.asarray(y).dtype)
+    gradients = layer_norm.backward(dy, cache)
+    if not isinstance(gradients, (tuple, list)) or len(gradients) != len(data):
+        return "the backward does not return three gradients"
+    for name, array, gradient in zip(_Data._fields, data, gradients, strict=True):
+        if array is not None and gradient is not None and np.shape(gradient) != array.shape:
+            return f"d{name} has shape {list(np.shape(gradient))}, not {list(array.shape)}"
+    return ""
+
+
+def _choose_eps(
+    layer_norm: LayerNorm, data: _Data, request: Request
+) -> tuple[float, str, list[str]]:
+    """Return eps, where it is from, and what is worth saying about it."""
+    if layer_norm.takes_eps:
+        eps, origin = _DEFAULT_EPS, "passed on"
+        if request.eps is not None:
+            eps = request.eps
+        elif layer_norm.eps is not None:
+            eps, origin = layer_norm.eps, "the forward's default"
+        seen, remark = measure_eps(layer_norm, data, eps)
+        if not remark and seen is not None and not math.isclose(seen, eps, rel_tol=1e-3):
+            remark = f"eps = {eps:g} was passed, but y is as with eps = {seen:.6g}"
+        return eps, origin, [remark] if remark else []
+    seen, remark = measure_eps(layer_norm, data, _DEFAULT_EPS)
+    remarks = [remark] if remark else []
+    if request.eps is not None:
+        if seen is not None and not math.isclose(seen, request.eps, rel_tol=1e-3):
+            remarks.append(f"--eps is {request.eps:g}, but y is as with eps = {seen:.6g}")
+        return request.eps, "as given: the forward does not take it", remarks
+    if seen is None:
+        return _DEFAULT_EPS, "assumed: the forward does not take it; --eps to say it", remarks
+    return seen, "read off y: the forward does not take it", remarks
+
+
+def measure_eps(layer_norm: LayerNorm, data: _Data, eps: float) -> tuple[float | None, str]:
+    """
+    Read eps off the forward, from rows of ever smaller variance; None if y does not tell.
+
+    With gamma = 1 and beta = 0, an element of sqrt(n / 2) std in a row gives
+    (std / y)^2 = c var + eps, with c = 1, or n / (n - 1) if the variance is divided by n - 1.
+    """
+    n = data.x.shape[-1]
+    if n < 2:
+        return None, ""
+    ones, zeros = np.ones(n, data.x.dtype), np.zeros(n, data.x.dtype)
+    stds = np.ldexp(1.0, 3 - np.arange(_HALVINGS))
+
+    def squared(std: float) -> float:
+        """Return (std / y)^2."""
+        x = np.zeros((*(1 for _ in data.x.shape[:-1]), n), data.x.dtype)
+        x[..., 0], x[..., -1] = std * math.sqrt(n / 2), -std * math.sqrt(n / 2)
+        y, _ = layer_norm.forward(
+            x,
+            *(None if a is None else b for a, b in zip(data[1:], (ones, zeros), strict=True)),
+            eps,
+        )
+        first = abs(float(np.asarray(y).reshape(-1)[0])) / math.sqrt(n / 2)
+        return (std / first) ** 2
+
+    try:
+        values = np.array([squared(std) for std in stds])
+    except (UserFileError, ArithmeticError, TypeError, ValueError, IndexError):
+        # A forward that refuses such rows: its right.
+        return None, ""
+    ratios = values / stds**2
+    c = float(ratios[0])
+    if not np.isfinite(values).all():
+        return None, ""
+    # Where eps and the variance are of one size, y says most about both.
+    place = int(np.argmin(np.abs(np.log2(np.maximum(ratios / c - 1, 1e-300)))))
+    found = float((values[place] - c * stds[place] ** 2) / (1 - stds[place] ** 2 / stds[0] ** 2))
+    if ratios[-1] < 1.5 * c:
+        found = 0.0
+    c -= found / stds[0] ** 2
+    # Rounding of float32 or less in y is in the ratios, multiplied by a few.
+    loose = 1e-9 if np.asarray(layer_norm.forward(*data, eps)[0]).dtype == np.float64 else 1e-3
+    # c is 1, or n / (n - 1) <= 2.
+    fits = 0.9 < c < 2.1 and np.allclose(ratios, c + found / stds**2, rtol=max(loose, 1e-6))
+    if not fits:
+        return None, _other_form(np.sqrt(values), stds)
+    nice = float(f"{found:.2g}")
+    if math.isclose(nice, found, rel_tol=loose):
+        found = nice
+    remark = ""
+    if math.isclose(c, n / (n - 1), rel_tol=1e-4) and not math.isclose(c, 1, rel_tol=1e-4):
+        remark = "the variance in the forward is divided by n - 1; layer normalization divides by n"
+    return found, remark
+
+
+def _other_form(values: Array, stds: Array) -> str:
+    """Say which other formula y comes from: std / y = std + eps, or none that is known."""
+    added = values - stds
+    small = stds < 1e-2
+    eps = float(np.median(added[small]))
+    if eps > 0 and np.allclose(values, stds + eps, rtol=1e-3):
+        return f"the forward adds eps = {eps:.3g} to the standard deviation, not to the variance"
+    return "y is not (x - mean) / sqrt(var + eps) for any eps; eps could not be read off it"

@@ -1,0 +1,305 @@
+"""
+Backward passes that are wrong in known ways, and right ones written differently.
+
+Made to test instruments on: a gradient checker must find every mistake and accept every variant.
+All work on (..., n), normalized over the last axis, in the dtype that they are given, and share
+one plain two-pass `forward`, whose cache the wrong backwards misuse. Each mistake spoils one
+gradient and leaves the other two right, so that it can be asked where it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array, bfloat16
+
+Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
+Backward = Callable[[Array, Any], tuple[Array, Array, Array]]
+
+# Rows and columns of a block of the blocked variant: small, so that small inputs have several.
+_BLOCK = 5
+
+
+class Kept(NamedTuple):
+    """What the plain forward keeps for a backward."""
+
+    x: Array
+    gamma: Array
+    eps: float
+    mean: Array
+    var: Array
+    rstd: Array
+    xhat: Array
+
+
+class Mistake(NamedTuple):
+    """
+    A wrong backward, the argument whose gradient it spoils ("x", "gamma"), and what is wrong.
+
+    `diagnosis` is the sentence that a checker should find.
+    """
+
+    backward: Backward
+    argument: str
+    diagnosis: str
+
+
+def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
+    """
+    Normalize over the last axis in two passes, in the dtype given.
+
+    Parameters
+    ----------
+    x : array
+        Input, (..., n).
+    gamma, beta : array
+        Scale and shift, (n,).
+    eps : float, default: 1e-5
+        Added to the variance.
+
+    Returns
+    -------
+    y : array
+        The output.
+    cache : Kept
+        For the backwards of this module.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm.analysis.mistakes import forward
+    >>> y, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
+    >>> y.round(3)
+    array([[-1.225,  0.   ,  1.225]])
+    """
+    mean = _mean(x)
+    centered = x - mean
+    var = _mean(centered * centered)
+    rstd = 1 / np.sqrt(var + float(eps))
+    xhat = centered * rstd
+    return gamma * xhat + beta, Kept(x, gamma, float(eps), mean, var, rstd, xhat)
+
+
+def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """
+    Return the right dx, dgamma, dbeta, in the plain form.
+
+    Parameters
+    ----------
+    dy : array
+        Gradient with respect to y, (..., n).
+    cache : Kept
+        From `forward`.
+
+    Returns
+    -------
+    tuple of array
+        dx, dgamma and dbeta.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm.analysis.mistakes import backward, forward
+    >>> _, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
+    >>> backward(np.array([[1.0, 0.0, 0.0]]), cache)[0].round(3)
+    array([[ 0.204, -0.408,  0.204]])
+    """
+    return _dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
+
+
+def _mean(a: Array) -> Array:
+    return a.mean(axis=-1, keepdims=True)
+
+
+def _sum_rows(a: Array) -> Array:
+    return a.reshape(-1, a.shape[-1]).sum(axis=0)
+
+
+def _parameters(dy: Array, xhat: Array) -> tuple[Array, Array]:
+    return _sum_rows(dy * xhat), _sum_rows(dy)
+
+
+def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
+    return rstd * (g - _mean(g) - xhat * _mean(g * xhat))
+
+
+def _wrong_dx(make: Callable[[Array, Kept], Array]) -> Backward:
+    """Build a backward whose dx is that of `make`, with the right dgamma and dbeta."""
+
+    def wrong(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+        return make(dy, cache), *_parameters(dy, cache.xhat)
+
+    return wrong
+
+
+def _spoiled_dx(spoil: Callable[[Array], None]) -> Backward:
+    """Build a backward that changes the right dx in place."""
+
+    def make(dy: Array, cache: Kept) -> Array:
+        dx = backward(dy, cache)[0]
+        spoil(dx)
+        return dx
+
+    return _wrong_dx(make)
+
+
+def _wrong_rstd(make: Callable[[Kept], Array]) -> Backward:
+    """Build a backward that recomputes rstd, and from it xhat, for dx."""
+
+    def wrong(dy: Array, cache: Kept) -> Array:
+        rstd = make(cache)
+        return _dx(cache.gamma * dy, (cache.x - cache.mean) * rstd, rstd)
+
+    return _wrong_dx(wrong)
+
+
+def _without_mean(dy: Array, cache: Kept) -> Array:
+    g = cache.gamma * dy
+    return cache.rstd * (g - cache.xhat * _mean(g * cache.xhat))
+
+
+def _without_xhat(dy: Array, cache: Kept) -> Array:
+    g = cache.gamma * dy
+    return cache.rstd * (g - _mean(g))
+
+
+def _gamma_twice(dy: Array, cache: Kept) -> Array:
+    return _dx(cache.gamma * cache.gamma * dy, cache.xhat, cache.rstd)
+
+
+def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    dx, _, dbeta = backward(dy, cache)
+    return dx, _sum_rows(dy * (cache.x - cache.mean)), dbeta
+
+
+def _zero_last_row(dx: Array) -> None:
+    dx.reshape(-1, dx.shape[-1])[-1] = 0
+
+
+def _flip_first(dx: Array) -> None:
+    dx.reshape(-1)[0] *= -1
+
+
+def _scale_first(dx: Array) -> None:
+    dx.reshape(-1)[0] *= 1.01
+
+
+def _biased_mean_of_g(dy: Array, cache: Kept) -> Array:
+    g, n = cache.gamma * dy, dy.shape[-1]
+    wrong_mean = g.sum(axis=-1, keepdims=True) / (n - 1)
+    return cache.rstd * (g - wrong_mean - cache.xhat * _mean(g * cache.xhat))
+
+
+def _rstd_of_n_minus_1(cache: Kept) -> Array:
+    n = cache.x.shape[-1]
+    return 1 / np.sqrt(cache.var * (n / (n - 1)) + cache.eps)
+
+
+def _eps_outside(cache: Kept) -> Array:
+    return 1 / (np.sqrt(cache.var) + cache.eps)
+
+
+def _eps_omitted(cache: Kept) -> Array:
+    return 1 / np.sqrt(cache.var)
+
+
+def _rstd_in_float32(cache: Kept) -> Array:
+    return cache.rstd.astype(np.float32).astype(cache.rstd.dtype)
+
+
+def _mean_in_bfloat16(dy: Array, cache: Kept) -> Array:
+    mean = cache.mean.astype(bfloat16).astype(cache.x.dtype)
+    return _dx(cache.gamma * dy, (cache.x - mean) * cache.rstd, cache.rstd)
+
+
+MISTAKES: dict[str, Mistake] = {
+    "mean(g) missing": Mistake(_wrong_dx(_without_mean), "x", "the mean of g is missing from dx"),
+    "xhat term missing": Mistake(_wrong_dx(_without_xhat), "x", "the xhat term is missing from dx"),
+    "gamma applied twice": Mistake(_wrong_dx(_gamma_twice), "x", "gamma is applied twice in dx"),
+    "dgamma without rstd": Mistake(_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
+    "last row of dx is 0": Mistake(_spoiled_dx(_zero_last_row), "x", "the last row of dx is zero"),
+    "dx[0, 0] sign": Mistake(
+        _spoiled_dx(_flip_first), "x", "element (0, 0) of dx has the wrong sign"
+    ),
+    "dx[0, 0] * 1.01": Mistake(
+        _spoiled_dx(_scale_first), "x", "element (0, 0) of dx is off by a factor of 1.01"
+    ),
+    "n-1 in var": Mistake(
+        _wrong_rstd(_rstd_of_n_minus_1), "x", "the variance is divided by n - 1 in dx"
+    ),
+    "n-1 in mean(g)": Mistake(
+        _wrong_dx(_biased_mean_of_g), "x", "the mean of g is divided by n - 1 in dx"
+    ),
+    "rstd = 1/(sqrt(var)+eps)": Mistake(
+        _wrong_rstd(_eps_outside), "x", "rstd is 1 / (sqrt(var) + eps) in dx"
+    ),
+    "eps omitted": Mistake(_wrong_rstd(_eps_omitted), "x", "eps is missing from rstd in dx"),
+    "rstd rounded to f32": Mistake(
+        _wrong_rstd(_rstd_in_float32), "x", "rstd is kept in float32 in dx"
+    ),
+    "mean rounded to bf16": Mistake(
+        _wrong_dx(_mean_in_bfloat16), "x", "the mean is kept in bfloat16 in dx"
+    ),
+}
+
+
+# ---- right, written differently: each in the dtype given ----
+
+
+def _chain_rule(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """The textbook: through dvar and dmean."""
+    x, gamma, _, mean, _, rstd, xhat = cache
+    n, centered, dxhat = x.shape[-1], x - mean, gamma * dy
+    dvar = (dxhat * centered * -0.5 * rstd**3).sum(axis=-1, keepdims=True)
+    dmean = (-dxhat * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * _mean(centered)
+    return dxhat * rstd + dvar * 2 * centered / n + dmean / n, *_parameters(dy, xhat)
+
+
+def _n_times_dy(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """Everything times n, divided by n at the end."""
+    n, g = dy.shape[-1], cache.gamma * dy
+    total, slope = (a.sum(axis=-1, keepdims=True) for a in (g, g * cache.xhat))
+    return cache.rstd / n * (n * g - total - cache.xhat * slope), *_parameters(dy, cache.xhat)
+
+
+def _expanded(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """Written out in sums over centered x, as fused kernels do: dx = a g + b centered + c."""
+    n, g, centered = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean
+    a = cache.rstd
+    b = -(cache.rstd**3) * (g * centered).sum(axis=-1, keepdims=True) / n
+    c = -cache.rstd * g.sum(axis=-1, keepdims=True) / n
+    return a * g + b * centered + c, _sum_rows(dy * centered * cache.rstd), _sum_rows(dy)
+
+
+def _blocked(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """Rows and columns in blocks, partial sums added up."""
+    n = dy.shape[-1]
+    rows_dy, rows_xhat = dy.reshape(-1, n), cache.xhat.reshape(-1, n)
+    rstd, dx = cache.rstd.reshape(-1, 1), np.empty_like(rows_dy)
+    dgamma, dbeta = np.zeros((2, n), dtype=dy.dtype)
+    columns = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
+    for start in range(0, len(rows_dy), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        total, slope = np.zeros((2, len(rows_dy[rows]), 1), dtype=dy.dtype)
+        for block in columns:
+            g, xhat = cache.gamma[block] * rows_dy[rows, block], rows_xhat[rows, block]
+            total += g.sum(axis=1, keepdims=True)
+            slope += (g * xhat).sum(axis=1, keepdims=True)
+            dgamma[block] += (rows_dy[rows, block] * xhat).sum(axis=0)
+            dbeta[block] += rows_dy[rows, block].sum(axis=0)
+        for block in columns:
+            g, xhat = cache.gamma[block] * rows_dy[rows, block], rows_xhat[rows, block]
+            dx[rows, block] = rstd[rows] * (g - total / n - xhat * (slope / n))
+    return dx.reshape(dy.shape), dgamma, dbeta
+
+
+VARIANTS: dict[str, tuple[Forward, Backward]] = {
+    "plain": (forward, backward),
+    "textbook chain rule": (forward, _chain_rule),
+    "N dy form": (forward, _n_times_dy),
+    "expanded": (forward, _expanded),
+    "blocked": (forward, _blocked),
+}

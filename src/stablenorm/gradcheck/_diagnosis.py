@@ -1,0 +1,373 @@
+"""
+Which term of a wrong gradient is wrong: by trying the usual mistakes, and by regression.
+
+A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
+does. dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with coefficients
+(1, -1, -1); the mistakes change a coefficient, the rstd or the mean that go in, or the place of
+gamma. Two of them at once are tried as well, and each beside rows or elements that are wrong in
+themselves. What is left are coefficients that are none of these: the regression tells them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array
+from stablenorm.gradcheck._changes import CHANGES, STATISTICS, Change, Facts
+from stablenorm.gradcheck._expected import Case, Expected, dx_terms, excess, row_mean
+from stablenorm.gradcheck._program import Judged
+
+# Isolated elements that are told one by one; more of them are a pattern of their own.
+_ELEMENTS = 2
+# Rows on which a candidate is tried before all: enough for the one wrong row not to decide.
+_FEW = 4
+_SINGLE = 2.0**-24
+# Below it, three coefficients have nothing left to be contradicted by.
+_SMALLEST_N = 5
+
+
+class _Ingredients(NamedTuple):
+    """What dx of a case is made of, in float64; a change replaces some of them."""
+
+    g: Array
+    xhat: Array
+    # dx times s, before and after gamma: 1 if rstd and the place of gamma are right.
+    factor: Array
+    after: Array
+    times: tuple[float, float]
+
+
+class Evidence:
+    """One case with what the program returned; the right dx where only dgamma is looked at."""
+
+    def __init__(self, case: Case, u: float):
+        self.case, self.expected, self.u = case, Expected(case, u), u
+        self.n = case.n
+        # The axes before those that are normalized, to tell places by the caller's indices.
+        self.lead = (*case.x.shape[: case.x.ndim - len(case.row_shape)], case.n)
+        stats = self.expected.stats
+        self.centered = stats.xhat * stats.s
+        var = row_mean(np.square(self.centered))
+        self.facts = Facts(var, case.eps, case.n, 1 / stats.s, stats.mean)
+
+    def few_rows(self) -> Evidence:
+        """Return the evidence of the first rows alone."""
+        x, dy = (a.reshape(-1, *self.case.row_shape)[:_FEW] for a in (self.case.x, self.case.dy))
+        return Evidence(self.case._replace(x=x, dy=dy), self.u)
+
+    def ingredients(self, changes: tuple[Change, ...]) -> _Ingredients:
+        """Build what dx is made of, with the changes."""
+        with np.errstate(all="ignore"):
+            made = {change.kind: change.value(self.facts) for change in changes}
+            return self._ingredients(made)
+
+    def _ingredients(self, made: dict[str, Any]) -> _Ingredients:
+        dy, gamma = self.expected.dy, self.expected.gamma
+        rstd = made.get("rstd", self.facts.rstd)
+        # By the difference of the means: rounding it once more would hide the change.
+        mean = self.facts.mean
+        centered = self.centered + (mean - made.get("mean", mean))
+        factor = rstd / self.facts.rstd * made.get("factor", 1.0)
+        place = made.get("gamma", "once")
+        g = dy * {"once": gamma, "twice": gamma * gamma}.get(place, np.ones_like(gamma))
+        after = gamma if place == "after" else np.ones_like(gamma)
+        times = (float(made.get("term 0", 1.0)), float(made.get("term 1", 1.0)))
+        return _Ingredients(g, centered * rstd, factor, after, times)
+
+    def dx(self, changes: tuple[Change, ...]) -> tuple[Array, Array]:
+        """Return the dx that has these mistakes, and its bound."""
+        made = self.ingredients(changes)
+        with np.errstate(all="ignore"):
+            first, second, third = dx_terms(made.g, made.xhat)
+            bound = self.expected.dx_from(made.g, made.xhat)[1]
+            # Divided by s at the end, so that nothing overflows on the way.
+            scale = made.factor * made.after / self.expected.stats.s
+            largest = max(1.0, *(abs(c) for c in made.times))
+            value = first - made.times[0] * second - made.times[1] * third
+            return scale * value, np.abs(scale) * bound * largest
+
+
+def diagnose(case: Case, judged: dict[str, Judged]) -> tuple[str, ...]:
+    """Name what is wrong with the outputs that are; nothing where that is not sure."""
+    said: list[str] = []
+    for name, each in judged.items():
+        evidence = Evidence(case, each.u)
+        if name == "dx":
+            said += diagnose_dx(evidence, each.actual)
+        else:
+            said += diagnose_parameter(evidence, name, each.actual)
+    return tuple(_merged(said))
+
+
+def _merged(said: list[str]) -> list[str]:
+    """Say once what holds for dx and for dgamma."""
+    merged: list[str] = []
+    for sentence in dict.fromkeys(said):
+        twin = sentence.removesuffix(" in dgamma") + " in dx"
+        if sentence.endswith(" in dgamma") and twin in merged:
+            merged[merged.index(twin)] = f"{twin} and dgamma"
+        else:
+            merged.append(sentence)
+    return merged
+
+
+def diagnose_y(case: Case, judged: Judged) -> tuple[str, ...]:
+    """Name what is wrong with y, where it is the statistics."""
+    evidence = Evidence(case, judged.u)
+    names = []
+    for change in STATISTICS:
+        made = evidence.ingredients((change,))
+        with np.errstate(all="ignore"):
+            value = evidence.expected.gamma * made.xhat + evidence.expected.beta
+            stretch = float(np.max(np.abs(made.factor), initial=1.0))
+            wrong = excess(judged.actual, value, 2 * stretch * judged.bounds.plain) > 1
+        if not wrong.any():
+            names.append((f"{change.words} in the forward",))
+    return _only(list(dict.fromkeys(names)))
+
+
+def diagnose_dx(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+    """Name what is wrong with dx, (rows, n) in float64; nothing if that is not sure."""
+    # With one element to a row, dx is 0, whatever the formula.
+    if not np.isfinite(actual).all() or evidence.n < 2:
+        return ()
+    explained = _explanations(evidence, actual, [()])
+    if not explained:
+        explained = _explanations(evidence, actual, [(change,) for change in CHANGES])
+    if not explained or min(explained.values()) > 1:
+        pairs = [pair for pair in combinations(CHANGES, 2) if pair[0].kind != pair[1].kind]
+        explained |= _explanations(evidence, actual, pairs)
+    if not explained:
+        return _regression(evidence, actual) or _digits(evidence, actual)
+    # The simplest; two explanations that are as simple are none.
+    simplest = min(explained.values())
+    return _only([names for names, causes in explained.items() if causes == simplest])
+
+
+def _explanations(
+    evidence: Evidence, actual: Array, candidates: Sequence[tuple[Change, ...]]
+) -> dict[tuple[str, ...], int]:
+    """Return, in words, the candidates that explain dx, and of how many causes each consists."""
+    explained = {}
+    few = evidence.few_rows()
+    for chosen in candidates:
+        # Most candidates are out after a few rows: half of their elements must be right.
+        value, bound = few.dx(chosen)
+        if np.mean(excess(actual[: len(value)], value, 2 * bound) > 1) > 0.5 and len(actual) > 1:
+            continue
+        faults = _unexplained(actual, *evidence.dx(chosen), evidence.lead)
+        if faults is not None:
+            names = tuple(change.in_dx for change in chosen)
+            explained[(*names, *faults)] = len(chosen) + len(faults)
+    return explained
+
+
+def _only(names: list[tuple[str, ...]]) -> tuple[str, ...]:
+    return names[0] if len(names) == 1 else ()
+
+
+def _unexplained(
+    actual: Array, value: Array, bound: Array, lead: tuple[int, ...]
+) -> tuple[str, ...] | None:
+    """Name the few rows and elements that `value` does not explain; None if there are many."""
+    # Twice: the bound is the program's own rounding, and the checker has some as well.
+    wrong = excess(actual, value, 2 * bound) > 1
+    if not wrong.any():
+        return ()
+    # Evidence for the formula are the other rows and elements: most of them.
+    rows, each = np.flatnonzero(wrong.any(axis=1)), wrong.sum(axis=1)
+    if wrong.sum() <= _ELEMENTS and wrong.size >= 8 * _ELEMENTS:
+        return tuple(
+            _element(
+                tuple(int(i) for i in np.unravel_index(place, lead)),
+                actual.flat[place],
+                value.flat[place],
+            )
+            for place in np.flatnonzero(wrong)
+        )
+    if len(rows) == 1 and len(wrong) >= 3 and each[rows[0]] > wrong.shape[1] / 2:
+        return (_row(int(rows[0]), len(wrong), actual, value),)
+    columns = np.flatnonzero(wrong.any(axis=0))
+    if len(columns) == 1 and wrong.shape[1] >= 8 and wrong.sum() > len(wrong) / 2:
+        return (_column(int(columns[0]), wrong.shape[1], actual, value),)
+    return None
+
+
+def _element(place: tuple[int, ...], actual: float, value: float) -> str:
+    name = f"element {place} of dx"
+    if actual == 0:
+        return f"{name} is zero"
+    factor = actual / value if value else np.inf
+    if abs(factor + 1) < 1e-6:
+        return f"{name} has the wrong sign"
+    # A factor with few digits was meant as such.
+    if np.isfinite(factor) and abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor):
+        return f"{name} is off by a factor of {factor:.4g}"
+    return f"{name} is wrong"
+
+
+def _row(row: int, rows: int, actual: Array, value: Array) -> str:
+    name = "the last row of dx" if row == rows - 1 else f"row {row} of dx"
+    return f"{name} is {_how(actual[row], value[row])}"
+
+
+def _column(column: int, columns: int, actual: Array, value: Array) -> str:
+    name = "the last column of dx" if column == columns - 1 else f"column {column} of dx"
+    return f"{name} is {_how(actual[:, column], value[:, column])}"
+
+
+def _how(actual: Array, value: Array) -> str:
+    if not actual.any():
+        return "zero"
+    factor = float(actual @ value) / float(value @ value) if value.any() else 0.0
+    if np.allclose(actual, factor * value, rtol=0, atol=1e-6 * float(np.abs(value).max())):
+        return f"off by a factor of {factor:.4g}"
+    return "wrong, the others are not"
+
+
+def _regression(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+    """Fit the coefficients of the three terms; they are named if they are the same in all rows."""
+    if evidence.n < _SMALLEST_N or len(actual) < 2:
+        return ()
+    stats = evidence.expected.stats
+    terms = dx_terms(evidence.expected.g, stats.xhat)
+    bound = evidence.expected.dx_from(evidence.expected.g, stats.xhat)[1]
+    left, right = np.stack([term.ravel() for term in terms], axis=1), (actual * stats.s).ravel()
+    # Weighted: every element counts in units of its own rounding.
+    weight = 1 / np.maximum(bound.ravel(), 1e-300)
+    with np.errstate(all="ignore"):
+        solved = np.linalg.lstsq(left * weight[:, None], right * weight, rcond=None)
+    coefficients = solved[0]
+    misfit = np.abs(left @ coefficients - right) * weight
+    if solved[2] < 3 or np.any(misfit > 4 * (1 + np.abs(coefficients).max())):
+        return ()
+    return _named(coefficients)
+
+
+def _digits(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+    """Say how accurate dx is where it is wrong all over, but no more than single precision is."""
+    bounds = evidence.expected.bounds_of("dx", np.float64)
+    wrong = (excess(actual, bounds.value, 2 * bounds.plain) > 1).any(axis=1)
+    relative = float(np.max(np.abs(actual - bounds.value) / np.maximum(bounds.magnitude, 1e-300)))
+    # Four roundings: of what dx is made of, and of its three terms.
+    if not 0 < relative <= 4 * _SINGLE or evidence.u >= _SINGLE or np.mean(wrong) < 0.5:
+        return ()
+    digits = int(-np.log10(relative))
+    return (f"dx is right to {digits} digits, as if something were kept in float32",)
+
+
+def _named(coefficients: Array) -> tuple[str, ...]:
+    """Say which coefficients are not (1, -1, -1)."""
+    a, b, c = (float(each) for each in coefficients)
+    ratios = (-b / a, -c / a) if abs(a) > 1e-6 else (np.nan, np.nan)
+    named = []
+    for what, ratio in zip(("the mean of g", "the xhat term"), ratios, strict=True):
+        if abs(ratio) < 1e-9:
+            named.append(f"{what} is missing from dx")
+        elif abs(ratio - 1) > 1e-5:
+            named.append(f"{what} enters dx {ratio:.6g} times, not once")
+    if not np.isfinite(ratios).all():
+        return ("g itself is missing from dx",)
+    if abs(a - 1) > 1e-5:
+        named.append(f"dx is off by a factor of {a:.6g}")
+    return tuple(named)
+
+
+# ---- dgamma and dbeta ----
+
+
+def diagnose_parameter(evidence: Evidence, name: str, actual: Array) -> tuple[str, ...]:
+    """Name what is wrong with dgamma or dbeta, (n,) in float64; nothing if that is not sure."""
+    if not np.isfinite(actual).all():
+        return ()
+    names: list[tuple[str, ...]] = []
+    for words, value, slack in _parameter_guesses(evidence, name):
+        with np.errstate(all="ignore"):
+            wrong = excess(actual, value, 2 * slack) > 1
+        if not wrong.any():
+            names.append((words,))
+    if not names:
+        names = _parameter_places(evidence, name, actual)
+    if not names:
+        names = _parameter_factor(evidence, name, actual)
+    return _only(list(dict.fromkeys(names)))
+
+
+def _parameter_places(evidence: Evidence, name: str, actual: Array) -> list[tuple[str, ...]]:
+    """Name the one column that is wrong."""
+    bounds = evidence.expected.bounds_of(name, np.float64)
+    wrong = np.flatnonzero(excess(actual, bounds.value, 2 * bounds.plain) > 1)
+    if len(wrong) != 1 or len(actual) < 4:
+        return []
+    place = (int(wrong[0]),)
+    return [(_element(place, actual[place], bounds.value[place]).replace("dx", name),)]
+
+
+def _parameter_factor(evidence: Evidence, name: str, actual: Array) -> list[tuple[str, ...]]:
+    """Name the factor by which all columns are off."""
+    bounds = evidence.expected.bounds_of(name, np.float64)
+    # Fewer columns than that can be on a line by chance.
+    if len(actual) < _SMALLEST_N or not bounds.value.any():
+        return []
+    factor = float(actual @ bounds.value) / float(bounds.value @ bounds.value)
+    wrong = excess(actual, factor * bounds.value, 4 * max(1.0, abs(factor)) * bounds.plain) > 1
+    return [] if wrong.any() else [(f"{name} is off by a factor of {factor:.10g}",)]
+
+
+def _parameter_guesses(evidence: Evidence, name: str) -> Iterator[tuple[str, Array, Array]]:
+    """Yield a sentence, the gradient it would make, and how exactly."""
+    expected = evidence.expected
+    dy, stats, rows = expected.dy, expected.stats, len(expected.dy)
+    terms = {"dgamma": dy * stats.xhat, "dbeta": dy}
+    own = terms[name]
+    slack = expected.bounds_of(name, np.float64).plain
+    total = own.sum(axis=0)
+    yield f"{name} is zero", 0 * total, 0 * total
+    yield f"{name} has the wrong sign", -total, slack
+    if rows > 1:
+        yield f"{name} is averaged over the rows, not summed", total / rows, slack
+    yield f"{name} contains gamma", expected.gamma * total, np.abs(expected.gamma) * slack
+    yield f"{name} is divided by n", total / evidence.n, slack
+    other = "dbeta" if name == "dgamma" else "dgamma"
+    swapped = expected.bounds_of(other, np.float64)
+    yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
+    if name == "dgamma":
+        yield from _dgamma_guesses(evidence, slack)
+    if rows >= 2:
+        yield from _row_guesses(name, own, slack)
+
+
+def _dgamma_guesses(evidence: Evidence, slack: Array) -> Iterator[tuple[str, Array, Array]]:
+    expected = evidence.expected
+    dy, stats = expected.dy, expected.stats
+    x, largest = expected.case.rows(expected.case.x), float(np.max(stats.s))
+
+    def of(a: Array) -> Array:
+        summed: Array = np.sum(dy * a, axis=0)
+        return summed
+
+    yield "dgamma lacks rstd", of(evidence.centered), slack * largest
+    yield "dgamma is made of x, not of xhat", of(x), slack * float(np.max(np.abs(x)) + largest)
+    y = expected.gamma * stats.xhat + expected.beta
+    yield "dgamma is made of y, not of xhat", of(y), slack * float(1 + np.max(np.abs(y)))
+    yield "dgamma has rstd twice", of(stats.xhat / stats.s), slack / float(np.min(stats.s))
+    for change in STATISTICS:
+        made = evidence.ingredients((change,))
+        stretch = float(np.max(np.abs(made.factor), initial=1.0))
+        with np.errstate(all="ignore"):
+            yield f"{change.words} in dgamma", of(made.xhat), slack * stretch
+
+
+def _row_guesses(name: str, own: Array, slack: Array) -> Iterator[tuple[str, Array, Array]]:
+    total, last = own.sum(axis=0), len(own) - 1
+    for row, terms in enumerate(own):
+        which = "the last row" if row == last else f"row {row}"
+        yield f"{which} is not accumulated in {name}", total - terms, slack
+        yield f"{which} is accumulated twice in {name}", total + terms, slack
+    if len(own) > 2:
+        yield f"{name} is that of the first row alone", own[0], slack
+        yield f"{name} is that of the last row alone", own[-1], slack

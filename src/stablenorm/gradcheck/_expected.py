@@ -1,0 +1,212 @@
+"""
+What layer normalization and its gradients are, by this checker's own formulas, with bounds.
+
+Everything here is float64 from re-centred rows, so an offset costs nothing; what is checked may
+be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
+variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which loses as many
+digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array
+from stablenorm.gradcheck._secants import unit_roundoff
+
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
+
+
+class Case(NamedTuple):
+    """One problem, in the dtypes and shapes in which the forward and the backward get it."""
+
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    eps: float
+    dy: Array
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of the normalized axes."""
+        for parameter in (self.gamma, self.beta):
+            if parameter is not None:
+                return parameter.shape
+        return self.x.shape[-1:]
+
+    @property
+    def n(self) -> int:
+        """Elements of a row."""
+        return int(np.prod(self.row_shape))
+
+    def rows(self, a: Array) -> Array:
+        """See an array of the shape of x as (rows, n), in float64."""
+        return np.asarray(a).astype(np.float64).reshape(-1, self.n)
+
+    def vector(self, a: Array | None, default: float) -> Array:
+        """See gamma or beta as (n,), in float64."""
+        if a is None:
+            return np.full(self.n, default)
+        return np.asarray(a).astype(np.float64).reshape(-1)
+
+
+class Statistics(NamedTuple):
+    """Of each row, in float64; all but `xhat` are (rows, 1)."""
+
+    xhat: Array
+    # 1 / rstd, which has no overflow where rstd would.
+    s: Array
+    mean: Array
+    # eps / (var + eps), and mean|x| rstd.
+    share: Array
+    offset: Array
+
+
+class Bounds(NamedTuple):
+    """How far a right program may be from `value`, elementwise."""
+
+    value: Array
+    plain: Array
+    careless: Array
+    # The sum of the magnitudes that each element is made of: what digits are counted from.
+    magnitude: Array
+
+
+def row_mean(a: Array) -> Array:
+    """Average over the last axis and keep it."""
+    return np.mean(a, axis=-1, keepdims=True)
+
+
+def unit(n: int, u: float) -> float:
+    """Return what one element may lose to `n` additions and a few operations, relative."""
+    # Random-walk error of a plain sum: N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019)
+    # A2815.
+    return float((4 + np.sqrt(n) / 2) * u)
+
+
+def statistics(x: Array, eps: float) -> Statistics:
+    """Return the statistics of float64 rows, good for any offset and any finite range."""
+    exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
+    scaled = np.ldexp(x, -exponent)
+    mean = scaled.mean(axis=-1, keepdims=True)
+    centered = scaled - mean
+    # What rounding the mean has left: under an offset, more than all the rest.
+    rest = centered.mean(axis=-1, keepdims=True)
+    centered = centered - rest
+    # A second power of two, since under an offset the spread can still have squares that vanish.
+    largest = np.max(np.abs(centered), axis=-1, keepdims=True)
+    divisor = np.where(largest > 0, largest, 1)
+    std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
+    # In units of 2^exponent, where +-largest cannot overflow on its way to xhat.
+    root = np.sqrt(eps)
+    s = np.ldexp(std, exponent)
+    s = np.hypot(s, root)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
+        # Whichever of the two is the larger has not lost its digits to underflow.
+        inner = np.hypot(std, np.ldexp(root, -exponent))
+        xhat = np.where(np.isfinite(inner), centered / inner, np.ldexp(centered, exponent) / s)
+        share, offset = np.square(root / s), row_mean(np.abs(x / s))
+    return Statistics(xhat, s, np.ldexp(mean + rest, exponent), share, offset)
+
+
+def dx_terms(g: Array, xhat: Array) -> tuple[Array, Array, Array]:
+    """Return the three terms of dx / rstd: g, mean(g), xhat mean(g xhat)."""
+    return g, row_mean(g) + np.zeros_like(g), xhat * row_mean(g * xhat)
+
+
+def jvp(case: Case, stats: Statistics, v: Array) -> Array:
+    """Push the tangent v of x forward: d(gamma xhat) along v, from xhat's definition."""
+    # d(x - mean) = v - mean(v); d(rstd) = -rstd^2 mean(xhat v), the variance being quadratic.
+    moved = (v - row_mean(v)) / stats.s
+    return case.vector(case.gamma, 1.0) * (moved - stats.xhat * row_mean(stats.xhat * moved))
+
+
+class Expected:
+    """The four outputs of one case with their bounds; `u` is the precision they are judged by."""
+
+    def __init__(self, case: Case, u: float):
+        self.case, self.u = case, u
+        x, self.dy = case.rows(case.x), case.rows(case.dy)
+        self.stats = statistics(x, case.eps)
+        self.gamma, self.beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
+        self.g = self.gamma * self.dy
+
+    @staticmethod
+    def precision(*arrays: Any) -> float:
+        """Return the coarsest unit roundoff of the arrays that are given."""
+        return max(unit_roundoff(np.asarray(a).dtype) for a in arrays if a is not None)
+
+    def _slack(self, *, careless: bool) -> tuple[Array, Array]:
+        """Return how far off xhat may be shifted, and rstd relatively, (rows, 1)."""
+        each = unit(self.case.n, self.u)
+        shift = each * self.stats.offset
+        stretch = each + np.square(shift)
+        if careless:
+            stretch = each * (1 + np.square(self.stats.offset)) + np.square(shift)
+        # Half of it gone: first order says nothing any more.
+        hopeless = (shift > 0.5) | (stretch > 0.5)
+        return np.where(hopeless, np.inf, shift), np.where(hopeless, np.inf, stretch)
+
+    def _xhat_slack(self, *, careless: bool) -> Array:
+        shift, stretch = self._slack(careless=careless)
+        return shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.stats.xhat), 1e-300)
+
+    def bounds_of(self, name: str, dtype: Any) -> Bounds:
+        """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
+        find = {"y": self._y, "dx": self._dx, "dgamma": self._dgamma, "dbeta": self._dbeta}[name]
+        with np.errstate(all="ignore"):
+            value, plain, magnitude = find(careless=False)
+            careless = find(careless=True)[1]
+        kind = np.dtype(dtype).type
+        tiniest = 4 * float(np.nextafter(kind(0), kind(1)))
+        return Bounds(value, _known(plain) + tiniest, _known(careless) + tiniest, magnitude)
+
+    def _y(self, *, careless: bool) -> tuple[Array, Array, Array]:
+        scaled = self.gamma * self.stats.xhat
+        magnitude = np.abs(scaled) + np.abs(self.beta)
+        slack = np.abs(self.gamma) * self._xhat_slack(careless=careless)
+        return scaled + self.beta, 4 * self.u * magnitude + slack, magnitude
+
+    def _dx(self, *, careless: bool) -> tuple[Array, Array, Array]:
+        found = self.dx_from(self.g, self.stats.xhat, careless=careless)
+        value, bound, magnitude = (each / self.stats.s for each in found)
+        return value, bound, magnitude
+
+    def dx_from(
+        self, g: Array, xhat: Array, *, careless: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """Return dx / rstd made of g and xhat, its bound and its magnitude."""
+        shift, stretch = self._slack(careless=careless)
+        first, second, third = dx_terms(g, xhat)
+        size, slope = row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
+        magnitude = np.abs(g) + size + np.abs(xhat) * slope
+        bound = (3 * stretch + unit(self.case.n, self.u)) * magnitude
+        # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
+        bound = bound + shift * (slope + np.abs(xhat) * size + shift * size)
+        return first - second - third, bound, magnitude
+
+    def _dgamma(self, *, careless: bool) -> tuple[Array, Array, Array]:
+        terms = self.dy * self.stats.xhat
+        magnitude = np.sum(np.abs(terms), axis=0)
+        slack = np.sum(np.abs(self.dy) * self._xhat_slack(careless=careless), axis=0)
+        return np.sum(terms, axis=0), slack + unit(len(terms), self.u) * magnitude, magnitude
+
+    def _dbeta(self, *, careless: bool) -> tuple[Array, Array, Array]:
+        del careless
+        magnitude = np.sum(np.abs(self.dy), axis=0)
+        return np.sum(self.dy, axis=0), unit(len(self.dy), self.u) * magnitude, magnitude
+
+
+def _known(bound: Array) -> Array:
+    """Replace what is not a number by infinity: nothing is known there."""
+    return np.where(np.isnan(bound), np.inf, bound)
+
+
+def excess(actual: Array, value: Array, bound: Array) -> Array:
+    """Return the error in units of the bound; not finite where it should be is infinite."""
+    with np.errstate(all="ignore"):
+        error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
+        z = np.where(np.isinf(bound), 0.0, np.where(actual == value, 0.0, error))
+    return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)

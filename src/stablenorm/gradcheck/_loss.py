@@ -1,0 +1,183 @@
+"""The two functions under test, called with care, and the one number that is differentiated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stablenorm._types import Array, bfloat16, check_dtype
+
+Forward = Callable[..., Any]
+Backward = Callable[[Array, Any], Any]
+
+# Bits of the significand; half an ulp is at most 2^-digits of the number.
+_DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
+
+
+def digits(dtype: np.dtype[Any]) -> int:
+    """Return the bits of the significand, the leading one included."""
+    return _DIGITS.get(dtype, 53)
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Return u, the largest relative error of one rounding to `dtype`."""
+    return 2.0 ** -digits(dtype)
+
+
+def powers_of_two(scale: Array) -> Array:
+    """Round down to powers of two, so that dividing by them is exact."""
+    return np.ldexp(0.5, np.frexp(scale)[1])
+
+
+def flat(y: Array) -> Array:
+    """See `y` as one row of float64."""
+    return y.astype(np.float64).reshape(-1)
+
+
+def norm(a: Array) -> float:
+    """Return the root of the sum of squares."""
+    # Not np.linalg.norm: its BLAS starts threads for 10 000 numbers, which takes 30 times as long
+    # as the sum while others are busy (measured: 3 ms on two cores, 2026-11), and may give other
+    # bits with another number of them.
+    return float(np.sqrt(np.sum(np.square(a))))
+
+
+def sum_rounding(terms: Array) -> float:
+    """Bound the error of NumPy's pairwise sum of float64 terms that were computed just before."""
+    return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
+
+
+class FaultError(Exception):
+    """What a function under test did wrong, in one line; never leaves this package."""
+
+    def __init__(self, message: str, *, raised: bool = False):
+        super().__init__(message)
+        self.raised = raised
+
+
+def one_line(error: Exception) -> str:
+    """Describe an exception: its type and its message, which may have many lines."""
+    text = " ".join(str(error).split())
+    name = type(error).__name__
+    # 160 characters: with what stands before it, two lines of a terminal.
+    return f"{name}: {text[:160]}" if text else name
+
+
+class Operation:
+    """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
+
+    def __init__(self, forward: Forward, backward: Backward):
+        self._forward, self._backward = forward, backward
+        self.forward_calls = self.backward_calls = 0
+
+    def forward(self, args: list[Array | None]) -> tuple[Any, Any]:
+        """Return (y, cache) as they come, from `args` themselves: no copies are made."""
+        self.forward_calls += 1
+        try:
+            result = self._forward(*args)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            msg = f"forward raised {one_line(error)}"
+            raise FaultError(msg, raised=True) from None
+        if not (isinstance(result, (tuple, list)) and len(result) == 2):
+            kind = type(result).__name__
+            kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+            msg = f"forward must return (y, cache), got {kind}"
+            raise FaultError(msg)
+        return as_y(result[0]), result[1]
+
+    def complex_forward(self, args: list[Array | None]) -> Array:
+        """Return y where an argument is complex, whatever its dtype."""
+        self.forward_calls += 1
+        try:
+            y, _ = self._forward(*args)
+            return np.asarray(y)
+        except Exception as error:  # noqa: BLE001 - as above
+            raise FaultError(one_line(error), raised=True) from None
+
+    def backward(self, dy: Array, cache: Any) -> Any:
+        """Return the gradients as they come."""
+        self.backward_calls += 1
+        try:
+            return self._backward(dy, cache)
+        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+            msg = f"backward raised {one_line(error)}"
+            raise FaultError(msg, raised=True) from None
+
+
+def as_y(y: Any) -> Array:
+    """Return y as an array of one of the four dtypes; FaultError if it is not one."""
+    try:
+        array = np.asarray(y)
+    except (TypeError, ValueError) as error:
+        msg = f"the y that forward returns must be an array, got {one_line(error)}"
+        raise FaultError(msg) from None
+    try:
+        check_dtype("the y that forward returns", array)
+    except TypeError as error:
+        raise FaultError(str(error)) from None
+    return array
+
+
+def copies(args: list[Array | None]) -> list[Array | None]:
+    """Copy each array: what a function does to its arguments must not reach the next call."""
+    return [None if a is None else a.copy() for a in args]
+
+
+class Loss:
+    """L = <u, forward(args)>, seen through differences of outputs."""
+
+    def __init__(self, operation: Operation, args: list[Array | None], rng: np.random.Generator):
+        self.args = args
+        self.operation = operation
+        y, self.cache = operation.forward(copies(args))
+        self.shape, self.dtype = y.shape, y.dtype
+        # A forward that returns a view of its input, or a buffer of its own, may change it.
+        self.y_as_returned = y.copy()
+        self.y = flat(y)
+        self.u = draw(y.size, rng)
+        # By argument: samples of the noise of u y, and its usual size relative to u y.
+        self.noise: dict[int, list[Array]] = {}
+        self.level: dict[int, float] = {}
+        # What went wrong near x, each kind once: such a point is left out.
+        self.other_shape = ""
+        self.raised = ""
+
+    @property
+    def calls(self) -> int:
+        """How often the forward was called."""
+        return self.operation.forward_calls
+
+    def cotangent(self) -> Array:
+        """Return u as dy: of the shape and dtype of y."""
+        return self.u.reshape(self.shape).astype(self.dtype)
+
+    def output(self, position: int, where: Any, values: Array) -> Array:
+        """
+        Return y, flat float64, with the entries `where` of one argument set to `values`.
+
+        NaN where there is none: the forward raises there, or returns something else.
+        """
+        args = copies(self.args)
+        moved = np.array(args[position], order="C")
+        moved.reshape(-1)[where] = values.astype(moved.dtype)
+        args[position] = moved
+        try:
+            y, _ = self.operation.forward(args)
+        except FaultError as fault:
+            self.raised = self.raised or str(fault)
+            return np.full(self.y.size, np.nan)
+        if y.shape != self.shape:
+            self.other_shape = self.other_shape or f"{self.shape}, then {y.shape}"
+            return np.full(self.y.size, np.nan)
+        return flat(y)
+
+
+def draw(size: int, rng: np.random.Generator) -> Array:
+    """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
+    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, which every one
+    # of the four dtypes holds exactly, and the sum of any two of them as well.
+    u = np.round(rng.standard_normal(size) * 16).clip(-63, 63) / 16
+    return np.where(u == 0, 0.0625, u)

@@ -1,0 +1,415 @@
+"""`check_layer_norm`: what it adds to finite differences, on right and on wrong layer norms."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stablenorm import (
+    check_layer_norm,
+    exact_layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+)
+from stablenorm.analysis.families import FAMILIES, make_case
+from stablenorm.analysis.mistakes import MISTAKES, VARIANTS, Kept, backward, forward
+from stablenorm.gradcheck import ArgumentResult, row_identities
+from stablenorm.gradcheck._cases import ordinary
+from stablenorm.gradcheck._changes import CHANGES
+from stablenorm.gradcheck._diagnosis import Evidence, diagnose_dx
+from stablenorm.gradcheck._expected import Case, Expected, statistics
+from stablenorm.gradcheck._layer_norm import _amended
+
+OURS = {"ours": (layer_norm_forward, layer_norm_backward)}
+
+
+def data(seed, shape=(4, 8), dtype=np.float64, offset=0.0):
+    rng = np.random.default_rng(100 + seed)
+    x = offset + rng.standard_normal(shape)
+    gamma = 1 + 0.1 * rng.standard_normal(shape[-1])
+    return [a.astype(dtype) for a in (x, gamma, 0.1 * rng.standard_normal(shape[-1]))]
+
+
+def mean(a):
+    return a.mean(axis=-1, keepdims=True)
+
+
+def failed(report):
+    return {result.name for result in report.arguments if result.verdict == "FAIL"}
+
+
+def findings(report, layer, verdict):
+    return [f for f in report.findings if f.layer == layer and f.verdict == verdict]
+
+
+# ---- the gates, with few seeds ----
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_every_known_mistake_is_found_and_named(name, shape):
+    mistake = MISTAKES[name]
+    # Of the large one, few finite differences: the layers beyond them are asked here.
+    options = {} if shape == (4, 8) else {"max_elements": 2, "probes": 1}
+    for seed in range(2 if shape == (4, 8) else 1):
+        args = data(seed, shape)
+        report = check_layer_norm(forward, mistake.backward, *args, rng=seed, **options)
+        assert report.verdict == "FAIL"
+        assert failed(report) == {mistake.argument}
+        assert report.diagnosis == (mistake.diagnosis,)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("name", [*VARIANTS, *OURS])
+def test_no_false_alarm(name, dtype):
+    for seed, offset in enumerate((0.0, 1e2, 1e6)):
+        args = data(seed, dtype=dtype, offset=offset)
+        report = check_layer_norm(*(VARIANTS | OURS)[name], *args, rng=seed)
+        assert report.verdict != "FAIL", str(report)
+        assert report.diagnosis == ()
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 8), (4, 1), (4, 3)])
+def test_other_shapes(shape):
+    report = check_layer_norm(*OURS["ours"], *data(0, shape), rng=0)
+    assert report.verdict != "FAIL", str(report)
+
+
+def test_without_gamma_and_beta():
+    report = check_layer_norm(*OURS["ours"], data(0)[0], rng=0)
+    assert report.passed, str(report)
+
+
+# ---- the layers ----
+
+
+@pytest.mark.parametrize(
+    ("name", "equation"),
+    [
+        ("mean(g) missing", "<J v, dy>"),
+        ("mean(g) missing", "x + 4"),
+        ("mean(g) missing", "1 / gamma"),
+        ("gamma applied twice", "symmetric"),
+        ("dgamma without rstd", "that of the forward"),
+        ("eps omitted", "<J v, dy>"),
+        ("rstd rounded to f32", "<J v, dy>"),
+        ("dx[0, 0] sign", "permuted"),
+        ("last row of dx is 0", "rows in another order"),
+        ("last row of dx is 0", "the last row alone"),
+    ],
+)
+def test_each_identity_fails_where_it_should(name, equation):
+    # A row that is 0 everywhere is the last one in every order: told by its values.
+    right = check_layer_norm(forward, backward, *data(0), rng=0)
+    assert not [f.name for f in right.findings if equation in f.name and f.verdict == "FAIL"]
+    spoiled = MISTAKES[name].backward
+    if equation == "x + 4":
+
+        def spoiled(dy, cache):
+            return (cache.x * dy, *backward(dy, cache)[1:])
+
+    if equation == "the last row alone":
+
+        def spoiled(dy, cache):
+            dx, dgamma, dbeta = backward(dy, cache)
+            return dx + len(dx), dgamma, dbeta
+
+    report = check_layer_norm(forward, spoiled, *data(0), rng=0)
+    assert [f.name for f in report.findings if equation in f.name and f.verdict == "FAIL"]
+
+
+def test_resolutions_are_at_rounding_level():
+    report = check_layer_norm(forward, backward, *data(0), rng=0)
+    seen = [f.resolution for f in findings(report, "identities", "PASS")]
+    assert len(seen) >= 15
+    assert max(seen) < 1e-13
+
+
+def test_a_scale_that_changes_y_is_found():
+    """An absolute step inside: 2^k x with 4^k eps no longer has the same y."""
+
+    def uneven(x, gamma, beta, eps):
+        return forward(x, gamma, beta, eps if eps < 1.1e-5 else eps * 1.01)
+
+    report = check_layer_norm(uneven, backward, *data(0), rng=0)
+    assert [f for f in findings(report, "identities", "FAIL") if "16 eps" in f.name]
+
+
+def test_rows_that_see_one_another_are_found():
+    def mixing(dy, cache):
+        dx, dgamma, dbeta = backward(dy, cache)
+        return dx + 1e-9 * dx.sum(axis=0), dgamma, dbeta
+
+    report = check_layer_norm(forward, mixing, *data(0), rng=0)
+    assert [f for f in findings(report, "invariance", "FAIL") if "alone" in f.name]
+
+
+def test_other_bits_for_other_layouts_are_worth_a_note_alone():
+    report = check_layer_norm(*VARIANTS["plain"], *data(0), rng=0)
+    assert report.passed
+    notes = findings(report, "invariance", "NOTE")
+    assert any("another order" in f.name and "dgamma" in f.message for f in notes)
+
+
+# ---- hard inputs: inaccurate is not wrong ----
+
+
+def one_pass(x, gamma, beta, eps):
+    mu = mean(x)
+    var = mean(x * x) - mu * mu
+    rstd = 1 / np.sqrt(var + eps)
+    xhat = (x - mu) * rstd
+    return gamma * xhat + beta, Kept(x, gamma, eps, mu, var, rstd, xhat)
+
+
+def test_a_one_pass_variance_is_inaccurate_not_wrong():
+    for offset in (0.0, 1e4):
+        report = check_layer_norm(one_pass, backward, *data(0, offset=offset), rng=0)
+        assert report.verdict != "FAIL", str(report)
+        assert report.diagnosis == ()
+    notes = {f.name: f.message for f in findings(report, "hard inputs", "NOTE")}
+    assert "loses 7 digits at offset 1e4" in notes["right for offset 1e4"]
+    plain = check_layer_norm(forward, backward, *data(0), rng=0)
+    notes = {f.name: f.message for f in findings(plain, "hard inputs", "NOTE")}
+    assert "loses 3 digits at offset 1e4" in notes["right for offset 1e4"]
+    ours = check_layer_norm(*OURS["ours"], *data(0), rng=0)
+    assert findings(ours, "hard inputs", "NOTE") == []
+
+
+def test_float32_inside_is_judged_as_float32():
+    def single(dy, cache):
+        narrow = Kept(*(a.astype(np.float32) if np.ndim(a) else a for a in cache))
+        return tuple(a.astype(np.float64) for a in backward(dy.astype(np.float32), narrow))
+
+    report = check_layer_norm(forward, single, *data(0), rng=0)
+    assert report.passed, str(report)
+    assert any("judged as float32" in f.message for f in report.findings)
+
+
+def test_a_division_by_gamma_is_wrong_where_gamma_is_zero():
+    def dividing(dy, cache):
+        dx, dgamma, dbeta = backward(dy, cache)
+        with np.errstate(all="ignore"):
+            return dx / cache.gamma * cache.gamma, dgamma, dbeta
+
+    report = check_layer_norm(forward, dividing, *data(0), rng=0)
+    assert {f.name for f in findings(report, "hard inputs", "FAIL")} == {
+        "right for gamma with zeros",
+        "right for gamma = 0",
+    }
+
+
+def test_a_program_for_one_length_alone_is_told():
+    def fixed(x, gamma, beta, eps):
+        # As people write it, and as the checker must be able to take it.
+        assert x.shape[-1] == 8, "8 only"
+        return forward(x, gamma, beta, eps)
+
+    report = check_layer_norm(fixed, backward, *data(0), rng=0)
+    assert report.passed, str(report)
+    assert "8 only" in findings(report, "hard inputs", "NOTE")[0].message
+
+
+# ---- the oracle ----
+
+
+def test_the_oracle_tells_ulp_and_fails_what_rounding_cannot_explain():
+    report = check_layer_norm(
+        layer_norm_forward, layer_norm_backward, *data(0), rng=0, oracle=exact_layer_norm
+    )
+    messages = [f.message for f in findings(report, "oracle", "NOTE")]
+    assert len(messages) == 4
+    assert all("worst error 0.5" in message or "worst error 0.4" in message for message in messages)
+    wrong = MISTAKES["rstd rounded to f32"].backward
+    report = check_layer_norm(forward, wrong, *data(0), rng=0, oracle=exact_layer_norm)
+    assert [f.message[:2] for f in findings(report, "oracle", "FAIL")] == ["dx"]
+    report = check_layer_norm(forward, backward, *data(0), rng=0, oracle=lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in findings(report, "oracle", "INCONCLUSIVE")[0].message
+
+
+# ---- diagnosis ----
+
+
+def spoiled(make):
+    """Build a backward from what `make` turns the right gradients into."""
+    return lambda dy, cache: make(dy, cache, *backward(dy, cache))
+
+
+def drop_row(dy, cache, dx, dgamma, dbeta):
+    return dx, dgamma - dy[1] * cache.xhat[1], dbeta - dy[1]
+
+
+def natural(rstd_of):
+    """Build a backward that uses its own rstd everywhere, as people write it."""
+
+    def wrong(dy, cache):
+        rstd, g = rstd_of(cache), cache.gamma * dy
+        xhat = (cache.x - cache.mean) * rstd
+        dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+        return dx, (dy * xhat).sum(axis=0), dy.sum(axis=0)
+
+    return wrong
+
+
+def gamma_after(dy, cache, _dx, dgamma, dbeta):
+    dx = cache.rstd * (dy - mean(dy) - cache.xhat * mean(dy * cache.xhat))
+    return cache.gamma * dx, dgamma, dbeta
+
+
+def mean_nine_tenths(dy, cache, dx, dgamma, dbeta):
+    return dx + 0.1 * cache.rstd * mean(cache.gamma * dy), dgamma, dbeta
+
+
+def two_faults(dy, cache, _dx, dgamma, dbeta):
+    g, rstd = cache.gamma * dy, cache.var**-0.5
+    xhat = (cache.x - cache.mean) * rstd
+    return rstd * (g - xhat * mean(g * xhat)), dgamma, dbeta
+
+
+NAMED = {
+    "rows": (
+        spoiled(drop_row),
+        ("row 1 is not accumulated in dgamma", "row 1 is not accumulated in dbeta"),
+    ),
+    "swapped": (spoiled(lambda _, __, a, b, c: (a, c, b)), ("dgamma and dbeta are swapped",)),
+    "eps everywhere": (
+        natural(lambda c: c.var**-0.5),
+        ("eps is missing from rstd in dx and dgamma",),
+    ),
+    "eps twice": (
+        natural(lambda c: (c.var + 2 * c.eps) ** -0.5),
+        ("eps was applied twice in dx and dgamma",),
+    ),
+    "gamma after": (
+        spoiled(gamma_after),
+        ("gamma is applied after the projection in dx",),
+    ),
+    "0.9": (spoiled(mean_nine_tenths), ("the mean of g enters dx 0.9 times, not once",)),
+    "1.01": (
+        spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)),
+        ("dx is off by a factor of 1.01",),
+    ),
+    "two": (
+        spoiled(two_faults),
+        ("eps is missing from rstd in dx", "the mean of g is missing from dx"),
+    ),
+    "averaged": (
+        spoiled(lambda _, __, a, b, c: (a, b / 4, c)),
+        ("dgamma is averaged over the rows, not summed",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_more_causes_are_named(name):
+    wrong, expected = NAMED[name]
+    report = check_layer_norm(forward, wrong, *data(0), rng=0)
+    assert report.verdict == "FAIL"
+    assert report.diagnosis == expected
+
+
+def test_what_is_not_sure_is_not_named():
+    noise = np.random.default_rng(0)
+    for make in (
+        lambda _, __, a, b, c: (a * (1 + 1e-3 * noise.standard_normal(a.shape)), b, c),
+        lambda dy, cache, a, b, c: (a + 1e-3 * cache.xhat * cache.x * dy, b, c),
+        lambda dy, __, a, b, c: (a, b + 1e-3 * dy[0] ** 2, c),
+        lambda dy, cache, _, b, c: (cache.rstd * dy * cache.gamma**2, b, c),
+    ):
+        report = check_layer_norm(forward, spoiled(make), *data(0), rng=0)
+        assert report.verdict == "FAIL"
+        assert report.diagnosis == ()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_pairs_of_mistakes_are_never_told_as_others(seed):
+    rng = np.random.default_rng(seed)
+    x, gamma, beta = data(seed, (6, 12))
+    first, second = (CHANGES[i] for i in rng.choice(len(CHANGES), 2, replace=False))
+    planted = (first,) if first.kind == second.kind else (first, second)
+    case = ordinary(Case(x, gamma, beta, 1e-5, x), rng)
+    evidence = Evidence(case, 2.0**-53)
+    said = set(diagnose_dx(evidence, evidence.dx(planted)[0]))
+    assert said <= {change.in_dx for change in planted}
+
+
+@pytest.mark.parametrize(
+    ("denominator", "diagnosis"),
+    [
+        (lambda v, e, n: v * n / (n - 1) + e, "the variance is divided by n - 1 in the forward"),
+        (lambda v, e, _: v + 2 * e, "eps was applied twice in the forward"),
+    ],
+)
+def test_a_forward_that_is_another_function_is_told(denominator, diagnosis):
+    def other(x, gamma, beta, eps):
+        centered = x - mean(x)
+        var = mean(centered**2)
+        rstd = denominator(var, eps, x.shape[-1]) ** -0.5
+        kept = Kept(x, gamma, eps, mean(x), var, rstd, centered * rstd)
+        return gamma * centered * rstd + beta, kept
+
+    report = check_layer_norm(other, backward, *data(0), rng=0)
+    assert report.verdict == "FAIL"
+    assert report.diagnosis == (diagnosis,)
+
+
+def test_an_eps_fixed_inside_is_told_and_used():
+    def fixed(x, gamma, beta, _eps):
+        return forward(x, gamma, beta, 1e-3)
+
+    report = check_layer_norm(fixed, backward, *data(0), rng=0)
+    assert report.passed, str(report)
+    assert any("it is 0.001 inside" in f.message for f in report.findings)
+
+
+def test_a_backward_that_raises_is_no_traceback():
+    report = check_layer_norm(forward, lambda *_: 1 / 0, *data(0), rng=0)
+    assert report.verdict == "FAIL"
+
+
+# ---- the checker's own formulas and row_identities ----
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6])
+def test_the_checkers_own_gradients_are_right_to_their_last_digits(offset):
+    x, gamma, beta = data(0, (3, 7), offset=offset)
+    dy = np.random.default_rng(0).standard_normal(x.shape)
+    expected = Expected(Case(x, gamma, beta, 1e-5, dy), 2.0**-53)
+    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
+    for name in ("y", "dx", "dgamma", "dbeta"):
+        bounds = expected.bounds_of(name, np.float64)
+        error = np.abs(bounds.value - exact.rounded(name, np.float64))
+        # 16 roundings of what the element is made of, whatever the offset.
+        assert (error <= 16 * 2.0**-53 * bounds.magnitude).all()
+
+
+def test_statistics_survive_the_whole_range():
+    row = np.array([[1.0, -1.0, 1.0, -1.0]])
+    for scale in (np.finfo(np.float64).max, 1.0, 2.0**-1000):
+        stats = statistics(scale * row, 0.0)
+        np.testing.assert_array_equal(stats.xhat, row)
+        assert stats.s[0, 0] == scale
+
+
+@pytest.mark.parametrize("name", ["F13", "F14", "F33", "F15", "F16", "F17"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_identities_have_no_false_alarm_on_hard_families(name, dtype):
+    for n in (3, 8, 129):
+        if FAMILIES[name].why_not(np.dtype(dtype), n, 9):
+            continue
+        for seed in range(3):
+            case = make_case(name, dtype, n, 9, rng=seed)
+            y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
+            results = (y, *layer_norm_backward(case.dy, cache))
+            if all(np.isfinite(a).all() for a in results):
+                found = row_identities(*case, *results)
+                assert all(identity.passed for identity in found), (seed, n, found)
+
+
+def test_a_marginal_difference_does_not_outweigh_the_jvp():
+    result = ArgumentResult(
+        "x", "FAIL", 1, 1, failing=1, actual=1.0, numeric=1.1, bound_numeric=0.05, bound_actual=0.0
+    )
+    assert _amended(result, {}, {"dx"}).verdict == "INCONCLUSIVE"
+    assert _amended(result, {}, {"dgamma"}).verdict == "FAIL"
+    assert _amended(replace(result, numeric=2.0), {}, {"dx"}).verdict == "FAIL"

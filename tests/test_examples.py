@@ -1,0 +1,144 @@
+"""The examples, and the code blocks of the pages on gradient checking: they run, and are true."""
+
+import doctest
+import importlib.util
+import io
+import re
+import shlex
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stablenorm.cli import main
+from stablenorm.gradcheck import check_gradients
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("check_*.py"))
+PAGES = ("check-your-backward", "gradient-checking")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MISTAKES = [(name, mistake) for name in EXAMPLES for mistake in load(name).MISTAKES]
+
+
+def check(example, backward, seed):
+    args = example.make_args(np.random.default_rng(seed))
+    return check_gradients(example.forward, backward, args, names=example.NAMES, rng=seed)
+
+
+def test_there_is_an_example_of_each_kind():
+    kinds = ("attention", "gelu", "linear", "rms_norm", "softmax")
+    assert [f"check_{kind}" for kind in kinds] == EXAMPLES
+    assert all(len(load(name).MISTAKES) >= 2 for name in EXAMPLES)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_right_backward_passes(name):
+    example = load(name)
+    for seed in range(5):
+        report = check(example, example.backward, seed)
+        assert report.verdict == "PASS", f"seed {seed}\n{report}"
+        # Fine enough to see all of the mistakes: the smallest changes dx by 1e-5 of itself.
+        assert all(result.resolution < 1e-8 for result in report.arguments), str(report)
+
+
+# A mistake in what several gradients share shows in each of them.
+SHARED = {"eps is missing from rrms": {"x", "gamma"}}
+
+
+@pytest.mark.parametrize(("name", "mistake"), MISTAKES)
+def test_a_planted_mistake_is_found_and_located(name, mistake):
+    example = load(name)
+    wrong, argument = example.MISTAKES[mistake]
+    for seed in range(3):
+        report = check(example, wrong, seed)
+        assert report.verdict == "FAIL", f"seed {seed}\n{report}"
+        blamed = {result.name for result in report.arguments if result.verdict == "FAIL"}
+        assert blamed == SHARED.get(mistake, {argument}), f"seed {seed}\n{report}"
+        (result,) = (r for r in report.arguments if r.name == argument)
+        # Where, and what stands there; or in words, where shapes already tell.
+        if result.message:
+            assert "shape" in result.message
+        else:
+            assert_points_at_a_difference(example, wrong, seed, result)
+
+
+def assert_points_at_a_difference(example, wrong, seed, result):
+    """The element named is one where the wrong gradient differs from the right one."""
+    args = example.make_args(np.random.default_rng(seed))
+    y, cache = example.forward(*args)
+    dy = np.random.default_rng(seed).standard_normal(y.shape)
+    position = example.NAMES.index(result.name)
+    expected, actual = (np.asarray(b(dy, cache)[position]) for b in (example.backward, wrong))
+    assert result.index is not None
+    assert abs(actual - expected)[result.index] > 1e-9 * np.abs(expected).max()
+    assert result.z > 1
+    assert abs(result.actual - result.numeric) > 1e-9 * abs(result.numeric)
+
+
+def test_half_of_the_heads_wrong_is_seen_in_that_half():
+    example = load("check_attention")
+    wrong, _ = example.MISTAKES["dv takes the weights of head 0"]
+    result = check(example, wrong, 0).arguments[2]
+    # (batch, head, token, d): head 0 is right.
+    assert result.index[1] == 1
+    assert result.failing == result.total // 2
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_run_as_a_script_prints_a_report_for_each(name, capsys):
+    example = load(name)
+    example.main()
+    out = capsys.readouterr().out
+    assert out.startswith("right: PASS")
+    for mistake in example.MISTAKES:
+        assert f"\n{mistake}: FAIL" in out
+
+
+def blocks(page):
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def run_command(line):
+    """Run one `stablenorm ...` of a page in this process; return its exit status."""
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(main(shlex.split(line)[1:]))
+    return stopped.value.code or 0
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = {"__name__": "page"}
+    printed = ""
+    files = set()
+    for kind, text in blocks(page):
+        if kind == "python" and (file := re.match(r"# (\w+\.py)\n", text)):
+            Path(file[1]).write_text(text, encoding="utf-8")
+            files.add(file[1])
+        elif kind == "python":
+            out = io.StringIO()
+            with redirect_stdout(out):
+                # What a reader does who copies one block after another into a session.
+                exec(compile(text, f"{page}.md", "exec"), names)  # noqa: S102
+            printed = out.getvalue()
+        elif kind == "text":
+            flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+            assert doctest.OutputChecker().check_output(text, printed, flags), printed
+        elif kind == "sh" and text.startswith("stablenorm check"):
+            assert run_command(text) == 1
+            # The sentence that the page quotes.
+            assert "the mean of g is missing from dx" in capsys.readouterr().out
+    for file in files:
+        sys.modules.pop(file.removesuffix(".py"), None)

@@ -1,0 +1,534 @@
+"""What `check_gradients` says of code that breaks the contract, of kinks, and of where it differs."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.analysis.families import FAMILIES, make_case
+from stablenorm.gradcheck import assert_gradients, check_gradients
+
+
+def sine(x):
+    return np.sin(x), x
+
+
+def cosine(dy, x):
+    return (dy * np.cos(x),)
+
+
+X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)
+
+
+def check(forward=sine, backward=cosine, args=(X,), **options):
+    return check_gradients(forward, backward, args, names=["x", "w"][: len(args)], rng=0, **options)
+
+
+def found(report, name):
+    """Return the one finding whose name has `name` in it, on one line."""
+    (finding,) = (f for f in report.findings if name in f.name)
+    assert "\n" not in finding.message
+    return finding
+
+
+def test_right_code_keeps_the_contract():
+    report = check()
+    assert report.passed, str(report)
+    assert {finding.verdict for finding in report.findings} == {"PASS"}
+    assert report.backward_calls > 10
+    assert report.seconds > 0
+
+
+# ---- the contract: each fault, where it is reported, and a word of the message ----
+
+
+def writes_x(x):
+    y = np.sin(x)
+    kept = x.copy()
+    x *= 2
+    return y, kept
+
+
+def writes_the_same(x):
+    x[...] = x + 0
+    return np.sin(x), x
+
+
+def doubles_dy(dy, x):
+    dx = dy * np.cos(x)
+    dy *= 2
+    return (dx,)
+
+
+def spoils_the_cache(dy, x):
+    dx = dy * np.cos(x)
+    x += 1
+    return (dx,)
+
+
+def works_in_dy(dy, x):
+    dy *= np.cos(x)
+    return (dy,)
+
+
+def pops(dy, cache):
+    return (dy * np.cos(cache.pop()),)
+
+
+def jump(dy, x):
+    return (dy * np.cos(x) + 1e-9,)
+
+
+def clipped(dy, x):
+    return (np.clip(dy, -2, 2) * np.cos(x),)
+
+
+def leaky(dy, x):
+    # Homogeneous, but not linear.
+    return ((dy + 1e-9 * np.abs(dy)) * np.cos(x),)
+
+
+def bends_a_little(dy, x):
+    return (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),)
+
+
+class Drifting:
+    """Wrong by a little more at each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return np.sin(x) * (1 + 1e-6 * self.calls), x
+
+    def backward(self, dy, x):
+        self.calls += 1
+        return (dy * np.cos(x) * (1 + 1e-6 * self.calls),)
+
+
+def memory(x):
+    """Read what lies in memory, not what the array says."""
+    data = x if x.flags.c_contiguous else x.T if x.flags.f_contiguous else x.copy()
+    return np.sin(np.array(data).reshape(x.shape)), x.copy()
+
+
+FAULTS = [
+    (writes_x, cosine, "forward leaves", "forward modifies x"),
+    (writes_the_same, cosine, "forward leaves", "read-only"),
+    (sine, doubles_dy, "backward leaves", "backward modifies dy"),
+    (sine, works_in_dy, "backward leaves", "backward modifies dy"),
+    (sine, spoils_the_cache, "backward leaves", "backward modifies x, the cache"),
+    (lambda x: (np.sin(x), {"kept": [x.copy()]}), lambda dy, c: cosine(dy, c["kept"][0])
+     if c["kept"][0].flags.writeable else c["kept"][0].fill(0), "backward leaves", "read-only"),
+    (lambda x: (np.sin(x), [x]), pops, "backward is deterministic", "IndexError"),
+    (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
+    (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
+    (sine, jump, "dy = 0", "that of x has 1e-09"),
+    (sine, clipped, "2^k dy", "gradient of x differs by"),
+    (sine, bends_a_little, "2^k dy", "gradient of x differs by"),
+    (sine, leaky, "additive", "gradient of x differs by"),
+    (memory, cosine, "views", "Fortran-ordered x: y differs by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "backward", "name", "message"), FAULTS, ids=range(len(FAULTS)))
+def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
+    report = check(forward, backward)
+    assert report.verdict == "FAIL"
+    finding = found(report, name)
+    assert finding.verdict == "FAIL"
+    assert message in finding.message
+
+
+NOTES = [
+    (lambda x: (x.reshape(x.shape), x), lambda dy, _: (dy.copy(),), "share", "y with x"),
+    (lambda x: (2 * x, None), lambda dy, _: (np.multiply(dy, 2, out=dy.copy()) if dy.any() else dy,),
+     "share", None),
+    (lambda x: (x + 0, None), lambda dy, _: (dy,), "share", "the gradient of x with dy"),
+    (sine, lambda dy, x: ((dy * np.cos(x)).astype(np.float32),), "dtypes", "x: float64, its"),
+    (lambda x: (np.sin(x) if x.strides[-1] > 0 else np.sin(x[None].view("S8")), x), cosine,
+     "views", "reversed x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "backward", "name", "message"), NOTES, ids=range(len(NOTES)))
+def test_what_is_worth_knowing_does_not_count(forward, backward, name, message):
+    report = check(forward, backward)
+    assert report.passed, str(report)
+    finding = found(report, name)
+    assert finding.verdict == ("NOTE" if message else "PASS")
+    assert (message or "") in finding.message
+
+
+def test_a_buffer_in_the_cache_stays_writable():
+    class Layer:
+        buffer = np.zeros(X.shape)
+
+        def forward(self, x):
+            self.buffer[...] = x
+            return np.sin(x), self
+
+        def backward(self, dy, _):
+            return (dy * np.cos(self.buffer),)
+
+    layer = Layer()
+    layer.kept = layer.buffer[:]
+    report = check(layer.forward, layer.backward)
+    assert report.passed, str(report)
+    assert layer.buffer.flags.writeable
+    assert layer.kept.flags.writeable
+
+
+def test_other_bits_in_another_layout_are_a_note():
+    # A sum in memory order: other roundings, as any sum has.
+    def forward(x):
+        return np.add.reduce(x.ravel(order="K"))[None] * np.ones(1), x.shape
+
+    x = np.random.default_rng(0).standard_normal((9, 11)) * 1e3
+    report = check(forward, lambda dy, shape: (np.full(shape, dy[0]),), [x])
+    assert report.passed, str(report)
+    assert found(report, "views").verdict in ("NOTE", "PASS")
+
+
+# ---- bad input ----
+
+
+class Breaking:
+    """Right at first, then a nuisance."""
+
+    def __init__(self, calls, then):
+        self.calls, self.then = calls, then
+
+    def __call__(self, x):
+        self.calls -= 1
+        return sine(x) if self.calls >= 0 else self.then(x)
+
+
+def fail(*_):
+    msg = "no\nluck"
+    raise RuntimeError(msg)
+
+
+BAD_FORWARDS = [
+    (fail, "INCONCLUSIVE", "forward raised RuntimeError: no luck"),
+    (np.sin, "FAIL", "forward must return (y, cache), got ndarray"),
+    (lambda x: (x, x, x), "FAIL", "forward must return (y, cache), got tuple of 3"),
+    (lambda _: None, "FAIL", "forward must return (y, cache), got NoneType"),
+    (lambda x: (x.astype(int), x), "FAIL", "the y that forward returns must be float16"),
+    (lambda x: ([x, [1]], x), "FAIL", "y that forward returns"),
+    (lambda x: (x * 1j, x), "FAIL", "got complex128"),
+    (lambda x: (None, x), "FAIL", "got object"),
+    (Breaking(9, lambda x: (np.sin(x)[0], x)), "FAIL", "y has shape"),
+    (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), "FAIL", "deterministic"),
+]
+
+
+@pytest.mark.parametrize(
+    ("forward", "verdict", "message"), BAD_FORWARDS, ids=range(len(BAD_FORWARDS))
+)
+def test_a_bad_forward_is_a_sentence_not_a_traceback(forward, verdict, message):
+    report = check(forward)
+    assert report.verdict == verdict, str(report)
+    assert any(message in f"{f.name}: {f.message}" for f in report.findings), report.findings
+    assert str(report)
+    with pytest.raises(AssertionError):
+        assert_gradients(forward, cosine, [X], rng=0)
+
+
+BAD_BACKWARDS = [
+    (fail, "backward raised RuntimeError: no luck"),
+    (lambda *_: None, "got NoneType"),
+    (lambda dy, x: {"x": dy * np.cos(x)}, "got dict"),
+    (lambda dy, x: dy * np.cos(x), "got ndarray"),
+    (lambda dy, x: cosine(dy, x) * 2, "must return 1 gradients, one for each argument, got 2"),
+    (lambda *_: (), "must return 1 gradients, one for each argument, got 0"),
+    (lambda dy, x: (dy[0] * np.cos(x[0]),), "must have shape (3, 4)"),
+    (lambda dy, _: (dy * np.nan,), "must be finite, got nan at (0, 0) (12 such)"),
+    (lambda dy, _: (dy / 0,), "must be finite"),
+    (lambda *_: ("no",), "must have shape"),
+    (lambda *_: ([[1], [1, 2]],), "must be an array, got list"),
+    (lambda dy, _: (dy.astype(int),), "got int64"),
+]
+
+
+@pytest.mark.parametrize(("backward", "message"), BAD_BACKWARDS, ids=range(len(BAD_BACKWARDS)))
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_a_bad_backward_is_a_sentence_not_a_traceback(backward, message):
+    report = check(backward=backward)
+    assert report.verdict == "FAIL"
+    (result,) = report.arguments
+    assert message in result.message
+    assert "\n" not in result.message
+
+
+def test_a_backward_that_breaks_later_fails():
+    calls = iter(range(100))
+    report = check(backward=lambda dy, x: cosine(dy, x) if next(calls) < 3 else fail())
+    assert report.verdict == "FAIL"
+    assert "backward raised RuntimeError: no luck" in str(report.findings)
+
+
+def test_a_forward_that_raises_near_x_is_left_out_there():
+    def root(x):
+        if (x < 0).any():
+            fail()
+        return np.sqrt(x), x
+
+    args = [np.array([0.02, 1.0, 2.0])]
+    report = check(root, lambda dy, x: (dy / (2 * np.sqrt(x)),), args)
+    assert report.passed, str(report)
+    assert found(report, "called near").verdict == "NOTE"
+    assert check(root, lambda dy, x: (dy / np.sqrt(x),), args).verdict == "FAIL"
+
+
+@pytest.mark.parametrize("y", [lambda x: x.sum(), lambda x: float(x.sum())], ids=["0-d", "float"])
+def test_a_scalar_y(y):
+    report = check(lambda x: (y(x), None), lambda dy, _: (np.full(X.shape, dy),))
+    assert report.passed, str(report)
+
+
+def test_arguments_without_axes_or_elements():
+    report = check(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.array(3.0)])
+    assert report.passed, str(report)
+    report = check(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.zeros((0, 3))])
+    assert report.verdict == "INCONCLUSIVE"
+
+
+# ---- the complex step ----
+
+
+def test_an_analytic_forward_is_checked_by_the_complex_step():
+    # Its mean makes the secants noisy; the complex step takes no difference.
+    def forward(x):
+        centered = x - x.mean(-1, keepdims=True)
+        return centered**3, centered
+
+    def backward(dy, centered):
+        dx = 3 * dy * centered**2
+        return (dx - dx.mean(-1, keepdims=True),)
+
+    x = 1e5 + np.random.default_rng(0).standard_normal((3, 9))
+    report = check(forward, backward, [x])
+    assert report.arguments[0].method == "complex step"
+    assert report.passed, str(report)
+    # What the secants alone would have seen.
+    assert (
+        report.arguments[0].resolution
+        < 0.2
+        * check(lambda x: forward(x.astype(np.float64)), backward, [x]).arguments[0].resolution
+    )
+    off = 1 + 20 * report.arguments[0].resolution
+    assert check(forward, lambda dy, c: (backward(dy, c)[0] * off,), [x]).verdict == "FAIL"
+
+
+# Each of these gives something other than the derivative for a complex argument.
+NOT_ANALYTIC = {
+    "abs": (lambda x: np.abs(x) * x, lambda x: 2 * np.abs(x)),
+    "real": (lambda x: x.real**3 / 3 + x, lambda x: x**2 + 1),
+    "conj": (lambda x: np.conj(x) * x, lambda x: 2 * x),
+    "cast": (lambda x: np.sin(x.astype(np.float64)), np.cos),
+    "var": (lambda x: np.var(x) + 0 * x, None),
+    "compare": (lambda x: np.where(x > 0, x, x**2 / 2 + x), lambda x: np.where(x > 0, 1, x + 1)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_ANALYTIC)
+def test_the_complex_step_is_not_believed_where_it_is_wrong(name):
+    function, slope = NOT_ANALYTIC[name]
+
+    def backward(dy, x):
+        if slope is None:
+            return (dy.sum() * 2 * (x - x.mean()) / x.size,)
+        return (dy * slope(x),)
+
+    x = X + 0.03
+    for seed in range(5):
+        report = check_gradients(lambda x: (function(x), x), backward, [x], rng=seed)
+        assert report.verdict == "PASS", str(report)
+        assert report.arguments[0].method == ("complex step" if name == "compare" else "secants")
+
+
+# ---- points without a derivative ----
+
+
+def relu(x):
+    return np.maximum(x, 0), x
+
+
+KINKS = {
+    "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
+    "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
+    "relu": (relu, lambda dy, x: (dy * (x > 0),)),
+    "clip": (lambda x: (np.clip(x, 0, 9), x), lambda dy, x: (dy * (x >= 0),)),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+@pytest.mark.parametrize("distance", [0.0, 2.0**-30, 2.0**-20])
+def test_a_kink_is_recognised(name, distance):
+    forward, backward = KINKS[name]
+    x = X.copy()
+    x[1, 2] = distance
+    for seed in range(3):
+        report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
+        assert report.verdict == "PASS", str(report)
+        if distance < 2.0**-21:
+            assert "not differentiable at (1, 2)" in found(report, "differentiable").message
+
+
+def test_max_with_ties():
+    x = np.array([[1.0, 3.0, 3.0, -1.0, 0.5, 0.2], [5.0, 2.0, 1.0, -1.0, 0.5, 0.2]])
+
+    def backward(dy, x):
+        hit = x == x.max(-1, keepdims=True)
+        return (dy[:, None] * hit / hit.sum(-1, keepdims=True),)
+
+    report = check(lambda x: (x.max(-1), x), backward, [x])
+    assert report.verdict == "PASS", str(report)
+    assert "not differentiable at (0, 1), (0, 2)" in found(report, "differentiable").message
+
+
+def test_nothing_but_kinks_is_inconclusive():
+    forward, backward = KINKS["abs, other side"]
+    report = check(forward, backward, [np.zeros((3, 4))])
+    assert report.verdict == "INCONCLUSIVE"
+    assert "not differentiable at 12 of 12 elements" in str(report)
+
+
+@pytest.mark.parametrize("distance", [0.3, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-17])
+def test_beside_a_kink_shorter_steps_decide(distance):
+    forward, backward = KINKS["abs"]
+    x = X.copy()
+    x[1, 2] = distance
+    assert check(forward, backward, [x]).passed
+
+    def wrong(dy, x):
+        dx = dy * np.sign(x)
+        dx[1, 2] *= 1.01
+        return (dx,)
+
+    report = check(forward, wrong, [x])
+    assert report.verdict == "FAIL", str(report)
+    assert report.arguments[0].pattern == "element (1, 2)"
+
+
+def test_a_kink_excuses_no_other_element():
+    x = X.copy()
+    x[1, 2] = 0
+    report = check(relu, lambda dy, x: (1.01 * dy * (x > 0),), [x])
+    assert report.verdict == "FAIL"
+
+
+SMOOTH = {
+    "sin": (np.sin, np.cos),
+    "steep": (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
+    "nearly a kink": (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
+    "flat": (lambda x: x**3, lambda x: 3 * x**2),
+}
+SPOILS = {
+    "percent": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, 1.01, 1) * dx,
+    "sign": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, -1, 1) * dx,
+    "float32": lambda dx: dx.astype(np.float32).astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name, spoil):
+    function, slope = SMOOTH[name]
+    for seed in range(3):
+        right = check_gradients(
+            lambda x: (function(x), x), lambda dy, x: (dy * slope(x),), [X], rng=seed
+        )
+        assert right.verdict == "PASS", str(right)
+        report = check_gradients(
+            lambda x: (function(x), x),
+            lambda dy, x: (SPOILS[spoil](dy * slope(x)),),
+            [X],
+            rng=seed,
+        )
+        assert report.verdict == "FAIL", str(report)
+
+
+# ---- where it differs ----
+
+
+def product(x, w):
+    return x * w, (x, w)
+
+
+def pull(dy, cache):
+    x, w = cache
+    return dy * w, (dy * x).sum(0)
+
+
+PLACES = [
+    ((2, 3), "element (2, 3)"),
+    ((slice(None), 5), "column 5"),
+    ((3, slice(None)), "row 3"),
+    ((-1, slice(None)), "last row"),
+    ((slice(None), slice(None)), "everywhere"),
+]
+
+
+@pytest.mark.parametrize(("place", "pattern"), PLACES)
+@pytest.mark.parametrize("shape", [(5, 7), (20, 150)])
+def test_the_pattern_says_where(place, pattern, shape):
+    def wrong(dy, cache):
+        dx, dw = pull(dy, cache)
+        dx[place] *= 1.1
+        return dx, dw
+
+    rng = np.random.default_rng(1)
+    args = [rng.standard_normal(shape), rng.standard_normal(shape[1])]
+    report = check(product, wrong, args)
+    assert [result.pattern for result in report.arguments] == [pattern, ""]
+    result = report.arguments[0]
+    assert len(result.differences) == result.checked
+    assert len(result.curve) >= 4
+    # The plain secants of the worst place, in units of the gradient.
+    assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
+
+
+def test_the_pattern_in_one_and_three_dimensions():
+    def wrong(dy, cache):
+        dx, dw = pull(dy, cache)
+        dw[100] *= 2
+        return dx, dw
+
+    rng = np.random.default_rng(1)
+    args = [rng.standard_normal((4, 150)), rng.standard_normal(150)]
+    assert check(product, wrong, args).arguments[1].pattern == "element (100,)"
+
+    def row(dy, x):
+        dx = dy * np.cos(x)
+        dx[1, 2] *= 2
+        return (dx,)
+
+    assert check(backward=row, args=[rng.standard_normal((3, 4, 80))]).arguments[0].pattern == (
+        "row (1, 2)"
+    )
+
+
+# ---- right code at the ends of the range ----
+
+
+@pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
+@pytest.mark.parametrize("eps", [None, 1e300])
+def test_hard_inputs_are_no_false_alarm(name, eps):
+    for dtype in ("float64", "float32"):
+        if FAMILIES[name].why_not(dtype, 6):
+            continue
+        case = make_case(name, dtype, 6)
+
+        def forward(x, gamma, beta, case=case):
+            return layer_norm_forward(x, gamma, beta, case.eps if eps is None else eps)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = check_gradients(
+                forward, layer_norm_backward, [case.x, case.gamma, case.beta], rng=0
+            )
+        assert report.verdict != "FAIL", str(report)
