@@ -38,7 +38,10 @@ class _Helper:
         os.set_blocking(self.pipe[1], False)
         enlist(crew, me, self.pipe[1])
         self.thread = threading.Thread(
-            target=help_out, args=(crew, me, self.pipe[0], os.getpid()), name="stablenorm", daemon=True
+            target=help_out,
+            args=(crew, me, self.pipe[0], os.getpid()),
+            name="stablenorm",
+            daemon=True,
         )
         try:
             self.thread.start()
@@ -75,7 +78,6 @@ class _Crew:
             finally:
                 self._hiring.release()
         return min(count, len(self.helpers))
-
 
     def awake(self, count: int) -> int:
         """Return how many of the first `count` helpers do not sleep, up to the first that does."""

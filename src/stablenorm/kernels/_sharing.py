@@ -84,7 +84,11 @@ def _name_system_calls() -> bool:
         c = ctypes.CDLL(None)
         calls = {"read": c.read, "write": c.write, "yield": c.sched_yield}
     # macOS and Windows have other ways, which are not needed there.
-    choosing = {"getcpu": "sched_getcpu", "allowed": "sched_getaffinity", "allow": "sched_setaffinity"}
+    choosing = {
+        "getcpu": "sched_getcpu",
+        "allowed": "sched_getaffinity",
+        "allow": "sched_setaffinity",
+    }
     chooses = all(hasattr(c, name) for name in choosing.values())
     if chooses:
         calls |= {name: getattr(c, function) for name, function in choosing.items()}
