@@ -36,6 +36,13 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 accuracy: $(VENV)/.dev  ## worst ulp per input family and dtype, into docs and README
 	$(BIN)/python benchmarks/accuracy.py
 
+.PHONY: checker passes
+checker: $(VENV)/.dev  ## what the gradient checker finds and how fast, into docs: 10 min
+	$(BIN)/python benchmarks/checker.py
+
+passes: $(VENV)/.dev  ## where the time of the kernels goes, into docs: 1 min
+	$(BIN)/python benchmarks/passes.py
+
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.
 BENCH := .venv-bench

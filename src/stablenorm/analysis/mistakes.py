@@ -139,7 +139,8 @@ def _spoiled_dx(spoil: Callable[[Array], None]) -> Backward:
     """Build a backward that changes the right dx in place."""
 
     def make(dy: Array, cache: Kept) -> Array:
-        dx = backward(dy, cache)[0]
+        # In C order, whatever that of dy: to be spoiled through a flat view.
+        dx = np.ascontiguousarray(backward(dy, cache)[0])
         spoil(dx)
         return dx
 

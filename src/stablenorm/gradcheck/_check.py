@@ -17,7 +17,7 @@ from stablenorm.gradcheck._judge import judge, kinks
 from stablenorm.gradcheck._locate import find_pattern
 from stablenorm.gradcheck._loss import Backward, FaultError, Forward, Loss, Operation
 from stablenorm.gradcheck._report import ArgumentResult, Finding, GradientReport
-from stablenorm.gradcheck._subject import Subject, as_list
+from stablenorm.gradcheck._subject import Subject, as_list, measure_roundings
 
 __all__ = ["Backward", "assert_gradients", "check_gradients"]
 
@@ -112,7 +112,8 @@ def check_gradients(
     RMS for sums (each of `terms` additions rounds, independently), where u' is u or float32's,
     whichever is less: a sum of float16 is expected to be kept in float32; plus the measured noise
     of the forward over the argument's scale, for the backward starts from what the forward has
-    computed. A backward that is less accurate than that fails, though its formula be right.
+    computed; plus 16 times the measured departure of the backward from being linear in dy, but at
+    most 256 u RMS. A backward that is less accurate than that fails, though its formula be right.
 
     Secants are replaced by the complex step, in all elements of an argument, where the forward
     takes complex numbers, agrees with every secant within its bound, and the bound of the complex
@@ -232,7 +233,8 @@ def _check(
             result or ArgumentResult(label, "NOT CHECKED", message=message)
             for label, result in zip(labels, results, strict=True)
         ], findings
-    tasks = _tasks(loss, labels, sound, spans, rng, probes, max_elements)
+    roundings = measure_roundings(subject)
+    tasks = _tasks(loss, labels, sound, spans, roundings, rng, probes, max_elements)
     report = _count(progress, sum(len(task.where) + task.probes for task in tasks))
     for task in tasks:
         comparer = Comparer(task, loss, rng)
@@ -266,6 +268,7 @@ def _tasks(
     labels: list[str],
     gradients: list[Array | None],
     spans: list[Array | None],
+    roundings: list[Array | None],
     rng: np.random.Generator,
     probes: int,
     max_elements: int,
@@ -277,7 +280,8 @@ def _tasks(
         if values is not None and array is not None and span is not None:
             where = sample(array, values, max_elements, rng)
             count = probes if len(where) < array.size else 0
-            tasks.append(Task(position, labels[position], array, span, values, where, count))
+            task = Task(position, labels[position], array, span, values, where, count)
+            tasks.append(task._replace(roundings=roundings[position]))
     return tasks
 
 

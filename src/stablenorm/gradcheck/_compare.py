@@ -35,6 +35,8 @@ class Task(NamedTuple):
     gradient: Array
     where: list[int]
     probes: int
+    # Of the backward, measured, flat; None where nobody has.
+    roundings: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,28 @@ def rounding_bound(gradient: Array, loss: Loss) -> Array:
     return (half_ulp + 4 * u * (np.abs(values) + rms) + sums).reshape(-1)
 
 
+def _measured(task: Task, loss: Loss) -> Array | float:
+    """Return what the backward's roundings, as measured, allow its gradient besides."""
+    if task.roundings is None:
+        return 0.0
+    # Of few samples, so many times their size; as for the additivity in dy.
+    bound = 16 * task.roundings
+    # Never more than rounding what the gradient is made of can explain: the gradient itself, or y
+    # changing by its own size over the argument's scale. A backward that keeps float32 inside,
+    # 2^29 of these roundings, must not excuse itself.
+    values = task.gradient.astype(np.float64)
+    natural = norm(loss.u * loss.y) / np.sqrt(loss.y.size) / float(np.median(task.span))
+    typical = max(norm(values.reshape(-1)) / np.sqrt(values.size), natural)
+    return np.minimum(bound, 2.0**8 * unit_roundoff(task.gradient.dtype) * typical)
+
+
 class Comparer:
     """Compares along any direction of one argument; holds what all of them have in common."""
 
     def __init__(self, task: Task, loss: Loss, rng: np.random.Generator):
         self.task, self.loss, self.rng = task, loss, rng
         self.gradient = task.gradient.astype(np.float64).reshape(-1)
-        self.bounds = rounding_bound(task.gradient, loss)
+        self.bounds = rounding_bound(task.gradient, loss) + _measured(task, loss)
         measure_noise(loss, task.position, task.span, rng)
 
     def element(self, place: int) -> Comparison:

@@ -52,6 +52,41 @@ class Subject:
         return gradients
 
 
+# Not powers of two, so that every rounding is drawn anew.
+_FACTORS = (3, 5, 7, 11)
+
+
+def measure_roundings(subject: Subject) -> list[Array | None]:
+    """
+    Return, for each gradient, how far multiples of dy are from giving its multiples, by row.
+
+    A backward is linear in dy but for its rounding errors, and these do not show in the size of a
+    gradient whose terms cancel (that of a softmax near 0 and 1, say). The root mean square along
+    the last axis: a single element may be lucky in all of the few multiples.
+    """
+    try:
+        cache = subject.run()[1]
+        first = kept(subject.pull(subject.dy, cache))
+        squares = [None if g is None else np.zeros(np.shape(g)) for g in first]
+        for factor in _FACTORS:
+            dy = (subject.dy.astype(np.float64) * factor).astype(subject.loss.dtype)
+            again = subject.pull(dy, cache)
+            for total, g, e in zip(squares, again, first, strict=True):
+                if total is not None and g is not None and e is not None:
+                    apart = g.astype(np.float64) / factor - e.astype(np.float64)
+                    total[...] += np.square(np.where(np.isfinite(apart), apart, 0.0))
+    except FaultError:
+        # Found, and said, by the contract.
+        return [None] * len(subject.args)
+    return [None if total is None else _by_row(total / len(_FACTORS)) for total in squares]
+
+
+def _by_row(squares: Array) -> Array:
+    rows = np.atleast_1d(squares)
+    mean = np.mean(rows, axis=-1, keepdims=True) if rows.size else rows
+    return np.sqrt(np.broadcast_to(mean, rows.shape)).reshape(-1)
+
+
 def as_list(returned: Any, count: int) -> list[Any]:
     """Return the gradients as a list; FaultError says what came instead."""
     if not isinstance(returned, (tuple, list)):

@@ -1,0 +1,247 @@
+"""What `check_gradients` says of kinks, of where a gradient differs, and of the ends of the range."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.analysis.families import FAMILIES, make_case
+from stablenorm.gradcheck import check_gradients
+
+
+def sine(x):
+    return np.sin(x), x
+
+
+def cosine(dy, x):
+    return (dy * np.cos(x),)
+
+
+X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)
+
+
+def check(forward=sine, backward=cosine, args=(X,), **options):
+    return check_gradients(forward, backward, args, names=["x", "w"][: len(args)], rng=0, **options)
+
+
+def found(report, name):
+    """Return the one finding whose name has `name` in it, on one line."""
+    (finding,) = (f for f in report.findings if name in f.name)
+    assert "\n" not in finding.message
+    return finding
+
+
+# ---- points without a derivative ----
+
+
+def relu(x):
+    return np.maximum(x, 0), x
+
+
+KINKS = {
+    "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
+    "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
+    "relu": (relu, lambda dy, x: (dy * (x > 0),)),
+    "clip": (lambda x: (np.clip(x, 0, 9), x), lambda dy, x: (dy * (x >= 0),)),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+@pytest.mark.parametrize("distance", [0.0, 2.0**-30, 2.0**-20])
+def test_a_kink_is_recognised(name, distance):
+    forward, backward = KINKS[name]
+    x = X.copy()
+    x[1, 2] = distance
+    for seed in range(3):
+        report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
+        assert report.verdict == "PASS", str(report)
+        if distance < 2.0**-21:
+            assert "not differentiable at (1, 2)" in found(report, "differentiable").message
+
+
+def test_max_with_ties():
+    x = np.array([[1.0, 3.0, 3.0, -1.0, 0.5, 0.2], [5.0, 2.0, 1.0, -1.0, 0.5, 0.2]])
+
+    def backward(dy, x):
+        hit = x == x.max(-1, keepdims=True)
+        return (dy[:, None] * hit / hit.sum(-1, keepdims=True),)
+
+    report = check(lambda x: (x.max(-1), x), backward, [x])
+    assert report.verdict == "PASS", str(report)
+    assert "not differentiable at (0, 1), (0, 2)" in found(report, "differentiable").message
+
+
+def test_nothing_but_kinks_is_inconclusive():
+    forward, backward = KINKS["abs, other side"]
+    report = check(forward, backward, [np.zeros((3, 4))])
+    assert report.verdict == "INCONCLUSIVE"
+    assert "not differentiable at 12 of 12 elements" in str(report)
+
+
+@pytest.mark.parametrize("distance", [0.3, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-17])
+def test_beside_a_kink_shorter_steps_decide(distance):
+    forward, backward = KINKS["abs"]
+    x = X.copy()
+    x[1, 2] = distance
+    assert check(forward, backward, [x]).passed
+
+    def wrong(dy, x):
+        dx = dy * np.sign(x)
+        dx[1, 2] *= 1.01
+        return (dx,)
+
+    report = check(forward, wrong, [x])
+    assert report.verdict == "FAIL", str(report)
+    assert report.arguments[0].pattern == "element (1, 2)"
+
+
+def test_a_kink_excuses_no_other_element():
+    x = X.copy()
+    x[1, 2] = 0
+    report = check(relu, lambda dy, x: (1.01 * dy * (x > 0),), [x])
+    assert report.verdict == "FAIL"
+
+
+SMOOTH = {
+    "sin": (np.sin, np.cos),
+    "steep": (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
+    "nearly a kink": (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
+    "flat": (lambda x: x**3, lambda x: 3 * x**2),
+}
+SPOILS = {
+    "percent": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, 1.01, 1) * dx,
+    "sign": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, -1, 1) * dx,
+    "float32": lambda dx: dx.astype(np.float32).astype(np.float64),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name, spoil):
+    function, slope = SMOOTH[name]
+    for seed in range(3):
+        right = check_gradients(
+            lambda x: (function(x), x), lambda dy, x: (dy * slope(x),), [X], rng=seed
+        )
+        assert right.verdict == "PASS", str(right)
+        report = check_gradients(
+            lambda x: (function(x), x),
+            lambda dy, x: (SPOILS[spoil](dy * slope(x)),),
+            [X],
+            rng=seed,
+        )
+        assert report.verdict == "FAIL", str(report)
+
+
+# ---- where it differs ----
+
+
+def product(x, w):
+    return x * w, (x, w)
+
+
+def pull(dy, cache):
+    x, w = cache
+    return dy * w, (dy * x).sum(0)
+
+
+PLACES = [
+    ((2, 3), "element (2, 3)"),
+    ((slice(None), 5), "column 5"),
+    ((3, slice(None)), "row 3"),
+    ((-1, slice(None)), "last row"),
+    ((slice(None), slice(None)), "everywhere"),
+]
+
+
+@pytest.mark.parametrize(("place", "pattern"), PLACES)
+@pytest.mark.parametrize("shape", [(5, 7), (20, 150)])
+def test_the_pattern_says_where(place, pattern, shape):
+    def wrong(dy, cache):
+        dx, dw = pull(dy, cache)
+        dx[place] *= 1.1
+        return dx, dw
+
+    rng = np.random.default_rng(1)
+    args = [rng.standard_normal(shape), rng.standard_normal(shape[1])]
+    report = check(product, wrong, args)
+    assert [result.pattern for result in report.arguments] == [pattern, ""]
+    result = report.arguments[0]
+    assert len(result.differences) == result.checked
+    assert len(result.curve) >= 4
+    # The plain secants of the worst place, in units of the gradient.
+    assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
+
+
+def test_the_pattern_in_one_and_three_dimensions():
+    def wrong(dy, cache):
+        dx, dw = pull(dy, cache)
+        dw[100] *= 2
+        return dx, dw
+
+    rng = np.random.default_rng(1)
+    args = [rng.standard_normal((4, 150)), rng.standard_normal(150)]
+    assert check(product, wrong, args).arguments[1].pattern == "element (100,)"
+
+    def row(dy, x):
+        dx = dy * np.cos(x)
+        dx[1, 2] *= 2
+        return (dx,)
+
+    assert check(backward=row, args=[rng.standard_normal((3, 4, 80))]).arguments[0].pattern == (
+        "row (1, 2)"
+    )
+
+
+# ---- right code at the ends of the range ----
+
+
+@pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
+@pytest.mark.parametrize("eps", [None, 1e300])
+def test_hard_inputs_are_no_false_alarm(name, eps):
+    for dtype in ("float64", "float32"):
+        if FAMILIES[name].why_not(dtype, 6):
+            continue
+        case = make_case(name, dtype, 6)
+
+        def forward(x, gamma, beta, case=case):
+            return layer_norm_forward(x, gamma, beta, case.eps if eps is None else eps)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = check_gradients(
+                forward, layer_norm_backward, [case.x, case.gamma, case.beta], rng=0
+            )
+        assert report.verdict != "FAIL", str(report)
+
+
+# ---- gradients whose terms cancel ----
+
+
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    p = e / e.sum(-1, keepdims=True)
+    return p, p
+
+
+def softmax_backward(dy, p):
+    return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
+
+
+@pytest.mark.parametrize("size", [1, 6, 10, 20])
+def test_a_saturated_softmax_is_no_false_alarm(size):
+    """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
+    for seed in range(12):
+        x = size * np.random.default_rng(seed).standard_normal((5, 7))
+        report = check_gradients(softmax, softmax_backward, [x], rng=seed)
+        assert report.verdict != "FAIL", f"seed {seed}\n{report}"
+
+
+def test_the_roundings_of_a_backward_excuse_no_mistake():
+    x = 3 * np.random.default_rng(0).standard_normal((5, 7))
+
+    def in_float32(dy, p):
+        return (softmax_backward(dy.astype(np.float32), p.astype(np.float32))[0].astype(float),)
+
+    assert check_gradients(softmax, in_float32, [x], rng=0).verdict == "FAIL"
