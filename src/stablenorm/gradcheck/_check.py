@@ -123,7 +123,7 @@ def check_gradients(
     derivative: such elements are not judged, and a finding of the layer "smoothness" says where
     they are. Where secants do not settle, steps are shortened, three times by 2^-8.
 
-    Forward calls: 8 to 16 for each derivative and 3 for its complex step, 25 for the noise of
+    Forward calls: 8 to 16 for each derivative and 13 for its complex step, 25 for the noise of
     each argument, 18 or so for the contract; 10 more for a derivative that differs, and 50 more
     for each time that steps are shortened. Where a sampled argument differs, halving rows, then
     columns, finds where: 8 to 16 calls a question, 2 log2(size) + 10 questions at most. The
