@@ -257,6 +257,25 @@ all whose stride is no multiple of 64 bytes go through a stage in the first-leve
 CALL_TEXT = """\
 What is left is Python itself: some forty names looked up, compared and called to find out that
 the arguments are the plain ones. PyTorch does that in C++.
+
+## Which gate fails for what
+
+The gates of [performance.md](performance.md) that are not met, and what stands in the way:
+
+- **No shape slower than PyTorch; plain NumPy ten times slower, backward.** (1, 1, 64) and (1, 1, 4096):
+  the call, above. (2, 128, 1024), backward: arithmetic in float64, rounded once, and sums over rows
+  that keep what rounding takes from them; two cores then do what PyTorch's do in float32, three
+  quarters as fast. Tried: sharing small inputs between threads (twice as fast in a loop, in); four
+  spans of a single row at once (1.6 times, in); dx written from the end of the row, which is still in
+  the first-level cache (the same); other places of x, y and dx within a page (the same).
+- **Nine tenths of the copy, and a cost that is flat in n.** n of 64 to 256: what each row costs besides
+  its elements, above; two cores at 2.5 thousand million elements a second are what memory could take
+  twice. Tried: eight rows a vector (in, below 64; slower above), a stage (in). n from 16384 on,
+  backward: the compensated sums for dgamma and dbeta are 32 bytes a column, 1 MiB at n = 32768, and
+  every row goes over them once: more than over x and dy, and past the second-level cache. Not tried:
+  several rows over a part of the columns at a time.
+- **float16 and bfloat16 as fast as float32.** Half the bytes, the same arithmetic, and conversions that
+  cost more: beyond the caches float32 waits for memory, they do not. Tried: rounding row by row.
 """
 
 
