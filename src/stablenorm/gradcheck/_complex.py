@@ -55,11 +55,14 @@ def improve(loss: Loss, position: int, found: list[Comparison]) -> list[Comparis
     offsets = _offsets(loss, position)
     slopes: dict[int, _Slope] = {}
     for c in (c for c in found if c.judged and c.kink is None):
-        slope = _slope(loss, position, c, offsets)
+        # A probe is only asked whether it agrees.
+        slope = _slope(loss, position, c, offsets if c.place is not None else offsets[:1])
         if slope is None or not abs(slope.numeric - c.derivative.numeric) <= c.derivative.bound:
             return found
         slopes[id(c)] = slope
-    pooled = float(np.sqrt(np.mean([_relative(slope) ** 2 for slope in slopes.values()])))
+    elements = (slopes[id(c)] for c in found if id(c) in slopes and c.place is not None)
+    shares = [_relative(slope) ** 2 for slope in elements]
+    pooled = float(np.sqrt(np.mean(shares))) if shares else 0.0
     return [_finer(c, slopes.get(id(c)), pooled) for c in found]
 
 
@@ -108,7 +111,8 @@ def _slope(loss: Loss, position: int, c: Comparison, offsets: list[Array]) -> _S
     if not np.isfinite(numeric).all():
         return None
     here, pairs = numeric[0], np.reshape(numeric[1:], (-1, 2))
-    spread = float(np.sqrt(np.mean(np.square(np.sum(pairs, axis=1) / 2 - here))))
+    apart = np.sum(pairs, axis=1) / 2 - here
+    spread = float(np.sqrt(np.mean(np.square(apart)))) if apart.size else 0.0
     return _Slope(here, spread, sizes[0], rounding[0])
 
 
