@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm import _recycling
+from stablenorm._plain import backward_plain, forward_plain, plain_cache
 from stablenorm._shapes import (
     as_rows,
     normalize_axes,
@@ -18,14 +19,10 @@ from stablenorm._shapes import (
     same_elements,
     show_axes,
 )
-from stablenorm._threads import SMALL
 from stablenorm._types import Array, Cache, Gradients, Statistics, check_dtype
 from stablenorm.backends import BACKENDS, choose
 
 _NAMES = ("x", "gamma", "beta")
-_FLOAT32 = np.dtype(np.float32)
-_ndarray = np.ndarray
-_new_tuple: Any = tuple.__new__
 
 
 def layer_norm(
@@ -104,7 +101,7 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     if out is None:
-        plain = _forward_plain(x, gamma, beta, eps, axis, backend)
+        plain = forward_plain(x, gamma, beta, eps, axis, backend)
         if plain is not None:
             return plain[0]
     y, _ = _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)
@@ -176,9 +173,9 @@ def layer_norm_forward(
     np.False_
     """
     if out is None:
-        plain = _forward_plain(x, gamma, beta, eps, axis, backend)
+        plain = forward_plain(x, gamma, beta, eps, axis, backend)
         if plain is not None:
-            return plain[0], _plain_cache(x, gamma, plain[1], plain[2])
+            return plain[0], plain_cache(x, gamma, plain[1], plain[2])
     return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
 
 
@@ -242,7 +239,7 @@ def layer_norm_backward(
     True
     """
     if out is None and wrt is _NAMES:
-        plain = _backward_plain(dy, cache)
+        plain = backward_plain(dy, cache)
         if plain is not None:
             return plain
     x_shape = cache.x.shape
@@ -261,86 +258,6 @@ def layer_norm_backward(
         Gradients(dx, *gradients[1:]),  # type: ignore[arg-type]  # Rows quacks like an array
     )
     return gradients
-
-
-def _forward_plain(
-    x: Any, gamma: Any, beta: Any, eps: Any, axis: Any, backend: str | None
-) -> tuple[Array, Any, str] | None:
-    """
-    Do what `_forward` does for the arguments that most calls have, or return None for others.
-
-    Returns y, the first three statistics, and the name of the backend. `_forward` takes 3
-    microseconds more, as much as a layer norm of 64 elements takes in all.
-    """
-    if not (
-        axis == -1
-        and type(x) is type(gamma) is type(beta) is _ndarray
-        and x.dtype is gamma.dtype is beta.dtype is _FLOAT32
-        and type(eps) is float
-        and 0.0 <= eps < math.inf
-    ):
-        return None
-    shape, lengths, size = x.shape, gamma.shape, x.size
-    if not (
-        size
-        and len(lengths) == 1
-        and lengths == beta.shape == shape[-1:]
-        and x.flags.c_contiguous
-        and gamma.flags.c_contiguous
-        and beta.flags.c_contiguous
-    ):
-        return None
-    name = choose(backend)
-    chosen = BACKENDS[name]
-    y: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
-    rows = y
-    if len(shape) != 2:
-        folded = (size // lengths[0], lengths[0])
-        x, rows = x.reshape(folded), y.reshape(folded)
-    forward = chosen.forward_small if size < SMALL else chosen.forward
-    return y, forward(x, gamma, beta, eps, rows), name
-
-
-def _plain_cache(x: Any, gamma: Any, numbers: Any, name: str) -> Cache:
-    # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
-    words = (numbers[0], numbers[1], numbers[2], None, None, None)
-    statistics = _new_tuple(Statistics, words)
-    return _new_tuple(Cache, (x, gamma, _FLOAT32, (x.ndim - 1,), statistics, name))
-
-
-def _backward_plain(dy: Any, cache: Cache) -> Gradients | None:
-    """Do all of `layer_norm_backward` for what most calls have, or return None for others."""
-    x, gamma, beta_dtype, axis, statistics, name = cache
-    if not (
-        beta_dtype is _FLOAT32
-        and type(dy) is type(x) is type(gamma) is _ndarray
-        and dy.dtype is x.dtype is gamma.dtype is _FLOAT32
-    ):
-        return None
-    shape, lengths, size = x.shape, gamma.shape, x.size
-    if not (
-        size
-        and len(lengths) == 1
-        and axis == (len(shape) - 1,)
-        and lengths == shape[-1:]
-        and dy.shape == shape
-        and dy.flags.c_contiguous
-        and x.flags.c_contiguous
-        and gamma.flags.c_contiguous
-    ):
-        return None
-    chosen = BACKENDS[name]
-    dx: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
-    dgamma, dbeta = np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)
-    rows = dx
-    if len(shape) != 2:
-        folded = (size // lengths[0], lengths[0])
-        dy, x, rows = dy.reshape(folded), x.reshape(folded), dx.reshape(folded)
-    if size < SMALL:
-        chosen.backward_small(dy, x, gamma, statistics, rows, dgamma, dbeta)
-    else:
-        chosen.backward(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
-    return _new_tuple(Gradients, (dx, dgamma, dbeta))
 
 
 def _forward(
