@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import stablenorm._bench as job
-from stablenorm import cli
+from stablenorm import _command_bench
 from stablenorm.analysis.timing import make_copy, measure_copy, measure_interleaved
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
@@ -238,7 +238,7 @@ def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
         return name
 
     monkeypatch.setattr(job, "choose", without)
-    monkeypatch.setattr(cli, "choose", without)
+    monkeypatch.setattr(_command_bench, "choose", without)
     assert job.usable_backends() == [name for name in BACKENDS if name != "numba"]
     shown = run(capsys, "--backend", "numba", status=2)
     assert shown.err == 'stablenorm: Numba is needed for backend="numba": pip install numba\n'

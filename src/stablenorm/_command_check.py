@@ -1,0 +1,97 @@
+"""`stablenorm check`: check the layer norm in a file of the user's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from stablenorm._check_file import Request, check_file, check_request
+from stablenorm._command_parts import EXIT_FAILED, EXIT_INCONCLUSIVE, check_plot, check_shape
+from stablenorm._files import check_target, write_beside
+from stablenorm.report_check import patient_bar, print_check, save_check
+
+_EXAMPLES = """\
+examples:
+  stablenorm check mine.py                            layer_norm_forward and layer_norm_backward in it
+  stablenorm check mine.py --forward fwd --backward bwd
+  stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
+  stablenorm check mine.py --plot check.png --json check.json
+
+what the file holds, in any usual form:
+  def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
+  def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
+  Arguments are known by their names (gamma or weight, beta or bias, ln_param, ...) and otherwise
+  by their order; cache is anything; gradients may come as a tuple or, by name, as a dict. An eps
+  fixed inside is read off y. Prints are kept away, and said.
+
+THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
+
+exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (one line says why),
+3 inconclusive: too noisy, or too little compared, for a verdict.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add `check` to the commands."""
+    parser = commands.add_parser(
+        "check",
+        help="check a layer norm that you have written: runs your file, names what is wrong",
+        description=(
+            "Run a Python file of yours, and check the layer norm in it: its gradients against "
+            "finite differences that carry their own error bounds, its identities, its contract. "
+            "It says what is wrong, and how small an error it would have seen."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(job=run)
+    parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
+    parser.add_argument("--forward", metavar="NAME", help="default: layer_norm_forward")
+    parser.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float64", "float32"),
+        default="float64",
+        help="of x, gamma, beta; default: float64, which sees most",
+    )
+    parser.add_argument(
+        "--eps", type=float, help="default: the forward's own, or 1e-5 where it has none"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the data; default: 0")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what differs there")
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what `stablenorm check` is asked."""
+    check_target("--json", arguments.json, (".json",))
+    check_plot(arguments.plot)
+    # The file's code may change the directory.
+    plot, json = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
+    shape = None if arguments.shape is None else tuple(arguments.shape)
+    if shape is not None:
+        check_shape(shape, [arguments.dtype])
+    names = (arguments.file, arguments.forward, arguments.backward)
+    request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
+    check_request(request)
+    from rich.console import Console  # noqa: PLC0415
+
+    print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
+    with patient_bar("comparing") as progress:
+        check = check_file(request, progress)
+    if json is not None:
+        write_beside(json, lambda file: save_check(check, file))
+    if plot is not None:
+        kind = plot.suffix[1:].lower()
+        write_beside(plot, lambda file: check.report.plot(file, format=kind))
+    print_check(check, Console())
+    return {"PASS": 0, "FAIL": EXIT_FAILED}.get(check.report.verdict, EXIT_INCONCLUSIVE)
