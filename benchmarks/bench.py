@@ -25,7 +25,7 @@ from cases import SUITES, Case, Effort, Record, make_cases, measure_case, measur
 from figures import draw_length, draw_size
 from gates import check_gates
 from machine import processor
-from page import Run, gate_table, label, origin, page, shape_table
+from page import Run, gate_table, label, origin, page, readme_table, shape_table
 from peers import LOADERS, load_peers
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
@@ -36,6 +36,7 @@ from stablenorm.backends import choose
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- speed:begin -->", "<!-- speed:end -->"
 # Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run
 # against the limit: 60 groups of 5 s, 80 of 3 s, make less than a quarter of an hour.
 FULL = {"call": Effort(51, 15, 10), "shapes": Effort(21, 5, 5), "dtypes": Effort(9, 3, 10)}
@@ -198,6 +199,19 @@ def render(run: Run, records: Sequence[Record], docs: Path) -> None:
             draw(records, docs / "figures" / name, words)
 
 
+def write_readme(run: Run, records: Sequence[Record], readme: Path) -> None:
+    """Put the table between the speed markers of README.md."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        msg = (
+            f"{readme.name} must hold {BEGIN} and below it {END}, got no {END if begin else BEGIN}"
+        )
+        raise ValueError(msg)
+    table = readme_table(run, records)
+    readme.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
+
+
 def show(run: Run, records: Sequence[Record]) -> None:
     """Print the tables of float32 and the gates."""
     print(origin(run))
@@ -216,7 +230,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments(argv)
     results, docs = (options.out, options.out) if options.out else (RESULTS, ROOT / "docs")
     if options.render:
-        render(*load(results / "bench.json"), docs)
+        run, records = load(results / "bench.json")
+        render(run, records, docs)
+        if not options.out:
+            write_readme(run, records, ROOT / "README.md")
         return 0
     try:
         run, records = measure(options)
@@ -226,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_full(options) or options.out:
         save(results / "bench.json", run, records)
         render(run, records, docs)
+    if is_full(options) and not options.out:
+        write_readme(run, records, ROOT / "README.md")
     show(run, records)
     return 0
 

@@ -98,6 +98,21 @@ def shape_table(records: Sequence[Record], peers: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def readme_table(run: Run, records: Sequence[Record]) -> str:
+    """Return the one table of README: float32, allocating, beside PyTorch and plain NumPy."""
+    rivals = ("PyTorch", "plain NumPy")
+    head = ["x", *(f"{way}, {what}" for way in PASSES for what in ("time", *rivals))]
+    lines = [_row(head), _row(["---"] * len(head))]
+    here = [r for r in records if r.suite == "shapes" and r.dtype == "float32"]
+    for shape in dict.fromkeys(record.shape for record in here):
+        cells = ["(" + ", ".join(map(str, shape)) + ")"]
+        for way in PASSES:
+            at = {r.candidate: r for r in here if (r.shape, r.direction) == (shape, way)}
+            cells += [_seconds(at[OURS].seconds), *(_ratio(at, name, at[OURS]) for name in rivals)]
+        lines.append(_row(cells))
+    return "\n".join([*lines, "", origin(run)])
+
+
 def _how(run: Run) -> str:
     copies = ", ".join(f"{name[6:]} {v / 1e9:.1f} GB/s" for name, v in run["machine"].items())
     used = run["agreement"]

@@ -38,7 +38,13 @@ def forward_plain(
         and 0.0 <= eps < math.inf
     ):
         return None
-    shape, lengths, size = x.shape, gamma.shape, x.size
+    shape, size = x.shape, x.size
+    if size < SMALL and shape and gamma.ndim == beta.ndim == 1:
+        name = choose(backend)
+        y: Array = np.empty(shape, _FLOAT32)
+        numbers = BACKENDS[name].forward_small(x, gamma, beta, eps, y)
+        return None if numbers is None else (y, numbers, name)
+    lengths = gamma.shape
     if not (
         size
         and len(lengths) == 1
@@ -49,14 +55,12 @@ def forward_plain(
     ):
         return None
     name = choose(backend)
-    chosen = BACKENDS[name]
-    y: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
+    y = _recycling.empty(shape, _FLOAT32)
     rows = y
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
         x, rows = x.reshape(folded), y.reshape(folded)
-    forward = chosen.forward_small if size < SMALL else chosen.forward
-    return y, forward(x, gamma, beta, eps, rows), name
+    return y, BACKENDS[name].forward(x, gamma, beta, eps, rows), name
 
 
 def plain_cache(x: Any, gamma: Any, numbers: Any, name: str) -> Cache:
@@ -83,20 +87,22 @@ def backward_plain(dy: Any, cache: Cache) -> Gradients | None:
         and axis == (len(shape) - 1,)
         and lengths == shape[-1:]
         and dy.shape == shape
-        and dy.flags.c_contiguous
-        and x.flags.c_contiguous
-        and gamma.flags.c_contiguous
     ):
         return None
     chosen = BACKENDS[name]
-    dx: Array = np.empty(shape, _FLOAT32) if size < SMALL else _recycling.empty(shape, _FLOAT32)
+    if size < SMALL:
+        small = _new_tuple(
+            Gradients,
+            (np.empty(shape, _FLOAT32), np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)),
+        )
+        return small if chosen.backward_small(dy, x, gamma, statistics, *small) else None
+    if not (dy.flags.c_contiguous and x.flags.c_contiguous and gamma.flags.c_contiguous):
+        return None
+    dx: Array = _recycling.empty(shape, _FLOAT32)
     dgamma, dbeta = np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)
     rows = dx
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
         dy, x, rows = dy.reshape(folded), x.reshape(folded), dx.reshape(folded)
-    if size < SMALL:
-        chosen.backward_small(dy, x, gamma, statistics, rows, dgamma, dbeta)
-    else:
-        chosen.backward(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
+    chosen.backward(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
     return _new_tuple(Gradients, (dx, dgamma, dbeta))

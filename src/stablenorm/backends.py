@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from stablenorm import reference
+from stablenorm._arrays import HOST, Arrays
 from stablenorm._threads import get_num_threads, starting
 from stablenorm._types import Array, Gradients, Statistics
 
@@ -17,15 +18,15 @@ class Backend(NamedTuple):
     """
     Functions with the signatures of `reference.forward` and `reference.backward`.
 
-    The small ones do it for contiguous float32 alone, fewer than `SMALL` elements, with no time to
-    lose: `forward_small` returns the first three statistics, `backward_small` takes the arrays of
-    the gradients one by one.
+    The small ones do it for float32 arrays of any shape, fewer than `SMALL` elements, with no time
+    to lose: `forward_small` returns the first three statistics, `backward_small` takes the arrays of
+    the gradients one by one and returns True. What they return is false if it is not for them.
     """
 
     forward: Callable[..., Statistics]
     backward: Callable[..., None]
     forward_small: Callable[..., Any]
-    backward_small: Callable[..., None]
+    backward_small: Callable[..., Any]
 
 
 def _numba_forward(
@@ -43,6 +44,11 @@ def _numba_backward(
     BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
 
 
+def _numba_forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Any:
+    _load_numba()
+    return BACKENDS["numba"].forward_small(x, gamma, beta, eps, y)
+
+
 def _numba_backward_small(
     dy: Array,
     x: Array,
@@ -51,21 +57,13 @@ def _numba_backward_small(
     dx: Array,
     dgamma: Array,
     dbeta: Array,
-) -> None:
+) -> Any:
     _load_numba()
-    BACKENDS["numba"].backward_small(dy, x, gamma, statistics, dx, dgamma, dbeta)
+    return BACKENDS["numba"].backward_small(dy, x, gamma, statistics, dx, dgamma, dbeta)
 
 
-def _reference_backward_small(
-    dy: Any,
-    x: Any,
-    gamma: Array,
-    statistics: Statistics,
-    dx: Any,
-    dgamma: Array,
-    dbeta: Array,
-) -> None:
-    reference.backward(dy, x, gamma, statistics, Gradients(dx, dgamma, dbeta))
+def _nothing_small(*_arguments: Any) -> None:
+    """Leave it to the general ones: the reference has no time to save."""
 
 
 def _load_numba() -> None:
@@ -75,12 +73,14 @@ def _load_numba() -> None:
     BACKENDS["numba"] = Backend(cpu.forward, cpu.backward, cpu.forward_small, cpu.backward_small)
 
 
+# For NumPy's arrays. Those on a CUDA device have one of their own, "cuda", in `of_name`.
 BACKENDS = {
-    "numpy": Backend(
-        reference.forward, reference.backward, reference.forward, _reference_backward_small
-    ),
-    "numba": Backend(_numba_forward, _numba_backward, _numba_forward, _numba_backward_small),
+    "numpy": Backend(reference.forward, reference.backward, _nothing_small, _nothing_small),
+    "numba": Backend(_numba_forward, _numba_backward, _numba_forward_small, _numba_backward_small),
 }
+
+
+_NAMES = (*BACKENDS, "cuda")
 
 
 @functools.cache
@@ -110,11 +110,19 @@ def _default() -> str:
 
 
 def choose(backend: str | None) -> str:
-    """Return the name of the backend to use: the one asked for, or the default."""
+    """Return the name of the backend to use for NumPy's arrays: the one asked for, or the default."""
     if backend is None:
         return _default()
     if backend not in BACKENDS:
-        msg = f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}"
+        if backend == "cuda":
+            # What is missing on this machine comes first.
+            _cuda().check_usable()
+            msg = (
+                'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
+                "pass cupy.asarray(x)"
+            )
+            raise TypeError(msg)
+        msg = f"backend must be one of {', '.join(map(repr, _NAMES))}, got {backend!r}"
         raise ValueError(msg)
     if backend == "numba" and (reason := _why_not_numba()) is not None:
         msg = (
@@ -123,3 +131,26 @@ def choose(backend: str | None) -> str:
         )
         raise ImportError(msg)
     return backend
+
+
+def choose_cuda(backend: str | None) -> str:
+    """Return "cuda", the only backend for arrays on a CUDA device."""
+    if backend not in (None, "cuda"):
+        msg = (
+            f'backend must be "cuda" for an x on a CUDA device, got {backend!r}; for the others '
+            "copy x to the host, as its method get does"
+        )
+        raise ValueError(msg)
+    return "cuda"
+
+
+def of_name(name: str) -> tuple[Arrays, Backend]:
+    """Return how the arrays of a backend are handled, and its functions."""
+    if name == "cuda":
+        cuda = _cuda()
+        return cuda.ARRAYS, cuda
+    return HOST, BACKENDS[name]
+
+
+def _cuda() -> Any:
+    return importlib.import_module("stablenorm.kernels.cuda")

@@ -6,21 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm import _recycling
+from stablenorm._arrays import Arrays, on_cuda_device
 from stablenorm._plain import backward_plain, forward_plain, plain_cache
-from stablenorm._shapes import (
-    as_rows,
-    normalize_axes,
-    normalized_shape,
-    overlap,
-    same_elements,
-    show_axes,
-)
-from stablenorm._types import Array, Cache, Gradients, Statistics, check_dtype
-from stablenorm.backends import BACKENDS, choose
+from stablenorm._shapes import normalize_axes, normalized_shape, show_axes
+from stablenorm._types import Array, Cache, Gradients, Statistics
+from stablenorm.backends import choose, choose_cuda, of_name
 
 _NAMES = ("x", "gamma", "beta")
 
@@ -52,10 +44,11 @@ def layer_norm(
         The axes normalized together.
     out : array, optional
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
-    backend : {"numba", "numpy"}, optional
+    backend : {"numba", "numpy", "cuda"}, optional
         "numba", the default, is compiled: the first call of a process takes half a second, the
         first ever some 3 seconds for each dtype. "numpy" is the reference, which it falls back
-        on, with a warning, where Numba cannot be loaded. The results are the same.
+        on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
+        for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
 
     Returns
     -------
@@ -135,10 +128,11 @@ def layer_norm_forward(
         The axes normalized together.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
-    backend : {"numba", "numpy"}, optional
+    backend : {"numba", "numpy", "cuda"}, optional
         "numba", the default, is compiled: the first call of a process takes half a second, the
         first ever some 3 seconds for each dtype. "numpy" is the reference, which it falls back
-        on, with a warning, where Numba cannot be loaded. The results are the same.
+        on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
+        for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
 
     Returns
     -------
@@ -243,19 +237,20 @@ def layer_norm_backward(
         if plain is not None:
             return plain
     x_shape = cache.x.shape
-    dy = _array("dy", dy)
+    arrays, backend = of_name(cache.backend)
+    dy = arrays.convert("dy", dy)
     if dy.shape != x_shape:
         msg = f"dy must have shape {x_shape} to match the y of this cache, got {dy.shape}"
         raise ValueError(msg)
     asked = _asked(wrt)
-    gradients = _gradients(dy, cache, asked, out)
-    dx = None if gradients.dx is None else as_rows(gradients.dx, cache.axis)
-    BACKENDS[cache.backend].backward(
-        as_rows(dy, cache.axis),
-        as_rows(cache.x, cache.axis),
+    gradients = _gradients(arrays, dy, cache, asked, out)
+    dx = None if gradients.dx is None else arrays.rows(gradients.dx, cache.axis)
+    backend.backward(
+        arrays.rows(dy, cache.axis),
+        arrays.rows(cache.x, cache.axis),
         cache.gamma,
         cache.statistics,
-        Gradients(dx, *gradients[1:]),  # type: ignore[arg-type]  # Rows quacks like an array
+        Gradients(dx, *gradients[1:]),
     )
     return gradients
 
@@ -270,43 +265,36 @@ def _forward(
     backend: str | None,
     in_place: bool,
 ) -> tuple[Array, Cache]:
-    x = _array("x", x)
+    name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+    arrays, chosen = of_name(name)
+    x = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     shape = normalized_shape(x.shape, axes)
-    gamma = _parameter("gamma", gamma, shape, axes)
-    beta = _parameter("beta", beta, shape, axes)
+    gamma = _parameter(arrays, "gamma", gamma, shape, axes)
+    beta = _parameter(arrays, "beta", beta, shape, axes)
     eps = _eps(eps)
-    name = choose(backend)
     if out is None:
-        y = _recycling.empty(x.shape, x.dtype)
+        y = arrays.empty(x.shape, x.dtype, x)
     else:
-        y = _out("out", out, x.shape, x.dtype)
-        kept = {} if in_place and same_elements(y, x) else {"x": x}
-        _refuse_overlap("out", y, {**kept, "gamma": gamma, "beta": beta})
-    statistics: Statistics = BACKENDS[name].forward(
-        as_rows(x, axes), gamma, beta, eps, as_rows(y, axes)
+        y = arrays.target("out", out, x.shape, x.dtype)
+        kept = {} if in_place and arrays.same_elements(y, x) else {"x": x}
+        _refuse_overlap(arrays, "out", y, {**kept, "gamma": gamma, "beta": beta})
+    statistics: Statistics = chosen.forward(
+        arrays.rows(x, axes), gamma, beta, eps, arrays.rows(y, axes)
     )
     return y, Cache(x, gamma, None if beta is None else beta.dtype, axes, statistics, name)
 
 
-def _array(name: str, value: ArrayLike) -> Array:
-    if type(value) is np.ndarray:
-        check_dtype(name, value)
-        return value
-    if isinstance(value, np.ma.MaskedArray):
-        msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
-        raise TypeError(msg)
-    array = np.asarray(value)
-    check_dtype(name, array)
-    return array
-
-
 def _parameter(
-    name: str, value: ArrayLike | None, shape: tuple[int, ...], axes: tuple[int, ...]
+    arrays: Arrays,
+    name: str,
+    value: ArrayLike | None,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
 ) -> Array | None:
     if value is None:
         return None
-    array = _array(name, value)
+    array = arrays.convert(name, value)
     if array.shape != shape:
         msg = (
             f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}, "
@@ -338,34 +326,21 @@ def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _out(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    if not isinstance(array, np.ndarray):
-        msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
-        raise TypeError(msg)
-    if array.shape != shape:
-        msg = f"{name} must have shape {shape}, got {array.shape}"
-        raise ValueError(msg)
-    if array.dtype != dtype:
-        msg = f"{name} must have dtype {dtype}, got {array.dtype}"
-        raise TypeError(msg)
-    if not array.flags.writeable:
-        msg = f"{name} must be writeable, got a read-only array"
-        raise ValueError(msg)
-    if any(step == 0 < length - 1 for step, length in zip(array.strides, shape, strict=True)):
-        msg = f"{name} must have an element of its own for each result, got strides {array.strides}"
-        raise ValueError(msg)
-    return array
-
-
-def _refuse_overlap(name: str, array: Array, others: dict[str, Array | None]) -> None:
+def _refuse_overlap(
+    arrays: Arrays, name: str, array: Array, others: dict[str, Array | None]
+) -> None:
     for other, there in others.items():
-        if there is not None and overlap(array, there):
+        if there is not None and arrays.overlap(array, there):
             msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
             raise ValueError(msg)
 
 
 def _gradients(
-    dy: Array, cache: Cache, asked: tuple[str, ...], out: Sequence[Array | None] | None
+    arrays: Arrays,
+    dy: Array,
+    cache: Cache,
+    asked: tuple[str, ...],
+    out: Sequence[Array | None] | None,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     given = (None, None, None) if out is None else tuple(out)
@@ -379,17 +354,17 @@ def _gradients(
         None if cache.beta_dtype is None else (shape, cache.beta_dtype),
     )
     inputs: dict[str, Array | None] = {"x": cache.x, "gamma": cache.gamma, "dy": dy}
-    arrays: list[Array | None] = []
+    found: list[Array | None] = []
     for name, target, array in zip(_NAMES, targets, given, strict=True):
         if name not in asked or target is None:
-            arrays.append(None)
+            found.append(None)
         elif array is None:
-            arrays.append(_recycling.empty(*target))
+            found.append(arrays.empty(target[0], target[1], cache.x))
         else:
-            checked = _out(f"out.d{name}", array, *target)
-            in_place = name == "x" and same_elements(checked, dy)
+            checked = arrays.target(f"out.d{name}", array, *target)
+            in_place = name == "x" and arrays.same_elements(checked, dy)
             needed = {**inputs, "dy": None} if in_place else inputs
-            done = {f"out.d{_NAMES[i]}": there for i, there in enumerate(arrays)}
-            _refuse_overlap(f"out.d{name}", checked, {**needed, **done})
-            arrays.append(checked)
-    return Gradients(*arrays)
+            done = {f"out.d{_NAMES[i]}": there for i, there in enumerate(found)}
+            _refuse_overlap(arrays, f"out.d{name}", checked, {**needed, **done})
+            found.append(checked)
+    return Gradients(found[0], found[1], found[2])

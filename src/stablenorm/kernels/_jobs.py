@@ -60,7 +60,7 @@ def _forward_sharing(kernel: Any) -> Any:
     return sharing(forward_tiles)
 
 
-_share_tiny_forward, _share_narrow_forward = map(_forward_sharing, (_tiny_forward, _narrow_forward))
+share_tiny_forward, share_narrow_forward = map(_forward_sharing, (_tiny_forward, _narrow_forward))
 
 
 @functools.cache
@@ -80,9 +80,9 @@ def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
             pointer(y), y.strides[0], streaming,
         )  # fmt: skip
         if short:
-            _share_tiny_forward(arguments, tiles, pointer(crew), helpers)
+            share_tiny_forward(arguments, tiles, pointer(crew), helpers)
         else:
-            _share_narrow_forward(arguments, tiles, pointer(crew), helpers)
+            share_narrow_forward(arguments, tiles, pointer(crew), helpers)
 
     forward.__name__ = "tiny_forward" if short else "narrow_forward"
     parameter = vector(types.float32)
@@ -121,7 +121,7 @@ def _backward_sharing(kernel: Any) -> Any:
     return sharing(backward_tiles)
 
 
-_share_tiny_backward, _share_narrow_backward = map(
+share_tiny_backward, share_narrow_backward = map(
     _backward_sharing, (_tiny_backward, _narrow_backward)
 )
 
@@ -152,9 +152,9 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -
             wanted, streaming, pointer(sums), sums.strides[0] if summing else 0, summing,
         )  # fmt: skip
         if short:
-            _share_tiny_backward(arguments, tiles, pointer(crew), helpers)
+            share_tiny_backward(arguments, tiles, pointer(crew), helpers)
         else:
-            _share_narrow_backward(arguments, tiles, pointer(crew), helpers)
+            share_narrow_backward(arguments, tiles, pointer(crew), helpers)
         if dgamma.size > 0:
             _sums.total_of_tiles(pointer(sums), len(sums), n, 0, pointer(dgamma))
         if dbeta.size > 0:

@@ -31,6 +31,7 @@ from stablenorm.kernels._vectors import (
     negative,
     of_rows,
     row_totals,
+    splat,
 )
 from stablenorm.kernels._way_out import (
     STAGED,
@@ -66,9 +67,9 @@ def _sum_span_of_g(dy, at, stride, start, stop, ahead, gamma, columns, like, sum
 
 
 @inlined
-def _sum_g(dy, at, stride, n, gamma, like, spans, to, summing, dbeta, fresh):
+def _sum_g(dy, at, stride, n, gamma, like, spans, summing, dbeta, fresh):
     """
-    Write the sum of ``g = gamma * dy`` of each row; add dy to `dbeta`, or, if `fresh`, to zeros.
+    Return the sum of ``g = gamma * dy`` of each row; add dy to `dbeta`, or, if `fresh`, to zeros.
 
     `spans` as in `_narrow_forward._sum`, but not if `summing`: four spans wait longer for the
     memory of their sums than one for its additions.
@@ -99,7 +100,7 @@ def _sum_g(dy, at, stride, n, gamma, like, spans, to, summing, dbeta, fresh):
             if summing:
                 accumulate(dbeta, whole, cotangent, fresh)
         total = total + part
-    row_totals(total, to)
+    return row_totals(total)
 
 
 @inlined
@@ -127,11 +128,11 @@ def _sum_span_of_projection(
 
 @inlined
 def _sum_projection(
-    dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, like, spans, to,
+    dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, numbers, like, spans,
     summing, dgamma, fresh,
 ):  # fmt: skip
     """
-    Write the sum of ``(g - mean(g)) * xhat`` of each row; add dy * xhat to `dgamma`.
+    Return the sum of ``(g - mean(g)) * xhat`` of each row; add dy * xhat to `dgamma`.
 
     `spans` and `fresh` as in `_sum_g`.
     """
@@ -170,7 +171,7 @@ def _sum_projection(
             if summing:
                 accumulate(dgamma, whole, cotangent * xhat, fresh)
         total = total + part
-    row_totals(total, to)
+    return row_totals(total)
 
 
 @inner
@@ -244,22 +245,22 @@ def _backward_rows(
     scratch, wanted, summing, fresh, dgamma, dbeta, dx, to, to_stride, streaming,
 ):  # fmt: skip
     """Pull back as many rows as `like` has."""
-    shift, rstd = eight(scratch, 1), eight(scratch, 2)
-    mean_g, slope = eight(scratch, 3), eight(scratch, 4)
-    for row in range(count_rows(like)):
-        scratch[row] = statistics[row]
-        rstd[row] = statistics[2 * all_rows + row]
-        shift[row] = -(statistics[all_rows + row] * rstd[row])
-    _sum_g(dy, dy_at, dy_stride, n, gamma, like, spans, mean_g, summing, dbeta, fresh)
-    for row in range(count_rows(like)):
-        mean_g[row] /= n
-    _sum_projection(
-        dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, scratch, like, spans, slope,
+    # A lane for each row, as in `_narrow_forward`.
+    one, rows = _one(), count_rows(like)
+    length = splat(float(n), one)
+    rstd = load_some(statistics, 16 * all_rows, 0, rows, one)
+    mean_lo = load_some(statistics, 8 * all_rows, 0, rows, one)
+    store(scratch, 0, 0, load_some(statistics, 0, 0, rows, one))
+    store(eight(scratch, 1), 0, 0, negative(mean_lo * rstd))
+    store(eight(scratch, 2), 0, 0, rstd)
+    sums = _sum_g(dy, dy_at, dy_stride, n, gamma, like, spans, summing, dbeta, fresh)
+    store(eight(scratch, 3), 0, 0, sums / length)
+    sums = _sum_projection(
+        dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, scratch, like, spans,
         summing, dgamma, fresh,
     )  # fmt: skip
     if wanted:
-        for row in range(count_rows(like)):
-            slope[row] /= n
+        store(eight(scratch, 4), 0, 0, sums / length)
         _write_dx(
             dy, dy_at, dy_stride, x, x_at, x_stride, n, gamma, scratch, like,
             dx, to, to_stride, streaming,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from stablenorm.kernels._inner import inlined, inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._memory import LINE, fence, stream_bytes
-from stablenorm.kernels._narrow import GROUP, LONGEST_IN_GROUP, SPAN, SPANS, TURN, eight
+from stablenorm.kernels._narrow import (
+    GROUP,
+    LONGEST_AHEAD,
+    LONGEST_IN_GROUP,
+    SPAN,
+    SPANS,
+    TURN,
+    eight,
+)
 from stablenorm.kernels._vector_memory import (
     address,
     itemsize,
@@ -29,8 +35,11 @@ from stablenorm.kernels._vectors import (
     fma,
     in_rows,
     keep,
+    negative,
     of_rows,
     row_totals,
+    splat,
+    square_root,
 )
 from stablenorm.kernels._way_out import (
     STAGED,
@@ -57,9 +66,9 @@ def _sum_span(x, at, stride, start, stop, ahead, like):
 
 
 @inlined
-def _sum(x, at, stride, n, like, spans, to):
+def _sum(x, at, stride, n, like, spans):
     """
-    Write the sum of each row.
+    Return the sum of each row.
 
     `spans` is None or, if there is one row, a value of four: as which its spans are loaded as long
     as there are four more.
@@ -79,7 +88,7 @@ def _sum(x, at, stride, n, like, spans, to):
         if whole < stop:
             part = part + load_some(x, at + whole * width, stride, stop - whole, like)
         total = total + part
-    row_totals(total, to)
+    return row_totals(total)
 
 
 @inlined
@@ -97,8 +106,8 @@ def _sum_centered_span(x, at, stride, start, stop, ahead, mean, like):
 
 
 @inlined
-def _sum_centered(x, at, stride, n, mean, like, spans, to, to_squares):
-    """Write the sums of x - mean and of its square of each row; `spans` as in `_sum`."""
+def _sum_centered(x, at, stride, n, mean, like, spans):
+    """Return the sums of x - mean and of its square of each row; `spans` as in `_sum`."""
     width = itemsize(x)
     ahead = at + count_rows(like) * stride + LINE
     total, total_squares, done = like, like, 0
@@ -122,8 +131,7 @@ def _sum_centered(x, at, stride, n, mean, like, spans, to, to_squares):
             part_squares = fma(c, c, part_squares)
         total = total + part
         total_squares = total_squares + part_squares
-    row_totals(total, to)
-    row_totals(total_squares, to_squares)
+    return row_totals(total), row_totals(total_squares)
 
 
 @inner
@@ -180,27 +188,23 @@ def _normalize(x, at, stride, n, numbers, gamma, beta, like, y, to, to_stride, s
 
 
 @inlined
-def _forward_rows(
-    x, at, stride, n, gamma, beta, eps, like, spans, statistics, all_rows,
-    scratch, y, to, to_stride, streaming,
-):  # fmt: skip
-    """Normalize as many rows as `like` has."""
-    means, sums, squares = scratch, eight(scratch, 1), eight(scratch, 2)
-    _sum(x, at, stride, n, like, spans, sums)
-    for row in range(count_rows(like)):
-        means[row] = sums[row] / n
-    _sum_centered(x, at, stride, n, means, like, spans, sums, squares)
-    for row in range(count_rows(like)):
-        mean_lo = sums[row] / n
-        # mean_lo is a rounding error of the mean: what its square takes off var is as small.
-        var = squares[row] / n - mean_lo * mean_lo
-        rstd = 1.0 / math.sqrt(var + eps)
-        statistics[row] = means[row]
-        statistics[all_rows + row] = mean_lo
-        statistics[2 * all_rows + row] = rstd
-        sums[row] = -(mean_lo * rstd)
-        squares[row] = rstd
-    _normalize(x, at, stride, n, scratch, gamma, beta, like, y, to, to_stride, streaming)
+def _measure_rows(x, at, stride, n, eps, like, spans, statistics, all_rows, numbers):
+    """Write the statistics of as many rows as `like` has, and what `_normalize` needs of them."""
+    # A lane for each row: one division for all takes the time of two.
+    one, rows = _one(), count_rows(like)
+    length = splat(float(n), one)
+    mean = _sum(x, at, stride, n, like, spans) / length
+    store(numbers, 0, 0, mean)
+    sums, squares = _sum_centered(x, at, stride, n, numbers, like, spans)
+    mean_lo = sums / length
+    # mean_lo is a rounding error of the mean: what its square takes off var is as small.
+    var = squares / length - mean_lo * mean_lo
+    rstd = splat(1.0, one) / square_root(var + splat(eps, one))
+    store(eight(numbers, 1), 0, 0, negative(mean_lo * rstd))
+    store(eight(numbers, 2), 0, 0, rstd)
+    store_some(statistics, 0, 0, rows, mean)
+    store_some(statistics, 8 * all_rows, 0, rows, mean_lo)
+    store_some(statistics, 16 * all_rows, 0, rows, rstd)
 
 
 @inner
@@ -216,7 +220,7 @@ def forward_tile(
     width = itemsize(y)
     way = way_out(n, width, y, y_stride, streaming)
     chunk = staged_rows(n, width, way)
-    space = np.empty(3 * WIDTH, np.float64)
+    space = np.empty(6 * WIDTH, np.float64)
     stage = np.empty(chunk * n * width if way == STAGED else 1, np.uint8)
     for begin in range(first, stop, chunk):
         end = min(begin + chunk, stop)
@@ -241,17 +245,29 @@ def _forward_chunk(
     """Normalize rows ``[first, stop)`` of `x` to `y`, where the first of these is to go."""
     four, one = _four(), _one()
     row = first
-    while n <= LONGEST_IN_GROUP and row + GROUP <= stop:
-        kept = pointer_at(address(statistics) + 8 * row, statistics)
-        _forward_rows(
-            x, row * stride, stride, n, gamma, beta, eps, four, None, kept, all_rows,
-            scratch, y, (row - first) * y_stride, y_stride, streaming,
-        )  # fmt: skip
-        row += GROUP
+    if n <= LONGEST_IN_GROUP:
+        row += (stop - first) // GROUP * GROUP
+    # Of short rows the next four are measured before these are normalized, so that there is work
+    # while their sums, divisions and roots wait for one another.
+    ahead = GROUP if n <= LONGEST_AHEAD else 0
+    for next_row in range(first, row + ahead, GROUP):
+        if next_row < row:
+            kept = pointer_at(address(statistics) + 8 * next_row, statistics)
+            numbers = eight(scratch, 3 * (next_row // GROUP % 2))
+            _measure_rows(
+                x, next_row * stride, stride, n, eps, four, None, kept, all_rows, numbers
+            )  # fmt: skip
+        this_row = next_row - ahead
+        if this_row >= first:
+            _normalize(
+                x, this_row * stride, stride, n, eight(scratch, 3 * (this_row // GROUP % 2)),
+                gamma, beta, four, y, (this_row - first) * y_stride, y_stride, streaming,
+            )  # fmt: skip
     while row < stop:
         kept = pointer_at(address(statistics) + 8 * row, statistics)
-        _forward_rows(
-            x, row * stride, stride, n, gamma, beta, eps, one, four, kept, all_rows,
-            scratch, y, (row - first) * y_stride, y_stride, streaming,
+        _measure_rows(x, row * stride, stride, n, eps, one, four, kept, all_rows, scratch)
+        _normalize(
+            x, row * stride, stride, n, scratch, gamma, beta, one,
+            y, (row - first) * y_stride, y_stride, streaming,
         )  # fmt: skip
         row += 1

@@ -198,22 +198,25 @@ def square_root(_typing: Any, v: Any) -> Any:
 
 
 @intrinsic
-def row_totals(_typing: Any, v: Any, to: Any) -> Any:
-    """Write, for each row, the sum of its lanes, by halves, to the float64 from `to` on."""
+def row_totals(_typing: Any, v: Any) -> Any:
+    """Return the sum of the lanes of each row, by halves, in the lane of the row's number."""
 
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        for row in range(sig.args[0].rows):
-            part = row_of(builder, args[0], row)
-            width = WIDTH
-            while width > 1:
-                width //= 2
-                low, high = list(range(width)), list(range(width, 2 * width))
-                part = builder.fadd(shuffle(builder, part, low), shuffle(builder, part, high))
-            total = builder.extract_element(part, ir.Constant(I32, 0))
-            builder.store(total, builder.gep(args[1], [ir.Constant(I32, row)]), align=8)
-        return context.get_dummy_value()
+    def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        rows, part, width = sig.args[0].rows, args[0], WIDTH
+        while width > 1:
+            # The low and the high halves of all rows at once.
+            width //= 2
+            low = [2 * width * row + lane for row in range(rows) for lane in range(width)]
+            high = [lane + width for lane in low]
+            part = builder.fadd(shuffle(builder, part, low), shuffle(builder, part, high))
+        if rows == WIDTH:
+            return part
+        zeros = ir.Constant(part.type, None)
+        lanes = [min(lane, rows) for lane in range(WIDTH)]
+        chosen = ir.Constant(vector(I32), lanes)
+        return builder.shuffle_vector(part, zeros, chosen)
 
-    return types.none(v, to), generate
+    return Lanes(1)(v), generate
 
 
 def _swapping(distance: int) -> Any:

@@ -15,8 +15,9 @@ import numpy as np
 from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _float64, _sums, _tiny
 from stablenorm.kernels._compiling import bits
-from stablenorm.kernels._helpers import LEAST_SHARED, crew_for
+from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._jobs import backward_job, forward_job
+from stablenorm.kernels._plain_jobs import backward_plan, forward_plan
 from stablenorm.kernels._sharing import NO_CREW
 from stablenorm.kernels._tiles import (
     backward_rows,
@@ -29,6 +30,7 @@ from stablenorm.kernels._tiles import (
 from stablenorm.kernels._totals import write_total
 
 _FLOAT32 = np.dtype(np.float32)
+_ALONE = (NO_CREW, 0)
 
 # The same for Python, which calls compiled functions much slower than its own.
 _sums_size: Any = _sums.sums_size.py_func
@@ -51,18 +53,20 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     return Statistics(numbers[0], numbers[1], numbers[2])
 
 
-def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Array:
-    """Do what `forward` does for few float32, all contiguous; return the statistics as one array."""
-    rows, n = x.shape
+def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Array | None:
+    """
+    Do what `forward` does for few float32 of any shape; return the statistics as one array.
+
+    None, and nothing done, if the arrays are not contiguous or their lengths differ.
+    """
+    n = gamma.size
+    if n == 0:
+        return None
+    rows = x.size // n
+    job, tile_rows, tiles = forward_plan(rows, n, x.ndim)
     numbers = np.empty((3, rows))
-    job = forward_job(_FLOAT32, n <= _tiny.LONGEST_FORWARD)
-    if rows * n < LEAST_SHARED:
-        job(x, gamma, beta, eps, y, numbers, rows, False, NO_CREW, 0)
-    else:
-        tile_rows = forward_rows(rows, n)
-        crew = crew_for(rows * n, -(-rows // tile_rows))
-        job(x, gamma, beta, eps, y, numbers, tile_rows, False, *crew)
-    return numbers
+    crew = crew_for(rows * n, tiles) if tiles > 1 else _ALONE
+    return numbers if job(x, gamma, beta, eps, y, numbers, tile_rows, *crew) else None
 
 
 def backward_small(
@@ -73,16 +77,19 @@ def backward_small(
     dx: Array,
     dgamma: Array,
     dbeta: Array,
-) -> None:
-    """Do what `backward` does for few float32, all contiguous, with no time to lose."""
-    rows, n = x.shape
-    tile_rows = backward_rows(rows, n)
-    tiles = -(-rows // tile_rows)
-    sums = np.empty((tiles, 2, _sums_size(n)))
-    job = backward_job(_FLOAT32, _FLOAT32, n <= _tiny.LONGEST_BACKWARD)
+) -> bool:
+    """
+    Do what `backward` does for few float32 of any shape.
+
+    False, and nothing done, if the arrays are not contiguous or their lengths differ.
+    """
+    n = gamma.size
+    rows = x.size // n
+    job, tile_rows, shape = backward_plan(rows, n, x.ndim)
+    sums = np.empty(shape)
     numbers = joined(statistics[:3])
-    crew = crew_for(rows * n, tiles)
-    job(dy, x, gamma, numbers, dx, sums, dgamma, dbeta, tile_rows, True, True, False, *crew)
+    crew = crew_for(rows * n, shape[0]) if shape[0] > 1 else _ALONE
+    return job(dy, x, gamma, numbers, dx, sums, dgamma, dbeta, tile_rows, *crew)
 
 
 def _forward_blocks(
