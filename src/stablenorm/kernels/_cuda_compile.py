@@ -1,0 +1,157 @@
+"""
+`layer_norm.cu` compiled by NVRTC to machine code of one device, and kept on disk.
+
+Machine code, not PTX, so that no driver has to know the compiler's PTX version; and never through
+CuPy, whose compiler options end with ``-ftz=true``, which flushes subnormals (cupy issue 9576).
+No GPU and no driver is needed to compile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stablenorm.kernels._cuda_errors import compiler_missing, not_compiled, unknown_device
+
+# Every operation that matters is an intrinsic with its rounding spelled out. These keep the
+# compiler from changing the others; they are its defaults but for the contraction to fma.
+OPTIONS = (
+    "--std=c++17",
+    "--ftz=false",
+    "--fmad=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+)
+
+_FOLDER = Path(__file__).parent
+_DIGEST = hashlib.sha256().digest_size
+
+
+@functools.cache
+def sources() -> dict[str, bytes]:
+    """Return the text of layer_norm.cu and of the headers beside it, by file name."""
+    paths = [_FOLDER / "layer_norm.cu", *sorted(_FOLDER.glob("*.cuh"))]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
+    """Return the machine code for these definitions: from disk, or compiled and then kept there."""
+    nvrtc = _nvrtc()
+    version = nvrtc_version()
+    options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
+    path = cache_folder() / f"{_key(sources(), version, options)}.cubin"
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    number = 10 * capability[0] + capability[1]
+    known = _checked(nvrtc.nvrtcGetSupportedArchs())
+    if number not in known:
+        raise unknown_device(capability, known, version)
+    code = compile_cubin(sources(), options)
+    _write(path, code)
+    return code
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Return the version of NVRTC, which is that of the CUDA toolkit it comes from."""
+    major, minor = _checked(_nvrtc().nvrtcVersion())
+    return major, minor
+
+
+def compile_cubin(texts: dict[str, bytes], options: Sequence[str]) -> bytes:
+    """Compile the first of `texts`, the others being its headers; return machine code."""
+    nvrtc = _nvrtc()
+    (name, source), *headers = texts.items()
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            source,
+            name.encode(),
+            len(headers),
+            [text for _, text in headers],
+            [header.encode() for header, _ in headers],
+        )
+    )
+    try:
+        words = [option.encode() for option in options]
+        failed = nvrtc.nvrtcCompileProgram(program, len(words), words)[0]
+        if failed:
+            log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise not_compiled(log.decode(errors="replace").strip("\0\n"), options)
+        code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept: STABLENORM_CACHE_DIR, or the user's cache."""
+    if given := os.environ.get("STABLENORM_CACHE_DIR"):
+        return Path(given)
+    base = os.environ.get("XDG_CACHE_HOME")
+    # Where there is no home, expanduser leaves "~": nothing can be written there, nothing is.
+    return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
+
+
+def _key(texts: dict[str, bytes], version: tuple[int, int], options: Sequence[str]) -> str:
+    """Return a digest of all that decides the machine code."""
+    digest = hashlib.sha256()
+    for part in (repr(version).encode(), *(option.encode() for option in options)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    for name, text in texts.items():
+        for part in (name.encode(), text):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes | None:
+    """Return what `_write` wrote there, or None if there is nothing, or it is damaged."""
+    try:
+        held = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = held[:_DIGEST], held[_DIGEST:]
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Keep `code` behind its digest; where that is impossible, go on without."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other processes may be reading, or writing the same.
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc  # noqa: PLC0415  # only where there is CUDA
+
+        # The library itself is loaded by the first call.
+        nvrtc.nvrtcVersion()
+    except Exception as error:
+        # ImportError, or what its loader raises where a library is missing.
+        raise compiler_missing(error) from error
+    return nvrtc
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Return what a call of NVRTC gave beside its status."""
+    status, *values = result
+    if status:
+        msg = f"NVRTC failed: {status.name}; pip install --upgrade nvidia-cuda-nvrtc cuda-bindings"
+        raise RuntimeError(msg)
+    return values[0] if len(values) == 1 else values

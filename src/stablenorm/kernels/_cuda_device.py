@@ -1,0 +1,119 @@
+"""
+What a launch asks of CUDA: facts of a device, a kernel, how many blocks fit, the launch itself.
+
+`Driver` is the one place where they come together, so that tests hand in another one, which runs
+the same kernels on the CPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.kernels import _cuda_compile
+from stablenorm.kernels._cuda_errors import block_too_large, driver_too_old, no_device
+from stablenorm.kernels._cuda_plan import Plan
+
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
+_MAX_DYNAMIC_SHARED = 8
+
+
+class Facts(NamedTuple):
+    """What decides how kernels are compiled for a device and launched on it."""
+
+    device: int
+    capability: tuple[int, int]
+    multiprocessors: int
+    # Whether all blocks of a launch can be promised to run at once.
+    cooperative: bool
+    # Bytes that a block may have, and those that it may have without asking.
+    shared_most: int
+    shared_free: int
+
+
+class Driver(NamedTuple):
+    """
+    `facts` (device), `kernel` (plan, facts), `resident` (kernel, block, shared bytes: blocks that
+    one multiprocessor holds), `launch` (kernel, grid, block, shared bytes, parameters, cooperative).
+    """
+
+    facts: Callable[[int], Facts]
+    kernel: Callable[[Plan, Facts], Any]
+    resident: Callable[[Any, int, int], int]
+    launch: Callable[[Any, int, int, int, bytes, bool], None]
+
+
+def check_device(cupy: Any) -> None:
+    """Raise RuntimeError where CUDA finds no device."""
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise no_device(error) from error
+    if not count:
+        raise no_device(None)
+
+
+def make_driver(cupy: Any) -> Driver:
+    """Return CUDA's driver, as CuPy calls it."""
+    driver, lock = cupy.cuda.driver, threading.Lock()
+    facts_of: dict[int, Facts] = {}
+    functions: dict[tuple[int, Plan], Any] = {}
+
+    def facts(device: int) -> Facts:
+        if device not in facts_of:
+            facts_of[device] = _read_facts(cupy, device)
+        return facts_of[device]
+
+    def kernel(plan: Plan, about: Facts) -> Any:
+        key = about.device, plan
+        function = functions.get(key)
+        if function is None:
+            with lock:
+                function = functions.setdefault(key, _load(cupy, plan, about))
+        return function
+
+    def resident(function: Any, block: int, shared_bytes: int) -> int:
+        return driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, block, shared_bytes)
+
+    def launch(
+        function: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, together: bool
+    ) -> None:
+        # CuPy passes a NumPy array of one element by value.
+        value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
+        function((grid,), (block,), (value,), shared_bytes, enable_cooperative_groups=together)
+
+    return Driver(facts, kernel, resident, launch)
+
+
+def _read_facts(cupy: Any, device: int) -> Facts:
+    # CuPy spells it "90", or "100" for 10.0.
+    capability = cupy.cuda.Device(device).compute_capability
+    attributes = cupy.cuda.Device(device).attributes
+    return Facts(
+        device,
+        (int(capability[:-1]), int(capability[-1])),
+        attributes["MultiProcessorCount"],
+        bool(attributes["CooperativeLaunch"]),
+        attributes["MaxSharedMemoryPerBlockOptin"],
+        attributes["MaxSharedMemoryPerBlock"],
+    )
+
+
+def _load(cupy: Any, plan: Plan, about: Facts) -> Any:
+    """Compile, load, and ask for the shared memory that a block needs; return the function."""
+    version, driver = _cuda_compile.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
+    # Within one major version any driver runs what any compiler makes.
+    if driver // 1000 < version[0]:
+        raise driver_too_old(driver, version)
+    if plan.shared_bytes > about.shared_most:
+        raise block_too_large(plan.shared_bytes, about.shared_most)
+    # Not RawModule, which keeps modules by the path of a file: here there may be none.
+    module = cupy.cuda.Module()
+    module.load(_cuda_compile.cubin(plan.defines, about.capability))
+    function = module.get_function(plan.entry)
+    if plan.shared_bytes > about.shared_free:
+        cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, plan.shared_bytes)
+    return function

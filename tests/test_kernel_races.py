@@ -1,0 +1,127 @@
+"""layer_norm.cu on threads under ThreadSanitizer: clean, and not without its fences and barriers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.kernels import _cuda_plan
+from stablenorm.kernels._cuda_plan import DTYPE_CODES, GRID_BARRIER, TICKETS
+
+
+def load(name):
+    """Import a file of tests/shim: tests are no package."""
+    if name not in sys.modules:
+        path = Path(__file__).parent / "shim" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+host = load("layer_norm_host")
+host_shim = host.host_shim
+pytestmark = pytest.mark.skipif(
+    bool(host_shim.why_not_threads()), reason=host_shim.why_not_threads()
+)
+FLOAT32 = np.dtype(np.float32)
+# Three chunks each: a block for each, so that partial sums pass from block to block. Rows of a
+# warp, in registers; and rows that are read in a loop, one a turn.
+WARP, LOOPED = (40, 129), (33, 5003)
+GRID = 3
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, worker_id):
+    """Where kernels are kept: one folder for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base if worker_id == "master" else base.parent) / "kernels"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def run_backward(folder, shape, mode, *, defines=(), text=None):
+    """Return the gradients expected, the memory after two launches, and the report."""
+    rng = np.random.default_rng(5)
+    x, dy = rng.standard_normal((2, *shape)).astype(FLOAT32)
+    gamma = rng.standard_normal(shape[1]).astype(FLOAT32)
+    _, cache = layer_norm_forward(x, gamma, gamma, backend="numpy")
+    plan = _cuda_plan.plan_backward(*shape, FLOAT32, FLOAT32, _cuda_plan.DOUBLE)
+    assert plan.chunks == GRID
+    if mode == GRID_BARRIER:
+        # What is summed here is so little that the plan would leave it to one block.
+        plan = plan._replace(segments=GRID, workspace_bytes=plan.workspace_bytes * 2)
+    arrays = {
+        "x": x,
+        "dy": dy,
+        "gamma": gamma,
+        "mean": cache.statistics.mean,
+        "mean_lo": cache.statistics.mean_lo,
+        "rstd": cache.statistics.rstd,
+        "out": np.zeros_like(x),
+        "dgamma": np.zeros_like(gamma),
+        "dbeta": np.zeros_like(gamma),
+        "partials": np.zeros(plan.workspace_bytes, np.uint8),
+        "counters": np.zeros(_cuda_plan.COUNTERS, np.uint32),
+    }
+    names = list(_cuda_plan.PARAMETER_NAMES)
+    values = {f"{name}_stride": shape[1] for name in ("x", "dy", "out")}
+    params = _cuda_plan.pack_parameters(
+        plan,
+        *shape,
+        **values,
+        gamma_type=DTYPE_CODES[FLOAT32],
+        beta_type=DTYPE_CODES[FLOAT32],
+        final_mode=mode,
+    )
+    # The bytes of the partial sums come first in the workspace, those of the segments follow.
+    behind = int.from_bytes(params[8 * names.index("segment_sums") :][:8], "little")
+    pointers = [(8 * names.index(name), name, 0) for name in arrays]
+    pointers.append((8 * names.index("segment_sums"), "partials", behind))
+    source = host.source() if text is None else text
+    program = host_shim.build_threads(
+        source,
+        folder,
+        entries=[plan.entry],
+        defines=[*(define.removeprefix("-D") for define in plan.defines), *defines],
+    )
+    job = host_shim.Job(
+        plan.entry, GRID, plan.block, plan.shared_bytes, params, arrays, pointers, launches=2
+    )
+    memory, report = host_shim.launch_threads(program, job)
+    return layer_norm_backward(dy, cache), memory, report
+
+
+@pytest.mark.parametrize("mode", [TICKETS, GRID_BARRIER], ids=["tickets", "barrier"])
+@pytest.mark.parametrize("shape", [WARP, LOOPED], ids=["warp", "looped"])
+def test_clean(shape, mode, folder):
+    expected, memory, report = run_backward(folder, shape, mode)
+    assert report == ""
+    for name, array in expected._asdict().items():
+        actual = memory["out" if name == "dx" else name]
+        assert actual.tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("mode", [TICKETS, GRID_BARRIER], ids=["tickets", "barrier"])
+@pytest.mark.parametrize("fence", ["RELEASE", "ACQUIRE"])
+def test_a_fence_taken_out_is_a_race(fence, mode, folder):
+    _, _, report = run_backward(folder, WARP, mode, defines=[f"LN_{fence}_FENCE()="])
+    assert "data race" in report
+
+
+@pytest.mark.parametrize(
+    "orders",
+    ["sums of all slots before they are read", "reads before the next sums are written"],
+)
+def test_a_barrier_taken_out_is_a_race(orders, folder):
+    text = host.source()
+    start = text.index(
+        "__syncthreads();",
+        text.index(f"// Orders {'the' if 'slots' in orders else 'these'} {orders}"),
+    )
+    without = text[:start] + text[start + len("__syncthreads();") :]
+    _, _, report = run_backward(folder, WARP, TICKETS, text=without)
+    assert "data race" in report
