@@ -10,6 +10,8 @@ from stablenorm.layer import LayerNorm
 from stablenorm.workspace import Workspace
 
 if TYPE_CHECKING:
+    from stablenorm._diagnose import diagnose
+    from stablenorm.analysis.diagnosis import Diagnosis
     from stablenorm.gradcheck import (
         GradientReport,
         assert_gradients,
@@ -22,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Diagnosis",
     "GradientReport",
     "Gradients",
     "LayerNorm",
@@ -29,6 +32,7 @@ __all__ = [
     "assert_gradients",
     "check_gradients",
     "check_layer_norm",
+    "diagnose",
     "exact_layer_norm",
     "get_num_threads",
     "layer_norm",
@@ -39,10 +43,12 @@ __all__ = [
 
 # The instruments are loaded when first asked for: they take twice as long as all the rest, 0.06 s.
 _LATER = {
+    "Diagnosis": "stablenorm.analysis.diagnosis",
     "GradientReport": "stablenorm.gradcheck",
     "assert_gradients": "stablenorm.gradcheck",
     "check_gradients": "stablenorm.gradcheck",
     "check_layer_norm": "stablenorm.gradcheck",
+    "diagnose": "stablenorm._diagnose",
     "exact_layer_norm": "stablenorm.oracle",
 }
 

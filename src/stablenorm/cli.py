@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stablenorm
-from stablenorm import _command_bench, _command_check, _command_run
+from stablenorm import (
+    _command_bench,
+    _command_check,
+    _command_complexity,
+    _command_diagnose,
+    _command_report,
+    _command_run,
+)
 from stablenorm._command_parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 from stablenorm._files import InputError
 
@@ -68,6 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (_command_run, _command_check, _command_bench):
+    for command in (
+        _command_run,
+        _command_diagnose,
+        _command_check,
+        _command_bench,
+        _command_complexity,
+        _command_report,
+    ):
         command.add(commands)
     return parser

@@ -1,0 +1,159 @@
+"""
+Compiled loops that find out how fast this processor calculates and converts, in its first cache.
+
+Each does one thing, as the kernels do it: with their vectors, and eight of these in flight, so that
+nothing waits for the one before. How long they take, and what follows, is for `analysis.machine`.
+"""
+# mypy: ignore-errors
+# What Numba compiles has the types that Numba infers.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from stablenorm.kernels._compiling import ELEMENTS, bits
+from stablenorm.kernels._vector_memory import itemsize, load, pointer, store
+from stablenorm.kernels._vectors import ZEROS, splat
+
+_eight, _one = ZEROS[8], ZEROS[1]
+_ROWS = 8
+# Eight rows of these are 16 KiB in float64: half of the smallest first-level cache of today.
+_COLUMNS = 256
+# Rounds of a call: about a millisecond, in which starting threads, tens of microseconds, hardly shows.
+_ADDITIONS, _PASSES = 1 << 20, 1 << 13
+# Vectors in flight: latency 4, two a cycle, 64 bytes each on the widest of today's processors.
+_BYTES_IN_FLIGHT = 8 * 64
+
+
+def _multiply_adding(kind: Any, suffix: str) -> Any:
+    """Return an intrinsic: as many rounds of ``v = v * factor + v0`` as asked, all lanes stored."""
+    lanes = _BYTES_IN_FLIGHT // (8 if suffix == "f64" else 4)
+
+    @intrinsic
+    def multiply_add(_typing: Any, to: Any, rounds: Any) -> Any:
+        def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            vector = ir.VectorType(kind, lanes)
+            target = builder.bitcast(args[0], vector.as_pointer())
+            start = builder.load(target, align=8)
+            held = cgutils.alloca_once_value(builder, start)
+            name = f"llvm.fma.v{lanes}{suffix}"
+            fma = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(vector, [vector] * 3), name
+            )
+            with cgutils.for_range(builder, args[1]):
+                v = builder.load(held)
+                builder.store(builder.call(fma, [v, start, start]), held)
+            builder.store(builder.load(held), target, align=8)
+            return context.get_dummy_value()
+
+        return types.none(to, rounds), generate
+
+    return multiply_add
+
+
+_fma64 = _multiply_adding(ir.DoubleType(), "f64")
+_fma32 = _multiply_adding(ir.FloatType(), "f32")
+
+
+def _multiply_add_64(v: Any, rounds: int) -> None:
+    _fma64(pointer(v), rounds)
+
+
+def _multiply_add_32(v: Any, rounds: int) -> None:
+    _fma32(pointer(v), rounds)
+
+
+def _divide(v: Any, rounds: int) -> None:
+    value = load(pointer(v), 0, 64, _eight())
+    start = value
+    for _ in range(rounds):
+        value = start / value
+    store(pointer(v), 0, 64, value)
+
+
+def _read(x: Any, v: Any, rounds: int) -> None:
+    total = _eight()
+    for _ in range(rounds):
+        for col in range(0, x.shape[1], 8):
+            total = total + load(pointer(x), col * itemsize(pointer(x)), x.strides[0], total)
+    store(pointer(v), 0, 64, total)
+
+
+def _write(y: Any, v: Any, rounds: int) -> None:
+    value = load(pointer(v), 0, 64, _eight())
+    start = splat(1.0, value)
+    for _ in range(rounds):
+        for col in range(0, y.shape[1], 8):
+            value = value + start
+            store(pointer(y), col * itemsize(pointer(y)), y.strides[0], value)
+
+
+_SIGNATURES: dict[str, Any] = {}
+
+
+def _made(function: Any, *kinds: Any) -> Any:
+    """Compile `function` once for these types."""
+    key = f"{function.__name__} {kinds}"
+    if key not in _SIGNATURES:
+        compiled = njit(nogil=True, error_model="numpy")(function)
+        compiled.compile(types.void(*kinds))
+        _SIGNATURES[key] = compiled
+    return _SIGNATURES[key]
+
+
+def arithmetic_loops() -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
+    """
+    Return, by name, a maker of the loop for one thread, and what a call of it does.
+
+    "flops float64" and "flops float32" do multiply-adds, two flops each; "divisions" divisions.
+    """
+    found: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {}
+    for name, function, kind, dtype in (
+        ("flops float64", _multiply_add_64, types.float64, np.float64),
+        ("flops float32", _multiply_add_32, types.float32, np.float32),
+    ):
+        lanes = _BYTES_IN_FLIGHT // np.dtype(dtype).itemsize
+        job = _made(function, kind[::1], types.int64)
+        # Below 1: it converges, to nothing subnormal.
+        found[name] = (_on_vector(job, lanes, dtype, _ADDITIONS), 2 * lanes * _ADDITIONS)
+    job = _made(_divide, types.float64[::1], types.int64)
+    rounds = _ADDITIONS // 16
+    found["divisions"] = (_on_vector(job, 8 * _ROWS, np.float64, rounds), 8 * _ROWS * rounds)
+    return found
+
+
+def conversion_loops(
+    dtype: np.dtype[Any],
+) -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]:
+    """Return, as above, "loads" and "stores" of elements of `dtype`; with each goes an addition."""
+    element = ELEMENTS[dtype]
+    work = _ROWS * _COLUMNS * _PASSES
+    found = {}
+    for name, function in (("loads", _read), ("stores", _write)):
+        job = _made(function, element[:, ::1], types.float64[::1], types.int64)
+        found[name] = (_on_matrix(job, dtype), work)
+    return found
+
+
+def _on_vector(job: Any, lanes: int, dtype: Any, rounds: int) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        v = np.full(lanes, 0.5, dtype)
+        return lambda: job(v, rounds)
+
+    return make
+
+
+def _on_matrix(job: Any, dtype: np.dtype[Any]) -> Callable[[], Callable[[], Any]]:
+    def make() -> Callable[[], Any]:
+        x = bits(np.ones((_ROWS, _COLUMNS), dtype))
+        v = np.ones(8 * _ROWS)
+        return lambda: job(x, v, _PASSES)
+
+    return make

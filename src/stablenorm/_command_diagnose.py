@@ -1,0 +1,177 @@
+"""`stablenorm diagnose`: what a layer norm would lose on the data in a file."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from stablenorm._command_parts import check_plot
+from stablenorm._diagnose import check_eps, check_top, fastest_sweep
+from stablenorm._files import InputError, check_target, write_beside
+from stablenorm._shapes import normalize_axes, normalized_shape
+from stablenorm._stream_file import (
+    Member,
+    check_member,
+    list_members,
+    open_rows,
+    read_small,
+)
+from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
+from stablenorm.report_check import patient_bar
+from stablenorm.report_diagnose import print_diagnosis, print_members
+
+_BUNDLED = "minilm_layer0_output.npz"
+_DTYPES = {
+    name: np.dtype(kind)
+    for name, kind in (
+        ("float16", np.float16),
+        ("bfloat16", ml_dtypes.bfloat16),
+        ("float32", np.float32),
+        ("float64", np.float64),
+    )
+}
+
+_EXAMPLES = """\
+examples:
+  stablenorm diagnose                                    the bundled data: a real layer norm's input
+  stablenorm diagnose activations.npy                    all leading axes are rows
+  stablenorm diagnose activations.npy --dtype bfloat16   as if it were of that dtype
+  stablenorm diagnose mine.npz --member hidden --top 3
+  stablenorm diagnose model.safetensors                  lists the tensors
+  stablenorm diagnose big.npy --json found.json --plot found.png
+
+Files are read in blocks: one larger than memory takes no more than a small one. Only an array whose
+normalized axes are not its last ones, or one in Fortran order, has to fit in memory.
+
+how to read it:
+  bits of y lost    log2 of the RMS error of y over a row, in roundings of the dtype: 0 is as good
+                    as correctly rounded, all of them means that nothing of y is left
+  condition number  how many times larger a relative error of x is in y, or in dx
+
+exit status: 0 done, 2 the file cannot be used (one line says why), or a member is to be chosen.
+"""
+
+
+def add(commands: Any) -> None:
+    """Add `diagnose` to the commands."""
+    parser = commands.add_parser(
+        "diagnose",
+        help="say what a layer norm would lose on the data in a file, and on which rows",
+        description=(
+            "Read the array in a file once, and say how well conditioned its layer norm is, how "
+            "many bits of y the methods in common use lose, and which rows are the worst."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(job=run)
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="an .npy, .npz or .safetensors file; default: the bundled data",
+    )
+    parser.add_argument(
+        "--member",
+        metavar="NAME",
+        help="which array of an .npz or .safetensors file; default: x, or the only one",
+    )
+    parser.add_argument(
+        "--axis", nargs="+", type=int, default=[-1], metavar="K", help="normalized; default: -1"
+    )
+    parser.add_argument(
+        "--eps", type=float, help="default: eps of the .npz file, if it has one, or 1e-5"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="judge the data as; default: its own")
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="K", help="worst rows to describe; default: 10"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the losses there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what `stablenorm diagnose` is asked."""
+    check_target("--json", arguments.json, (".json",))
+    check_plot(arguments.plot)
+    if arguments.file is not None:
+        return _run(arguments, arguments.file)
+    with resources.as_file(resources.files("stablenorm") / "data" / _BUNDLED) as bundled:
+        return _run(arguments, bundled)
+
+
+def _run(arguments: argparse.Namespace, path: Path) -> int:
+    from rich.console import Console  # noqa: PLC0415
+
+    members = list_members(path)
+    member = _choose(members, arguments.member)
+    if member is None:
+        print_members(members, Console())
+        msg = f"{path} holds {len(members)} arrays: choose one with --member NAME"
+        raise InputError(msg)
+    check_member(member)
+    diagnosis = _diagnose(arguments, member)
+    if arguments.json is not None:
+        text = diagnosis.to_json().encode()
+        write_beside(arguments.json, lambda file: file.write(text))
+    if arguments.plot is not None:
+        kind = arguments.plot.suffix[1:].lower()
+        write_beside(arguments.plot, lambda file: diagnosis.plot(file, format=kind))
+    print_diagnosis(member, diagnosis, Console())
+    return 0
+
+
+def _choose(members: list[Member], name: str | None) -> Member | None:
+    """Return the member of that name; without one, x, or the only one, or None."""
+    named = {member.name: member for member in members}
+    if name is None:
+        return members[0] if len(members) == 1 else named.get("x")
+    if name not in named:
+        held = ", ".join(list(named)[:8]) if members[0].name else "one array, without a name"
+        more = f" and {len(named) - 8} more" if len(named) > 8 else ""
+        msg = f"--member must name an array of {members[0].path}, got {name}; it holds {held}{more}"
+        raise InputError(msg)
+    return named[name]
+
+
+def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
+    """Read the member, and diagnose what is in it."""
+    try:
+        axes = normalize_axes(tuple(arguments.axis), len(member.shape))
+        lengths = normalized_shape(member.shape, axes)
+        eps = check_eps(_eps(arguments, member))
+        top = check_top(arguments.top)
+    except ValueError as error:
+        raise InputError(str(error)) from None
+    rows = int(np.prod(member.shape, dtype=object)) // int(np.prod(lengths, dtype=object))
+    done = 0
+    with patient_bar("reading") as progress:
+
+        def told(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, rows)
+
+        with open_rows(member, axes, told) as blocks:
+            return diagnose_blocks(
+                blocks,
+                fastest_sweep(),
+                shape=member.shape,
+                dtype=_DTYPES[arguments.dtype or member.dtype.name],
+                axis=axes,
+                eps=eps,
+                top=top,
+            )
+
+
+def _eps(arguments: argparse.Namespace, member: Member) -> float:
+    if arguments.eps is not None:
+        return float(arguments.eps)
+    held = read_small(member.path, "eps") if member.offset is None else None
+    return 1e-5 if held is None else held

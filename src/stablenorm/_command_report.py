@@ -1,0 +1,81 @@
+"""`stablenorm report`: everything about one layer norm, on one page."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from stablenorm._command_parts import EXIT_FAILED, step_bar
+from stablenorm._files import InputError, check_target, read_problem, write_beside
+from stablenorm.report_page import STEPS, gather, write_page
+
+_OUT = Path("stablenorm-report.html")
+
+_EXAMPLES = """\
+examples:
+  stablenorm report                       the bundled data: a real layer norm of a language model
+  stablenorm report mine.npz              x and, if held, gamma, beta, dy, eps from a file
+  stablenorm report mine.npz --out mine.html
+
+The page is one file. It loads nothing, runs no script, and may be mailed, printed or kept.
+
+exit status: 0 no check failed, 1 a check failed (the page says which), 2 the input cannot be used
+or the page not be written (one line says why).
+"""
+
+
+def add(commands: Any) -> None:
+    """Add `report` to the commands."""
+    parser = commands.add_parser(
+        "report",
+        help="write all of it on one page: accuracy, hazards, gradients, cost, speed",
+        description=(
+            "Compute a layer norm and its gradients, check them, look for what would break other "
+            "implementations on these data, measure what it costs on this machine, and write it "
+            "all on one HTML page. x is normalized over its last axis."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(job=run)
+    parser.add_argument(
+        "file",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        help="an .npz file, or a directory of .npy files, with x and, optionally, gamma, beta, "
+        "dy, eps; default: the bundled data",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=_OUT,
+        metavar="FILE.html",
+        help=f"where to write it; what is there is replaced; default: {_OUT}",
+    )
+    parser.add_argument("--eps", type=float, help="instead of the file's; default: 1e-5")
+    parser.add_argument("--seed", type=int, default=0, help="of a random dy; default: 0")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what `stablenorm report` is asked."""
+    check_target("--out", arguments.out, (".html", ".htm"))
+    if arguments.seed < 0:
+        msg = f"--seed must be >= 0, got {arguments.seed}"
+        raise InputError(msg)
+    problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+    # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
+    with step_bar(STEPS, per_second=1) as step:
+        facts = gather(problem, step)
+    write_beside(arguments.out, lambda file: write_page(facts, file))
+    from rich.console import Console  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    verdict = "no check failed" if facts.passed else "A CHECK FAILED"
+    words = (
+        f"{arguments.out}: {verdict}. Open it in any browser: {arguments.out.absolute().as_uri()}"
+    )
+    # A name may hold brackets; an address that is broken into lines cannot be clicked.
+    Console(soft_wrap=True).print(Text(words))
+    return 0 if facts.passed else EXIT_FAILED

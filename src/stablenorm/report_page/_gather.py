@@ -1,0 +1,205 @@
+"""All that the report tells, computed and measured here; the page only writes it down."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import stablenorm
+from stablenorm import _complexity
+from stablenorm._diagnose import diagnose
+from stablenorm._files import InputError, Problem
+from stablenorm._run import Findings, compute, inspect
+from stablenorm._threads import get_num_threads
+from stablenorm._types import Array
+from stablenorm.analysis.diagnosis import Diagnosis
+from stablenorm.report_page._speed import STEPS as _SPEED_STEPS
+from stablenorm.report_page._speed import Speed, measure_speed
+
+# Elements that are computed and judged by identities, about a second of it; of a larger array
+# every so-manieth row.
+_ELEMENTS = 2**24
+# Elements summed up at once: 8 MiB of float64, which stays in the caches.
+_BLOCK = 2**20
+
+
+class Rows(NamedTuple):
+    """What is known of each row of x, each of shape (rows,); NaN for a row that is not finite."""
+
+    mean: Array
+    std: Array
+    low: Array
+    high: Array
+    finite: Array
+    constant: Array
+
+
+class Origin(NamedTuple):
+    """On what the report was made, and when."""
+
+    versions: str
+    machine: str
+    date: str
+
+
+class Facts(NamedTuple):
+    """Everything that the page says; a str stands for what could not be had, and says why."""
+
+    problem: Problem
+    rows: Rows
+    # How many rows are judged, and, where these are not all, which ones.
+    judged: int
+    choice: str
+    findings: Findings | str
+    diagnosis: Diagnosis | str
+    cost: _complexity.Complexity | str
+    speeds: tuple[Speed, ...]
+    origin: Origin
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed; what could not be checked did not."""
+        return isinstance(self.findings, str) or self.findings.passed
+
+
+# Bytes of x that the costs are measured on, whatever the data: the reference, a thousand times
+# slower than a copy, is done with 2 MiB in a second or two.
+COST_BYTES = 2**21
+# The rows; the four steps of `inspect`; the diagnosis; the costs; the timing.
+STEPS = 1 + 4 + 1 + _complexity.count_steps() + _SPEED_STEPS
+
+
+def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
+    """Compute and measure everything; `step` is told what is going on."""
+    _check(problem)
+    step("rows of x")
+    rows = summarize(problem.x.reshape(-1, problem.x.shape[-1]))
+    part, choice = _judgeable(problem, rows)
+    findings: Findings | str = choice
+    if part is not None:
+        findings = inspect(part, compute(part), step)
+    else:
+        for _ in range(4):
+            step(choice)
+    step("diagnosis")
+    diagnosis = diagnose(problem.x, problem.eps)
+    cost = _cost(problem, step)
+    speeds = measure_speed(problem, step)
+    judged = 0 if part is None else part.x.shape[0]
+    return Facts(problem, rows, judged, choice, findings, diagnosis, cost, speeds, _origin())
+
+
+def summarize(x: Array) -> Rows:
+    """Find mean, std, least and largest of each row of a matrix, in float64, block by block."""
+    every = max(1, _BLOCK // x.shape[-1])
+    blocks = [_summarize_block(x[first : first + every]) for first in range(0, len(x), every)]
+    return Rows(*(np.concatenate(column) for column in zip(*blocks, strict=True)))
+
+
+def _summarize_block(x: Array) -> Rows:
+    wide = x.astype(np.float64)
+    finite = np.asarray(np.isfinite(wide).all(axis=-1))
+    wide = np.where(finite[:, None], wide, 0.0)
+    low, high = wide.min(axis=-1), wide.max(axis=-1)
+    # Divided by the largest magnitude first, lest the squares of float64 overflow or vanish.
+    largest = np.maximum(np.abs(low), np.abs(high))
+    unit = np.where(largest > 0, largest, 1.0)
+    scaled = wide / unit[:, None]
+    mean = scaled.mean(axis=-1) * unit
+    constant = finite & (low == high)
+    # Of a constant row, rounding of the mean would leave a trace.
+    std = np.where(constant, 0.0, scaled.std(axis=-1) * unit)
+    mean, std, low, high = (np.where(finite, v, np.nan) for v in (mean, std, low, high))
+    return Rows(mean, std, low, high, finite, constant)
+
+
+def _check(problem: Problem) -> None:
+    """Refuse what the package refuses, in its words, before anything is computed."""
+    x, dy = problem.x, problem.dy
+    try:
+        # Without rows: the checks alone. What differs in shape is refused whole.
+        whole = x.ndim < 2 or x.shape != dy.shape
+        compute(problem if whole else problem._replace(x=x[:0], dy=dy[:0]))
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from None
+    if x.size == 0:
+        msg = f"x must have at least one row, got shape {x.shape}"
+        raise InputError(msg)
+
+
+def _judgeable(problem: Problem, rows: Rows) -> tuple[Problem | None, str]:
+    """Return the rows that have an exact result, few enough, and which they are."""
+    for name in ("gamma", "beta"):
+        array = getattr(problem, name)
+        if array is not None and not np.isfinite(array.astype(np.float64)).all():
+            return None, f"{name} is not finite, so that no row has an exact result"
+    n = problem.x.shape[-1]
+    x, dy = (array.reshape(-1, n) for array in (problem.x, problem.dy))
+    keep = rows.finite & np.isfinite(dy.astype(np.float64)).all(axis=-1)
+    if problem.eps == 0:
+        keep &= ~rows.constant
+    chosen = np.flatnonzero(keep)
+    if not chosen.size:
+        return None, "no row of x and dy has an exact result: they hold NaN, infinity or 0/0"
+    words = []
+    if chosen.size < len(x):
+        words.append(
+            f"{len(x) - chosen.size} rows that hold NaN or infinity, or are constant with eps = 0, "
+            "are left out"
+        )
+    most = max(1, _ELEMENTS // n)
+    if chosen.size > most:
+        words.append(f"{most} rows are taken, evenly spaced")
+        chosen = chosen[np.linspace(0, chosen.size - 1, most).astype(np.intp)]
+    # As a matrix: the file's own results, which have its shape, are compared where all rows stay.
+    if not words:
+        return _as_matrix(problem), ""
+    return problem._replace(x=x[chosen], dy=dy[chosen], expected={}), "; ".join(words)
+
+
+def _as_matrix(problem: Problem) -> Problem:
+    n = problem.x.shape[-1]
+    expected = {
+        name: held.reshape(-1, n) if held.shape == problem.x.shape else held
+        for name, held in problem.expected.items()
+    }
+    x, dy = problem.x.reshape(-1, n), problem.dy.reshape(-1, n)
+    return problem._replace(x=x, dy=dy, expected=expected)
+
+
+def _cost(problem: Problem, step: Callable[[str], None]) -> _complexity.Complexity | str:
+    """Measure the costs at the data's n and dtype."""
+    n = problem.x.shape[-1]
+    rows = max(1, COST_BYTES // (n * problem.x.dtype.itemsize))
+    try:
+        return _complexity.inspect((rows, n), str(problem.x.dtype), get_num_threads(), step)
+    except ImportError as error:
+        for _ in range(_complexity.count_steps()):
+            step("no kernel")
+        return f"the fused kernel cannot be loaded: {error}"
+
+
+def _origin() -> Origin:
+    versions = (
+        f"stablenorm {stablenorm.__version__}, NumPy {np.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+    machine = f"{_processor()}, {os.cpu_count()} processors, {platform.system()}"
+    now = dt.datetime.now(dt.UTC)
+    return Origin(versions, machine, f"{now:%Y-%m-%d %H:%M} UTC")
+
+
+def _processor() -> str:
+    """Return the processor's name, as the system gives it."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,256 @@
+"""`stablenorm diagnose`: files of every kind, whole and damaged."""
+
+import json
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stablenorm import _command_diagnose, cli
+from stablenorm._diagnose import diagnose
+from stablenorm._files import InputError
+from stablenorm._stream_file import list_members, open_rows
+
+
+@pytest.fixture
+def x():
+    return (3 + np.random.default_rng(0).standard_normal((6, 5, 32))).astype(np.float32)
+
+
+def write_safetensors(path, tensors):
+    """Write {name: (type, array)} by hand: another implementation than that which reads it."""
+    header, data = {"__metadata__": {"format": "np"}}, b""
+    for name, (kind, array) in tensors.items():
+        raw = array.tobytes()
+        places = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": places}
+        data += raw
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def run(capsys, *arguments):
+    status = cli.main(["diagnose", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def found_in(capsys, tmp_path, *arguments):
+    """Run, and return what was written as JSON."""
+    target = tmp_path / "found.json"
+    status, _, err = run(capsys, *arguments, "--json", target)
+    assert (status, err) == (0, "")
+    return json.loads(target.read_text())
+
+
+def expected(x, **options):
+    return json.loads(diagnose(x, **options).to_json())
+
+
+@pytest.mark.parametrize("block", [700, 1 << 22])
+def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("stablenorm._stream_file._BLOCK", block)
+    bf = x.astype(ml_dtypes.bfloat16)
+    np.save(tmp_path / "c.npy", x)
+    np.save(tmp_path / "f.npy", np.asfortranarray(x))
+    np.save(tmp_path / "big.npy", x.astype(">f4"))
+    np.save(tmp_path / "bf.npy", bf)
+    np.savez(tmp_path / "one.npz", h=x)
+    np.savez_compressed(tmp_path / "more.npz", a=x, b=x[0], c=bf)
+    write_safetensors(tmp_path / "m.safetensors", {"w": ("BF16", bf), "v": ("F32", x)})
+    for name in ("c.npy", "f.npy", "big.npy", "one.npz"):
+        assert found_in(capsys, tmp_path, tmp_path / name) == expected(x), name
+    for name, member, array in (
+        ("more.npz", "a", x),
+        ("more.npz", "c", bf),
+        ("m.safetensors", "w", bf),
+        ("m.safetensors", "v", x),
+    ):
+        actual = found_in(capsys, tmp_path, tmp_path / name, "--member", member)
+        assert actual == expected(array), (name, member)
+    assert found_in(capsys, tmp_path, tmp_path / "bf.npy") == expected(bf)
+    for name, member in (("c.npy", None), ("more.npz", "a"), ("m.safetensors", "v")):
+        chosen = [] if member is None else ["--member", member]
+        for axis in ((1,), (0, 2)):
+            actual = found_in(capsys, tmp_path, tmp_path / name, *chosen, "--axis", *axis)
+            assert actual == expected(x, axis=axis), (name, axis)
+
+
+def test_files_of_the_safetensors_package_are_read(x, tmp_path, capsys):
+    package = pytest.importorskip("safetensors.numpy")
+    package.save_file({"h": x}, tmp_path / "h.safetensors")
+    assert found_in(capsys, tmp_path, tmp_path / "h.safetensors") == expected(x)
+
+
+def test_x_and_eps_of_an_npz_are_taken(x, tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", x=x, g=x[0], eps=1e-3)
+    assert found_in(capsys, tmp_path, tmp_path / "x.npz") == expected(x, eps=1e-3)
+    actual = found_in(capsys, tmp_path, tmp_path / "x.npz", "--eps", 0, "--top", 2)
+    assert actual == expected(x, eps=0.0, top=2)
+
+
+def test_members_are_listed_where_one_is_to_be_chosen(x, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    np.savez(tmp_path / "m.npz", **{"a[b]": x, "c": x[0]})
+    status, out, err = run(capsys, tmp_path / "m.npz")
+    assert status == 2
+    assert "a[b]" in out
+    assert "6 x 5 x 32" in out
+    assert err.endswith("holds 2 arrays: choose one with --member NAME\n")
+
+
+def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    status, out, err = run(capsys, "--dtype", "float16")
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 60
+    assert "E[x^2] - E[x]^2" in " ".join(out.split())
+
+
+def test_a_picture_is_drawn(x, tmp_path, capsys):
+    np.save(tmp_path / "c.npy", x)
+    assert run(capsys, tmp_path / "c.npy", "--plot", tmp_path / "c.svg")[0] == 0
+    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml")
+
+
+def test_nothing_but_nan_is_said(x, tmp_path, capsys):
+    np.save(tmp_path / "nan.npy", x * np.nan)
+    status, out, err = run(capsys, tmp_path / "nan.npy")
+    assert (status, err) == (0, "")
+    assert "not finite: 30 rows" in out
+
+
+def damage(path, x):
+    """Write every file that cannot be used; return what is said of it."""
+    np.save(path / "int.npy", x.astype(int))
+    np.save(path / "objects.npy", np.array([None]), allow_pickle=True)
+    np.save(path / "number.npy", np.float32(3))
+    np.save(path / "norows.npy", x[:0])
+    np.save(path / "whole.npy", x)
+    raw = (path / "whole.npy").read_bytes()
+    (path / "short.npy").write_bytes(raw[:-8])
+    (path / "header.npy").write_bytes(raw[:40])
+    (path / "version.npy").write_bytes(raw[:6] + b"\x09" + raw[7:])
+    np.savez_compressed(path / "whole.npz", h=x)
+    packed = (path / "whole.npz").read_bytes()
+    (path / "short.npz").write_bytes(packed[:-40])
+    flipped = bytearray(packed)
+    flipped[len(packed) // 2] ^= 255
+    (path / "flipped.npz").write_bytes(flipped)
+    write_safetensors(path / "whole.safetensors", {"w": ("F32", x), "q": ("F8_E4M3", x[0])})
+    tensors = (path / "whole.safetensors").read_bytes()
+    (path / "short.safetensors").write_bytes(tensors[:-9])
+    (path / "wrong.safetensors").write_bytes(tensors.replace(b"[6, 5, 32]", b"[6, 5, 33]"))
+    (path / "list.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
+    (path / "huge.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    (path / "junk.bin").write_bytes(bytes(range(1, 200)))
+    (path / "empty.npy").write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent.npy"], "absent.npy, which is not there"),
+        (["."], "a directory"),
+        (["int.npy"], "must be float16, bfloat16, float32 or float64, got int64"),
+        (["objects.npy"], "got objects"),
+        (["number.npy"], "must have at least one axis, got a single number"),
+        (["norows.npy"], "must have at least one row and one element, got shape (0, 5, 32)"),
+        (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
+        (["header.npy"], "must be a whole .npy file, got a damaged one"),
+        (["version.npy"], "must be a whole .npy file, got a damaged one"),
+        (["short.npz"], "must be an .npy, .npz or .safetensors file, got something else"),
+        (["flipped.npz"], "damaged one"),
+        (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
+        (["whole.safetensors", "--member", "no"], "must name an array of"),
+        (["short.safetensors"], "truncated"),
+        (["wrong.safetensors"], "the place of w does not fit its shape"),
+        (["list.safetensors"], "got another, or a damaged one"),
+        (["huge.safetensors"], "its header does not fit"),
+        (["junk.bin"], "must be an .npy, .npz or .safetensors file, got something else"),
+        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got something else"),
+        (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
+        (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
+        (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),
+        (["whole.npy", "--top", "-2"], "top must be >= 0, got -2"),
+        (["whole.npy", "--json", "no/where.json"], "--json must be in an existing directory"),
+        (["whole.npy", "--plot", "found.txt"], "--plot must be a"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, words, x, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    damage(tmp_path, x)
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert err.startswith("stablenorm: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read anything")
+def test_a_file_that_may_not_be_read_is_one_line(x, tmp_path, capsys):
+    np.save(tmp_path / "c.npy", x)
+    (tmp_path / "c.npy").chmod(0)
+    status, _, err = run(capsys, tmp_path / "c.npy")
+    assert status == 2
+    assert "Permission denied" in err
+
+
+def test_a_file_cut_while_it_is_read_is_truncated(x, tmp_path, monkeypatch):
+    """Its length was right when it was opened."""
+    monkeypatch.setattr("stablenorm._stream_file._BLOCK", 128)
+    np.save(tmp_path / "c.npy", x)
+    (member,) = list_members(tmp_path / "c.npy")
+
+    def read():
+        with open_rows(member, (2,), print) as blocks:
+            for _ in blocks:
+                os.truncate(tmp_path / "c.npy", 200)
+
+    with pytest.raises(InputError, match="truncated"):
+        read()
+
+
+def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
+    seen = []
+
+    class Bar:
+        def __enter__(self):
+            return lambda done, total: seen.append((done, total))
+
+        def __exit__(self, *_):
+            return None
+
+    monkeypatch.setattr(_command_diagnose, "patient_bar", lambda _: Bar())
+    monkeypatch.setattr("stablenorm._stream_file._BLOCK", 128 * 7)
+    np.save(tmp_path / "c.npy", x)
+    assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
+    assert seen[-1] == (30, 30)
+    assert len(seen) == 5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """A sparse file of 256 MiB: all of it zeros, none of it on the disk, all of it read."""
+    rows, n = 1 << 16, 1 << 10
+    with (tmp_path / "large.npy").open("wb") as file:
+        described = {"descr": "<f4", "fortran_order": False, "shape": (rows, n)}
+        np.lib.format.write_array_header_1_0(file, described)
+        file.truncate(file.tell() + 4 * rows * n)
+    program = (
+        "import sys; from stablenorm import cli; status = cli.main(sys.argv[1:]); "
+        "peak = [l for l in open('/proc/self/status') if l.startswith('VmHWM')][0]; "
+        "print(status, peak.split()[1], file=sys.stderr)"
+    )
+    arguments = ["diagnose", str(tmp_path / "large.npy"), "--top", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    status, peak = map(int, done.stderr.split())
+    assert status == 0
+    assert f"constant: {rows} rows" in done.stdout
+    # The gate is 200 MB, for 4 GB: nothing in it depends on the size.
+    assert peak < 200e6 / 1024

@@ -1,0 +1,210 @@
+"""The documentation: it builds without a warning, refers to nothing that is not there, needs no network."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import stablenorm
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+READ_ON_THE_WEB = [*PAGES, *ROOT.glob("*.md")]
+
+# What a browser fetches by itself, as opposed to a link that a reader may follow.
+FETCHED = re.compile(
+    r"""<(?:script|img|iframe|source|video|embed|object|link(?![^>]*rel="(?:canonical|author)))"""
+    r"""[^>]*?(?:src|href|data|srcset)="(?:https?:)?//[^"]*\""""
+    r"""|url\(\s*["']?(?:https?:)?//|@import\s+["'](?:https?:)?//""",
+    re.IGNORECASE,
+)
+CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+
+
+def prose(path):
+    """Return the text of a page without its code blocks and code spans."""
+    text = CODE.sub("", path.read_text(encoding="utf-8"))
+    return re.sub(r"`[^`\n]*`", "`code`", text)
+
+
+def anchors(path):
+    """Return what a link into a page may end in, as GitHub and MyST both make it of headings."""
+    headings = re.findall(
+        r"^#{1,3} +(.+)$", CODE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE
+    )
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
+
+
+def dead_links(path):
+    """Return the relative links of a page that lead nowhere."""
+    dead = []
+    for target in re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", prose(path)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        if not there.exists() or (
+            anchor and there.suffix == ".md" and anchor not in anchors(there)
+        ):
+            dead.append(target)
+    return dead
+
+
+@pytest.mark.parametrize("path", READ_ON_THE_WEB, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_link_of_a_page_is_dead(path):
+    assert dead_links(path) == []
+
+
+def test_a_dead_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](f)`\n")
+    assert dead_links(page) == ["#two", "gone.md"]
+
+
+def toctree_entries(path):
+    """Return the pages that the toctrees of a page list."""
+    blocks = re.findall(
+        r"^```\{toctree\}\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [
+        (path.parent / f"{line}.md").resolve()
+        for line in lines
+        if line and not line.startswith(":")
+    ]
+
+
+def test_every_page_is_in_one_toctree():
+    listed = [entry for page in PAGES for entry in toctree_entries(page)]
+    assert sorted(listed) == sorted(set(listed)), "a page in two places has two homes"
+    assert set(PAGES) - set(listed) == {DOCS / "index.md"}
+
+
+def names_of_the_reference():
+    """Return the full names that the directives of the reference document."""
+    names = []
+    for page in (DOCS / "reference").glob("*.md"):
+        module = ""
+        for kind, name in re.findall(
+            r"^\.\. ([\w:]+):: ([\w.]+)$", page.read_text("utf-8"), re.MULTILINE
+        ):
+            if kind == "currentmodule":
+                module = name
+            elif kind in ("autofunction", "autoclass", "py:data"):
+                names.append(f"{module}.{name}")
+    return names
+
+
+def test_every_public_name_is_in_the_reference_once():
+    names = names_of_the_reference()
+    assert sorted(names) == sorted(set(names))
+    top = {name for name in names if name.count(".") == 1}
+    assert top == {f"stablenorm.{name}" for name in stablenorm.__all__}
+
+
+@pytest.mark.parametrize("package", ["gradcheck", "oracle"])
+def test_the_names_of_a_subpackage_are_in_the_reference(package):
+    tree = ast.parse((ROOT / "src/stablenorm" / package / "__init__.py").read_text("utf-8"))
+    public = {
+        name.value for node in tree.body if isinstance(node, ast.Assign) for name in node.value.elts
+    }
+    documented = {name.rpartition(".")[2] for name in names_of_the_reference()}
+    assert public - documented == set()
+
+
+def test_the_version_is_that_of_the_package():
+    assert f'release = "{stablenorm.__version__}"' in (DOCS / "conf.py").read_text("utf-8")
+
+
+def test_every_word_is_spelled_as_codespell_knows_it():
+    pytest.importorskip("codespell_lib")
+    command = [sys.executable, "-m", "codespell_lib", "--ignore-words", str(DOCS / "words.txt")]
+    done = subprocess.run(
+        [*command, *READ_ON_THE_WEB, ROOT / "src", ROOT / "examples"],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built pages; every warning is an error."""
+    pytest.importorskip("sphinx")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html"]
+    # No proxy leads anywhere: a build that fetched something would fail.
+    done = subprocess.run(
+        [*command, str(DOCS), str(out)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    yield out
+    shutil.rmtree(out)
+
+
+@pytest.mark.slow
+def test_no_page_fetches_anything_from_elsewhere(site):
+    files = [path for kind in ("html", "css", "svg") for path in site.rglob(f"*.{kind}")]
+    assert len(files) > len(PAGES)
+    found = {
+        path.name: match[0] for path in files if (match := FETCHED.search(path.read_text("utf-8")))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '<script async="async" src="https://cdn.example.org/mathjax.js"></script>',
+        '<link rel="stylesheet" href="//example.org/a.css">',
+        '<img alt="x" src="http://example.org/a.png">',
+        "src: url('https://example.org/font.woff2')",
+        '@import "https://example.org/a.css";',
+    ],
+)
+def test_what_is_fetched_is_seen(line):
+    assert FETCHED.search(line)
+    assert not FETCHED.search(line.replace("https:", "").replace("http:", "").replace("//", "/"))
+    assert not FETCHED.search('<a href="https://example.org/">a link for a reader</a>')
+
+
+@pytest.mark.slow
+def test_formulas_are_mathml(site):
+    """A formula that the translator does not know would stand there as its source."""
+    pages = [path for path in PAGES if "\n$$" in path.read_text("utf-8")]
+    assert pages
+    for path in pages:
+        html = (site / path.relative_to(DOCS)).with_suffix(".html").read_text("utf-8")
+        assert "<math " in html
+        assert not re.search(r"\\(frac|sum|hat|sqrt)\b", html)
+
+
+@pytest.fixture
+def mathml(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    import mathml  # noqa: PLC0415  # found only now
+
+    return mathml
+
+
+def test_the_index_of_an_accented_letter_stands_beside_it(mathml):
+    """docutils 0.22 puts it below, as under a sum: dy_i x^_i was unreadable."""
+    flat = re.sub(r"\s", "", mathml.translate(r"\hat{x}_i", as_block=False))
+    assert '<msub><moveraccent="true"><mi>x</mi>' in flat
+    assert "</mover><mi>i</mi></msub>" in flat
+    # The limits of a sum stay where they are.
+    assert "munderover" in mathml.translate(r"\sum_{i=1}^n x_i", as_block=False)
+
+
+@pytest.mark.parametrize("formula", [r"\nosuchcommand x", r"\frac12 \begin{nosuch}", r"x_"])
+def test_a_formula_that_cannot_be_translated_is_told(mathml, formula):
+    with pytest.raises(ValueError, match="a formula must be what docutils can translate"):
+        mathml.translate(formula, as_block=True)

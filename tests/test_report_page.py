@@ -1,0 +1,434 @@
+"""`stablenorm report`: a page that is whole, says what is true, and survives any input."""
+
+import argparse
+import itertools
+import os
+import re
+from html.parser import HTMLParser
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import stablenorm._run as job
+from stablenorm import _command_report, _complexity
+from stablenorm._files import InputError, read_problem
+from stablenorm.oracle import exact_layer_norm
+from stablenorm.report_page import STEPS, _gather, _speed, gather, page
+from stablenorm.report_page._html import number, table, text
+from stablenorm.report_page._svg import Scale
+
+X = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+_VOID = {"meta", "link", "input", "br", "img"}
+
+
+def shorten(patch):
+    """Timings of a moment: the page, not its figures."""
+    patch.setattr(_speed, "_FAR", 2**14)
+    patch.setattr(_speed, "_LIMIT", 0.01)
+    patch.setattr(_speed, "_SETTLE", 0)
+    patch.setattr(job, "_measure_time", lambda _: ({}, {}))
+    patch.setattr(_complexity, "_LIMIT", 0.01)
+    patch.setattr(_gather, "COST_BYTES", 2**14)
+
+
+def no_cost(_, step):
+    """Costs do not depend on the data: one page with them is enough."""
+    for _ in range(_complexity.count_steps()):
+        step("none")
+    return "the fused kernel cannot be loaded: planted"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch, tmp_path):
+    shorten(monkeypatch)
+    monkeypatch.setattr(_gather, "_cost", no_cost)
+    monkeypatch.chdir(tmp_path)
+
+
+class Reader(HTMLParser):
+    """Reads a page, and complains where browsers would silently repair it."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.open, self.ids, self.tags, self.faults, self.words = [], [], [], [], []
+        self.feed(source)
+        self.close()
+        self.faults += [f"{tag} never closed" for tag in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self.ids += [value for name, value in attrs if name == "id"]
+        if len({name for name, _ in attrs}) < len(attrs):
+            self.faults.append(f"an attribute twice in {tag}")
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open[-1] != tag:
+            self.faults.append(f"</{tag}> closes {self.open[-1:]}")
+        else:
+            self.open.pop()
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def make(**arrays):
+    """The page of these arrays."""
+    np.savez("in.npz", **arrays)
+    return make_of("in.npz")
+
+
+def make_of(name, eps=None):
+    facts = gather(read_problem(_command_report.Path(name), eps, 0), lambda _: None)
+    return facts, page(facts)
+
+
+def run(*argv):
+    """The command, as `main` calls it."""
+    parser = argparse.ArgumentParser()
+    _command_report.add(parser.add_subparsers())
+    arguments = parser.parse_args(["report", *argv])
+    return arguments.job(arguments)
+
+
+def cells(source, caption):
+    """The rows of the table of that caption, as lists of words."""
+    one = re.search(rf"<caption>{re.escape(caption)}</caption>(.*?)</table>", source, re.DOTALL)
+    rows = re.findall(r"<tr>(.*?)</tr>", one.group(1), re.DOTALL)
+    return [
+        [re.sub("<[^>]*>", "", cell) for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)]
+        for row in rows
+    ]
+
+
+# The page as HTML.
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    with pytest.MonkeyPatch.context() as patch:
+        shorten(patch)
+        steps = []
+        facts = gather(read_problem(None, None, 0), steps.append)
+        return facts, page(facts), steps
+
+
+def test_every_tag_is_closed_in_order_and_no_id_is_used_twice(bundled):
+    reader = Reader(bundled[1])
+    assert reader.faults == []
+    assert len(set(reader.ids)) == len(reader.ids)
+
+
+def test_the_reader_of_these_tests_sees_faults():
+    assert Reader("<p><b>a</p></b>").faults
+    assert Reader("<p>").faults
+    assert Reader('<p id="a" id="a"></p>').faults
+
+
+def test_the_page_needs_nothing_else_and_runs_nothing(bundled):
+    tags = Reader(bundled[1]).tags
+    assert "script" not in {tag for tag, _ in tags}
+    for tag, attributes in tags:
+        # A style in an element, or a handler of events, would be refused by the page's own policy.
+        assert not [name for name in attributes if name == "style" or name.startswith("on")], tag
+        for name in ("src", "href", "action"):
+            assert attributes.get(name, "#").startswith(("#", "data:")), tag
+    assert not re.search(r"url\(|@import|@font-face", bundled[1])
+    assert "default-src 'none'" in bundled[1]
+
+
+def test_headings_descend_in_order_and_pictures_and_tables_have_names(bundled):
+    tags = Reader(bundled[1]).tags
+    levels = [int(tag[1]) for tag, _ in tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    assert dict(tags)["html"] == {"lang": "en"}
+    assert all(attributes["aria-label"] for tag, attributes in tags if tag == "svg")
+    count = [tag for tag, _ in tags].count
+    assert count("table") == count("caption") > 4
+    links = {a["href"][1:] for tag, a in tags if tag == "a"}
+    assert links == {a["id"] for tag, a in tags if tag == "h2"}
+
+
+def test_every_section_says_how_its_numbers_were_obtained(bundled):
+    sections = re.findall(r"<section.*?</section>", bundled[1], re.DOTALL)
+    assert len(sections) == len(re.findall("<h2", bundled[1]))
+    for one in sections:
+        assert one.count('class="method"') + one.count('class="absent"') > 0, one[:80]
+
+
+def test_the_bar_is_told_of_as_many_steps_as_it_has(bundled):
+    assert len(bundled[2]) == STEPS
+
+
+# What it says.
+
+
+def test_the_errors_are_those_of_the_oracle(bundled):
+    facts, source, _ = bundled
+    problem = facts.problem
+    exact = exact_layer_norm(problem.x, problem.gamma, problem.beta, problem.eps, problem.dy)
+    ours = {name: output.array for name, output in facts.findings.outputs.items()}
+    ours = {name: a.reshape(problem.x.shape) if a.ndim > 1 else a for name, a in ours.items()}
+    errors = exact.ulp_errors(**ours)
+    shown = {row[0]: row for row in cells(source, "Against the exact result")[1:]}
+    for name, error in errors.items():
+        assert shown[name][3] == f"{float(error.max()):.3f}"
+        assert shown[name][6] == "PASS"
+
+
+def test_the_row_that_stands_out_is_named():
+    x = np.array(np.random.default_rng(1).standard_normal((9, 32)))
+    x[6] += 1e5
+    lines = cells(make(x=x)[1], "Over the rows of x")
+    found = {line[0]: line for line in lines}
+    assert found["mean"][-1] == "6"
+    assert found["|mean| / standard deviation"][-1] == "6"
+
+
+def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
+    def spoiled(problem):
+        results = _run_compute(problem)
+        results["y"] = results["y"] + np.float32(1e-3)
+        return results
+
+    _run_compute = _gather.compute
+    monkeypatch.setattr(_gather, "compute", spoiled)
+    np.savez("in.npz", x=X)
+    assert run("in.npz") == 1
+    assert "A CHECK FAILED" in capsys.readouterr().out
+    source = (_command_report.Path("stablenorm-report.html")).read_text(encoding="utf-8")
+    assert 'class="fail"' in source
+    assert "A check failed" in source
+
+
+def test_what_a_file_holds_is_never_markup():
+    name = "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz"
+    np.savez(name, x=X)
+    _, source = make_of(name)
+    reader = Reader(source)
+    assert reader.faults == []
+    assert "script" not in {tag for tag, _ in reader.tags}
+    assert "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz" in "".join(reader.words)
+
+
+def test_a_name_that_is_no_unicode_can_be_written():
+    name = os.fsdecode(b"x\xe9\x07.npz")
+    np.savez(name, x=X)
+    _, source = make_of(name)
+    assert "x\ufffd\ufffd" in source
+    assert source.encode()
+
+
+# Any input.
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_every_dtype(kind):
+    x = X.astype(ml_dtypes.bfloat16 if kind == "bfloat16" else kind)
+    facts, source = make(x=x)
+    assert facts.passed
+    assert Reader(source).faults == []
+    assert f"in {kind}:" in source
+
+
+def test_rows_with_nan_are_left_out_and_said():
+    x = X.copy()
+    x[2, 1] = np.nan
+    facts, source = make(x=x)
+    assert facts.judged == 5
+    assert facts.passed
+    assert "1 rows that hold NaN or infinity, or are constant with eps = 0, are left out" in source
+    found = {line[0]: line for line in cells(source, "Over the rows of x")}
+    assert found["rows with NaN or infinity"][3] == "1"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "reason"),
+    [
+        ({"x": np.full((2, 3), np.nan)}, "no row of x and dy has an exact result"),
+        ({"x": X, "gamma": np.array([1, 2, np.inf, 4, 5.0])}, "gamma is not finite"),
+        ({"x": X, "dy": np.full_like(X, np.inf)}, "no row of x and dy has an exact result"),
+        ({"x": np.ones((2, 3)), "eps": 0.0}, "no row of x and dy has an exact result"),
+    ],
+)
+def test_what_cannot_be_computed_says_why_in_its_place(arrays, reason):
+    facts, source = make(**arrays)
+    reader = Reader(source)
+    assert reader.faults == []
+    assert source.count(f'<p class="absent">Not computed: {reason}') >= 2
+    assert facts.speeds
+
+
+def test_an_overflow_of_the_results_leaves_the_exact_part():
+    x = np.array([[1e-40, 2e-40, 4e-40, -1e-40]], np.float32)
+    facts, source = make(x=x, eps=0.0, dy=np.array([[1e3, -2e3, 1, 2]], np.float32))
+    assert facts.findings.gradients is None
+    assert "overflow, so that finite differences have nothing to compare" in source
+    assert cells(source, "Against the exact result")
+
+
+@pytest.mark.parametrize("x", [np.ones((1, 1)), np.arange(4.0), X[:1, :1], 1e300 * X.astype(float)])
+def test_odd_shapes_and_sizes(x):
+    facts, source = make(x=x)
+    assert Reader(source).faults == []
+    assert facts.passed
+
+
+def test_of_many_rows_a_part_is_judged_and_said(monkeypatch):
+    monkeypatch.setattr(_gather, "_ELEMENTS", 500)
+    x = np.random.default_rng(0).standard_normal((1000, 5)).astype(np.float32)
+    facts, source = make(x=x)
+    assert facts.judged == 100
+    assert "100 rows are taken, evenly spaced" in source
+    assert "Each line is 11 rows" in source
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_rows_are_summed_up_alike_whatever_the_block(monkeypatch, rows):
+    x = np.random.default_rng(0).standard_normal((rows, 7)) + 5
+    monkeypatch.setattr(_gather, "_BLOCK", 20)
+    found = _gather.summarize(x)
+    np.testing.assert_allclose(found.mean, x.mean(axis=1), rtol=1e-15)
+    np.testing.assert_allclose(found.std, x.std(axis=1), rtol=1e-14)
+    np.testing.assert_array_equal(found.high, x.max(axis=1))
+
+
+def test_a_summary_of_the_largest_numbers_does_not_overflow():
+    top = np.finfo(np.float64).max
+    found = _gather.summarize(np.array([[top, -top, top, -top], [5.0, 5.0, 5.0, 5.0]]))
+    assert found.std[0] == top
+    assert found.std[1] == 0
+    assert found.constant.tolist() == [False, True]
+
+
+# Bad input: one line each.
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        ({"x": np.zeros((0, 4))}, "x must have at least one row"),
+        ({"x": np.zeros((4, 0))}, "at least"),
+        ({"x": np.arange(4)}, "x must be float16, bfloat16, float32 or float64, got int64"),
+        ({"x": np.float64(1.0)}, "axis must name axes of x"),
+        ({"x": X, "gamma": np.ones(3, np.float32)}, r"gamma must have shape \(5,\)"),
+        ({"x": X, "dy": X[:3]}, "dy must"),
+        ({"x": X, "eps": -1.0}, "eps must be finite"),
+        ({"y": X}, "must hold an array named x"),
+    ],
+)
+def test_an_input_that_cannot_be_used_is_one_line(arrays, words):
+    np.savez("in.npz", **arrays)
+    with pytest.raises(InputError, match=words) as raised:
+        run("in.npz")
+    assert "\n" not in str(raised.value)
+    assert not _command_report.Path("stablenorm-report.html").exists()
+
+
+def test_missing_and_truncated_files_are_one_line():
+    with pytest.raises(InputError, match="which is not there"):
+        run("none.npz")
+    np.savez("in.npz", x=X)
+    whole = _command_report.Path("in.npz").read_bytes()
+    _command_report.Path("in.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match="truncated"):
+        run("in.npz")
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        ("none/report.html", "existing directory"),
+        ("report.png", "must be a .html or .htm file"),
+        ("there.html", "file that can be written"),
+    ],
+)
+def test_a_page_that_could_not_be_written_is_refused_before_any_work(monkeypatch, out, words):
+    monkeypatch.setattr(_command_report, "gather", None)
+    _command_report.Path("there.html").mkdir()
+    with pytest.raises(InputError, match=words):
+        run("--out", out)
+
+
+def test_no_permission_is_one_line(monkeypatch):
+    # A privileged user may write anywhere, so the system's answer is played.
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="file that can be written"):
+        run()
+
+
+def test_the_page_replaces_its_predecessor_and_a_failure_leaves_it(monkeypatch, capsys):
+    np.savez("in.npz", x=X)
+    target = _command_report.Path("stablenorm-report.html")
+    target.write_text("before")
+    assert run("in.npz") == 0
+    after = target.read_text(encoding="utf-8")
+    assert after.startswith("<!DOCTYPE html>")
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1
+    assert target.absolute().as_uri() in said
+
+    def broken(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_command_report, "write_page", broken)
+    with pytest.raises(InputError, match="No space left"):
+        run("in.npz")
+    assert target.read_text(encoding="utf-8") == after
+    assert sorted(p.name for p in _command_report.Path().iterdir()) == ["in.npz", target.name]
+
+
+# Its parts.
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.0, "0"),
+        (-0.0, "0"),
+        (1.0, "1.00"),
+        (9.996, "10.0"),
+        (99999.6, "1.00 \N{MULTIPLICATION SIGN} 10⁵"),
+        (-0.0012345, "\N{MINUS SIGN}0.00123"),
+        (1.2345e-5, "1.23 \N{MULTIPLICATION SIGN} 10⁻⁵"),
+        (5e-324, "4.94 \N{MULTIPLICATION SIGN} 10⁻³²⁴"),
+        (float("nan"), "NaN"),
+        (float("-inf"), "\N{MINUS SIGN}∞"),
+    ],
+)
+def test_numbers_are_written_to_three_digits(value, words):
+    assert number(value) == words
+
+
+def test_a_cell_is_escaped():
+    assert "<i>" not in table("<i>", ["<i>"], [["<i>", "<i>"]])
+    assert text("a\x00<") == "a\ufffd&lt;"
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        Scale(0, 1, 0, 100),
+        Scale(1e-3, 1e4, 0, 100, "log"),
+        Scale(-9, 220, 100, 0, "signed", 0.7),
+        Scale(5, 5, 0, 100),
+        Scale(-1.7e308, 1.7e308, 0, 100, "signed", 1e300),
+        Scale(0, 5e-324, 0, 100, "signed", 5e-324),
+    ],
+)
+def test_a_scale_keeps_order_and_its_ticks_are_inside(scale):
+    ticks = scale.ticks()
+    assert ticks == sorted(ticks)
+    assert all(scale.low <= value <= scale.high for value in ticks)
+    at = [scale.at(value) for value in ticks]
+    assert at == sorted(at, reverse=scale.end < scale.start)
+    assert all(min(scale.start, scale.end) <= pixel <= max(scale.start, scale.end) for pixel in at)
+    assert len(ticks) <= 12

@@ -1,0 +1,114 @@
+"""docs/explanation/stability.md: its tables are what was measured, and ours still measures so."""
+
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "explanation" / "stability.md"
+RESULTS = json.loads((ROOT / "benchmarks" / "results" / "stability.json").read_text("utf8"))
+# The half of a float32's last place, over the largest element, which may be just above a power of 2.
+ROUNDED = 2.0**-24
+
+
+def sections():
+    """Return the hazards: the text of each numbered section, by its title."""
+    parts = re.split(r"^## (\d+\. .*)$", PAGE.read_text("utf8"), flags=re.MULTILINE)
+    return {
+        title: text.split("\n## ")[0] for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+@pytest.fixture
+def stability(monkeypatch):
+    """The benchmark's modules, by name."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    yield importlib.import_module
+    for name in {n for n in sys.modules if n.startswith(("stability", "machine"))} - before:
+        sys.modules.pop(name)
+
+
+def test_the_tables_are_the_figures_kept(stability):
+    page = PAGE.read_text("utf8")
+    assert stability("stability").fill(page, RESULTS) == page
+
+
+def test_a_table_without_a_place_is_an_error(stability):
+    page = PAGE.read_text("utf8").replace("<!-- offset:end -->", "")
+    with pytest.raises(ValueError, match="offset:end"):
+        stability("stability").fill(page, RESULTS)
+
+
+def test_the_page_has_a_place_for_every_experiment_and_no_other(stability):
+    names = {table.name for table in stability("stability_cases").tables()}
+    assert set(RESULTS["tables"]) == names
+    assert set(re.findall(r"<!-- (\w+):begin -->", PAGE.read_text("utf8"))) == names | {"origin"}
+
+
+@pytest.mark.parametrize("title", sections())
+def test_every_hazard_has_picture_cure_and_bound(title):
+    text = sections()[title]
+    if not title.startswith("2."):
+        # The second shares the picture of the first.
+        assert "](../figures/stability_" in text
+    for picture in re.findall(r"\]\(\.\./figures/(\S+)\)", text):
+        assert (ROOT / "docs" / "figures" / picture).stat().st_size > 0
+    assert text.index("**What is done here.**") < text.index("**The bound.**")
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`(stablenorm\.[\w.]+)`", PAGE.read_text("utf8"))))
+)
+def test_what_the_page_names_exists(name):
+    module, _, attribute = name.rpartition(".")
+    if attribute.startswith("_") or attribute.islower():
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            assert hasattr(importlib.import_module(module), attribute)
+    else:
+        assert hasattr(importlib.import_module(module), attribute)
+
+
+# Of the experiments with a float32 result that does not cancel.
+RELATIVE = ("offset", "saved", "range", "outlier_size", "cotangent", "rows", "published")
+
+
+@pytest.mark.parametrize("name", RELATIVE)
+def test_ours_was_rounded_and_somebody_was_not(name):
+    table = RESULTS["tables"][name]
+    assert max(table["stablenorm"].values()) <= ROUNDED
+    # A hazard that costs nobody ten roundings would not belong on the page.
+    others = [v for who, cells in table.items() if who != "stablenorm" for v in cells.values()]
+    assert any(not value <= 10 * ROUNDED for value in others)
+
+
+@pytest.mark.parametrize("name", ["constant", "narrow"])
+def test_ours_was_exact_and_somebody_was_not(name):
+    table = RESULTS["tables"][name]
+    assert set(table["stablenorm"].values()) == {0.0}
+    assert any(v > 0 for cells in table.values() for v in cells.values())
+
+
+# The exact values of these take a second; of the others, more.
+@pytest.mark.parametrize("name", ["offset", "constant", "cotangent", "contained"])
+def test_ours_measures_today_what_the_page_says(stability, name):
+    table = next(t for t in stability("stability_cases").tables() if t.name == name)
+    # The reference: it need not be compiled, and its bits are those of the kernels.
+    (ours,) = stability("stability_subjects").load_ours("numpy")
+    # The first column and the hardest. Correctly rounded: the same error, to its last digit,
+    # on every machine.
+    for column in (next(iter(table.columns)), list(table.columns)[-1]):
+        expected = RESULTS["tables"][name]["stablenorm"][column]
+        assert table.cell(ours, table.columns[column]) == expected
+
+
+def test_the_experiment_sees_a_formula_that_fails(stability):
+    table = next(t for t in stability("stability_cases").tables() if t.name == "offset")
+    (plain,) = stability("stability_subjects").LOADERS["plain NumPy"]()
+    assert table.cell(plain, table.columns["10^6 + N"]) > 1000 * ROUNDED
