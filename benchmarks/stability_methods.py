@@ -1,0 +1,127 @@
+"""
+The common ways to normalize a row, in float32 and in NumPy: what the pictures compare.
+
+Each is a way to get the statistics, or to go back, and nothing else; every operation rounds to
+float32. Sums over a row are NumPy's pairwise ones, but for Welford's, which is sequential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stablenorm._types import Array, bfloat16
+
+# (mean, var) of each row, as float32 columns.
+Moments = Callable[[Array], tuple[Array, Array]]
+
+
+def mean_of(v: Array) -> Array:
+    """Return the row means, as a column of v's dtype."""
+    return v.mean(axis=-1, keepdims=True)
+
+
+def two_pass(x: Array) -> tuple[Array, Array]:
+    """Return the mean, rounded, and the mean square of what is left."""
+    mean = mean_of(x)
+    return mean, mean_of(np.square(x - mean))
+
+
+def one_pass(x: Array) -> tuple[Array, Array]:
+    """E[x^2] - E[x]^2."""
+    mean = mean_of(x)
+    return mean, mean_of(x * x) - mean * mean
+
+
+def welford(x: Array) -> tuple[Array, Array]:
+    """Update mean and sum of squares element by element."""
+    mean = np.zeros((len(x), 1), x.dtype)
+    squares = np.zeros_like(mean)
+    for count in range(x.shape[1]):
+        element = x[:, count : count + 1]
+        before = element - mean
+        mean = mean + before / x.dtype.type(count + 1)
+        squares = squares + before * (element - mean)
+    return mean, squares / x.dtype.type(x.shape[1])
+
+
+MOMENTS: dict[str, Moments] = {
+    "E[x^2] - E[x]^2": one_pass,
+    "two passes": two_pass,
+    "Welford": welford,
+}
+
+
+def normalize(x: Array, moments: Moments, eps: float) -> Array:
+    """Return xhat in the dtype of x, from statistics in that dtype."""
+    with np.errstate(all="ignore"):
+        mean, var = moments(x)
+        return (x - mean) / np.sqrt(var + x.dtype.type(eps))
+
+
+def corrected(x: Array, eps: float) -> Array:
+    """Two passes, all in x's dtype, the rounding of the mean taken out by a second mean."""
+    with np.errstate(all="ignore"):
+        centered = x - mean_of(x)
+        centered = centered - mean_of(centered)
+        return centered / np.sqrt(mean_of(np.square(centered)) + x.dtype.type(eps))
+
+
+def centered_form(g: Array, xhat: Array, rstd: Array) -> Array:
+    """The dx that centers g first."""
+    q = g - mean_of(g)
+    return rstd * (q - xhat * mean_of(q * xhat))
+
+
+def plain_form(g: Array, xhat: Array, rstd: Array) -> Array:
+    """The dx that sums g xhat as it is."""
+    return rstd * (g - mean_of(g) - xhat * mean_of(g * xhat))
+
+
+def expanded_form(g: Array, x: Array, mean: Array, rstd: Array) -> Array:
+    """The dx as a g + b x + c: three numbers a row, from sums of g and of g x."""
+    n = x.dtype.type(x.shape[1])
+    sums = (g * x).sum(axis=-1, keepdims=True), g.sum(axis=-1, keepdims=True)
+    b = (sums[1] * mean - sums[0]) * rstd**3 / n
+    return rstd * g + b * x - b * mean - sums[1] * rstd / n
+
+
+# What may be kept of the mean between forward and backward, and who keeps that.
+KEPT: dict[str, Callable[[Array], Array]] = {
+    "bfloat16": lambda mean: mean.astype(bfloat16).astype(np.float64),
+    "float32": lambda mean: mean.astype(np.float32).astype(np.float64),
+    "float64": lambda mean: mean,
+}
+
+
+def backward_from(kept: Callable[[Array], Array], x: Array, g: Array, eps: float) -> Array:
+    """Return dx in exact-enough float64, but for the mean, which went through `kept`."""
+    wide, g = x.astype(np.float64), g.astype(np.float64)
+    mean, var = two_pass(wide)
+    rstd = 1 / np.sqrt(var + eps)
+    return centered_form(g, (wide - kept(mean)) * rstd, rstd).astype(x.dtype)
+
+
+def sum_rows_in_order(v: Array) -> Array:
+    """Add row after row, as `sum(axis=0)` does."""
+    return np.add.reduce(v, axis=0)
+
+
+def masked_by_product(x: Array, n: int, eps: float) -> Array:
+    """Normalize the first n of each padded row, with the padding multiplied by zero."""
+    mask: Any = (np.arange(x.shape[1]) < n).astype(x.dtype)
+    with np.errstate(all="ignore"):
+        mean = (x * mask).sum(axis=-1, keepdims=True) / x.dtype.type(n)
+        centered = (x - mean) * mask
+        var = np.square(centered).sum(axis=-1, keepdims=True) / x.dtype.type(n)
+        return (centered / np.sqrt(var + x.dtype.type(eps)))[:, :n]
+
+
+def rounded_before_gamma(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
+    """Round xhat to the type of x, then apply gamma and beta in float32, and round again."""
+    xhat = normalize(x.astype(np.float32), two_pass, eps).astype(x.dtype)
+    wide = (part.astype(np.float32) for part in (gamma, xhat, beta))
+    scale, value, shift = wide
+    return (scale * value + shift).astype(x.dtype)

@@ -1,0 +1,42 @@
+"""
+What stands in single backquotes in a docstring: a name, which becomes code.
+
+If it is the name of something in the reference, it also becomes a link; `x` is none, and no
+mistake either. See Also and the directives of the pages stay strict.
+"""
+
+from docutils import nodes
+from sphinx.addnodes import pending_xref
+from sphinx.roles import XRefRole
+from sphinx.util.nodes import make_refnode
+
+
+class _Name(XRefRole):
+    def process_link(self, env, refnode, _has_explicit_title, title, target):
+        refnode["may_be_none"] = True
+        refnode["py:module"] = env.ref_context.get("py:module")
+        refnode["py:class"] = env.ref_context.get("py:class")
+        return title, target
+
+
+def _resolve(app, env, node: pending_xref, content: nodes.Node):
+    """Find the one thing of that name in another module; leave a name that is nothing as code."""
+    if node.get("refdomain") == "py":
+        python = env.domains["py"]
+        ending = f".{node['reftarget']}"
+        found = [name for name in python.objects if name.endswith(ending)]
+        if len(found) == 1:
+            where = python.objects[found[0]]
+            return make_refnode(
+                app.builder, node["refdoc"], where.docname, where.node_id, content, found[0]
+            )
+    return content if node.get("may_be_none") else None
+
+
+def setup(app):
+    """Register the role `name`, to be the default one."""
+    role = _Name()
+    role.refdomain, role.reftype = "py", "obj"
+    app.add_role("name", role)
+    app.connect("missing-reference", _resolve)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
