@@ -138,8 +138,13 @@ def table(head: str, rows: Iterable[tuple[str, str, tuple[str, ...]]], results: 
 
 def summary(results: Results) -> str:
     """Worst over all families, per output and dtype."""
+    return table("worst of all families", worst_rows("{}"), results)
+
+
+def worst_rows(words: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Return a row of `table` for each output, over all families."""
     names = tuple(name for name, family in FAMILIES.items() if family.finite)
-    return table("worst of all families", [(output, output, names) for output in OUTPUTS], results)
+    return [(words.format(output), output, names) for output in OUTPUTS]
 
 
 def misrounded(results: Results) -> str:
@@ -214,9 +219,7 @@ def readme_table(results: Results) -> str:
     """The part between the markers of README.md."""
     telling = [(f"{output}, {FAMILIES[name].title}", output, (name,)) for name, output in TELLING]
     return f"""{BEGIN}
-{summary(results)}
-
-{table("family", telling, results)}
+{table("output, and family of inputs", [*worst_rows("**{}, worst of all**"), *telling], results)}
 
 {LEGEND}
 

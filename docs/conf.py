@@ -19,7 +19,15 @@ project_copyright = "the stablenorm developers; BSD-3-Clause"
 version = release = "0.1.0"
 language = "en"
 
-extensions = ["commands", "mathml", "myst_parser", "names", "numpydoc", "sphinx.ext.autodoc"]
+extensions = [
+    "commands",
+    "mathml",
+    "myst_parser",
+    "names",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "tables",
+]
 exclude_patterns = ["_build", "_ext", "_static", "figures"]
 
 # Whatever is referred to exists, or the build fails. Exceptions need a reason beside them.
