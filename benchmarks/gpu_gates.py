@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from gpu_cases import BENCH_SHAPES, PASSES, count_bytes
 
 OURS, OURS_GRAPH = "stablenorm", "stablenorm, graph"
+# Chunks and their sum launched one after the other: what the single launch saves, or costs.
+OURS_TWICE = "stablenorm, two launches"
 
 # Of the measured two-reads-one-write ceiling. The large ones have their tail and their ramp behind
 # them; at 65536 a row is read twice from the second-level cache; the last two are 300 and 50 MB.

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 Problem = dict[str, Any]
-# Given a problem of CuPy's arrays and a direction, the call to time.
+# Given a problem of CuPy's arrays and a direction, the call to time. A forward returns y, or a tuple
+# that begins with it; a backward dx, dgamma and dbeta, and perhaps more.
 Peer = Callable[[Problem, str], Callable[[], Any]]
 
 
@@ -89,10 +90,26 @@ def _liger() -> Peer:
 
 
 def _fla() -> Peer:
+    # In fla-core 0.6.0 a name for fla.modules.norm.layernorm, and where it was before.
     fla: Any = importlib.import_module("fla.modules.layernorm")
     return _through_autograd(lambda x, gamma, beta: fla.layer_norm(x, gamma, beta, eps=1e-5))
 
 
 def _quack() -> Peer:
-    layernorm: Any = importlib.import_module("quack.rmsnorm").layernorm
-    return _through_autograd(lambda x, gamma, beta: layernorm(x, gamma.float(), beta.float(), 1e-5))
+    # Of quack-kernels 0.6.5. Its layer norm is two functions, without autograd; both take gamma and
+    # beta in float32 alone, whatever x is.
+    quack: Any = importlib.import_module("quack.rmsnorm")
+
+    def peer(problem: Problem, direction: str) -> Callable[[], Any]:
+        t = _tensors(problem)
+        x, dy, gamma, beta = t["x"], t["dy"], t["gamma"].float(), t["beta"].float()
+
+        def forward(**options: Any) -> Any:
+            return quack.layernorm_fwd(x, gamma, beta, eps=1e-5, **options)
+
+        if direction == "forward":
+            return forward
+        _, rstd, mean = forward(return_rstd=True, return_mean=True)
+        return lambda: quack.layernorm_bwd(x, gamma, dy, rstd, mean)
+
+    return peer

@@ -16,6 +16,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 from gpu_cases import Case
+from gpu_variants import late, through, with_facts
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm._bench import type_of
@@ -172,11 +173,20 @@ def _grids() -> dict[str, Any]:
     for count in (1, 7, whole.multiprocessors):
         for cooperative in (False, whole.cooperative):
             few = whole._replace(multiprocessors=count, cooperative=cooperative)
-            cuda._driver = lambda few=few: driver._replace(facts=lambda _: few)  # type: ignore[assignment]
-            try:
+            with through(with_facts(driver, few)):
                 passed = passed and bits(pulled(arrays)) == expected
-            finally:
-                cuda._driver = lambda: driver  # type: ignore[assignment]
+    return {"passed": passed}
+
+
+def _late() -> dict[str, Any]:
+    """With blocks that arrive late where blocks meet: at a barrier, and with tickets."""
+    arrays, driver = _large(), cuda._driver()
+    expected, whole = bits(pulled(arrays)), driver.facts(cupy.cuda.Device().id)
+    passed = True
+    for cooperative in {False, whole.cooperative}:
+        facts = whole._replace(cooperative=cooperative)
+        with through(late(with_facts(driver, facts))):
+            passed = passed and all(bits(pulled(arrays)) == expected for _ in range(20))
     return {"passed": passed}
 
 
@@ -217,6 +227,7 @@ INVARIANCES: dict[str, Callable[[], dict[str, Any]]] = {
     "same bits in 200 runs": _runs,
     "same bits on two streams at once": _streams,
     "same bits on any grid": _grids,
+    "same bits with blocks that arrive late": _late,
     "same bits in 100 replays of a graph": _graph,
     "same bits in any layout": _layouts,
 }

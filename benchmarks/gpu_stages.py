@@ -15,7 +15,10 @@ import cupy
 import gpu_problem
 from gpu_bench import bench, measure_ceilings
 from gpu_cases import SANITIZED, correctness_cases, count_bytes
+from gpu_occupancy import occupancy
 from gpu_profile import METRICS, read_profile
+
+from stablenorm.kernels import cuda
 
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -39,13 +42,17 @@ def make_stages() -> dict[str, Stage]:
 
 
 def probe(done: set[str]) -> Iterator[dict[str, Any]]:
-    """Device, driver, versions, and what its memory can do."""
-    if "device" in done:
-        return
+    """Device, driver, versions, what its memory can do, and how many blocks fit it."""
+    if "device" not in done:
+        yield _device()
+    yield from occupancy(cuda._driver(), cupy.cuda.Device().id, done)
+
+
+def _device() -> dict[str, Any]:
     device = cupy.cuda.Device()
     properties = cupy.cuda.runtime.getDeviceProperties(device.id)
     ceilings = measure_ceilings()
-    yield {
+    return {
         "label": "device",
         "date": f"{dt.datetime.now(dt.UTC):%Y-%m-%d}",
         "gpu": properties["name"].decode(),
@@ -99,8 +106,10 @@ def sanitizer(done: set[str]) -> Iterator[dict[str, Any]]:
             label = f"{tool} {rows}x{n}"
             if label in done:
                 continue
-            command = [program, "--tool", tool, "--error-exitcode", "9", "--kernel-regex"]
-            command += ["kns=layer_norm", sys.executable, str(HERE / "gpu_problem.py")]
+            # kns: part of the mangled name. (Older ones call the option --kernel-regex.)
+            command = [program, "--tool", tool, "--error-exitcode", "9"]
+            command += ["--kernel-name", "kns=layer_norm"]
+            command += [sys.executable, str(HERE / "gpu_problem.py")]
             passed, said = _run([*command, str(rows), str(n)])
             yield {"label": label, "passed": passed, **({} if passed else {"said": said})}
 
@@ -126,7 +135,8 @@ def profile(done: set[str]) -> Iterator[dict[str, Any]]:
         label = f"backward {rows}x{n} {dtype}"
         if label in done:
             continue
-        command = [program, "--csv", "--clock-control", "none", "--cache-control", "all"]
+        command = [program, "--csv", "--print-units", "base"]
+        command += ["--clock-control", "none", "--cache-control", "all"]
         command += ["--metrics", ",".join(METRICS), "--nvtx", "--nvtx-include", "profiled/"]
         child = [sys.executable, str(HERE / "gpu_problem.py"), str(rows), str(n), dtype]
         ended = subprocess.run([*command, *child], check=False, capture_output=True, text=True)

@@ -1,9 +1,12 @@
 """`stablenorm complexity`: its counts against instrumented runs, its predictions, and the command."""
 
+import argparse
 import importlib
 import json
+import sys
 import time
 import tracemalloc
+import types
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +31,7 @@ from stablenorm.analysis.complexity import (
 )
 from stablenorm.analysis.machine import make_together
 from stablenorm.analysis.plain import plain_backward, plain_forward
-from stablenorm.analysis.timing import measure_interleaved
+from stablenorm.analysis.timing import Timing, measure_interleaved
 from stablenorm.backends import BACKENDS, choose
 
 SHAPES = [(100, 768), (1, 5), (43, 769), (3, 40_000)]
@@ -163,8 +166,17 @@ def _peak(function):
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("dtype", [*SINGLE, *DOUBLE])
-@pytest.mark.parametrize("implementation", ["plain NumPy", "reference", "fused CPU"])
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("plain NumPy", "float32"),
+        ("plain NumPy", "float64"),
+        ("reference", "float16"),
+        ("reference", "float64"),
+        # One kernel: each takes long to compile, and all have their tiles from the same place.
+        ("fused CPU", "float32"),
+    ],
+)
 def test_bytes_held_are_what_tracemalloc_sees(implementation, dtype):
     shape = (2000, 768)
     x, dy, gamma, beta = _problem(shape, dtype)
@@ -273,10 +285,7 @@ def _plain_terminal(monkeypatch, tmp_path):
 @pytest.fixture
 def command(monkeypatch):
     """The command, with one short round of everything: the command, not its figures."""
-    monkeypatch.setattr(job, "_ROUNDS", 1)
-    monkeypatch.setattr(job, "_SWEEP_ROUNDS", 1)
     monkeypatch.setattr(job, "measure_interleaved", _hasty)
-    argparse = importlib.import_module("argparse")
 
     def run(*arguments):
         parser = argparse.ArgumentParser()
@@ -287,8 +296,49 @@ def command(monkeypatch):
     return run
 
 
-def _hasty(candidates, **options):
-    return measure_interleaved(candidates, rounds=1, least=1, settle=0, limit=options["limit"])
+@pytest.fixture
+def nothing_compiled(monkeypatch):
+    """The reference for the kernel, and loops that do nothing: compiling all, once, is enough."""
+    candidates = job.make_candidates
+    monkeypatch.setattr(job, "make_candidates", lambda problem, _: candidates(problem, "numpy"))
+    nothing = (lambda: lambda: None, 10**6)
+    loops = types.SimpleNamespace(
+        arithmetic_loops=lambda: dict.fromkeys(
+            ("flops float64", "flops float32", "divisions"), nothing
+        ),
+        conversion_loops=lambda _: dict.fromkeys(("loads", "stores"), nothing),
+    )
+    monkeypatch.setitem(sys.modules, "stablenorm._ceilings", loops)
+
+
+def _hasty(candidates, **_):
+    """One call of each, without the collections of garbage and the pauses of a true measurement."""
+    found = {}
+    for name, call in candidates.items():
+        start = time.perf_counter()
+        call()
+        seconds = time.perf_counter() - start
+        found[name] = Timing(seconds, seconds, seconds, 1, 1)
+    return found
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_rounds_and_seconds_are_those_asked_for(monkeypatch):
+    asked = []
+
+    def seen(candidates, **options):
+        asked.append((options["rounds"], options["limit"]))
+        return _hasty(candidates, **options)
+
+    monkeypatch.setattr(job, "measure_interleaved", seen)
+    steps = []
+    job.inspect((8, 64), "float32", 1, steps.append, rounds=3, limit=0.6)
+    assert asked[0] == (3, 0.6)
+    assert len(asked) == 1 + 8
+    for rounds, limit in asked[1:]:
+        assert rounds == 2
+        assert limit == pytest.approx(0.05)
+    assert len(steps) == job.count_steps()
 
 
 def test_the_command_counts_predicts_measures_and_writes(command, capsys):
@@ -310,6 +360,7 @@ def test_the_command_counts_predicts_measures_and_writes(command, capsys):
     assert Path("c.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_the_table_keeps_to_sixty_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert command("--shape", "2", "100", "--dtype", "float64", "--terms") == 0
@@ -319,9 +370,32 @@ def test_the_table_keeps_to_sixty_columns(command, capsys, monkeypatch):
     assert "fused GPU" not in out
 
 
+@pytest.mark.usefixtures("nothing_compiled")
+@pytest.mark.parametrize(
+    ("n", "dtype", "ways"),
+    [
+        (40, "float16", "(forward and backward)"),
+        (63, "float32", "(forward)"),
+        (64, "float32", None),
+        (5, "float64", None),
+    ],
+)
+def test_short_rows_are_said_to_be_of_another_kernel(command, capsys, n, dtype, ways):
+    assert command("--shape", "8", str(n), "--dtype", dtype, "--json", "c.json") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert ("a row a lane" in out) == (ways is not None)
+    assert ways is None or f"a row a lane {ways}" in out
+    lines = json.loads(Path("c.json").read_text("utf8"))["implementations"]
+    other = [line["direction"] for line in lines if not line["counted_is_measured"]]
+    assert other == ([] if ways is None else ways.strip("()").split(" and "))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
 def test_one_row_has_no_growth_with_rows(command):
     assert command("--shape", "64", "--json", "c.json") == 0
-    exponents = json.loads(Path("c.json").read_text("utf8"))["exponents"]
+    found = json.loads(Path("c.json").read_text("utf8"))
+    assert all(one["counted_is_measured"] for one in found["implementations"])
+    exponents = found["exponents"]
     assert [one["measured"] is None for one in exponents] == [True, True, False, False]
 
 

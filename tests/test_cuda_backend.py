@@ -277,6 +277,22 @@ def test_out_may_be_x_and_dx_may_be_dy(launches, rng):
 
 
 @needs_shim
+def test_rows_of_subnormals_keep_their_scale_where_float64_is_slow(use, rng):
+    """Without it the mean is rounded to the grid of x, and dgamma is hundreds of ulp off."""
+    launches = use(capability=(12, 0))
+    x = np.ldexp(rng.integers(-9, 10, (2, 129)), -149).astype(np.float32)
+    dy = rng.standard_normal((2, 129)).astype(np.float32)
+    gamma = np.ones(129, np.float32)
+    expected = layer_norm_backward(dy, host_forward(x, gamma)[1])
+    _, cache = layer_norm_forward(on_device(x), on_device(gamma))
+    actual = layer_norm_backward(on_device(dy), cache)
+    assert expected.dgamma.any()
+    np.testing.assert_array_max_ulp(actual.dgamma.get(), expected.dgamma, maxulp=1)
+    assert_bits(actual.dx, expected.dx)
+    assert len(launches) == 2
+
+
+@needs_shim
 @pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4)])
 def test_no_rows_are_no_launch(launches, dtype, shape):
     ones = on_device(np.ones(4, dtype))
@@ -494,6 +510,48 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
     assert (entry, grid, block, shared) == ("layer_norm_forward", (3,), (256,), 1024)
     assert (value.size, value.nbytes, value.tobytes()) == (1, 8, b"abcdefgh")
     assert options == {"enable_cooperative_groups": True}
+
+
+@pytest.mark.parametrize(("kib", "staged"), [(227, True), (163, True), (99, False), (48, False)])
+def test_a_launch_takes_the_shared_memory_that_the_device_grants(use, monkeypatch, kib, staged):
+    use(run=False)
+    driver, plans, launched = cuda._driver(), [], []
+
+    def kernel(plan, facts):
+        plans.append(plan)
+        return driver.kernel(plan, facts)
+
+    monkeypatch.setattr(
+        cuda,
+        "_driver",
+        lambda: driver._replace(
+            facts=lambda device: driver.facts(device)._replace(shared_most=kib << 10),
+            kernel=kernel,
+            launch=lambda *arguments: launched.append(arguments[3]),
+        ),
+    )
+    x = on_device(np.ones((4, 5001), np.float32))
+    _, cache = layer_norm_forward(x, on_device(np.ones(5001, np.float32)))
+    layer_norm_backward(x, cache)
+    assert launched == [plan.shared_bytes for plan in plans]
+    assert (launched[1] > 48 << 10) == ("-DLN_SHARED_SUMS=1" in plans[1].defines) == staged
+
+
+def test_a_kernel_that_needs_more_than_is_granted_unasked_asks(cupy, monkeypatch):
+    asked, about = [], ABOUT._replace(shared_most=227 << 10)
+    function = types.SimpleNamespace(ptr=77)
+    cupy.cuda.Module = lambda: types.SimpleNamespace(
+        load=lambda _: None, get_function=lambda _: function
+    )
+    cupy.cuda.driver.funcSetAttribute = lambda *a: asked.append(a)
+    monkeypatch.setattr(_cuda_device._cuda_compile, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(_cuda_device._cuda_compile, "cubin", lambda *a: a)
+    driver, f32 = _cuda_device.make_driver(cupy), np.dtype(np.float32)
+    large = cuda.plan_backward(4, 8192, f32, f32, 0, shared_limit=about.shared_most)
+    assert driver.kernel(large, about) is function
+    # 8 is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    assert asked == [(77, 8, large.shared_bytes)]
+    assert large.shared_bytes > 48 << 10
 
 
 def test_facts_are_read_from_the_device(cupy):

@@ -29,9 +29,9 @@ KINDS += [(F64, DOUBLE_PAIRS), (F32, DOUBLE_PAIRS)]
 ROWS = (1, 2, 15, 16, 17, 33, 511, 4097, 65536, 131_073, 1_000_000)
 LENGTHS = (1, 2, 3, 8, 31, 33, 64, 100, 129, 256, 257, 513, 768, 1025, 2047, 2049, 3000, 4096, 4097)
 LENGTHS += (6144, 8191, 8192, 8193, 65_536, 1 << 20)
-# Of an H100, and of a device that has what every one has (CUDA programming guide, table of
-# technical specifications).
-LIMITS = (48 << 10, 227 << 10)
+# What every device grants unasked, and what blocks may ask for on compute capability 12.0, 8.0
+# and 9.0 (CUDA programming guide, table of technical specifications).
+LIMITS = (48 << 10, 99 << 10, 163 << 10, 227 << 10)
 
 kinds = pytest.mark.parametrize(("x", "which"), KINDS)
 
@@ -82,6 +82,18 @@ def test_rows_of_8192_stay_in_registers_where_shared_memory_allows(x):
     assert value(plan_backward(4096, 8192, x, x, DOUBLE), "VECTORS") == 0
 
 
+@pytest.mark.parametrize(
+    ("kib", "n", "resident"),
+    [
+        *((227, 5001, 1), (227, 8192, 1), (227, 8193, 0), (163, 5001, 1), (163, 8192, 1)),
+        *((99, 4608, 1), (99, 4609, 0), (99, 5001, 0), (99, 8192, 0)),
+    ],
+)
+def test_what_a_block_may_ask_for_decides_which_rows_stay_in_registers(kib, n, resident):
+    plan = plan_backward(4096, n, F32, F32, DOUBLE, shared_limit=kib << 10)
+    assert (value(plan, "VECTORS") > 0) == (value(plan, "SHARED_SUMS") == 1) == resident
+
+
 @kinds
 @pytest.mark.parametrize("rows", ROWS)
 def test_chunks_cover_the_rows_once(x, which, rows):
@@ -110,6 +122,15 @@ def test_one_chunk_fits_what_the_generic_path_holds(x, which):
         plan = plan_backward(rows, 1 << 20, x, x, which)
         assert value(plan, "VECTORS") == 0
         assert plan.chunks > 1 or rows <= _cuda_plan.GENERIC_ROWS
+
+
+def test_one_chunk_of_more_is_refused(monkeypatch):
+    monkeypatch.setattr(_cuda_plan, "_LEAST_ROWS", 2 * _cuda_plan.GENERIC_ROWS)
+    with pytest.raises(ValueError, match="must have at most 16 rows, got 17"):
+        plan_backward(17, 1 << 20, F32, F32, DOUBLE)
+    # Nothing is summed, or the sums are in registers: nothing to come back to.
+    assert plan_backward(17, 1 << 20, F32, F32, DOUBLE, summing=False).chunks == 1
+    assert plan_backward(17, 64, F32, F32, DOUBLE).chunks == 1
 
 
 @kinds

@@ -8,13 +8,18 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm._diagnose import diagnose, fastest_sweep
+from stablenorm._diagnose import diagnose, fastest_instruments
 from stablenorm.analysis._diagnose_conditions import BIT
+from stablenorm.analysis._diagnose_count import PLAIN, count_rows, no_counts
 from stablenorm.analysis._diagnose_methods import METHODS
+from stablenorm.analysis._diagnose_predict import limits, measured_rows
 from stablenorm.analysis._diagnose_simulate import measured_bits, simulate
 from stablenorm.analysis._diagnose_sweep import sweep_rows
 from stablenorm.analysis.families import FAMILIES, make_case
+from stablenorm.kernels._sweep import measure_rows
 from stablenorm.kernels._sweep import sweep_rows as compiled_sweep
+from stablenorm.kernels._sweep_count import count_rows as compiled_count
+from stablenorm.kernels._sweep_predict import HARD
 from stablenorm.oracle import exact_layer_norm
 
 DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
@@ -71,6 +76,64 @@ def test_the_compiled_sweep_forms_the_sums_of_its_twin_bit_for_bit(dtype, n):
     np.testing.assert_array_equal(actual[3:], expected[3:])
     scale = 1e-13 * np.nanmax(np.abs(expected[:3]), initial=1, where=np.isfinite(expected[:3]))
     np.testing.assert_allclose(actual[:3], expected[:3], rtol=0, atol=scale)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5, 1e6])
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
+@pytest.mark.parametrize("n", [3, 8, 63, 2500])
+def test_compiled_predictions_are_those_of_the_twin(dtype, n, eps):
+    """On rows of all conditions and scales, more than one group of sixteen, not a whole number."""
+    rng = np.random.default_rng(n)
+    scale, offset = 10.0 ** rng.uniform(-4, 3, (77, 1)), 10.0 ** rng.uniform(-4, 4, (77, 1))
+    x = (scale * rng.standard_normal((77, n)) + offset).astype(dtype)
+    x[5, 0] *= x.dtype.type(900.0)
+    written, lost, marks = measure_rows(x, limits(n, x.dtype, eps))
+    expected = measured_rows(compiled_sweep(x), x, eps)
+    easy = marks < HARD
+    # Constant rows and overflow are the twin's own.
+    assert easy.sum() >= 50
+    np.testing.assert_array_equal(marks[easy], expected.marks[easy])
+    # A logarithm in float32 on one side: half a unit in the last place of 53 is 2e-6.
+    np.testing.assert_allclose(lost[:, easy], expected.lost[:, easy], rtol=0, atol=1e-5)
+    for one, other in zip(written, expected[:5], strict=True):
+        np.testing.assert_allclose(one[easy], other[easy], rtol=1e-12)
+
+
+def test_rows_that_are_not_ordinary_are_the_twins_own():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((40, 30)).astype(np.float32)
+    x[1], x[2, 3], x[3, 4], x[4] = 7, np.nan, np.inf, 3e38
+    x[5] *= 1e38
+    wide = x.astype(float)
+    for data in (x, np.vstack([wide, np.ldexp(wide[6:], -900), np.ldexp(wide[6:], 900)])):
+        marks = measure_rows(data, limits(30, data.dtype, 1e-5))[2]
+        assert (marks[:40] >= HARD).nonzero()[0].tolist()[:4] == [1, 2, 3, 4]
+        assert (marks[40:] >= HARD).all()
+        # From the same sums: of float64, a rounding of the exact ones is of the size of a loss.
+        hard = marks >= HARD
+        expected = measured_rows(compiled_sweep(data[hard]), data[hard], 1e-5)
+        for one, other in zip(diagnose(data).per_row, expected, strict=True):
+            np.testing.assert_array_equal(one[..., hard], other)
+
+
+def test_compiled_counts_are_those_of_the_twin():
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((500, 20)) + 10.0 ** rng.uniform(-2, 20, (500, 1))
+    x[3], x[4, 5], x[9] = 1.0, np.nan, 0.0
+    for eps in (0.0, 1e-5):
+        found = measured_rows(sweep_rows(x), x, eps)
+        expected, actual = no_counts(53), no_counts(53)
+        for _ in range(2):
+            ranks = count_rows(found, *expected), compiled_count(found, *actual)
+            np.testing.assert_array_equal(*ranks)
+        for one, other in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_median_is_not_above_the_worst():
+    """It is the middle of a power of two: of a single row, up to 1.4 times what that row has."""
+    x = 1.02 * 2.0**15 + np.array([[-1.0, 1.0] * 8])
+    assert "3.3e+04 in the median row, 3.3e+04 in the worst" in str(diagnose(x))
 
 
 def test_strided_and_unaligned_rows_are_swept_alike():
@@ -184,7 +247,7 @@ def test_without_numba_the_twin_says_the_same(monkeypatch):
     x = (200 + np.random.default_rng(5).standard_normal((40, 300))).astype(np.float32)
     expected = diagnose(x)
     monkeypatch.setattr("stablenorm._diagnose.choose", lambda _: "numpy")
-    assert fastest_sweep() is sweep_rows
+    assert fastest_instruments() is PLAIN
     actual = diagnose(x)
     assert [row.index for row in actual.worst] == [row.index for row in expected.worst]
     np.testing.assert_allclose(actual.per_row.lost, expected.per_row.lost, atol=0.01)

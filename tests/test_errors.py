@@ -134,3 +134,17 @@ def test_layer_says_what_it_needs():
         LayerNorm(4, dtype=np.int32)
     with pytest.raises(ValueError, match=r"eps must be finite and >= 0, got -1"):
         LayerNorm(4, eps=-1).forward(X)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5)])
+def test_out_without_elements_is_distinct_whatever_its_strides(shape):
+    # NumPy gives an array without elements strides of 0.
+    x, gamma = np.empty(shape, np.float32), np.ones(5, np.float32)
+    assert 0 in np.empty_like(x).strides
+    assert layer_norm(x, gamma, gamma, out=np.empty_like(x)).shape == shape
+    out = np.empty_like(x)
+    y, cache = layer_norm_forward(x, gamma, gamma, out=out)
+    assert y is out
+    gradients = layer_norm_backward(x, cache, out=(np.empty_like(x), gamma + 1, gamma + 2))
+    assert not gradients.dgamma.any()
+    assert not gradients.dbeta.any()

@@ -1,11 +1,21 @@
 """`make gpu` without a GPU: its cases, statistics, gates, page, and how it goes on after a stop."""
 
+import functools
 import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
+
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm._bench import make_problem
+from stablenorm.kernels import _cuda_compile, _cuda_workspace, cuda
+from stablenorm.kernels._cuda_plan import plan_backward
+from stablenorm.oracle import exact_layer_norm
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,7 +123,7 @@ RESULTS = {
         {"label": "missing", "missing": {"fla": "ModuleNotFoundError"}},
         {"label": "x", "shape": [8192, 4096], "dtype": "bfloat16", "direction": "backward",
          "times": {"stablenorm": [1e-4, 9e-5, 1.2e-4], "PyTorch": [9.99e-5, 9e-5, 1e-4]},
-         "refused": {"quack": "no"}},
+         "ulps": {"stablenorm": 0.5004, "PyTorch": 1234.5}, "refused": {"quack": "no"}},
     ],
 }  # fmt: skip
 
@@ -124,7 +134,7 @@ def test_the_page_shows_every_figure_and_every_loss():
     for part in (
         "A GPU; CuPy 14", "4000 GB/s", "2 run, 1 failed: **b**", "compute-sanitizer is not installed",
         "| profile | **has not run** |", "| (8192, 4096) | bfloat16 | 100.0 | 90.0 | 120.0 | 2013 | 0.50 |",
-        "**0.999**", "**NOT MET**", "- fla: ModuleNotFoundError", "- quack, some shapes: no",
+        "**0.999**", "**NOT MET**", "| bench | 1 run, 0 failed |", "| 1.23e+03 | 0.5 |", "- fla: ModuleNotFoundError", "- quack, some shapes: no",
     ):  # fmt: skip
         assert part in text
     assert "**0.999**" in text
@@ -187,3 +197,225 @@ def test_peers_that_are_not_installed_are_named():
     found, missing = module("gpu_peers").load_peers()
     assert set(found) | set(missing) == {"PyTorch", "torch.compile", "Liger-Kernel", "fla", "quack"}
     assert all(missing.values())
+
+
+# ---- agree, then time ----
+
+
+def results(problem, direction, arithmetic=np.float32):
+    """The textbook formula in another arithmetic: a peer."""
+    x, gamma, beta, dy = (np.asarray(problem[k], arithmetic) for k in range(4))
+    eps, n = arithmetic(1e-5), arithmetic(x.shape[1])
+    d = x - x.sum(1, keepdims=True) / n
+    rstd = 1 / np.sqrt((d * d).sum(1, keepdims=True) / n + eps)
+    xhat, g = d * rstd, dy * gamma
+    found = {"y": xhat * gamma + beta}
+    if direction == "backward":
+        c1, c2 = (a.sum(1, keepdims=True) / n for a in (g, g * xhat))
+        found = {"dx": (g - c1 - xhat * c2) * rstd}
+        found |= {"dgamma": (dy * xhat).sum(0), "dbeta": dy.sum(0)}
+    return {name: array.astype(problem.x.dtype) for name, array in found.items()}
+
+
+def ours(problem, direction):
+    y, cache = layer_norm_forward(problem.x, problem.gamma, problem.beta, backend="numpy")
+    if direction == "forward":
+        return {"y": y}
+    return layer_norm_backward(problem.dy, cache)._asdict()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_what_agrees_with_float64_is_timed_and_its_error_is_that_of_the_oracle(direction, dtype):
+    agreement, problem = module("gpu_agreement"), make_problem((40, 96), dtype)
+    exact = agreement.solve(problem, direction)
+    mine, peer = ours(problem, direction), results(problem, direction)
+    verdict = agreement.admit(exact, {"ours": lambda: mine, "peer": lambda: peer}, "ours")
+    assert verdict.refused == {}
+    oracle = exact_layer_norm(problem.x, problem.gamma, problem.beta, 1e-5, problem.dy)
+    for name, found in (("ours", mine), ("peer", peer)):
+        worst = max(errors.max() for errors in oracle.ulp_errors(**found).values())
+        assert verdict.ulps[name] == pytest.approx(worst, rel=1e-4, abs=1e-4)
+    # The promise is for ours alone: the same errors under our name are too many in float32.
+    if dtype == "float32":
+        assert agreement.admit(exact, {"ours": lambda: peer}, "ours").refused
+
+
+def spoiled(found, name, change):
+    return {**found, name: change(found[name])}
+
+
+def one_wrong(array):
+    flat = array.copy()
+    flat.reshape(-1)[0] += np.abs(array).max()
+    return flat
+
+
+def one_nan(array):
+    flat = array.copy()
+    flat.reshape(-1)[-1] = np.nan
+    return flat
+
+
+def next_but_one(array):
+    bits = array.copy()
+    bits.reshape(-1).view(np.int32)[0] += 2
+    return bits
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("dx", one_wrong, "does not agree with float64: dx by"),
+        ("dx", one_nan, "dx by inf times"),
+        ("dgamma", one_wrong, "dgamma by"),
+        ("dbeta", np.zeros_like, "dbeta by"),
+        ("dbeta", lambda a: a[None], r"ValueError: dbeta must have shape (64,), got (1, 64)"),
+    ],
+)
+def test_what_does_not_agree_is_not_timed(name, change, says):
+    agreement, problem = module("gpu_agreement"), make_problem((300, 64), "float32")
+    exact, peer = agreement.solve(problem, "backward"), results(problem, "backward")
+    found = {"wrong": lambda: spoiled(peer, name, change), "right": lambda: peer}
+    verdict = agreement.admit(exact, found, "ours")
+    assert list(verdict.refused) == ["wrong"]
+    assert says in verdict.refused["wrong"]
+    assert verdict.ulps["right"] > 0
+
+
+def test_ours_may_be_off_by_one_ulp_and_not_by_two():
+    agreement, problem = module("gpu_agreement"), make_problem((30, 64), "float32")
+    exact, mine = agreement.solve(problem, "forward"), ours(problem, "forward")
+    wrong = spoiled(mine, "y", next_but_one)
+    found = {"ours": lambda: mine, "ours, graph": lambda: wrong, "peer": lambda: wrong}
+    assert list(agreement.admit(exact, found, "ours").refused) == ["ours, graph"]
+
+
+def test_a_peer_that_cannot_is_refused_with_its_own_words():
+    agreement, problem = module("gpu_agreement"), make_problem((3, 8), "float32")
+
+    def cannot():
+        msg = "n must be even\nand more"
+        raise RuntimeError(msg)
+
+    verdict = agreement.admit(agreement.solve(problem, "forward"), {"peer": cannot}, "ours")
+    assert verdict == ({}, {"peer": "RuntimeError: n must be even"})
+
+
+def test_the_results_in_what_candidates_return():
+    named = module("gpu_agreement").named
+    assert named("y", "forward") == named(("y", "mean"), "forward") == {"y": "y"}
+    assert named((1, 2, 3, None), "backward") == {"dx": 1, "dgamma": 2, "dbeta": 3}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_ulp(dtype):
+    kind = ml_dtypes.finfo(dtype)
+    values = np.array([1.0, 1.99, 2.0, -2.0, 0.0, float(kind.smallest_normal) / 8])
+    eps, least = float(kind.eps), float(kind.smallest_subnormal)
+    expected = [eps, eps, 2 * eps, 2 * eps, least, least]
+    assert module("gpu_agreement").ulp_of(values, np.dtype(dtype)).tolist() == expected
+
+
+# ---- variants of the backward ----
+
+_spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).parent / "fake_cupy.py")
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+needs_shim = pytest.mark.skipif(
+    bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"
+)
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def pull(driver, given):
+    x, gamma, dy = (fake.ndarray(a.copy()) for a in given)
+    with module("gpu_variants").through(driver):
+        _, cache = layer_norm_forward(x, gamma, gamma)
+        return [a.get().tobytes() for a in layer_norm_backward(dy, cache)]
+
+
+@needs_shim
+@pytest.mark.parametrize("cooperative", [True, False])
+def test_variants_have_the_bits_of_the_one_launch(builds, monkeypatch, cooperative):
+    monkeypatch.setitem(sys.modules, "cupy", fake.make_module())
+    monkeypatch.setattr(_cuda_workspace, "_kept", type(_cuda_workspace._kept)())
+    variants, rng = module("gpu_variants"), np.random.default_rng(5)
+    # 60 chunks of 16 rows: enough partial sums for more than one segment, and for a barrier.
+    x, dy = (rng.standard_normal((960, 257)).astype(np.float32) for _ in range(2))
+    gamma = rng.standard_normal(257).astype(np.float32)
+    driver, launches = fake.make_driver(builds, cooperative=cooperative, multiprocessors=2)
+    expected = pull(driver, (x, gamma, dy))
+    assert launches[-1].together == cooperative
+    before = len(launches)
+    assert pull(variants.late(driver), (x, gamma, dy)) == expected
+    assert len(launches) == before + 2
+
+    @functools.cache
+    def finish(plan, _):
+        defines = [define.removeprefix("-D") for define in plan.defines]
+        source, entry = fake.whole_source() + variants.FINISH, "layer_norm_finish"
+        return entry, fake.load_shim().build(source, builds, entries=[entry], defines=defines)
+
+    assert pull(variants.separate(driver, finish), (x, gamma, dy)) == expected
+    assert [one.entry for one in launches[-2:]] == ["layer_norm_backward", "layer_norm_finish"]
+    assert not any(one.together for one in launches[-2:])
+    # One chunk needs nobody to add up.
+    few = x[:3], gamma, dy[:3]
+    expected = pull(driver, few)
+    assert pull(variants.separate(driver, finish), few) == expected
+    assert launches[-1].entry == "layer_norm_backward"
+
+
+def test_variants_are_what_nvrtc_compiles():
+    pytest.importorskip("cuda.bindings.nvrtc")
+    variants = module("gpu_variants")
+    kind = np.dtype(np.float32)
+    plan = plan_backward(4096, 1024, kind, kind, 0)
+    try:
+        plain = _cuda_compile.cubin(plan.defines, (9, 0))
+    except ImportError as error:
+        pytest.skip(str(error))
+    assert b"layer_norm_finish" in variants.finish_cubin(plan, (9, 0))
+    late = _cuda_compile.cubin((*plan.defines, variants.LATE), (9, 0))
+    assert late != plain
+
+
+def test_through_puts_the_driver_back_after_an_error():
+    before = cuda._driver
+
+    def fail():
+        with module("gpu_variants").through("another"):
+            assert cuda._driver() == "another"
+            return 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert cuda._driver is before
+
+
+def test_occupancy_says_how_many_blocks_fit_and_how_they_meet(tmp_path):
+    stages = module("gpu_occupancy")
+    driver, _ = fake.make_driver(tmp_path, each=2, multiprocessors=132, run=False)
+    records = list(stages.occupancy(driver, 0))
+    # What is done is not compiled again.
+    assert list(stages.occupancy(driver, 0, {r["label"] for r in records[1:]})) == records[:1]
+    assert len({r["label"] for r in records}) == len(records) == 2 * 2 * len(stages.BENCH_SHAPES)
+    (found,) = [r for r in records if r["label"] == "occupancy backward 8192x4096 float32"]
+    assert (found["resident"], found["grid"], found["chunks"]) == (2, 256, 256)
+    assert found["final"] == "barrier"
+    (one,) = [r for r in records if r["label"] == "occupancy backward 1x65536 float32"]
+    assert (one["grid"], one["final"]) == (1, "one chunk")
+    text = module("gpu_page").occupancy_table(records)
+    assert text.count("\n") == 1 + len(records)
+    assert "| backward 8192x4096 float32 |" in text
+    # More blocks than fit never wait for one another.
+    alone, _ = fake.make_driver(tmp_path, each=2, multiprocessors=132, cooperative=False, run=False)
+    assert "barrier" not in {r["final"] for r in stages.occupancy(alone, 0)}

@@ -139,11 +139,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "n"), PAIRS)
-def test_families_in_pairs_of_float32(name, dtype, n, folder, request):
-    if (name, dtype, n) == ("F17", "float32", 129):
-        # A known shortfall, of rows of subnormals under a large eps: dgamma errs by 308 ulp, since
-        # the products with an xhat of about 2**-141 are subnormal themselves.
-        request.applymarker(pytest.mark.xfail(strict=True, reason="dgamma of F17: 308 ulp"))
+def test_families_in_pairs_of_float32(name, dtype, n, folder):
     case = make_case(name, DTYPES[dtype], n, max(2, FAMILIES[name].smallest_rows))
     actual = on_host(folder, case, capability=SLOW)
     recipe = f"make_case({name!r}, {dtype!r}, n={n}) in pairs of float32"
@@ -154,7 +150,65 @@ def test_families_in_pairs_of_float32(name, dtype, n, folder, request):
         # 1 ulp; where an element cancels almost completely, the contract's second term with the
         # 48 bits of a pair less the 4 that its operations lose (a product of pairs errs by up to
         # 5 u**2, a sum by 3 u**2: Joldes, Muller and Popescu, ACM TOMS 44 (2017)).
+        # Measured at n = 129: 1.04 (y of F32), 0.67 (dx of F21), 0.43 (dx of F28b), 0.21 (dx of F07).
         assert result.worst_ulp <= 1 or result.worst_excess <= 16, f"{recipe}, {output}: {result}"
+
+
+def test_dgamma_of_subnormal_rows_in_pairs_of_float32(folder):
+    """Products with an xhat of about 2**-141 are subnormal: half a step, 2**-150, for each row."""
+    rows = 40
+    case = make_case("F17", np.dtype(np.float32), 129, rows)
+    actual = on_host(folder, case, capability=SLOW)
+    results = exact_layer_norm(*case).check_contract(**actual._asdict())
+    assert results.pop("dgamma").worst_ulp <= rows / 2
+    assert all(result.passed for result in results.values())
+
+
+@pytest.mark.parametrize("name", ["F01", "F14", "F15", "F17"])
+def test_a_float64_dy_after_a_forward_in_pairs_of_float32(name, folder):
+    """The statistics have the scale of their rows; dx, which is float32, has none."""
+    x, gamma, beta, eps, dy = make_case(name, np.dtype(np.float32), 129, 3)
+    statistics = host.forward(folder, x, gamma, beta, eps, capability=SLOW).arrays
+    statistics.pop("out")
+    dy = dy.astype(np.float64)
+    actual = host.backward(folder, dy, x, gamma, statistics, capability=SLOW).arrays
+    _, cache = layer_norm_forward(x, gamma, beta, eps, backend="numpy")
+    for one, other in zip(actual.values(), layer_norm_backward(dy, cache), strict=True):
+        np.testing.assert_array_max_ulp(one, other, maxulp=1)
+
+
+# ---- where a block may have more shared memory than every device grants ----
+
+# KiB that a block may ask for on sm_90 and sm_120; sm_80 has enough for the same kernels as sm_90
+# (tests/test_cuda_plan.py). On sm_120 columns in a loop begin at 4609.
+SHARED = [
+    ("float32", 5001, 227, FAST),
+    ("bfloat16", 8192, 227, FAST),
+    ("float32", 4500, 99, SLOW),
+]
+
+
+@pytest.mark.parametrize(("dtype", "n", "kib", "capability"), SHARED)
+def test_sums_in_shared_memory(dtype, n, kib, capability, folder):
+    case = ordinary(17, n, DTYPES[dtype])
+    x, gamma, beta, eps, dy = case
+    statistics = host.forward(folder, x, gamma, beta, eps, capability=capability).arrays
+    statistics.pop("out")
+    options = {"capability": capability, "shared_limit": kib << 10}
+    outcome = host.backward(folder, dy, x, gamma, statistics, **options)
+    # In a loop over columns dy would be read three times and x twice.
+    traffic = outcome.records[0].traffic
+    assert (traffic["x"].loaded, traffic["dy"].loaded) == (x.nbytes, dy.nbytes)
+    actual = Results(None, *outcome.arrays.values())
+    if capability == FAST:
+        assert_same(on_reference(case), actual, Results._fields[1:], f"{dtype}, {n}, {kib} KiB")
+    else:
+        for name, expected in zip(Results._fields[1:], on_reference(case)[1:], strict=True):
+            np.testing.assert_array_max_ulp(getattr(actual, name), expected, maxulp=1)
+    again = Setting(resident=2, cooperative=0, offset=1, gap=3, launches=2, seed=1)
+    other = host.backward(folder, dy, x, gamma, statistics, again, **options)
+    for name, array in outcome.arrays.items():
+        assert array.tobytes() == other.arrays[name].tobytes(), name
 
 
 # ---- shapes, dtypes of gamma and beta, what is asked for ----
@@ -238,7 +292,7 @@ INVARIANT = {
     "a warp a row": (131, 129, "float32"),
     "a block a row": (40, 1000, "float32"),
     # More partial sums than one block adds up, so that segments and the grid barrier are used.
-    "columns in a loop": (52, 5003, "float32"),
+    "columns in a loop": (33, 5003, "float32"),
     "float64": (50, 129, "float64"),
 }
 

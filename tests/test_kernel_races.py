@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 FLOAT32 = np.dtype(np.float32)
 # Three chunks each: a block for each, so that partial sums pass from block to block. Rows of a
 # warp, in registers; and rows that are read in a loop, one a turn.
-WARP, LOOPED = (40, 129), (33, 5003)
+WARP, LOOPED = (40, 129), (33, 4097)
 GRID = 3
 
 
@@ -95,8 +95,12 @@ def run_backward(folder, shape, mode, *, defines=(), text=None):
     return layer_norm_backward(dy, cache), memory, report
 
 
-@pytest.mark.parametrize("mode", [TICKETS, GRID_BARRIER], ids=["tickets", "barrier"])
-@pytest.mark.parametrize("shape", [WARP, LOOPED], ids=["warp", "looped"])
+# How blocks meet does not depend on how their rows were read: once for those read in a loop.
+@pytest.mark.parametrize(
+    ("shape", "mode"),
+    [(WARP, TICKETS), (WARP, GRID_BARRIER), (LOOPED, TICKETS)],
+    ids=["warp-tickets", "warp-barrier", "looped-tickets"],
+)
 def test_clean(shape, mode, folder):
     expected, memory, report = run_backward(folder, shape, mode)
     assert report == ""

@@ -1,18 +1,19 @@
 """The report in Chromium, driven headless: at two widths, light and dark, without a complaint."""
 
 import html
+import importlib.util
 import json
 import re
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-import stablenorm._run as job
-from stablenorm import _complexity
 from stablenorm._files import read_problem
-from stablenorm.report_page import _gather, _speed, gather, page
+from stablenorm.report_page import _gather, gather, page
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
@@ -92,14 +93,19 @@ function measure() {
 """
 
 
-def _shorten(patch):
-    """Timings of a moment: the page, not its figures."""
-    patch.setattr(_speed, "_FAR", 2**16)
-    patch.setattr(_speed, "_LIMIT", 0.01)
-    patch.setattr(_speed, "_SETTLE", 0)
-    patch.setattr(job, "_measure_time", lambda _: ({}, {}))
-    patch.setattr(_complexity, "_LIMIT", 0.01)
-    patch.setattr(_gather, "COST_BYTES", 2**14)
+def _page_tests():
+    """Return the module beside this one: tests are no package."""
+    name = "report_page_for_browser"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            name, Path(__file__).with_name("test_report_page.py")
+        )
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+_shorten = _page_tests().shorten
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,9 @@ how to read it:
   moved      bytes that all its operations read and write, in the caches or not
   memory     bytes that memory must move where arrays are larger than the caches
   predicted  from these counts and the ceilings of this machine, measured in the same run
+  formulas   rows, n, s: bytes of an element; m: n in whole vectors; groups: fours of rows;
+             GPU: filled: rows in whole turns of a block; columns: n in whole lanes; threads: of
+             a row; halvings: additions of a sum over these; docs/complexity.md has the others
   off by     the prediction against the measured time; it is made for arrays beyond the caches
 
 exit status: 0 done, 2 it cannot be run (one line says why).

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm._command_parts import check_plot
-from stablenorm._diagnose import check_eps, check_top, fastest_sweep
+from stablenorm._diagnose import check_eps, check_top, fastest_instruments
 from stablenorm._files import InputError, check_target, write_beside
 from stablenorm._shapes import normalize_axes, normalized_shape
 from stablenorm._stream_file import (
@@ -161,7 +161,7 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
         with open_rows(member, axes, told) as blocks:
             return diagnose_blocks(
                 blocks,
-                fastest_sweep(),
+                fastest_instruments(),
                 shape=member.shape,
                 dtype=_DTYPES[arguments.dtype or member.dtype.name],
                 axis=axes,

@@ -13,6 +13,7 @@ import numpy as np
 from stablenorm._bench import Problem, make_candidates, make_problem, type_of
 from stablenorm._types import Array
 from stablenorm.analysis._counts import Cost, Term, total
+from stablenorm.analysis._counts_gpu import Launch
 from stablenorm.analysis.complexity import (
     DIRECTIONS,
     IMPLEMENTATIONS,
@@ -32,11 +33,15 @@ from stablenorm.analysis.timing import Timing, make_copy, measure_interleaved
 
 # Which backend an implementation is; plain NumPy is none.
 _BACKENDS = {"reference": "numpy", "fused CPU": "numba"}
-# Rounds of everything, as long as they take no more than so many seconds; of each shape of the sweep.
-_ROUNDS, _LIMIT = 11, 12.0
-_SWEEP_ROUNDS, _SWEEP_LIMIT = 7, 1.0
+# Rounds of everything, as long as they take no more than so many seconds.
+ROUNDS, LIMIT = 11, 12.0
+# Of these seconds, what each of the eight shapes of the sweep may take.
+_SWEEP_PART = 1 / 12
 # Growth: the whole and halves of it, down to an eighth.
 _HALVES = 4
+# The GPU that the counts are of: an H100, 132 multiprocessors, of which each holds two blocks; its
+# compute capability and the shared memory that a block may ask for.
+_GPU_BLOCKS, _GPU_CAPABILITY, _GPU_SHARED = 264, (9, 0), 227 << 10
 # A copy of less, in several threads, would be a measurement of waking them.
 _LEAST_COPY = 1 << 20
 # A copy that stays in a second-level cache, as the blocks of the reference do.
@@ -118,14 +123,25 @@ def count_steps() -> int:
 
 
 def inspect(
-    shape: tuple[int, ...], dtype: str, threads: int, step: Callable[[str], None]
+    shape: tuple[int, ...],
+    dtype: str,
+    threads: int,
+    step: Callable[[str], None],
+    *,
+    rounds: int = ROUNDS,
+    limit: float = LIMIT,
 ) -> Complexity:
-    """Count, measure the ceilings and the implementations, sweep; `step` is told what goes on."""
+    """
+    Count, measure the ceilings and the implementations, sweep; `step` is told what goes on.
+
+    At most `rounds` of each timing, and, once there are three, none that begins after `limit`
+    seconds; of the sweep, two thirds as many and another `limit`.
+    """
     matrix = (math.prod(shape[:-1]), shape[-1])
     tiles = count_tiles(*matrix)
     step("implementations")
     problem = make_problem(matrix, dtype)
-    timings, rates = _measure(problem, dtype, threads)
+    timings, rates = _measure(problem, dtype, threads, rounds, limit)
     copied = 2 * max(problem.x.nbytes, _LEAST_COPY)
     cached = 2 * _CACHED_COPY / timings["copy in the caches"].median
     fused, one = (
@@ -138,8 +154,10 @@ def inspect(
     lines = []
     for implementation in IMPLEMENTATIONS:
         for direction in DIRECTIONS:
-            terms = count_terms(implementation, direction, matrix, dtype, tiles=tiles)
-            held = count_held(implementation, direction, matrix, dtype, tiles=tiles)
+            launch = launch_gpu(direction, matrix, dtype) if implementation == "fused GPU" else None
+            of = (implementation, direction, matrix, dtype)
+            terms = count_terms(*of, tiles=tiles, launch=launch)
+            held = count_held(*of, tiles=tiles, launch=launch)
             if not terms or held is None:
                 continue
             costs = [cost for _, cost in terms]
@@ -149,7 +167,7 @@ def inspect(
                 Line(implementation, direction, terms, total(costs), held, predicted, measured)
             )
     step("growth")
-    points = _sweep(problem, fused, dtype, threads)
+    points = _sweep(problem, fused, dtype, threads, 2 * rounds // 3, limit * _SWEEP_PART)
     return Complexity(
         shape,
         matrix,
@@ -171,6 +189,43 @@ def count_tiles(rows: int, n: int) -> int:
     """Into how many tiles the backward of the fused CPU kernel divides the rows."""
     tiles = importlib.import_module("stablenorm.kernels._tiles")
     return int(-(-rows // tiles.backward_rows(rows, n)))
+
+
+def launch_gpu(
+    direction: str,
+    matrix: tuple[int, int],
+    dtype: str,
+    *,
+    shared_limit: int = _GPU_SHARED,
+    blocks: int = _GPU_BLOCKS,
+) -> Launch:
+    """Return how the GPU kernel is launched where `blocks` fit at once; the default is an H100."""
+    plans = importlib.import_module("stablenorm.kernels._cuda_plan")
+    (rows, n), x = matrix, type_of(dtype)
+    which = plans.arithmetic(_GPU_CAPABILITY, np.empty(0, x))
+    plan = (
+        plans.plan_forward(rows, n, x, which, shared_limit=shared_limit)
+        if direction == "forward"
+        else plans.plan_backward(rows, n, x, x, which, shared_limit=shared_limit)
+    )
+    defined = dict(define.removeprefix("-DLN_").split("=") for define in plan.defines)
+    return Launch(
+        int(defined["ROW_THREADS"]),
+        int(defined["VECTORS"]),
+        plan.rows_per_block,
+        defined["STAGED"] == "1",
+        plan.chunks,
+        plan.chunk_rows,
+        plan.segments,
+        plans.grid_blocks(plan, rows, blocks),
+    )
+
+
+def is_a_row_a_lane(direction: str, n: int, dtype: str) -> bool:
+    """Tell whether rows are so short that another kernel takes them than the one counted."""
+    tiny = importlib.import_module("stablenorm.kernels._tiny")
+    longest = tiny.LONGEST_FORWARD if direction == "forward" else tiny.LONGEST_BACKWARD
+    return dtype != "float64" and n <= int(longest)
 
 
 def last_cache() -> int:
@@ -214,7 +269,7 @@ def _alone(rate: float, flops: float) -> float:
 
 
 def _measure(
-    problem: Problem, dtype: str, threads: int
+    problem: Problem, dtype: str, threads: int, rounds: int, limit: float
 ) -> tuple[dict[str, Timing], dict[str, dict[str, float]]]:
     """
     Time the implementations, copies of the same size and the loops of the ceilings, all in turn.
@@ -233,7 +288,7 @@ def _measure(
         together, rate = make_together(every, count)
         calls |= {f"{which}: {name}": call for name, call in together.items()}
         finish.append((which, rate))
-    timings = measure_interleaved(calls, rounds=_ROUNDS, limit=_LIMIT)
+    timings = measure_interleaved(calls, rounds=rounds, limit=limit)
     rates = {
         which: {name: rate(name, timings[f"{which}: {name}"].median) for name in every}
         for which, rate in finish
@@ -244,10 +299,11 @@ def _measure(
 def _implementations(problem: Problem, threads: int) -> dict[str, Callable[[], Any]]:
     x, gamma, beta, dy, _, _ = problem
     source, target = _copied(problem)
+    near, nearby = np.ones((2, _CACHED_COPY), np.int8)
     calls: dict[str, Callable[[], Any]] = {
         "copy": make_copy(source, target, threads),
         "copy, one thread": make_copy(source, target, 1),
-        "copy in the caches": make_copy(*np.ones((2, _CACHED_COPY), np.int8), 1),
+        "copy in the caches": make_copy(near, nearby, 1),
     }
     for implementation, backend in _BACKENDS.items():
         for direction, ways in make_candidates(problem, backend).items():
@@ -266,7 +322,9 @@ def _copied(problem: Problem) -> tuple[Array, Array]:
     return source, target
 
 
-def _sweep(problem: Problem, ceilings: Ceilings, dtype: str, threads: int) -> list[Point]:
+def _sweep(
+    problem: Problem, ceilings: Ceilings, dtype: str, threads: int, rounds: int, limit: float
+) -> list[Point]:
     """Time the fused kernel on fewer rows, and on shorter ones, beside copies of these."""
     rows, n = problem.x.shape
     points = []
@@ -281,8 +339,8 @@ def _sweep(problem: Problem, ceilings: Ceilings, dtype: str, threads: int) -> li
             calls = {direction: ways[direction]["out="] for direction in DIRECTIONS}
             timings = measure_interleaved(
                 {**calls, "copy": make_copy(source, target, threads)},
-                rounds=_SWEEP_ROUNDS,
-                limit=_SWEEP_LIMIT,
+                rounds=rounds,
+                limit=limit,
             )
             here = ceilings._replace(memory=2 * source.nbytes / timings["copy"].median)
             for direction in DIRECTIONS:
@@ -301,8 +359,10 @@ def _part(problem: Problem, shape: tuple[int, int]) -> Problem:
     def matrix(array: Array) -> Array:
         return array.reshape(-1)[: rows * n].reshape(shape)
 
-    x, gamma, beta, dy, y, (dx, dgamma, dbeta) = problem
-    gradients = type(problem.gradients)(matrix(dx), dgamma[:n], dbeta[:n])
+    x, gamma, beta, dy, y, every = problem
+    # All of them are there: make_problem has made them.
+    dx, dgamma, dbeta = (np.asarray(one) for one in every)
+    gradients = type(every)(matrix(dx), dgamma[:n], dbeta[:n])
     return Problem(matrix(x), gamma[:n], beta[:n], matrix(dy), matrix(y), gradients)
 
 

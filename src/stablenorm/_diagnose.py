@@ -6,7 +6,6 @@ import functools
 import importlib
 import math
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,17 @@ from numpy.typing import ArrayLike, DTypeLike
 from stablenorm._shapes import as_rows, normalize_axes, normalized_shape
 from stablenorm._threads import get_num_threads
 from stablenorm._types import Array, check_dtype
-from stablenorm.analysis._diagnose_sweep import sweep_rows
+from stablenorm.analysis._diagnose_count import PLAIN, Instruments
+from stablenorm.analysis._diagnose_predict import PerRow, measured_rows
 from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.backends import choose
 
 # Elements and rows of a block. What is predicted of 8192 rows stays in a second-level cache; a
 # sweep over 4 million elements takes a millisecond, ten times what it takes to call it.
 _ELEMENTS, _ROWS = 1 << 22, 1 << 13
+
+# Rows of so few elements have condition numbers of their own.
+_FEW = 2
 
 
 def diagnose(
@@ -99,12 +102,12 @@ def diagnose(
     kind = x.dtype if dtype is None else np.dtype(dtype)
     check_dtype("dtype", np.empty(0, kind))
     rows = as_rows(x, axes)
-    # Each thread sweeps and predicts blocks of its own: predicting is half of the work.
+    # Each thread sweeps and predicts blocks of its own: what Python does for one, others need not wait for.
     step = rows_of_block(*rows.shape)
     threads = min(get_num_threads(), -(-rows.shape[0] // step)) or 1
     return diagnose_blocks(
         (rows[start : start + step] for start in range(0, rows.shape[0], step)),
-        fastest_sweep(threads == 1),
+        fastest_instruments(threads == 1),
         shape=x.shape,
         dtype=kind,
         axis=axes,
@@ -120,13 +123,29 @@ def rows_of_block(rows: int, n: int) -> int:
     return max(1, min(rows, _ROWS, _ELEMENTS // n))
 
 
-def fastest_sweep(shared: bool = True) -> Callable[[Array], Array]:
-    """Return the compiled sweep, alone or with helpers; or its twin, where there is no Numba."""
+def fastest_instruments(shared: bool = True) -> Instruments:
+    """Return the compiled ones, alone or with helpers; or the plain, where there is no Numba."""
     if choose(None) == "numba":
         # Half a second, so not before it is needed.
-        compiled = importlib.import_module("stablenorm.kernels._sweep")
-        return functools.partial(compiled.sweep_rows, shared=shared)
-    return sweep_rows
+        counting = importlib.import_module("stablenorm.kernels._sweep_count")
+        return Instruments(functools.partial(_measured, shared), counting.count_rows)
+    return PLAIN
+
+
+def _measured(shared: bool, x: Array, limits: Array, eps: float) -> PerRow:
+    """Return what is known of rows: of ordinary ones as the sweep says, of others as its twin."""
+    compiled = importlib.import_module("stablenorm.kernels._sweep")
+    if x.shape[1] <= _FEW:
+        return measured_rows(compiled.sweep_rows(x, shared), x, eps)
+    written, lost, marks = compiled.measure_rows(x, limits, shared)
+    found = PerRow._make([*written, lost, marks])
+    hard = np.flatnonzero(marks >= compiled.HARD)
+    if hard.size:
+        again = x[hard]
+        better = measured_rows(compiled.sweep_rows(again, shared), again, eps)
+        for kept, one in zip(found, better, strict=True):
+            kept[..., hard] = one
+    return found
 
 
 def _checked(x: ArrayLike) -> Array:

@@ -1,8 +1,8 @@
 """
 Arrays in files, read in blocks of rows: .npy, .npz members, .safetensors tensors.
 
-Into one buffer, which is read into again: the memory taken does not depend on the size of the
-file. Mapping the file would count each page read as the process's own.
+Into two buffers, one while the other is worked on, again and again: the memory taken does not
+depend on the size of the file. Mapping the file would count each page read as the process's own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +123,7 @@ def open_rows(
     member: Member, axes: tuple[int, ...], told: Callable[[int], None]
 ) -> Iterator[Iterator[Array]]:
     """
-    Give the rows of a member, block by block, each in the same buffer.
+    Give the rows of a member, block by block: each is overwritten once the next has been asked for.
 
     `told` is called with the rows of each block when the next one is asked for.
     """
@@ -156,13 +157,23 @@ def _streamed(
     rows = math.prod(member.shape[:leading])
     n = math.prod(member.shape[leading:])
     step = max(1, min(rows_of_block(rows, n), _BLOCK // (n * member.dtype.itemsize)))
-    buffer = np.empty((step, n), member.dtype)
-    for start in range(0, rows, step):
-        block = buffer[: min(step, rows - start)]
+    # Two: one is read into while the caller works on the other.
+    buffers = np.empty((2, step, n), member.dtype)
+
+    def read(at: int) -> Array:
+        block: Array = buffers[at // step % 2, : min(step, rows - at)]
         _fill(member, file, block)
-        # Bytes in the order of this machine: a format of the file, not of the numbers.
-        yield block.astype(member.dtype.newbyteorder("="), copy=False)
-        told(len(block))
+        return block
+
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(read, 0)
+        for start in range(0, rows, step):
+            block = coming.result()
+            if start + step < rows:
+                coming = reader.submit(read, start + step)
+            # Bytes in the order of this machine: a format of the file, not of the numbers.
+            yield block.astype(member.dtype.newbyteorder("="), copy=False)
+            told(len(block))
     if member.offset is None and file.read(1):
         # An archive compares its checksum when its end is reached.
         msg = "more bytes than the header says"

@@ -277,8 +277,8 @@ def _forward(
         y = arrays.empty(x.shape, x.dtype, x)
     else:
         y = arrays.target("out", out, x.shape, x.dtype)
-        kept = {} if in_place and arrays.same_elements(y, x) else {"x": x}
-        _refuse_overlap(arrays, "out", y, {**kept, "gamma": gamma, "beta": beta})
+        others = {"x": x, "gamma": gamma, "beta": beta}
+        _refuse_overlap(arrays, "out", y, others, but="x" if in_place else None)
     statistics: Statistics = chosen.forward(
         arrays.rows(x, axes), gamma, beta, eps, arrays.rows(y, axes)
     )
@@ -319,6 +319,8 @@ def _eps(eps: Any) -> float:
 
 
 def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
+    if wrt is _NAMES:
+        return _NAMES
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
     if unknown := [name for name in names if name not in _NAMES]:
         msg = f"wrt must name some of 'x', 'gamma', 'beta', got {unknown[0]!r}"
@@ -327,10 +329,18 @@ def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
 
 
 def _refuse_overlap(
-    arrays: Arrays, name: str, array: Array, others: dict[str, Array | None]
+    arrays: Arrays,
+    name: str,
+    array: Array,
+    others: dict[str, Array | None],
+    but: str | None = None,
 ) -> None:
+    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
     for other, there in others.items():
         if there is not None and arrays.overlap(array, there):
+            # Asked last: of arrays that do not overlap, which is nearly always, it need not be.
+            if other == but and arrays.same_elements(array, there):
+                continue
             msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
             raise ValueError(msg)
 
@@ -353,7 +363,7 @@ def _gradients(
         None if cache.gamma is None else (shape, cache.gamma.dtype),
         None if cache.beta_dtype is None else (shape, cache.beta_dtype),
     )
-    inputs: dict[str, Array | None] = {"x": cache.x, "gamma": cache.gamma, "dy": dy}
+    others: dict[str, Array | None] = {"x": cache.x, "gamma": cache.gamma, "dy": dy}
     found: list[Array | None] = []
     for name, target, array in zip(_NAMES, targets, given, strict=True):
         if name not in asked or target is None:
@@ -361,10 +371,10 @@ def _gradients(
         elif array is None:
             found.append(arrays.empty(target[0], target[1], cache.x))
         else:
-            checked = arrays.target(f"out.d{name}", array, *target)
-            in_place = name == "x" and arrays.same_elements(checked, dy)
-            needed = {**inputs, "dy": None} if in_place else inputs
-            done = {f"out.d{_NAMES[i]}": there for i, there in enumerate(found)}
-            _refuse_overlap(arrays, f"out.d{name}", checked, {**needed, **done})
+            called = f"out.d{name}"
+            checked = arrays.target(called, array, *target)
+            _refuse_overlap(arrays, called, checked, others, but="dy" if name == "x" else None)
+            # New ones are not among these: nothing that was given can share memory with them.
+            others[called] = checked
             found.append(checked)
     return Gradients(found[0], found[1], found[2])

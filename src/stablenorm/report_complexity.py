@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 import stablenorm
-from stablenorm._complexity import Complexity, Line
+from stablenorm._complexity import Complexity, Line, is_a_row_a_lane
 from stablenorm.analysis._counts import bytes_formula, flops_formula
+from stablenorm.analysis.complexity import DIRECTIONS
 from stablenorm.report import _NARROW, _table
 
 # One colour an implementation, told apart by their markers as well.
@@ -57,7 +58,10 @@ def save_complexity(found: Complexity, file: Any) -> None:
             "one_thread": found.one_thread._asdict(),
             "flops_float32": found.flops_float32,
         },
-        "implementations": [_record(line) for line in found.lines],
+        "implementations": [
+            _record(line, is_a_row_a_lane(line.direction, found.matrix[1], found.dtype))
+            for line in found.lines
+        ],
         "saved": [
             {"what": what, "formula": formula, "bytes": size} for what, formula, size in found.saved
         ],
@@ -239,6 +243,12 @@ def _terms_table(line: Line, narrow: bool) -> Any:
     return table
 
 
+_GPU = (
+    "The GPU column is counted, as launched on an H100 in float64 arithmetic, and not measured here; "
+    "its kernel for float64, in pairs, is not counted."
+)
+
+
 def _notes(found: Complexity) -> str:
     fused = found.fused
     ceilings = (
@@ -252,23 +262,33 @@ def _notes(found: Complexity) -> str:
         "at the worst moment. The fused kernel: the longer of memory and arithmetic, which go on "
         "at once. The others: pass after pass in one thread, page faults of new arrays not predicted."
     )
-    lines = [ceilings, words, "The GPU column is counted from its source, not measured here."]
+    lines = [ceilings, words, _GPU]
     if not found.beyond_caches:
         lines.append(
             "x fits the last-level cache: copies of it do as well, and the prediction is rougher."
         )
-    if found.matrix[1] < 64:
-        lines.append(
-            "Rows of fewer than 64 elements go a row a lane; the counts are of longer rows."
-        )
-    return "\n".join(lines)
+    return "\n".join([*lines, *short_rows(found)])
+
+
+def short_rows(found: Complexity) -> list[str]:
+    """Say, if so, that the fused CPU kernel is not the one that the model counts."""
+    n, dtype = found.matrix[1], found.dtype
+    short = [way for way in DIRECTIONS if is_a_row_a_lane(way, n, dtype)]
+    if not short:
+        return []
+    words = (
+        f"Rows as short as {n} go through another kernel, a row a lane ({' and '.join(short)}): "
+        "what is counted and predicted for the fused CPU kernel is that for longer rows, what is "
+        "measured is not."
+    )
+    return [words]
 
 
 def _name(line: Line, narrow: bool) -> str:
     return f"{line.implementation}, {line.direction[:4] if narrow else line.direction}"
 
 
-def _record(line: Line) -> dict[str, Any]:
+def _record(line: Line, short: bool) -> dict[str, Any]:
     measured = line.measured
     return {
         "implementation": line.implementation,
@@ -279,6 +299,8 @@ def _record(line: Line) -> dict[str, Any]:
         "predicted": None if line.predicted is None else line.predicted._asdict(),
         "measured": None if measured is None else measured._asdict(),
         "deviation": line.deviation,
+        # False where the kernel that was measured is not the one that was counted.
+        "counted_is_measured": line.implementation != "fused CPU" or not short,
         "terms": [
             {"formulas": term._asdict(), "values": cost._asdict()} for term, cost in line.terms
         ],

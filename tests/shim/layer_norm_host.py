@@ -223,7 +223,7 @@ def forward(
     wide = which == _cuda_plan.DOUBLE_PAIRS
     kept = STATISTICS if wide else STATISTICS[:3]
     outputs = {"out": _empty(x.shape, x.dtype), **{name: _empty(rows, np.float64) for name in kept}}
-    if wide:
+    if which != _cuda_plan.DOUBLE:
         outputs["exponent"] = _empty((rows, 2), np.int16)
     inputs = {"x": x, "gamma": gamma, "beta": beta}
     return launch(kernel, plan, x.shape, inputs, outputs, setting, eps=eps, **codes(gamma, beta))
@@ -240,6 +240,7 @@ def backward(
     wrt: Sequence[str] = ("x", "gamma", "beta"),
     beta_dtype: Any = None,
     capability: tuple[int, int] = FAST,
+    shared_limit: int = _cuda_plan.SHARED_BYTES,
     text: str | None = None,
     count: bool = False,
 ) -> Outcome:
@@ -249,7 +250,9 @@ def backward(
     if "rstd_lo" in statistics:
         which = _cuda_plan.DOUBLE_PAIRS
     summing = "gamma" in wrt or "beta" in wrt
-    plan = _cuda_plan.plan_backward(rows, n, x.dtype, dy.dtype, which, summing=summing)
+    plan = _cuda_plan.plan_backward(
+        rows, n, x.dtype, dy.dtype, which, summing=summing, shared_limit=shared_limit
+    )
     kernel = build(folder, plan, text=text, count=count)
     gamma_dtype = x.dtype if gamma is None else gamma.dtype
     beta_dtype = gamma_dtype if beta_dtype is None else beta_dtype

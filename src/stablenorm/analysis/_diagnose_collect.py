@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,17 +10,11 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.analysis._diagnose_advice import advice
-from stablenorm.analysis._diagnose_conditions import BIT, MARKS, conditions, marks, names_of
-from stablenorm.analysis._diagnose_methods import METHODS, lost_bits
-from stablenorm.analysis._diagnose_sweep import described
+from stablenorm.analysis._diagnose_conditions import MARKS, names_of
+from stablenorm.analysis._diagnose_count import Instruments, no_counts
+from stablenorm.analysis._diagnose_methods import METHODS
+from stablenorm.analysis._diagnose_predict import PerRow, limits
 from stablenorm.analysis.families import format_of
-
-# Powers of two that condition numbers are counted by; beyond is counted with the last: float64 of
-# 2**1000 and a spread of 1 is no rarer than that.
-_POWERS = 64
-
-# Rank of what has no y at all, above any number of bits.
-_NO_RESULT = {"not finite": 4096.0, "undefined": 2048.0}
 
 
 @dataclass(frozen=True)
@@ -56,29 +49,6 @@ class Row:
     lost: dict[str, float]
     marks: tuple[str, ...]
     advice: str
-
-
-class PerRow(NamedTuple):
-    """
-    Numbers of every row, each an array of length rows.
-
-    Attributes
-    ----------
-    mean, std, condition_y, condition_dx, eps_share : array
-        As in `Row`.
-    lost : array
-        Bits lost, (methods, rows), in the order of `Diagnosis.methods`.
-    marks : array
-        uint16: bit k is set for the k-th of `Summary.marks`.
-    """
-
-    mean: Array
-    std: Array
-    condition_y: Array
-    condition_dx: Array
-    eps_share: Array
-    lost: Array
-    marks: Array
 
 
 class Summary(NamedTuple):
@@ -116,76 +86,33 @@ class Collector:
     """Takes blocks of rows, one after the other."""
 
     def __init__(
-        self,
-        n: int,
-        dtype: Any,
-        eps: float,
-        sweep: Callable[[Array], Array],
-        top: int,
-        keep_rows: bool,
+        self, n: int, dtype: Any, eps: float, instruments: Instruments, top: int, keep: int
     ) -> None:
-        self._n, self._dtype, self._eps, self._sweep = n, np.dtype(dtype), eps, sweep
-        self._top, self._keep_rows = top, keep_rows
+        self._eps, self._instruments = eps, instruments
+        self._limits = limits(n, np.dtype(dtype), eps)
+        self._top = top
         self._rows = 0
-        self._kept: list[PerRow] = []
+        # Numbers of each row, for so many rows.
+        self._kept = _room_for(keep)
         self._worst: list[tuple[float, int, Row]] = []
-        self._marks = np.zeros(len(MARKS), np.int64)
-        self._lost = np.zeros((len(METHODS), format_of(dtype).p + 1), np.int64)
-        self._powers = np.zeros((2, _POWERS), np.int64)
-        self._largest = [0.0, 0.0]
-        self._largest_lost = np.zeros(len(METHODS))
+        self._counts = no_counts(format_of(dtype).p)
 
     def measure(self, x: Array) -> PerRow:
         """Return what is known of rows, (rows, n), of the dtype; any thread may."""
-        sweep = described(self._sweep(x), x)
-        return PerRow(
-            sweep.mean,
-            sweep.std,
-            *conditions(sweep, self._n, self._eps),
-            lost_bits(sweep, self._n, self._dtype, self._eps),
-            marks(sweep, self._n, self._dtype, self._eps),
-        )
+        return self._instruments.measure(x, self._limits, self._eps)
 
     def add(self, found: PerRow, x: Array) -> None:
         """Take the next rows, and what is known of them."""
-        self._count(found)
-        self._rank(found, x)
-        if self._keep_rows:
-            self._kept.append(found)
+        rank = self._instruments.add(found, *self._counts)
+        if self._top:
+            self._rank(found, x, rank)
+        if len(self._kept.marks):
+            for kept, part in zip(self._kept, found, strict=True):
+                kept[..., self._rows : self._rows + len(x)] = part
         self._rows += len(x)
 
-    def _count(self, found: PerRow) -> None:
-        for place in range(len(MARKS)):
-            self._marks[place] += np.count_nonzero(found.marks & np.uint16(1 << place))
-        unknown = np.isnan(found.lost[0])
-        known_lost = found.lost[:, ~unknown] if unknown.any() else found.lost
-        for place, known in enumerate(known_lost):
-            if known.size:
-                # To the nearest, and faster than by rint.
-                counts = np.bincount((known + 0.5).astype(np.intp), minlength=len(self._lost[0]))
-                self._lost[place] += counts
-                self._largest_lost[place] = max(self._largest_lost[place], float(known.max()))
-        for place, condition in enumerate((found.condition_y, found.condition_dx)):
-            # Constant rows, of which nothing else is to be said, have none.
-            finite = np.isfinite(condition)
-            known = condition if finite.all() else condition[finite]
-            if known.size:
-                self._largest[place] = max(self._largest[place], float(known.max()))
-                # The exponent's bits; below 1 counts as 1. Four times as fast as frexp.
-                power = (np.maximum(known, 1.0).view(np.int64) >> 52) - 1023
-                counted = np.bincount(np.minimum(power, _POWERS - 1), minlength=_POWERS)
-                self._powers[place] += counted
-
-    def _rank(self, found: PerRow, x: Array) -> None:
-        """Keep the worst rows: without a result, then by bits that a two-pass loses, then by kappa."""
-        if not self._top:
-            return
-        # Less than a bit for any condition number, infinity too, so bits come first.
-        rank = np.rint(found.lost[0]) + (1.0 - 1.0 / np.maximum(found.condition_y, 1.0))
-        for name, above in _NO_RESULT.items():
-            without = (found.marks & np.uint16(BIT[name])) != 0
-            if without.any():
-                rank[without] = above
+    def _rank(self, found: PerRow, x: Array, rank: Array) -> None:
+        """Keep the rows of the highest rank, of equals the first ones."""
         least = self._worst[0][0] if len(self._worst) == self._top else -1.0
         rows = np.flatnonzero(rank > least)
         if rows.size > self._top:
@@ -213,25 +140,24 @@ class Collector:
 
     def summary(self) -> Summary:
         """Return what was counted."""
+        of_marks, of_bits, powers, largest = self._counts
         return Summary(
             self._rows,
-            dict(zip((mark.name for mark in MARKS), map(int, self._marks), strict=True)),
-            dict(zip(METHODS, self._lost, strict=True)),
-            self._powers[0],
-            self._powers[1],
-            self._largest[0],
-            self._largest[1],
-            dict(zip(METHODS, map(float, self._largest_lost), strict=True)),
+            dict(zip((mark.name for mark in MARKS), map(int, of_marks), strict=True)),
+            dict(zip(METHODS, of_bits, strict=True)),
+            powers[0],
+            powers[1],
+            float(largest[0]),
+            float(largest[1]),
+            dict(zip(METHODS, map(float, largest[2:]), strict=True)),
         )
 
-    def per_row(self) -> PerRow | None:
-        """Return the numbers of every row, if they were to be kept."""
-        if not self._keep_rows:
-            return None
-        if not self._kept:
-            none = np.empty(0)
-            lost = np.empty((len(METHODS), 0), np.float32)
-            return PerRow(none, none, none, none, none, lost, np.empty(0, np.uint16))
-        return PerRow._make(
-            np.concatenate(parts, axis=-1) for parts in zip(*self._kept, strict=True)
-        )
+    def per_row(self) -> PerRow:
+        """Return the numbers of the rows that were to be kept."""
+        return self._kept
+
+
+def _room_for(rows: int) -> PerRow:
+    numbers = np.empty((5, rows))
+    lost = np.empty((len(METHODS), rows), np.float32)
+    return PerRow._make([*numbers, lost, np.empty(rows, np.uint16)])

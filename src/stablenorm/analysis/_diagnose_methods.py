@@ -96,7 +96,8 @@ def _half(rows: Rows) -> tuple[Array, Array]:
 
 
 def _to_half(v: Any) -> Any:
-    return v.astype(np.float16).astype(np.float32)
+    # Float64 by way of float32, as the statistics are held there.
+    return v.astype(np.float32).astype(np.float16).astype(np.float32)
 
 
 _ALL = (

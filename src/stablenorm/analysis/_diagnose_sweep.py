@@ -18,7 +18,7 @@ LANES = 16
 
 # Of float64 rows: beyond, squares overflow or lose digits, and the row is described again, scaled.
 # Everything of 32 and fewer bits lies within.
-_TINY, _HUGE = 2.0**-400, 2.0**400
+TINY, HUGE = 2.0**-400, 2.0**400
 
 
 class Sweep(NamedTuple):
@@ -121,7 +121,7 @@ def described(numbers: Any, x: Array) -> Sweep:
         spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
         if x.dtype == np.float64:
             largest = np.maximum(np.abs(lowest), np.abs(highest))
-            extreme = ~((var > _TINY) & (largest < _HUGE)) & ~spoilt & ~constant
+            extreme = ~((var > TINY) & (largest < HUGE)) & ~spoilt & ~constant
             hard = np.flatnonzero(extreme)
             if hard.size:
                 mean, mean_lo = mean.copy(), mean_lo.copy()

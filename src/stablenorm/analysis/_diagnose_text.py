@@ -58,9 +58,11 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     said = []
     if summary.condition_y.any():
         said.append(
-            f"condition number of y: {median_power(summary.condition_y)} in the median row, "
+            "condition number of y: "
+            f"{median_power(summary.condition_y, summary.largest_condition_y)} in the median row, "
             f"{summary.largest_condition_y:.2g} in the worst; of dx: "
-            f"{median_power(summary.condition_dx)}, {summary.largest_condition_dx:.2g}"
+            f"{median_power(summary.condition_dx, summary.largest_condition_dx)}, "
+            f"{summary.largest_condition_dx:.2g}"
         )
     working = np.dtype(working_dtype(diagnosis.dtype)).name
     for mark in MARKS:
@@ -70,12 +72,12 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     return said
 
 
-def median_power(counts: Array) -> str:
-    """Return the median of condition numbers counted by powers of two."""
+def median_power(counts: Array, largest: float) -> str:
+    """Return the median of condition numbers counted by powers of two: at most the largest."""
     power = _median(counts)
     if power == len(counts) - 1:
         return f"2^{power} or more"
-    return f"about {2.0 ** (power + 0.5):.2g}" if power else "1 to 2"
+    return f"about {min(2.0 ** (power + 0.5), largest):.2g}" if power else "1 to 2"
 
 
 def _median(counts: Array) -> int:

@@ -2,8 +2,8 @@
 What a layer norm costs: operations, bytes moved and bytes held, from formulas in rows, n and itemsize.
 
 One model of four implementations: plain NumPy (`analysis.plain`), the reference, the fused CPU kernel
-and the fused GPU kernel. The tests hold the first three against instrumented runs, term by term of
-nothing but the formulas shown. It knows nothing of what runs: tiles and ceilings come from above.
+and the fused GPU kernel. The tests hold all four against instrumented runs, by nothing but the
+formulas shown. It knows nothing of what runs: tiles, launches and ceilings come from above.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from stablenorm.analysis import _counts_fused, _counts_numpy
 from stablenorm.analysis._counts import Cost, Term, cost_of, evaluate, total
-from stablenorm.analysis._counts_gpu import GPU_BACKWARD, GPU_CHUNKS, GPU_FORWARD
+from stablenorm.analysis._counts_gpu import GPU_BACKWARD, GPU_FORWARD, Launch, count_lanes
 
 IMPLEMENTATIONS = ("plain NumPy", "reference", "fused CPU", "fused GPU")
 DIRECTIONS = ("forward", "backward")
@@ -28,8 +28,6 @@ GROUP, LONGEST_IN_GROUP, SPAN, BLOCK = 4, 16384, 1024, 1 << 15
 _TERMS: dict[tuple[str, str, bool], tuple[Term, ...]] = {
     ("plain NumPy", "forward", False): _counts_numpy.PLAIN_FORWARD,
     ("plain NumPy", "backward", False): _counts_numpy.PLAIN_BACKWARD,
-    ("plain NumPy", "forward", True): _counts_numpy.PLAIN_FORWARD,
-    ("plain NumPy", "backward", True): _counts_numpy.PLAIN_BACKWARD,
     ("reference", "forward", False): _counts_numpy.REFERENCE_FORWARD,
     ("reference", "backward", False): _counts_numpy.REFERENCE_BACKWARD,
     ("reference", "forward", True): _counts_numpy.WIDE_REFERENCE_FORWARD,
@@ -78,6 +76,7 @@ def count_terms(
     dtype: str,
     *,
     tiles: int = 1,
+    launch: Launch | None = None,
 ) -> list[tuple[Term, Cost]]:
     """
     Count what each step of an implementation does.
@@ -94,6 +93,8 @@ def count_terms(
         Of x, gamma, beta and dy alike.
     tiles : int, default: 1
         Into how many the backward of the fused CPU kernel divides the rows.
+    launch : Launch, optional
+        Of the fused GPU kernel, which is not counted without it.
 
     Returns
     -------
@@ -104,7 +105,8 @@ def count_terms(
     -----
     The fused CPU kernel takes rows of fewer than 64 elements (backward: of up to 40) a row a lane;
     these counts are of the kernel for longer rows. The arithmetic of the reference on float64 is
-    counted, its temporary bytes are not.
+    counted, its temporary bytes are not. The fused GPU kernel is counted for 16- and 32-bit data in
+    float64 arithmetic; its arithmetic in pairs, which float64 takes, is not.
 
     Examples
     --------
@@ -113,8 +115,11 @@ def count_terms(
     >>> term.name, term.single, cost.flops
     ('sum of x', 'rows n - rows', 7670)
     """
-    values = count_sizes(matrix, dtype, tiles)
-    terms = _TERMS.get((implementation, direction, dtype == "float64"), ())
+    if implementation == "fused GPU" and launch is None:
+        return []
+    values = count_sizes(matrix, dtype, tiles, launch)
+    wide = dtype == "float64" and implementation != "plain NumPy"
+    terms = _TERMS.get((implementation, direction, wide), ())
     counted = [(term, cost_of(term, values)) for term in terms]
     if implementation == "plain NumPy":
         # Whole arrays, each new: nothing of them is still in the caches when it is needed.
@@ -129,6 +134,7 @@ def count_all(
     dtype: str,
     *,
     tiles: int = 1,
+    launch: Launch | None = None,
 ) -> Cost | None:
     """
     Count what an implementation does in all.
@@ -145,6 +151,8 @@ def count_all(
         Of x, gamma, beta and dy alike.
     tiles : int, default: 1
         Into how many the backward of the fused CPU kernel divides the rows.
+    launch : Launch, optional
+        Of the fused GPU kernel, which is not counted without it.
 
     Returns
     -------
@@ -157,11 +165,13 @@ def count_all(
     >>> count_all("fused CPU", "forward", (1000, 768), "float32").memory == 1000 * (8 * 768 + 24) + 8 * 768
     True
     """
-    terms = count_terms(implementation, direction, matrix, dtype, tiles=tiles)
+    terms = count_terms(implementation, direction, matrix, dtype, tiles=tiles, launch=launch)
     return total(cost for _, cost in terms) if terms else None
 
 
-def count_sizes(matrix: tuple[int, int], dtype: str, tiles: int = 1) -> dict[str, int]:
+def count_sizes(
+    matrix: tuple[int, int], dtype: str, tiles: int = 1, launch: Launch | None = None
+) -> dict[str, int]:
     """
     Give the names in the formulas their values.
 
@@ -173,6 +183,8 @@ def count_sizes(matrix: tuple[int, int], dtype: str, tiles: int = 1) -> dict[str
         Of x, gamma, beta and dy alike.
     tiles : int, default: 1
         Into how many the backward of the fused CPU kernel divides the rows.
+    launch : Launch, optional
+        Of the fused GPU kernel.
 
     Returns
     -------
@@ -202,8 +214,8 @@ def count_sizes(matrix: tuple[int, int], dtype: str, tiles: int = 1) -> dict[str
         "spans": -(-n // SPAN),
         "groups": rows // GROUP + rows % GROUP if n <= LONGEST_IN_GROUP else rows,
         "tiles": tiles,
-        "chunks": min(GPU_CHUNKS, rows),
         "block": 8 * min(step, rows) * n,
+        **({} if launch is None else count_lanes(launch, rows, n, s)),
     }
 
 
@@ -229,8 +241,6 @@ _POLICIES = (
 _HELD = {
     ("plain NumPy", "forward", False): "4 c rows n",
     ("plain NumPy", "backward", False): "4 c rows n",
-    ("plain NumPy", "forward", True): "4 c rows n",
-    ("plain NumPy", "backward", True): "4 c rows n",
     ("reference", "forward", False): "s rows n + 24 rows + 3 block",
     ("reference", "backward", False): "s rows n + 2 n s + 6 block",
     ("reference", "forward", True): "s rows n + 40 rows + 14 block",
@@ -240,7 +250,7 @@ _HELD = {
     ("fused CPU", "forward", True): "s rows n + 40 rows",
     ("fused CPU", "backward", True): "s rows n + 2 n s + 32 tiles m",
     ("fused GPU", "forward", False): "s rows n + 24 rows",
-    ("fused GPU", "backward", False): "s rows n + 2 n s + 16 chunks n",
+    ("fused GPU", "backward", False): "s rows n + 2 n s + 16 parts n + 32 segments n",
 }
 
 
@@ -251,6 +261,7 @@ def count_held(
     dtype: str,
     *,
     tiles: int = 1,
+    launch: Launch | None = None,
 ) -> tuple[str, int] | None:
     """
     Count the new bytes held at the worst moment, results included.
@@ -267,6 +278,8 @@ def count_held(
         Of x, gamma, beta and dy alike.
     tiles : int, default: 1
         Into how many the backward of the fused CPU kernel divides the rows.
+    launch : Launch, optional
+        Of the fused GPU kernel, which is not counted without it.
 
     Returns
     -------
@@ -284,10 +297,11 @@ def count_held(
     >>> count_held("plain NumPy", "forward", (1000, 768), "float32")
     ('4 c rows n', 12288000)
     """
-    formula = _HELD.get((implementation, direction, dtype == "float64"))
-    if formula is None:
+    wide = dtype == "float64" and implementation != "plain NumPy"
+    formula = _HELD.get((implementation, direction, wide))
+    if formula is None or (implementation == "fused GPU" and launch is None):
         return None
-    return formula, evaluate(formula, count_sizes(matrix, dtype, tiles))
+    return formula, evaluate(formula, count_sizes(matrix, dtype, tiles, launch))
 
 
 def count_saved(matrix: tuple[int, int], dtype: str) -> list[tuple[str, str, int]]:

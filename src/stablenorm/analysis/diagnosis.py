@@ -7,6 +7,7 @@ The losses are predicted from one sweep over the data, which the caller hands in
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,8 +19,10 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.analysis import _diagnose_plot, _diagnose_text
-from stablenorm.analysis._diagnose_collect import Collector, PerRow, Row, Summary
+from stablenorm.analysis._diagnose_collect import Collector, Row, Summary
+from stablenorm.analysis._diagnose_count import Instruments
 from stablenorm.analysis._diagnose_methods import METHODS, title_of
+from stablenorm.analysis._diagnose_predict import PerRow
 from stablenorm.analysis.families import format_of
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose_blocks"]
@@ -138,7 +141,7 @@ class Diagnosis:
 
 def diagnose_blocks(
     blocks: Iterable[Array],
-    sweep: Callable[[Array], Array],
+    instruments: Instruments,
     *,
     shape: tuple[int, ...],
     dtype: Any,
@@ -156,8 +159,8 @@ def diagnose_blocks(
     blocks : iterable of array
         Shape (rows, n) each, in order; any of the four dtypes, and cast to `dtype` here. With one
         thread, a block may be overwritten once the next one has been asked for.
-    sweep : callable
-        Takes a block and returns its numbers, as `stablenorm.analysis._diagnose_sweep.sweep_rows`.
+    instruments : Instruments
+        `PLAIN` of `stablenorm.analysis._diagnose_count`, or a fast copy.
     shape, axis : tuple of int
         Of the whole data.
     dtype : dtype
@@ -176,9 +179,10 @@ def diagnose_blocks(
     Diagnosis
         Of all blocks together.
     """
-    n = int(np.prod([shape[i] for i in axis]))
+    n = math.prod(shape[i] for i in axis)
+    rows = math.prod(shape) // n
     dtype = np.dtype(dtype)
-    collector = Collector(n, dtype, eps, sweep, top, keep_rows)
+    collector = Collector(n, dtype, eps, instruments, top, rows if keep_rows else 0)
 
     def measured(block: Array) -> tuple[PerRow, Array]:
         # What is too large for a narrower dtype is infinite in it, and counted as that.
@@ -196,7 +200,7 @@ def diagnose_blocks(
         eps,
         collector.summary(),
         collector.worst(),
-        collector.per_row(),
+        collector.per_row() if keep_rows else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,8 @@ class Comparison:
     # How far apart left and right slopes are, all outputs added up; None if they are not.
     kink: float | None = None
     method: str = "secants"
+    # Of a difference: shorter steps say the same; they contradict what longer ones said; nothing.
+    confirmed: bool | None = None
 
     @property
     def bound(self) -> float:
@@ -167,13 +170,30 @@ class Comparer:
         )
 
     def shorter(self, comparison: Comparison, factor: float) -> Comparison:
-        """Compare once more, with steps of `factor` times the length."""
+        """
+        Compare once more, with steps of `factor` times the length.
+
+        What differs is replaced only by what contradicts it. A wrong gradient differs at all
+        steps from one and the same numeric derivative; that of steps which reach a kink is a mean
+        of slopes, and shorter steps, which do not reach it, have another one, outside of both
+        bounds. Then the shorter ones are right: a kink in their reach is in that of the longer
+        ones too. Short steps have wide bounds; so that they agree with the backward excuses
+        nothing as long as they agree with the long steps as well.
+        """
         place, where, scale = comparison.place, comparison.where, comparison.scale
         found = self._again(place, where, scale, factor)
         # What only rounding explains is no answer here: short steps may not move a coarse
         # forward (float16 inside) at all.
         settled = found.derivative.settled and found.derivative.converged
-        return found if settled or found.kink is not None else comparison
+        if comparison.z <= 1:
+            return found if settled or found.kink is not None else comparison
+        if not settled:
+            return comparison
+        before, after = comparison.derivative, found.derivative
+        contradicted = abs(after.numeric - before.numeric) > after.bound + before.bound
+        if contradicted:
+            return replace(found, confirmed=False)
+        return replace(comparison, confirmed=True) if found.z > 1 else comparison
 
     def _again(
         self, place: Any, where: Any, scale: Array, factor: float, kinks: bool = True
@@ -217,12 +237,12 @@ def compare(comparer: Comparer, report: Callable[[], None]) -> list[Comparison]:
 
 
 def _shorten(comparer: Comparer, found: list[Comparison]) -> None:
-    """Repeat, in place and with shorter steps, what has not settled."""
+    """Repeat, in place and with shorter steps, what has not settled and what differs."""
     task, loss = comparer.task, comparer.loss
     noise, level = loss.noise[task.position], loss.level[task.position]
     factor = 1.0
     for _ in range(1, _ROUNDS):
-        todo = [i for i, c in enumerate(found) if _open(c)]
+        todo = [i for i, c in enumerate(found) if _open(c) or c.z > 1]
         factor *= _SHORTER
         if not todo or np.min(task.span) * factor < 1e-290:
             break
@@ -230,7 +250,27 @@ def _shorten(comparer: Comparer, found: list[Comparison]) -> None:
         measure_noise(loss, task.position, task.span * factor, comparer.rng)
         for i in todo:
             found[i] = comparer.shorter(found[i], factor)
+    for i, c in enumerate(found):
+        # One word against another is no difference; nor is one word that wavers.
+        doubtful = c.confirmed is False or (c.confirmed is None and _wavers(c.derivative))
+        if c.z > 1 and doubtful:
+            found[i] = replace(c, derivative=c.derivative._replace(settled=False))
     loss.noise[task.position], loss.level[task.position] = noise, level
+
+
+def _wavers(derivative: Derivative) -> bool:
+    """
+    Tell whether secants change more, by more than their noise, though steps have become shorter.
+
+    A smooth function's change with step^2, to less than 0.4 from one step to the next. Past a kink
+    at the distance d they go with 1 - d / step: the nearer the step comes to d, the more. This is
+    asked where shorter steps have no answer: they drown in rounding (float32), or move nothing.
+    """
+    curve = derivative.curve
+    changes = [abs(b.numeric - a.numeric) for a, b in pairwise(curve)]
+    noises = [float(np.hypot(a.noise, b.noise)) for a, b in pairwise(curve)]
+    later = zip(pairwise(changes), noises[1:], strict=True)
+    return any(after > max(before, noise) for (before, after), noise in later)
 
 
 def _open(c: Comparison) -> bool:

@@ -55,6 +55,10 @@ _LEAST_ROWS, _MOST_ROWS_PER_SLOT = 16, 128
 # Threads of a block where several rows share it.
 _BLOCK = 256
 _LONGEST_BLOCK = 512
+
+# The same where a warp has a row in the backward and a lane two vectors of it: 16 sums a thread
+# take more than the 128 registers that two blocks of 256 leave, and fit the 168 of two of 192.
+_WIDE_LANE_BLOCK = 192
 _WARP = 32
 _VECTOR_BYTES = 16
 
@@ -170,6 +174,10 @@ def plan_backward(
         of_chunks = GENERIC_ROWS * _PROJECTION_BYTES
     chunk_rows = _chunk_rows(rows, table.slots)
     chunks = max(1, -(-rows // chunk_rows))
+    if summing and table.vectors == 0 and chunks == 1 and rows > GENERIC_ROWS:
+        # It would go back to partial sums that one chunk has no workspace for.
+        msg = f"one chunk of columns in a loop must have at most {GENERIC_ROWS} rows, got {rows}"
+        raise ValueError(msg)
     partials = 2 * n * number * chunks
     segments = 1 if partials <= _ONE_SEGMENT_BYTES else min(_SEGMENTS, chunks)
     return Plan(
@@ -263,6 +271,10 @@ def _is_wide(dtype: np.dtype[np.generic]) -> bool:
     return dtype.itemsize == 8
 
 
+def _is_crowded(x: np.dtype[np.generic], which: int) -> bool:
+    return which == DOUBLE_PAIRS and x.itemsize == 2
+
+
 class _Table(NamedTuple):
     """Threads of a row, vectors of a thread (0: any number), rows of a block, columns held."""
 
@@ -299,6 +311,8 @@ def _backward_threads(
     """Return the table's line, and whether the sums over rows are in shared memory."""
     mixed = dy != x or (which == DOUBLE_PAIRS) != _is_wide(x)
     table = _row_threads(n, x, _BACKWARD_ELEMENTS[x.itemsize], mixed)
+    if table.vectors > 1 and table.threads == _WARP:
+        table = table._replace(slots=_WIDE_LANE_BLOCK // _WARP)
     if table.vectors or mixed:
         return table, False
     longer = _row_threads(n, x, _SHARED_SUM_ELEMENTS[x.itemsize], mixed)
@@ -343,7 +357,8 @@ def _defines(
         "VECTORS": table.vectors,
         "STAGED": int(is_staged),
         "SHARED_SUMS": int(shared_sums),
-        # Two blocks of 256 or one of 512 on a multiprocessor: 128 registers a thread.
-        "LEAST_BLOCKS": max(1, _LONGEST_BLOCK // block),
+        # Two blocks of 256 or one of 512 on a multiprocessor: 128 registers a thread, and 168
+        # where two have 192. Pairs of float64 for a vector of eight 16-bit elements take more.
+        "LEAST_BLOCKS": 1 if _is_crowded(x, which) else max(1, _LONGEST_BLOCK // block),
     }
     return tuple(f"-DLN_{name}={value}" for name, value in values.items())

@@ -60,7 +60,7 @@ def _zeros(kind: Any) -> Any:
 SINGLES, DOUBLES = _zeros(Singles()), _zeros(Lanes(2))
 
 
-def _resized(builder: Any, v: Any, element: Any) -> Any:
+def resized(builder: Any, v: Any, element: Any) -> Any:
     """Return a float or a vector of them in another precision."""
     kind = ir.VectorType(element, v.type.count) if isinstance(v.type, ir.VectorType) else element
     if v.type == kind:
@@ -78,7 +78,7 @@ def _singles_of(builder: Any, dtype: Any, v: Any) -> Any:
     if HALF_IN_HARDWARE:
         return builder.fpext(builder.bitcast(v, ir.VectorType(F16, COLUMNS)), single)
     halves = [shuffle(builder, v, list(range(at, at + 8))) for at in (0, 8)]
-    return _resized(
+    return resized(
         builder, concatenated(builder, [widened(builder, dtype, h) for h in halves]), F32
     )
 
@@ -94,7 +94,7 @@ def load_columns(_typing: Any, at: Any, offset: Any, like: Any) -> Any:
         v = builder.load(builder.bitcast(base, kind.as_pointer()), align=1)
         if dtype.bitwidth == 16:
             v = _singles_of(builder, dtype, v)
-        return _resized(builder, v, _element(sig.return_type))
+        return resized(builder, v, _element(sig.return_type))
 
     return like(at, types.intp, like), generate
 
@@ -104,7 +104,7 @@ def wide(_typing: Any, v: Any) -> Any:
     """Return the columns as float64."""
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return _resized(builder, args[0], F64)
+        return resized(builder, args[0], F64)
 
     return Lanes(2)(v), generate
 
@@ -114,7 +114,7 @@ def fill(_typing: Any, value: Any, like: Any) -> Any:
     """Return float64 `value`, rounded to the precision of `like`, in all columns."""
 
     def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        one = _resized(builder, args[0], _element(sig.return_type))
+        one = resized(builder, args[0], _element(sig.return_type))
         return splatted(builder, one, COLUMNS)
 
     return like(types.float64, like), generate
@@ -130,7 +130,7 @@ def narrow(_typing: Any, value: Any, like: Any) -> Any:
     """
 
     def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _resized(builder, _resized(builder, args[0], _element(sig.args[1])), F64)
+        return resized(builder, resized(builder, args[0], _element(sig.args[1])), F64)
 
     return types.float64(types.float64, like), generate
 
@@ -158,7 +158,7 @@ def _folding(combine: Any) -> Any:
             while width > 1:
                 width //= 2
                 part = combine(builder, *_halves(builder, part, width))
-            return _resized(builder, builder.extract_element(part, ir.Constant(I32, 0)), F64)
+            return resized(builder, builder.extract_element(part, ir.Constant(I32, 0)), F64)
 
         return types.float64(v), generate
 
@@ -188,7 +188,7 @@ def fold_welford(_typing: Any, mean: Any, m2: Any, count: Any, to: Any) -> Any:
     def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         element, width = _element(sig.args[0]), COLUMNS
         mean, m2 = args[0], args[1]
-        half_count = builder.fmul(_resized(builder, args[2], element), ir.Constant(element, 0.5))
+        half_count = builder.fmul(resized(builder, args[2], element), ir.Constant(element, 0.5))
         while width > 1:
             width //= 2
             (a, b), (m2_a, m2_b) = (_halves(builder, v, width) for v in (mean, m2))
@@ -199,7 +199,7 @@ def fold_welford(_typing: Any, mean: Any, m2: Any, count: Any, to: Any) -> Any:
             m2 = builder.fadd(builder.fadd(m2_a, m2_b), between)
             half_count = builder.fmul(half_count, ir.Constant(element, 2.0))
         for place, v in enumerate((mean, m2)):
-            number = _resized(builder, builder.extract_element(v, ir.Constant(I32, 0)), F64)
+            number = resized(builder, builder.extract_element(v, ir.Constant(I32, 0)), F64)
             builder.store(number, builder.gep(args[3], [ir.Constant(I32, place)]), align=8)
         return context.get_dummy_value()
 

@@ -27,6 +27,7 @@ from stablenorm.kernels._cuda_errors import (
     other_devices,
 )
 from stablenorm.kernels._cuda_plan import (
+    DOUBLE,
     DOUBLE_PAIRS,
     DTYPE_CODES,
     GRID_BARRIER,
@@ -91,8 +92,9 @@ def _forward(
     cupy: Any, device: int, x: Folded, gamma: Any, beta: Any, eps: float, y: Folded
 ) -> Statistics:
     rows, n = x.shape
-    which = arithmetic(_driver().facts(device).capability, x, gamma, beta)
-    statistics = _new_statistics(cupy, rows, wide=which == DOUBLE_PAIRS)
+    facts = _driver().facts(device)
+    which = arithmetic(facts.capability, x, gamma, beta)
+    statistics = _new_statistics(cupy, rows, which)
     if rows == 0:
         return statistics
     capturing = _capturing(cupy)
@@ -101,7 +103,7 @@ def _forward(
     _launch(
         cupy,
         device,
-        _plan_forward(rows, n, x.dtype, which),
+        _plan_forward(rows, n, x.dtype, which, shared_limit=facts.shared_most),
         (rows, n),
         capturing,
         **_addresses(statistics),
@@ -137,9 +139,13 @@ def _backward(
         return
     capturing = _capturing(cupy)
     arrays = (x, dy, gamma, *out[1:], statistics.rstd_lo)
-    which = arithmetic(_driver().facts(device).capability, *arrays)
-    summing = out.dgamma is not None or out.dbeta is not None
-    plan = _plan_backward(rows, n, x.dtype, dy.dtype, which, summing=summing)
+    facts = _driver().facts(device)
+    which = arithmetic(facts.capability, *arrays)
+    wanted = {
+        "summing": out.dgamma is not None or out.dbeta is not None,
+        "shared_limit": facts.shared_most,
+    }
+    plan = _plan_backward(rows, n, x.dtype, dy.dtype, which, **wanted)
     sources = _read(cupy, "x", x, capturing), _read(cupy, "dy", dy, capturing)
     scale = _flat(cupy, "gamma", gamma, capturing)
     target = None if folded is None else _write(cupy, "out.dx", folded, capturing)
@@ -236,12 +242,13 @@ def _one_device(places: dict[str, Any]) -> int:
     return int(device)
 
 
-def _new_statistics(cupy: Any, rows: int, wide: bool) -> Statistics:
-    numbers = cupy.empty((5 if wide else 3, rows), np.float64)
-    words = numbers[0], numbers[1], numbers[2]
-    if not wide:
-        return Statistics(*words)
-    return Statistics(*words, numbers[3], numbers[4], cupy.empty((rows, 2), np.int16))
+def _new_statistics(cupy: Any, rows: int, which: int) -> Statistics:
+    numbers = cupy.empty((5 if which == DOUBLE_PAIRS else 3, rows), np.float64)
+    words = Statistics(numbers[0], numbers[1], numbers[2])
+    if which == DOUBLE_PAIRS:
+        words = words._replace(rstd_lo=numbers[3], mean_tail=numbers[4])
+    # The range of float64 itself is enough for narrower data.
+    return words if which == DOUBLE else words._replace(exponent=cupy.empty((rows, 2), np.int16))
 
 
 def _addresses(statistics: Statistics) -> dict[str, int]:

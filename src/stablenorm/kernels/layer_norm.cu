@@ -26,9 +26,10 @@
 // ------
 // Arithmetic 1 scales the rows of x and eps, whatever their size; gamma, dy and their products
 // must be zero or between 2**-850 and 2**850, or low words are lost (below) and sums overflow
-// (above). Arithmetic 2 has 48 bits: float32 results that cancel can be off by more than one
-// ulp, as can dgamma of rows below 2**-100 whose eps is of ordinary size; dy * gamma must be
-// zero or between 2**-75 and 2**75. With LN_VECTORS 0 the backward reads x twice and dy three
+// (above). Arithmetic 2 has 48 bits: a float32 result errs by at most 1 ulp, or, where it cancels,
+// by 2**-44 (dgamma, dbeta: 2**-40) of the sum of magnitudes that it is made of; dgamma of rows
+// below 2**-100 whose eps is of ordinary size, which is subnormal, by 2**-150 for each row. dy *
+// gamma must be zero or between 2**-75 and 2**75. With LN_VECTORS 0 the backward reads x twice and dy three
 // times, from caches where they allow: no clusters of blocks keep such rows on chip.
 //
 // What the compiler or a host shim must provide
@@ -56,9 +57,10 @@ struct Parameters {
     double* mean;         // (rows) each: written by the forward, read by the backward
     double* mean_lo;      // (rows)
     double* rstd;         // (rows)
-    double* rstd_lo;      // (rows), arithmetic 1 only; so are the next two; null in a backward
-    double* mean_tail;    // (rows)                     whose forward was of another arithmetic
-    short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd
+    double* rstd_lo;      // (rows), arithmetic 1 only, and so is mean_tail; null in a backward
+    double* mean_tail;    // (rows)    whose forward was of another arithmetic
+    short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd; not in arithmetic 0,
+                          // and null after a forward of that
     void* partials;       // (chunks, 2, n) numbers: dgamma, dbeta of each chunk
     void* segment_sums;   // (segments, 2, n) pairs of words
     unsigned* counters;   // (32), all zero before first use; left fit for the next launch

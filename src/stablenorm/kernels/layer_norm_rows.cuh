@@ -86,17 +86,25 @@ constexpr int DGAMMA_SCALE = 0;
 constexpr int DGAMMA_SCALE = 128;
 #endif
 
-LN_INLINE void add_to_dgamma(Number& sum, const Row& row, Word dy, Word v) {
-    const Number product = product_with_rstd(row, v);
-    if (scale_left(row) == 0)
-        add_product(sum, mul(dy, (Word)power_of_two(DGAMMA_SCALE)), product);
-    else
-        add_product(sum, dy, shifted(product, scale_left(row) + DGAMMA_SCALE));
-}
-
 LN_INLINE Pair pair_of(double v) {
     Word hi = (Word)v;
     return {hi, (Word)(v - (double)hi)};
+}
+
+LN_INLINE void add_to_dgamma(Number& sum, const Row& row, Word dy, Word v) {
+    const Number product = product_with_rstd(row, v);
+    if (scale_left(row) == 0) {
+        add_product(sum, mul(dy, (Word)power_of_two(DGAMMA_SCALE)), product);
+        return;
+    }
+#if LN_ARITHMETIC == 2
+    // Where xhat is subnormal the product is too, and is rounded to that grid once: xhat rounded
+    // to it first would err by dy times as much.
+    const double xhat = add((double)product.hi, (double)product.lo);
+    accumulate(sum, pair_of(scaled(mul((double)dy, xhat), scale_left(row))));
+#else
+    add_product(sum, dy, shifted(product, scale_left(row) + DGAMMA_SCALE));
+#endif
 }
 
 LN_INLINE int row_exponent(Word largest) {
@@ -185,41 +193,44 @@ LN_INLINE void keep(const Row& row, const Parameters& p, long long at) {
 
 LN_INLINE Row kept(const Parameters& p, long long at, bool present) {
     Row row = {};
-    // A forward of narrower data, whose dy is float64, has left the last three out.
+    // The forward of narrower data, whose dy is float64, has left out the last two, and in float64
+    // the exponents as well.
     const bool has_exponent = present && p.exponent != nullptr;
-    set_exponent(row, has_exponent ? p.exponent[2 * at] : 0);
+    const int exponent = has_exponent ? p.exponent[2 * at] : 0;
+    const int rstd_exponent = has_exponent ? p.exponent[2 * at + 1] : 0;
+    set_exponent(row, sizeof(X) == 8 ? exponent : 0);
     if (!present) return row;
-    row.rstd_exponent = has_exponent ? p.exponent[2 * at + 1] : 0;
     row.mean = row.exponent == 0 ? p.mean[at] : scaled(p.mean[at], -row.exponent);
     row.rest = {p.mean_lo[at], p.mean_tail == nullptr ? 0.0 : p.mean_tail[at]};
     row.rstd = {p.rstd[at], p.rstd_lo == nullptr ? 0.0 : p.rstd_lo[at]};
+    if (sizeof(X) == 8) {
+        row.rstd_exponent = rstd_exponent;
+        return row;
+    }
+    // The range of float64 is enough for narrower data: dx, in theirs, is not scaled.
+    if (exponent != 0) row.rest = shifted(row.rest, exponent);
+    if (rstd_exponent != 0) row.rstd = shifted(row.rstd, rstd_exponent);
     return row;
 }
 #else
-LN_INLINE double unscaled(Pair v, int exponent) {
-    return scaled(add((double)v.hi, (double)v.lo), exponent);
-}
+LN_INLINE double joined(Pair v) { return add((double)v.hi, (double)v.lo); }
 
 LN_INLINE void keep(const Row& row, const Parameters& p, long long at) {
     p.mean[at] = scaled((double)row.mean, row.exponent);
-    p.mean_lo[at] = unscaled(row.rest, row.exponent);
-    p.rstd[at] = unscaled(row.rstd, row.rstd_exponent);
+    p.mean_lo[at] = joined(row.rest);
+    p.rstd[at] = joined(row.rstd);
+    p.exponent[2 * at] = (short)row.exponent;
+    p.exponent[2 * at + 1] = (short)row.rstd_exponent;
 }
 
 LN_INLINE Row kept(const Parameters& p, long long at, bool present) {
     Row row = {};
-    set_exponent(row, 0);
+    set_exponent(row, present ? p.exponent[2 * at] : 0);
     if (!present) return row;
-    const double mean = p.mean[at], rstd = p.rstd[at];
-    // The scale that makes 1 / rstd about 1, unless the mean would be out of range in it.
-    int exponent = is_finite(rstd) ? -exponent_of(rstd) : 0;
-    if (mean != 0.0 && is_finite(mean) && exponent_of(mean) - 60 > exponent)
-        exponent = exponent_of(mean) - 60;
-    if (exponent > MODERATE || exponent < -MODERATE) set_exponent(row, exponent);
-    row.rstd_exponent = -row.exponent;
-    row.mean = (Word)scaled(mean, -row.exponent);
-    row.rest = pair_of(scaled(p.mean_lo[at], -row.exponent));
-    row.rstd = pair_of(scaled(rstd, row.exponent));
+    row.rstd_exponent = p.exponent[2 * at + 1];
+    row.mean = (Word)scaled(p.mean[at], -row.exponent);
+    row.rest = pair_of(p.mean_lo[at]);
+    row.rstd = pair_of(p.rstd[at]);
     return row;
 }
 #endif

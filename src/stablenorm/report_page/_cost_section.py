@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from stablenorm.report_complexity import short_rows
 from stablenorm.report_page._gather import COST_BYTES, Facts
 from stablenorm.report_page._html import (
     MINUS,
@@ -130,6 +131,7 @@ def _method(facts: Facts, cost: Any) -> str:
         "loops. Deviation: predicted over measured time, less one. Exponents: straight lines "
         f"through logarithms of the medians at {_points(cost)} sizes. "
         f"{facts.origin.machine}, {facts.origin.date}. The GPU kernel is counted, not timed."
+        + "".join(f" {words}" for words in short_rows(cost))
     )
 
 

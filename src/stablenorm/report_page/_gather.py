@@ -71,6 +71,9 @@ class Facts(NamedTuple):
 # Bytes of x that the costs are measured on, whatever the data: the reference, a thousand times
 # slower than a copy, is done with 2 MiB in a second or two.
 COST_BYTES = 2**21
+# Rounds and seconds of each of its two parts: a reader waits for all of this, and a median of five
+# tells a factor. `stablenorm complexity` takes its time.
+_COST_ROUNDS, _COST_SECONDS = 5, 2.0
 # The rows; the four steps of `inspect`; the diagnosis; the costs; the timing.
 STEPS = 1 + 4 + 1 + _complexity.count_steps() + _SPEED_STEPS
 
@@ -178,7 +181,14 @@ def _cost(problem: Problem, step: Callable[[str], None]) -> _complexity.Complexi
     n = problem.x.shape[-1]
     rows = max(1, COST_BYTES // (n * problem.x.dtype.itemsize))
     try:
-        return _complexity.inspect((rows, n), str(problem.x.dtype), get_num_threads(), step)
+        return _complexity.inspect(
+            (rows, n),
+            str(problem.x.dtype),
+            get_num_threads(),
+            step,
+            rounds=_COST_ROUNDS,
+            limit=_COST_SECONDS,
+        )
     except ImportError as error:
         for _ in range(_complexity.count_steps()):
             step("no kernel")

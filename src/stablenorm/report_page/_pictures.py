@@ -197,8 +197,10 @@ def draw_speeds(speeds: Sequence[Speed], width: int) -> Html:
     above, left = 0.0, 104.0
     for speed in speeds:
         # A scale for each size: what stays in the caches would dwarf what does not.
-        most = max(speed.rate(d, name) for d in speed.timings for name in speed.timings[d])
-        x = Scale(0.0, 1.02 * most / 1e9, left, width - 46)
+        rates = [speed.rate(d, name) / 1e9 for d in speed.timings for name in speed.timings[d]]
+        # The longest bar may have the longest number beside it; a digit of 11 pixels is 7 wide.
+        room = 18 + 7 * max(len(f"{rate:.3g}") for rate in rates)
+        x = Scale(0.0, 1.02 * max(rates), left, width - room)
         for direction, timings in speed.timings.items():
             parts.append(words(0, above + 13, f"{direction}, {speed.words}", "start", "name"))
             copied = x.at(speed.rate(direction, COPY) / 1e9)

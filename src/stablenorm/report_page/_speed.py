@@ -19,7 +19,7 @@ from stablenorm.functional import layer_norm_backward, layer_norm_forward
 _FAR = 2**26
 _ROUNDS = 9
 # Seconds for all rounds of one direction and size.
-_LIMIT = 2.5
+_LIMIT = 1.5
 _SETTLE = SETTLE
 # Below, handing parts to other threads takes longer than copying them (20 against 5 us for 100 KiB,
 # 2-core AMD EPYC).
