@@ -121,8 +121,8 @@ def _how(run: Run) -> str:
     return f"""How each figure is obtained (`benchmarks/`, and `stablenorm.analysis.timing`):
 
 - Time: the median over rounds; in a round every candidate of a case runs once, in an order that
-  rotates, after a pause in which the threads of the one before stop spinning and after calls of its
-  own that are not counted. A sample lasts 0.3 ms or one call, whichever is longer.
+  rotates, after a pause in which the threads of the one before stop spinning and after 10 ms of calls
+  of its own that are not counted, in which the processors come out of the pause. A sample lasts 0.3 ms or one call, whichever is longer.
 - fresh: a call that allocates its results, as all peers' calls do. out=: results written into
   arrays that exist. Ours is `layer_norm_forward(x, gamma, beta)`, which keeps what the backward
   needs, and `layer_norm_backward(dy, cache)`, all three gradients.

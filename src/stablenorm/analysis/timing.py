@@ -26,6 +26,10 @@ BURST = 3e-4
 # as PyTorch comes with, for up to 10 ms (processor time used while the process slept, 2-core AMD
 # EPYC 9005). With pauses of 5 ms, what came after it was timed on one processor of two.
 SETTLE = 2e-2
+# Seconds of calls that are not counted, after a pause: processors come out of it slowly. Nine calls
+# of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
+# Without this, PyTorch alone was warm: its first two calls take 5 ms each, looking for its thread.
+WARM = 1e-2
 # A call as long as this warms its caches and clocks up itself, and two of it would be dear.
 _LONG = 0.02
 # As long as this, the calls before the first round are warm-up enough.
@@ -82,9 +86,9 @@ def measure_interleaved(
     Notes
     -----
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
-    Before each sample the candidate is called without being timed: twice, or for a quarter of its
-    burst; once if a call is longer than 20 ms; not at all if longer than 0.2 s. The garbage
-    collector is off, as in `timeit`.
+    Before each sample the candidate is called without being timed: twice and for 10 ms at least;
+    once if a call is longer than 20 ms; not at all if longer than 0.2 s. The garbage collector is
+    off, as in `timeit`.
 
     Examples
     --------
@@ -203,7 +207,7 @@ def _calibrate(function: Callable[[], Any], burst: float) -> tuple[int, int]:
         seconds = _least(function, count)
     if seconds > _VERY_LONG:
         return count, 0
-    return count, 1 if seconds > _LONG else max(2, count // 4)
+    return count, 1 if seconds > _LONG else 2
 
 
 def _least(function: Callable[[], Any], calls: int) -> float:
@@ -220,8 +224,11 @@ def _least(function: Callable[[], Any], calls: int) -> float:
 
 
 def _sample(function: Callable[[], Any], calls: int, warm: int) -> float:
-    """Seconds a call, over `calls` of them after `warm` that are not counted."""
+    """Seconds a call, over `calls` of them; before that `warm`, and more until it is warm."""
+    start = time.perf_counter()
     for _ in range(warm):
+        function()
+    while warm > 1 and time.perf_counter() - start < WARM:
         function()
     start = time.perf_counter()
     for _ in range(calls):
