@@ -3,8 +3,10 @@ What the fused kernels do: one pass over memory, all the arithmetic of a row whi
 
 Those of the CPU (`kernels`) calculate in vectors of eight columns: m is n filled up to whole vectors,
 and what they do in the lanes beyond n is counted, as it takes the same time. A lane adds `spans` parts
-of up to 1024 columns. What is one number a row is a lane each, and takes all eight. Rows go in `groups` of four, which share what is read of gamma, beta and the sums
-over rows, then one by one. Each of `tiles` tiles has sums over rows of its own.
+of up to 1024 columns. What is one number a row is a lane each, and takes all eight. Rows go in
+`groups` of four, which share what is read of gamma, beta and the sums over rows, then one by one;
+forward, rows beyond 16384 all go one by one, so there it is `turns`. Each of `tiles` tiles has sums
+over rows of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def _totals() -> Term:
 
 NARROW_FORWARD = (
     Term("sum of x", f"rows m + {_ROW_SUM}", loaded="rows n", read="rows n s", memory="rows n s"),
-    Term("mean", divisions="8 groups", kept="8 groups", written="64 groups"),
+    Term("mean", divisions="8 turns", kept="8 turns", written="64 turns"),
     Term(
         "sums of x - mean and of its square",
         f"2 rows m + {_ROW_SUM} + {_ROW_SUM}",
@@ -51,19 +53,19 @@ NARROW_FORWARD = (
     ),
     Term(
         "mean of the rest, var, rstd",
-        "32 groups",
-        divisions="32 groups",
-        kept="16 groups + 3 rows",
-        written="128 groups + 24 rows",
+        "32 turns",
+        divisions="32 turns",
+        kept="16 turns + 3 rows",
+        written="128 turns + 24 rows",
         memory="24 rows",
     ),
     Term(
         "y: xhat, times gamma plus beta, rounded once",
         "rows m",
         "2 rows m",
-        loaded="rows n + 2 groups n",
+        loaded="rows n + 2 turns n",
         stored="rows n",
-        read="rows n s + 8 groups n",
+        read="rows n s + 8 turns n",
         written="rows n s",
         memory="rows n s + 2 n s",
     ),

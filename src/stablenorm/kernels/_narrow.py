@@ -26,8 +26,8 @@ SPAN = 1024
 # Rows in flight. Eight gained nothing at any n, and need registers that only AVX-512 has.
 GROUP = 4
 
-# Longer rows go one by one: four of them, x and dy and the sums, no longer fit a second-level
-# cache of 1 MiB.
+# Longer rows go one by one in the forward: four of them no longer fit a second-level cache of 1 MiB
+# with what is written.
 LONGEST_IN_GROUP = 16384
 
 # Of rows up to this length the forward measures the next four before it normalizes these: n = 64
