@@ -185,6 +185,7 @@ def diagnose_blocks(
     collector = Collector(n, dtype, eps, instruments, top, rows if keep_rows else 0)
 
     def measured(block: Array) -> tuple[PerRow, Array]:
+        """Return what is found in a block, and the block in its dtype."""
         # What is too large for a narrower dtype is infinite in it, and counted as that.
         with np.errstate(all="ignore"):
             x = block.astype(dtype, copy=False)
