@@ -62,8 +62,21 @@ def _numba_backward_small(
     return BACKENDS["numba"].backward_small(dy, x, gamma, statistics, dx, dgamma, dbeta)
 
 
-def _nothing_small(*_arguments: Any) -> None:
-    """Leave it to the general ones: the reference has no time to save."""
+# The reference has no time to save, and leaves all of it to the general ones.
+def _no_forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> None:  # noqa: ARG001
+    return None
+
+
+def _no_backward_small(
+    dy: Array,  # noqa: ARG001
+    x: Array,  # noqa: ARG001
+    gamma: Array,  # noqa: ARG001
+    statistics: Statistics,  # noqa: ARG001
+    dx: Array,  # noqa: ARG001
+    dgamma: Array,  # noqa: ARG001
+    dbeta: Array,  # noqa: ARG001
+) -> None:
+    return None
 
 
 def _load_numba() -> None:
@@ -75,7 +88,7 @@ def _load_numba() -> None:
 
 # For NumPy's arrays. Those on a CUDA device have one of their own, "cuda", in `of_name`.
 BACKENDS = {
-    "numpy": Backend(reference.forward, reference.backward, _nothing_small, _nothing_small),
+    "numpy": Backend(reference.forward, reference.backward, _no_forward_small, _no_backward_small),
     "numba": Backend(_numba_forward, _numba_backward, _numba_forward_small, _numba_backward_small),
 }
 
