@@ -151,14 +151,23 @@ def saved_table(found: Complexity) -> str:
 def ceilings_table(results: dict[str, Complexity]) -> str:
     """What was measured of the machine, in the run of each dtype."""
     head = (
-        "run of", "copy, GB/s", "float64, Gflop/s", "float32, Gflop/s", "divisions, 10^9 a second",
+        "run of", "copy, GB/s", "float64, Gflop/s", "float32, Gflop/s",
+        "additions, 10^9 a second", "both", "divisions",
         "elements read", "elements written",
     )  # fmt: skip
     body = [
         (
             dtype,
             *(f"{v / 1e9:.1f}" for v in (found.fused.memory, found.fused.flops)),
-            *(f"{v / 1e9:.1f}" for v in (found.flops_float32, found.fused.divisions)),
+            *(
+                f"{v / 1e9:.1f}"
+                for v in (
+                    found.flops_float32,
+                    found.fused.additions,
+                    found.fused.operations,
+                    found.fused.divisions,
+                )
+            ),
             *(f"{v / 1e9:.1f}" for v in (found.fused.loads, found.fused.stores)),
         )
         for dtype, found in results.items()

@@ -243,7 +243,7 @@ def test_exponents_of_known_growth():
 
 # ---- predictions ----
 
-ONE = Ceilings(2e10, 1e11, 2e11, 1e10, 5e10, 2e10, 5e10, 2e10)
+ONE = Ceilings(2e10, 1e11, 2e11, 1e11, 1e11, 1e10, 5e10, 2e10, 5e10, 2e10)
 
 
 def test_the_fused_kernel_takes_the_longer_of_memory_and_arithmetic():
@@ -304,7 +304,7 @@ def nothing_compiled(monkeypatch):
     nothing = (lambda: lambda: None, 10**6)
     loops = types.SimpleNamespace(
         arithmetic_loops=lambda: dict.fromkeys(
-            ("flops float64", "flops float32", "divisions"), nothing
+            ("flops float64", "flops float32", "additions", "operations", "divisions"), nothing
         ),
         conversion_loops=lambda _: dict.fromkeys(("loads", "stores"), nothing),
     )

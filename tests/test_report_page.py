@@ -43,7 +43,8 @@ def shorten(patch):
     patch.setattr(_complexity, "measure_interleaved", at_once)
     candidates = _complexity.make_candidates
     patch.setattr(_complexity, "make_candidates", lambda problem, _: candidates(problem, "numpy"))
-    kinds, nothing = ("flops float64", "flops float32", "divisions"), (lambda: lambda: None, 1)
+    kinds = ("flops float64", "flops float32", "additions", "operations", "divisions")
+    nothing = (lambda: lambda: None, 1)
     loops = types.SimpleNamespace(arithmetic_loops=lambda: dict.fromkeys(kinds, nothing))
     loops.conversion_loops = lambda _: dict.fromkeys(("loads", "stores"), nothing)
     patch.setitem(sys.modules, "stablenorm._ceilings", loops)

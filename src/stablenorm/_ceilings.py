@@ -32,34 +32,47 @@ _ADDITIONS, _PASSES = 1 << 20, 1 << 13
 _BYTES_IN_FLIGHT = 8 * 64
 
 
-def _multiply_adding(kind: Any, suffix: str) -> Any:
-    """Return an intrinsic: as many rounds of ``v = v * factor + v0`` as asked, all lanes stored."""
-    lanes = _BYTES_IN_FLIGHT // (8 if suffix == "f64" else 4)
+def _looping(kind: Any, suffix: str, added: int, multiplied: int) -> Any:
+    """
+    Return an intrinsic: as many rounds as asked of eighths of ``v``, all stored at the end.
+
+    So many eighths become ``v + v0``, so many others ``v * v0 + v0``.
+    """
+    lanes = _BYTES_IN_FLIGHT // 8 // (8 if suffix == "f64" else 4)
 
     @intrinsic
-    def multiply_add(_typing: Any, to: Any, rounds: Any) -> Any:
+    def loop(_typing: Any, to: Any, rounds: Any) -> Any:
         def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
             vector = ir.VectorType(kind, lanes)
             target = builder.bitcast(args[0], vector.as_pointer())
             start = builder.load(target, align=8)
-            held = cgutils.alloca_once_value(builder, start)
+            held = [cgutils.alloca_once_value(builder, start) for _ in range(added + multiplied)]
             name = f"llvm.fma.v{lanes}{suffix}"
             fma = cgutils.get_or_insert_function(
                 builder.module, ir.FunctionType(vector, [vector] * 3), name
             )
             with cgutils.for_range(builder, args[1]):
-                v = builder.load(held)
-                builder.store(builder.call(fma, [v, start, start]), held)
-            builder.store(builder.load(held), target, align=8)
+                for number, place in enumerate(held):
+                    v = builder.load(place)
+                    if number < added:
+                        v = builder.fadd(v, start)
+                    else:
+                        v = builder.call(fma, [v, start, start])
+                    builder.store(v, place)
+            for number, place in enumerate(held):
+                to_here = builder.gep(target, [ir.Constant(ir.IntType(32), number)])
+                builder.store(builder.load(place), to_here, align=8)
             return context.get_dummy_value()
 
         return types.none(to, rounds), generate
 
-    return multiply_add
+    return loop
 
 
-_fma64 = _multiply_adding(ir.DoubleType(), "f64")
-_fma32 = _multiply_adding(ir.FloatType(), "f32")
+_fma64 = _looping(ir.DoubleType(), "f64", 0, 8)
+_fma32 = _looping(ir.FloatType(), "f32", 0, 8)
+_add64 = _looping(ir.DoubleType(), "f64", 8, 0)
+_both64 = _looping(ir.DoubleType(), "f64", 4, 4)
 
 
 def _multiply_add_64(v: Any, rounds: int) -> None:
@@ -68,6 +81,14 @@ def _multiply_add_64(v: Any, rounds: int) -> None:
 
 def _multiply_add_32(v: Any, rounds: int) -> None:
     _fma32(pointer(v), rounds)
+
+
+def _add_64(v: Any, rounds: int) -> None:
+    _add64(pointer(v), rounds)
+
+
+def _both_64(v: Any, rounds: int) -> None:
+    _both64(pointer(v), rounds)
 
 
 def _divide(v: Any, rounds: int) -> None:
@@ -112,17 +133,20 @@ def arithmetic_loops() -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]
     """
     Return, by name, a maker of the loop for one thread, and what a call of it does.
 
-    "flops float64" and "flops float32" do multiply-adds, two flops each; "divisions" divisions.
+    "flops float64" and "flops float32" do multiply-adds, two flops each; "additions" additions,
+    "operations" both, as many of each; "divisions" divisions. The last three in float64.
     """
     found: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {}
-    for name, function, kind, dtype in (
-        ("flops float64", _multiply_add_64, types.float64, np.float64),
-        ("flops float32", _multiply_add_32, types.float32, np.float32),
+    for name, function, kind, dtype, each in (
+        ("flops float64", _multiply_add_64, types.float64, np.float64, 2),
+        ("flops float32", _multiply_add_32, types.float32, np.float32, 2),
+        ("additions", _add_64, types.float64, np.float64, 1),
+        ("operations", _both_64, types.float64, np.float64, 1),
     ):
         lanes = _BYTES_IN_FLIGHT // np.dtype(dtype).itemsize
         job = _made(function, kind[::1], types.int64)
         # Below 1: it converges, to nothing subnormal.
-        found[name] = (_on_vector(job, lanes, dtype, _ADDITIONS), 2 * lanes * _ADDITIONS)
+        found[name] = (_on_vector(job, lanes, dtype, _ADDITIONS), each * lanes * _ADDITIONS)
     job = _made(_divide, types.float64[::1], types.int64)
     rounds = _ADDITIONS // 16
     found["divisions"] = (_on_vector(job, 8 * _ROWS, np.float64, rounds), 8 * _ROWS * rounds)

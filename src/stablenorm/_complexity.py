@@ -252,20 +252,19 @@ def _predict(
 
 
 def _ceilings(rates: dict[str, float], memory: float, cached: float) -> Ceilings:
-    flops = rates["flops float64"]
     four = (
-        _alone(rates[f"{way} {which}"], flops)
+        _alone(rates[f"{way} {which}"], rates["additions"])
         for which in ("x", "word")
         for way in ("loads", "stores")
     )
-    return Ceilings(memory, cached, flops, rates["divisions"], *four)
+    arithmetic = (rates[name] for name in ("flops float64", "additions", "operations", "divisions"))
+    return Ceilings(memory, cached, *arithmetic, *four)
 
 
-def _alone(rate: float, flops: float) -> float:
+def _alone(rate: float, additions: float) -> float:
     """Return the rate of loads or stores without the addition that goes with each in its loop."""
-    # An addition takes the place of a multiply-add, which counts as two. What is left of a loop
-    # that is bound by its additions is noise: no less than a tenth.
-    return 1 / max(1 / rate - 2 / flops, 0.1 / rate)
+    # What is left of a loop that is bound by its additions is noise: no less than a tenth.
+    return 1 / max(1 / rate - 1 / additions, 0.1 / rate)
 
 
 def _measure(
@@ -290,7 +289,8 @@ def _measure(
         finish.append((which, rate))
     timings = measure_interleaved(calls, rounds=rounds, limit=limit)
     rates = {
-        which: {name: rate(name, timings[f"{which}: {name}"].median) for name in every}
+        # The lower quartile: of loops that touch no memory all else is disturbance.
+        which: {name: rate(name, timings[f"{which}: {name}"].low) for name in every}
         for which, rate in finish
     }
     return timings, rates

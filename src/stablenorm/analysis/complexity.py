@@ -47,13 +47,16 @@ class Ceilings(NamedTuple):
 
     `memory` is bytes that a copy beyond the caches reads and writes, `cached` those of one within
     them, in as many threads as what is predicted uses; the others are what compiled loops do:
-    floating-point operations, two to a multiply-add; divisions; elements of the type of x read and
+    floating-point operations of multiply-adds alone, two to each; additions alone; additions and
+    multiply-adds together, as many of each; divisions; elements of the type of x read and
     converted, or rounded and written; float64 words read, or written.
     """
 
     memory: float
     cached: float
     flops: float
+    additions: float
+    operations: float
     divisions: float
     loads: float
     stores: float
@@ -353,20 +356,27 @@ def predict_fused(cost: Cost, ceilings: Ceilings) -> Time:
     Notes
     -----
     The larger and not the sum, since the lines of the rows to come are asked for while a row is
-    calculated: both go on at once. Within the arithmetic it is the sum, since conversions,
-    multiply-adds and divisions are issued by the same few units.
+    calculated: both go on at once. Within the arithmetic it is the sum of conversions, divisions
+    and operations. Processors add and multiply side by side as far as they have units for each, so
+    the operations take the longest of three: additions at the rate of additions alone,
+    multiply-adds at theirs, all of them at the rate of both together.
 
     Examples
     --------
     >>> from stablenorm.analysis.complexity import Ceilings, count_all, predict_fused
-    >>> one = Ceilings(2e10, 1e11, 2e11, 1e10, 5e10, 2e10, 5e10, 2e10)
+    >>> one = Ceilings(2e10, 1e11, 2e11, 1e11, 1e11, 1e10, 5e10, 2e10, 5e10, 2e10)
     >>> time = predict_fused(count_all("fused CPU", "forward", (8192, 768), "float32"), one)
     >>> time.seconds == time.memory > time.arithmetic
     True
     """
     memory = cost.memory / ceilings.memory
+    operations = max(
+        (cost.single + cost.others) / ceilings.additions,
+        2 * cost.fused / ceilings.flops,
+        cost.operations / ceilings.operations,
+    )
     arithmetic = (
-        2 * cost.operations / ceilings.flops
+        operations
         + cost.divisions / ceilings.divisions
         + cost.loaded / ceilings.loads
         + cost.stored / ceilings.stores
@@ -401,7 +411,7 @@ def predict_passes(costs: Sequence[Cost], ceilings: Ceilings, *, in_memory: bool
     Examples
     --------
     >>> from stablenorm.analysis.complexity import Ceilings, count_terms, predict_passes
-    >>> one = Ceilings(2e10, 1e11, 2e11, 1e10, 5e10, 2e10, 5e10, 2e10)
+    >>> one = Ceilings(2e10, 1e11, 2e11, 1e11, 1e11, 1e10, 5e10, 2e10, 5e10, 2e10)
     >>> costs = [cost for _, cost in count_terms("plain NumPy", "forward", (8192, 768), "float32")]
     >>> predict_passes(costs, one, in_memory=True).seconds > 0.02
     True
