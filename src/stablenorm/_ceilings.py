@@ -34,9 +34,9 @@ _BYTES_IN_FLIGHT = 8 * 64
 
 def _looping(kind: Any, suffix: str, added: int, multiplied: int) -> Any:
     """
-    Return an intrinsic: as many rounds as asked of eighths of ``v``, all stored at the end.
+    Return an intrinsic: as many rounds as asked with vectors of ``v``, all stored at the end.
 
-    So many eighths become ``v + v0``, so many others ``v * v0 + v0``.
+    So many vectors become ``v + v0``, so many others ``v * v0 + v0``.
     """
     lanes = _BYTES_IN_FLIGHT // 8 // (8 if suffix == "f64" else 4)
 
@@ -72,7 +72,8 @@ def _looping(kind: Any, suffix: str, added: int, multiplied: int) -> Any:
 _fma64 = _looping(ir.DoubleType(), "f64", 0, 8)
 _fma32 = _looping(ir.FloatType(), "f32", 0, 8)
 _add64 = _looping(ir.DoubleType(), "f64", 8, 0)
-_both64 = _looping(ir.DoubleType(), "f64", 4, 4)
+# Eight of each, or they would wait for one another: a multiply-add takes four cycles.
+_both64 = _looping(ir.DoubleType(), "f64", 8, 8)
 
 
 def _multiply_add_64(v: Any, rounds: int) -> None:
@@ -137,13 +138,13 @@ def arithmetic_loops() -> dict[str, tuple[Callable[[], Callable[[], Any]], int]]
     "operations" both, as many of each; "divisions" divisions. The last three in float64.
     """
     found: dict[str, tuple[Callable[[], Callable[[], Any]], int]] = {}
-    for name, function, kind, dtype, each in (
-        ("flops float64", _multiply_add_64, types.float64, np.float64, 2),
-        ("flops float32", _multiply_add_32, types.float32, np.float32, 2),
-        ("additions", _add_64, types.float64, np.float64, 1),
-        ("operations", _both_64, types.float64, np.float64, 1),
+    for name, function, kind, dtype, each, vectors in (
+        ("flops float64", _multiply_add_64, types.float64, np.float64, 2, 8),
+        ("flops float32", _multiply_add_32, types.float32, np.float32, 2, 8),
+        ("additions", _add_64, types.float64, np.float64, 1, 8),
+        ("operations", _both_64, types.float64, np.float64, 1, 16),
     ):
-        lanes = _BYTES_IN_FLIGHT // np.dtype(dtype).itemsize
+        lanes = vectors * _BYTES_IN_FLIGHT // 8 // np.dtype(dtype).itemsize
         job = _made(function, kind[::1], types.int64)
         # Below 1: it converges, to nothing subnormal.
         found[name] = (_on_vector(job, lanes, dtype, _ADDITIONS), each * lanes * _ADDITIONS)
