@@ -260,8 +260,8 @@ The gates of [performance.md](performance.md) that are not met, and what stands 
 
 - **No shape slower than PyTorch; plain NumPy ten times slower, backward.** (1, 1, 64) and (1, 1, 4096):
   the call, above. (2, 128, 1024), backward: arithmetic in float64, rounded once, and sums over rows
-  that keep what rounding takes from them; two cores then do what PyTorch's do in float32, four
-  fifths as fast. Tried: sharing small inputs between threads (twice as fast in a loop, in); four
+  that keep what rounding takes from them; two cores then do what PyTorch's do in float32, seven
+  to eight tenths as fast. Tried: sharing small inputs between threads (twice as fast in a loop, in); four
   spans of a single row at once (1.6 times, in); for a single row, no sums but products (2 us of 7 at
   n = 4096, in); arrays of any shape handed to compiled code as they are (0.5 to 0.8 us a call, in);
   dx written from the end of the row, which is still in the first-level cache (the same); other
