@@ -198,7 +198,8 @@ def test_bytes_held_are_what_tracemalloc_sees(implementation, dtype):
         backward()
     tiles = job.count_tiles(*shape)
     for direction, call in (("forward", forward), ("backward", backward)):
-        peak, _ = _peak(call)
+        # The least of three: what other threads, and caches filled once, add is not its own.
+        peak = min(_peak(call)[0] for _ in range(3))
         _, held = count_held(implementation, direction, shape, dtype, tiles=tiles)
         # Left out: numbers of a row and of a column, some hundred bytes a row in the worst case,
         # and the odd half of a block that is added by halves.
