@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm._command_parts import check_plot
-from stablenorm._diagnose import check_eps, check_top, fastest_instruments
+from stablenorm._diagnose import check_top, fastest_instruments
 from stablenorm._files import InputError, check_target, write_beside
 from stablenorm._shapes import normalize_axes, normalized_shape
 from stablenorm._stream_file import (
@@ -21,6 +21,7 @@ from stablenorm._stream_file import (
     open_rows,
     read_small,
 )
+from stablenorm._types import check_eps
 from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.report_check import patient_bar
 from stablenorm.report_diagnose import print_diagnosis, print_members

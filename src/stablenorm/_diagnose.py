@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import operator
 from typing import Any
 
@@ -13,7 +12,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm._shapes import as_rows, normalize_axes, normalized_shape
 from stablenorm._threads import get_num_threads
-from stablenorm._types import Array, check_dtype
+from stablenorm._types import Array, check_dtype, check_eps
 from stablenorm.analysis._diagnose_count import PLAIN, Instruments
 from stablenorm.analysis._diagnose_predict import PerRow, measured_rows
 from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
@@ -155,19 +154,6 @@ def _checked(x: ArrayLike) -> Array:
     array = np.asarray(x)
     check_dtype("x", array)
     return array
-
-
-def check_eps(eps: Any) -> float:
-    """Return `eps` as a float, or raise."""
-    try:
-        value = float(eps)
-    except (TypeError, ValueError):
-        msg = f"eps must be a number, got {eps!r}"
-        raise TypeError(msg) from None
-    if not (math.isfinite(value) and value >= 0):
-        msg = f"eps must be finite and >= 0, got {eps}"
-        raise ValueError(msg)
-    return value
 
 
 def check_top(top: Any) -> int:

@@ -1,5 +1,6 @@
 """The names and dtypes that every floor shares: what goes in, what comes out, what is kept."""
 
+import math
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -71,6 +72,19 @@ def check_dtype(name: str, array: Array) -> None:
     if array.dtype.type not in _SCALARS:
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}"
         raise TypeError(msg)
+
+
+def check_eps(eps: Any) -> float:
+    """Return `eps` as a float; TypeError if it is no number, ValueError if not finite and >= 0."""
+    try:
+        value = float(eps)
+    except (TypeError, ValueError):
+        msg = f"eps must be a number, got {eps!r}"
+        raise TypeError(msg) from None
+    if not 0.0 <= value < math.inf:
+        msg = f"eps must be finite and >= 0, got {eps}"
+        raise ValueError(msg)
+    return value
 
 
 def any_float64(*arrays: Any) -> bool:

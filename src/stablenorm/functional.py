@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from numpy.typing import ArrayLike
 
 from stablenorm._arrays import Arrays, on_cuda_device
 from stablenorm._plain import backward_plain, forward_plain, plain_cache
 from stablenorm._shapes import normalize_axes, normalized_shape, show_axes
-from stablenorm._types import Array, Cache, Gradients, Statistics
+from stablenorm._types import Array, Cache, Gradients, Statistics, check_eps
 from stablenorm.backends import choose, choose_cuda, of_name
 
 _NAMES = ("x", "gamma", "beta")
@@ -272,7 +270,7 @@ def _forward(
     shape = normalized_shape(x.shape, axes)
     gamma = _parameter(arrays, "gamma", gamma, shape, axes)
     beta = _parameter(arrays, "beta", beta, shape, axes)
-    eps = _eps(eps)
+    eps = check_eps(eps)
     if out is None:
         y = arrays.empty(x.shape, x.dtype, x)
     else:
@@ -302,20 +300,6 @@ def _parameter(
         )
         raise ValueError(msg)
     return array
-
-
-def _eps(eps: Any) -> float:
-    if type(eps) is float and 0.0 <= eps < math.inf:
-        return eps
-    try:
-        value = float(eps)
-    except (TypeError, ValueError):
-        msg = f"eps must be a number, got {eps!r}"
-        raise TypeError(msg) from None
-    if not (math.isfinite(value) and value >= 0):
-        msg = f"eps must be finite and >= 0, got {eps}"
-        raise ValueError(msg)
-    return value
 
 
 def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
