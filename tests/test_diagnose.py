@@ -12,7 +12,7 @@ from stablenorm._diagnose import diagnose, fastest_instruments
 from stablenorm.analysis._diagnose_conditions import BIT
 from stablenorm.analysis._diagnose_count import PLAIN, count_rows, no_counts
 from stablenorm.analysis._diagnose_methods import METHODS
-from stablenorm.analysis._diagnose_predict import limits, measured_rows
+from stablenorm.analysis._diagnose_predict import limits, measured_rows, room_for
 from stablenorm.analysis._diagnose_simulate import measured_bits, simulate
 from stablenorm.analysis._diagnose_sweep import sweep_rows
 from stablenorm.analysis.families import FAMILIES, make_case
@@ -87,7 +87,8 @@ def test_compiled_predictions_are_those_of_the_twin(dtype, n, eps):
     scale, offset = 10.0 ** rng.uniform(-4, 3, (77, 1)), 10.0 ** rng.uniform(-4, 4, (77, 1))
     x = (scale * rng.standard_normal((77, n)) + offset).astype(dtype)
     x[5, 0] *= x.dtype.type(900.0)
-    written, lost, marks = measure_rows(x, limits(n, x.dtype, eps))
+    written, lost, marks = room_for(len(x))
+    measure_rows(x, limits(n, x.dtype, eps), (written, lost, marks))
     expected = measured_rows(compiled_sweep(x), x, eps)
     easy = marks < HARD
     # Constant rows and overflow are the twin's own.
@@ -106,7 +107,9 @@ def test_rows_that_are_not_ordinary_are_the_twins_own():
     x[5] *= 1e38
     wide = x.astype(float)
     for data in (x, np.vstack([wide, np.ldexp(wide[6:], -900), np.ldexp(wide[6:], 900)])):
-        marks = measure_rows(data, limits(30, data.dtype, 1e-5))[2]
+        room = room_for(len(data))
+        measure_rows(data, limits(30, data.dtype, 1e-5), room)
+        marks = room.marks
         assert (marks[:40] >= HARD).nonzero()[0].tolist()[:4] == [1, 2, 3, 4]
         assert (marks[40:] >= HARD).all()
         # From the same sums: of float64, a rounding of the exact ones is of the size of a loss.

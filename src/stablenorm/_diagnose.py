@@ -13,8 +13,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from stablenorm._shapes import as_rows, normalize_axes, normalized_shape
 from stablenorm._threads import get_num_threads
 from stablenorm._types import Array, check_dtype, check_eps
-from stablenorm.analysis._diagnose_count import PLAIN, Instruments
-from stablenorm.analysis._diagnose_predict import PerRow, measured_rows
+from stablenorm.analysis._diagnose_count import PLAIN, Instruments, write_rows
+from stablenorm.analysis._diagnose_predict import Room, measured_rows
 from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.backends import choose
 
@@ -131,20 +131,17 @@ def fastest_instruments(shared: bool = True) -> Instruments:
     return PLAIN
 
 
-def _measured(shared: bool, x: Array, limits: Array, eps: float) -> PerRow:
-    """Return what is known of rows: of ordinary ones as the sweep says, of others as its twin."""
+def _measured(shared: bool, x: Array, limits: Array, eps: float, into: Room) -> None:
+    """Write what is known of rows: of ordinary ones as the sweep says, of others as its twin."""
     compiled = importlib.import_module("stablenorm.kernels._sweep")
-    if x.shape[1] <= _FEW:
-        return measured_rows(compiled.sweep_rows(x, shared), x, eps)
-    written, lost, marks = compiled.measure_rows(x, limits, shared)
-    found = PerRow._make([*written, lost, marks])
-    hard = np.flatnonzero(marks >= compiled.HARD)
-    if hard.size:
-        again = x[hard]
-        better = measured_rows(compiled.sweep_rows(again, shared), again, eps)
-        for kept, one in zip(found, better, strict=True):
-            kept[..., hard] = one
-    return found
+    hard: Any = slice(None)
+    if x.shape[1] > _FEW:
+        compiled.measure_rows(x, limits, into, shared)
+        hard = np.flatnonzero(into.marks >= compiled.HARD)
+        if not hard.size:
+            return
+    again = x[hard]
+    write_rows(into, hard, measured_rows(compiled.sweep_rows(again, shared), again, eps))
 
 
 def _checked(x: ArrayLike) -> Array:

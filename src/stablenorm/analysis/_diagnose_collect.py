@@ -13,7 +13,7 @@ from stablenorm.analysis._diagnose_advice import advice
 from stablenorm.analysis._diagnose_conditions import MARKS, names_of
 from stablenorm.analysis._diagnose_count import Instruments, no_counts
 from stablenorm.analysis._diagnose_methods import METHODS
-from stablenorm.analysis._diagnose_predict import PerRow, limits
+from stablenorm.analysis._diagnose_predict import PerRow, limits, room_for
 from stablenorm.analysis.families import format_of
 
 
@@ -92,23 +92,23 @@ class Collector:
         self._limits = limits(n, np.dtype(dtype), eps)
         self._top = top
         self._rows = 0
-        # Numbers of each row, for so many rows.
-        self._kept = _room_for(keep)
+        # For so many rows: those of a file may be too many.
+        self._kept = room_for(keep)
         self._worst: list[tuple[float, int, Row]] = []
         self._counts = no_counts(format_of(dtype).p)
 
-    def measure(self, x: Array) -> PerRow:
-        """Return what is known of rows, (rows, n), of the dtype; any thread may."""
-        return self._instruments.measure(x, self._limits, self._eps)
+    def measure(self, x: Array, first: int) -> PerRow:
+        """Return what is known of rows, (rows, n), of the dtype, from `first` on; any thread may."""
+        rows, keeps = len(x), len(self._kept.marks)
+        into = self._kept.rows(first, first + rows) if keeps else room_for(rows)
+        self._instruments.measure(x, self._limits, self._eps, into)
+        return into.per_row()
 
     def add(self, found: PerRow, x: Array) -> None:
         """Take the next rows, and what is known of them."""
         rank = self._instruments.add(found, *self._counts)
         if self._top:
             self._rank(found, x, rank)
-        if len(self._kept.marks):
-            for kept, part in zip(self._kept, found, strict=True):
-                kept[..., self._rows : self._rows + len(x)] = part
         self._rows += len(x)
 
     def _rank(self, found: PerRow, x: Array, rank: Array) -> None:
@@ -154,10 +154,4 @@ class Collector:
 
     def per_row(self) -> PerRow:
         """Return the numbers of the rows that were to be kept."""
-        return self._kept
-
-
-def _room_for(rows: int) -> PerRow:
-    numbers = np.empty((5, rows))
-    lost = np.empty((len(METHODS), rows), np.float32)
-    return PerRow._make([*numbers, lost, np.empty(rows, np.uint16)])
+        return self._kept.per_row()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.analysis._diagnose_conditions import BIT, MARKS
 from stablenorm.analysis._diagnose_methods import METHODS
-from stablenorm.analysis._diagnose_predict import PerRow, measured_rows
+from stablenorm.analysis._diagnose_predict import PerRow, Room, measured_rows
 from stablenorm.analysis._diagnose_sweep import sweep_rows
 
 # Powers of two that condition numbers are counted by; beyond is counted with the last: float64 of
@@ -39,11 +39,12 @@ class Instruments(NamedTuple):
     """
     What a collector works with: these functions, or fast copies.
 
-    `measure` takes rows, the `limits` for them, and eps; `add` adds what that returned to the
-    fields of `Counts`, and returns the ranks of the rows.
+    `measure` takes rows, the `limits` for them, and eps, and writes what is known of them into the
+    room that it is given; `add` adds that to the fields of `Counts`, and returns the ranks of the
+    rows.
     """
 
-    measure: Callable[[Array, Array, float], PerRow]
+    measure: Callable[[Array, Array, float, Room], None]
     add: Callable[..., Array]
 
 
@@ -57,9 +58,15 @@ def no_counts(p: int) -> Counts:
     )
 
 
-def measure_rows(x: Array, _limits: Array, eps: float) -> PerRow:
-    """Return what is known of the rows of `x`."""
-    return measured_rows(sweep_rows(x), x, eps)
+def measure_rows(x: Array, _limits: Array, eps: float, into: Room) -> None:
+    """Write what is known of the rows of `x`."""
+    write_rows(into, slice(None), measured_rows(sweep_rows(x), x, eps))
+
+
+def write_rows(into: Room, rows: Any, found: PerRow) -> None:
+    """Write what is known of some rows."""
+    for room, one in zip(into.per_row(), found, strict=True):
+        room[..., rows] = one
 
 
 def count_rows(

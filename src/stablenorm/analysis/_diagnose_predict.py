@@ -9,7 +9,7 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.analysis._diagnose_conditions import conditions, marks
-from stablenorm.analysis._diagnose_methods import lost_bits
+from stablenorm.analysis._diagnose_methods import METHODS, lost_bits
 from stablenorm.analysis._diagnose_sweep import HUGE, TINY, described, working_dtype
 from stablenorm.analysis.families import format_of
 
@@ -38,6 +38,36 @@ class PerRow(NamedTuple):
     eps_share: Array
     lost: Array
     marks: Array
+
+
+class Room(NamedTuple):
+    """
+    What is known of rows as the instruments write it, each in the order of `PerRow`.
+
+    `numbers` is (5, rows) float64, `lost` (methods, rows) float32, `marks` (rows,) uint16.
+    """
+
+    numbers: Array
+    lost: Array
+    marks: Array
+
+    def rows(self, start: int, stop: int) -> Room:
+        """Return the room of some of the rows."""
+        return Room._make(each[..., start:stop] for each in self)
+
+    def per_row(self) -> PerRow:
+        """Return the same by name."""
+        return PerRow._make([*self.numbers, self.lost, self.marks])
+
+
+def room_for(rows: int) -> Room:
+    """Return room for so many rows, with anything in it."""
+    numbers = len(PerRow._fields) - len(Room._fields[1:])
+    return Room(
+        np.empty((numbers, rows)),
+        np.empty((len(METHODS), rows), np.float32),
+        np.empty(rows, np.uint16),
+    )
 
 
 def measured_rows(numbers: Any, x: Array, eps: float) -> PerRow:

@@ -184,12 +184,12 @@ def diagnose_blocks(
     dtype = np.dtype(dtype)
     collector = Collector(n, dtype, eps, instruments, top, rows if keep_rows else 0)
 
-    def measured(block: Array) -> tuple[PerRow, Array]:
-        """Return what is found in a block, and the block in its dtype."""
+    def measured(block: Array, first: int) -> tuple[PerRow, Array]:
+        """Return what is found in a block, whose first row that is, and the block in its dtype."""
         # What is too large for a narrower dtype is infinite in it, and counted as that.
         with np.errstate(all="ignore"):
             x = block.astype(dtype, copy=False)
-        return collector.measure(x), x
+        return collector.measure(x, first), x
 
     for found, x in _in_order(measured, blocks, threads):
         collector.add(found, x)
@@ -205,10 +205,15 @@ def diagnose_blocks(
     )
 
 
-def _in_order(work: Callable[[Array], Any], blocks: Iterable[Array], threads: int) -> Iterator[Any]:
-    """Yield what `work` returns for each block, in order, on so many threads."""
+def _in_order(
+    work: Callable[[Array, int], Any], blocks: Iterable[Array], threads: int
+) -> Iterator[Any]:
+    """Yield what `work` returns for each block and its first row, in order, on so many threads."""
+    first = 0
     if threads == 1:
-        yield from map(work, blocks)
+        for block in blocks:
+            yield work(block, first)
+            first += len(block)
         return
     with ThreadPoolExecutor(threads) as pool:
         # Two for each: one at work, one that waits for this thread or for a worker.
@@ -217,7 +222,8 @@ def _in_order(work: Callable[[Array], Any], blocks: Iterable[Array], threads: in
             for block in blocks:
                 if len(under_way) == 2 * threads:
                     yield under_way.popleft().result()
-                under_way.append(pool.submit(work, block))
+                under_way.append(pool.submit(work, block, first))
+                first += len(block)
             while under_way:
                 yield under_way.popleft().result()
         finally:

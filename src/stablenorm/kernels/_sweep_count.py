@@ -5,23 +5,70 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from stablenorm.kernels._compiling import STAMP, compiled
+from stablenorm.kernels._inner import inner
+from stablenorm.kernels._sweep_predict import LOSSES
 
 # Bits of a row without a result, and its rank: before all others, not finite first.
 _NOT_FINITE, _UNDEFINED = 1, 2
 _RANKS = (4096.0, 2048.0)
 
 
-@njit(error_model="numpy")
-def _power(value, last):
-    """Return the exponent of `value`, from 0 on, and beyond `last` that."""
-    return min(max((np.float64(value).view(np.int64) >> 52) - 1023, 0), last)
+# The bits of infinity: as unsigned integers, those of finite numbers, none of which is negative
+# here, are smaller, and those of NaN, whatever its sign, are larger.
+_INFINITY, _SINGLE_INFINITY = np.uint64(0x7FF << 52), np.uint32(0x7F800000)
+
+# Rows counted at a time: what is read of them stays in the nearest cache.
+_TOGETHER = 256
+
+
+@inner
+def _largest(bits, before):
+    """Return the largest of positive numbers given as integers, of those that are finite."""
+    largest = before
+    for row in range(bits.size):
+        # Integers, whose largest LLVM finds eight at a time; that of floats is a matter of order.
+        largest = max(largest, bits[row] if bits[row] < _INFINITY else np.uint64(0))
+    return largest
+
+
+@inner
+def _largest_single(bits, before):
+    largest = before
+    for row in range(bits.size):
+        largest = max(largest, bits[row] if bits[row] < _SINGLE_INFINITY else np.uint32(0))
+    return largest
+
+
+@inner
+def _to_nearest(lost, bins, none):
+    """Write where rows are counted, of NaN `none`."""
+    for row in range(lost.size):
+        bits = lost[row]
+        bins[row] = np.int32((bits if bits >= 0 else none) + np.float32(0.5))
+
+
+@inner
+def _count_powers(bits, powers):
+    """Count finite numbers by exponent: from 0 on, and beyond the last with the last."""
+    last = np.int64(powers.size - 1)
+    for row in range(bits.size):
+        if bits[row] < _INFINITY:
+            powers[np.uint64(min(max(np.int64(bits[row] >> np.uint64(52)) - 1023, 0), last))] += 1
+
+
+@inner
+def _rank(marks, lost, condition_y, rank):
+    """Write the ranks of rows, all at a time: no branch."""
+    for row in range(marks.size):
+        whole = np.rint(np.float64(lost[row])) + (1.0 - 1.0 / max(condition_y[row], 1.0))
+        undefined = _RANKS[1] if marks[row] & _UNDEFINED else whole
+        rank[row] = _RANKS[0] if marks[row] & _NOT_FINITE else undefined
 
 
 @functools.cache
@@ -31,42 +78,47 @@ def _counting_job() -> Any:
     def count(condition_y, condition_dx, lost, marks, of_marks, of_bits, powers, largest, rank):
         if stamp == "":
             return
-        methods, rows = lost.shape
-        last = powers.shape[1] - 1
-        for row in range(rows):
-            mark, y, dx = np.int64(marks[row]), condition_y[row], condition_dx[row]
-            if mark != 0:
-                for place in range(of_marks.shape[0]):
-                    of_marks[place] += (mark >> place) & 1
-            if not math.isnan(lost[0, row]):
-                for method in range(methods):
-                    bits = np.float64(lost[method, row])
-                    of_bits[method, np.uint64(bits + 0.5)] += 1
-                    largest[2 + method] = max(largest[2 + method], bits)
-            if y < math.inf:
-                powers[0, _power(y, last)] += 1
-                largest[0] = max(largest[0], y)
-            if dx < math.inf:
-                powers[1, _power(dx, last)] += 1
-                largest[1] = max(largest[1], dx)
-            if mark & _NOT_FINITE:
-                rank[row] = _RANKS[0]
-            elif mark & _UNDEFINED:
-                rank[row] = _RANKS[1]
-            else:
-                rank[row] = np.rint(np.float64(lost[0, row])) + (1.0 - 1.0 / max(y, 1.0))
+        y, dx = condition_y.view(np.uint64), condition_dx.view(np.uint64)
+        ends, singles = largest.view(np.uint64), np.zeros(LOSSES, np.uint32)
+        # The last place is for rows without a result, of which nothing is counted.
+        none = of_bits.shape[1]
+        counts, bins = (
+            np.zeros((LOSSES, none + 1), np.int64),
+            np.empty((LOSSES, _TOGETHER), np.uint32),
+        )
+        for start in range(0, marks.size, _TOGETHER):
+            rows = slice(start, min(start + _TOGETHER, marks.size))
+            for row in range(rows.start, rows.stop):
+                if marks[row] != 0:
+                    for place in range(of_marks.shape[0]):
+                        of_marks[place] += (marks[row] >> place) & 1
+            for method in range(LOSSES):
+                bits = lost[method][rows]
+                _to_nearest(bits, bins[method], np.float32(none))
+                singles[method] = _largest_single(bits.view(np.uint32), singles[method])
+            for row in range(rows.stop - rows.start):
+                for method in range(LOSSES):
+                    counts[method, bins[method, row]] += 1
+            _count_powers(y[rows], powers[0])
+            _count_powers(dx[rows], powers[1])
+            ends[0] = _largest(y[rows], ends[0])
+            ends[1] = _largest(dx[rows], ends[1])
+            _rank(marks[rows], lost[0][rows], condition_y[rows], rank[rows])
+        of_bits += counts[:, :none]
+        for method in range(LOSSES):
+            largest[2 + method] = max(largest[2 + method], singles.view(np.float32)[method])
 
-    def read(kind: Any, axes: int) -> Any:
-        return types.Array(kind, axes, "A", readonly=True)
+    def read(kind: Any) -> Any:
+        return types.Array(kind, 1, "C", readonly=True)
 
     whole, double = types.int64, types.float64
     return compiled(
         count,
         types.void(
-            read(double, 1),
-            read(double, 1),
-            read(types.float32, 2),
-            read(types.uint16, 1),
+            read(double),
+            read(double),
+            types.UniTuple(read(types.float32), LOSSES),
+            read(types.uint16),
             whole[::1],
             whole[:, ::1],
             whole[:, ::1],
@@ -79,6 +131,6 @@ def _counting_job() -> Any:
 def count_rows(found: Any, of_marks: Any, of_bits: Any, powers: Any, largest: Any) -> Any:
     """Add the rows to the counts; return their ranks."""
     rank = np.empty(len(found.marks))
-    arrays = (found.condition_y, found.condition_dx, found.lost, found.marks)
+    arrays = (found.condition_y, found.condition_dx, tuple(found.lost), found.marks)
     _counting_job()(*arrays, of_marks, of_bits, powers, largest, rank)
     return rank

@@ -41,7 +41,8 @@ class _SinglesModel(PrimitiveModel):
         super().__init__(dmm, fe_type, ir.VectorType(F32, COLUMNS))
 
 
-def _element(kind: Any) -> Any:
+def element_of(kind: Any) -> Any:
+    """Return the LLVM type of one column."""
     return F32 if isinstance(kind, Singles) else F64
 
 
@@ -49,7 +50,7 @@ def _zeros(kind: Any) -> Any:
     @intrinsic
     def zeros(_typing: Any) -> Any:
         def generate(_context: Any, _builder: Any, sig: Any, _args: Any) -> Any:
-            return every(ir.VectorType(_element(sig.return_type), COLUMNS), 0.0)
+            return every(ir.VectorType(element_of(sig.return_type), COLUMNS), 0.0)
 
         return kind(), generate
 
@@ -94,7 +95,7 @@ def load_columns(_typing: Any, at: Any, offset: Any, like: Any) -> Any:
         v = builder.load(builder.bitcast(base, kind.as_pointer()), align=1)
         if dtype.bitwidth == 16:
             v = _singles_of(builder, dtype, v)
-        return resized(builder, v, _element(sig.return_type))
+        return resized(builder, v, element_of(sig.return_type))
 
     return like(at, types.intp, like), generate
 
@@ -114,7 +115,7 @@ def fill(_typing: Any, value: Any, like: Any) -> Any:
     """Return float64 `value`, rounded to the precision of `like`, in all columns."""
 
     def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        one = resized(builder, args[0], _element(sig.return_type))
+        one = resized(builder, args[0], element_of(sig.return_type))
         return splatted(builder, one, COLUMNS)
 
     return like(types.float64, like), generate
@@ -130,9 +131,19 @@ def narrow(_typing: Any, value: Any, like: Any) -> Any:
     """
 
     def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return resized(builder, resized(builder, args[0], _element(sig.args[1])), F64)
+        return resized(builder, resized(builder, args[0], element_of(sig.args[1])), F64)
 
     return types.float64(types.float64, like), generate
+
+
+def smaller_of(builder: Any, a: Any, b: Any) -> Any:
+    """Return the smaller of each two columns; that of `a` where either is NaN."""
+    return builder.select(builder.fcmp_ordered("<", b, a), b, a)
+
+
+def larger_of(builder: Any, a: Any, b: Any) -> Any:
+    """Return the larger of each two columns; that of `a` where either is NaN."""
+    return builder.select(builder.fcmp_ordered(">", b, a), b, a)
 
 
 @intrinsic
@@ -140,7 +151,7 @@ def smaller(_typing: Any, a: Any, b: Any) -> Any:
     """Return the smaller of each two columns; `a` where either is NaN."""
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.select(builder.fcmp_ordered("<", args[1], args[0]), args[1], args[0])
+        return smaller_of(builder, *args)
 
     return a(a, a), generate
 
@@ -150,57 +161,15 @@ def _halves(builder: Any, v: Any, width: int) -> Any:
     return shuffle(builder, v, low), shuffle(builder, v, high)
 
 
-def _folding(combine: Any) -> Any:
-    @intrinsic
-    def folded(_typing: Any, v: Any) -> Any:
-        def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            part, width = args[0], COLUMNS
-            while width > 1:
-                width //= 2
-                part = combine(builder, *_halves(builder, part, width))
-            return resized(builder, builder.extract_element(part, ir.Constant(I32, 0)), F64)
-
-        return types.float64(v), generate
-
-    return folded
-
-
-def _chosen(order: str) -> Any:
-    def combine(builder: Any, a: Any, b: Any) -> Any:
-        return builder.select(builder.fcmp_ordered(order, b, a), b, a)
-
-    return combine
-
-
-# The sum of the columns, the smallest, the largest: by halves.
-fold_sum = _folding(lambda builder, a, b: builder.fadd(a, b))
-fold_smallest, fold_largest = _folding(_chosen("<")), _folding(_chosen(">"))
-
-
 @intrinsic
-def fold_welford(_typing: Any, mean: Any, m2: Any, count: Any, to: Any) -> Any:
-    """
-    Join the columns' means and sums of squared deviations, by halves; write both to `to`.
+def fold_sum(_typing: Any, v: Any) -> Any:
+    """Return the sum of the columns, by halves, as float64."""
 
-    Each column stands for `count` elements; the formula is that of Chan, Golub and LeVeque.
-    """
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        element, width = _element(sig.args[0]), COLUMNS
-        mean, m2 = args[0], args[1]
-        half_count = builder.fmul(resized(builder, args[2], element), ir.Constant(element, 0.5))
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        part, width = args[0], COLUMNS
         while width > 1:
             width //= 2
-            (a, b), (m2_a, m2_b) = (_halves(builder, v, width) for v in (mean, m2))
-            apart = builder.fsub(b, a)
-            half = every(apart.type, 0.5)
-            mean = builder.fadd(a, builder.fmul(apart, half))
-            between = builder.fmul(builder.fmul(apart, apart), splatted(builder, half_count, width))
-            m2 = builder.fadd(builder.fadd(m2_a, m2_b), between)
-            half_count = builder.fmul(half_count, ir.Constant(element, 2.0))
-        for place, v in enumerate((mean, m2)):
-            number = resized(builder, builder.extract_element(v, ir.Constant(I32, 0)), F64)
-            builder.store(number, builder.gep(args[3], [ir.Constant(I32, place)]), align=8)
-        return context.get_dummy_value()
+            part = builder.fadd(*_halves(builder, part, width))
+        return resized(builder, builder.extract_element(part, ir.Constant(I32, 0)), F64)
 
-    return types.none(mean, mean, types.float64, to), generate
+    return types.float64(v), generate

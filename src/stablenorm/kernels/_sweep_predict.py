@@ -24,18 +24,19 @@ from stablenorm.kernels._sweep_rows import (
     singles_of,
     unless_less,
 )
+from stablenorm.kernels._sweep_sums import APART
 from stablenorm.kernels._vectors import larger, magnitude
 
-# Rows at a time; the numbers and the losses that are written of each; the limits that are read.
-TOGETHER, WRITTEN, LOSSES, LIMITS = 16, 5, 6, 13
+# The numbers and the losses that are written of each row; the limits that are read.
+WRITTEN, LOSSES, LIMITS = 5, 6, 13
 
 # Above the bits of the marks.
 HARD = 1 << 15
 
 
 @inlined
-def _number(numbers, at, stride, place, like):
-    return load_columns(numbers, at + place * stride, like)
+def _number(numbers, place, like):
+    return load_columns(numbers, APART * place, like)
 
 
 @inlined
@@ -47,24 +48,17 @@ def _shifted(mean_hat, rstd_hat, mean, mean_lo, rstd, std, inverse, p):
 
 
 @inner
-def predict_rows(numbers, stride, at, written, apart, losses, marks, limits, like):
+def predict_rows(numbers, written, apart, losses, losses_apart, marks, limits, like):
     """
-    Write what is predicted of the sixteen rows from `at` on.
+    Write what is predicted of sixteen rows, described by the columns of `numbers`.
 
-    `stride` and `apart` are the bytes from number to number: read, and written as float64.
+    `apart` and `losses_apart` are the bytes from number to number of what is written.
     """
-    here = 8 * at
     full = DOUBLES()
     one, single = fill(1.0, full), singles_of(fill(1.0, full))
-    mean, mean_lo = (
-        _number(numbers, here, stride, 0, full),
-        _number(numbers, here, stride, 1, full),
-    )
-    var = _number(numbers, here, stride, 2, full)
-    lowest, highest = (
-        _number(numbers, here, stride, 3, full),
-        _number(numbers, here, stride, 4, full),
-    )
+    mean, mean_lo = _number(numbers, 0, full), _number(numbers, 1, full)
+    var = _number(numbers, 2, full)
+    lowest, highest = _number(numbers, 3, full), _number(numbers, 4, full)
     std = root(var)
     # As the twin has it, to the bit: of float64 data, losses are of the size of its roundings.
     square_root = root(std * std + fill(limits[1], full))
@@ -72,51 +66,51 @@ def predict_rows(numbers, stride, at, written, apart, losses, marks, limits, lik
     inverse = one / (larger(size, fill(limits[3], full)) * fill(limits[4], full))
     offset = mean / std
     in_y = root(one + offset * offset)
-    put(written, here, mean)
-    put(written, here + apart, std)
-    put(written, here + 2 * apart, in_y)
-    put(written, here + 3 * apart, in_y * size * size)
-    put(written, here + 4 * apart, rstd * rstd * fill(limits[1], full))
+    put(written, 0, mean)
+    put(written, apart, std)
+    put(written, 2 * apart, in_y)
+    put(written, 3 * apart, in_y * size * size)
+    put(written, 4 * apart, rstd * rstd * fill(limits[1], full))
 
     # The methods, in the order of the twin's; float32 is half as wide.
     n, eps, ones = fill(limits[0], like), fill(limits[1], like), fill(1.0, like)
-    p, half_apart, there = limits[2], apart // 2, 4 * at
-    center = _number(numbers, here, stride, 5, like) / n
-    square = _number(numbers, here, stride, 7, like) / n
+    p = limits[2]
+    center = _number(numbers, 5, like) / n
+    square = _number(numbers, 7, like) / n
     mean_hat, rstd_hat = wide(center), wide(ones / root(square + eps))
     lost = _shifted(mean_hat, rstd_hat, mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there, lost)
-    m2 = _number(numbers, here, stride, 9, like) / n
+    put(losses, 0, lost)
+    m2 = _number(numbers, 9, like) / n
     rstd_hat = wide(ones / root(m2 + eps))
-    welford = wide(_number(numbers, here, stride, 8, like))
+    welford = wide(_number(numbers, 8, like))
     lost = _shifted(welford, rstd_hat, mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there + half_apart, lost)
-    one_pass = (_number(numbers, here, stride, 6, like) / n - center * center) + eps
+    put(losses, losses_apart, lost)
+    one_pass = (_number(numbers, 6, like) / n - center * center) + eps
     rstd_hat = wide(ones / root(one_pass))
     lost = _shifted(mean_hat, rstd_hat, mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there + 2 * half_apart, lost)
+    put(losses, 2 * losses_apart, lost)
     saved_mean, saved_rstd = singles_of(mean + mean_lo), singles_of(rstd)
     lost = _shifted(wide(saved_mean), wide(saved_rstd), mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there + 3 * half_apart, lost)
+    put(losses, 3 * losses_apart, lost)
     saved_mean, saved_rstd = held_in_bfloat16(saved_mean), held_in_bfloat16(saved_rstd)
     lost = _shifted(wide(saved_mean), wide(saved_rstd), mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there + 4 * half_apart, lost)
+    put(losses, 4 * losses_apart, lost)
     half_mean = held_in_float16(singles_of(center))
     half_var = held_in_float16(singles_of(square))
     half_eps = singles_of(fill(limits[11], full))
     half_root = held_in_float16(root(held_in_float16(half_var + half_eps)))
     half_rstd = held_in_float16(single / half_root)
     lost = _shifted(wide(half_mean), wide(half_rstd), mean, mean_lo, rstd, std, inverse, p)
-    put(losses, there + 5 * half_apart, lost)
+    put(losses, 5 * losses_apart, lost)
 
     # The marks: bits of a sum that is exact.
     infinite = fill(math.inf, full)
     farthest = larger(highest - mean, mean - lowest)
     found = if_less(std, fill(limits[6], full), 8.0)
     found = found + if_less(std * fill(limits[7], full), farthest, 16.0)
-    total = wide(_number(numbers, here, stride, 5, like))
-    squares = wide(_number(numbers, here, stride, 6, like))
-    centered = wide(_number(numbers, here, stride, 7, like))
+    total = wide(_number(numbers, 5, like))
+    squares = wide(_number(numbers, 6, like))
+    centered = wide(_number(numbers, 7, like))
     found = found + unless_less(magnitude(total), infinite, 32.0)
     found = found + unless_less(magnitude(squares), infinite, 64.0)
     found = found + unless_less(magnitude(centered), infinite, 128.0)
@@ -128,4 +122,4 @@ def predict_rows(numbers, stride, at, written, apart, losses, marks, limits, lik
     hard = larger(hard, unless_less(larger(magnitude(lowest), magnitude(highest)), end, 32768.0))
     hard = larger(hard, unless_less(magnitude(mean), infinite, 32768.0))
     hard = larger(hard, unless_less(fill(limits[12], full), var, 32768.0))
-    put(marks, 2 * at, found + hard)
+    put(marks, 0, found + hard)

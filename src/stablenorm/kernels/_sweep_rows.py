@@ -17,11 +17,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from stablenorm.kernels._ir import F32, F64, I8, I16, I32, I64, call, every
+from stablenorm.kernels._ir import F32, F64, I8, I16, I32, I64, call, every, splatted
 from stablenorm.kernels._sweep_lanes import COLUMNS, Singles, resized
 
 _SINGLE, _DOUBLE = ir.VectorType(F32, COLUMNS), ir.VectorType(F64, COLUMNS)
 _WORDS, _LONG = ir.VectorType(I32, COLUMNS), ir.VectorType(I64, COLUMNS)
+_NO_SINGLES = every(_SINGLE, 0.0)
 _ELEMENT = {types.float64: F64, types.float32: F32}
 
 # What subtracting from the bits of a float64 brings its mantissa to between sqrt(1/2) and sqrt(2).
@@ -67,20 +68,27 @@ def _conditional(is_less: bool) -> Any:
     def value(_typing: Any, a: Any, b: Any, value: Any) -> Any:
         def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
             less = builder.fcmp_ordered("<", args[0], args[1])
-            some, none = every(_DOUBLE, 1.0), every(_DOUBLE, 0.0)
-            chosen = builder.select(less, *((some, none) if is_less else (none, some)))
-            scale = ir.Constant(_DOUBLE, ir.Undefined)
-            scale = builder.insert_element(scale, args[2], ir.Constant(I32, 0))
-            zeros = ir.Constant(_WORDS, [0] * COLUMNS)
-            return builder.fmul(chosen, builder.shuffle_vector(scale, scale, zeros))
+            some, none = splatted(builder, builder.fptrunc(args[2], F32), COLUMNS), _NO_SINGLES
+            return builder.select(less, *((some, none) if is_less else (none, some)))
 
-        return a(a, a, types.float64), generate
+        return Singles()(a, a, types.float64), generate
 
     return value
 
 
-# A value where a < b, else 0; and where that does not hold, NaN among them.
+# A value where a < b, else 0; and where that does not hold, NaN among them: in float32.
 if_less, unless_less = _conditional(is_less=True), _conditional(is_less=False)
+
+
+@intrinsic
+def where_less(_typing: Any, a: Any, b: Any, yes: Any, no: Any) -> Any:
+    """Return `yes` where a < b, `no` elsewhere, NaN among them."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        a, b, yes, no = args
+        return builder.select(builder.fcmp_ordered("<", a, b), yes, no)
+
+    return yes(a, a, yes, yes), generate
 
 
 @intrinsic
