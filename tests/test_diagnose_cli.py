@@ -1,7 +1,6 @@
 """`stablenorm diagnose`: files of every kind, whole and damaged."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -262,13 +261,15 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     rows = 1 << 16
     files = [sparse(tmp_path / "small.npy", 1 << 13), sparse(tmp_path / "large.npy", rows)]
     command = [sys.executable, "-c", MEASURED, *files]
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    # The first ever call compiles, which takes 75 MB; what it compiles is then on the disk.
+    # The first ever call compiles, which takes 75 MB; what it compiles is then on the disk, if
+    # anything can be.
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    small, large, compilations = map(int, done.stderr.split())
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        small, large, compilations = map(int, done.stderr.split())
+        if not compilations:
+            break
     assert f"constant: {rows} rows" in done.stdout
     # 32 MiB and 256: a block more of either would be 4.
-    assert large - small < 2 << 10
+    assert large - small < 4 << 10
     # The gate is 200 MB, for 4 GB: nothing in it depends on the size.
     assert compilations or large < 200e6 / 1024
