@@ -1,6 +1,7 @@
 """`stablenorm diagnose`: files of every kind, whole and damaged."""
 
 import json
+import os
 import subprocess
 import sys
 
