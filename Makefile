@@ -38,8 +38,9 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-docs-figures: $(VENV)/.dev  ## the figures and tables of the how-tos and of the first page: 1 min
+docs-figures: $(VENV)/.dev  ## figures and tables of the how-tos and the first page, the report: 2 min
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/docs_figures_howto.py
+	$(BIN)/python benchmarks/figures_report.py
 
 explain: $(VENV)/.dev  ## the figures and tables of the explanations: 1 min
 	$(BIN)/python benchmarks/figures_derivation.py

@@ -13,10 +13,12 @@ import datetime as dt
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from figures_page import FIGURES, LARGE, make_axes, put_legend, save
 from machine import processor
 
 from stablenorm._complexity import Complexity, Line, inspect
@@ -27,13 +29,11 @@ from stablenorm.report_complexity import (
     count_words,
     draw_growth,
     draw_roofline,
-    plot_one,
     time_words,
 )
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "complexity.md"
-FIGURES = ROOT / "docs" / "figures"
 # Each is 128 MiB or more: four times the largest last-level cache that this has run on.
 SHAPES = {
     "float32": (32, 1024, 1024),
@@ -59,6 +59,7 @@ def main() -> int:
     first = results["float32"]
     parts = {
         "origin": origin(first),
+        "spread": spread_words(results),
         "counts": counts_table(first),
         "terms": "\n\n".join(
             terms_table(line) for line in first.lines if line.implementation.startswith("fused CPU")
@@ -66,15 +67,14 @@ def main() -> int:
         "saved": saved_table(first),
         "ceilings": ceilings_table(results),
         "times": times_table(results),
+        "roof": roof_words(first),
         "growth": growth_table(results),
     }
     text = PAGE.read_text(encoding="utf8")
     for name, part in parts.items():
         text = between(text, name, part)
-    FIGURES.mkdir(exist_ok=True)
     for name, draw in (("roofline", draw_roofline), ("growth", draw_growth)):
-        with (FIGURES / f"{name}.png").open("wb") as file:
-            plot_one(first, draw, file, "png")
+        draw_alone(first, draw, FIGURES / f"{name}.png")
     PAGE.write_text(text, encoding="utf8")
     missed = [
         f"{dtype} {line.direction}: off by {line.deviation:+.0%}"
@@ -104,6 +104,69 @@ def origin(found: Complexity) -> str:
         f"{processor()}, {os.cpu_count()} cores, {found.threads} threads, Python "
         f"{platform.python_version()}, NumPy {np.__version__}."
     )
+
+
+def draw_alone(found: Complexity, draw: Callable[[Complexity, Any], None], path: Path) -> None:
+    """Draw one of the two pictures of the command, with letters for a page on a telephone."""
+    figure, axes = make_axes(4.6)
+    draw(found, axes)
+    # Below the axes: within them it covers marks at this size.
+    axes.get_legend().remove()
+    put_legend(figure, axes)
+    axes.set_title("")
+    words = f"x of {found.shape}, {found.dtype}, {found.threads} threads"
+    figure.suptitle(words, fontsize=LARGE)
+    save(figure, path)
+
+
+def spread_words(results: dict[str, Complexity]) -> str:
+    """How far apart programs of one order are: the slowest over the fastest, by dtype and direction."""
+    found = []
+    for dtype, result in results.items():
+        for direction in ("forward", "backward"):
+            times = [
+                line.measured.median
+                for line in result.lines
+                if line.direction == direction and line.measured is not None
+            ]
+            found.append((max(times) / min(times), f"{dtype}, {direction}"))
+    (least, where_least), (most, where_most) = min(found), max(found)
+    return (
+        "Of three programs that are all O(rows n), timed below, the slowest takes "
+        f"{two_digits(least)} times ({where_least}) to {two_digits(most)} times ({where_most}) "
+        "as long as the fastest."
+    )
+
+
+def roof_words(found: Complexity) -> str:
+    """Where the marks of the roofline stand: plain NumPy beside the fused kernel."""
+    lines = {
+        (line.implementation, line.direction): line
+        for line in found.lines
+        if line.measured is not None
+    }
+    words = []
+    for direction in ("forward", "backward"):
+        plain, fused = lines["plain NumPy", direction], lines["fused CPU", direction]
+        part = [slope_part(found, line) for line in (plain, fused)]
+        words.append(
+            f"{direction}, plain NumPy reaches {part[0]:.2f} of the slope, and the fused kernel "
+            f"{part[1]:.2f} of it, at {two_digits(fused.intensity / plain.intensity)} times the "
+            f"flops a byte: it moves {two_digits(fused.cost.memory / plain.cost.memory)} of the bytes"
+        )
+    first, second = words
+    return f"{first[0].upper()}{first[1:]}; {second}."
+
+
+def slope_part(found: Complexity, line: Line) -> float:
+    """Return the part of the time measured that a copy of the same bytes would take."""
+    assert line.measured is not None
+    return line.cost.memory / found.fused.memory / line.measured.median
+
+
+def two_digits(value: float) -> str:
+    """Round to two digits: 128.4 is 130."""
+    return f"{float(f'{value:.1e}'):g}"
 
 
 def counts_table(found: Complexity) -> str:

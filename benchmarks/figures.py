@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import OURS, OURS_OUT, Record
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from figures_page import LARGE, make_axes, put_legend, save
 
 from stablenorm._bench import PASSES, type_of
 
@@ -48,9 +47,8 @@ def _draw(
     title: str,
     bytes_below: bool = False,
 ) -> None:
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
-    FigureCanvasAgg(figure)
-    every = figure.subplots(1, 2, sharey=True)
+    figure, every = make_axes(6.6, 2)
+    every[1].sharey(every[0])
     for axes, direction in zip(every, PASSES, strict=True):
         here = [record for record in records if record.direction == direction]
         for candidate, (color, marker, line) in STYLES.items():
@@ -68,18 +66,14 @@ def _draw(
         _copy_line(axes, here, where)
         axes.set_xscale("log", base=2)
         _name_powers(axes, {where(record) for record in here}, bytes_below)
-        axes.set(xlabel=label, title=direction, ylim=(0, None))
+        axes.set(ylabel="GB/s", ylim=(0, None))
         axes.grid(alpha=0.25)
         moved = "x, y" if direction == "forward" else "dy, x, dx"
-        every[0].set_ylabel("GB/s")
-        axes.annotate(
-            f"counted: {moved}", (0.99, 0.02), xycoords="axes fraction", ha="right", color="0.4"
-        )
-    handles, labels = every[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+        axes.set_title(f"{direction}; counted: {moved}")
+    every[-1].set_xlabel(label)
+    put_legend(figure, every[0])
+    figure.suptitle(title, fontsize=LARGE)
+    save(figure, path)
 
 
 def _copy_line(axes: Any, here: Iterable[Record], where: Callable[[Record], int]) -> None:
@@ -100,7 +94,7 @@ def _name_powers(axes: Any, values: set[int], bytes_below: bool) -> None:
     powers = [value for value in sorted(values) if value & (value - 1) == 0]
     shown = powers[:: 1 if len(powers) < 8 else 3 if bytes_below else 2]
     axes.set_xticks(shown, [size_words(v) if bytes_below else str(v) for v in shown])
-    axes.tick_params(axis="x", labelsize=8, rotation=0 if bytes_below else 45)
+    axes.tick_params(axis="x", rotation=0 if bytes_below else 45)
     axes.minorticks_off()
 
 

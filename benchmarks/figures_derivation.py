@@ -12,16 +12,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from figures_page import (
+    BLUE,
+    FIGURES,
+    GRAY,
+    GREEN,
+    LARGE,
+    RED,
+    SKY,
+    SMALL,
+    make_axes,
+    make_figure,
+    save,
+)
 from matplotlib.patches import FancyBboxPatch
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm._types import Array
 
-FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-# Okabe and Ito: told apart by the colour-blind.
-BLUE, SKY, RED, GREEN, GRAY = "#0072b2", "#56b4e9", "#d55e00", "#009e73", "0.45"
 # The row of the page, its gamma and dy.
 X, GAMMA, DY = np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 0.0])
 # eps against the variance of the row, from "no eps" to "all eps".
@@ -40,22 +48,24 @@ def jacobian(x: Array, eps: float) -> Array:
 
 def draw_paths(path: Path) -> None:
     """From x to the loss, with the step that carries the gradient back over each arrow."""
-    figure, axes = _blank((9.4, 3.7))
+    figure, axes = make_axes(2.3)
+    axes.set_axis_off()
     at = {
         "x": (0, 1),
-        "mean": (1.35, 2),
-        "centered": (2.7, 1),
-        "var": (4.05, 2),
-        "rstd": (5.4, 2),
-        "xhat": (6.75, 1),
-        "y": (8.1, 1),
-        "L": (9.3, 1),
+        "mean": (1.0, 2),
+        "centered": (2.1, 1),
+        "var": (3.1, 2),
+        "rstd": (4.5, 2),
+        "xhat": (5.4, 1),
+        "y": (6.7, 1),
+        "L": (7.9, 1),
     }
     for name, (across, up) in at.items():
-        axes.text(across, up, name, ha="center", va="center", fontsize=12, zorder=3)
-        corner = (across - 0.42, up - 0.16)
+        axes.text(across, up, name, ha="center", va="center", fontsize=LARGE, zorder=3)
+        half = _half_width(name)
         style: dict[str, Any] = {"fc": "white", "ec": BLUE, "lw": 1.4, "zorder": 2}
-        axes.add_patch(FancyBboxPatch(corner, 0.84, 0.32, boxstyle="round,pad=0.04", **style))
+        corner = (across - half, up - 0.15)
+        axes.add_patch(FancyBboxPatch(corner, 2 * half, 0.3, boxstyle="round,pad=0.04", **style))
     for start, end, step in (
         ("x", "mean", "D9, D10"),
         ("x", "centered", "D9"),
@@ -67,36 +77,46 @@ def draw_paths(path: Path) -> None:
         ("xhat", "y", "D5"),
         ("y", "L", "dy"),
     ):
-        _arrow(axes, at[start], at[end], step)
-    for name, across, step in (("gamma", 7.45, "D3"), ("beta", 8.75, "D4")):
-        axes.text(across, 0.02, name, ha="center", va="center", fontsize=12)
-        _arrow(axes, (across, 0.0), (8.1, 1), step, color=RED)
-    axes.set(xlim=(-0.6, 9.8), ylim=(-0.3, 2.4))
-    _save(figure, path)
+        if at[start][1] == at[end][1]:
+            # From edge to edge: boxes differ in width.
+            (left, up), (right, _) = at[start], at[end]
+            ends = (left + _half_width(start) + 0.05, up), (right - _half_width(end) - 0.05, up)
+            _arrow(axes, *ends, step, gap=0)
+        else:
+            _arrow(axes, at[start], at[end], step)
+    for name, across, step in (("gamma", 6.0, "D3"), ("beta", 7.4, "D4")):
+        axes.text(across, 0.02, name, ha="center", va="center", fontsize=LARGE)
+        _arrow(axes, (across, 0.0), (6.7, 1), step, color=RED)
+    axes.set(xlim=(-0.45, 8.35), ylim=(-0.2, 2.3))
+    save(figure, path)
 
 
-def _arrow(axes: Any, start: Any, end: Any, step: str, color: str = GRAY) -> None:
+def _half_width(name: str) -> float:
+    return 0.56 if name == "centered" else 0.36
+
+
+def _arrow(axes: Any, start: Any, end: Any, step: str, color: str = GRAY, gap: int = 15) -> None:
     axes.annotate(
         "", end, start, arrowprops={"arrowstyle": "->", "color": color, "lw": 1.3,
-                                    "shrinkA": 24, "shrinkB": 24},
+                                    "shrinkA": gap, "shrinkB": gap},
     )  # fmt: skip
     middle = (np.array(start) + np.array(end)) / 2
     slope = np.sign((end[1] - start[1]) * (end[0] - start[0]))
-    side = np.array([0.0, 0.11]) if slope == 0 else np.array([-0.22 * slope, 0.1])
-    axes.text(*(middle + side), step, ha="center", color=color, fontsize=9)
+    side = np.array([0.0, 0.08]) if slope == 0 else np.array([-0.12 * slope, 0.02])
+    align = "center" if slope == 0 else "right" if slope > 0 else "left"
+    axes.text(*(middle + side), step, ha=align, color=color, fontsize=SMALL)
 
 
 def draw_projection(path: Path) -> None:
-    """Left: from x to xhat in three dimensions. Right: the plane across the ones, and dx."""
-    figure = Figure(figsize=(10.4, 4.9), layout="constrained")
-    FigureCanvasAgg(figure)
+    """Above: from x to xhat in three dimensions. Below: the plane across the ones, and dx."""
+    figure = make_figure(7.6)
     y, cache = layer_norm_forward(X[None], eps=0.0)
     g = GAMMA * DY
     dx = layer_norm_backward(g[None], cache, wrt="x").dx
     assert dx is not None
-    _draw_space(figure.add_subplot(1, 2, 1, projection="3d"), y[0])
-    _draw_plane(figure.add_subplot(1, 2, 2), y[0], g, dx[0])
-    _save(figure, path)
+    _draw_space(figure.add_subplot(2, 1, 1, projection="3d"), y[0])
+    _draw_plane(figure.add_subplot(2, 1, 2), y[0], g, dx[0])
+    save(figure, path)
 
 
 def basis() -> Array:
@@ -130,14 +150,13 @@ def _draw_space(axes: Any, xhat: Array) -> None:
         axes.quiver(*start, *step, color=color, arrow_length_ratio=0.4 / np.linalg.norm(step))
     axes.text(*X, "  x = (1, 2, 4)")
     axes.text(*(centered + np.array([0.0, -1.2, 0.1])), "centered", color=GREEN)
-    axes.text(*(xhat + np.array([0.0, 0.15, -0.15])), "xhat", color=RED)
+    axes.text(*(xhat + np.array([0.0, 0.12, 0.1])), "xhat", color=RED)
     axes.set(
-        title="subtracting the mean: down the line of ones, onto the plane;\n"
+        title="subtracting the mean: along the line of ones, onto the plane;\n"
         "dividing by the root of var: onto the circle of radius sqrt(3)",
         xticks=[], yticks=[], zticks=[], xlim=(-1.6, 2.6), ylim=(-1.6, 2.6), zlim=(-1.6, 4),
     )  # fmt: skip
-    axes.title.set_fontsize(10)
-    axes.set_box_aspect((1, 1, 1.25))
+    axes.set_box_aspect((1, 1, 1.25), zoom=1.35)
     axes.view_init(elev=22, azim=-12)
     axes.set_axis_off()
 
@@ -155,11 +174,10 @@ def _draw_plane(axes: Any, xhat: Array, g: Array, dx: Array) -> None:
     axes.plot(*np.stack([at + q, at + tangent], axis=1), ":", color=GRAY, lw=1.3)
     axes.annotate(
         "xhat mean(g xhat),\nremoved", (at + q / 2 + tangent / 2), xytext=(-10, 6),
-        textcoords="offset points", color=GRAY, fontsize=9, ha="right",
+        textcoords="offset points", color=GRAY, fontsize=SMALL, ha="right",
     )  # fmt: skip
     axes.set(title="in the plane: dx is what is left of g along the circle", aspect="equal")
-    axes.title.set_fontsize(10)
-    axes.set(xlim=(-2.3, 2.3), ylim=(-2.0, 2.3))
+    axes.set(xlim=(-2.3, 2.0), ylim=(-1.85, 2.2))
     axes.set_axis_off()
 
 
@@ -171,27 +189,24 @@ def _vector(axes: Any, start: Any, step: Any, color: str, words: str, offset: An
 
 def draw_spectrum(path: Path) -> None:
     """Eigenvalues of the measured Jacobian beside the three of the formula."""
-    figure = Figure(figsize=(10.2, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (above, below) = make_axes(6.2, 2)
     x = np.random.default_rng(0).standard_normal(N)
     var = float(np.var(x))
     for ratio, color, marker in zip(RATIOS, (BLUE, GREEN, RED), "os^", strict=True):
         eps = ratio * var
         rstd = (var + eps) ** -0.5
         values = np.sort(np.linalg.eigvalsh(jacobian(x, eps))) / rstd
-        left.plot(range(1, N + 1), values, marker, color=color, ms=6, label=f"eps = {ratio:g} var")
-    left.axhline(1, color=GRAY, lw=0.8, zorder=0)
-    left.set(
+        above.plot(range(1, N + 1), values, marker, color=color, ms=6, label=f"eps = {ratio:g} var")
+    above.axhline(1, color=GRAY, lw=0.8, zorder=0)
+    above.set(
         xlabel="eigenvalue, in order", ylabel="eigenvalue / rstd", ylim=(-0.08, 1.15),
         title=f"n = {N}: one 0, one eps rstd$^2$, ten of 1",
     )  # fmt: skip
-    left.legend(frameon=False, loc="lower right")
-    _draw_along_xhat(right, x)
-    for axes in (left, right):
-        axes.title.set_fontsize(10)
+    above.legend(frameon=False, fontsize=SMALL, loc="lower right")
+    _draw_along_xhat(below, x)
+    for axes in (above, below):
         axes.grid(alpha=0.25)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _draw_along_xhat(axes: Any, x: Array) -> None:
@@ -204,7 +219,7 @@ def _draw_along_xhat(axes: Any, x: Array) -> None:
         points, [_along_xhat(x, r * var) for r in points], "o", color=BLUE, label="measured"
     )
     axes.set(xlabel="eps / var", ylabel="eigenvalue along xhat / rstd", title="along xhat")
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize=SMALL)
 
 
 def _along_xhat(x: Array, eps: float) -> float:
@@ -214,20 +229,6 @@ def _along_xhat(x: Array, eps: float) -> float:
     assert dx is not None
     rstd = (float(np.var(x)) + eps) ** -0.5
     return float((dx * xhat).sum() / (xhat * xhat).sum() / rstd)
-
-
-def _blank(size: tuple[float, float]) -> tuple[Any, Any]:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_axis_off()
-    return figure, axes
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # White, not transparent: legible on a dark page too.
-    figure.savefig(path, dpi=120, facecolor="white")
 
 
 DRAWINGS: dict[str, Callable[[Path], None]] = {

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from figures_page import (
+    BLUE,
+    FIGURES,
+    GRAY,
+    GREEN,
+    RED,
+    SKY,
+    SMALL,
+    make_axes,
+    put_legend,
+    save,
+)
 from fusing_counts import ROWS, N, count_stages, count_tail, make_plan, option
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 
 from stablenorm._types import bfloat16
 
-FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-# Okabe and Ito: told apart by the colour-blind.
-BLUE, SKY, RED, GREEN, GRAY = "#0072b2", "#56b4e9", "#d55e00", "#009e73", "0.45"
 WARPS = (BLUE, RED, GREEN, "#cc79a7", "#e69f00", SKY, "#666666", "#8c6d31")
 OWNERS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 
@@ -29,27 +35,26 @@ OWNERS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")
 def draw_traffic(path: Path) -> None:
     """Arrays of the size of x that move, by stage."""
     stages = count_stages()[::-1]
-    figure, axes = _axes((8.4, 2.9))
+    figure, axes = make_axes(2.9)
     places = np.arange(len(stages))
     reads, writes = [s.reads for s in stages], [s.writes for s in stages]
     axes.barh(places, reads, color=SKY, label="read")
     axes.barh(places, writes, left=reads, color=BLUE, label="written")
     for place, stage in zip(places, stages, strict=True):
         launches = "1 launch" if stage.launches == 1 else f"{stage.launches} launches"
-        axes.text(stage.reads + stage.writes + 0.2, place, launches, va="center", fontsize=9)
+        axes.text(stage.reads + stage.writes + 0.2, place, launches, va="center", fontsize=SMALL)
     axes.axvline(3, color=GRAY, lw=0.9, ls="--")
     axes.set_yticks(places, [s.name for s in stages])
-    axes.set(xlabel="arrays of the size of x moved through memory", xlim=(0, 25))
-    axes.legend(frameon=False, loc="lower right")
-    _save(figure, path)
+    axes.set(xlabel="arrays of the size of x moved through memory", xlim=(0, 28))
+    put_legend(figure, axes)
+    save(figure, path)
 
 
 def draw_map(path: Path) -> None:
     """Which thread has which elements of a row: three row lengths of bfloat16."""
     lengths = (64, 256, 1024)
-    figure = Figure(figsize=(9.4, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, n in zip(figure.subplots(len(lengths), 1), lengths, strict=True):
+    figure, every = make_axes(4.6, len(lengths))
+    for axes, n in zip(every, lengths, strict=True):
         plan = make_plan(ROWS, n, bfloat16)
         threads, in_hand = option(plan, "ROW_THREADS"), plan.rows_per_block
         columns = np.arange(n)
@@ -64,26 +69,21 @@ def draw_map(path: Path) -> None:
         axes.imshow(paint, aspect="auto", interpolation="nearest")
         rows = f"{in_hand} rows in hand" if in_hand > 1 else "one row in hand"
         per_row = "one warp" if threads == 32 else f"{threads} threads"
-        axes.set_title(
-            f"n = {n}: {per_row} a row, {rows} of a block (the first {shown})", fontsize=10
-        )
-        axes.set_yticks(range(shown), [f"row {r}" for r in range(shown)], fontsize=8)
-        axes.tick_params(axis="x", labelsize=8)
-    axes.set_xlabel(
-        "column; one colour is one warp, one shade the 8 elements (16 bytes) of a thread"
-    )
-    _save(figure, path)
+        axes.set_title(f"n = {n}: {per_row} a row, {rows} (the first {shown})")
+        axes.set_yticks(range(shown), [f"row {r}" for r in range(shown)])
+    axes.set_xlabel("column; a colour is a warp, a shade the 16 bytes of a thread")
+    save(figure, path)
 
 
 def draw_butterfly(path: Path) -> None:
     """A row sum in three exchanges of eight lanes."""
-    figure, axes = _axes((7.4, 3.1))
+    figure, axes = make_axes(2.7)
     lanes, steps = 8, (4, 2, 1)
     values = np.array([3.0, 1, 4, 1, 5, 9, 2, 6])
     for level in range(len(steps) + 1):
         for lane in range(lanes):
             axes.text(
-                lane, -level, f"{values[lane]:g}", ha="center", va="center", zorder=3,
+                lane, -level, f"{values[lane]:g}", ha="center", va="center", fontsize=SMALL, zorder=3,
                 bbox={"boxstyle": "circle", "fc": "white", "ec": BLUE},
             )  # fmt: skip
         if level < len(steps):
@@ -93,47 +93,36 @@ def draw_butterfly(path: Path) -> None:
                 axes.plot([partner[lane], lane], [-level, -level - 1], **style)
                 axes.plot([lane, lane], [-level, -level - 1], color=GRAY, lw=0.9, zorder=1)
             axes.text(
-                8.0, -level - 0.5, f"exchange with lane ^ {steps[level]}", va="center", fontsize=9
+                7.6, -level - 0.5, f"with\nlane ^ {steps[level]}", va="center", fontsize=SMALL
             )
             values = values + values[partner]
-    axes.set(xlim=(-0.6, 10.8), ylim=(-3.4, 0.4))
+    axes.set(xlim=(-0.5, 8.9), ylim=(-3.4, 0.4))
     axes.set_axis_off()
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_tail(path: Path) -> None:
     """How long the final sum takes beside the body, by one block and by all."""
-    figure, axes = _axes((8.8, 2.3))
+    figure, axes = make_axes(2.2)
     counted = count_tail(ROWS, N, bfloat16)
     body = counted["body"] * 1e6
     for place, (words, key, color) in enumerate(
-        (("all blocks, after a barrier", "all blocks", GREEN), ("the last block", "one block", RED))
+        (
+            ("all blocks,\nafter a barrier", "all blocks", GREEN),
+            ("the last\nblock", "one block", RED),
+        )
     ):
         tail = counted[key] * 1e6
         axes.barh(place, body, color=SKY)
         axes.barh(place, tail, left=body, color=color)
-        axes.text(body + tail + 2, place, f"+ {tail:.0f} us", va="center", fontsize=9)
-        axes.text(
-            body / 2, place, "rows: dx and partial sums", ha="center", va="center", fontsize=9
-        )
-        axes.text(-2, place, f"sum by {words}", ha="right", va="center", fontsize=9)
+        axes.text(body + tail + 2, place, f"+ {tail:.0f} us", va="center", fontsize=SMALL)
+        words_of_body = "rows: dx,\npartial sums"
+        axes.text(body / 2, place, words_of_body, ha="center", va="center", fontsize=SMALL)
+        axes.text(-3, place, f"sum by\n{words}", ha="right", va="center", fontsize=SMALL)
     axes.set(
-        xlabel=f"us, at least: ({ROWS}, {N}) bfloat16 on an H100, calculated",
-        xlim=(0, 240), yticks=[],
-    )  # fmt: skip
-    _save(figure, path)
-
-
-def _axes(size: tuple[float, float]) -> tuple[Any, Any]:
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots()
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # White, not transparent: legible on a dark page too.
-    figure.savefig(path, dpi=110, facecolor="white")
+        xlabel=f"us, at least: ({ROWS}, {N}) bfloat16, H100, calculated", xlim=(0, 255), yticks=[]
+    )
+    save(figure, path)
 
 
 # ---- the drawing that moves ----

@@ -14,8 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from figures_page import (
+    BLUE,
+    FIGURES,
+    GRAY,
+    GREEN,
+    RED,
+    SKY,
+    SMALL,
+    make_axes,
+    put_legend,
+    save,
+)
 from stability_methods import (
     KEPT,
     MOMENTS,
@@ -32,9 +42,7 @@ from stability_methods import (
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm._types import Array
 
-FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-# Okabe and Ito: told apart by the colour-blind. And by their dashes, in print.
-BLUE, SKY, RED, GREEN, GRAY = "#0072b2", "#56b4e9", "#d55e00", "#009e73", "0.45"
+# Told apart by their dashes too, in print.
 OURS = {"color": BLUE, "lw": 2.2, "label": "stablenorm"}
 WAYS = {
     "E[x^2] - E[x]^2": {"color": RED, "ls": "-"},
@@ -87,17 +95,17 @@ def draw_offset(path: Path) -> None:
     figure, axes = _axes()
     for name, moments in MOMENTS.items():
         values = [error(normalize(x, moments, EPS), y) for x, y in zip(rows, exact, strict=True)]
-        axes.loglog(offsets, values, label=f"{name}, float32", **WAYS[name])
+        axes.loglog(offsets, values, label=name, **WAYS[name])
     second = [error(corrected(x, EPS), y) for x, y in zip(rows, exact, strict=True)]
-    axes.loglog(offsets, second, color=SKY, label="two passes, mean corrected, float32")
+    axes.loglog(offsets, second, color=SKY, label="two passes, mean corrected")
     ours = [error(layer_norm(x), y) for x, y in zip(rows, exact, strict=True)]
     axes.loglog(offsets, ours, **OURS)
     axes.loglog(offsets, offsets * U, color=GRAY, lw=0.9, ls="-.", label="kappa u")
     axes.axhline(1, color=GRAY, lw=0.6)
-    axes.text(1.1, 0.25, "nothing left", color=GRAY, fontsize=8)
+    axes.text(1.1, 0.25, "nothing left", color=GRAY, fontsize=SMALL)
     axes.set(
         xlabel="|mean| / std", ylabel="max|error of y| / max|y|", ylim=(1e-8, 3e7),
-        title=f"float32, n = {N}, x = offset + N(0, 1), eps = 1e-5",
+        title=f"x = offset + N(0, 1), float32, n = {N}",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -116,7 +124,7 @@ def draw_saved(path: Path) -> None:
             scale = float(np.abs(dx).max())
             values.append(error(backward_from(kept, x, g, EPS), dx, scale))
         color, dashes = styles[name]
-        words = f"all in float64, the mean kept in {name}"
+        words = f"mean kept in {name}"
         axes.loglog(offsets, values, color=color, ls=dashes, label=words)
     ours = []
     for offset in offsets:
@@ -125,7 +133,7 @@ def draw_saved(path: Path) -> None:
     axes.loglog(offsets, ours, **OURS)
     axes.set(
         xlabel="|mean| / std", ylabel="max|error of dx| / max|dx|", ylim=(1e-8, 1e2),
-        title=f"float32, n = {N}, x = offset + N(0, 1), dy = N(0, 1)",
+        title=f"x = offset + N(0, 1), dy = N(0, 1), n = {N}",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -138,17 +146,17 @@ def draw_range(path: Path) -> None:
     figure, axes = _axes()
     for name, moments in MOMENTS.items():
         values = [error(normalize(x, moments, 0.0), y) for x, y in zip(rows, exact, strict=True)]
-        axes.semilogy(powers, values, label=f"{name}, float32", **WAYS[name])
+        axes.semilogy(powers, values, label=name, **WAYS[name])
     ours = [error(layer_norm(x, eps=0.0), y) for x, y in zip(rows, exact, strict=True)]
     axes.semilogy(powers, ours, **OURS)
     axes.axvspan(-44.85, -37.93, color="0.92", zorder=0)
-    axes.text(-44.6, 2e-7, "x itself\nsubnormal", color=GRAY, fontsize=8)
-    axes.text(-36.5, 3e-2, "squares\nunderflow", color=GRAY, fontsize=8)
-    axes.text(22, 3e-2, "squares\noverflow", color=GRAY, fontsize=8)
-    axes.text(-12, 4e3, "top: NaN or infinity", color=GRAY, fontsize=8)
+    axes.text(-44.6, 2e-7, "x itself\nsubnormal", color=GRAY, fontsize=SMALL)
+    axes.text(-36.5, 3e-2, "squares\nunderflow", color=GRAY, fontsize=SMALL)
+    axes.text(22, 3e-2, "squares\noverflow", color=GRAY, fontsize=SMALL)
+    axes.text(-12, 4e3, "top: NaN or infinity", color=GRAY, fontsize=SMALL)
     axes.set(
         xlabel="log10 of the scale of x", ylabel="max|error of y| / max|y|", ylim=(1e-8, 3e4),
-        title=f"float32, n = {N}, x = scale * N(0, 1), eps = 0",
+        title=f"x = scale * N(0, 1), float32, n = {N}, eps = 0",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -165,14 +173,14 @@ def draw_constant(path: Path) -> None:
         seen = y > 0
         axes.loglog(
             constants[seen], y[seen], ".", color=color, ms=4,
-            label=f"two passes, float32, eps = {eps:g}",
+            label=f"two passes, eps = {eps:g}",
         )  # fmt: skip
         assert not layer_norm(x, eps=eps).any()
     limit = np.minimum(constants * U / np.sqrt(1e-5), 1)
     axes.loglog(constants, limit, color=GRAY, lw=0.9, ls="-.", label="|x| u / sqrt(1e-5)")
     axes.set(
         xlabel="the constant", ylabel="max|y|, exactly 0", ylim=(1e-8, 3),
-        title=f"constant rows of {N}; stablenorm returns 0 for all of them",
+        title=f"constant rows of {N}; stablenorm returns 0",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -196,13 +204,13 @@ def draw_outlier(path: Path) -> None:
             lines[name].append(error(actual[:, 5], dx[:, 5]))
         for name, actual in (("row", plain), ("ours row", ours)):
             lines[name].append(error(actual, dx, size))
-    axes.semilogy(powers, lines["alone"], color=RED, label="plain: the outlier's own dx")
-    axes.semilogy(powers, lines["row"], color=RED, ls=":", label="plain: the row, over rstd max|g|")
-    axes.semilogy(powers, lines["ours"], **OURS | {"label": "stablenorm: the outlier's own dx"})
+    axes.semilogy(powers, lines["alone"], color=RED, label="plain: its own dx")
+    axes.semilogy(powers, lines["row"], color=RED, ls=":", label="plain: the row")
+    axes.semilogy(powers, lines["ours"], **OURS | {"label": "stablenorm: its own dx"})
     axes.semilogy(powers, lines["ours row"], color=BLUE, ls=":", label="stablenorm: the row")
     axes.set(
         xlabel="log2 of the outlier, among N(0, 1)", ylabel="relative error of dx",
-        ylim=(1e-9, 1e8), title=f"float32, n = {N}, one element is the outlier",
+        ylim=(1e-9, 1e8), title=f"one element is the outlier, float32, n = {N}",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -228,12 +236,11 @@ def draw_cotangent(path: Path) -> None:
         for size in sizes:
             g = (1 + size * normal(seed=3)).astype(np.float32)
             values.append(error(way(g), exact_dx(x, g)))
-        words = name if name == "stablenorm" else f"{name}, float32"
-        axes.loglog(sizes, values, label=words, **style)
+        axes.loglog(sizes, values, label=name, **style)
     axes.invert_xaxis()
     axes.set(
         xlabel="t, with dy = 1 + t N(0, 1)", ylabel="max|error of dx| / max|dx|",
-        ylim=(1e-8, 3), title=f"float32, n = {N}, gamma = 1, x = 100 + N(0, 1)",
+        ylim=(1e-8, 3), title=f"x = 100 + N(0, 1), gamma = 1, float32, n = {N}",
     )  # fmt: skip
     _finish(figure, axes, path)
 
@@ -252,7 +259,7 @@ def draw_rows(path: Path) -> None:
         assert ours is not None
         lines["in order"].append(error(sum_rows_in_order(part), exact))
         lines["stablenorm"].append(error(ours, exact))
-    axes.loglog(counts, lines["in order"], color=RED, label="row after row, float32: sum(axis=0)")
+    axes.loglog(counts, lines["in order"], color=RED, label="row after row")
     axes.loglog(counts, lines["stablenorm"], **OURS)
     axes.loglog(counts, U * np.sqrt(counts), color=GRAY, lw=0.9, ls="-.", label="u sqrt(rows)")
     axes.set(
@@ -263,18 +270,13 @@ def draw_rows(path: Path) -> None:
 
 
 def _axes() -> tuple[Any, Any]:
-    figure = Figure(figsize=(7.6, 4.1), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots()
+    return make_axes(4.2)
 
 
-def _finish(figure: Any, axes: Any, path: Path) -> None:
-    axes.title.set_fontsize(10)
+def _finish(figure: Any, axes: Any, path: Path, columns: int = 2) -> None:
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # White, not transparent: legible on a dark page too.
-    figure.savefig(path, dpi=110, facecolor="white")
+    put_legend(figure, axes, columns)
+    save(figure, path)
 
 
 DRAWINGS: dict[str, Callable[[Path], None]] = {

@@ -256,7 +256,7 @@ finds out; a quarter of the call went with that. PyTorch does all of it in C++.
 
 ## Which gate fails for what
 
-The gates of [performance.md](performance.md) that are not met, and what stands in the way:
+The gates of [Performance](performance.md) that are not met, and what stands in the way:
 
 - **No shape slower than PyTorch; plain NumPy ten times slower, backward.** (1, 1, 64) and (1, 1, 4096):
   the call, above. (2, 128, 1024), backward: arithmetic in float64, rounded once, and sums over rows

@@ -5,6 +5,7 @@ It needs no network, neither to be built nor to be read: formulas are MathML, fo
 the reader, and nothing is fetched from the documentation of others.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -63,7 +64,8 @@ html_theme_options = {
     "navbar_persistent": [],
     "navbar_end": ["search-button", "theme-switcher"],
     "header_links_before_dropdown": 6,
-    "secondary_sidebar_items": ["page-toc"],
+    # The widest tables, of a column for each peer, get the room of the list of headings.
+    "secondary_sidebar_items": {"**": ["page-toc"], "performance": [], "shootout": []},
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "footer_start": ["copyright"],
@@ -83,12 +85,31 @@ def _trim(_app, document):
         block.children = [nodes.Text(block.rawsource)]
 
 
+def _mark_long(_app, document):
+    """Mark code with a word that a telephone does not show in one line, in a heading: 28 letters."""
+    for code in document.findall(nodes.literal):
+        if max(map(len, code.astext().split()), default=0) > 27:
+            code["classes"].append("long")
+
+
 def _skip_field(_app, _what, _name, member, skip, _options):
     """Leave out the fields of a NamedTuple, whose docstring is "Alias for field number 0"."""
     return True if type(member).__name__ == "_tuplegetter" else skip
 
 
+def _show_default(_app, _what, _name, described, _options, signature, returns):
+    """Write the value of a default that has a private name, as `_NAMES`, which tells a reader nothing."""
+    module = sys.modules.get(getattr(described, "__module__", ""))
+
+    def value(match):
+        return f"={getattr(module, match[1])!r}" if hasattr(module, match[1]) else match[0]
+
+    return (re.sub(r"=(_[A-Z]+)\b", value, signature), returns) if signature else None
+
+
 def setup(app):
     """Connect what is no extension."""
+    app.connect("autodoc-process-signature", _show_default)
     app.connect("autodoc-skip-member", _skip_field)
     app.connect("doctree-read", _trim)
+    app.connect("doctree-read", _mark_long)

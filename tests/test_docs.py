@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import stablenorm
+from stablenorm.cli import _parser
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -65,6 +66,11 @@ def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](f)`\n")
     assert dead_links(page) == ["#two", "gone.md"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_link_says_the_title_of_a_page_and_not_its_file(path):
+    assert re.findall(r"\[([\w-]+\.md)\]\(", prose(path)) == []
 
 
 def toctree_entries(path):
@@ -173,6 +179,16 @@ def test_what_is_fetched_is_seen(line):
     assert FETCHED.search(line)
     assert not FETCHED.search(line.replace("https:", "").replace("http:", "").replace("//", "/"))
     assert not FETCHED.search('<a href="https://example.org/">a link for a reader</a>')
+
+
+@pytest.mark.slow
+def test_every_command_is_in_the_reference(site):
+    """The help puts a long name on a line of its own: `complexity` was missing for it."""
+    # The commands as argparse keeps them.
+    names = [name for action in _parser()._actions for name in action.choices or ()]
+    assert "complexity" in names
+    html = (site / "reference" / "command-line.html").read_text("utf-8")
+    assert [name for name in names if f'id="stablenorm-{name}"' not in html] == []
 
 
 @pytest.mark.slow

@@ -4,12 +4,13 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-# Columns of what is printed: the page scrolls sideways beyond them on a phone.
-_COLUMNS = 88
+# Columns of what is printed: as many as a page shows. It scrolls sideways beyond them on a phone.
+_COLUMNS = 80
 
 
 def _help(*command):
@@ -17,7 +18,11 @@ def _help(*command):
     environment = {**os.environ, "COLUMNS": str(_COLUMNS), "NO_COLOR": "1"}
     arguments = [sys.executable, "-m", "stablenorm", *command, "--help"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, env=environment)
-    return done.stdout
+    # A terminal breaks a paragraph where it ends; a page would scroll to the end of it.
+    return "\n".join(
+        line if line.startswith(" ") else textwrap.fill(line, _COLUMNS)
+        for line in done.stdout.splitlines()
+    )
 
 
 def _section(title, text):
@@ -35,7 +40,9 @@ class Commands(SphinxDirective):
     def run(self):
         """Ask the package that is documented."""
         top = _help()
-        names = re.findall(r"^    (\w+) ", top.partition("positional arguments")[2], re.MULTILINE)
+        names = re.findall(
+            r"^    (\w+)(?: |$)", top.partition("positional arguments")[2], re.MULTILINE
+        )
         if not names:
             msg = f"the help must list the commands, got\n{top}"
             raise self.error(msg)

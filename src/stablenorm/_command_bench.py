@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stablenorm._bench import DTYPES, Bench, count_steps, measure, usable_backends, use_threads
-from stablenorm._command_parts import EXIT_FAILED, check_plot, check_shape, step_bar, unique
+from stablenorm._command_parts import EXIT_FAILED, Help, check_plot, check_shape, step_bar, unique
 from stablenorm._files import InputError, check_target, write_beside
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.report_bench import plot_bench, print_bench, save_bench
@@ -43,7 +43,7 @@ def add(commands: Any) -> None:
             "Backends must agree on each shape before they are timed."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stablenorm._check_file import Request, check_file, check_request
-from stablenorm._command_parts import EXIT_FAILED, EXIT_INCONCLUSIVE, check_plot, check_shape
+from stablenorm._command_parts import EXIT_FAILED, EXIT_INCONCLUSIVE, Help, check_plot, check_shape
 from stablenorm._files import check_target, write_beside
 from stablenorm.report_check import patient_bar, print_check, save_check
 
@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
             "It says what is wrong, and how small an error it would have seen."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")

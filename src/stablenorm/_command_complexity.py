@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stablenorm._bench import DTYPES, physical_memory, use_threads
-from stablenorm._command_parts import check_plot, step_bar
+from stablenorm._command_parts import Help, check_plot, step_bar
 from stablenorm._complexity import Complexity, count_bytes, count_steps, inspect
 from stablenorm._files import InputError, check_target, write_beside
 from stablenorm.backends import choose
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
             "is normalized."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument(

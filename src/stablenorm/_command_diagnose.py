@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from stablenorm._command_parts import check_plot
+from stablenorm._command_parts import Help, check_plot
 from stablenorm._diagnose import check_top, fastest_instruments
 from stablenorm._files import InputError, check_target, write_beside
 from stablenorm._shapes import normalize_axes, normalized_shape
@@ -68,7 +68,7 @@ def add(commands: Any) -> None:
             "many bits of y the methods in common use lose, and which rows are the worst."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument(

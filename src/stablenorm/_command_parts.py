@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +15,26 @@ from stablenorm._bench import count_bytes, physical_memory
 from stablenorm._files import InputError, check_target
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Lines as they are written, but for those that the terminal is too narrow for."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        # Prose, which is not indented, is set anew; lists and tables line by line.
+        lines = re.sub(r"(?<=\S)\n(?=\S)", " ", super()._fill_text(text, width, indent))
+        return "\n".join(_wrapped(line, width) for line in lines.splitlines())
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Go on below where the line began, or what is explained beside it, if there is room."""
+    if len(line) <= width:
+        return line
+    beside = re.search(r"\S {2,}(?=\S)", line)
+    start = len(line) - len(line.lstrip())
+    if beside is not None and beside.end() < 3 * width // 4:
+        start = beside.end()
+    return textwrap.fill(line, width, subsequent_indent=" " * start, break_on_hyphens=False)
 
 
 def check_plot(path: Path | None) -> None:

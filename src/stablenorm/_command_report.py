@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from stablenorm._command_parts import EXIT_FAILED, step_bar
+from stablenorm._command_parts import EXIT_FAILED, Help, step_bar
 from stablenorm._files import InputError, check_target, read_problem, write_beside
 from stablenorm.report_page import STEPS, gather, write_page
 
@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
             "all on one HTML page. x is normalized over its last axis."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument(

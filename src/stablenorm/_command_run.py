@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._command_parts import EXIT_FAILED, check_plot, step_bar
+from stablenorm._command_parts import EXIT_FAILED, Help, check_plot, step_bar
 from stablenorm._files import (
     InputError,
     Problem,
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
             "that everybody writes would have returned. x is normalized over its last axis."
         ),
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     parser.set_defaults(job=run)
     parser.add_argument(

@@ -44,7 +44,7 @@ def layer_norm(
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
     backend : {"numba", "numpy", "cuda"}, optional
         "numba", the default, is compiled: the first call of a process takes half a second, the
-        first ever some 3 seconds for each dtype. "numpy" is the reference, which it falls back
+        first ever several, for each dtype. "numpy" is the reference, which it falls back
         on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
         for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
 
@@ -128,7 +128,7 @@ def layer_norm_forward(
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
     backend : {"numba", "numpy", "cuda"}, optional
         "numba", the default, is compiled: the first call of a process takes half a second, the
-        first ever some 3 seconds for each dtype. "numpy" is the reference, which it falls back
+        first ever several, for each dtype. "numpy" is the reference, which it falls back
         on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
         for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
 

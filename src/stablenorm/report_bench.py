@@ -19,28 +19,20 @@ _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 def print_bench(bench: Bench, console: Any) -> None:
     """Print the table of one run to a rich console."""
-    table = _table(
-        "Medians of interleaved calls",
-        console.width < _NARROW,
-        "shape",
-        "dtype",
-        "direction",
-        "backend",
-        "outputs",
-        "time",
-        "GB/s",
-        "of copy",
-    )
+    narrow = console.width < _NARROW
+    which = ("x",) if narrow else ("shape", "dtype", "direction")
+    figures = ("backend", "outputs", "time", "GB/s", "of copy")
+    table = _table("Medians of interleaved calls", narrow, *which, *figures)
     before = None
     for row in bench.rows:
-        problem = (row.shape, row.dtype, row.direction)
+        problem = (_shape(row), row.dtype, row.direction)
         if before is not None and problem != before:
             table.add_section()
+        # Three columns would leave no room for the last.
+        once = (f"{problem[0]}\n{row.dtype} {row.direction}" if problem != before else "",)
         before = problem
         table.add_row(
-            _shape(row),
-            row.dtype,
-            row.direction,
+            *(once if narrow else problem),
             row.backend,
             row.outputs,
             _seconds(row.timing.median),

@@ -77,7 +77,9 @@ def median_power(counts: Array, largest: float) -> str:
     power = _median(counts)
     if power == len(counts) - 1:
         return f"2^{power} or more"
-    return f"about {min(2.0 ** (power + 0.5), largest):.2g}" if power else "1 to 2"
+    if power == 0:
+        return f"at most {min(2.0, largest):.2g}"
+    return f"about {min(2.0 ** (power + 0.5), largest):.2g}"
 
 
 def _median(counts: Array) -> int:

@@ -154,8 +154,8 @@ def _draw_steps(arguments: Sequence[Any], place: Scale, height: float) -> list[s
         if not points:
             continue
         parts.append(words(at, y.end - 8, f"d{result.name}", "end", f"{kind} label"))
-        # No bold letter of 12 pixels is wider than 9, and a gap.
-        at -= 9 * (1 + len(result.name)) + 6
+        # "dgamma" is 58 pixels wide in the widest of the fonts, bold DejaVu Sans; and a gap.
+        at -= 10 * (1 + len(result.name)) + 8
         parts.append(curve(Panel(x, y), points, f"{kind} line"))
         parts += [dot(x.at(s), y.at(e), kind) for s, e in points]
     return parts
