@@ -33,7 +33,7 @@ from stablenorm.kernels._compiling import (
     vector,
     vector_out,
 )
-from stablenorm.kernels._sharing import sharing, take
+from stablenorm.kernels._sharing import named, sharing, take
 from stablenorm.kernels._vector_memory import address, pointer, pointer_at
 
 _SIZE, _FLAG, _CREW = types.int64, types.boolean, types.int64[::1]
@@ -44,7 +44,6 @@ _MATRIX, _SUMS = types.float64[:, :], types.float64[:, :, ::1]
 
 
 def _forward_sharing(kernel: Any) -> Any:
-    @njit(error_model="numpy")
     def forward_tiles(
         crew, me, rows, tiles, tile_rows, x, x_stride, n, gamma, beta, eps, statistics, all_rows,
         y, y_stride, streaming,
@@ -57,7 +56,7 @@ def _forward_sharing(kernel: Any) -> Any:
             )  # fmt: skip
             tile = take(crew, me, tile)
 
-    return sharing(forward_tiles)
+    return sharing(njit(error_model="numpy")(named(forward_tiles, kernel.__name__)))
 
 
 share_tiny_forward, share_narrow_forward = map(_forward_sharing, (_tiny_forward, _narrow_forward))
@@ -104,7 +103,6 @@ def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
 
 
 def _backward_sharing(kernel: Any) -> Any:
-    @njit(error_model="numpy")
     def backward_tiles(
         crew, me, rows, tiles, tile_rows, dy, dy_stride, x, x_stride, n, gamma,
         statistics, all_rows, dx, dx_stride, wanted, streaming, sums, sums_stride, summing,
@@ -118,7 +116,7 @@ def _backward_sharing(kernel: Any) -> Any:
             )  # fmt: skip
             tile = take(crew, me, tile)
 
-    return sharing(backward_tiles)
+    return sharing(njit(error_model="numpy")(named(backward_tiles, kernel.__name__)))
 
 
 share_tiny_backward, share_narrow_backward = map(

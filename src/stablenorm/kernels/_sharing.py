@@ -267,7 +267,6 @@ def sharing(work: Any) -> Any:
     # One for each `work`: a function given as an argument would keep Numba from the cache on disk.
     entry = _entry_to(work)
 
-    @njit(error_model="numpy")
     def share(arguments, tiles, crew, helpers):
         function, record = entry(crew, arguments), _record(arguments)
         if helpers > 0 and exchange(_at(crew, _LENT), 1) == 0:
@@ -281,7 +280,19 @@ def sharing(work: Any) -> Any:
         if failed != 0:
             raise MemoryError
 
-    return share
+    return njit(error_model="numpy")(named(share, work.py_func.__qualname__))
+
+
+def named(function: Any, after: str) -> Any:
+    """
+    Give a function that is made more than once a name that no other one has.
+
+    Machine code is linked by module, name, types and a number that counts what the process has
+    compiled; so that of two functions of one name and types, from the caches of two processes,
+    the one that is loaded first takes the place of the other.
+    """
+    function.__qualname__ = f"{function.__name__}.{after}"
+    return function
 
 
 def _helping() -> Any:

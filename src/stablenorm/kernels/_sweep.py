@@ -27,7 +27,7 @@ from stablenorm.kernels._compiling import (
 )
 from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._inner import inlined
-from stablenorm.kernels._sharing import sharing, take
+from stablenorm.kernels._sharing import named, sharing, take
 from stablenorm.kernels._sweep_fold import ROWS
 from stablenorm.kernels._sweep_lanes import DOUBLES, SINGLES
 from stablenorm.kernels._sweep_predict import HARD, LIMITS, LOSSES, WRITTEN, predict_rows
@@ -60,8 +60,7 @@ def _copy_numbers(own, rows, numbers, apart):
             numbers[place * apart + row] = own[place * ROWS + row]
 
 
-def _tiles_with(zeros):
-    @njit(error_model="numpy")
+def _tiles_with(zeros, name):
     def sweep_tiles(
         crew, me, rows, tiles, tile_rows, x, stride, n, numbers, kept,
         written, apart, losses, losses_apart, marks, limits,
@@ -100,10 +99,11 @@ def _tiles_with(zeros):
         space[:0], own[:0], spare[:0] = 0.0, 0.0, 0.0
         lost[:0], marked[:0] = np.float32(0.0), np.uint16(0)
 
-    return sharing(sweep_tiles)
+    return sharing(njit(error_model="numpy")(named(sweep_tiles, name)))
 
 
-_share_singles, _share_doubles = _tiles_with(SINGLES), _tiles_with(DOUBLES)
+_share_singles = _tiles_with(SINGLES, "singles")
+_share_doubles = _tiles_with(DOUBLES, "doubles")
 
 
 @functools.cache
