@@ -1,5 +1,5 @@
 """
-The short way for what most calls have: float32, C order, the last axis, gamma and beta, no `out`.
+The short way for what most calls have: float32, C order, the last axis, gamma and beta.
 
 On few elements, finding that out and calling the backend takes 2 microseconds, all that
 `functional` checks otherwise another 3, as much as a layer norm of 64 elements takes in all.
@@ -23,7 +23,14 @@ _new_tuple: Any = tuple.__new__
 
 
 def forward_plain(
-    x: Any, gamma: Any, beta: Any, eps: Any, axis: Any, backend: str | None
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    eps: Any,
+    axis: Any,
+    out: Any,
+    backend: str | None,
+    in_place: bool,
 ) -> tuple[Array, Any, str] | None:
     """
     Do what `functional._forward` does for the arguments that most calls have, or return None for others.
@@ -40,13 +47,20 @@ def forward_plain(
         return None
     shape, size = x.shape, x.size
     if size < SMALL and shape and gamma.ndim == beta.ndim == 1:
+        y: Array
+        if out is None:
+            y = np.empty(shape, _FLOAT32)
+        elif _can_be_written(out, shape):
+            y = out
+        else:
+            return None
         name = choose(backend)
-        y: Array = np.empty(shape, _FLOAT32)
-        numbers = BACKENDS[name].forward_small(x, gamma, beta, eps, y)
+        numbers = BACKENDS[name].forward_small(x, gamma, beta, eps, y, in_place)
         return None if numbers is None else (y, numbers, name)
     lengths = gamma.shape
     if not (
-        size
+        out is None
+        and size
         and len(lengths) == 1
         and lengths == beta.shape == shape[-1:]
         and x.flags.c_contiguous
@@ -63,6 +77,16 @@ def forward_plain(
     return y, BACKENDS[name].forward(x, gamma, beta, eps, rows), name
 
 
+def _can_be_written(out: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether that is such an array: where its elements are, compiled code finds out."""
+    return bool(
+        type(out) is _ndarray
+        and out.dtype is _FLOAT32
+        and out.shape == shape
+        and out.flags.writeable
+    )
+
+
 def plain_cache(x: Any, gamma: Any, numbers: Any, name: str) -> Cache:
     """Return the cache of what `forward_plain` has returned."""
     # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
@@ -71,7 +95,7 @@ def plain_cache(x: Any, gamma: Any, numbers: Any, name: str) -> Cache:
     return _new_tuple(Cache, (x, gamma, _FLOAT32, (x.ndim - 1,), statistics, name))
 
 
-def backward_plain(dy: Any, cache: Cache) -> Gradients | None:
+def backward_plain(dy: Any, cache: Cache, out: Any) -> Gradients | None:
     """Do all of `layer_norm_backward` for what most calls have, or return None for others."""
     x, gamma, beta_dtype, axis, statistics, name = cache
     if not (
@@ -91,12 +115,23 @@ def backward_plain(dy: Any, cache: Cache) -> Gradients | None:
         return None
     chosen = BACKENDS[name]
     if size < SMALL:
-        small = _new_tuple(
-            Gradients,
-            (np.empty(shape, _FLOAT32), np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)),
-        )
+        if out is None:
+            found: Any = (
+                np.empty(shape, _FLOAT32),
+                np.empty(lengths, _FLOAT32),
+                np.empty(lengths, _FLOAT32),
+            )
+        elif type(out) is Gradients or (type(out) is tuple and len(out) == 3):
+            if not all(map(_can_be_written, out, (shape, lengths, lengths))):
+                return None
+            found = out
+        else:
+            return None
+        small = _new_tuple(Gradients, found)
         return small if chosen.backward_small(dy, x, gamma, statistics, *small) else None
-    if not (dy.flags.c_contiguous and x.flags.c_contiguous and gamma.flags.c_contiguous):
+    if out is not None or not (
+        dy.flags.c_contiguous and x.flags.c_contiguous and gamma.flags.c_contiguous
+    ):
         return None
     dx: Array = _recycling.empty(shape, _FLOAT32)
     dgamma, dbeta = np.empty(lengths, _FLOAT32), np.empty(lengths, _FLOAT32)

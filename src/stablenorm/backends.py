@@ -44,9 +44,11 @@ def _numba_backward(
     BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
 
 
-def _numba_forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Any:
+def _numba_forward_small(
+    x: Array, gamma: Array, beta: Array, eps: float, y: Array, in_place: bool
+) -> Any:
     _load_numba()
-    return BACKENDS["numba"].forward_small(x, gamma, beta, eps, y)
+    return BACKENDS["numba"].forward_small(x, gamma, beta, eps, y, in_place)
 
 
 def _numba_backward_small(
@@ -63,19 +65,11 @@ def _numba_backward_small(
 
 
 # The reference has no time to save, and leaves all of it to the general ones.
-def _no_forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> None:  # noqa: ARG001
+def _no_forward_small(*_arguments: Any) -> None:
     return None
 
 
-def _no_backward_small(
-    dy: Array,  # noqa: ARG001
-    x: Array,  # noqa: ARG001
-    gamma: Array,  # noqa: ARG001
-    statistics: Statistics,  # noqa: ARG001
-    dx: Array,  # noqa: ARG001
-    dgamma: Array,  # noqa: ARG001
-    dbeta: Array,  # noqa: ARG001
-) -> None:
+def _no_backward_small(*_arguments: Any) -> None:
     return None
 
 

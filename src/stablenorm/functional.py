@@ -91,10 +91,9 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    if out is None:
-        plain = forward_plain(x, gamma, beta, eps, axis, backend)
-        if plain is not None:
-            return plain[0]
+    plain = forward_plain(x, gamma, beta, eps, axis, out, backend, True)
+    if plain is not None:
+        return plain[0]
     y, _ = _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)
     return y
 
@@ -164,10 +163,9 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    if out is None:
-        plain = forward_plain(x, gamma, beta, eps, axis, backend)
-        if plain is not None:
-            return plain[0], plain_cache(x, gamma, plain[1], plain[2])
+    plain = forward_plain(x, gamma, beta, eps, axis, out, backend, False)
+    if plain is not None:
+        return plain[0], plain_cache(x, gamma, plain[1], plain[2])
     return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
 
 
@@ -230,8 +228,8 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    if out is None and wrt is _NAMES:
-        plain = backward_plain(dy, cache)
+    if wrt is _NAMES:
+        plain = backward_plain(dy, cache, out)
         if plain is not None:
             return plain
     x_shape = cache.x.shape

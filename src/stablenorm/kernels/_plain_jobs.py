@@ -3,7 +3,7 @@ The jobs of `_jobs` for few float32, with no time to lose.
 
 They take arrays as the caller has them, of any number of axes, and find out for themselves what
 Python would need as long for as a layer norm of 64 elements takes: whether they are contiguous,
-and of lengths that match.
+of lengths that match, and apart from one another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stablenorm.kernels._jobs import (
 )
 from stablenorm.kernels._sums import sums_size
 from stablenorm.kernels._tiles import backward_rows, forward_rows
-from stablenorm.kernels._vector_memory import load_some, pointer, store_some
+from stablenorm.kernels._vector_memory import address, load_some, pointer, store_some
 from stablenorm.kernels._vectors import ZEROS, fma, splat
 
 _SIZE, _CREW = types.int64, types.int64[::1]
@@ -43,6 +43,18 @@ def _contiguous(array):
             return False
         step *= array.shape[axis]
     return True
+
+
+@inner
+def _overlap(a, b):
+    """Tell whether two contiguous arrays share memory."""
+    here, there = address(pointer(a)), address(pointer(b))
+    return here < there + 4 * b.size and there < here + 4 * a.size
+
+
+@inner
+def _is_same(a, b):
+    return address(pointer(a)) == address(pointer(b)) and a.size == b.size
 
 
 @inner
@@ -64,7 +76,7 @@ def _array(ndim: int) -> Any:
 
 
 def _array_out(ndim: int) -> Any:
-    return types.Array(_FLOAT32, ndim, "C", aligned=False)
+    return types.Array(_FLOAT32, ndim, "A", aligned=False)
 
 
 @functools.lru_cache(1024)
@@ -79,7 +91,7 @@ def _forward_job(ndim: int, short: bool) -> Any:
     """Return what gives False, and has done nothing, if the arrays are not as it needs them."""
     stamp, last = STAMP, ndim - 1
 
-    def plain_forward(x, gamma, beta, eps, y, statistics, tile_rows, crew, helpers):
+    def plain_forward(x, gamma, beta, eps, y, in_place, statistics, tile_rows, crew, helpers):
         if stamp == "":
             return False
         n = x.shape[last]
@@ -89,7 +101,12 @@ def _forward_job(ndim: int, short: bool) -> Any:
             and _contiguous(x)
             and _contiguous(gamma)
             and _contiguous(beta)
+            and _contiguous(y)
         ):
+            return False
+        if _overlap(y, gamma) or _overlap(y, beta):
+            return False
+        if _overlap(y, x) and not (in_place and _is_same(y, x)):
             return False
         rows = statistics.shape[1]
         tiles = -(-rows // tile_rows)
@@ -112,6 +129,7 @@ def _forward_job(ndim: int, short: bool) -> Any:
             _array(1),
             types.float64,
             _array_out(ndim),
+            types.boolean,
             types.float64[:, ::1],
             _SIZE,
             _CREW,
@@ -137,7 +155,22 @@ def _backward_job(ndim: int, short: bool) -> Any:
         if stamp == "":
             return False
         n = x.shape[last]
-        if not (gamma.size == n and _contiguous(dy) and _contiguous(x) and _contiguous(gamma)):
+        if not (
+            gamma.size == n
+            and _contiguous(dy)
+            and _contiguous(x)
+            and _contiguous(gamma)
+            and _contiguous(dx)
+            and _contiguous(dgamma)
+            and _contiguous(dbeta)
+        ):
+            return False
+        if (_overlap(dx, dy) and not _is_same(dx, dy)) or _overlap(dx, x) or _overlap(dx, gamma):
+            return False
+        for total in (dgamma, dbeta):
+            if _overlap(total, dy) or _overlap(total, x) or _overlap(total, gamma):
+                return False
+        if _overlap(dx, dgamma) or _overlap(dx, dbeta) or _overlap(dgamma, dbeta):
             return False
         rows, tiles = statistics.shape[1], len(sums)
         # Sums over one row are its products: 4096 of them in 3 us less than by way of `sums`.

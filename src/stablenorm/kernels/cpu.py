@@ -53,11 +53,14 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     return Statistics(numbers[0], numbers[1], numbers[2])
 
 
-def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> Array | None:
+def forward_small(
+    x: Array, gamma: Array, beta: Array, eps: float, y: Array, in_place: bool
+) -> Array | None:
     """
     Do what `forward` does for few float32 of any shape; return the statistics as one array.
 
-    None, and nothing done, if the arrays are not contiguous or their lengths differ.
+    None, and nothing done, if the arrays are not contiguous, their lengths differ, or y shares
+    memory with another; if `in_place`, it may be x.
     """
     n = gamma.size
     if n == 0:
@@ -66,7 +69,7 @@ def forward_small(x: Array, gamma: Array, beta: Array, eps: float, y: Array) -> 
     job, tile_rows, tiles = forward_plan(rows, n, x.ndim)
     numbers = np.empty((3, rows))
     crew = crew_for(rows * n, tiles) if tiles > 1 else _ALONE
-    return numbers if job(x, gamma, beta, eps, y, numbers, tile_rows, *crew) else None
+    return numbers if job(x, gamma, beta, eps, y, in_place, numbers, tile_rows, *crew) else None
 
 
 def backward_small(
@@ -81,7 +84,8 @@ def backward_small(
     """
     Do what `backward` does for few float32 of any shape.
 
-    False, and nothing done, if the arrays are not contiguous or their lengths differ.
+    False, and nothing done, if the arrays are not contiguous, their lengths differ, or a result
+    shares memory with another array; dx may be dy.
     """
     n = gamma.size
     rows = x.size // n
