@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 
 import stablenorm._bench as job
+import stablenorm.analysis.timing as instrument
 from stablenorm import _command_bench
 from stablenorm.analysis.timing import make_copy, measure_copy, measure_interleaved
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 
-
-@pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """A copy of 64 KiB and two milliseconds a candidate: the command, not its figures."""
+    hasty = partial(measure_interleaved, settle=0)
+    monkeypatch.setattr(job, "measure_interleaved", hasty)
+    # Of the copy.
+    monkeypatch.setattr(instrument, "measure_interleaved", hasty)
+    monkeypatch.setattr(instrument, "WARM", 0)
     monkeypatch.setattr(job, "measure_copy", partial(measure_copy, nbytes=2**16))
     monkeypatch.setattr(job, "_LIMIT", 0.002)
 

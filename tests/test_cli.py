@@ -16,11 +16,7 @@ from stablenorm.cli import main
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def _plain_terminal(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "140")
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def save(tmp_path, **arrays):

@@ -4,33 +4,11 @@ import warnings
 
 import numpy as np
 import pytest
+from checked_operations import X, check, found
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.gradcheck import check_gradients
-
-
-def sine(x):
-    return np.sin(x), x
-
-
-def cosine(dy, x):
-    return (dy * np.cos(x),)
-
-
-X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)
-
-
-def check(forward=sine, backward=cosine, args=(X,), **options):
-    return check_gradients(forward, backward, args, names=["x", "w"][: len(args)], rng=0, **options)
-
-
-def found(report, name):
-    """Return the one finding whose name has `name` in it, on one line."""
-    (finding,) = (f for f in report.findings if name in f.name)
-    assert "\n" not in finding.message
-    return finding
-
 
 # ---- points without a derivative ----
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from rationals import fractions, neighbours
 
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.oracle._formats import FORMATS, round_ratio
@@ -26,10 +27,6 @@ def square_root(value, digits):
         context.Emax, context.Emin = 10**6, -(10**6)
         root = (Decimal(value.numerator) / Decimal(value.denominator)).sqrt()
         return Fraction(root)
-
-
-def fractions(array):
-    return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
 
 
 def textbook_row(x, gamma, beta, eps, dy, digits=DIGITS):
@@ -61,17 +58,6 @@ def textbook(x, gamma, beta, eps, dy, digits=DIGITS):
         "dgamma": [sum(column) for column in zip(*(row["dgamma"] for row in rows), strict=True)],
         "dbeta": [sum(fractions(column)) for column in dy.T],
     }
-
-
-def neighbours(value, dtype):
-    """The two numbers of `dtype` around a finite value, found by walking the grid."""
-    near = np.array(float(value)).astype(dtype)
-    below = above = near
-    if Fraction(float(near)) > value:
-        below = np.nextafter(near, dtype.type(-np.inf))
-    elif Fraction(float(near)) < value:
-        above = np.nextafter(near, dtype.type(np.inf))
-    return below, above
 
 
 def nearest(value, dtype):

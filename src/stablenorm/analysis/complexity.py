@@ -16,6 +16,7 @@ import numpy as np
 from stablenorm.analysis import _counts_fused, _counts_numpy
 from stablenorm.analysis._counts import Cost, Term, cost_of, evaluate, total
 from stablenorm.analysis._counts_gpu import GPU_BACKWARD, GPU_FORWARD, Launch, count_lanes
+from stablenorm.analysis._counts_held import HELD, POLICIES
 
 IMPLEMENTATIONS = ("plain NumPy", "reference", "fused CPU", "fused GPU")
 DIRECTIONS = ("forward", "backward")
@@ -232,32 +233,6 @@ def _halves(rows: int) -> int:
     return copied
 
 
-# What a backward could be handed, and the bytes of it beside x, dy and the parameters.
-_POLICIES = (
-    ("x itself, mean (2 words) and rstd, float64 (ours)", "24 rows", "32 rows"),
-    ("xhat and rstd, in float64: as accurate", "8 rows n + 8 rows", "16 rows n + 16 rows"),
-    ("xhat and rstd, as plain NumPy keeps them", "c rows n + c rows", "c rows n + c rows"),
-    ("y itself and rstd: divides by gamma, which may be 0", "8 rows", "16 rows"),
-)
-
-# New bytes at the worst moment, results included, as tracemalloc sees them; `block` is the bytes of
-# one block of the reference in float64. Left out is what is a few numbers a row or a column.
-_HELD = {
-    ("plain NumPy", "forward", False): "4 c rows n",
-    ("plain NumPy", "backward", False): "4 c rows n",
-    ("reference", "forward", False): "s rows n + 24 rows + 3 block",
-    ("reference", "backward", False): "s rows n + 2 n s + 6 block",
-    ("reference", "forward", True): "s rows n + 40 rows + 14 block",
-    ("reference", "backward", True): "s rows n + 2 n s + 21 block",
-    ("fused CPU", "forward", False): "s rows n + 24 rows",
-    ("fused CPU", "backward", False): "s rows n + 2 n s + 32 tiles m",
-    ("fused CPU", "forward", True): "s rows n + 40 rows",
-    ("fused CPU", "backward", True): "s rows n + 2 n s + 32 tiles m",
-    ("fused GPU", "forward", False): "s rows n + 24 rows",
-    ("fused GPU", "backward", False): "s rows n + 2 n s + 16 parts n + 32 segments n",
-}
-
-
 def count_held(
     implementation: str,
     direction: str,
@@ -302,7 +277,7 @@ def count_held(
     ('4 c rows n', 12288000)
     """
     wide = dtype == "float64" and implementation != "plain NumPy"
-    formula = _HELD.get((implementation, direction, wide))
+    formula = HELD.get((implementation, direction, wide))
     if formula is None or (implementation == "fused GPU" and launch is None):
         return None
     return formula, evaluate(formula, count_sizes(matrix, dtype, tiles, launch))
@@ -333,7 +308,7 @@ def count_saved(matrix: tuple[int, int], dtype: str) -> list[tuple[str, str, int
     values = count_sizes(matrix, dtype)
     wide = dtype == "float64"
     return [
-        (what, formulas[wide], evaluate(formulas[wide], values)) for what, *formulas in _POLICIES
+        (what, formulas[wide], evaluate(formulas[wide], values)) for what, *formulas in POLICIES
     ]
 
 

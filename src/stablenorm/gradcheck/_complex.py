@@ -54,12 +54,15 @@ def improve(loss: Loss, position: int, found: list[Comparison]) -> list[Comparis
         return found
     offsets = _offsets(loss, position)
     slopes: dict[int, _Slope] = {}
-    for c in (c for c in found if c.judged and c.kink is None):
-        # A probe is only asked whether it agrees.
-        slope = _slope(loss, position, c, offsets if c.place is not None else offsets[:1])
-        if slope is None or not abs(slope.numeric - c.derivative.numeric) <= c.derivative.bound:
-            return found
-        slopes[id(c)] = slope
+    # Around them all, not around each call: Python forgets what it knows of warnings every time.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for c in (c for c in found if c.judged and c.kink is None):
+            # A probe is only asked whether it agrees.
+            slope = _slope(loss, position, c, offsets if c.place is not None else offsets[:1])
+            if slope is None or not abs(slope.numeric - c.derivative.numeric) <= c.derivative.bound:
+                return found
+            slopes[id(c)] = slope
     elements = (slopes[id(c)] for c in found if id(c) in slopes and c.place is not None)
     shares = [_relative(slope) ** 2 for slope in elements]
     pooled = float(np.sqrt(np.mean(shares))) if shares else 0.0
@@ -123,9 +126,7 @@ def _output(loss: Loss, position: int, where: Any, scale: Array, offset: Array) 
     moved[where] += 1j * _STEP * scale
     args[position] = moved.reshape(x.shape)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            y = loss.operation.complex_forward(args)
+        y = loss.operation.complex_forward(args)
     except (FaultError, Warning):
         return None
     if y.shape != loss.shape or y.dtype != np.complex128:

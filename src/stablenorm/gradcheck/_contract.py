@@ -21,6 +21,7 @@ from stablenorm.gradcheck._loss import FaultError, copies, draw
 from stablenorm.gradcheck._report import Finding
 from stablenorm.gradcheck._subject import (
     Subject,
+    apart_at_multiples,
     compared,
     gradient_bound,
     kept,
@@ -252,13 +253,11 @@ _RANGE = {"float16": (-13, 16), "bfloat16": (-125, 128), "float32": (-125, 128)}
 def _noise_of_backward(subject: Subject, cache: Any, first: list[Array | None]) -> dict[str, float]:
     """Return, by argument, how far 3 dy and 5 dy are from 3 and 5 times the gradients of dy."""
     noise = dict.fromkeys(subject.names, 0.0)
-    # Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
-    for factor in (3, 5):
-        dy = (subject.dy.astype(np.float64) * factor).astype(subject.loss.dtype)
-        for name, a, e in zip(subject.names, subject.pull(dy, cache), first, strict=True):
-            if a is not None and e is not None:
-                apart = np.abs(a.astype(np.float64) / factor - e.astype(np.float64))
-                noise[name] = max(noise[name], float(np.max(apart, initial=0.0)))
+    # Two of those that `measure_roundings` takes: the largest of all elements needs no more.
+    for differences in apart_at_multiples(subject, cache, first, (3, 5)):
+        for name, apart in zip(subject.names, differences, strict=True):
+            if apart is not None:
+                noise[name] = max(noise[name], float(np.max(np.abs(apart), initial=0.0)))
     return noise
 
 

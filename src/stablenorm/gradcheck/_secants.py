@@ -111,8 +111,7 @@ def _secant(
     x = flat(base)[where]
 
     def rounded(values: Array) -> Array:
-        with np.errstate(over="ignore"):
-            return values.astype(base.dtype).astype(np.float64)
+        return values.astype(base.dtype).astype(np.float64)
 
     # Symmetric about x exactly: each side takes the step that the other one could make.
     minus = rounded(x - (rounded(x + step * scale) - x))
@@ -165,7 +164,7 @@ def differentiate(
     """
     rows: list[_Secant] = []
     reach = np.zeros(loss.y.size)
-    noise = bound_noise(loss, position, reach)
+    noise: tuple[float, float] | None = None
     best = _UNKNOWN._replace(actual=float(np.sum(gradient * scale)))
     tableau: list[Array] = []
     curve: list[Secant] = []
@@ -184,8 +183,10 @@ def differentiate(
         if reach.any() and not moved.any():
             break
         # The first step goes farthest; later ones seldom move an output that it did not.
-        if (moved & (reach == 0)).any():
+        farther = bool((moved & (reach == 0)).any())
+        if farther:
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
+        if noise is None or farther:
             noise = bound_noise(loss, position, reach)
         rows.append(row)
         curve.append(Secant(step, row.numeric, noise[0] / row.step))
@@ -196,10 +197,10 @@ def differentiate(
         agrees = abs(best.actual - best.numeric) <= best.bound
         if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
             break
-    usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
     # Whether the noise is to be believed, those decide who know how long the steps are.
-    if len(rows) < 2 or not np.isfinite(best.bound):
+    if noise is None or len(rows) < 2 or not np.isfinite(best.bound):
         return best._replace(curve=tuple(curve))
+    usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
     converged = _has_limit(best, rows, 0.0)
     settled = _has_limit(best, rows, noise[0]) or _is_rounding(best, rows, noise[0], usual)
     # The usual noise of all outputs: that of the ones at a kink has the kink in it.

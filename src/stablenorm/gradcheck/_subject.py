@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Subject:
         return gradients
 
 
-# Not powers of two, so that every rounding is drawn anew.
+# Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = (3, 5, 7, 11)
 
 
@@ -68,17 +69,26 @@ def measure_roundings(subject: Subject) -> list[Array | None]:
         cache = subject.run()[1]
         first = kept(subject.pull(subject.dy, cache))
         squares = [None if g is None else np.zeros(np.shape(g)) for g in first]
-        for factor in _FACTORS:
-            dy = (subject.dy.astype(np.float64) * factor).astype(subject.loss.dtype)
-            again = subject.pull(dy, cache)
-            for total, g, e in zip(squares, again, first, strict=True):
-                if total is not None and g is not None and e is not None:
-                    apart = g.astype(np.float64) / factor - e.astype(np.float64)
+        for differences in apart_at_multiples(subject, cache, first, _FACTORS):
+            for total, apart in zip(squares, differences, strict=True):
+                if total is not None and apart is not None:
                     total[...] += np.square(np.where(np.isfinite(apart), apart, 0.0))
     except FaultError:
         # Found, and said, by the contract.
         return [None] * len(subject.args)
     return [None if total is None else _by_row(total / len(_FACTORS)) for total in squares]
+
+
+def apart_at_multiples(
+    subject: Subject, cache: Any, first: list[Array | None], factors: Sequence[int]
+) -> Iterator[list[Array | None]]:
+    """Yield, for each factor, how far the gradients of that many dy, divided by it, are from `first`."""
+    for factor in factors:
+        dy = (subject.dy.astype(np.float64) * factor).astype(subject.loss.dtype)
+        yield [
+            None if g is None or e is None else g.astype(np.float64) / factor - e.astype(np.float64)
+            for g, e in zip(subject.pull(dy, cache), first, strict=True)
+        ]
 
 
 def _by_row(squares: Array) -> Array:

@@ -1,0 +1,59 @@
+"""Calls that several threads share: arguments, fixtures, and interpreters of their own."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import stablenorm
+from stablenorm import layer_norm_backward, layer_norm_forward
+
+# More than SMALL elements, and more tiles than threads, in forward and backward.
+MANY_TILES = (2048, 130)
+
+
+@pytest.fixture(autouse=True)
+def four_threads():
+    before = stablenorm.get_num_threads()
+    stablenorm.set_num_threads(4)
+    yield
+    stablenorm.set_num_threads(before)
+
+
+@pytest.fixture
+def crew(monkeypatch):
+    """Replace the helpers of this process by a crew that has started nobody yet."""
+    helpers = pytest.importorskip("stablenorm.kernels._helpers")
+    fresh = helpers._Crew()
+    monkeypatch.setattr(helpers, "_crew", fresh)
+    return fresh
+
+
+def make(seed, shape=MANY_TILES, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    x, dy = (rng.standard_normal((2, *shape)) + 3).astype(dtype)
+    gamma, beta = rng.standard_normal((2, shape[-1])).astype(dtype)
+    return x, gamma, beta, dy
+
+
+def run(x, gamma, beta, dy):
+    y, cache = layer_norm_forward(x, gamma, beta)
+    return [v.tobytes() for v in (y, *layer_norm_backward(dy, cache))]
+
+
+def helpers_alive():
+    return [thread for thread in threading.enumerate() if thread.name == "stablenorm"]
+
+
+def python(code, *, timeout=60, flags=(), **environment):
+    return subprocess.run(
+        [sys.executable, "-W", "error", *flags, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env={**os.environ, **environment},
+    )

@@ -1,0 +1,102 @@
+"""`row_identities`: they hold for right gradients in every dtype, and find wrong ones alone."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from checked_layer_norms import BUGS, backward, data, exact, forward
+
+from stablenorm.gradcheck import row_identities
+
+DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize("bug", ["no mean(g)", "no xhat term", "eps omitted", "rstd in float32"])
+def test_identities_alone_find_it(bug):
+    for seed in range(20):
+        x, gamma, beta = data(seed, (32, 768))
+        y, cache = forward(x, gamma, beta)
+        dy = np.random.default_rng(seed).standard_normal(x.shape)
+        gradients = BUGS[bug][0](dy, cache)
+        identities = row_identities(x, gamma, beta, 1e-5, dy, y, *gradients)
+        assert not all(identity.passed for identity in identities)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 3.0, 1e3])
+def test_identities_hold_for_right_code_in_its_own_dtype(dtype, offset):
+    for seed in range(5):
+        x, gamma, beta = data(seed, (16, 48), offset, dtype)
+        y, cache = forward(*(a.astype(np.float64) for a in (x, gamma, beta)))
+        dy = np.random.default_rng(seed).standard_normal(x.shape).astype(dtype)
+        gradients = backward(dy.astype(np.float64), cache)
+        rounded = [a.astype(dtype) for a in (y, *gradients)]
+        identities = row_identities(x, gamma, beta, 1e-5, dy, *rounded)
+        assert len(identities) == 3
+        assert all(identity.passed for identity in identities), identities
+
+
+def test_an_offset_does_not_break_the_identities_themselves():
+    # Right gradients, in float64 from re-centred rows: all that can be wrong is the check.
+    x, gamma, _ = data(3, (4, 8), 1e8)
+    dy = data(4)[0]
+    identities = row_identities(x, gamma, None, 1e-5, dy, None, exact(x, gamma, dy), None, None)
+    assert [identity.passed for identity in identities] == [True, True]
+    assert max(identity.error for identity in identities) < 1e-14 * 8
+
+
+def test_identities_without_gamma_or_beta():
+    x, gamma, _ = data(0)
+    dy = data(1)[0]
+    y, cache = forward(x, None, None)
+    dx = backward(dy, cache)[0]
+    assert len(row_identities(x, None, None, 1e-5, dy, y, dx, None, None)) == 2
+    y, cache = forward(x, gamma, None)
+    dx, dgamma, _ = backward(dy, cache)
+    euler = row_identities(x, gamma, None, 1e-5, dy, y, dx, dgamma, None)[2]
+    assert euler.passed
+    assert not row_identities(x, gamma, None, 1e-5, dy, y, dx, dgamma * 1.001, None)[2].passed
+
+
+def test_identities_leave_out_what_cannot_be_judged():
+    x, _, _ = data(0)
+    dy = data(1)[0]
+    x[1, 3] = np.nan
+    x[2] = 0.1
+    with np.errstate(all="ignore"):
+        dx = backward(dy, forward(x, None, None, 0.0)[1])[0]
+    identities = row_identities(x, None, None, 0.0, dy, None, dx, None, None)
+    assert [identity.passed for identity in identities] == [True, True]
+    dx[0, 0] = np.nan
+    identities = row_identities(x, None, None, 0.0, dy, None, dx, None, None)
+    assert [identity.passed for identity in identities] == [False, False]
+
+
+def test_identities_on_several_normalized_axes():
+    x, _, _ = data(0, (3, 4, 5))
+    gamma = data(1, (4, 5))[0]
+    dy = data(2, (3, 4, 5))[0]
+    flat = [a.reshape(-1, 20) for a in (x, gamma, dy)]
+    y, cache = forward(flat[0], flat[1][0], None)
+    dx, dgamma, _ = backward(flat[2], cache)
+    identities = row_identities(
+        x,
+        gamma,
+        None,
+        1e-5,
+        dy,
+        y.reshape(x.shape),
+        dx.reshape(x.shape),
+        dgamma.reshape(4, 5),
+        None,
+    )
+    assert [identity.passed for identity in identities] == [True] * 3
+
+
+def test_identities_say_which_shape_is_wrong():
+    x = np.ones((2, 3))
+    with pytest.raises(
+        ValueError, match=r"dx must have the shape of x, ending in \(3,\), got \(3,"
+    ):
+        row_identities(x, None, None, 0.1, x, x, np.ones(3), None, None)
+    with pytest.raises(ValueError, match=r"dgamma must have shape \(3,\), got \(2,\)"):
+        row_identities(x, np.ones(3), None, 0.1, x, x, x, np.ones(2), None)
