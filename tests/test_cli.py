@@ -361,3 +361,13 @@ def test_bfloat16_is_read_back_as_saved(tmp_path, capsys):
     """NumPy saves bfloat16 as two raw bytes an element."""
     assert main(["run", save(tmp_path, x=X.astype(ml_dtypes.bfloat16))]) == 0
     assert "bfloat16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench", "complexity", "report"])
+def test_help_fits_a_narrow_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    # A choice in braces is one word.
+    assert [line for line in lines if len(line) > 60 and "{" not in line] == []

@@ -203,6 +203,8 @@ def vector_words(count):
         "splat": lambda value, like: lanes(np.full_like(like.values, float(value))),
         "of_rows": of_rows,
         "in_rows": lambda v, like: lanes(np.broadcast_to(v.values, like.values.shape)),
+        "plus": lambda a, b: counted(a.values + b.values, "fused"),
+        "minus": lambda a, b: counted(a.values - b.values, "fused"),
         "fma": lambda a, b, c: counted(a.values * b.values + c.values, "fused"),
         "negative": lambda v: lanes(-v.values),
         "magnitude": lambda v: counted(np.abs(v.values), "others"),

@@ -1,4 +1,4 @@
-"""The compiled backend: starting, caching, failing, what it allocates, tails and conversions."""
+"""The compiled backend: starting, caching, failing, what it allocates, tails and layouts."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import stablenorm
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm_backward, layer_norm_forward
 
 pytest.importorskip("numba")
 
@@ -341,108 +341,3 @@ def test_nothing_is_written_beside_out(rng, name):
             layer_norm_backward(y, cache, out=(frame[1:-1, 17:-17], None, None))
             frame[1:-1, 17:-17] = 7
             assert (frame == 7).all(), (n, rows)
-
-
-# ---- from and to 16 bits ----
-
-OLD_PROCESSOR = """
-import numpy as np
-from stablenorm import layer_norm, layer_norm_forward
-x = np.arange(64 * 130, dtype=np.float16).reshape(64, 130)
-y, cache = layer_norm_forward(x)
-assert cache.backend == "numba"
-assert y.tobytes() == layer_norm(x, backend="numpy").tobytes()
-"""
-
-
-def test_a_processor_told_to_do_without_its_conversions(tmp_path):
-    """LLVM calls a function that is not there, and aborts, if told to use them all the same."""
-    python(
-        OLD_PROCESSOR,
-        NUMBA_CPU_NAME="generic",
-        NUMBA_CPU_FEATURES="",
-        NUMBA_CACHE_DIR=tmp_path,
-    )
-
-
-CONVERSIONS = """
-import sys
-import numpy as np
-from stablenorm.kernels import _formats
-hardware = sys.argv[1] == "True"
-if hardware and not _formats.HALF_IN_HARDWARE:
-    raise SystemExit("this processor has no such instructions")
-_formats.HALF_IN_HARDWARE = hardware
-from numba import njit
-import ml_dtypes
-from stablenorm._rounding import round_to
-from stablenorm.kernels._vector_memory import load, load_some, pointer, store, store_some
-from stablenorm.kernels._vectors import ZEROS
-
-one = ZEROS[1]
-
-@njit
-def convert(source, width, to, to_width):
-    like = one()
-    for at in range(0, source.size - 8, 8):
-        store(pointer(to), at * to_width, 0, load(pointer(source), at * width, 0, like))
-    last = source.size - 8
-    for count in (3, 5):
-        part = load_some(pointer(source), last * width, 0, count, like)
-        store_some(pointer(to), last * to_width, 0, count, part)
-        last += count
-
-def bits(array):
-    return array.view(np.uint16)
-
-def all_of(dtype):
-    return np.arange(2**16, dtype=np.uint16).view(dtype)
-
-for dtype, as_bits in ((np.dtype(np.float16), np.int16), (np.dtype(ml_dtypes.bfloat16), np.uint16)):
-    every = all_of(dtype)
-    wide = np.empty(every.size)
-    convert(every.view(as_bits), 2, wide, 8)
-    with np.errstate(all="ignore"):
-        expected = every.astype(np.float64)
-    nan = np.isnan(expected)
-    assert (np.isnan(wide) == nan).all(), dtype
-    assert wide[~nan].tobytes() == expected[~nan].tobytes(), dtype
-
-    # Every finite value, every midpoint of two, the one on the way to infinity included, and the
-    # float64 on both sides of each; then what lies far outside.
-    finite = np.sort(np.abs(expected[np.isfinite(expected)]))
-    finite = np.unique(finite)
-    beyond = 2 * finite[-1] - finite[-2]
-    middle = (finite + np.append(finite[1:], beyond)) / 2
-    near = np.concatenate([finite, middle, [beyond]])
-    near = np.concatenate([near, np.nextafter(near, np.inf), np.nextafter(near, -np.inf)])
-    far = [0.0, 5e-324, 2.0**-1022, finite[1] / 4, 1e-50, 1e39, 3.5e38, 1.7e308, np.inf, np.nan]
-    # A NaN whose payload float32 would lose.
-    odd_nan = np.array([0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF], np.uint64).view(np.float64)
-    values = np.concatenate([near, far, odd_nan])
-    values = np.concatenate([values, -values, np.zeros(-2 * values.size % 8)])
-    actual = np.empty(values.size, as_bits)
-    convert(values, 8, actual, 2)
-    with np.errstate(all="ignore"):
-        rounded = round_to(values, dtype)
-    nan = np.isnan(values)
-    assert np.isnan(actual.view(dtype)[nan].astype(np.float64)).all(), dtype
-    wrong = (actual.view(np.uint16) != rounded.view(np.uint16)) & ~nan
-    assert not wrong.any(), (dtype, values[wrong][:5], actual.view(dtype)[wrong][:5])
-    print(values.size)
-"""
-
-
-@pytest.mark.parametrize("hardware", [True, False])
-def test_conversions_from_and_to_16_bits(hardware):
-    """With the processor's instructions for float16, and as it is done where there are none."""
-    code = f"import sys; sys.argv[1:] = ['{hardware}']\n{CONVERSIONS}"
-    try:
-        counts = python(code)
-    except AssertionError as error:
-        if "no such instructions" in str(error):
-            pytest.skip("this processor has no such instructions")
-        raise
-    # Six values about each of 2**15 bit patterns and midpoints, of both signs.
-    assert min(map(int, counts.split())) > 2**18
-    assert layer_norm(np.ones((1, 1), np.float16)) == 0

@@ -12,6 +12,7 @@ WIDTH = 8
 
 F64, F32, F16 = ir.DoubleType(), ir.FloatType(), ir.HalfType()
 I64, I32, I16, I8 = ir.IntType(64), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+I1 = ir.IntType(1)
 
 
 def vector(element: Any, rows: int = 1) -> Any:

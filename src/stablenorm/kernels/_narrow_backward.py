@@ -28,6 +28,7 @@ from stablenorm.kernels._vectors import (
     fma,
     in_rows,
     keep,
+    minus,
     negative,
     of_rows,
     row_totals,
@@ -43,6 +44,12 @@ from stablenorm.kernels._way_out import (
 )
 
 _one, _four = ZEROS[1], ZEROS[4]
+
+
+@inlined
+def _centered(column, mean, width):
+    """Return x - mean: of 16 bits, whose conversions other units are busy with, by `minus`."""
+    return minus(column, mean) if width == 2 else column - mean
 
 
 @inlined
@@ -117,7 +124,8 @@ def _sum_span_of_projection(
         if col * x_width % TURN == 0:
             prefetch(x, x_ahead + col * x_width, x_stride, like)
         cotangent = load(dy, dy_at + col * dy_width, dy_stride, like)
-        xhat = fma(load(x, x_at + col * x_width, x_stride, like) - mean, rstd, shift)
+        column = load(x, x_at + col * x_width, x_stride, like)
+        xhat = fma(_centered(column, mean, x_width), rstd, shift)
         # Centred first: then the products are as small as their sum.
         scale = in_rows(load(gamma, col * four, SPAN * four, columns), like)
         part = fma(fma(cotangent, scale, minus_mean_g), xhat, part)
@@ -165,7 +173,7 @@ def _sum_projection(
             count = stop - whole
             cotangent = load_some(dy, dy_at + whole * dy_width, dy_stride, count, like)
             column = load_some(x, x_at + whole * x_width, x_stride, count, like)
-            xhat = fma(column - mean, rstd, shift)
+            xhat = fma(_centered(column, mean, x_width), rstd, shift)
             scale = in_rows(load_some(gamma, whole * four, 0, count, one), like)
             part = fma(keep(fma(cotangent, scale, minus_mean_g), count), keep(xhat, count), part)
             if summing:
@@ -175,9 +183,9 @@ def _sum_projection(
 
 
 @inner
-def _project(cotangent, column, gamma, mean, shift, rstd, mean_g, slope, like):
-    """Return ``rstd * (g - mean(g) - xhat * mean((g - mean(g)) * xhat))``."""
-    xhat = fma(column - mean, rstd, shift)
+def _project(cotangent, c, gamma, shift, rstd, mean_g, slope, like):
+    """Return ``rstd * (g - mean(g) - xhat * mean((g - mean(g)) * xhat))``, `c` being x - mean."""
+    xhat = fma(c, rstd, shift)
     centered = fma(cotangent, in_rows(gamma, like), negative(mean_g))
     return fma(negative(xhat), slope, centered) * rstd
 
@@ -194,7 +202,8 @@ def _write_edge(
         cotangent = load_some(dy, dy_at + col * dy_width, dy_stride, count, like)
         column = load_some(x, x_at + col * x_width, x_stride, count, like)
         scale = load_some(gamma, col * four, 0, count, one)
-        result = _project(cotangent, column, scale, mean, shift, rstd, mean_g, slope, like)
+        c = _centered(column, mean, x_width)
+        result = _project(cotangent, c, scale, shift, rstd, mean_g, slope, like)
         store_some(dx, to + col * x_width, to_stride, count, result)
 
 
@@ -228,7 +237,8 @@ def _write_dx(
         cotangent = load(dy, dy_at + col * dy_width, dy_stride, like)
         column = load(x, x_at + col * x_width, x_stride, like)
         scale = load(gamma, col * four, 0, one)
-        result = _project(cotangent, column, scale, mean, shift, rstd, mean_g, slope, like)
+        c = _centered(column, mean, x_width)
+        result = _project(cotangent, c, scale, shift, rstd, mean_g, slope, like)
         if streaming:
             stream(dx, to + col * x_width, to_stride, result)
         else:

@@ -35,8 +35,10 @@ from stablenorm.kernels._vectors import (
     fma,
     in_rows,
     keep,
+    minus,
     negative,
     of_rows,
+    plus,
     row_totals,
     splat,
     square_root,
@@ -61,7 +63,9 @@ def _sum_span(x, at, stride, start, stop, ahead, like):
     for col in range(start, stop, WIDTH):
         if col * width % TURN == 0:
             prefetch(x, ahead + col * width, stride, like)
-        part = part + load(x, at + col * width, stride, like)
+        column = load(x, at + col * width, stride, like)
+        # Of 16 bits the conversions are what this waits for; of float32, each sum for the last.
+        part = plus(part, column) if width == 2 else part + column
     return part
 
 
@@ -86,7 +90,8 @@ def _sum(x, at, stride, n, like, spans):
         whole = stop - stop % WIDTH
         part = _sum_span(x, at, stride, start, whole, ahead, like)
         if whole < stop:
-            part = part + load_some(x, at + whole * width, stride, stop - whole, like)
+            column = load_some(x, at + whole * width, stride, stop - whole, like)
+            part = plus(part, column) if width == 2 else part + column
         total = total + part
     return row_totals(total)
 
@@ -99,7 +104,7 @@ def _sum_centered_span(x, at, stride, start, stop, ahead, mean, like):
     for col in range(start, stop, WIDTH):
         if col * width % TURN == 0:
             prefetch(x, ahead + col * width, stride, like)
-        c = load(x, at + col * width, stride, like) - mean
+        c = minus(load(x, at + col * width, stride, like), mean)
         part = part + c
         part_squares = fma(c, c, part_squares)
     return part, part_squares
@@ -126,7 +131,8 @@ def _sum_centered(x, at, stride, n, mean, like, spans):
         part, part_squares = _sum_centered_span(x, at, stride, start, whole, ahead, center, like)
         if whole < stop:
             count = stop - whole
-            c = keep(load_some(x, at + whole * width, stride, count, like) - center, count)
+            column = load_some(x, at + whole * width, stride, count, like)
+            c = keep(minus(column, center), count)
             part = part + c
             part_squares = fma(c, c, part_squares)
         total = total + part
@@ -149,7 +155,7 @@ def _normalize_edge(
         count = min(stop - col, WIDTH)
         column = load_some(x, at + col * width, stride, count, like)
         result = _affine(
-            fma(column - center, rstd, shift),
+            fma(minus(column, center), rstd, shift),
             load_some(gamma, col * four, 0, count, one),
             load_some(beta, col * four, 0, count, one),
             like,
@@ -174,7 +180,7 @@ def _normalize(x, at, stride, n, numbers, gamma, beta, like, y, to, to_stride, s
     for col in range(head, whole, WIDTH):
         if (col - head) * width % TURN == 0:
             prefetch(x, ahead + (col - head) * width, stride, like)
-        xhat = fma(load(x, at + col * width, stride, like) - center, rstd, shift)
+        xhat = fma(minus(load(x, at + col * width, stride, like), center), rstd, shift)
         result = _affine(
             xhat, load(gamma, col * four, 0, one), load(beta, col * four, 0, one), like
         )

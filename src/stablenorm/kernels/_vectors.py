@@ -18,6 +18,7 @@ from numba import types
 from numba.core.datamodel.models import PrimitiveModel
 from numba.extending import intrinsic, lower_builtin, register_model, type_callable
 
+from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import (
     F64,
     I32,
@@ -140,6 +141,37 @@ def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
         return call(builder, f"llvm.fma.v{kind.count}f64", kind, args)
 
     return a(a, a, a), generate
+
+
+def _hidden_one(builder: Any, kind: Any) -> Any:
+    """Return 1.0 in all lanes, from where LLVM cannot see it: a times 1 it would leave out."""
+    hidden = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0")
+    # So declared, it is done once, before the loop that uses it.
+    bits = builder.call(hidden, [I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
+    return splatted(builder, builder.bitcast(bits, F64), kind.count)
+
+
+@intrinsic
+def plus(_typing: Any, a: Any, b: Any) -> Any:
+    """
+    Return ``a + b``, made by the units that multiply.
+
+    On many processors (AMD Zen) those that add convert between formats as well, and are the ones
+    that all wait for. The bits are the same; the result is one cycle or two later.
+    """
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        a, b = args
+        one = _hidden_one(builder, a.type)
+        return call(builder, f"llvm.fma.v{a.type.count}f64", a.type, [a, one, b])
+
+    return a(a, a), generate
+
+
+@inner
+def minus(a, b):
+    """Return ``a - b`` as `plus` returns a sum."""
+    return plus(a, negative(b))
 
 
 @intrinsic

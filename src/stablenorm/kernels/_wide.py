@@ -16,8 +16,7 @@ import numpy as np
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._memory import stream_bytes
-from stablenorm.kernels._pairs import over_lanes, product_of
-from stablenorm.kernels._sums import two_sum
+from stablenorm.kernels._pairs import over_lanes, product_of, two_sum
 from stablenorm.kernels._vector_memory import address, itemsize, load, load_some, pointer
 from stablenorm.kernels._vectors import (
     SWAPPED,

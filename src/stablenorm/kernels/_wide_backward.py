@@ -7,8 +7,14 @@ import numpy as np
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._memory import LINE, fence
-from stablenorm.kernels._pairs import accumulated, add, divide, over_lanes, product_of
-from stablenorm.kernels._sums import two_sum
+from stablenorm.kernels._pairs import (
+    accumulated,
+    add,
+    divide,
+    over_lanes,
+    product_of,
+    two_sum,
+)
 from stablenorm.kernels._vector_memory import (
     address,
     itemsize,

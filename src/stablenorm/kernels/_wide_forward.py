@@ -15,8 +15,8 @@ from stablenorm.kernels._pairs import (
     over_lanes,
     product_of,
     reciprocal_root,
+    two_sum,
 )
-from stablenorm.kernels._sums import two_sum
 from stablenorm.kernels._vector_memory import (
     address,
     itemsize,
