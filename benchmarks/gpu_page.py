@@ -161,11 +161,11 @@ def ulp_table(errors: Mapping[tuple[tuple[int, ...], str], Mapping[str, float]])
 def occupancy_table(records: Iterable[Mapping[str, Any]]) -> str:
     """One line a case: threads and shared memory of a block, how many fit, how many there are."""
     lines = [
-        "| case | threads | shared bytes | blocks a multiprocessor holds | blocks | how they end |",
-        "|---|---|---|---|---|---|",
+        "| case | threads | shared bytes | blocks a multiprocessor holds | a row | in all | the end |",
+        "|---|---|---|---|---|---|---|",
     ]
     for r in records:
-        names = ("threads", "shared_bytes", "resident", "grid", "final")
+        names = ("threads", "shared_bytes", "resident", "cluster", "grid", "final")
         lines.append(_row([r["label"].removeprefix("occupancy "), *(r[name] for name in names)]))
     return "\n".join(lines)
 

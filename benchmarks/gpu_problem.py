@@ -178,6 +178,17 @@ def _grids() -> dict[str, Any]:
     return {"passed": passed}
 
 
+def _clusters() -> dict[str, Any]:
+    """As if the device had room for 1, 3 or any number of the clusters that share a row."""
+    arrays, driver = upload(make(Case(200, 16_385, "bfloat16", "plain")), "plain"), cuda._driver()
+    expected = bits(pulled(arrays))
+    passed = all(bits(pulled(arrays)) == expected for _ in range(20))
+    for count in (1, 3, None):
+        with through(driver._replace(clusters=lambda *_, count=count: count)):
+            passed = passed and bits(pulled(arrays)) == expected
+    return {"passed": passed}
+
+
 def _late() -> dict[str, Any]:
     """With blocks that arrive late where blocks meet: at a barrier, and with tickets."""
     arrays, driver = _large(), cuda._driver()
@@ -227,6 +238,7 @@ INVARIANCES: dict[str, Callable[[], dict[str, Any]]] = {
     "same bits in 200 runs": _runs,
     "same bits on two streams at once": _streams,
     "same bits on any grid": _grids,
+    "same bits with any number of clusters": _clusters,
     "same bits with blocks that arrive late": _late,
     "same bits in 100 replays of a graph": _graph,
     "same bits in any layout": _layouts,

@@ -79,6 +79,9 @@ def separate(driver: Driver, finish: Callable[[Plan, Facts], Any]) -> Driver:
     def resident(kernels: Any, block: int, shared_bytes: int) -> int:
         return driver.resident(kernels[0], block, shared_bytes)
 
+    def clusters(kernels: Any, plan: Plan) -> int | None:
+        return driver.clusters(kernels[0], plan)
+
     def launch(
         kernels: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, together: bool
     ) -> None:
@@ -93,7 +96,7 @@ def separate(driver: Driver, finish: Callable[[Plan, Facts], Any]) -> Driver:
         groups = 2 * -(-values["n"] // _WARP)
         driver.launch(kernels[1], groups, block, _FINISH_BYTES, changed, False)
 
-    return driver._replace(kernel=kernel, resident=resident, launch=launch)
+    return driver._replace(kernel=kernel, resident=resident, clusters=clusters, launch=launch)
 
 
 def finish_cubin(plan: Plan, capability: tuple[int, int]) -> bytes:

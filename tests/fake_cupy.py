@@ -162,6 +162,7 @@ class Launch(NamedTuple):
     block: int
     together: bool
     parameters: bytes
+    cluster: int = 1
 
 
 def whole_source():
@@ -174,31 +175,46 @@ def whole_source():
 
 
 def make_driver(
-    folder, *, capability=(9, 0), cooperative=True, each=1, multiprocessors=3, run=True
+    folder,
+    *,
+    capability=(9, 0),
+    cooperative=True,
+    each=1,
+    multiprocessors=3,
+    clusters=None,
+    run=True,
 ):
     """
     Return a driver of a device with few multiprocessors, and the list of its launches.
 
-    Unless `run`, they are written down and not done.
+    `clusters` is how many it holds, if it can be asked. Unless `run`, they are written down and not done.
     """
     shim, launches = load_shim(), []
     source = whole_source()
 
     def kernel(plan, _):
         if not run:
-            return plan.entry, None
+            return plan.entry, None, plan.cluster
         defines = [define.removeprefix("-D") for define in plan.defines]
-        return plan.entry, shim.build(source, folder, entries=[plan.entry], defines=defines)
+        built = shim.build(source, folder, entries=[plan.entry], defines=defines)
+        return plan.entry, built, plan.cluster
 
     def launch(function, grid, block, shared_bytes, parameters, together):
-        entry, built = function
-        launches.append(Launch(entry, grid, block, together, parameters))
+        # A kernel of a test's own has no cluster.
+        entry, built, cluster = (*function, 1)[:3]
+        launches.append(Launch(entry, grid, block, together, parameters, cluster))
         if not run:
             return
         seed = len(launches)
         given = (built, entry, grid, block, shared_bytes, parameters)
-        shim.launch(*given, schedule_seed=seed, cooperative=together)
+        shim.launch(*given, schedule_seed=seed, cooperative=together, cluster=cluster)
 
     facts = Facts(0, capability, multiprocessors, cooperative, 100 << 10, 48 << 10)
-    driver = Driver(lambda device: facts._replace(device=device), kernel, lambda *_: each, launch)
+    driver = Driver(
+        lambda device: facts._replace(device=device),
+        kernel,
+        lambda *_: each,
+        lambda *_: clusters,
+        launch,
+    )
     return driver, launches

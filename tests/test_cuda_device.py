@@ -24,7 +24,9 @@ def cupy():
     return module
 
 
-SHAPES = [(1, 1), (70, 7), (300, 33), (131, 768), (40, 1023), (33, 4097), (3, 65_536)]
+SHAPES = [(1, 1), (70, 7), (300, 33), (131, 768), (40, 1023), (33, 4097)]
+# Of 2, 4 and 8 blocks where those form clusters.
+SHAPES += [(40, 8193), (17, 16_385), (3, 65_536)]
 
 
 def problem(rng, shape, dtype):

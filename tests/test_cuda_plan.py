@@ -17,6 +17,7 @@ from stablenorm.kernels._cuda_plan import (
     arithmetic,
     final_mode,
     grid_blocks,
+    largest_cluster,
     pack_parameters,
     plan_backward,
     plan_forward,
@@ -187,6 +188,129 @@ def test_arithmetic(capability, expected):
 def test_mixed_dtypes_take_the_path_for_anything():
     assert value(plan_backward(8, 64, BF16, F32, DOUBLE), "VECTORS") == 0
     assert value(plan_forward(8, 64, F32, DOUBLE_PAIRS), "VECTORS") == 0
+
+
+# ---- clusters ----
+
+# From which n on nothing holds a row any more, in a cluster of 8: dtype, arithmetic, KiB of shared
+# memory, forward, backward.
+LONGEST = [
+    (F32, DOUBLE, 227, 65_536, 65_536),
+    (BF16, DOUBLE, 227, 65_536, 65_536),
+    (F64, DOUBLE_PAIRS, 227, 32_768, 16_384),
+    (F32, FLOAT_PAIRS, 99, 65_536, 36_864),
+    (BF16, FLOAT_PAIRS, 99, 65_536, 36_864),
+    (BF16, DOUBLE, 48, 65_536, 32_768),
+]
+
+
+@pytest.mark.parametrize(("x", "which", "kib", "forward", "backward"), LONGEST)
+def test_a_cluster_holds_rows_eight_times_as_long(x, which, kib, forward, backward):
+    limits = {"shared_limit": kib << 10, "cluster_limit": 8}
+    for n in (forward, forward + 1):
+        plan = plan_forward(4096, n, x, which, **limits)
+        assert (plan.cluster == 8, value(plan, "VECTORS") > 0) == (n == forward,) * 2
+    for n in (backward, backward + 1):
+        plan = plan_backward(4096, n, x, x, which, **limits)
+        assert (plan.cluster == 8, value(plan, "VECTORS") > 0) == (n == backward,) * 2
+
+
+# Lines of the table of docs/gpu.md, what is planned, KiB of shared memory, blocks of a row.
+DOCUMENTED = [
+    ("forward, one block", "forward", 48, 1),
+    ("forward, a cluster", "forward", 48, 8),
+    ("backward, one block, 99 KiB", "backward", 99, 1),
+    ("backward, one block, 163 or 227 KiB", "backward", 163, 1),
+    ("backward, one block, 163 or 227 KiB", "backward", 227, 1),
+    ("backward, a cluster, 99 KiB", "backward", 99, 8),
+    ("backward, a cluster, 227 KiB", "backward", 227, 8),
+]
+
+
+@pytest.mark.parametrize(("line", "direction", "kib", "cluster"), DOCUMENTED)
+def test_the_page_says_how_long_rows_are_read_once(pytestconfig, line, direction, kib, cluster):
+    text = (pytestconfig.rootpath / "docs" / "gpu.md").read_text()
+    (cells,) = (row.split("|")[2:5] for row in text.splitlines() if row.startswith(f"| {line} |"))
+    of_cells = {
+        0: ((F16, DOUBLE), (BF16, FLOAT_PAIRS)),
+        1: ((F32, DOUBLE), (F32, FLOAT_PAIRS)),
+        2: ((F64, DOUBLE_PAIRS),),
+    }
+    for at, cell in enumerate(cells):
+        for x, which in of_cells[at]:
+            limits = {"shared_limit": kib << 10, "cluster_limit": cluster}
+            vectors = [
+                value(
+                    plan_forward(64, n, x, which, **limits)
+                    if direction == "forward"
+                    else plan_backward(64, n, x, x, which, **limits),
+                    "VECTORS",
+                )
+                for n in (int(cell), int(cell) + 1)
+            ]
+            assert [count > 0 for count in vectors] == [True, False], (x, which, vectors)
+
+
+@kinds
+def test_the_blocks_of_a_cluster_have_every_column_and_no_more_than_they_hold(x, which):
+    for n, limit in itertools.product(LENGTHS, LIMITS):
+        limits = {"shared_limit": limit, "cluster_limit": 8}
+        for plan in (
+            plan_forward(4096, n, x, which, **limits),
+            plan_backward(4096, n, x, x, which, **limits),
+        ):
+            assert plan.cluster == value(plan, "CLUSTER")
+            assert plan.shared_bytes <= limit
+            if plan.cluster == 1:
+                continue
+            threads = value(plan, "ROW_THREADS")
+            held = threads * value(plan, "VECTORS") * (16 // x.itemsize)
+            # Nobody has nothing to do, and one row at a time, in whole warps.
+            assert (plan.cluster - 1) * held < n <= plan.cluster * held, (n, plan)
+            assert threads == plan.block <= 512, (n, plan)
+            assert plan.rows_per_block == 1, (n, plan)
+            assert threads % 32 == 0, (n, plan)
+
+
+def test_rows_that_a_block_holds_are_its_own():
+    for n in (4096, 8192):
+        plan = plan_backward(4096, n, F32, F32, DOUBLE, shared_limit=227 << 10, cluster_limit=8)
+        assert plan == plan_backward(4096, n, F32, F32, DOUBLE, shared_limit=227 << 10)
+
+
+def test_clusters_are_of_9_0_and_above():
+    for capability in ((9, 0), (10, 0), (10, 3), (12, 0)):
+        assert largest_cluster(capability) == 8
+    for capability in ((7, 5), (8, 0), (8, 9)):
+        assert largest_cluster(capability) == 1
+
+
+def test_clusters_never_wait_for_one_another():
+    """How many are resident is an estimate."""
+    plan = plan_backward(4096, 65_536, F32, F32, DOUBLE, shared_limit=227 << 10, cluster_limit=8)
+    assert final_mode(plan, 8, 1000) == TICKETS
+    assert plan.segments == 8
+
+
+def test_a_grid_is_of_whole_clusters():
+    limits = {"shared_limit": 227 << 10, "cluster_limit": 8}
+    backward = plan_backward(1024, 65_536, F32, F32, DOUBLE, **limits)
+    forward = plan_forward(1024, 65_536, F32, DOUBLE, **limits)
+    # 64 chunks of 16 rows: four turns for each of 16 clusters.
+    assert backward.chunks == 64
+    for resident, clusters in ((132, 16), (8, 1), (7, 1), (10_000, 64)):
+        assert grid_blocks(backward, 1024, resident) == 8 * clusters
+        if clusters < 64:
+            assert grid_blocks(forward, 1024, resident) == 8 * clusters
+    assert grid_blocks(forward, 3, 132) == 24
+
+
+def test_every_rank_of_a_cluster_has_tickets_of_its_own():
+    # The barrier's word, and for each of 8 ranks 8 segments and their end.
+    assert _cuda_plan.COUNTERS >= 1 + 8 * (8 + 1)
+
+
+# ---- the launch ----
 
 
 def test_a_grid_that_cannot_be_resident_gets_no_barrier():

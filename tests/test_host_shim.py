@@ -165,6 +165,84 @@ def test_parameters_of_another_size_are_refused(folder):
         host_shim.launch(kernel, "total", 1, 32, 8, bytes(8))
 
 
+# ---- clusters ----
+
+# Each thread gives its number to the same thread of the next block of the cluster.
+RING = """
+extern "C" __global__ void __cluster_dims__(SIZE, 1, 1) ring(float* out, long long fault) {
+    extern __shared__ __align__(16) float slots[];
+    const unsigned rank = blockIdx.x % SIZE, next = fault == BEYOND ? SIZE : (rank + 1) % SIZE;
+    const unsigned at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (fault != EARLY) __cluster_sync();
+    if (fault == LEAVES && rank == 2) return;
+    if (fault == OUTLIVED && rank == 1) return;
+    float* slot = static_cast<float*>(__cluster_map_shared_rank(slots + threadIdx.x, next));
+    if (fault == PAST_END) slot += blockDim.x;
+    if (fault == OUTLIVED)
+        for (int turn = 0; turn < 100 && rank == 0; ++turn) __syncthreads();
+    *slot = at;
+    if (fault == OUTLIVED) return;
+    if (fault == OWN_BARRIER) __syncthreads();
+    else if (fault == TWO_LINES && rank == 1) __cluster_sync();
+    else __cluster_sync();
+    out[at] = slots[threadIdx.x];
+    if (fault == REUSED) *slot = 0;
+}
+"""
+OF_CLUSTERS = {
+    "EARLY": "block [0-9], which has not begun",
+    "BEYOND": "asks for block 3 of a cluster of 3",
+    "LEAVES": "others wait at a barrier of the cluster|which has returned",
+    "OUTLIVED": "touches shared memory of block [14], which has returned",
+    "PAST_END": "at byte 128, beyond what was asked for, of another block of the cluster",
+    "OWN_BARRIER": "no barrier is between|nobody wrote",
+    "TWO_LINES": "different barriers of it",
+    "REUSED": "which thread [0-9]+ of another block (wrote|read): no barrier is between",
+}
+SIZE = 3
+RING_DEFINES = [f"SIZE={SIZE}", *(f"{name}={i + 1}" for i, name in enumerate(OF_CLUSTERS))]
+
+
+def run_ring(folder, fault=None, seed=0):
+    out = np.full(2 * SIZE * 32, np.nan, np.float32)
+    place = host_shim.tensor("out", out, 2)
+    number = 0 if fault is None else 1 + list(OF_CLUSTERS).index(fault)
+    host_shim.launch(
+        host_shim.build(RING, folder, defines=RING_DEFINES),
+        "ring",
+        2 * SIZE,
+        32,
+        4 * 32,
+        struct.pack("<Qq", place.address, number),
+        tensors=[place],
+        schedule_seed=seed,
+        cluster=SIZE,
+    )
+    return out.reshape(2, SIZE, 32)
+
+
+def test_blocks_of_a_cluster_reach_one_another_under_every_schedule(folder):
+    numbers = np.arange(2 * SIZE * 32).reshape(2, SIZE, 32)
+    for seed in range(6):
+        np.testing.assert_array_equal(run_ring(folder, seed=seed), np.roll(numbers, 1, axis=1))
+
+
+@pytest.mark.parametrize("fault", OF_CLUSTERS)
+def test_finds_between_blocks(fault, folder):
+    def under_any_schedule():
+        for seed in range(6):
+            run_ring(folder, fault, seed)
+
+    with pytest.raises(host_shim.LaunchError, match=OF_CLUSTERS[fault]):
+        under_any_schedule()
+
+
+def test_a_grid_is_of_whole_clusters(folder):
+    kernel = host_shim.build(RING, folder, defines=RING_DEFINES)
+    with pytest.raises(ValueError, match="must be a multiple of the cluster, got 4 and 3"):
+        host_shim.launch(kernel, "ring", 4, 32, 128, bytes(16), cluster=SIZE)
+
+
 # ---- under ThreadSanitizer ----
 
 needs_threads = pytest.mark.skipif(

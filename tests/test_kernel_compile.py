@@ -31,17 +31,18 @@ REGISTERS = 65536
 SHARED = {80: 163, 90: 227, 100: 227, 120: 99}
 # Half a second to a second each. Per dtype the lengths at the edges of the plan's table, where a
 # thread holds most: a few lanes or a warp with all their vectors, a block, one whose sums are in
-# shared memory (5001 and 8192; on sm_120 4500, beyond are columns in a loop), columns in a loop.
+# shared memory (5001 and 8192; on sm_120 4500), a cluster of such blocks (to 65536; on sm_120 8192
+# in registers again; float64 to 16384), columns in a loop (65537; on sm_80 from 8193 on).
 # float64 where it is fast, sm_80, 90 and 100; pairs of float32 on sm_120.
 BACKWARD = {
     ("float16", 0, 90): (512,),
     ("bfloat16", 0, 90): (8, 512, 4096, 8192, 65536),
-    ("float32", 0, 90): (96, 256, 2048, 5001, 8192, 65536),
-    ("float64", 1, 90): (96, 512, 2048, 65536),
+    ("float32", 0, 90): (96, 256, 2048, 5001, 65536, 65537),
+    ("float64", 1, 90): (96, 512, 2048, 16384),
     ("bfloat16", 2, 120): (4096,),
-    ("float32", 2, 120): (256, 4500, 65536),
-    ("float32", 0, 80): (8192,),
-    ("float32", 0, 100): (256,),
+    ("float32", 2, 120): (256, 4500, 8192, 65536),
+    ("float32", 0, 80): (8192, 65536),
+    ("float32", 0, 100): (256, 8193),
     ("float64", 1, 80): (512,),
     ("bfloat16", 0, 100): (4096,),
     ("float64", 1, 120): (512,),
@@ -49,10 +50,11 @@ BACKWARD = {
     ("bfloat16", 1, 120): (129,),
 }
 FORWARD = {
-    ("bfloat16", 0, 90): (512, 65536),
-    ("float32", 0, 90): (2048,),
-    ("float64", 1, 90): (512,),
+    ("bfloat16", 0, 90): (512, 65537),
+    ("float32", 0, 90): (65536,),
+    ("float64", 1, 90): (512, 32768),
     ("float16", 2, 120): (4096,),
+    ("float32", 2, 120): (16384,),
     ("float32", 0, 80): (2048,),
     ("float32", 0, 100): (2048,),
 }
@@ -69,10 +71,13 @@ class Case(NamedTuple):
 
     def plan(self):
         dtype, rows = DTYPES[self.dtype], 4096
-        limit = {"shared_limit": SHARED[self.architecture] << 10}
+        limits = {
+            "shared_limit": SHARED[self.architecture] << 10,
+            "cluster_limit": _cuda_plan.largest_cluster(divmod(self.architecture, 10)),
+        }
         if self.direction == "forward":
-            return _cuda_plan.plan_forward(rows, self.n, dtype, self.which, **limit)
-        return _cuda_plan.plan_backward(rows, self.n, dtype, dtype, self.which, **limit)
+            return _cuda_plan.plan_forward(rows, self.n, dtype, self.which, **limits)
+        return _cuda_plan.plan_backward(rows, self.n, dtype, dtype, self.which, **limits)
 
 
 def parameter(case):
@@ -150,10 +155,20 @@ def test_registers_and_instructions(case):
     assert compiled.registers * plan.block * least_blocks <= REGISTERS
     assert plan.shared_bytes <= SHARED[case.architecture] << 10
     assert FORBIDDEN.findall(compiled.ptx) == []
+    # Stores into another block's shared memory, and the barrier that orders them; nothing of it
+    # where blocks know no others.
+    words = ("mapa.shared::cluster", "st.shared::cluster", "barrier.cluster.arrive.release",
+             "barrier.cluster.wait.acquire", ".explicitcluster")  # fmt: skip
+    assert [word in compiled.ptx for word in words] == [plan.cluster > 1] * len(words)
     if case.direction == "backward":
         # Through the cache that all multiprocessors share: a block may hold stale partial sums
         # in its own.
         assert re.search(r"ld\.global\.cg\S*", compiled.ptx)
+
+
+def test_the_table_has_clusters_and_what_has_none():
+    sizes = {(case.values[0].architecture, case.values[0].plan().cluster) for case in CASES}
+    assert sizes == {(80, 1), (90, 1), (90, 8), (100, 1), (100, 2), (120, 1), (120, 2)}
 
 
 # ---- the test can fail ----

@@ -154,14 +154,24 @@ def test_families_in_pairs_of_float32(name, dtype, n, folder):
         assert result.worst_ulp <= 1 or result.worst_excess <= 16, f"{recipe}, {output}: {result}"
 
 
-def test_dgamma_of_subnormal_rows_in_pairs_of_float32(folder):
-    """Products with an xhat of about 2**-141 are subnormal: half a step, 2**-150, for each row."""
-    rows = 40
-    case = make_case("F17", np.dtype(np.float32), 129, rows)
-    actual = on_host(folder, case, capability=SLOW)
-    results = exact_layer_norm(*case).check_contract(**actual._asdict())
-    assert results.pop("dgamma").worst_ulp <= rows / 2
-    assert all(result.passed for result in results.values())
+@pytest.mark.parametrize("rows", [40, 400])
+def test_dgamma_of_subnormal_rows_in_pairs_of_float32(rows, folder, monkeypatch):
+    """Terms of about 2**-141: with a low word of the same range each row would lose up to 2**-150."""
+    x, gamma, beta, eps, dy = make_case("F17", np.dtype(np.float32), 129, rows)
+    # Each row many times, so that what it loses always has the same sign; and ordinary rows that
+    # dy leaves out, which must not decide the scale of a sum that they are no part of.
+    x, dy = (np.repeat(a[: rows // 10], 10, axis=0) for a in (x, dy))
+    x[::7], dy[::7] = np.arange(129), 0
+    case = x, gamma, beta, eps, dy
+    # As many segments as for large data, if there are as many chunks.
+    monkeypatch.setattr(_cuda_plan, "_ONE_SEGMENT_BYTES", 0)
+    plan = _cuda_plan.plan_backward(*x.shape, x.dtype, x.dtype, _cuda_plan.FLOAT_PAIRS)
+    assert (plan.chunks, plan.segments) == {40: (3, 3), 400: (23, 8)}[rows]
+    for setting in (host.PLAIN, Setting(resident=2, cooperative=0, seed=1)):
+        actual = on_host(folder, case, setting, capability=SLOW)
+        results = exact_layer_norm(*case).check_contract(**actual._asdict())
+        assert results.pop("dgamma").worst_ulp <= 0.51
+        assert all(result.passed for result in results.values())
 
 
 @pytest.mark.parametrize("name", ["F01", "F14", "F15", "F17"])
@@ -291,10 +301,22 @@ SETTINGS = {
 INVARIANT = {
     "a warp a row": (131, 129, "float32"),
     "a block a row": (40, 1000, "float32"),
-    # More partial sums than one block adds up, so that segments and the grid barrier are used.
-    "columns in a loop": (33, 5003, "float32"),
     "float64": (50, 129, "float64"),
+    # Too long for the blocks of 64 threads of `loop_early`, which changes them for good: the last.
+    "columns in a loop": (33, 1103, "float32"),
 }
+
+
+@pytest.fixture
+def loop_early(monkeypatch):
+    """Small blocks, whose rows are too long for registers early, and segments and a grid barrier."""
+    changed = {"_BLOCK": 64, "_LONGEST_BLOCK": 64, "_ONE_SEGMENT_BYTES": 0}
+
+    def when(name):
+        for constant in changed if name == "columns in a loop" else ():
+            monkeypatch.setattr(_cuda_plan, constant, changed[constant])
+
+    return when
 
 
 @functools.cache
@@ -305,8 +327,9 @@ def plain(folder, name, capability):
 
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", INVARIANT)
-def test_same_bits(name, setting, folder):
+def test_same_bits(name, setting, folder, loop_early):
     rows, n, dtype = INVARIANT[name]
+    loop_early(name)
     actual = on_host(folder, ordinary(rows, n, DTYPES[dtype]), SETTINGS[setting])
     assert_same(plain(folder, name, FAST), actual, Results._fields, f"{name}, {setting}")
 
@@ -318,11 +341,13 @@ def test_same_bits_in_pairs_of_float32(setting, folder):
     assert_same(plain(folder, "a warp a row", SLOW), actual, Results._fields, setting)
 
 
-def test_the_settings_take_every_way_of_adding_up():
+def test_the_settings_take_every_way_of_adding_up(loop_early):
     modes = set()
-    for rows, n, dtype in INVARIANT.values():
+    for name, (rows, n, dtype) in INVARIANT.items():
+        loop_early(name)
         which = _cuda_plan.DOUBLE_PAIRS if dtype == "float64" else _cuda_plan.DOUBLE
         plan = _cuda_plan.plan_backward(rows, n, DTYPES[dtype], DTYPES[dtype], which)
+        assert ("-DLN_VECTORS=0" in plan.defines) == (name == "columns in a loop")
         for setting in SETTINGS.values():
             grid = _cuda_plan.grid_blocks(plan, rows, setting.resident)
             modes.add((_cuda_plan.final_mode(plan, grid, setting.cooperative), plan.segments > 1))
@@ -339,8 +364,9 @@ def test_rows_do_not_depend_on_the_batch(folder):
         assert part.dx.tobytes() == full.dx[rows].tobytes()
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("n", [129, 5003])
+@pytest.mark.parametrize(
+    ("value", "n"), [(np.nan, 129), (np.inf, 129), (-np.inf, 129), (np.inf, 5003)]
+)
 def test_what_is_not_finite_stays_in_its_row(value, n, folder):
     x, gamma, beta, eps, dy = ordinary(7, n, np.dtype(np.float32))
     clean = on_host(folder, (x, gamma, beta, eps, dy))
@@ -372,55 +398,53 @@ def test_rows_in_registers_are_read_once(folder):
 
 # ---- the tests can fail ----
 
-# What is replaced in the backward, by what, and a shape (rows, n) in which it must show.
+# What is replaced in the backward, by what; and a shape (rows, n) in which it must show.
 FAULTS = {
-    "a tail without its guard": ("if (i < count) set(", "set(", (5, 33)),
+    "a tail without its guard": ("if (i < count) set(", "if (FAULT || i < count) set("),
     "half of the lanes": (
-        "__shfl_xor_sync(ALL_LANES, a, lanes)",
-        "__shfl_xor_sync(0xffffu, a, lanes)",
-        (5, 33),
+        "return __shfl_xor_sync(ALL_LANES, a, lanes)",
+        "return __shfl_xor_sync(FAULT ? 0xffffu : ALL_LANES, a, lanes)",
     ),
-    "chunks left out": ("chunk += gridDim.x)", "chunk += gridDim.x + 1)", (131, 33)),
+    "chunks left out": ("chunk += teams())", "chunk += teams() + FAULT)"),
     "a grid in the sums": (
         "total = {0, 0};\n    // Four loads",
-        "total = {(Word)gridDim.x, 0};\n    // Four loads",
-        (131, 33),
+        "total = {FAULT ? (Word)gridDim.x : 0, 0};\n    // Four loads",
     ),
-    "a ticket not left as it was": (
-        "atomicInc(ticket, of - 1)",
-        "atomicInc(ticket, of)",
-        (131, 33),
+    "a ticket not left as it was": ("atomicInc(ticket, of - 1)", "atomicInc(ticket, of - !FAULT)"),
+    "a lost barrier": (
+        """__syncthreads();
+        const int first = warp / ROW_WARPS * ROW_WARPS;
+        for (int i = 0""",
+        """if (!FAULT) __syncthreads();
+        const int first = warp / ROW_WARPS * ROW_WARPS;
+        for (int i = 0""",
     ),
+}
+SHOWN = {
+    "a tail without its guard": (5, 33),
+    "half of the lanes": (5, 33),
+    "a lost barrier": (5, 1000),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, folder):
-    old, new, shape = FAULTS[fault]
-    text = host.source()
-    assert old in text
-    assert finds(folder, shape, text.replace(old, new))
-
-
-def test_a_lost_barrier_is_found(folder):
-    text = host.source()
-    start = text.index("__syncthreads();", text.index("// Orders the sums of the warps before"))
-    assert finds(folder, (5, 1000), text[:start] + text[start + len("__syncthreads();") :])
+    assert finds(folder, SHOWN.get(fault, (131, 33)), 1 + list(FAULTS).index(fault))
 
 
 def test_no_fault_is_found_in_the_source_itself(folder):
-    assert not any(finds(folder, shape, host.source()) for shape in [(131, 33), (5, 1000)])
+    assert not any(finds(folder, shape, 0) for shape in [(131, 33), (5, 1000)])
 
 
-def finds(folder, shape, text):
-    """Tell whether running `text` backward shows that it is not layer_norm.cu."""
+def finds(folder, shape, fault):
+    """Tell whether running the backward shows that it is not what layer_norm.cu says."""
     x, gamma, beta, eps, dy = ordinary(*shape, np.dtype(np.float32))
     _, cache = layer_norm_forward(x, gamma, beta, eps, backend="numpy")
     statistics = {name: getattr(cache.statistics, name) for name in ("mean", "mean_lo", "rstd")}
-    setting = Setting(resident=3, cooperative=0, launches=2)
+    setting, text = Setting(resident=3, cooperative=0, launches=2), host.with_faults(FAULTS)
     try:
-        actual = host.backward(folder, dy, x, gamma, statistics, setting, text=text).arrays
+        outcome = host.backward(folder, dy, x, gamma, statistics, setting, text=text, fault=fault)
     except (host.host_shim.LaunchError, AssertionError):
         return True
-    expected = layer_norm_backward(dy, cache)
-    return any(a.tobytes() != b.tobytes() for a, b in zip(expected, actual.values(), strict=True))
+    actual, expected = outcome.arrays.values(), layer_norm_backward(dy, cache)
+    return any(a.tobytes() != b.tobytes() for a, b in zip(expected, actual, strict=True))

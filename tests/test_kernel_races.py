@@ -28,10 +28,17 @@ pytestmark = pytest.mark.skipif(
     bool(host_shim.why_not_threads()), reason=host_shim.why_not_threads()
 )
 FLOAT32 = np.dtype(np.float32)
-# Three chunks each: a block for each, so that partial sums pass from block to block. Rows of a
-# warp, in registers; and rows that are read in a loop, one a turn.
-WARP, LOOPED = (40, 129), (33, 4097)
+# Three chunks each: a block for each, so that partial sums pass from block to block, or a cluster of
+# two. Rows of a warp, in registers; rows that are read in a loop, one a turn; rows of two blocks.
+WARP, LOOPED, SHARED = (40, 129), (33, 1100), (33, 1000)
 GRID = 3
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Two warps a block: every thread is one of the operating system's."""
+    for name in ("_BLOCK", "_LONGEST_BLOCK", "_WIDE_LANE_BLOCK"):
+        monkeypatch.setattr(_cuda_plan, name, 64)
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +50,17 @@ def folder(tmp_path_factory, worker_id):
     return path
 
 
-def run_backward(folder, shape, mode, *, defines=(), text=None):
+def run_backward(folder, shape, mode, *, text=None, fault=0):
     """Return the gradients expected, the memory after two launches, and the report."""
     rng = np.random.default_rng(5)
     x, dy = rng.standard_normal((2, *shape)).astype(FLOAT32)
     gamma = rng.standard_normal(shape[1]).astype(FLOAT32)
     _, cache = layer_norm_forward(x, gamma, gamma, backend="numpy")
-    plan = _cuda_plan.plan_backward(*shape, FLOAT32, FLOAT32, _cuda_plan.DOUBLE)
-    assert plan.chunks == GRID
+    limits = {"shared_limit": 8 << 10, "cluster_limit": 2} if shape is SHARED else {}
+    plan = _cuda_plan.plan_backward(*shape, FLOAT32, FLOAT32, _cuda_plan.DOUBLE, **limits)
+    looped = "-DLN_VECTORS=0" in plan.defines
+    assert (plan.chunks, plan.block, plan.cluster) == (GRID, 64, 1 + (shape is SHARED))
+    assert looped == (shape is LOOPED)
     if mode == GRID_BARRIER:
         # What is summed here is so little that the plan would leave it to one block.
         plan = plan._replace(segments=GRID, workspace_bytes=plan.workspace_bytes * 2)
@@ -76,6 +86,7 @@ def run_backward(folder, shape, mode, *, defines=(), text=None):
         gamma_type=DTYPE_CODES[FLOAT32],
         beta_type=DTYPE_CODES[FLOAT32],
         final_mode=mode,
+        unused=fault,
     )
     # The bytes of the partial sums come first in the workspace, those of the segments follow.
     behind = int.from_bytes(params[8 * names.index("segment_sums") :][:8], "little")
@@ -86,11 +97,10 @@ def run_backward(folder, shape, mode, *, defines=(), text=None):
         source,
         folder,
         entries=[plan.entry],
-        defines=[*(define.removeprefix("-D") for define in plan.defines), *defines],
+        defines=[define.removeprefix("-D") for define in plan.defines],
     )
-    job = host_shim.Job(
-        plan.entry, GRID, plan.block, plan.shared_bytes, params, arrays, pointers, launches=2
-    )
+    launched = plan.entry, GRID * plan.cluster, plan.block, plan.shared_bytes
+    job = host_shim.Job(*launched, params, arrays, pointers, launches=2, cluster=plan.cluster)
     memory, report = host_shim.launch_threads(program, job)
     return layer_norm_backward(dy, cache), memory, report
 
@@ -98,8 +108,8 @@ def run_backward(folder, shape, mode, *, defines=(), text=None):
 # How blocks meet does not depend on how their rows were read: once for those read in a loop.
 @pytest.mark.parametrize(
     ("shape", "mode"),
-    [(WARP, TICKETS), (WARP, GRID_BARRIER), (LOOPED, TICKETS)],
-    ids=["warp-tickets", "warp-barrier", "looped-tickets"],
+    [(WARP, TICKETS), (WARP, GRID_BARRIER), (LOOPED, TICKETS), (SHARED, TICKETS)],
+    ids=["warp-tickets", "warp-barrier", "looped-tickets", "shared-tickets"],
 )
 def test_clean(shape, mode, folder):
     expected, memory, report = run_backward(folder, shape, mode)
@@ -109,23 +119,41 @@ def test_clean(shape, mode, folder):
         assert actual.tobytes() == array.tobytes(), name
 
 
-@pytest.mark.parametrize("mode", [TICKETS, GRID_BARRIER], ids=["tickets", "barrier"])
-@pytest.mark.parametrize("fence", ["RELEASE", "ACQUIRE"])
-def test_a_fence_taken_out_is_a_race(fence, mode, folder):
-    _, _, report = run_backward(folder, WARP, mode, defines=[f"LN_{fence}_FENCE()="])
-    assert "data race" in report
+# What orders nothing once it is left out, and where that shows.
+FAULTS = {
+    "the fence of a release": (
+        "#define LN_RELEASE_FENCE() __threadfence()",
+        "#define LN_RELEASE_FENCE() (FAULT ? (void)0 : __threadfence())",
+    ),
+    "the fence of an acquire": (
+        "#define LN_ACQUIRE_FENCE() __threadfence()",
+        "#define LN_ACQUIRE_FENCE() (FAULT ? (void)0 : __threadfence())",
+    ),
+    "the barrier before the slots are read": (
+        """sums of all slots before they are read.
+    __syncthreads();""",
+        """sums of all slots before they are read.
+    if (!FAULT) __syncthreads();""",
+    ),
+    "the barrier before they are written again": (
+        """reads before the next sums are written.
+    __syncthreads();""",
+        """reads before the next sums are written.
+    if (!FAULT) __syncthreads();""",
+    ),
+    "the barrier of the blocks that share a row": (
+        "    }\n    cluster_barrier();\n}",
+        "    }\n    if (!FAULT) cluster_barrier();\n}",
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    "orders",
-    ["sums of all slots before they are read", "reads before the next sums are written"],
+    ("fault", "mode"),
+    [(fault, TICKETS) for fault in FAULTS] + [(fault, GRID_BARRIER) for fault in list(FAULTS)[:2]],
 )
-def test_a_barrier_taken_out_is_a_race(orders, folder):
-    text = host.source()
-    start = text.index(
-        "__syncthreads();",
-        text.index(f"// Orders {'the' if 'slots' in orders else 'these'} {orders}"),
-    )
-    without = text[:start] + text[start + len("__syncthreads();") :]
-    _, _, report = run_backward(folder, WARP, TICKETS, text=without)
+def test_what_is_taken_out_is_a_race(fault, mode, folder):
+    text, number = host.with_faults(FAULTS), 1 + list(FAULTS).index(fault)
+    shape = SHARED if "share" in fault else WARP
+    _, _, report = run_backward(folder, shape, mode, text=text, fault=number)
     assert "data race" in report

@@ -20,7 +20,8 @@ class Backend(NamedTuple):
 
     The small ones do it for float32 arrays of any shape, fewer than `SMALL` elements, with no time
     to lose: `forward_small` returns the first three statistics, `backward_small` takes the arrays of
-    the gradients one by one and returns True. What they return is false if it is not for them.
+    the gradients one by one and returns True. What they return is false, and nothing is written, if
+    it is not for them: if results overlap what they must not, say. If `in_place`, y may be x.
     """
 
     forward: Callable[..., Statistics]
@@ -65,11 +66,26 @@ def _numba_backward_small(
 
 
 # The reference has no time to save, and leaves all of it to the general ones.
-def _no_forward_small(*_arguments: Any) -> None:
+def _no_forward_small(
+    x: Array,  # noqa: ARG001
+    gamma: Array,  # noqa: ARG001
+    beta: Array,  # noqa: ARG001
+    eps: float,  # noqa: ARG001
+    y: Array,  # noqa: ARG001
+    in_place: bool,  # noqa: ARG001
+) -> None:
     return None
 
 
-def _no_backward_small(*_arguments: Any) -> None:
+def _no_backward_small(
+    dy: Array,  # noqa: ARG001
+    x: Array,  # noqa: ARG001
+    gamma: Array,  # noqa: ARG001
+    statistics: Statistics,  # noqa: ARG001
+    dx: Array,  # noqa: ARG001
+    dgamma: Array,  # noqa: ARG001
+    dbeta: Array,  # noqa: ARG001
+) -> None:
     return None
 
 

@@ -7,30 +7,41 @@ namespace {
 
 void look();
 
-void touch_shared(std::size_t at, std::size_t size, bool write) {
-    Block* block = current->block;
+// Byte `at` of the shared memory of `block`, which may be another one of the cluster.
+void touch_shared(Block* block, std::size_t at, std::size_t size, bool write) {
+    const char* const whose = block == current->block ? "" : ", of another block of the cluster";
+    if (block != current->block && (!block->begun || !block->alive))
+        fail("touches shared memory of block %u, which has %s", block->fibers[0]->place->block.x,
+             block->begun ? "returned" : "not begun");
     bool inside = at + size <= block->dynamic;
     if (at >= block->dynamic)
         for (const auto& variable : block->variables)
             inside |= at >= variable.second.first && at + size <= variable.second.second;
-    if (!inside) fail("touches shared memory at byte %zu, beyond what was asked for", at);
+    if (!inside) fail("touches shared memory at byte %zu, beyond what was asked for%s", at, whose);
     for (std::size_t byte = at; byte < at + size; ++byte) {
         Shadow& shadow = block->shadow[byte];
         if (!write && shadow.write.thread == -1)
-            fail("reads byte %zu of shared memory, which nobody wrote", byte);
+            fail("reads byte %zu of shared memory%s, which nobody wrote", byte, whose);
         auto races = [&](const Touch& other) {
-            if (other.thread == -1 || other.thread == current->thread) return false;
+            if (other.thread == -1 || other.cluster_epoch != current->cluster_epoch) return false;
+            if (other.rank != current->block->rank) return true;
+            if (other.thread == current->thread) return false;
             if (other.block_epoch != current->block_epoch) return false;
             return other.warp != current->warp || other.warp_epoch == current->warp_epoch;
         };
-        if (races(shadow.write) || (write && races(shadow.read)))
-            fail("%s byte %zu of shared memory, which thread %d %s: no barrier is between",
-                 write ? "writes" : "reads", byte,
-                 races(shadow.write) ? shadow.write.thread : shadow.read.thread,
-                 races(shadow.write) ? "wrote" : "read");
+        if (races(shadow.write) || (write && races(shadow.read))) {
+            const bool wrote = races(shadow.write);
+            const Touch& other = wrote ? shadow.write : shadow.read;
+            fail("%s byte %zu of shared memory%s, which thread %d%s %s: no barrier is between",
+                 write ? "writes" : "reads", byte, whose, other.thread,
+                 other.rank == current->block->rank ? "" : " of another block",
+                 wrote ? "wrote" : "read");
+        }
         Touch now;
         now.thread = std::int16_t(current->thread);
         now.warp = std::int16_t(current->warp);
+        now.rank = std::int16_t(current->block->rank);
+        now.cluster_epoch = current->cluster_epoch;
         now.block_epoch = current->block_epoch;
         now.warp_epoch = current->warp_epoch;
         if (write) {
@@ -39,9 +50,9 @@ void touch_shared(std::size_t at, std::size_t size, bool write) {
             continue;
         }
         Touch& read = shadow.read;
-        const bool others = read.thread != -1 && read.thread != now.thread
-                            && read.block_epoch == now.block_epoch;
-        if (others) {
+        const bool same_turn = read.thread != -1 && read.cluster_epoch == now.cluster_epoch;
+        if (same_turn && read.rank != now.rank) now.rank = MANY;
+        if (same_turn && read.thread != now.thread && read.block_epoch == now.block_epoch) {
             now.thread = MANY;
             if (read.warp != now.warp) now.warp = MANY;
             if (read.warp_epoch > now.warp_epoch) now.warp_epoch = read.warp_epoch;
@@ -73,8 +84,11 @@ Region* find(Address at) {
 
 void access(Address at, std::size_t size, bool write) {
     if (!current || at - Address(current->stack) < STACK) return;
-    const Address shared = Address(current->block->shared.data());
-    if (at - shared < current->block->shared.size()) return touch_shared(at - shared, size, write);
+    const Cluster* cluster = current->block->cluster;
+    const std::size_t shared = at - Address(cluster->shared.data());
+    if (shared < cluster->shared.size())
+        return touch_shared(cluster->blocks[shared / cluster->each].get(), shared % cluster->each,
+                            size, write);
     for (const Module& module : modules)
         if (at - module.begin < module.end - module.begin) return;
     if (!region_count) return;

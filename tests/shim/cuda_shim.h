@@ -21,6 +21,7 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 #define __grid_constant__
 // The driver rewrites the definitions of shared variables; one that it did not see is an error.
@@ -65,6 +66,9 @@ extern "C" void shim_syncwarp(unsigned mask, int line);
 extern "C" std::uint64_t shim_exchange(unsigned mask, std::uint64_t bits, int source_lane, int line);
 // Gives one bit to the warp and returns those of all lanes of `mask`.
 extern "C" unsigned shim_ballot(unsigned mask, bool bit, int line);
+// A barrier of all blocks of the cluster; and where they have what `own` is in this one.
+extern "C" void shim_cluster_barrier(int line);
+extern "C" void* shim_in_block(void* own, unsigned rank);
 extern "C" unsigned char* shim_dynamic_shared();
 // The same address for all threads of a block, another one for each `site`.
 extern "C" void* shim_static_shared(int site, std::size_t bytes);
@@ -89,6 +93,10 @@ constexpr int warpSize = 32;
 // A barrier that also orders memory, as the one of CUDA does.
 inline void __syncwarp(unsigned mask = 0xffffffffu, int line = __builtin_LINE()) {
     shim::shim_syncwarp(mask, line);
+}
+inline void __cluster_sync(int line = __builtin_LINE()) { shim::shim_cluster_barrier(line); }
+inline void* __cluster_map_shared_rank(void* own, unsigned rank) {
+    return shim::shim_in_block(own, rank);
 }
 inline void __threadfence() { shim::shim_fence(); }
 inline void __nanosleep(unsigned) { shim::shim_sleep(); }

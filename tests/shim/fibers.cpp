@@ -3,8 +3,9 @@
 // Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
 // place of the sanitizers' own, so every access to memory is seen here before it is made: it must
 // lie in a tensor handed over (byte by byte), be aligned, not read what nobody wrote, and, in
-// shared memory, not meet another thread's access without a barrier between. Barriers that some
-// threads of a block do not reach, and spinning without end, are errors. Order between blocks
+// shared memory, not meet another thread's access without a barrier between, nor, in that of another
+// block of a cluster, come before that has begun or after it has returned. Barriers that some
+// threads do not reach, and spinning without end, are errors. Order between blocks
 // cannot be judged here, since fibers see memory in program order: that is threads.cpp's job.
 #include <sys/mman.h>
 
@@ -29,6 +30,7 @@ void fiber_main() {
 
 void run(Fiber* fiber) {
     current = fiber;
+    fiber->block->begun = true;
     if (!_setjmp(scheduler)) {
         if (fiber->begun) _longjmp(fiber->context, 1);
         fiber->begun = true;
@@ -55,7 +57,8 @@ bool prepare(Fiber* fiber) {
     return true;
 }
 
-// Seeds 0 and 1 are the extremes: first come, first served; and the last to become ready first.
+// Seeds 0 and 1 are the extremes: first come, first served; and the last to become ready first, the
+// blocks of a cluster one after the other.
 enum { FIRST, LAST };
 
 Fiber* pick() {
@@ -83,14 +86,16 @@ void wake(Fiber* fiber) {
     launch.idle = 0;
 }
 
-Block* start_block(std::uint64_t index) {
-    Block* block = new Block;
+std::unique_ptr<Block> start_block(std::uint64_t index, Cluster* cluster, int rank) {
+    auto made = std::make_unique<Block>();
+    Block* block = made.get();
     const dim3 grid = launch.grid, size = launch.size;
     const std::size_t count = std::size_t(size.x) * size.y * size.z;
     block->dynamic = launch.shared_bytes;
-    // All ones is a NaN in every format, and no index.
-    block->shared.assign(launch.shared_bytes + VARIABLES, 0xff);
-    block->shadow.resize(block->shared.size());
+    block->cluster = cluster;
+    block->rank = rank;
+    block->shared = cluster->shared.data() + std::size_t(rank) * cluster->each;
+    block->shadow = cluster->shadow.data() + std::size_t(rank) * cluster->each;
     block->alive = count;
     for (std::size_t thread = 0; thread < count; ++thread) {
         if (free_fibers.empty()) {
@@ -106,7 +111,7 @@ Block* start_block(std::uint64_t index) {
         fiber->lane = int(thread % 32);
         fiber->warp = int(thread / 32);
         fiber->wait = NOTHING;
-        fiber->block_epoch = fiber->warp_epoch = 0;
+        fiber->cluster_epoch = fiber->block_epoch = fiber->warp_epoch = 0;
         fiber->place->thread = {unsigned(thread % size.x), unsigned(thread / size.x % size.y),
                                unsigned(thread / size.x / size.y)};
         fiber->place->block = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y),
@@ -114,9 +119,30 @@ Block* start_block(std::uint64_t index) {
         fiber->place->block_size = size;
         fiber->place->grid_size = grid;
         block->fibers.push_back(fiber);
-        runnable.push_back(fiber);
     }
-    return block;
+    return made;
+}
+
+void begin(Block* block) {
+    runnable.insert(runnable.end(), block->fibers.begin(), block->fibers.end());
+}
+
+std::unique_ptr<Cluster> start_cluster(std::uint64_t index) {
+    auto cluster = std::make_unique<Cluster>();
+    // A multiple of 16, as the memory of a block begins at one.
+    cluster->each = (launch.shared_bytes + VARIABLES + 15) / 16 * 16;
+    // All ones is a NaN in every format, and no index.
+    cluster->shared.assign(cluster->each * launch.cluster, 0xff);
+    cluster->shadow.resize(cluster->shared.size());
+    cluster->alive = launch.cluster;
+    for (unsigned rank = 0; rank < launch.cluster; ++rank) {
+        cluster->blocks.push_back(
+            start_block(index * launch.cluster + rank, cluster.get(), int(rank)));
+        if (launch.seed == LAST && rank + 1 < launch.cluster)
+            late.push_back(cluster->blocks.back().get());
+        else begin(cluster->blocks.back().get());
+    }
+    return cluster;
 }
 
 // ---- barriers ----
@@ -134,6 +160,20 @@ void release_block_barrier(Block* block) {
         ++fiber->block_epoch;
         wake(fiber);
     }
+}
+
+void release_cluster_barrier(Cluster* cluster) {
+    const int line = current->line;
+    cluster->waiting = 0;
+    for (auto& block : cluster->blocks)
+        for (Fiber* fiber : block->fibers) {
+            if (fiber->line != line)
+                fail("threads of one cluster wait at different barriers of it, lines %d and %d",
+                     line, fiber->line);
+            ++fiber->cluster_epoch;
+            ++fiber->block_epoch;
+            wake(fiber);
+        }
 }
 
 // Wait until all lanes of `mask` have come to the same operation, then complete it.
@@ -154,7 +194,7 @@ void meet(Wait wait, unsigned mask, int line) {
         const Fiber* other = block->fibers[first + std::size_t(lane)];
         if (other->done)
             fail("%s at line %d waits for lane %d, which has returned", WAITS[wait], line, lane);
-        if (other->wait == NOTHING || other->wait == BLOCK) complete = false;
+        if (other->wait <= BLOCK) complete = false;
         else if (other->wait != wait || other->mask != mask)
             fail("%s at line %d, mask %08x, but lane %d waits at %s, line %d, mask %08x",
                  WAITS[wait], line, mask, lane, WAITS[other->wait], other->line, other->mask);
@@ -210,6 +250,22 @@ void shim_syncthreads(int line) {
     to_scheduler();
 }
 
+void shim_cluster_barrier(int line) {
+    Cluster* cluster = current->block->cluster;
+    current->wait = CLUSTER;
+    current->line = line;
+    if (++cluster->waiting == cluster->blocks.size() * cluster->blocks[0]->fibers.size())
+        release_cluster_barrier(cluster);
+    to_scheduler();
+}
+
+void* shim_in_block(void* own, unsigned rank) {
+    const Block* block = current->block;
+    if (rank >= block->cluster->blocks.size())
+        fail("asks for block %u of a cluster of %zu", rank, block->cluster->blocks.size());
+    return static_cast<unsigned char*>(own) - block->shared + block->cluster->blocks[rank]->shared;
+}
+
 void shim_syncwarp(unsigned mask, int line) { meet(WARP, mask, line); }
 
 std::uint64_t shim_exchange(unsigned mask, std::uint64_t bits, int source_lane, int line) {
@@ -225,7 +281,7 @@ unsigned shim_ballot(unsigned mask, bool bit, int line) {
     return unsigned(current->bits);
 }
 
-unsigned char* shim_dynamic_shared() { return current->block->shared.data(); }
+unsigned char* shim_dynamic_shared() { return current->block->shared; }
 
 void* shim_static_shared(int site, std::size_t bytes) {
     Block* block = current->block;
@@ -237,10 +293,10 @@ void* shim_static_shared(int site, std::size_t bytes) {
         std::size_t begin = (block->dynamic + 32 + 15) / 16 * 16;
         for (const auto& variable : block->variables)
             begin = std::max(begin, (variable.second.second + 32 + 15) / 16 * 16);
-        if (begin + bytes > block->shared.size()) fail("too many shared variables");
+        if (begin + bytes > block->cluster->each) fail("too many shared variables");
         found = block->variables.emplace(key, std::make_pair(begin, begin + bytes)).first;
     }
-    return block->shared.data() + found->second.first;
+    return block->shared + found->second.first;
 }
 
 void shim_fence() {}
@@ -298,7 +354,7 @@ extern "C" {
 int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
                 const unsigned char* bytes,
                 std::size_t byte_count, const unsigned* grid, const unsigned* size, std::size_t shared_bytes,
-                std::uint64_t seed, int cooperative, Region* tensors, std::size_t tensor_count,
+                unsigned cluster, std::uint64_t seed, int cooperative, Region* tensors, std::size_t tensor_count,
                 char* message, std::size_t length) {
     std::memcpy(parameters, bytes, byte_count);
     Address range[2];
@@ -306,25 +362,30 @@ int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
     modules[0] = {range[0], range[1]};
     modules[1] = {Address(&__ehdr_start), Address(&_end)};
     launch = {call, {grid[0], grid[1], grid[2]}, {size[0], size[1], size[2]},
-              shared_bytes, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
+              shared_bytes, cluster, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
     regions = tensors;
     region_count = tensor_count;
     last_hit = nullptr;
     current = nullptr;
-    const std::uint64_t blocks = std::uint64_t(grid[0]) * grid[1] * grid[2];
-    // A device runs the blocks of an ordinary launch a few at a time, in any order.
-    const std::uint64_t limit = cooperative ? blocks : 1 + seed % 3;
-    std::vector<std::uint64_t> order(blocks);
-    for (std::uint64_t i = 0; i < blocks; ++i) order[i] = seed == LAST ? blocks - 1 - i : i;
+    const std::uint64_t clusters = std::uint64_t(grid[0]) * grid[1] * grid[2] / cluster;
+    // A device runs the blocks of an ordinary launch a few at a time, in any order, but those of a
+    // cluster together.
+    const std::uint64_t limit = cooperative ? clusters : 1 + seed % 3;
+    std::vector<std::uint64_t> order(clusters);
+    for (std::uint64_t i = 0; i < clusters; ++i) order[i] = seed == LAST ? clusters - 1 - i : i;
     if (seed > LAST)
-        for (std::uint64_t i = blocks; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
+        for (std::uint64_t i = clusters; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
     std::uint64_t started = 0, resident = 0;
     volatile std::uint64_t finished = 0;
-    std::vector<std::unique_ptr<Block>> alive;
+    std::vector<std::unique_ptr<Cluster>> alive;
     while (!launch.failed) {
-        while (started < blocks && resident < limit) {
-            alive.emplace_back(start_block(order[started++]));
+        while (started < clusters && resident < limit) {
+            alive.emplace_back(start_cluster(order[started++]));
             ++resident;
+        }
+        if (runnable.empty() && !late.empty()) {
+            begin(late.back());
+            late.pop_back();
         }
         if (runnable.empty()) break;
         Fiber* fiber = pick();
@@ -333,36 +394,40 @@ int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
         launch.idle = 0;
         free_fibers.push_back(fiber);
         Block* block = fiber->block;
-        if (--block->alive) {
-            if (block->waiting == 0) continue;
+        Cluster* its = block->cluster;
+        --block->alive;
+        if ((block->alive && block->waiting) || its->waiting) {
             std::snprintf(launch.message, sizeof launch.message,
-                          "block %u: thread %d has returned, others wait at __syncthreads",
-                          fiber->place->block.x, fiber->thread);
+                          "block %u: thread %d has returned, others wait at %s",
+                          fiber->place->block.x, fiber->thread,
+                          WAITS[its->waiting ? CLUSTER : BLOCK]);
             launch.failed = true;
-            continue;
         }
+        if (block->alive || --its->alive) continue;
         --resident;
         finished = finished + 1;
         for (auto& held : alive)
-            if (held.get() == block) {
+            if (held.get() == its) {
                 std::swap(held, alive.back());
                 alive.pop_back();
                 break;
             }
     }
-    if (!launch.failed && finished != blocks) {
+    if (!launch.failed && finished != clusters) {
         launch.failed = true;
         std::snprintf(launch.message, sizeof launch.message, "no thread can run:");
-        for (auto& block : alive)
-            for (Fiber* fiber : block->fibers)
-                if (!fiber->done && std::strlen(launch.message) < 300)
-                    std::snprintf(launch.message + std::strlen(launch.message), 120,
-                                  " block %u, thread %d waits at %s, line %d, mask %08x;",
-                                  fiber->place->block.x, fiber->thread, WAITS[fiber->wait],
-                                  fiber->line, fiber->mask);
+        for (auto& held : alive)
+            for (auto& block : held->blocks)
+                for (Fiber* fiber : block->fibers)
+                    if (!fiber->done && std::strlen(launch.message) < 300)
+                        std::snprintf(launch.message + std::strlen(launch.message), 120,
+                                      " block %u, thread %d waits at %s, line %d, mask %08x;",
+                                      fiber->place->block.x, fiber->thread, WAITS[fiber->wait],
+                                      fiber->line, fiber->mask);
     }
     current = nullptr;
     runnable.clear();
+    late.clear();
     if (launch.failed) {
         // Threads stand in the middle of the kernel: all begin anew next time.
         free_fibers.clear();

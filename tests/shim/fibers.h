@@ -50,15 +50,17 @@ Region* last_hit;
 struct Touch {
     std::int16_t thread = -1;
     std::int16_t warp = -1;
-    std::uint32_t block_epoch = 0, warp_epoch = 0;
+    std::int16_t rank = 0;
+    std::uint32_t cluster_epoch = 0, block_epoch = 0, warp_epoch = 0;
 };
 constexpr std::int16_t MANY = -2;
 struct Shadow {
     Touch write, read;
 };
 
-enum Wait { NOTHING, BLOCK, WARP, EXCHANGE, BALLOT };
-const char* const WAITS[] = {"", "__syncthreads", "__syncwarp", "a shuffle", "a vote"};
+enum Wait { NOTHING, CLUSTER, BLOCK, WARP, EXCHANGE, BALLOT };
+const char* const WAITS[] = {"", "a barrier of the cluster", "__syncthreads", "__syncwarp",
+                             "a shuffle", "a vote"};
 
 struct Block;
 struct Fiber {
@@ -74,23 +76,39 @@ struct Fiber {
     int line = 0, source = 0;
     unsigned mask = 0;
     std::uint64_t bits = 0;
-    std::uint32_t block_epoch = 0, warp_epoch = 0;
+    std::uint32_t cluster_epoch = 0, block_epoch = 0, warp_epoch = 0;
 };
 
+struct Cluster;
 struct Block {
     std::vector<Fiber*> fibers;
     std::size_t alive = 0, waiting = 0;
-    std::vector<unsigned char> shared;
-    std::vector<Shadow> shadow;
+    // Whether a thread of it has run.
+    bool begun = false;
+    Cluster* cluster = nullptr;
+    int rank = 0;
+    // Its part of the memory of the cluster.
+    unsigned char* shared = nullptr;
+    Shadow* shadow = nullptr;
     std::size_t dynamic = 0;
     // Of each shared variable: where it begins and ends in `shared`.
     std::map<std::size_t, std::pair<std::size_t, std::size_t>> variables;
+};
+
+// Blocks that run at the same time and reach one another's shared memory; most often one.
+struct Cluster {
+    std::vector<std::unique_ptr<Block>> blocks;
+    // Threads at the barrier of the cluster, blocks that have not returned, bytes of each.
+    std::size_t waiting = 0, alive = 0, each = 0;
+    std::vector<unsigned char> shared;
+    std::vector<Shadow> shadow;
 };
 
 struct Launch {
     void (*call)(const unsigned char*);
     dim3 grid, size;
     std::size_t shared_bytes;
+    unsigned cluster;
     std::uint64_t seed, random;
     long idle;
     bool failed;
@@ -98,7 +116,7 @@ struct Launch {
 };
 
 // Room for the variables declared in the kernel, after the dynamic part.
-constexpr std::size_t VARIABLES = 16384;
+constexpr std::size_t VARIABLES = 1024;
 
 Launch launch;
 // What a device allows at most.
@@ -106,6 +124,8 @@ unsigned char parameters[4096];
 jmp_buf scheduler;
 Fiber* current;
 std::deque<Fiber*> runnable;
+// Blocks whose threads begin when no other can run: those of a cluster need not begin together.
+std::vector<Block*> late;
 std::vector<std::unique_ptr<Fiber>> pool;
 std::vector<Fiber*> free_fibers;
 

@@ -9,6 +9,7 @@ operating system under ThreadSanitizer, in a process of their own.
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -90,6 +91,7 @@ class Job(NamedTuple):
     # (byte of the parameters, name of the buffer, byte of the buffer)
     pointers: Sequence[tuple[int, str, int]]
     launches: int = 1
+    cluster: int = 1
 
 
 class _Region(ctypes.Structure):
@@ -117,7 +119,8 @@ def why_not() -> str:
 
 def entries_of(source: str) -> list[str]:
     """Return the names of the kernels written out as ``extern "C" __global__ void NAME(``."""
-    pattern = r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^()]*\)\s+)?(\w+)\s*\('
+    bounds = r"(?:__(?:launch_bounds|cluster_dims)__\([^()]*\)\s+)*"
+    pattern = rf'extern\s+"C"\s+__global__\s+void\s+{bounds}(\w+)\s*\('
     return re.findall(pattern, source)
 
 
@@ -182,6 +185,13 @@ def build(
     count: bool = False,
 ) -> Kernel:
     """Build `source` for fibers; `count` counts floating-point operations. Kept in `folder`."""
+    return _built(source, folder, tuple(entries), tuple(defines), count)
+
+
+@functools.cache
+def _built(
+    source: str, folder: Path, entries: tuple[str, ...], defines: tuple[str, ...], count: bool
+) -> Kernel:
     flags = [*(f"-D{define}" for define in defines), *(["-DSHIM_COUNT"] if count else [])]
     text = host_source(source, entries or entries_of(source))
     runtime = _runtime(folder)
@@ -242,6 +252,7 @@ def launch(
     tensors: Sequence[Tensor] = (),
     schedule_seed: int = 0,
     cooperative: bool = False,
+    cluster: int = 1,
 ) -> Record:
     """
     Run one grid to its end, on memory of this process.
@@ -264,6 +275,8 @@ def launch(
         0: first come, first served; 1: last first; others: drawn.
     cooperative : bool, default: False
         All blocks at once; otherwise a few at a time, as a busy device may do.
+    cluster : int, default: 1
+        Blocks that run together and reach one another's shared memory.
 
     Returns
     -------
@@ -281,6 +294,9 @@ def launch(
         msg = f"{entry} takes {size()} bytes of parameters, got {len(params_bytes)}"
         raise ValueError(msg)
     regions = (_Region * max(1, len(tensors)))()
+    if int(np.prod(dims(grid))) % cluster:
+        msg = f"the grid must be a multiple of the cluster, got {grid} and {cluster}"
+        raise ValueError(msg)
     writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in tensors]
     for region, tensor, counts in zip(regions, tensors, writes, strict=False):
         region.begin, region.bytes, region.rights = tensor.address, tensor.nbytes, tensor.rights
@@ -291,7 +307,7 @@ def launch(
     failed = kernel.runtime.shim_launch(
         getattr(kernel.library, f"shim_call_{entry}"), kernel.library.shim_library, params_bytes, ctypes.c_size_t(len(params_bytes)),
         (ctypes.c_uint * 3)(*dims(grid)), (ctypes.c_uint * 3)(*dims(block)),
-        ctypes.c_size_t(shared_bytes), ctypes.c_uint64(schedule_seed), int(cooperative),
+        ctypes.c_size_t(shared_bytes), cluster, ctypes.c_uint64(schedule_seed), int(cooperative),
         regions, ctypes.c_size_t(len(tensors)), message, ctypes.c_size_t(len(message)),
     )  # fmt: skip
     if failed:
@@ -351,8 +367,8 @@ def _packed(job: Job) -> bytes:
     """Return what threads.cpp reads: its `Header`, the parameters, the buffers, the pointers."""
     names = list(job.buffers)
     header = struct.pack(
-        "<64s6I5Q", job.entry.encode(), job.grid, 1, 1, job.block, 1, 1, job.shared_bytes,
-        job.launches, len(job.params_bytes), len(names), len(job.pointers),
+        "<64s8I5Q", job.entry.encode(), job.grid, 1, 1, job.block, 1, 1, job.cluster, 0,
+        job.shared_bytes, job.launches, len(job.params_bytes), len(names), len(job.pointers),
     )  # fmt: skip
     buffers = [
         struct.pack("<Q", buffer.nbytes) + buffer.tobytes() for buffer in job.buffers.values()

@@ -6,6 +6,7 @@ have chosen otherwise, none of which may change a bit. Every tensor is exactly a
 rows of a strided one apart from each other; outputs must be written once, and all of them.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
@@ -68,6 +69,7 @@ class Outcome(NamedTuple):
     records: list[Any]
 
 
+@functools.cache
 def source() -> str:
     """Return the text of layer_norm.cu, its own headers put in their places."""
     texts = {name: text.decode() for name, text in sources().items()}
@@ -75,6 +77,31 @@ def source() -> str:
     for name, text in texts.items():
         main = main.replace(f'#include "{name}"', text)
     return main
+
+
+# Neither is looked at by the sanitizers: who plants it is no part of the kernel.
+_PLANT = """
+static int planted;
+__attribute__((no_sanitize_thread, noinline)) static void plant(int fault) { planted = fault; }
+__attribute__((no_sanitize_thread, noinline)) static bool has(int fault) { return planted == fault; }
+"""
+
+
+def with_faults(faults: dict[str, tuple[str, str]]) -> str:
+    """
+    Return the source with all faults in it, so that the compiler runs once.
+
+    A fault is what it replaces and by what, where FAULT is true if it is the one of a launch: the
+    number, from 1, that `unused` of its parameters has. 0: none.
+    """
+    text = source()
+    for number, (name, (old, new)) in enumerate(faults.items(), 1):
+        if text.count(old) != 1:
+            msg = f"{name}: the source must have once what is replaced, has it {text.count(old)} times"
+            raise ValueError(msg)
+        text = text.replace(old, new.replace("FAULT", f"has({number})"))
+    entry = "layer_norm_backward(const Parameters p) {"
+    return _PLANT + text.replace(entry, f"{entry}\n    plant(p.unused);")
 
 
 def build(folder: Path, plan: Plan, *, text: str | None = None, count: bool = False) -> Any:
@@ -179,6 +206,7 @@ def launch(
             tensors=[*tensors, counter],
             schedule_seed=setting.seed + turn,
             cooperative=mode == _cuda_plan.GRID_BARRIER,
+            cluster=plan.cluster,
         )
         for name in outputs:
             if placed[name] is not None:
@@ -212,13 +240,14 @@ def forward(
     setting: Setting = PLAIN,
     *,
     capability: tuple[int, int] = FAST,
+    cluster_limit: int = 1,
     text: str | None = None,
     count: bool = False,
 ) -> Outcome:
     """Return y as `out` and the statistics."""
     rows, n = x.shape
     which = _cuda_plan.arithmetic(capability, x, gamma, beta)
-    plan = _cuda_plan.plan_forward(rows, n, x.dtype, which)
+    plan = _cuda_plan.plan_forward(rows, n, x.dtype, which, cluster_limit=cluster_limit)
     kernel = build(folder, plan, text=text, count=count)
     wide = which == _cuda_plan.DOUBLE_PAIRS
     kept = STATISTICS if wide else STATISTICS[:3]
@@ -241,7 +270,9 @@ def backward(
     beta_dtype: Any = None,
     capability: tuple[int, int] = FAST,
     shared_limit: int = _cuda_plan.SHARED_BYTES,
+    cluster_limit: int = 1,
     text: str | None = None,
+    fault: int = 0,
     count: bool = False,
 ) -> Outcome:
     """Return dx as `out`, dgamma and dbeta, in the dtypes of gamma and of beta (or of x)."""
@@ -250,9 +281,8 @@ def backward(
     if "rstd_lo" in statistics:
         which = _cuda_plan.DOUBLE_PAIRS
     summing = "gamma" in wrt or "beta" in wrt
-    plan = _cuda_plan.plan_backward(
-        rows, n, x.dtype, dy.dtype, which, summing=summing, shared_limit=shared_limit
-    )
+    limits = {"shared_limit": shared_limit, "cluster_limit": cluster_limit}
+    plan = _cuda_plan.plan_backward(rows, n, x.dtype, dy.dtype, which, summing=summing, **limits)
     kernel = build(folder, plan, text=text, count=count)
     gamma_dtype = x.dtype if gamma is None else gamma.dtype
     beta_dtype = gamma_dtype if beta_dtype is None else beta_dtype
@@ -265,6 +295,7 @@ def backward(
     values = {
         "gamma_type": DTYPE_CODES[gamma_dtype],
         "beta_type": DTYPE_CODES[np.dtype(beta_dtype)],
+        "unused": fault,
     }
     return launch(kernel, plan, x.shape, inputs, outputs, setting, **values)
 

@@ -64,8 +64,15 @@ struct Warp {
     std::uint64_t given[32];
 };
 
+struct Cluster {
+    Meeting barrier;
+    struct Block* first;
+    unsigned blocks;
+};
+
 struct Block {
     Meeting barrier;
+    Cluster* cluster;
     std::vector<Warp> warps;
     std::vector<std::uint64_t> shared;
     std::mutex mutex;
@@ -117,6 +124,16 @@ std::uint64_t shim_flops[6];
 const Place& shim_place() { return current->place; }
 
 void shim_syncthreads(int) { current->block->barrier.wait(current->block->threads, true); }
+
+void shim_cluster_barrier(int) {
+    Cluster* cluster = current->block->cluster;
+    cluster->barrier.wait(cluster->blocks * current->block->threads, true);
+}
+
+void* shim_in_block(void* own, unsigned rank) {
+    const std::size_t at = std::size_t(static_cast<unsigned char*>(own) - shim_dynamic_shared());
+    return reinterpret_cast<unsigned char*>(current->block->cluster->first[rank].shared.data()) + at;
+}
 
 void shim_syncwarp(unsigned mask, int) {
     current->warp->barrier.wait(unsigned(__builtin_popcount(mask)), true);
@@ -200,7 +217,7 @@ namespace {
 
 struct Header {
     char entry[64];
-    std::uint32_t grid[3], size[3];
+    std::uint32_t grid[3], size[3], cluster, unused;
     std::uint64_t shared_bytes, launches, parameter_bytes, buffer_count, pointer_count;
 };
 
@@ -214,10 +231,14 @@ void read_all(std::FILE* file, void* to, std::size_t bytes) {
 void run_grid(void (*call)(const unsigned char*), const Header& job, const unsigned char* bytes) {
     const std::uint32_t blocks = job.grid[0], threads = job.size[0];
     std::vector<Block> all(blocks);
+    std::vector<Cluster> clusters(blocks / job.cluster);
     std::vector<Thread> states(std::size_t(blocks) * threads);
     std::vector<std::thread> running;
     for (std::uint32_t b = 0; b < blocks; ++b) {
         all[b].threads = threads;
+        all[b].cluster = &clusters[b / job.cluster];
+        if (b % job.cluster == 0) all[b].cluster->first = &all[b];
+        all[b].cluster->blocks = job.cluster;
         all[b].warps = std::vector<Warp>((threads + 31) / 32);
         all[b].shared.assign(job.shared_bytes / 8 + 2, ~std::uint64_t(0));
         for (std::uint32_t t = 0; t < threads; ++t) {

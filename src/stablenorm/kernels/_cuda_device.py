@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.kernels import _cuda_compile
-from stablenorm.kernels._cuda_errors import block_too_large, driver_too_old, no_device
-from stablenorm.kernels._cuda_plan import Plan
+from stablenorm.kernels._cuda_errors import (
+    block_too_large,
+    driver_too_old,
+    no_block_fits,
+    no_device,
+)
+from stablenorm.kernels._cuda_plan import Plan, largest_cluster
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
 _MAX_DYNAMIC_SHARED = 8
@@ -37,13 +42,46 @@ class Facts(NamedTuple):
 class Driver(NamedTuple):
     """
     `facts` (device), `kernel` (plan, facts), `resident` (kernel, block, shared bytes: blocks that
-    one multiprocessor holds), `launch` (kernel, grid, block, shared bytes, parameters, cooperative).
+    one multiprocessor holds), `clusters` (kernel, plan: clusters that the device holds, None where
+    nobody can tell), `launch` (kernel, grid, block, shared bytes, parameters, cooperative).
     """
 
     facts: Callable[[int], Facts]
     kernel: Callable[[Plan, Facts], Any]
     resident: Callable[[Any, int, int], int]
+    clusters: Callable[[Any, Plan], int | None]
     launch: Callable[[Any, int, int, int, bytes, bool], None]
+
+
+class Fit(NamedTuple):
+    """A plan that a device can run, its kernel, and how many of its blocks are held at once."""
+
+    plan: Plan
+    kernel: Any
+    resident: int
+
+
+def fit(
+    driver: Driver, facts: Facts, make_plan: Callable[..., Plan], cluster_limit: int | None = None
+) -> Fit:
+    """
+    Return what `make_plan` makes of the limits of a device: `shared_limit` and `cluster_limit`.
+
+    Without clusters where it holds none, as a share of a device may; RuntimeError if not one block
+    fits.
+    """
+    most = largest_cluster(facts.capability) if cluster_limit is None else cluster_limit
+    plan = make_plan(shared_limit=facts.shared_most, cluster_limit=most)
+    kernel = driver.kernel(plan, facts)
+    resident = driver.resident(kernel, plan.block, plan.shared_bytes) * facts.multiprocessors
+    if plan.cluster > 1:
+        clusters = driver.clusters(kernel, plan)
+        resident = resident if clusters is None else clusters * plan.cluster
+        if resident < plan.cluster:
+            return fit(driver, facts, make_plan, 1)
+    if resident == 0:
+        raise no_block_fits(plan.block)
+    return Fit(plan, kernel, resident)
 
 
 def check_device(cupy: Any) -> None:
@@ -61,6 +99,7 @@ def make_driver(cupy: Any) -> Driver:
     driver, lock = cupy.cuda.driver, threading.Lock()
     facts_of: dict[int, Facts] = {}
     functions: dict[tuple[int, Plan], Any] = {}
+    clusters_of: dict[int, int | None] = {}
 
     def facts(device: int) -> Facts:
         if device not in facts_of:
@@ -78,6 +117,11 @@ def make_driver(cupy: Any) -> Driver:
     def resident(function: Any, block: int, shared_bytes: int) -> int:
         return driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, block, shared_bytes)
 
+    def clusters(function: Any, plan: Plan) -> int | None:
+        if function.ptr not in clusters_of:
+            clusters_of[function.ptr] = _ask_clusters(function.ptr, plan)
+        return clusters_of[function.ptr]
+
     def launch(
         function: Any, grid: int, block: int, shared_bytes: int, parameters: bytes, together: bool
     ) -> None:
@@ -85,7 +129,7 @@ def make_driver(cupy: Any) -> Driver:
         value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
         function((grid,), (block,), (value,), shared_bytes, enable_cooperative_groups=together)
 
-    return Driver(facts, kernel, resident, launch)
+    return Driver(facts, kernel, resident, clusters, launch)
 
 
 def _read_facts(cupy: Any, device: int) -> Facts:
@@ -100,6 +144,24 @@ def _read_facts(cupy: Any, device: int) -> Facts:
         attributes["MaxSharedMemoryPerBlockOptin"],
         attributes["MaxSharedMemoryPerBlock"],
     )
+
+
+def _ask_clusters(function: int, plan: Plan) -> int | None:
+    """Return how many clusters of the plan the current device holds; None if it does not say."""
+    # CuPy has no such call. The size of a cluster is the one that the kernel was compiled with.
+    try:
+        from cuda.bindings import driver  # noqa: PLC0415  # only where there is CUDA
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.blockDimX = plan.cluster, plan.block
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        config.sharedMemBytes = plan.shared_bytes
+        status, found = driver.cuOccupancyMaxActiveClusters(driver.CUfunction(function), config)
+    except Exception:  # noqa: BLE001  # ImportError, or what its loader raises
+        return None
+    if status == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+        return 0
+    return int(found) if status == driver.CUresult.CUDA_SUCCESS else None
 
 
 def _load(cupy: Any, plan: Plan, about: Facts) -> Any:

@@ -1,10 +1,10 @@
 """
 How `layer_norm.cu` is compiled and launched for given data: arithmetic, threads, chunks, memory.
 
-Everything that decides a bit of a result (arithmetic aside, which the device decides) is a
-function of dtype, rows and n alone: never of the number of multiprocessors, of alignment or of
-what else runs. The grid and the way of adding up the partial sums depend on the device, and
-change no bit.
+Everything that decides a bit of a result is a function of dtype, rows and n, and of what the kind of
+device decides: arithmetic, and how long a row may be before it is shared or read again. Never of
+the number of multiprocessors, of alignment or of what else runs. The grid and the way of adding up
+the partial sums depend on the device, and change no bit.
 """
 
 from __future__ import annotations
@@ -34,19 +34,30 @@ _FAST_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 # Ways of adding up the chunks, `Parameters.final_mode`.
 ONE_CHUNK, TICKETS, GRID_BARRIER = 0, 1, 2
 
-# Unsigned 32-bit words, zero before the first launch that ever uses them: the grid barrier, a
-# ticket for each segment, the ticket of the segments.
-COUNTERS = 32
+# Unsigned 32-bit words, zero before the first launch that ever uses them: the grid barrier; for
+# each block of the largest cluster a ticket for each segment and the ticket of the segments.
+COUNTERS = 128
 
 # Chunks are summed in this many runs of neighbours, and these in order: enough to keep loads of
 # the final sum in flight, few enough for one word of `COUNTERS` each.
 _SEGMENTS = 8
+
+# Blocks that may share a row. More than 8 are not portable: a device may refuse them (CUDA
+# programming guide, thread block clusters).
+_CLUSTERS = (1, 2, 4, 8)
+
+# Compute capability from which on blocks form clusters (the same chapter).
+_CLUSTERED = (9, 0)
 
 # With less than this to add up, one block does it while a second round of tickets would wait.
 _ONE_SEGMENT_BYTES = 200 << 10
 
 # Chunks of the backward: two blocks on each of 128 multiprocessors (132 on an H100: 97 % busy).
 _CHUNKS = 256
+
+# Blocks of a cluster times chunks. One block of 512 threads on each of 132 multiprocessors, less
+# what does not make up a cluster, is at most 16 clusters of 8 or 66 of 2: about four turns each.
+_CLUSTERED_CHUNKS = 512
 
 # Rows of a chunk at least, so that writing the partial sums stays below a tenth of the traffic;
 # and at most, for each row slot, so that a plain float64 sum errs by at most 2**-46 of its terms.
@@ -74,10 +85,12 @@ _FLAG_BYTES = 16
 # Shared memory that every device grants without being asked.
 SHARED_BYTES = 48 << 10
 
-# Elements a thread holds at once, of each tensor, by bytes of an element: the forward; the
-# backward with its sums over rows in registers; with these in shared memory. One vector more and
-# the compiler spills at 128 registers a thread (tests/test_kernel_compile.py).
+# Elements a thread holds at once, of each tensor, by bytes of an element: the forward, and that of
+# a cluster, where more of them make the cluster smaller; the backward with its sums over rows in
+# registers; with these in shared memory. One vector more and the compiler spills at 128 registers
+# a thread, in the backward (tests/test_kernel_compile.py).
 _FORWARD_ELEMENTS = {2: 16, 4: 8, 8: 4}
+_CLUSTERED_FORWARD_ELEMENTS = {2: 16, 4: 16, 8: 8}
 _BACKWARD_ELEMENTS = {2: 8, 4: 8, 8: 2}
 _SHARED_SUM_ELEMENTS = {2: 16, 4: 16, 8: 4}
 
@@ -97,6 +110,13 @@ class Plan(NamedTuple):
     chunk_rows: int
     segments: int
     workspace_bytes: int
+    # Blocks that share a row.
+    cluster: int = 1
+
+
+def largest_cluster(capability: tuple[int, int]) -> int:
+    """Return how many blocks may share a row on a device of this compute capability."""
+    return _CLUSTERS[-1] if capability >= _CLUSTERED else 1
 
 
 def arithmetic(capability: tuple[int, int], *arrays: object) -> int:
@@ -113,23 +133,30 @@ def plan_forward(
     which: int,
     *,
     shared_limit: int = SHARED_BYTES,
+    cluster_limit: int = 1,
 ) -> Plan:
     """
     Return how to compile and launch the forward for x of `rows` rows of `n` elements.
 
-    `shared_limit` is the shared memory that a block may ask for on this device.
+    `shared_limit` is the shared memory that a block may ask for on this device, `cluster_limit`
+    the blocks that may share a row.
     """
-    table = _row_threads(
-        n, x, _FORWARD_ELEMENTS[x.itemsize], (which == DOUBLE_PAIRS) != _is_wide(x)
-    )
+    mixed = (which == DOUBLE_PAIRS) != _is_wide(x)
+    for cluster in _clusters(cluster_limit):
+        elements = _FORWARD_ELEMENTS if cluster == 1 else _CLUSTERED_FORWARD_ELEMENTS
+        table = _row_threads(-(-n // cluster), x, elements[x.itemsize], mixed)
+        if table.vectors:
+            break
+    else:
+        cluster = 1
     block = table.threads * table.slots
-    shared = _reduction_bytes(block, which)
+    shared = _reduction_bytes(block, which, cluster)
     staged = 2 * table.columns * _held_bytes(which)
     # What is past the default limit is not worth the blocks that it displaces.
     is_staged = table.vectors > 0 and shared + staged <= min(SHARED_BYTES, shared_limit)
     return Plan(
         "layer_norm_forward",
-        _defines(True, x, x, which, table, is_staged, False),
+        _defines(True, x, x, which, table, is_staged, False, cluster),
         block,
         table.slots,
         shared + (staged if is_staged else 0),
@@ -137,6 +164,7 @@ def plan_forward(
         rows,
         1,
         0,
+        cluster,
     )
 
 
@@ -149,18 +177,26 @@ def plan_backward(
     *,
     summing: bool = True,
     shared_limit: int = SHARED_BYTES,
+    cluster_limit: int = 1,
 ) -> Plan:
     """
     Return how to compile and launch the backward.
 
     `summing` tells whether dgamma or dbeta is wanted; dx has the same bits either way.
     `shared_limit` is the shared memory that a block may ask for on this device: with 128 KiB,
-    rows twice as long, or more, are read once.
+    rows twice as long, or more, are read once. `cluster_limit` is how many blocks may share a row:
+    with 8, rows eight times as long.
     """
-    table, shared_sums = _backward_threads(n, x, dy, which, shared_limit)
+    for cluster in _clusters(cluster_limit):
+        share = -(-n // cluster)
+        table, shared_sums = _backward_threads(share, x, dy, which, shared_limit, cluster)
+        if table.vectors:
+            break
+    else:
+        cluster = 1
     block = table.threads * table.slots
     number, pair = _number_bytes(which), _pair_bytes(which)
-    shared = _reduction_bytes(block, which)
+    shared = _reduction_bytes(block, which, cluster)
     sums = 0
     if shared_sums:
         sums = 2 * table.columns * number
@@ -172,7 +208,8 @@ def plan_backward(
     of_chunks = sums + (staged if is_staged else 0)
     if table.vectors == 0:
         of_chunks = GENERIC_ROWS * _PROJECTION_BYTES
-    chunk_rows = _chunk_rows(rows, table.slots)
+    wanted = _CHUNKS if cluster == 1 else _CLUSTERED_CHUNKS // cluster
+    chunk_rows = _chunk_rows(rows, table.slots, wanted)
     chunks = max(1, -(-rows // chunk_rows))
     if summing and table.vectors == 0 and chunks == 1 and rows > GENERIC_ROWS:
         # It would go back to partial sums that one chunk has no workspace for.
@@ -182,7 +219,7 @@ def plan_backward(
     segments = 1 if partials <= _ONE_SEGMENT_BYTES else min(_SEGMENTS, chunks)
     return Plan(
         "layer_norm_backward",
-        _defines(False, x, dy, which, table, is_staged, shared_sums),
+        _defines(False, x, dy, which, table, is_staged, shared_sums, cluster),
         block,
         table.slots,
         # The final sum takes the place of what the chunks needed.
@@ -191,6 +228,7 @@ def plan_backward(
         chunk_rows,
         segments,
         partials + 2 * n * pair * segments if summing and chunks > 1 else 0,
+        cluster,
     )
 
 
@@ -203,6 +241,11 @@ def final_mode(plan: Plan, grid: int, resident_blocks: int) -> int:
     """
     if plan.workspace_bytes == 0:
         return ONE_CHUNK
+    # How many clusters are resident is an estimate of the driver's, which "is not guaranteed to be
+    # achievable" (CUDA driver API, cuOccupancyMaxActiveClusters). Their last blocks share the
+    # columns instead.
+    if plan.cluster > 1:
+        return TICKETS
     # With one segment the last block is done before all blocks could have met.
     if plan.segments == 1 or grid > resident_blocks:
         return TICKETS
@@ -213,7 +256,7 @@ def grid_blocks(plan: Plan, rows: int, resident_blocks: int) -> int:
     """Return the number of blocks to launch, given how many the device holds at once."""
     forward = plan.entry == "layer_norm_forward"
     work = -(-rows // plan.rows_per_block) if forward else plan.chunks
-    return max(1, min(work, resident_blocks))
+    return plan.cluster * max(1, min(work, resident_blocks // plan.cluster))
 
 
 # struct Parameters of layer_norm.cu, field by field.
@@ -284,6 +327,10 @@ class _Table(NamedTuple):
     columns: int
 
 
+def _clusters(limit: int) -> list[int]:
+    return [blocks for blocks in _CLUSTERS if blocks <= limit]
+
+
 def _row_threads(n: int, x: np.dtype[np.generic], elements: int, mixed: bool) -> _Table:
     """Return the table's line for rows of n, of which a thread holds `elements` at most."""
     vector = _VECTOR_BYTES // x.itemsize
@@ -306,7 +353,12 @@ def _row_threads(n: int, x: np.dtype[np.generic], elements: int, mixed: bool) ->
 
 
 def _backward_threads(
-    n: int, x: np.dtype[np.generic], dy: np.dtype[np.generic], which: int, shared_limit: int
+    n: int,
+    x: np.dtype[np.generic],
+    dy: np.dtype[np.generic],
+    which: int,
+    shared_limit: int,
+    cluster: int,
 ) -> tuple[_Table, bool]:
     """Return the table's line, and whether the sums over rows are in shared memory."""
     mixed = dy != x or (which == DOUBLE_PAIRS) != _is_wide(x)
@@ -319,22 +371,23 @@ def _backward_threads(
     # With gamma beside the sums: read from memory, it takes registers that are not there.
     shared = longer.columns * (2 * _number_bytes(which) + _held_bytes(which))
     block = longer.threads * longer.slots
-    if longer.vectors == 0 or _reduction_bytes(block, which) + shared > shared_limit:
+    if longer.vectors == 0 or _reduction_bytes(block, which, cluster) + shared > shared_limit:
         return table, False
     return longer, True
 
 
-def _chunk_rows(rows: int, slots: int) -> int:
+def _chunk_rows(rows: int, slots: int, chunks: int) -> int:
     most = max(512, _MOST_ROWS_PER_SLOT * slots)
-    # A multiple of 256 chunks keeps every multiprocessor as busy as 256 do.
-    waves = max(1, -(-rows // (_CHUNKS * most)))
-    least = max(_LEAST_ROWS, -(-rows // (_CHUNKS * waves)))
+    # A multiple of so many chunks keeps every multiprocessor as busy as they do.
+    waves = max(1, -(-rows // (chunks * most)))
+    least = max(_LEAST_ROWS, -(-rows // (chunks * waves)))
     return -(-least // slots) * slots
 
 
-def _reduction_bytes(block: int, which: int) -> int:
-    """Return the bytes of a flag, and of two turns of two sums for every warp."""
-    return _FLAG_BYTES + 2 * 2 * -(-block // _WARP) * _number_bytes(which)
+def _reduction_bytes(block: int, which: int, cluster: int) -> int:
+    """Return the bytes of a flag, and of two turns of two sums for every warp, and every block."""
+    sums = -(-block // _WARP) + (cluster if cluster > 1 else 0)
+    return _FLAG_BYTES + 2 * 2 * sums * _number_bytes(which)
 
 
 def _defines(
@@ -345,6 +398,7 @@ def _defines(
     table: _Table,
     is_staged: bool,
     shared_sums: bool,
+    cluster: int,
 ) -> tuple[str, ...]:
     block = table.threads * table.slots
     values = {
@@ -360,5 +414,6 @@ def _defines(
         # Two blocks of 256 or one of 512 on a multiprocessor: 128 registers a thread, and 168
         # where two have 192. Pairs of float64 for a vector of eight 16-bit elements take more.
         "LEAST_BLOCKS": 1 if _is_crowded(x, which) else max(1, _LONGEST_BLOCK // block),
+        "CLUSTER": cluster,
     }
     return tuple(f"-DLN_{name}={value}" for name, value in values.items())

@@ -9,6 +9,7 @@ for it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,6 @@ from stablenorm.kernels._cuda_errors import (
     explained,
     is_cuda,
     needs_copy,
-    no_block_fits,
     other_devices,
 )
 from stablenorm.kernels._cuda_plan import (
@@ -44,6 +44,9 @@ from stablenorm.kernels._cuda_plan import (
 # What the driver says when blocks that wait for one another would not all fit, whatever was
 # computed before: another process, or a share of the device, may take multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
+
+# And where blocks that share a row do not fit side by side, if it could not be asked before.
+_NO_CLUSTER = "INVALID_CLUSTER_SIZE"
 
 _plan_forward = functools.lru_cache(1024)(plan_forward)
 _plan_backward = functools.lru_cache(1024)(plan_backward)
@@ -70,7 +73,14 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     _on(device, _backward, dy, x, gamma, statistics, out)
 
 
-def forward_small(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Any:
+def forward_small(
+    x: Any,
+    gamma: Array | None,
+    beta: Array | None,
+    eps: float,
+    y: Any,
+    in_place: bool,  # noqa: ARG001
+) -> Any:
     """Do what `forward` does: there is no shorter way for few elements."""
     return forward(x, gamma, beta, eps, y)[:3]
 
@@ -92,8 +102,7 @@ def _forward(
     cupy: Any, device: int, x: Folded, gamma: Any, beta: Any, eps: float, y: Folded
 ) -> Statistics:
     rows, n = x.shape
-    facts = _driver().facts(device)
-    which = arithmetic(facts.capability, x, gamma, beta)
+    which = arithmetic(_driver().facts(device).capability, x, gamma, beta)
     statistics = _new_statistics(cupy, rows, which)
     if rows == 0:
         return statistics
@@ -103,7 +112,7 @@ def _forward(
     _launch(
         cupy,
         device,
-        _plan_forward(rows, n, x.dtype, which, shared_limit=facts.shared_most),
+        functools.partial(_plan_forward, rows, n, x.dtype, which),
         (rows, n),
         capturing,
         **_addresses(statistics),
@@ -139,13 +148,11 @@ def _backward(
         return
     capturing = _capturing(cupy)
     arrays = (x, dy, gamma, *out[1:], statistics.rstd_lo)
-    facts = _driver().facts(device)
-    which = arithmetic(facts.capability, *arrays)
-    wanted = {
-        "summing": out.dgamma is not None or out.dbeta is not None,
-        "shared_limit": facts.shared_most,
-    }
-    plan = _plan_backward(rows, n, x.dtype, dy.dtype, which, **wanted)
+    which = arithmetic(_driver().facts(device).capability, *arrays)
+    summing = out.dgamma is not None or out.dbeta is not None
+    make_plan = functools.partial(
+        _plan_backward, rows, n, x.dtype, dy.dtype, which, summing=summing
+    )
     sources = _read(cupy, "x", x, capturing), _read(cupy, "dy", dy, capturing)
     scale = _flat(cupy, "gamma", gamma, capturing)
     target = None if folded is None else _write(cupy, "out.dx", folded, capturing)
@@ -161,7 +168,7 @@ def _backward(
     _launch(
         cupy,
         device,
-        plan,
+        make_plan,
         (rows, n),
         capturing,
         **_addresses(statistics),
@@ -184,33 +191,39 @@ def _backward(
 
 
 def _launch(
-    cupy: Any, device: int, plan: Plan, shape: tuple[int, int], capturing: bool, **values: Any
+    cupy: Any,
+    device: int,
+    make_plan: Callable[..., Plan],
+    shape: tuple[int, int],
+    capturing: bool,
+    cluster_limit: int | None = None,
+    **values: Any,
 ) -> None:
     """Launch once: every block that waits for others is resident, or none waits."""
     driver = _driver()
     facts = driver.facts(device)
-    kernel = driver.kernel(plan, facts)
-    each = driver.resident(kernel, plan.block, plan.shared_bytes)
-    if each == 0:
-        raise no_block_fits(plan.block)
-    resident = each * facts.multiprocessors
+    plan, kernel, resident = _cuda_device.fit(driver, facts, make_plan, cluster_limit)
     grid = grid_blocks(plan, shape[0], resident)
     mode = final_mode(plan, grid, resident if facts.cooperative else 0)
     room = _cuda_workspace.room(cupy, device, plan.workspace_bytes, capturing)
-    values |= {"partials": room.partials, "counters": room.counters}
+    given = {**values, "partials": room.partials, "counters": room.counters}
 
     def launch(mode: int) -> None:
-        parameters = pack_parameters(plan, *shape, **values, final_mode=mode)
+        parameters = pack_parameters(plan, *shape, **given, final_mode=mode)
         launched = plan.shared_bytes, parameters, mode == GRID_BARRIER
         driver.launch(kernel, grid, plan.block, *launched)
 
     try:
         launch(mode)
     except RuntimeError as error:
-        if mode != GRID_BARRIER or _TOO_MANY not in str(error):
+        # Refused before anything ran.
+        if mode == GRID_BARRIER and _TOO_MANY in str(error):
+            # Tickets give the same bits and need no company.
+            launch(TICKETS)
+        elif plan.cluster > 1 and _NO_CLUSTER in str(error):
+            _launch(cupy, device, make_plan, shape, capturing, 1, **values)
+        else:
             raise
-        # Refused before anything ran. Tickets give the same bits and need no company.
-        launch(TICKETS)
 
 
 def _on(device: int, function: Any, *arguments: Any) -> Any:

@@ -17,24 +17,29 @@
 //   LN_SHARED_SUMS  1: the sums over the rows of a chunk are kept in shared memory, not registers;
 //                   backward only, one row in hand at a time
 //   LN_LEAST_BLOCKS blocks that are to fit a multiprocessor
+//   LN_CLUSTER      blocks that share a row, each LN_ROW_THREADS * LN_VECTORS vectors of it: 1, or
+//                   2, 4 or 8 where a block has one row, in registers. Compute capability 9.0
+//                   and above; the grid must be a multiple of it
 // Entry points: extern "C" __global__ void layer_norm_forward(Parameters) and
 // layer_norm_backward(Parameters): one argument, by value, 208 bytes. Grid and block are
 // one-dimensional. Shared memory is dynamic only. The grid may have any number of blocks up to
-// the chunks (backward); with final_mode 2 all of them must be resident (cooperative launch).
+// the chunks (backward), where those of a cluster count as one; with final_mode 2 all of them must
+// be resident (cooperative launch), and there must be no clusters.
 //
 // Limits
 // ------
 // Arithmetic 1 scales the rows of x and eps, whatever their size; gamma, dy and their products
 // must be zero or between 2**-850 and 2**850, or low words are lost (below) and sums overflow
 // (above). Arithmetic 2 has 48 bits: a float32 result errs by at most 1 ulp, or, where it cancels,
-// by 2**-44 (dgamma, dbeta: 2**-40) of the sum of magnitudes that it is made of; dgamma of rows
-// below 2**-100 whose eps is of ordinary size, which is subnormal, by 2**-150 for each row. dy *
-// gamma must be zero or between 2**-75 and 2**75. With LN_VECTORS 0 the backward reads x twice and dy three
-// times, from caches where they allow: no clusters of blocks keep such rows on chip.
+// by 2**-44 (dgamma, dbeta: 2**-40) of the sum of magnitudes that it is made of. dy * gamma must
+// be zero or between 2**-75 and 2**75; sums over rows must stay below 2**118, or low words
+// overflow. With LN_VECTORS 0 the backward reads x twice and dy three times, from caches where they
+// allow: rows that neither a block nor a cluster of them holds.
 //
 // What the compiler or a host shim must provide
 // ---------------------------------------------
-// __global__, __device__, __forceinline__, __launch_bounds__, __align__, __shared__;
+// __global__, __device__, __forceinline__, __launch_bounds__, __cluster_dims__, __align__,
+// __shared__;
 // threadIdx.x, blockIdx.x, gridDim.x;
 // __syncthreads, __threadfence, __shfl_xor_sync(mask, v, lanes) of float and double with all 32
 // lanes, atomicAdd(unsigned*, unsigned), atomicInc(unsigned*, unsigned), __nanosleep(unsigned);
@@ -43,7 +48,8 @@
 // __fdiv_rn, __fsqrt_rn; __double2float_rn, __double2float_rz;
 // __float_as_uint, __uint_as_float, __double_as_longlong, __longlong_as_double.
 // Where __CUDA_ARCH__ is not defined, the two float16 conversions are done on integers instead of
-// by the instruction, and `load_acquire` is an atomicAdd of 0.
+// by the instruction, `load_acquire` is an atomicAdd of 0, and for LN_CLUSTER above 1 there must be
+// __cluster_sync() and __cluster_map_shared_rank(pointer, rank).
 
 // The fields of pack_parameters in _cuda_plan.py, in the same order. Strides are in elements.
 struct Parameters {
@@ -63,7 +69,7 @@ struct Parameters {
                           // and null after a forward of that
     void* partials;       // (chunks, 2, n) numbers: dgamma, dbeta of each chunk
     void* segment_sums;   // (segments, 2, n) pairs of words
-    unsigned* counters;   // (32), all zero before first use; left fit for the next launch
+    unsigned* counters;   // (128), all zero before first use; left fit for the next launch
     long long rows, n, x_stride, dy_stride, out_stride;
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     double eps;
@@ -74,12 +80,19 @@ struct Parameters {
 };
 
 #include "layer_norm_numbers.cuh"
+#include "layer_norm_clusters.cuh"
 #include "layer_norm_memory.cuh"
 #include "layer_norm_rows.cuh"
 
+#if LN_CLUSTER > 1
+#define LN_CLUSTER_DIMS __cluster_dims__(LN_CLUSTER, 1, 1)
+#else
+#define LN_CLUSTER_DIMS
+#endif
+
 #if LN_FORWARD
 
-extern "C" __global__ void __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
+extern "C" __global__ void LN_CLUSTER_DIMS __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
 layer_norm_forward(const Parameters p) {
     extern __shared__ __align__(16) unsigned char shared[];
     Reduction reduction = {reinterpret_cast<Number*>(shared + FLAG_BYTES), 0};
@@ -93,18 +106,19 @@ layer_norm_forward(const Parameters p) {
         // Orders both before their first use.
         __syncthreads();
     }
+    begin_cluster();
     const X* x = static_cast<const X*>(p.x);
     X* y = static_cast<X*>(p.out);
-    const long long step = (long long)gridDim.x * SLOTS;
-    long long row = (long long)blockIdx.x * SLOTS + threadIdx.x / ROW_THREADS;
+    const long long step = (long long)teams() * SLOTS;
+    long long row = (long long)team() * SLOTS + threadIdx.x / ROW_THREADS;
     Columns<X> next;
     open(next, x + row * p.x_stride, row < p.rows, p.n);
-    // As many turns for every thread of the block, rows past the end masked: barriers are legal.
-    for (long long base = (long long)blockIdx.x * SLOTS; base < p.rows; base += step, row += step) {
+    // As many turns for every thread of the cluster, rows past the end masked: barriers are legal.
+    for (long long base = (long long)team() * SLOTS; base < p.rows; base += step, row += step) {
         const Columns<X> current = next;
         open(next, x + (row + step) * p.x_stride, row + step < p.rows, p.n);
         const Row statistic = statistics(current, p, reduction);
-        if (current.present > 0 && row_thread() == 0) keep(statistic, p, row);
+        if (current.present > 0 && row_thread() == 0 && rank() == 0) keep(statistic, p, row);
         X* out = y + row * p.out_stride;
         const bool aligned = is_aligned(out);
 #pragma unroll
@@ -130,7 +144,7 @@ layer_norm_forward(const Parameters p) {
 #include "layer_norm_sums.cuh"
 #include "layer_norm_chunks.cuh"
 
-extern "C" __global__ void __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
+extern "C" __global__ void LN_CLUSTER_DIMS __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
 layer_norm_backward(const Parameters p) {
     extern __shared__ __align__(16) unsigned char shared[];
     volatile unsigned* flag = reinterpret_cast<unsigned*>(shared);
@@ -146,7 +160,8 @@ layer_norm_backward(const Parameters p) {
     }
     const Work work = {static_cast<const X*>(p.x), static_cast<const DY*>(p.dy),
                        static_cast<X*>(p.out), p.dgamma != nullptr || p.dbeta != nullptr};
-    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
+    begin_cluster();
+    for (long long chunk = team(); chunk < p.chunks; chunk += teams()) {
         const long long first = chunk * p.chunk_rows;
         const long long stop = first + p.chunk_rows < p.rows ? first + p.chunk_rows : p.rows;
         if (RESIDENT)
@@ -157,7 +172,7 @@ layer_norm_backward(const Parameters p) {
                           reinterpret_cast<Projection*>(beyond));
         if (work.summing && p.final_mode == 1) finish_by_tickets(p, chunk, flag);
     }
-    if (work.summing && p.final_mode == 2) {
+    if (CLUSTER == 1 && work.summing && p.final_mode == 2) {
         grid_barrier(p.counters);
         finish_spread(p, reinterpret_cast<Pair*>(rest));
     }

@@ -71,7 +71,7 @@ LN_INLINE void pull_back(const Projection& of, const Vector<X>& xs, const Vector
         if (summing) {
             // dy is 0 past the end of the row, and a row past the last has xhat = 0.
             add_to_dgamma(dgamma[i * SUM_STRIDE], of.row, cotangent, element);
-            accumulate(dbeta[i * SUM_STRIDE], number(cotangent));
+            add_to_dbeta(dbeta[i * SUM_STRIDE], cotangent);
         }
         if (dx != nullptr) {
             const Number q = centered_g(cotangent, gamma.at(col + i), of.mean_g);

@@ -87,7 +87,7 @@ struct Parameter {
     int type;
     long long n;
     Held neutral;
-    const Held* staged; // (COLUMNS) in shared memory, if LN_STAGED
+    const Held* staged; // (COLUMNS) of this block in shared memory, if LN_STAGED
 
     LN_INLINE Held read(long long col) const {
         return p != nullptr && col < n ? parameter(p, type, col) : neutral;
@@ -95,11 +95,14 @@ struct Parameter {
 
     // The caller's next __syncthreads orders this before the first use.
     LN_INLINE void stage(Held* shared) {
-        for (int col = threadIdx.x; col < COLUMNS; col += BLOCK) shared[col] = read(col);
+        for (int col = threadIdx.x; col < COLUMNS; col += BLOCK)
+            shared[col] = read(first_column() + col);
         staged = shared;
     }
 
-    LN_INLINE Word at(long long col) const { return LN_STAGED ? staged[col] : read(col); }
+    LN_INLINE Word at(long long col) const {
+        return LN_STAGED ? staged[col - first_column()] : read(col);
+    }
 };
 
 #if LN_ARITHMETIC == 0
@@ -126,16 +129,21 @@ LN_INLINE void store_number(Pair* p, Pair v) {
 
 // ---- sums over the elements of a row ----
 
-// Shared memory: a flag, then two turns of two numbers for each warp, then what the kernels say.
+// Shared memory: a flag; two turns of two numbers for each warp, and for each block of a cluster;
+// then what the kernels say.
 constexpr int FLAG_BYTES = 16;
-constexpr int REDUCTION_BYTES = 2 * 2 * WARPS * sizeof(Number);
+constexpr int REDUCTION_BYTES = 2 * 2 * (WARPS + (CLUSTER > 1 ? CLUSTER : 0)) * sizeof(Number);
 
 struct Reduction {
-    Number* sums; // (2, 2, WARPS)
+    Number* sums; // (2, 2, WARPS), then (2, 2, CLUSTER)
     int turn;
 
+    // Where the blocks of the cluster leave their sums in this turn.
+    LN_INLINE Number* of_blocks() { return sums + 2 * 2 * WARPS + turn * 2 * CLUSTER; }
+
     // Replace each of `count` numbers by its sum over the threads of a row, in all of them. A
-    // fixed tree: lanes by halves, then warps in order. Every thread of the block must call it.
+    // fixed tree: lanes by halves, then warps in order, then blocks. Every thread of the block, and
+    // of its cluster, must call it.
     template <int count> LN_INLINE void sum(Number (&v)[count]) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
@@ -144,7 +152,7 @@ struct Reduction {
             for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2)
                 v[i] = add(v[i], exchanged(v[i], lanes));
         }
-        if (ROW_THREADS <= WARP) return;
+        if (ROW_THREADS <= WARP && CLUSTER == 1) return;
         const int warp = threadIdx.x / WARP;
         Number* mine = sums + turn * 2 * WARPS;
         if (threadIdx.x % WARP == 0)
@@ -157,6 +165,14 @@ struct Reduction {
             v[i] = mine[i * WARPS + first];
             for (int w = 1; w < ROW_WARPS; ++w) v[i] = add(v[i], mine[i * WARPS + first + w]);
         }
+#if LN_CLUSTER > 1
+        const Number* all = of_blocks();
+        gather(of_blocks(), v);
+        for (int i = 0; i < count; ++i) {
+            v[i] = all[i * CLUSTER];
+            for (int b = 1; b < CLUSTER; ++b) v[i] = add(v[i], all[i * CLUSTER + b]);
+        }
+#endif
         turn ^= 1;
     }
 
@@ -173,7 +189,7 @@ struct Reduction {
             Word other = __shfl_xor_sync(ALL_LANES, v, lanes);
             v = other > v ? other : v;
         }
-        if (ROW_THREADS <= WARP) return v;
+        if (ROW_THREADS <= WARP && CLUSTER == 1) return v;
         const int warp = threadIdx.x / WARP;
         Number* mine = sums + turn * 2 * WARPS;
         if (threadIdx.x % WARP == 0) mine[warp].hi = v;
@@ -184,6 +200,12 @@ struct Reduction {
             Word other = mine[first + w].hi;
             v = other > v ? other : v;
         }
+#if LN_CLUSTER > 1
+        const Number* all = of_blocks();
+        const Number one[1] = {number(v)};
+        gather(of_blocks(), one);
+        for (int b = 0; b < CLUSTER; ++b) v = all[b].hi > v ? all[b].hi : v;
+#endif
         turn ^= 1;
         return v;
     }
@@ -192,7 +214,7 @@ struct Reduction {
 
 // ---- rows ----
 
-// The elements of a row that a thread has: vectors ROW_THREADS apart.
+// The elements of a row that a thread has: vectors ROW_THREADS apart, in the columns of its block.
 template <class T> struct Columns {
     const T* row;
     Index present; // of the row: n, or 0 for a row past the end
@@ -203,7 +225,7 @@ template <class T> struct Columns {
 LN_INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
 
 LN_INLINE Index column(Index vector) {
-    return (vector * ROW_THREADS + row_thread()) * VECTOR;
+    return first_column() + (vector * ROW_THREADS + row_thread()) * VECTOR;
 }
 
 LN_INLINE int count_from(Index col, Index n) {

@@ -39,7 +39,9 @@ constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(X);
 constexpr bool RESIDENT = LN_VECTORS > 0;
 constexpr int VECTORS = RESIDENT ? LN_VECTORS : 1;
+// Of a block: those of a row, or of the part of it that one block of a cluster has.
 constexpr int COLUMNS = ROW_THREADS * VECTORS * VECTOR;
+constexpr int CLUSTER = LN_CLUSTER;
 // Columns of rows that fit registers are counted in 32 bits, offsets always in 64.
 #if LN_VECTORS
 using Index = int;

@@ -79,33 +79,50 @@ LN_INLINE void add_product(Number& sum, Word dy, Number xhat) {
     accumulate(sum, loose_product(dy, xhat));
 }
 
-// dgamma is summed in a scale of its own: a sum of subnormals has low words too.
-#if LN_ARITHMETIC == 2
-constexpr int DGAMMA_SCALE = 0;
-#else
-constexpr int DGAMMA_SCALE = 128;
-#endif
-
 LN_INLINE Pair pair_of(double v) {
     Word hi = (Word)v;
     return {hi, (Word)(v - (double)hi)};
 }
 
+#if LN_ARITHMETIC == 2
+// The low word of a sum over rows is kept so many times as large: what is below 2**-149 would be
+// lost from every term of a dgamma that is subnormal. Half an ulp of the high word becomes at most
+// the high word itself, so that no range is lost; each row loses 2**-174, which for all 2**23 of a
+// tall array is still a quarter of the last subnormal's unit.
+constexpr float LOW_SCALE = 0x1p24f;
+
+LN_INLINE void add_to_dbeta(Number& sum, Word dy) {
+    const Pair high = two_sum(sum.hi, dy);
+    sum = {high.hi, fma_rn(high.lo, LOW_SCALE, sum.lo)};
+}
+
 LN_INLINE void add_to_dgamma(Number& sum, const Row& row, Word dy, Word v) {
     const Number product = product_with_rstd(row, v);
     if (scale_left(row) == 0) {
-        add_product(sum, mul(dy, (Word)power_of_two(DGAMMA_SCALE)), product);
+        const Pair term = loose_product(dy, product), high = two_sum(sum.hi, term.hi);
+        sum = {high.hi, fma_rn(add(high.lo, term.lo), LOW_SCALE, sum.lo)};
         return;
     }
-#if LN_ARITHMETIC == 2
-    // Where xhat is subnormal the product is too, and is rounded to that grid once: xhat rounded
-    // to it first would err by dy times as much.
+    // xhat may be subnormal, and the product with it: both in float64, whose range holds them.
     const double xhat = add((double)product.hi, (double)product.lo);
-    accumulate(sum, pair_of(scaled(mul((double)dy, xhat), scale_left(row))));
-#else
-    add_product(sum, dy, shifted(product, scale_left(row) + DGAMMA_SCALE));
-#endif
+    const double term = scaled(mul((double)dy, xhat), scale_left(row));
+    const Word near = (Word)term;
+    const Pair high = two_sum(sum.hi, near);
+    const Word below = (Word)mul(add(term, -(double)near), (double)LOW_SCALE);
+    sum = {high.hi, fma_rn(high.lo, LOW_SCALE, add(sum.lo, below))};
 }
+#else
+// dgamma is summed in a scale of its own: a sum of subnormals has low words too.
+constexpr int DGAMMA_SCALE = 128;
+
+LN_INLINE void add_to_dgamma(Number& sum, const Row& row, Word dy, Word v) {
+    const Number product = product_with_rstd(row, v);
+    if (scale_left(row) == 0)
+        add_product(sum, mul(dy, (Word)power_of_two(DGAMMA_SCALE)), product);
+    else
+        add_product(sum, dy, shifted(product, scale_left(row) + DGAMMA_SCALE));
+}
+#endif
 
 LN_INLINE int row_exponent(Word largest) {
     const bool moderate = largest <= (Word)power_of_two(MODERATE) &&
@@ -311,6 +328,10 @@ LN_INLINE Row kept(const Parameters& p, long long at, bool present) {
     row.shift = -mul(p.mean_lo[at], row.rstd);
     return row;
 }
+#endif
+
+#if LN_ARITHMETIC != 2
+LN_INLINE void add_to_dbeta(Number& sum, Word dy) { accumulate(sum, number(dy)); }
 #endif
 
 LN_INLINE int scale_of(const Row& row) {

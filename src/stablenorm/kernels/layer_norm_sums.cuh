@@ -11,18 +11,45 @@
 // ---- sums over rows ----
 
 // A sum over chunks in order: it keeps what rounding takes from it.
+#if !LN_PAIRS
 LN_INLINE void add_to(Pair& total, Word term) {
     const Pair sum = two_sum(total.hi, term);
     total = {sum.hi, add(total.lo, sum.lo)};
 }
+#endif
 
+// `settled_total`: the low word at most half an ulp of the high one. `merged`: the sum of two
+// that are settled, and settled.
+#if LN_ARITHMETIC == 2
+// Low words are LOW_SCALE times as large, here and everywhere below.
+LN_INLINE void add_to(Pair& total, Pair term) {
+    const Pair sum = two_sum(total.hi, term.hi);
+    total = {sum.hi, fma_rn(sum.lo, LOW_SCALE, add(total.lo, term.lo))};
+}
+
+LN_INLINE Pair settled_total(Pair total) {
+    const Word low = mul(total.lo, 1 / LOW_SCALE);
+    const Pair sum = two_sum(total.hi, low);
+    // Where `low` is subnormal it is not all of the low word.
+    return {sum.hi, fma_rn(sum.lo, LOW_SCALE, fma_rn(-low, LOW_SCALE, total.lo))};
+}
+
+LN_INLINE Pair merged(Pair a, Pair b) {
+    add_to(a, b);
+    return settled_total(a);
+}
+#else
 LN_INLINE void add_to(Pair& total, Pair term) {
     const Pair sum = two_sum(total.hi, term.hi);
     total = {sum.hi, add(total.lo, add(sum.lo, term.lo))};
 }
 
+LN_INLINE Pair settled_total(Pair total) { return two_sum(total.hi, total.lo); }
+LN_INLINE Pair merged(Pair a, Pair b) { return add(a, b); }
+#endif
+
 #if LN_PAIRS
-LN_INLINE Number collapsed(Pair total) { return two_sum(total.hi, total.lo); }
+LN_INLINE Number collapsed(Pair total) { return settled_total(total); }
 #else
 LN_INLINE Number collapsed(Pair total) { return add(total.hi, total.lo); }
 #endif
@@ -38,7 +65,7 @@ LN_INLINE void write_total(const Parameters& p, int which, long long col, Pair t
     void* out = which == 0 ? p.dgamma : p.dbeta;
     const int type = which == 0 ? p.gamma_type : p.beta_type;
     if (out == nullptr) return;
-    total = two_sum(total.hi, total.lo);
+    total = settled_total(total);
     // The error of an infinite sum is a NaN.
     if (!is_finite(total.hi)) total.lo = 0;
 #if LN_ARITHMETIC == 1
@@ -78,7 +105,7 @@ LN_INLINE Pair segment_total(const Parameters& p, int segment, int which, long l
 #pragma unroll 4
     for (int chunk = first; chunk < stop; ++chunk)
         add_to(total, load_number(partial_at(p, chunk, which, col)));
-    return two_sum(total.hi, total.lo);
+    return settled_total(total);
 }
 
 // ---- blocks meet ----
@@ -128,8 +155,20 @@ LN_INLINE bool is_last(unsigned* ticket, unsigned of, volatile unsigned* flag) {
     return *flag != 0;
 }
 
-// Counters: the grid barrier, the tickets of up to 8 segments, the ticket of the last segment.
+// Counters: the grid barrier; then for each rank of a cluster the tickets of up to 8 segments and
+// the ticket of the last segment. Blocks of one rank have the same columns in every chunk: they
+// wait for nothing that the others sum.
 constexpr int MOST_SEGMENTS = 8;
+
+LN_INLINE unsigned* tickets_of(const Parameters& p) {
+    return p.counters + 1 + rank() * (MOST_SEGMENTS + 1);
+}
+
+// Where the columns of this block end.
+LN_INLINE long long stop_column(const Parameters& p) {
+    const long long stop = first_column() + COLUMNS;
+    return CLUSTER == 1 || stop > p.n ? p.n : stop;
+}
 
 LN_INLINE Pair* segment_sum_at(const Parameters& p, int segment, int which, long long col) {
     return static_cast<Pair*>(p.segment_sums) + (2LL * segment + which) * p.n + col;
@@ -140,19 +179,19 @@ LN_INLINE void finish_by_tickets(const Parameters& p, long long chunk, volatile 
     const int per = chunks_per_segment(p), segment = (int)(chunk / per);
     const int segments = (p.chunks + per - 1) / per, first = segment * per;
     const int members = (first + per < p.chunks ? first + per : p.chunks) - first;
-    if (!is_last(p.counters + 1 + segment, members, flag)) return;
+    if (!is_last(tickets_of(p) + segment, members, flag)) return;
     for (int which = 0; which < 2; ++which)
-        for (long long col = threadIdx.x; col < p.n; col += BLOCK) {
+        for (long long col = first_column() + threadIdx.x; col < stop_column(p); col += BLOCK) {
             const Pair total = segment_total(p, segment, which, col);
             if (segments == 1) write_total(p, which, col, total);
             else store_number(segment_sum_at(p, segment, which, col), total);
         }
-    if (segments == 1 || !is_last(p.counters + 1 + MOST_SEGMENTS, segments, flag)) return;
+    if (segments == 1 || !is_last(tickets_of(p) + MOST_SEGMENTS, segments, flag)) return;
     for (int which = 0; which < 2; ++which)
-        for (long long col = threadIdx.x; col < p.n; col += BLOCK) {
+        for (long long col = first_column() + threadIdx.x; col < stop_column(p); col += BLOCK) {
             Pair total = load_number(segment_sum_at(p, 0, which, col));
             for (int s = 1; s < segments; ++s)
-                total = add(total, load_number(segment_sum_at(p, s, which, col)));
+                total = merged(total, load_number(segment_sum_at(p, s, which, col)));
             write_total(p, which, col, total);
         }
 }
@@ -172,7 +211,7 @@ LN_INLINE void finish_spread(const Parameters& p, Pair* sums) {
         __syncthreads();
         if (warp == 0 && col < p.n) {
             Pair total = sums[lane];
-            for (int s = 1; s < segments; ++s) total = add(total, sums[s * WARP + lane]);
+            for (int s = 1; s < segments; ++s) total = merged(total, sums[s * WARP + lane]);
             write_total(p, which, col, total);
         }
         // Orders these reads before the next group is written.

@@ -1,0 +1,102 @@
+"""
+What the tests of arrays on a CUDA device share: a fake CuPy and device in place, and its arrays.
+
+Loaded by path, as tests/fake_cupy.py is: tests are no package.
+"""
+
+import functools
+import importlib.util
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stablenorm import layer_norm_forward
+from stablenorm.kernels import _cuda_workspace, cuda
+from stablenorm.kernels._cuda_plan import PARAMETER_NAMES
+
+_spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).parent / "fake_cupy.py")
+fake = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(fake)
+
+needs_shim = pytest.mark.skipif(
+    bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"
+)
+
+
+def raising(error):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+# The bits of the CPU, without compiling anything.
+host_forward = functools.partial(layer_norm_forward, backend="numpy")
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    module = fake.make_module()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(_cuda_workspace, "_kept", type(_cuda_workspace._kept)())
+    monkeypatch.setattr(cuda, "_driver", raising(AssertionError("no device was put in place")))
+    return module
+
+
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture
+def use(cupy, builds, monkeypatch):
+    """Return a function that puts a device in place and returns the list of its launches."""
+
+    def put(**facts):
+        assert sys.modules["cupy"] is cupy
+        driver, launches = fake.make_driver(builds, **facts)
+        monkeypatch.setattr(cuda, "_driver", lambda: driver)
+        return launches
+
+    return put
+
+
+@pytest.fixture
+def launches(use):
+    return use()
+
+
+def on_device(array, device=0):
+    return fake.ndarray(np.array(array, order="K", copy=True), device)
+
+
+def problem(rng, shape, dtype, gamma_dtype=None):
+    x, dy = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    gamma, beta = (rng.standard_normal(shape[-1]).astype(gamma_dtype or dtype) for _ in range(2))
+    return x, gamma, beta, dy
+
+
+def assert_bits(actual, expected):
+    assert type(actual) is fake.ndarray
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.get().tobytes() == expected.tobytes()
+
+
+def parameters(launch):
+    return dict(zip(PARAMETER_NAMES, struct.unpack("<16Q6qd6i", launch.parameters), strict=True))
+
+
+def failing(use, monkeypatch, error):
+    """Put a device in place whose launches fail with `error` after the first forward."""
+    launches = use(run=False)
+    ones = np.ones((300, 33), np.float32)
+    _, cache = layer_norm_forward(on_device(ones), on_device(ones[0]))
+    driver = cuda._driver()
+    monkeypatch.setattr(cuda, "_driver", lambda: driver._replace(launch=raising(error)))
+    return cache, launches, driver
