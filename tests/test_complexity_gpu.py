@@ -71,13 +71,13 @@ def _seen(record, inputs, outputs):
     }
 
 
-def _run(folder, shape, dtype, limit):
+def _run(folder, shape, dtype, limit, cluster_limit=1):
     rng = np.random.default_rng(0)
     kind = np.dtype(ml_dtypes.bfloat16) if dtype == "bfloat16" else np.dtype(dtype)
     x, dy = (rng.standard_normal(shape).astype(kind) for _ in range(2))
     gamma, beta = (rng.uniform(0.5, 1.5, shape[1]).astype(kind) for _ in range(2))
     setting = host.PLAIN._replace(resident=BLOCKS)
-    options = {"text": _source(), "count": True}
+    options = {"text": _source(), "count": True, "cluster_limit": cluster_limit}
     forward = host.forward(folder, x, gamma, beta, 1e-5, setting, **options)
     kept = {name: forward.arrays[name] for name in host.STATISTICS[:3]}
     backward = host.backward(folder, dy, x, gamma, kept, setting, shared_limit=limit, **options)
@@ -89,8 +89,10 @@ def _run(folder, shape, dtype, limit):
     }
 
 
-def _counted(shape, dtype, direction, limit):
-    launch = job.launch_gpu(direction, shape, dtype, shared_limit=limit, blocks=BLOCKS)
+def _counted(shape, dtype, direction, limit, cluster_limit=1):
+    launch = job.launch_gpu(
+        direction, shape, dtype, shared_limit=limit, blocks=BLOCKS, cluster_limit=cluster_limit
+    )
     cost = count_all("fused GPU", direction, shape, dtype, launch=launch)
     return {
         name: getattr(cost, name) for name in ("single", "fused", "divisions", "read", "written")
@@ -124,6 +126,15 @@ def test_counts_with_sums_in_shared_memory_are_those_of_a_run(folder):
     assert _counted(shape, dtype, "backward", ASKED) != _counted(shape, dtype, "backward", DEFAULT)
     found = _run(folder, shape, dtype, ASKED)["backward"]
     assert _counted(shape, dtype, "backward", ASKED) == found
+
+
+# One chunk; chunks in one segment; in eight, whose sums the last blocks write and read again.
+@pytest.mark.parametrize("shape", [(3, 9000), (20, 9001), (150, 9000)])
+def test_counts_of_clusters_are_those_of_a_run(folder, shape):
+    seen = _run(folder, shape, "float32", DEFAULT, 8)
+    for direction, found in seen.items():
+        assert _counted(shape, "float32", direction, DEFAULT, 8) == found, direction
+        assert _counted(shape, "float32", direction, DEFAULT) != found, direction
 
 
 def test_memory_moves_what_no_kernel_can_do_without():

@@ -233,18 +233,18 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
 
 
 MEASURED = """
-import sys
-from numba.core import event
+import re, sys
 from stablenorm import cli
 
 def peak():
-    return [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0]
+    text = open("/proc/self/status").read()
+    high, files = (int(re.search(name + r":\\s*(\\d+)", text)[1]) for name in ("VmHWM", "RssFile"))
+    # Without the pages of libraries, of which the system maps as many as it happens to have.
+    return high - files
 
-with event.install_recorder("numba:compile") as compiled:
-    for name in sys.argv[1:]:
-        assert cli.main(["diagnose", name, "--top", "1"]) == 0
-        print(peak(), file=sys.stderr)
-print(len(compiled.buffer), file=sys.stderr)
+for name in sys.argv[1:]:
+    assert cli.main(["diagnose", name, "--top", "1"]) == 0
+    print(peak(), file=sys.stderr)
 """
 
 
@@ -262,15 +262,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     rows = 1 << 16
     files = [sparse(tmp_path / "small.npy", 1 << 13), sparse(tmp_path / "large.npy", rows)]
     command = [sys.executable, "-c", MEASURED, *files]
-    # The first ever call compiles, which takes 75 MB; what it compiles is then on the disk, if
-    # anything can be.
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        small, large, compilations = map(int, done.stderr.split())
-        if not compilations:
-            break
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    small, large = map(int, done.stderr.split())
     assert f"constant: {rows} rows" in done.stdout
     # 32 MiB and 256: a block more of either would be 4.
     assert large - small < 4 << 10
-    # The gate is 200 MB, for 4 GB: nothing in it depends on the size.
-    assert compilations or large < 200e6 / 1024
+    # The gate is 200 MB, for 4 GB: nothing in it depends on the size. Measured: 80, or 145 where
+    # the first ever call compiles.
+    assert large < 200e6 / 1024

@@ -198,15 +198,23 @@ def launch_gpu(
     *,
     shared_limit: int = _GPU_SHARED,
     blocks: int = _GPU_BLOCKS,
+    cluster_limit: int | None = None,
 ) -> Launch:
-    """Return how the GPU kernel is launched where `blocks` fit at once; the default is an H100."""
+    """
+    Return how the GPU kernel is launched where `blocks` fit at once; the default is an H100.
+
+    `cluster_limit` is how many blocks may share a row, as many as there by default.
+    """
     plans = importlib.import_module("stablenorm.kernels._cuda_plan")
     (rows, n), x = matrix, type_of(dtype)
     which = plans.arithmetic(_GPU_CAPABILITY, np.empty(0, x))
+    if cluster_limit is None:
+        cluster_limit = plans.largest_cluster(_GPU_CAPABILITY)
+    limits = {"shared_limit": shared_limit, "cluster_limit": cluster_limit}
     plan = (
-        plans.plan_forward(rows, n, x, which, shared_limit=shared_limit)
+        plans.plan_forward(rows, n, x, which, **limits)
         if direction == "forward"
-        else plans.plan_backward(rows, n, x, x, which, shared_limit=shared_limit)
+        else plans.plan_backward(rows, n, x, x, which, **limits)
     )
     defined = dict(define.removeprefix("-DLN_").split("=") for define in plan.defines)
     return Launch(
@@ -218,6 +226,7 @@ def launch_gpu(
         plan.chunk_rows,
         plan.segments,
         plans.grid_blocks(plan, rows, blocks),
+        plan.cluster,
     )
 
 

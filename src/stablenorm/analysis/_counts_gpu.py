@@ -8,7 +8,9 @@ as many as a block has in hand. What is one number a row each of its threads cal
 A sum over the threads of a row takes `halvings` additions in each: lanes by halves, then warps.
 
 Sums over rows are kept for a chunk of rows, then `parts` of them (none if there is one chunk) are
-written and added up in the same launch, in `segments`, these by `merges`. xhat is counted once
+written and added up in the same launch, in `segments`, these by `merges`. Rows too long for one
+block are shared by a cluster of them, which are counted as one; its last blocks write the sums of
+the `ticketed` segments, and read them again to add them up. xhat is counted once
 where both dx and dgamma need it: a compiler shares it. Forwards run in `blocks`, each of which
 reads gamma and beta once (`staged`, 0 or 1), or for every row (`unstaged`).
 """
@@ -33,6 +35,8 @@ class Launch(NamedTuple):
     chunk_rows: int
     segments: int
     blocks: int
+    # Blocks of a cluster.
+    cluster: int = 1
 
 
 # Rows of which the backward without registers keeps what it needs to go through their columns.
@@ -42,8 +46,11 @@ _VECTOR_BYTES, _WARP = 16, 32
 
 def count_lanes(launch: Launch, rows: int, n: int, s: int) -> dict[str, int]:
     """Give the names of the formulas below their values."""
-    threads, slots, chunks = launch.threads, launch.slots, launch.chunks
+    slots, chunks, cluster = launch.slots, launch.chunks, launch.cluster
+    threads = launch.threads * cluster
     columns = threads * launch.vectors * (_VECTOR_BYTES // s)
+    # Lanes by halves, then the warps of a block, then the blocks of a cluster, one by one.
+    lanes, warps = min(launch.threads, _WARP), max(launch.threads // _WARP, 1)
     if launch.vectors == 0:
         turn = threads * (_VECTOR_BYTES // s)
         columns = -(-n // turn) * turn
@@ -58,15 +65,16 @@ def count_lanes(launch: Launch, rows: int, n: int, s: int) -> dict[str, int]:
         "threads": threads,
         "columns": columns,
         "filled": -(-rows // slots) * slots,
-        "halvings": min(threads, _WARP).bit_length() - 1 + max(threads // _WARP, 1) - 1,
+        "halvings": lanes.bit_length() - 1 + warps - 1 + cluster - 1,
         "again": int(launch.vectors == 0),
         "staged": int(launch.staged),
         "unstaged": int(not launch.staged),
-        "blocks": launch.blocks,
+        "blocks": launch.blocks // cluster,
         "chunks": chunks,
         "parts": parts,
         "segments": segments,
         "merges": max(0, segments - 1),
+        "ticketed": segments if cluster > 1 and segments > 1 else 0,
         # Sums that are settled when they are put away: by every lane, or for each slot of a column.
         "settled": again * columns if slots == 1 else chunks * slots * n,
         "put": again * n if parts else 0,
@@ -159,10 +167,11 @@ GPU_BACKWARD = (
     Term(
         "chunks added up, rounded once",
         "14 parts n + 12 segments n + 40 merges n + 12 n",
-        fetched="2 parts n",
+        fetched="2 parts n + 4 ticketed n",
         stored="2 n",
-        read="16 parts n",
-        written="2 n s",
+        kept="4 ticketed n",
+        read="16 parts n + 32 ticketed n",
+        written="2 n s + 32 ticketed n",
         memory="2 n s",
     ),
 )
