@@ -196,8 +196,8 @@ def speed_table() -> list[str]:
     return lines
 
 
-def measure_file(gigabytes: float) -> tuple[float, float, float]:
-    """Diagnose a file of that size; return its bytes, the peak memory of the process, seconds."""
+def measure_file(gigabytes: float) -> tuple[float, float, float, float]:
+    """Diagnose a file of that size; return its bytes, peak memory, that of libraries, seconds."""
     n, block = 1024, 4096
     rows = round(gigabytes * 1e9 / 4 / n)
     values = np.random.default_rng(0).standard_normal((block, n), np.float32)
@@ -265,8 +265,8 @@ extreme size are predicted in NumPy, and take longer too.
 
 A file of {size / 1e9:.1f} GB (float32, n = 1024) took {seconds:.1f} s and {peak / 1e6:.0f} MB at its peak, Python, NumPy and Numba
 included: {mapped / 1e6:.0f} MB of that are pages of libraries, of which the system maps as many as it has at hand
-and which processes share, {(peak - mapped) / 1e6:.0f} MB its own. The first ever call, which compiles, takes half as much
-again. Nothing in it grows with the size of the file.
+and which processes share, {(peak - mapped) / 1e6:.0f} MB its own. The first ever call, which compiles, takes more.
+Nothing in it grows with the size of the file.
 """
     )
     print(PAGE.read_text())
