@@ -147,7 +147,7 @@ def of_call() -> dict[str, Callable[[], Any]]:
         "layer_norm_forward": lambda: layer_norm_forward(x, gamma, beta),
         "layer_norm_backward": lambda: layer_norm_backward(x, cache),
         "the compiled forward, called from Python": lambda: job(
-            x, gamma, beta, 1e-5, y, numbers, tile_rows, NO_CREW, 0
+            x, gamma, beta, 1e-5, y, False, numbers, tile_rows, NO_CREW, 0
         ),
         "two arrays made: y and the statistics": lambda: (
             np.empty((1, 1, 64), dtype),

@@ -37,6 +37,11 @@ _BACKENDS = {"reference": "numpy", "fused CPU": "numba"}
 ROUNDS, LIMIT = 11, 12.0
 # Of these seconds, what each of the eight shapes of the sweep may take.
 _SWEEP_PART = 1 / 12
+# What is timed three times as often, in turns of its own.
+_BOUND_BY_MEMORY = (
+    *("copy", "copy, one thread", "copy in the caches"),
+    *("fused CPU forward", "fused CPU backward"),
+)
 # Growth: the whole and halves of it, down to an eighth.
 _HALVES = 4
 # The GPU that the counts are of: an H100, 132 multiprocessors, of which each holds two blocks; its
@@ -280,9 +285,11 @@ def _measure(
     problem: Problem, dtype: str, threads: int, rounds: int, limit: float
 ) -> tuple[dict[str, Timing], dict[str, dict[str, float]]]:
     """
-    Time the implementations, copies of the same size and the loops of the ceilings, all in turn.
+    Time the implementations, copies of the same size and the loops of the ceilings, in turn.
 
-    In turn: the machine may be slower while others use it, and then all of these are.
+    In turn: the machine may be slower while others use it, and then all of these are. What memory
+    bounds has a turn of its own, which takes a quarter of a second: within the seconds that all of
+    them take, memory has been seen to become twice as fast.
     """
     loops = importlib.import_module("stablenorm._ceilings")
     kinds = {"x": type_of(dtype), "word": np.dtype(np.float64)}
@@ -296,7 +303,10 @@ def _measure(
         together, rate = make_together(every, count)
         calls |= {f"{which}: {name}": call for name, call in together.items()}
         finish.append((which, rate))
-    timings = measure_interleaved(calls, rounds=rounds, limit=limit)
+    bound = {name: call for name, call in calls.items() if name in _BOUND_BY_MEMORY}
+    timings = measure_interleaved(bound, rounds=3 * rounds, limit=limit)
+    others = {name: call for name, call in calls.items() if name not in bound}
+    timings |= measure_interleaved(others, rounds=rounds, limit=limit)
     rates = {
         # The lower quartile: of loops that touch no memory all else is disturbance.
         which: {name: rate(name, timings[f"{which}: {name}"].low) for name in every}

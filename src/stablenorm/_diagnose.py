@@ -18,9 +18,11 @@ from stablenorm.analysis._diagnose_predict import Room, measured_rows
 from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.backends import choose
 
-# Elements and rows of a block. What is predicted of 8192 rows stays in a second-level cache; a
-# sweep over 4 million elements takes a millisecond, ten times what it takes to call it.
-_ELEMENTS, _ROWS = 1 << 22, 1 << 13
+# Elements and rows of a block, a millisecond's work each: ten times what it takes to hand one to a
+# thread, and to add up what comes of it.
+_ELEMENTS, _ROWS = 1 << 22, 1 << 15
+# Of fewer rows, so many blocks, for threads to share, as long as these are a quarter of that.
+_BLOCKS = 8
 
 # Rows of so few elements have condition numbers of their own.
 _FEW = 2
@@ -119,7 +121,7 @@ def diagnose(
 
 def rows_of_block(rows: int, n: int) -> int:
     """Return how many rows to take at a time."""
-    return max(1, min(rows, _ROWS, _ELEMENTS // n))
+    return max(1, min(rows, max(rows // _BLOCKS, _ROWS // 4), _ROWS, _ELEMENTS // n))
 
 
 def fastest_instruments(shared: bool = True) -> Instruments:

@@ -11,7 +11,7 @@ import numpy as np
 from stablenorm._types import Array
 from stablenorm.analysis._diagnose_advice import advice
 from stablenorm.analysis._diagnose_conditions import MARKS, names_of
-from stablenorm.analysis._diagnose_count import Instruments, no_counts
+from stablenorm.analysis._diagnose_count import Counts, Instruments, no_counts
 from stablenorm.analysis._diagnose_methods import METHODS
 from stablenorm.analysis._diagnose_predict import PerRow, limits, room_for
 from stablenorm.analysis.families import format_of
@@ -82,6 +82,15 @@ class Summary(NamedTuple):
     largest_lost: dict[str, float]
 
 
+class Block(NamedTuple):
+    """Some rows, and what is found of them."""
+
+    x: Array
+    found: PerRow
+    rank: Array
+    counts: Counts
+
+
 class Collector:
     """Takes blocks of rows, one after the other."""
 
@@ -95,21 +104,25 @@ class Collector:
         # For so many rows: those of a file may be too many.
         self._kept = room_for(keep)
         self._worst: list[tuple[float, int, Row]] = []
-        self._counts = no_counts(format_of(dtype).p)
+        self._p = format_of(dtype).p
+        self._counts = no_counts(self._p)
 
-    def measure(self, x: Array, first: int) -> PerRow:
+    def measure(self, x: Array, first: int) -> Block:
         """Return what is known of rows, (rows, n), of the dtype, from `first` on; any thread may."""
         rows, keeps = len(x), len(self._kept.marks)
         into = self._kept.rows(first, first + rows) if keeps else room_for(rows)
         self._instruments.measure(x, self._limits, self._eps, into)
-        return into.per_row()
+        found, counts = into.per_row(), no_counts(self._p)
+        return Block(x, found, self._instruments.add(found, *counts), counts)
 
-    def add(self, found: PerRow, x: Array) -> None:
+    def add(self, block: Block) -> None:
         """Take the next rows, and what is known of them."""
-        rank = self._instruments.add(found, *self._counts)
+        for total, part in zip(self._counts[:-1], block.counts[:-1], strict=True):
+            np.add(total, part, out=total)
+        np.maximum(self._counts.largest, block.counts.largest, out=self._counts.largest)
         if self._top:
-            self._rank(found, x, rank)
-        self._rows += len(x)
+            self._rank(block.found, block.x, block.rank)
+        self._rows += len(block.x)
 
     def _rank(self, found: PerRow, x: Array, rank: Array) -> None:
         """Keep the rows of the highest rank, of equals the first ones."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm._recycling import empty
 from stablenorm._types import Array
 from stablenorm.analysis._diagnose_conditions import conditions, marks
 from stablenorm.analysis._diagnose_methods import METHODS, lost_bits
@@ -64,9 +65,9 @@ def room_for(rows: int) -> Room:
     """Return room for so many rows, with anything in it."""
     numbers = len(PerRow._fields) - len(Room._fields[1:])
     return Room(
-        np.empty((numbers, rows)),
-        np.empty((len(METHODS), rows), np.float32),
-        np.empty(rows, np.uint16),
+        empty((numbers, rows), np.dtype(np.float64)),
+        empty((len(METHODS), rows), np.dtype(np.float32)),
+        empty((rows,), np.dtype(np.uint16)),
     )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.analysis import _diagnose_plot, _diagnose_text
-from stablenorm.analysis._diagnose_collect import Collector, Row, Summary
+from stablenorm.analysis._diagnose_collect import Block, Collector, Row, Summary
 from stablenorm.analysis._diagnose_count import Instruments
 from stablenorm.analysis._diagnose_methods import METHODS, title_of
 from stablenorm.analysis._diagnose_predict import PerRow
@@ -184,15 +184,15 @@ def diagnose_blocks(
     dtype = np.dtype(dtype)
     collector = Collector(n, dtype, eps, instruments, top, rows if keep_rows else 0)
 
-    def measured(block: Array, first: int) -> tuple[PerRow, Array]:
-        """Return what is found in a block, whose first row that is, and the block in its dtype."""
+    def measured(block: Array, first: int) -> Block:
+        """Return what is found in a block, whose first row that is."""
         # What is too large for a narrower dtype is infinite in it, and counted as that.
         with np.errstate(all="ignore"):
             x = block.astype(dtype, copy=False)
-        return collector.measure(x, first), x
+        return collector.measure(x, first)
 
-    for found, x in _in_order(measured, blocks, threads):
-        collector.add(found, x)
+    for found in _in_order(measured, blocks, threads):
+        collector.add(found)
     return Diagnosis(
         shape,
         dtype.name,
