@@ -27,7 +27,7 @@ _ROWS = 8
 # Eight rows of these are 16 KiB in float64: half of the smallest first-level cache of today.
 _COLUMNS = 256
 # Rounds of a call: two to four milliseconds, in which starting threads, a tenth of one, hardly shows.
-# A quarter of that made reading float32, the shortest, look three times as slow: an addition's time
+# A quarter of that made reading float32, the shortest, look much slower: an addition's time
 # is taken off, and so all that is amiss counts twice.
 _ADDITIONS, _PASSES = 1 << 22, 1 << 15
 # Vectors in flight: latency 4, two a cycle, 64 bytes each on the widest of today's processors.
