@@ -140,7 +140,8 @@ def inspect(
     Count, measure the ceilings and the implementations, sweep; `step` is told what goes on.
 
     At most `rounds` of each timing, and, once there are three, none that begins after `limit`
-    seconds; of the sweep, two thirds as many and another `limit`.
+    seconds; of what memory bounds, three times as many and another `limit`; of the sweep, two thirds
+    as many and another.
     """
     matrix = (math.prod(shape[:-1]), shape[-1])
     tiles = count_tiles(*matrix)
