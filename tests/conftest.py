@@ -15,8 +15,8 @@ import pytest
 
 from stablenorm.backends import BACKENDS
 
-# For `from checked_operations import check`: test files are no package.
-sys.path.insert(0, str(Path(__file__).parent))
+# For `from checked_operations import check`: test files are no package, nor are those of the shim.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -1,25 +1,18 @@
 """
 What the tests of arrays on a CUDA device share: a fake CuPy and device in place, and its arrays.
-
-Loaded by path, as tests/fake_cupy.py is: tests are no package.
 """
 
 import functools
-import importlib.util
 import struct
 import sys
-from pathlib import Path
 
+import fake_cupy as fake
 import numpy as np
 import pytest
 
 from stablenorm import layer_norm_forward
 from stablenorm.kernels import _cuda_workspace, cuda
 from stablenorm.kernels._cuda_plan import PARAMETER_NAMES
-
-_spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).parent / "fake_cupy.py")
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
 
 needs_shim = pytest.mark.skipif(
     bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"

@@ -1,8 +1,5 @@
 """Calls that several threads share: arguments, fixtures, and interpreters of their own."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import numpy as np
@@ -46,14 +43,3 @@ def run(x, gamma, beta, dy):
 
 def helpers_alive():
     return [thread for thread in threading.enumerate() if thread.name == "stablenorm"]
-
-
-def python(code, *, timeout=60, flags=(), **environment):
-    return subprocess.run(
-        [sys.executable, "-W", "error", *flags, "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **environment},
-    )

@@ -6,10 +6,9 @@ tensor. A rounding or a widening that one instruction of a GPU does, and the hos
 taken out first; so is the second xhat of an element, which any compiler shares with the first.
 """
 
-import importlib.util
-import sys
 from pathlib import Path
 
+import layer_norm_host as host
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,16 +18,6 @@ from stablenorm.analysis.complexity import count_all
 
 SHIM = Path(__file__).parent / "shim"
 
-
-def _load(name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, SHIM / f"{name}.py")
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-host = _load("layer_norm_host")
 pytestmark = pytest.mark.skipif(bool(host.host_shim.why_not()), reason=host.host_shim.why_not())
 
 # Not the kernel's: what the host does in the place of one conversion; and what compilers share.

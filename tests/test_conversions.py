@@ -1,29 +1,12 @@
 """From and to 16 bits: each conversion of the compiled kernels against `_rounding.round_to`."""
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from interpreter import python
 
 from stablenorm import layer_norm
 
 pytest.importorskip("numba")
-
-
-def python(code, **environment):
-    """Run `code` in a fresh interpreter with warnings as errors; return what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
 
 
 OLD_PROCESSOR = """

@@ -4,29 +4,16 @@ Kernels on a CUDA device, without one: how they are loaded and launched, and wha
 CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on the CPU.
 """
 
-import importlib.util
 import sys
 import types
-from pathlib import Path
 
+import cuda_fixtures as device
 import numpy as np
 import pytest
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.kernels import _cuda_device, _cuda_errors, _cuda_workspace, cuda
 
-
-def load(name):
-    """Import a file of tests: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-device = load("cuda_fixtures")
 fake = device.fake
 # Fixtures are found by their names in this module.
 cupy = device.cupy

@@ -4,11 +4,10 @@ Streams, graphs and memory of a CUDA device, without one.
 CuPy is a fake one (tests/fake_cupy.py).
 """
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
+import cuda_fixtures as device
 import numpy as np
 import pytest
 
@@ -16,18 +15,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cuda import CudaWorkspace
 from stablenorm.kernels import _cuda_workspace, cuda
 
-
-def load(name):
-    """Import a file of tests: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-device = load("cuda_fixtures")
 fake = device.fake
 # Fixtures are found by their names in this module.
 cupy = device.cupy

@@ -1,25 +1,11 @@
 """The host shim finds what it is there to find: each test plants one fault in a small kernel."""
 
-import importlib.util
 import struct
-import sys
-from pathlib import Path
 
+import host_shim
 import numpy as np
 import pytest
 
-
-def load(name):
-    """Import a file of tests/shim: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / "shim" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-host_shim = load("host_shim")
 pytestmark = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not())
 
 # The sum of x (n): warps by shuffles, blocks in shared memory, the grid by tickets. `fault` plants

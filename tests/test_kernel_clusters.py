@@ -1,10 +1,8 @@
 """layer_norm.cu on the host where several blocks share a row: contract, bits, schedules, faults."""
 
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 
+import layer_norm_host as host
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,18 +11,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.kernels import _cuda_plan
 from stablenorm.oracle import exact_layer_norm
 
-
-def load(name):
-    """Import a file of tests/shim: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / "shim" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-host = load("layer_norm_host")
 pytestmark = pytest.mark.skipif(bool(host.host_shim.why_not()), reason=host.host_shim.why_not())
 
 Setting, FAST, SLOW = host.Setting, host.FAST, host.SLOW

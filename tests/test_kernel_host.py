@@ -1,11 +1,9 @@
 """layer_norm.cu on the host: contract, bits, bounds and schedules, without a GPU."""
 
 import functools
-import importlib.util
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
+import layer_norm_host as host
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,18 +13,6 @@ from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.kernels import _cuda_plan
 from stablenorm.oracle import exact_layer_norm
 
-
-def load(name):
-    """Import a file of tests/shim: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / "shim" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-host = load("layer_norm_host")
 pytestmark = pytest.mark.skipif(bool(host.host_shim.why_not()), reason=host.host_shim.why_not())
 
 Setting, FAST, SLOW = host.Setting, host.FAST, host.SLOW

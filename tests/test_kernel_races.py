@@ -1,9 +1,6 @@
 """layer_norm.cu on threads under ThreadSanitizer: clean, and not without its fences and barriers."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
+import layer_norm_host as host
 import numpy as np
 import pytest
 
@@ -11,18 +8,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.kernels import _cuda_plan
 from stablenorm.kernels._cuda_plan import DTYPE_CODES, GRID_BARRIER, TICKETS
 
-
-def load(name):
-    """Import a file of tests/shim: tests are no package."""
-    if name not in sys.modules:
-        path = Path(__file__).parent / "shim" / f"{name}.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-host = load("layer_norm_host")
 host_shim = host.host_shim
 pytestmark = pytest.mark.skipif(
     bool(host_shim.why_not_threads()), reason=host_shim.why_not_threads()

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 import tracemalloc
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from interpreter import python
 
 import stablenorm
 from stablenorm import layer_norm_backward, layer_norm_forward
@@ -17,20 +17,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 pytest.importorskip("numba")
 
 PACKAGE = Path(stablenorm.__file__).parent
-
-
-def python(code, *, timeout=120, **environment):
-    """Run `code` in a fresh interpreter with warnings as errors; return what it printed."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    return result.stdout
 
 
 # ---- without Numba ----

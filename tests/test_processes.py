@@ -10,7 +10,8 @@ import traceback
 
 import pytest
 import shared_calls
-from shared_calls import helpers_alive, make, python, run
+from interpreter import run_python
+from shared_calls import helpers_alive, make, run
 
 from stablenorm import _threads
 
@@ -144,7 +145,7 @@ raise SystemExit("the child hangs")
 @forking
 def test_fork_during_the_first_call_of_another_thread():
     flags = ("-W", "ignore::DeprecationWarning")
-    result = python(FORK_DURING_THE_FIRST_CALL, flags=flags)
+    result = run_python(FORK_DURING_THE_FIRST_CALL, flags=flags)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -208,7 +209,7 @@ print("end", flush=True)
 @pytest.mark.parametrize("daemon", [False, True])
 def test_the_interpreter_ends_at_once(daemon):
     """Right after a parallel call; and with calls of daemon threads going on."""
-    result = python(EXIT.format(daemon=daemon), timeout=30)
+    result = run_python(EXIT.format(daemon=daemon), timeout=30)
     assert (result.returncode, result.stdout, result.stderr) == (0, "end\n", "")
 
 
@@ -257,7 +258,7 @@ loop()
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no such timer")
 def test_keyboard_interrupts():
-    result = python(INTERRUPTED)
+    result = run_python(INTERRUPTED)
     assert result.stderr.splitlines()[-1] == "KeyboardInterrupt"
     assert result.returncode == -signal.SIGINT
     assert result.stdout == "2\n"

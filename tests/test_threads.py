@@ -8,7 +8,8 @@ import weakref
 import numpy as np
 import pytest
 import shared_calls
-from shared_calls import helpers_alive, make, python, run
+from interpreter import run_python
+from shared_calls import helpers_alive, make, run
 
 import stablenorm
 from stablenorm import _threads, layer_norm, layer_norm_backward, layer_norm_forward
@@ -164,10 +165,10 @@ print(sum(thread.name == "stablenorm" for thread in threading.enumerate()))
 
 
 def test_numba_num_threads_of_a_fresh_process():
-    assert python(COUNT_HELPERS, NUMBA_NUM_THREADS="3").stdout == "2\n"
-    assert python(COUNT_HELPERS, NUMBA_NUM_THREADS="1").stdout == "0\n"
+    assert run_python(COUNT_HELPERS, NUMBA_NUM_THREADS="3").stdout == "2\n"
+    assert run_python(COUNT_HELPERS, NUMBA_NUM_THREADS="1").stdout == "0\n"
     # Not Numba's own warning, nor "Numba cannot be loaded": with warnings as errors, this is all.
-    failed = python(COUNT_HELPERS, NUMBA_NUM_THREADS="two")
+    failed = run_python(COUNT_HELPERS, NUMBA_NUM_THREADS="two")
     assert failed.stderr.splitlines()[-1] == (
         "ValueError: NUMBA_NUM_THREADS must be a positive integer, got 'two'; unset or correct it"
     )

@@ -115,17 +115,13 @@ def backward_plain(dy: Any, cache: Cache, out: Any) -> Gradients | None:
         return None
     chosen = BACKENDS[name]
     if size < SMALL:
+        lengths_of_each = (shape, lengths, lengths)
+        found = out
         if out is None:
-            found: Any = (
-                np.empty(shape, _FLOAT32),
-                np.empty(lengths, _FLOAT32),
-                np.empty(lengths, _FLOAT32),
-            )
-        elif type(out) is Gradients or (type(out) is tuple and len(out) == 3):
-            if not all(map(_can_be_written, out, (shape, lengths, lengths))):
-                return None
-            found = out
-        else:
+            found = [np.empty(each, _FLOAT32) for each in lengths_of_each]
+        elif not (isinstance(out, tuple) and len(out) == len(lengths_of_each)) or not all(
+            map(_can_be_written, out, lengths_of_each)
+        ):
             return None
         small = _new_tuple(Gradients, found)
         return small if chosen.backward_small(dy, x, gamma, statistics, *small) else None

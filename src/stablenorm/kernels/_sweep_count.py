@@ -28,20 +28,12 @@ _TOGETHER = 256
 
 
 @inner
-def _largest(bits, before):
-    """Return the largest of positive numbers given as integers, of those that are finite."""
+def _largest(bits, infinity, before):
+    """Return the largest of `before` and of finite numbers >= 0, all given as their bits."""
     largest = before
     for row in range(bits.size):
         # Integers, whose largest LLVM finds eight at a time; that of floats is a matter of order.
-        largest = max(largest, bits[row] if bits[row] < _INFINITY else np.uint64(0))
-    return largest
-
-
-@inner
-def _largest_single(bits, before):
-    largest = before
-    for row in range(bits.size):
-        largest = max(largest, bits[row] if bits[row] < _SINGLE_INFINITY else np.uint32(0))
+        largest = max(largest, bits[row] if bits[row] < infinity else before)
     return largest
 
 
@@ -95,14 +87,14 @@ def _counting_job() -> Any:
             for method in range(LOSSES):
                 bits = lost[method][rows]
                 _to_nearest(bits, bins[method], np.float32(none))
-                singles[method] = _largest_single(bits.view(np.uint32), singles[method])
+                singles[method] = _largest(bits.view(np.uint32), _SINGLE_INFINITY, singles[method])
             for row in range(rows.stop - rows.start):
                 for method in range(LOSSES):
                     counts[method, bins[method, row]] += 1
             _count_powers(y[rows], powers[0])
             _count_powers(dx[rows], powers[1])
-            ends[0] = _largest(y[rows], ends[0])
-            ends[1] = _largest(dx[rows], ends[1])
+            ends[0] = _largest(y[rows], _INFINITY, ends[0])
+            ends[1] = _largest(dx[rows], _INFINITY, ends[1])
             _rank(marks[rows], lost[0][rows], condition_y[rows], rank[rows])
         of_bits += counts[:, :none]
         for method in range(LOSSES):
