@@ -193,6 +193,11 @@ def vector_words(count):
     def larger(a, b):
         return counted(np.where(b.values > a.values, b.values, a.values), "others")
 
+    def finite_or(a, b):
+        # A subtraction finds out which is which.
+        count.single += b.values.size
+        return counted(np.where(np.isfinite(b.values), a.values, b.values), "others")
+
     swapped = {
         far: lambda v, far=far: lanes(v.values[:, np.arange(WIDTH) ^ far]) for far in (4, 2, 1)
     }
@@ -209,6 +214,7 @@ def vector_words(count):
         "negative": lambda v: lanes(-v.values),
         "magnitude": lambda v: counted(np.abs(v.values), "others"),
         "larger": larger,
+        "finite_or": finite_or,
         "smaller_nonzero": smaller_nonzero,
         "square_root": lambda v: counted(np.sqrt(v.values), "divisions"),
         "row_totals": row_totals,

@@ -159,6 +159,20 @@ def test_nan_and_inf_stay_in_their_row_and_columns(rng, dtype, backend, bad):
     np.testing.assert_array_equal(layer_norm_backward(dy, cache).dx[others], clean.dx[others])
 
 
+@pytest.mark.parametrize("rows", [1, 3, 300])
+@pytest.mark.parametrize("n", [6, 200])
+def test_sums_of_infinity_are_those_of_the_reference(rng, dtype, rows, n):
+    """Infinite where all that is not finite has one sign; what rounding takes from it is a NaN."""
+    x, dy = (rng.standard_normal((rows, n)).astype(dtype) for _ in range(2))
+    dy[0, :4] = np.inf, -np.inf, np.inf, np.nan
+    dy[-1, 2] = -np.inf
+    cache = layer_norm_forward(x, np.ones(n, dtype), np.zeros(n, dtype))[1]
+    found = layer_norm_backward(dy, cache)
+    expected = layer_norm_backward(dy, cache._replace(backend="numpy"))
+    for actual, one in zip(found[1:], expected[1:], strict=True):
+        np.testing.assert_array_equal(actual.astype(float), one.astype(float))
+
+
 @pytest.mark.parametrize(("name", "most"), [("float16", 24), ("float32", 24), ("float64", 32)])
 def test_the_cache_is_small(rng, name, most):
     x = (rng.standard_normal((100, 768)) + 0.5).astype(name)

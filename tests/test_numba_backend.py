@@ -145,6 +145,30 @@ def test_damaged_cache_files_are_replaced(tmp_path):
     assert float(python(FIRST_CALL, **environment)) < 3
 
 
+FOUND = """
+import ml_dtypes
+import numpy as np
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.kernels import _compiling
+for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64):
+    # Many and few rows, of two lengths.
+    for shape in ((300, 5), (300, 200), (3, 5), (3, 200)):
+        x, gamma = np.ones(shape, dtype), np.ones(shape[-1], dtype)
+        y, cache = layer_norm_forward(x, gamma, gamma)
+        layer_norm_backward(y, cache)
+stats = {d.py_func.__qualname__: d.stats for d in _compiling._DISPATCHERS}
+print(len(stats), *(name for name, found in stats.items() if found.cache_misses))
+"""
+
+
+def test_a_second_process_compiles_nothing():
+    """What refers to another compiled function by a variable is never found on disk again."""
+    python(FOUND)
+    count, *compiled = python(FOUND).split()
+    assert int(count) > 20
+    assert compiled == []
+
+
 IN_SPITE_OF = """
 import sys
 import numpy as np

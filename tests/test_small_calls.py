@@ -1,5 +1,6 @@
-"""Few float32 with gamma and beta: the short way into compiled code, with results to write into."""
+"""The short way of most calls; of few float32 also with results to write into."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -139,3 +140,69 @@ def test_backward_outputs_may_not_overlap(case, which):
     with pytest.raises(ValueError, match=rf"out.{one} must not share memory with (out\.)?{other}"):
         layer_norm_backward(dy, cache, out=overlapping(case, which))
     np.testing.assert_array_equal(buffer, before)
+
+
+PARAMETERS = {
+    "both": lambda gamma, beta: (gamma, beta),
+    "gamma": lambda gamma, _: (gamma, None),
+    "beta": lambda _, beta: (None, beta),
+    "none": lambda *_: (None, None),
+    "float32": lambda gamma, beta: (gamma.astype(np.float32), beta.astype(np.float32)),
+    "of two types": lambda gamma, beta: (gamma.astype(np.float64), beta.astype(np.float16)),
+    "strided": lambda gamma, beta: (np.repeat(gamma, 2)[::2], np.repeat(beta, 3)[::3]),
+}
+
+
+@pytest.mark.parametrize("shape", [(5, 21), (2, 3, 64)])
+@pytest.mark.parametrize("given", PARAMETERS)
+def test_the_short_way_is_the_long_way(rng, dtype, shape, given):
+    """An axis in a tuple, or a list for out, sends a call the long way: the same bits and cache."""
+    x, dy = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    gamma, beta = PARAMETERS[given](*(rng.standard_normal((2, shape[-1])).astype(dtype)))
+    y, cache = layer_norm_forward(x, gamma, beta)
+    other_y, other = layer_norm_forward(x, gamma, beta, axis=(-1,))
+    assert y.tobytes() == other_y.tobytes()
+    assert cache.x is x
+    assert cache.gamma is gamma
+    assert cache[2:4] == other[2:4] == (None if beta is None else beta.dtype, (x.ndim - 1,))
+    for one, there in zip(cache.statistics, other.statistics, strict=True):
+        np.testing.assert_array_equal(one, there)
+    found = layer_norm_backward(dy, cache)
+    for one, there in zip(found, layer_norm_backward(dy, cache, out=[None] * 3), strict=True):
+        assert (one is None) == (there is None)
+        if one is not None:
+            assert one.dtype == there.dtype
+            assert one.tobytes() == there.tobytes()
+    assert (found.dgamma is None, found.dbeta is None) == (gamma is None, beta is None)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("swapped", ["x", "gamma", "beta", "dy"])
+def test_another_byte_order(rng, name, swapped, backend):
+    names = ("x", "gamma", "beta", "dy")
+    arrays = dict(zip(names, rng.standard_normal((4, 9)).astype(name), strict=True))
+    *given, dy = arrays.values()
+    y, cache = layer_norm_forward(*given, backend=backend)
+    gradients = layer_norm_backward(dy, cache)
+    arrays[swapped] = arrays[swapped].astype(np.dtype(name).newbyteorder())
+    *given, dy = arrays.values()
+    other, cache = layer_norm_forward(*given, backend=backend)
+    for one, there in zip((y, *gradients), (other, *layer_norm_backward(dy, cache)), strict=True):
+        assert one.dtype == there.dtype
+        np.testing.assert_array_equal(one, there)
+
+
+@pytest.mark.parametrize("dtype_of_x", [np.float16, ml_dtypes.bfloat16, np.float64])
+def test_shapes_that_do_not_match_are_refused(dtype_of_x):
+    x = np.ones((2, 5), dtype_of_x)
+    with pytest.raises(ValueError, match=r"gamma must have shape \(5,\)"):
+        layer_norm(x, np.ones(4, dtype_of_x))
+    with pytest.raises(ValueError, match=r"beta must have shape \(5,\)"):
+        layer_norm(x, None, np.ones((1, 5), dtype_of_x))
+    _, cache = layer_norm_forward(x)
+    with pytest.raises(ValueError, match=r"dy must have shape \(2, 5\)"):
+        layer_norm_backward(np.ones((5, 2), dtype_of_x), cache)
+    with pytest.raises(ValueError, match="has 0 dimensions"):
+        layer_norm(dtype_of_x(1))
+    with pytest.raises(ValueError, match="has 0 dimensions"):
+        layer_norm(np.ones((), dtype_of_x))

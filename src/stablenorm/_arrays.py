@@ -53,7 +53,7 @@ def on_cuda_device(value: Any) -> bool:
 def _convert(name: str, value: Any) -> Array:
     if type(value) is np.ndarray:
         check_dtype(name, value)
-        return value
+        return _native(value)
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
@@ -61,7 +61,12 @@ def _convert(name: str, value: Any) -> Array:
         raise TypeError(mixed(name, value, "in host memory"))
     array = np.asarray(value)
     check_dtype(name, array)
-    return array
+    return _native(array)
+
+
+def _native(array: Array) -> Array:
+    """Return `array`, or a copy in the byte order of this machine, the only one computed with."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

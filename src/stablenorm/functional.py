@@ -32,7 +32,7 @@ def layer_norm(
     ----------
     x : array
         Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
-        strides. Not modified, unless it is `out`.
+        strides, either byte order. Not modified, unless it is `out`.
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has
         them; each of its own floating dtype. Default: 1 and 0.
@@ -51,7 +51,7 @@ def layer_norm(
     Returns
     -------
     array
-        `y`, of the shape and dtype of `x`; `out` if that was given.
+        `y`, of the shape and dtype of `x`, in this machine's byte order; `out` if that was given.
 
     Raises
     ------
@@ -115,7 +115,8 @@ def layer_norm_forward(
     ----------
     x : array
         Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
-        strides. Not modified; the cache refers to it.
+        strides, either byte order. Not modified; the cache refers to it, or, if it was in the
+        other byte order, to a copy.
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has
         them; each of its own floating dtype. Default: 1 and 0.
@@ -165,7 +166,7 @@ def layer_norm_forward(
     """
     plain = forward_plain(x, gamma, beta, eps, axis, out, backend, False)
     if plain is not None:
-        return plain[0], plain_cache(x, gamma, plain[1], plain[2])
+        return plain[0], plain_cache(x, gamma, beta, plain[1], plain[2])
     return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
 
 

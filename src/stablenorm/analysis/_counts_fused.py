@@ -33,7 +33,8 @@ def _accumulated(name: str, before: str = "") -> Term:
 def _totals() -> Term:
     return Term(
         "tiles added up, rounded once",
-        "16 tiles m + 2 m",
+        "16 tiles m + 4 m",
+        others="2 m",
         stored="2 n",
         fetched="4 tiles m",
         read="32 tiles m",

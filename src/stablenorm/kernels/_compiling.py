@@ -26,7 +26,10 @@ ELEMENTS = {
     np.dtype(np.float16): types.int16,
     np.dtype(ml_dtypes.bfloat16): types.uint16,
 }
-_BITS: dict[Any, Any] = {types.int16: np.dtype(np.int16), types.uint16: np.dtype(np.uint16)}
+_BITS = {
+    np.dtype(np.float16): np.dtype(np.int16),
+    np.dtype(ml_dtypes.bfloat16): np.dtype(np.uint16),
+}
 
 
 def _stamp() -> str:
@@ -124,4 +127,5 @@ def vector_out(element: Any) -> types.Array:
 
 def bits(array: Any) -> Any:
     """Return the view of `array` that a kernel takes: itself, or the integers of 16-bit types."""
-    return array if array.dtype.itemsize > 2 else array.view(_BITS[ELEMENTS[array.dtype]])
+    kind = _BITS.get(array.dtype)
+    return array if kind is None else array.view(kind)

@@ -33,6 +33,7 @@ from stablenorm.kernels._compiling import (
     vector,
     vector_out,
 )
+from stablenorm.kernels._parameters import prepared
 from stablenorm.kernels._sharing import named, sharing, take
 from stablenorm.kernels._vector_memory import address, pointer, pointer_at
 
@@ -63,34 +64,37 @@ share_tiny_forward, share_narrow_forward = map(_forward_sharing, (_tiny_forward,
 
 
 @functools.cache
-def forward_job(dtype: np.dtype[Any], short: bool) -> Any:
+def forward_job(dtype: np.dtype[Any], parameter_dtype: np.dtype[Any], short: bool) -> Any:
     """Return the forward of float16, bfloat16 or float32, of short rows or of others."""
-    element = ELEMENTS[dtype]
-    stamp = STAMP
+    element, parameter = ELEMENTS[dtype], ELEMENTS[parameter_dtype]
+    stamp, widens = STAMP, parameter is not types.float32
 
     def forward(x, gamma, beta, eps, y, statistics, tile_rows, streaming, crew, helpers):
         if stamp == "":
             return
         rows, n = x.shape
         tiles = -(-rows // tile_rows)
+        space = np.empty(2 * n if widens else 1, np.float32)
+        scale, shift = prepared(gamma, space, 0), prepared(beta, space, n)
         arguments = (
             rows, tiles, tile_rows, pointer(x), x.strides[0], n,
-            pointer(gamma), pointer(beta), eps, pointer(statistics), statistics.strides[0] // 8,
+            scale, shift, eps, pointer(statistics), statistics.strides[0] // 8,
             pointer(y), y.strides[0], streaming,
         )  # fmt: skip
         if short:
             share_tiny_forward(arguments, tiles, pointer(crew), helpers)
         else:
             share_narrow_forward(arguments, tiles, pointer(crew), helpers)
+        # Numba frees it after the last use of its name.
+        space[0] = 0
 
     forward.__name__ = "tiny_forward" if short else "narrow_forward"
-    parameter = vector(types.float32)
     return compiled(
         forward,
         types.void(
             matrix(element),
-            parameter,
-            parameter,
+            vector(parameter),
+            vector(parameter),
             types.float64,
             matrix_out(element),
             _MATRIX,
@@ -125,15 +129,17 @@ share_tiny_backward, share_narrow_backward = map(
 
 
 @functools.cache
-def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -> Any:
+def backward_job(
+    dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], gamma_dtype: np.dtype[Any], short: bool
+) -> Any:
     """
     Return the backward of float16, bfloat16 or float32, of short rows or of others.
 
     It writes the totals of dgamma and dbeta, if they have the type of x, into arrays of n elements;
     those of size 0 are left to `total_job`.
     """
-    dy_element, x_element = ELEMENTS[dy_dtype], ELEMENTS[x_dtype]
-    stamp = STAMP
+    dy_element, x_element, parameter = (ELEMENTS[each] for each in (dy_dtype, x_dtype, gamma_dtype))
+    stamp, widens = STAMP, parameter is not types.float32
 
     def backward(
         dy, x, gamma, statistics, dx, sums, dgamma, dbeta,
@@ -143,9 +149,11 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -
             return
         rows, n = x.shape
         tiles = -(-rows // tile_rows)
+        space = np.empty(n if widens else 1, np.float32)
+        scale = prepared(gamma, space, 0)
         arguments = (
             rows, tiles, tile_rows, pointer(dy), dy.strides[0], pointer(x), x.strides[0], n,
-            pointer(gamma), pointer(statistics), statistics.strides[0] // 8,
+            scale, pointer(statistics), statistics.strides[0] // 8,
             pointer(dx), dx.strides[0],
             wanted, streaming, pointer(sums), sums.strides[0] if summing else 0, summing,
         )  # fmt: skip
@@ -153,6 +161,7 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -
             share_tiny_backward(arguments, tiles, pointer(crew), helpers)
         else:
             share_narrow_backward(arguments, tiles, pointer(crew), helpers)
+        space[0] = 0
         if dgamma.size > 0:
             _sums.total_of_tiles(pointer(sums), len(sums), n, 0, pointer(dgamma))
         if dbeta.size > 0:
@@ -164,7 +173,7 @@ def backward_job(dy_dtype: np.dtype[Any], x_dtype: np.dtype[Any], short: bool) -
         types.void(
             matrix(dy_element),
             matrix(x_element),
-            vector(types.float32),
+            vector(parameter),
             _MATRIX,
             matrix_out(x_element),
             _SUMS,

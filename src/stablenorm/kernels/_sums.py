@@ -13,7 +13,7 @@ from numba import njit
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._vector_memory import itemsize, load, store, store_some
-from stablenorm.kernels._vectors import ZEROS, keep, sum_rows
+from stablenorm.kernels._vectors import ZEROS, finite_or, keep, sum_rows
 
 _one = ZEROS[1]
 
@@ -53,4 +53,5 @@ def total_of_tiles(sums, tiles, n, which, out):
             at = 8 * size * (2 * tile + which) + 16 * col
             total, error = two_sum(total, load(sums, at, 0, one))
             rest = rest + (error + load(sums, at + 8 * WIDTH, 0, one))
-        store_some(out, col * width, 0, min(n - col, WIDTH), total + rest)
+        # What rounding takes from an infinite sum is a NaN.
+        store_some(out, col * width, 0, min(n - col, WIDTH), finite_or(total + rest, total))

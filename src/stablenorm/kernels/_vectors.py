@@ -219,6 +219,19 @@ def smaller_nonzero(_typing: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
+def finite_or(_typing: Any, a: Any, b: Any) -> Any:
+    """Return `a` where `b` is finite, else `b`."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        a, b = args
+        # Infinity less infinity is NaN.
+        finite = builder.fcmp_ordered("ord", b, builder.fsub(b, b))
+        return builder.select(finite, a, b)
+
+    return a(a, a), generate
+
+
+@intrinsic
 def square_root(_typing: Any, v: Any) -> Any:
     """Return the square root of each lane."""
 

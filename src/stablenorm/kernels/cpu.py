@@ -17,6 +17,7 @@ from stablenorm.kernels import _float64, _sums, _tiny
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import crew_for
 from stablenorm.kernels._jobs import backward_job, forward_job
+from stablenorm.kernels._parameters import flat, in_float32
 from stablenorm.kernels._plain_jobs import backward_plan, forward_plan
 from stablenorm.kernels._sharing import NO_CREW
 from stablenorm.kernels._tiles import (
@@ -29,7 +30,6 @@ from stablenorm.kernels._tiles import (
 )
 from stablenorm.kernels._totals import write_total
 
-_FLOAT32 = np.dtype(np.float32)
 _ALONE = (NO_CREW, 0)
 
 # The same for Python, which calls compiled functions much slower than its own.
@@ -42,8 +42,12 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
         return _float64.forward(x, gamma, beta, eps, y)
     rows, n = x.shape
     numbers = np.empty((3, rows))
-    scale, shift = _parameter(gamma, n, 1.0), _parameter(beta, n, -0.0)
-    job = forward_job(x.dtype, n <= _tiny.LONGEST_FORWARD)
+    dtype = x.dtype
+    scale, shift = flat(gamma, n, 1.0, dtype), flat(beta, n, -0.0, dtype)
+    if not scale.dtype == shift.dtype == dtype:
+        scale, shift = in_float32(scale), in_float32(shift)
+    job = forward_job(dtype, scale.dtype, n <= _tiny.LONGEST_FORWARD)
+    scale, shift = bits(scale), bits(shift)
     if has_contiguous_rows(x) and has_contiguous_rows(y):
         tile_rows = forward_rows(rows, n)
         crew = crew_for(rows * n, -(-rows // tile_rows))
@@ -123,9 +127,12 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     tile_rows = backward_rows(rows, n)
     tiles = -(-rows // tile_rows)
     sums = np.empty((tiles, 2, _sums_size(n)) if summing else (1, 1, 1))
-    scale = _parameter(gamma, n, 1.0)
+    scale = flat(gamma, n, 1.0, x.dtype)
+    if scale.dtype != x.dtype:
+        scale = in_float32(scale)
     numbers = joined(statistics[:3])
-    job = backward_job(dy.dtype, x.dtype, n <= _tiny.LONGEST_BACKWARD)
+    job = backward_job(dy.dtype, x.dtype, scale.dtype, n <= _tiny.LONGEST_BACKWARD)
+    scale = bits(scale)
     # What the job itself can write: the rest is added up behind it.
     nothing = np.empty(0, x.dtype)
     whole = has_contiguous_rows(dy) and has_contiguous_rows(x) and has_contiguous_rows(target)
@@ -156,12 +163,3 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
 
 def _is_flat(total: Array, dtype: np.dtype[Any]) -> bool:
     return total.dtype == dtype and total.ndim == 1 and total.flags.c_contiguous
-
-
-def _parameter(parameter: Array | None, n: int, neutral: float) -> Array:
-    """Return `parameter` as n contiguous float32; without one, what changes nothing, not -0."""
-    if parameter is None:
-        return np.full(n, neutral, np.float32)
-    if parameter.dtype == _FLOAT32 and parameter.ndim == 1 and parameter.flags.c_contiguous:
-        return parameter
-    return np.ascontiguousarray(parameter, np.float32).reshape(-1)
