@@ -126,10 +126,15 @@ def _losses_of(run: Run, name: str, setting: str) -> list[str]:
         theirs = select(run, tool=other, setting=setting)
         if theirs and (spent := statistics.median(r["seconds"] for r in theirs)) < own:
             equal = ", **and as good here**" if _perfect(run, theirs) else ""
-            quicker.append(f"{other} ({own / spent:.2g} times{equal})")
+            quicker.append(f"{other} ({_two_digits(own / spent)} times{equal})")
     if quicker:
         lines.append(f"- {name} at {setting} takes {_seconds(own)}; quicker: {', '.join(quicker)}.")
     return lines
+
+
+def _two_digits(ratio: float) -> str:
+    """Return 4.5, 17 or 280."""
+    return f"{float(f'{ratio:.2g}'):g}"
 
 
 def _located(run: Run) -> str:

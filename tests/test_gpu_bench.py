@@ -2,11 +2,11 @@
 
 import functools
 import importlib
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import fake_cupy as fake
 import ml_dtypes
 import numpy as np
 import pytest
@@ -319,9 +319,6 @@ def test_ulp(dtype):
 
 # ---- variants of the backward ----
 
-_spec = importlib.util.spec_from_file_location("fake_cupy", Path(__file__).parent / "fake_cupy.py")
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
 needs_shim = pytest.mark.skipif(
     bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"
 )

@@ -1,11 +1,11 @@
 """The stage "bench" of `make gpu` run without a GPU: arrays of a fake CuPy, kernels on the host."""
 
 import contextlib
-import importlib.util
 import sys
 import types
 from pathlib import Path
 
+import fake_cupy as fake
 import numpy as np
 import pytest
 
@@ -13,9 +13,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.kernels import _cuda_workspace, cuda
 
 ROOT = Path(__file__).parent.parent
-_spec = importlib.util.spec_from_file_location("fake_cupy", ROOT / "tests" / "fake_cupy.py")
-fake = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fake)
 
 pytestmark = pytest.mark.skipif(
     bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"

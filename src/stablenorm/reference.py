@@ -39,7 +39,7 @@ The Jacobian of xhat is thus ``rstd * (I - 1 1'/n - xhat xhat'/n)``: symmetric, 
 g its part along the ones and, but for the factor var/(var + eps), its part along xhat: the two
 directions in which moving x leaves y unchanged.
 
-Why g is centred first
+Why g is centered first
 ----------------------
 Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``: centring loses nothing
 in exact arithmetic. In floating point it gains everything: with a large mean(g) (dy constant,

@@ -19,7 +19,7 @@ class Conditions(NamedTuple):
 
     How many times the relative error of y (of dx) is that of x, by norms of the row. For y it is
     ``rms(x) / std`` whatever eps, for dx ``rms(x) std / (var + eps)`` if g is orthogonal to 1 and
-    xhat, as a random one is nearly; the angle between centred g and xhat, t, adds a factor of up
+    xhat, as a random one is nearly; the angle between centered g and xhat, t, adds a factor of up
     to ``1 + 2 / sin t``. Rows of one or two elements have no such g: their own formulas are used.
     """
 

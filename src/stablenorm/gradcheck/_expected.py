@@ -1,7 +1,7 @@
 """
 What layer normalization and its gradients are, by this checker's own formulas, with bounds.
 
-Everything here is float64 from re-centred rows, so an offset costs nothing; what is checked may
+Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
 be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
 variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which loses as many
 digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong.

@@ -76,7 +76,7 @@ def row_identities(
 
     Notes
     -----
-    Statistics are computed here, independently, in float64, from re-centred rows, so that an
+    Statistics are computed here, independently, in float64, from re-centered rows, so that an
     offset does not spoil the check. The bounds are (4 + sqrt(n) / 2) u times the sum of the
     magnitudes that dx is made of, u being that of the dtype of `dx`: a few operations on each
     term, and the random-walk error of a plain sum (N. J. Higham and T. Mary, SIAM J. Sci.

@@ -207,7 +207,10 @@ def _table(*columns: str) -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        # No word of a head is cut in two while there are spaces to break at.
+        table.add_column(
+            column, overflow="fold", min_width=max(map(len, column.split()), default=0)
+        )
     return table
 
 
