@@ -40,7 +40,7 @@ g its part along the ones and, but for the factor var/(var + eps), its part alon
 directions in which moving x leaves y unchanged.
 
 Why g is centered first
-----------------------
+-----------------------
 Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``: centring loses nothing
 in exact arithmetic. In floating point it gains everything: with a large mean(g) (dy constant,
 say) the products g * xhat are large and cancel, and their rounding errors remain.

@@ -11,7 +11,7 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.gradcheck._cases import few_rows, ordinary
-from stablenorm.gradcheck._check import Backward, check_gradients
+from stablenorm.gradcheck._check import Backward, Progress, check_gradients
 from stablenorm.gradcheck._diagnosis import diagnose
 from stablenorm.gradcheck._expected import OUTPUTS, Case, statistics
 from stablenorm.gradcheck._forward_form import Form, examine_forward
@@ -40,7 +40,9 @@ def check_layer_norm(
     *,
     rng: Any = None,
     oracle: Callable[..., Any] | None = None,
-    **options: Any,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
 ) -> GradientReport:
     """
     Check a layer normalization over the last axis, and name what is wrong with it.
@@ -67,8 +69,8 @@ def check_layer_norm(
     oracle : callable, optional
         ``oracle(x, gamma, beta, eps, dy)`` returns exact results, as
         `stablenorm.exact_layer_norm` does: for the errors in ulp.
-    **options
-        Further keywords of `check_gradients`: `probes`, `max_elements`, `progress`.
+    probes, max_elements, progress
+        As for `check_gradients`.
 
     Returns
     -------
@@ -142,7 +144,9 @@ def check_layer_norm(
         names=tuple(_ARGUMENTS),
         scales=(_row_scale(args[0], eps), None, None),
         rng=rng,
-        **options,
+        probes=probes,
+        max_elements=max_elements,
+        progress=progress,
     )
     more = _Battery(Program(forward, judged_backward), args, eps, rng).run(oracle)
     message = "holds nothing but float32 values in float64: judged as float32"
