@@ -69,7 +69,9 @@ def check_layer_norm(
     oracle : callable, optional
         ``oracle(x, gamma, beta, eps, dy)`` returns exact results, as
         `stablenorm.exact_layer_norm` does: for the errors in ulp.
-    probes, max_elements, progress
+    probes, max_elements : int, default: 3 and 64
+        As for `check_gradients`.
+    progress : callable, optional
         As for `check_gradients`.
 
     Returns
