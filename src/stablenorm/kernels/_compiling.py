@@ -59,22 +59,37 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     with starting:
         function.__qualname__ = f"{function.__name__}.{_key(signature)}"
-        try:
-            dispatcher = njit(cache=True, **options)(function)
-            _compile_or_load(dispatcher, signature)
-        except Exception:  # noqa: BLE001  # whatever a forbidden cache raises
-            # An error of the function itself comes again, here.
-            dispatcher = njit(**options)(function)
-            dispatcher.compile(signature)
-        dispatcher.disable_compile()
-    _DISPATCHERS.append(dispatcher)
+        # Of threads that need it at the same time, the first compiles it for all.
+        known = [made for made in _DISPATCHERS if _is_same(made.py_func, function)]
+        dispatcher = known[0] if known else _dispatcher(function, signature)
     # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
     # microseconds, a sixth of a small layer norm. They have been seen to before.
     (made,) = dispatcher.overloads.values()
     return made.entry_point
+
+
+def _dispatcher(function: Any, signature: Any) -> Any:
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        dispatcher = njit(cache=True, **options)(function)
+        _compile_or_load(dispatcher, signature)
+    except Exception:  # noqa: BLE001  # whatever a forbidden cache raises
+        # An error of the function itself comes again, here.
+        dispatcher = njit(**options)(function)
+        dispatcher.compile(signature)
+    dispatcher.disable_compile()
+    _DISPATCHERS.append(dispatcher)
+    return dispatcher
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Tell whether two functions are one definition, made of equal things for the same types."""
+    if one.__qualname__ != other.__qualname__ or one.__code__ is not other.__code__:
+        return False
+    first, second = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other))
+    return first == second
 
 
 def _key(signature: Any) -> str:
