@@ -24,11 +24,22 @@ def test_no_two_compiled_functions_have_one_name():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_what_threads_make_at_the_same_time_is_compiled_once():
+FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
+
+
+@pytest.mark.parametrize(
+    ("module", "maker", "arguments"),
+    [
+        ("_jobs", "total_job", (FLOAT32,)),
+        ("_jobs", "forward_job", (FLOAT16, FLOAT16, False)),
+        ("_plain_jobs", "_backward_job", (2, True)),
+        ("_sweep_count", "_counting_job", ()),
+    ],
+)
+def test_what_threads_make_at_the_same_time_is_compiled_once(module, maker, arguments):
     """`functools.cache` lets all of them in until the first has come back."""
-    jobs = importlib.import_module("stablenorm.kernels._jobs")
-    make, dtype = jobs.total_job.__wrapped__, np.dtype(np.float32)
-    assert make(dtype) is make(dtype) is jobs.total_job(dtype)
+    make = getattr(importlib.import_module(f"stablenorm.kernels.{module}"), maker)
+    assert make.__wrapped__(*arguments) is make.__wrapped__(*arguments) is make(*arguments)
 
 
 def test_another_function_of_the_same_name_is_itself():
