@@ -259,7 +259,7 @@ CALL_TEXT = """\
 What is left is Python itself: names looked up, compared and called to find out that the arguments
 are the plain ones. Whether they are contiguous, and of lengths that match, the compiled function
 finds out; a quarter of the call went with that. PyTorch does all of it in C++. Other types go the
-same way as far as the backend, which looks at each argument once more: 5 microseconds.
+same way as far as the backend, which looks at each argument once more.
 
 ## Which gate fails for what
 

@@ -81,6 +81,7 @@ def forward_plain(
 
 
 def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:
+    """Tell whether that is NumPy's own array, of this shape, in C order, of a type computed with."""
     return bool(
         type(array) is _ndarray
         and array.dtype in _FLOATING

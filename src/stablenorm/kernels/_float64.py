@@ -76,7 +76,7 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
             easy = ~hard[block].astype(bool)
             # Rows that are hard are still needed, if y is x.
             y[block] = np.where(easy[:, None], result, part)
-    # Counting takes a tenth of the time of any(), 2 microseconds of a small call.
+    # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(hard):
         return _with_hard_rows(x, gamma, beta, eps, y, numbers, tails, np.flatnonzero(hard))
     return _statistics(numbers, tails, None)

@@ -1,8 +1,8 @@
 """
 gamma and beta as the kernels take them: n contiguous float32, which hold the 16-bit types exactly.
 
-Jobs take them in the type of x as well, and widen them there: NumPy does so element by element, 3
-to 8 microseconds for 4096 float16, and one of its calls takes as long as a row of 1024.
+Jobs take them in the type of x as well, and widen them there: NumPy takes 5 microseconds for 4096
+float16, and most of one for as many bfloat16, or for few (2-core AMD EPYC 9005, November 2026).
 """
 
 from __future__ import annotations
