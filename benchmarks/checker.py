@@ -28,7 +28,7 @@ from rich.progress import track
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.analysis.mistakes import MISTAKES, VARIANTS, forward
-from stablenorm.gradcheck import check_gradients, check_layer_norm
+from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.oracle import exact_layer_norm
 
 PAGE = Path(__file__).parent.parent / "docs" / "checker.md"
@@ -108,7 +108,7 @@ def cover(seed: int) -> list[tuple[float, float]]:
     x, gamma, beta = make_args(Job("", "plain", (4, 8 + seed % 9), "float64", offset, seed))
     front, back = CODE["plain"]
     seen: list[tuple[Any, Any]] = []
-    checker: Any = importlib.import_module("stablenorm.gradcheck._check")
+    checker: Any = importlib.import_module("stablenorm.check._check")
     judge = checker.judge
 
     def overhear(task: Any, loss: Any, comparisons: Any, pattern: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck import GradientReport, check_gradients, check_layer_norm
+from stablenorm.check import GradientReport, check_gradients, check_layer_norm
 
 EPS = 1e-5
 NAMES = ("x", "gamma", "beta")

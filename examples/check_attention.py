@@ -7,7 +7,7 @@ those of three usual mistakes. Each hits one of q, k, v, and the report says whi
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 NAMES = ["q", "k", "v"]
 

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 NAMES = ["x"]
 # The standard library's erf, element by element: slow, but no further package is needed.

@@ -8,7 +8,7 @@ report; the third one is seen by its shape alone, because W is not square.
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 NAMES = ["x", "weight", "bias"]
 

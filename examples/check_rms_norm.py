@@ -7,7 +7,7 @@ those of two usual mistakes: one as small as eps, one of the size of 1 / n.
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 NAMES = ["x", "gamma"]
 EPS = 1e-5

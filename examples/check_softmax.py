@@ -7,7 +7,7 @@ of two usual mistakes.
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 NAMES = ["x"]
 

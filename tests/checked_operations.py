@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 
 def sine(x):

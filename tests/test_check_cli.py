@@ -12,8 +12,8 @@ from checked_files import CORE, USUAL, shown, write
 
 import stablenorm._check_file as job
 from stablenorm import report_check
+from stablenorm.check import ArgumentResult, GradientReport
 from stablenorm.cli import main
-from stablenorm.gradcheck import ArgumentResult, GradientReport
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 

@@ -13,13 +13,13 @@ from stablenorm import (
 )
 from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.analysis.mistakes import MISTAKES, VARIANTS, Kept, backward, forward
-from stablenorm.gradcheck import ArgumentResult, row_identities
-from stablenorm.gradcheck._cases import ordinary
-from stablenorm.gradcheck._changes import CHANGES
-from stablenorm.gradcheck._diagnosis import Evidence, diagnose_dx
-from stablenorm.gradcheck._expected import Case, Expected, statistics
-from stablenorm.gradcheck._layer_norm import _amended, _Compared
-from stablenorm.gradcheck._program import Program
+from stablenorm.check import ArgumentResult, row_identities
+from stablenorm.check._cases import ordinary
+from stablenorm.check._changes import CHANGES
+from stablenorm.check._diagnosis import Evidence, diagnose_dx
+from stablenorm.check._expected import Case, Expected, statistics
+from stablenorm.check._layer_norm import _amended, _Compared
+from stablenorm.check._program import Program
 
 OURS = {"ours": (layer_norm_forward, layer_norm_backward)}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from stablenorm.check import check_gradients
 from stablenorm.cli import main
-from stablenorm.gradcheck import check_gradients
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("check_*.py"))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from checked_layer_norms import BUGS, backward, data, exact, forward, replace
 
-from stablenorm.gradcheck import _check, assert_gradients, check_gradients, check_layer_norm
+from stablenorm.check import _check, assert_gradients, check_gradients, check_layer_norm
 
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checked_operations import X, check, cosine, found, sine
 
-from stablenorm.gradcheck import assert_gradients, check_gradients
+from stablenorm.check import assert_gradients, check_gradients
 
 
 def test_right_code_keeps_the_contract():

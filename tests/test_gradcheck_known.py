@@ -11,7 +11,7 @@ from stablenorm import (
     layer_norm_backward,
     layer_norm_forward,
 )
-from stablenorm.gradcheck import row_identities
+from stablenorm.check import row_identities
 
 
 def two_pass(x, gamma, beta, eps):

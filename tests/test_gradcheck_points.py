@@ -8,7 +8,7 @@ from checked_operations import X, check, found
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.analysis.families import FAMILIES, make_case
-from stablenorm.gradcheck import check_gradients
+from stablenorm.check import check_gradients
 
 # ---- points without a derivative ----
 

@@ -9,8 +9,8 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from stablenorm.gradcheck import GradientReport, check_gradients, check_layer_norm
-from stablenorm.gradcheck._report import (
+from stablenorm.check import GradientReport, check_gradients, check_layer_norm
+from stablenorm.check._report import (
     ArgumentResult,
     Difference,
     Finding,
@@ -226,7 +226,7 @@ def test_the_map_puts_elements_where_they_are():
     """The cells of the wrong row, and no others, have the colour of z > 1."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    from stablenorm.gradcheck._plot import _draw_map  # noqa: PLC0415
+    from stablenorm.check._plot import _draw_map  # noqa: PLC0415
 
     axes = Figure().subplots()
     cells = _draw_map(axes, WRONG).get_array().reshape(6, 4)
@@ -253,7 +253,7 @@ def test_the_map_puts_elements_where_they_are():
 def test_the_pattern_is_shaded_where_nothing_was_compared(pattern, band):
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    from stablenorm.gradcheck._plot import _draw_map  # noqa: PLC0415
+    from stablenorm.check._plot import _draw_map  # noqa: PLC0415
 
     axes = Figure().subplots()
     one = (Difference((0, 0, 0), 1.0, 1.0, 1.0),)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from checked_layer_norms import BUGS, backward, data, exact, forward
 
-from stablenorm.gradcheck import row_identities
+from stablenorm.check import row_identities
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 

@@ -12,7 +12,7 @@ from stablenorm.workspace import Workspace
 if TYPE_CHECKING:
     from stablenorm._diagnose import diagnose
     from stablenorm.analysis.diagnosis import Diagnosis
-    from stablenorm.gradcheck import (
+    from stablenorm.check import (
         GradientReport,
         assert_gradients,
         check_gradients,
@@ -44,10 +44,10 @@ __all__ = [
 # The instruments are loaded when first asked for: they take twice as long as all the rest, 0.06 s.
 _LATER = {
     "Diagnosis": "stablenorm.analysis.diagnosis",
-    "GradientReport": "stablenorm.gradcheck",
-    "assert_gradients": "stablenorm.gradcheck",
-    "check_gradients": "stablenorm.gradcheck",
-    "check_layer_norm": "stablenorm.gradcheck",
+    "GradientReport": "stablenorm.check",
+    "assert_gradients": "stablenorm.check",
+    "check_gradients": "stablenorm.check",
+    "check_layer_norm": "stablenorm.check",
     "diagnose": "stablenorm._diagnose",
     "exact_layer_norm": "stablenorm.oracle",
 }

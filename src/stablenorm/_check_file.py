@@ -15,7 +15,7 @@ from stablenorm._files import InputError
 from stablenorm._types import Array
 from stablenorm._user_file import UserFile, UserFileError
 from stablenorm._user_layer_norm import LayerNorm, adapt
-from stablenorm.gradcheck import GradientReport, check_layer_norm
+from stablenorm.check import GradientReport, check_layer_norm
 from stablenorm.oracle import exact_layer_norm
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.

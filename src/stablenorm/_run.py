@@ -12,8 +12,8 @@ import numpy as np
 from stablenorm._files import Problem
 from stablenorm._types import Array, Gradients
 from stablenorm.analysis.plain import plain_backward, plain_forward
+from stablenorm.check import check_gradients, row_identities
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
-from stablenorm.gradcheck import check_gradients, row_identities
 from stablenorm.oracle import exact_layer_norm
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._expected import Statistics, row_mean, statistics, unit
-from stablenorm.gradcheck._report import Identity
-from stablenorm.gradcheck._secants import unit_roundoff
+from stablenorm.check._expected import Statistics, row_mean, statistics, unit
+from stablenorm.check._report import Identity
+from stablenorm.check._secants import unit_roundoff
 
 
 class _Rows(NamedTuple):

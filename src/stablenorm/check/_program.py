@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._expected import OUTPUTS, Bounds, Case, Expected, excess
+from stablenorm.check._expected import OUTPUTS, Bounds, Case, Expected, excess
 
 
 class Outcome(NamedTuple):

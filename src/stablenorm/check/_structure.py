@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._cases import normal_like
-from stablenorm.gradcheck._expected import Case, Expected, jvp
-from stablenorm.gradcheck._program import Judged, Outcome, Program
-from stablenorm.gradcheck._report import Finding
+from stablenorm.check._cases import normal_like
+from stablenorm.check._expected import Case, Expected, jvp
+from stablenorm.check._program import Judged, Outcome, Program
+from stablenorm.check._report import Finding
 
 LAYER = "identities"
 # Tangents of the dot test: signed, all elements at once, so that one suffices to see any element;

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._compare import Comparer, Comparison
+from stablenorm.check._compare import Comparer, Comparison
 
 # Of so many parts chosen at random, all are wrong: then most are.
 _PARTS = 3

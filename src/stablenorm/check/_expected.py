@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._secants import unit_roundoff
+from stablenorm.check._secants import unit_roundoff
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.gradcheck import _plot, _tables
+from stablenorm.check import _plot, _tables
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -214,7 +214,7 @@ class GradientReport:
         Examples
         --------
         >>> import numpy as np
-        >>> from stablenorm.gradcheck import check_gradients
+        >>> from stablenorm.check import check_gradients
         >>> report = check_gradients(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.ones(3)])
         >>> held = report.as_dict()
         >>> held["verdict"], held["arguments"][0]["checked"]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._complex import improve
-from stablenorm.gradcheck._loss import Loss, norm, sum_rounding, unit_roundoff
-from stablenorm.gradcheck._noise import measure_noise
-from stablenorm.gradcheck._report import ratio
-from stablenorm.gradcheck._secants import Derivative, differentiate
-from stablenorm.gradcheck._smoothness import measure_bend
+from stablenorm.check._complex import improve
+from stablenorm.check._loss import Loss, norm, sum_rounding, unit_roundoff
+from stablenorm.check._noise import measure_noise
+from stablenorm.check._report import ratio
+from stablenorm.check._secants import Derivative, differentiate
+from stablenorm.check._smoothness import measure_bend
 
 # Elements compared one by one in an argument too large for all of them: the special places of
 # `sample` and about as many random ones; patterns are the business of the probes.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._changes import CHANGES, STATISTICS, Change, Facts
-from stablenorm.gradcheck._expected import Case, Expected, dx_terms, excess, row_mean
-from stablenorm.gradcheck._program import Judged
+from stablenorm.check._changes import CHANGES, STATISTICS, Change, Facts
+from stablenorm.check._expected import Case, Expected, dx_terms, excess, row_mean
+from stablenorm.check._program import Judged
 
 # Isolated elements that are told one by one; more of them are a pattern of their own.
 _ELEMENTS = 2

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._expected import OUTPUTS, Case
-from stablenorm.gradcheck._program import Outcome, Program
-from stablenorm.gradcheck._report import Finding
+from stablenorm.check._expected import OUTPUTS, Case
+from stablenorm.check._program import Outcome, Program
+from stablenorm.check._report import Finding
 
 LAYER = "oracle"
 # A second or so for integer arithmetic, at 5 to 15 us an element and output.

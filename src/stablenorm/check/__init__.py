@@ -5,10 +5,10 @@ An instrument: it takes functions and knows nothing of the ones it is pointed at
 returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `args`.
 """
 
-from stablenorm.gradcheck._check import assert_gradients, check_gradients
-from stablenorm.gradcheck._identities import row_identities
-from stablenorm.gradcheck._layer_norm import check_layer_norm
-from stablenorm.gradcheck._report import (
+from stablenorm.check._check import assert_gradients, check_gradients
+from stablenorm.check._identities import row_identities
+from stablenorm.check._layer_norm import check_layer_norm
+from stablenorm.check._report import (
     ArgumentResult,
     Difference,
     Finding,

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._layouts import check_layouts
-from stablenorm.gradcheck._loss import FaultError, copies, draw
-from stablenorm.gradcheck._report import Finding
-from stablenorm.gradcheck._subject import (
+from stablenorm.check._layouts import check_layouts
+from stablenorm.check._loss import FaultError, copies, draw
+from stablenorm.check._report import Finding
+from stablenorm.check._subject import (
     Subject,
     apart_at_multiples,
     compared,

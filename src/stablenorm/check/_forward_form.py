@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.gradcheck._cases import few_rows, ordinary
-from stablenorm.gradcheck._diagnosis import diagnose_y
-from stablenorm.gradcheck._expected import Case
-from stablenorm.gradcheck._program import Program
-from stablenorm.gradcheck._report import Finding
+from stablenorm.check._cases import few_rows, ordinary
+from stablenorm.check._diagnosis import diagnose_y
+from stablenorm.check._expected import Case
+from stablenorm.check._program import Program
+from stablenorm.check._report import Finding
 
 _SINGLE = 2.0**-24
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.

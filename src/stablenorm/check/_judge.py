@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm.gradcheck._compare import Comparison, Task
-from stablenorm.gradcheck._loss import Loss, unit_roundoff
-from stablenorm.gradcheck._report import ArgumentResult, Difference, Finding, ratio
+from stablenorm.check._compare import Comparison, Task
+from stablenorm.check._loss import Loss, unit_roundoff
+from stablenorm.check._report import ArgumentResult, Difference, Finding, ratio
 
 # A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
 # (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.

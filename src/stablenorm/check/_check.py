@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array, check_dtype
-from stablenorm.gradcheck._arguments import check_args, check_finite, check_names, check_scales
-from stablenorm.gradcheck._compare import Comparer, Task, compare, sample
-from stablenorm.gradcheck._contract import check_contract
-from stablenorm.gradcheck._judge import judge, kinks
-from stablenorm.gradcheck._locate import find_pattern
-from stablenorm.gradcheck._loss import Backward, FaultError, Forward, Loss, Operation
-from stablenorm.gradcheck._report import ArgumentResult, Finding, GradientReport
-from stablenorm.gradcheck._subject import Subject, as_list, measure_roundings
+from stablenorm.check._arguments import check_args, check_finite, check_names, check_scales
+from stablenorm.check._compare import Comparer, Task, compare, sample
+from stablenorm.check._contract import check_contract
+from stablenorm.check._judge import judge, kinks
+from stablenorm.check._locate import find_pattern
+from stablenorm.check._loss import Backward, FaultError, Forward, Loss, Operation
+from stablenorm.check._report import ArgumentResult, Finding, GradientReport
+from stablenorm.check._subject import Subject, as_list, measure_roundings
 
 __all__ = ["Backward", "assert_gradients", "check_gradients"]
 

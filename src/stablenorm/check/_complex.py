@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._loss import FaultError, Loss, copies, flat, norm, sum_rounding
+from stablenorm.check._loss import FaultError, Loss, copies, flat, norm, sum_rounding
 
 if TYPE_CHECKING:
-    from stablenorm.gradcheck._compare import Comparison
+    from stablenorm.check._compare import Comparison
 
 # Its square is 0 beside 1 by far, and its product with anything usual is no subnormal.
 _STEP = 2.0**-200

@@ -7,7 +7,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stablenorm.gradcheck._report import ArgumentResult, GradientReport
+    from stablenorm.check._report import ArgumentResult, GradientReport
 
 # Wide enough for two floats of 17 digits and what they are, narrow enough for a terminal, a log
 # and a message of pytest.

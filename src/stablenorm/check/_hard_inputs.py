@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 
-from stablenorm.gradcheck._cases import Hard, hard_inputs
-from stablenorm.gradcheck._expected import Case, unit
-from stablenorm.gradcheck._program import Judged, Program
-from stablenorm.gradcheck._report import Finding
+from stablenorm.check._cases import Hard, hard_inputs
+from stablenorm.check._expected import Case, unit
+from stablenorm.check._program import Judged, Program
+from stablenorm.check._report import Finding
 
 LAYER = "hard inputs"
 # Digits that even single precision keeps of a well-conditioned problem; a formula that is wrong

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._cases import few_rows, ordinary
-from stablenorm.gradcheck._check import Backward, Progress, check_gradients
-from stablenorm.gradcheck._diagnosis import diagnose
-from stablenorm.gradcheck._expected import OUTPUTS, Case, Expected, statistics
-from stablenorm.gradcheck._forward_form import Form, examine_forward
-from stablenorm.gradcheck._hard_inputs import check_hard_inputs
-from stablenorm.gradcheck._identities import check_eps, row_identities
-from stablenorm.gradcheck._invariance import check_invariance
-from stablenorm.gradcheck._oracle import check_oracle
-from stablenorm.gradcheck._program import Judged, Outcome, Program, narrowed
-from stablenorm.gradcheck._report import ArgumentResult, Finding, GradientReport, Identity
-from stablenorm.gradcheck._structure import check_structure
+from stablenorm.check._cases import few_rows, ordinary
+from stablenorm.check._check import Backward, Progress, check_gradients
+from stablenorm.check._diagnosis import diagnose
+from stablenorm.check._expected import OUTPUTS, Case, Expected, statistics
+from stablenorm.check._forward_form import Form, examine_forward
+from stablenorm.check._hard_inputs import check_hard_inputs
+from stablenorm.check._identities import check_eps, row_identities
+from stablenorm.check._invariance import check_invariance
+from stablenorm.check._oracle import check_oracle
+from stablenorm.check._program import Judged, Outcome, Program, narrowed
+from stablenorm.check._report import ArgumentResult, Finding, GradientReport, Identity
+from stablenorm.check._structure import check_structure
 
 # The noise in the bound of a numeric derivative is estimated from some ten samples, and so itself
 # off by a third or two now and then. An element beyond it by no more than that, of a gradient

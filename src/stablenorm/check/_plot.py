@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stablenorm.gradcheck._tables import headline
+from stablenorm.check._tables import headline
 
 if TYPE_CHECKING:
-    from stablenorm.gradcheck._report import ArgumentResult, GradientReport
+    from stablenorm.check._report import ArgumentResult, GradientReport
 
 # Okabe and Ito's, told apart by everybody; a fourth argument and later ones begin again.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")

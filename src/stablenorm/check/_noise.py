@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._loss import Loss, digits, flat, norm, unit_roundoff
+from stablenorm.check._loss import Loss, digits, flat, norm, unit_roundoff
 
 # Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
 # 3 of order 6.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._loss import Loss, flat, norm, unit_roundoff
+from stablenorm.check._loss import Loss, flat, norm, unit_roundoff
 
 # In units of the argument's scale: each a sixteenth of the one before, from the last step of the
 # tableau to 2^-26, below which the rounding of float64 hides a kink of 1 %.

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._expected import Case, statistics
+from stablenorm.check._expected import Case, statistics
 
 # Elements of a battery's case: rows are left out beyond it. 8 rows of 4096, where one call of a
 # plain program takes a millisecond.

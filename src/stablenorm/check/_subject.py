@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._compare import rounding_bound
-from stablenorm.gradcheck._loss import FaultError, Loss, Operation, copies, digits
+from stablenorm.check._compare import rounding_bound
+from stablenorm.check._loss import FaultError, Loss, Operation, copies, digits
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._loss import Loss, flat, norm, unit_roundoff
-from stablenorm.gradcheck._noise import bound_noise
-from stablenorm.gradcheck._report import Secant
+from stablenorm.check._loss import Loss, flat, norm, unit_roundoff
+from stablenorm.check._noise import bound_noise
+from stablenorm.check._report import Secant
 
 __all__ = ["Derivative", "differentiate", "unit_roundoff"]
 

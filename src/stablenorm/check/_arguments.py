@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array, check_dtype
-from stablenorm.gradcheck._loss import powers_of_two
+from stablenorm.check._loss import powers_of_two
 
 
 def check_args(args: Sequence[Any]) -> list[Array | None]:

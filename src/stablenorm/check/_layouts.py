@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._loss import FaultError, digits
-from stablenorm.gradcheck._subject import Subject, compared, kept, pairs, y_bound
+from stablenorm.check._loss import FaultError, digits
+from stablenorm.check._subject import Subject, compared, kept, pairs, y_bound
 
 
 def _strided(a: Array) -> Array:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.gradcheck._expected import Case
-from stablenorm.gradcheck._program import Outcome, Program
-from stablenorm.gradcheck._report import Finding
+from stablenorm.check._expected import Case
+from stablenorm.check._program import Outcome, Program
+from stablenorm.check._report import Finding
 
 LAYER = "invariance"
 

@@ -1,0 +1,3 @@
+"""The former name of `stablenorm.check`: imports from here keep working."""
+
+from stablenorm.check import *
