@@ -82,6 +82,9 @@ def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
         return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
     leading = array.ndim - len(axes)
     moved = np.moveaxis(array, axes, range(leading, array.ndim))
+    if not leading:
+        # One row: without an axis to count it, `Rows` would have nothing to index.
+        moved, leading = moved[np.newaxis], 1
     shape = math.prod(moved.shape[:leading]), math.prod(moved.shape[leading:])
     view = moved.view()
     try:
