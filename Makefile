@@ -33,6 +33,16 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/numpydoc lint $(PUBLIC)
 	$(BIN)/pytest -n 2
 
+.PHONY: wheel
+# README's examples, run from the wheel alone: -I, lest this folder be found first.
+wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty environment, run README there
+	rm -rf build/wheel
+	$(BIN)/python -m build --outdir build/wheel/dist
+	$(PYTHON) -m venv build/wheel/empty
+	build/wheel/empty/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/dist/*.whl
+	cd build/wheel && empty/bin/python -I -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../../README.md
+	cd build/wheel && empty/bin/stablenorm run
+
 .PHONY: docs docs-figures explain
 docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 
 def save(tmp_path, **arrays):
-    path = tmp_path / "in.npz"
-    np.savez(path, **arrays)
-    return str(path)
+    """Write in.npz where the command runs; its name alone, so that no message depends on a path."""
+    np.savez(tmp_path / "in.npz", **arrays)
+    return "in.npz"
 
 
 def test_bundled_data_passes_and_agrees_with_another_implementation(capsys):
@@ -137,11 +137,10 @@ BAD_FILES = {
 @pytest.mark.parametrize("kind", sorted(BAD_FILES))
 def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
     make, message = BAD_FILES[kind]
-    path = tmp_path / "bad.npz"
     if make is not None:
-        make(path)
+        make(tmp_path / "bad.npz")
     before = sorted(tmp_path.iterdir())
-    assert main(["run", str(path), "--out", "out.npz", "--plot", "plot.png"]) == 2
+    assert main(["run", "bad.npz", "--out", "out.npz", "--plot", "plot.png"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
@@ -174,7 +173,16 @@ def test_bad_options(tmp_path, capsys, options, message):
     assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["walk"], ["run", 300 * "a"]])
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: stablenorm")
+    for command in ("run", "diagnose", "check", "bench", "complexity", "report"):
+        assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
+
+
+@pytest.mark.parametrize("arguments", [["walk"], ["run", 300 * "a"]])
 def test_bad_arguments_are_one_line(capsys, arguments):
     assert main(arguments) == 2
     shown = capsys.readouterr()

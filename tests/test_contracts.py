@@ -1,9 +1,12 @@
 """What the package promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
 
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
 import tracemalloc
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +16,7 @@ import stablenorm
 from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.backends import BACKENDS
 
+ROOT = Path(__file__).parents[1]
 HEAVY = (
     "torch tensorflow jax autograd numba cupy dask matplotlib rich sympy scipy thinc onnxruntime"
 )
@@ -41,6 +45,26 @@ def test_the_import_contract_holds():
         text=True,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_one_version_everywhere():
+    held = {
+        "pyproject.toml": r'^version = "(.*)"$',
+        "CITATION.cff": r"^version: (.*)$",
+        "docs/conf.py": r'^version = release = "(.*)"$',
+    }
+    found = {
+        file: re.findall(pattern, (ROOT / file).read_text("utf-8"), re.MULTILINE)
+        for file, pattern in held.items()
+    }
+    assert found == {file: [stablenorm.__version__] for file in held}
+
+
+def test_every_extra_that_a_message_names_exists_and_is_used():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    source = "".join(path.read_text("utf-8") for path in ROOT.glob("src/stablenorm/**/*.py"))
+    named = set(re.findall(r"stablenorm\[(\w+)\]", source))
+    assert named == project["optional-dependencies"].keys() - {"all"}
 
 
 def test_all_names_exist_and_are_documented():

@@ -181,6 +181,8 @@ def test_multiprocessing(tmp_path, method):
         capture_output=True,
         text=True,
         timeout=60,
+        # The path of a socket has 104 bytes at most, and TMPDIR may have as many.
+        env={**os.environ, "TMPDIR": "/tmp"},
     )
     assert (result.returncode, result.stderr) == (0, "")
 

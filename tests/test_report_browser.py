@@ -3,6 +3,7 @@
 import html
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -147,6 +148,8 @@ def _browse(directory, frames):
             "--dump-dom",
             outer.as_uri(),
         ],
+        # The path of a socket has 104 bytes at most, and TMPDIR may have as many.
+        env={**os.environ, "TMPDIR": "/tmp"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -18,10 +18,10 @@ examples:
   stablenorm report mine.npz              x and, if held, gamma, beta, dy, eps from a file
   stablenorm report mine.npz --out mine.html
 
-The page is one file. It loads nothing, runs no script, and may be mailed, printed or kept.
+The page is one file. It loads nothing and runs no script. You can mail it, print it or keep it.
 
-exit status: 0 no check failed, 1 a check failed (the page says which), 2 the input cannot be used
-or the page not be written (one line says why).
+exit status: 0 no check failed; 1 a check failed, the page says which; 2 the input cannot be used or
+the page cannot be written, one line says why.
 """
 
 
@@ -29,11 +29,11 @@ def add(commands: Any) -> None:
     """Add `report` to the commands."""
     parser = commands.add_parser(
         "report",
-        help="write all of it on one page: accuracy, hazards, gradients, cost, speed",
+        help="write one HTML page on a layer norm: accuracy, hazards, gradients, cost, speed",
         description=(
-            "Compute a layer norm and its gradients, check them, look for what would break other "
-            "implementations on these data, measure what it costs on this machine, and write it "
-            "all on one HTML page. x is normalized over its last axis."
+            "Compute a layer norm and its gradients and check them. Find what would break other "
+            "implementations on these data. Measure the cost on this machine. Write all of it to "
+            "one HTML page. x is normalized over its last axis."
         ),
         epilog=_EXAMPLES,
         formatter_class=Help,
@@ -44,18 +44,20 @@ def add(commands: Any) -> None:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help="an .npz file, or a directory of .npy files, with x and, optionally, gamma, beta, "
-        "dy, eps; default: the bundled data",
+        help="an .npz file, or a directory of .npy files, that holds x and, optionally, gamma, "
+        "beta, dy, eps; default: the bundled data",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=_OUT,
         metavar="FILE.html",
-        help=f"where to write it; what is there is replaced; default: {_OUT}",
+        help=f"the page to write; an existing file is replaced; default: {_OUT}",
     )
-    parser.add_argument("--eps", type=float, help="instead of the file's; default: 1e-5")
-    parser.add_argument("--seed", type=int, default=0, help="of a random dy; default: 0")
+    parser.add_argument("--eps", type=float, help="default: eps of the file, or 1e-5")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of a random dy, if the file has none; default: 0"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -28,10 +28,10 @@ examples:
   stablenorm run arrays/                  the same from x.npy, gamma.npy, ... in a directory
   stablenorm run mine.npz --out res.npz --plot res.png
 
-make such a file:
+to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
 
-exit status: 0 all checks passed, 1 a check failed, 2 the input cannot be used (one line says why).
+exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, one line says why.
 """
 
 
@@ -39,11 +39,11 @@ def add(commands: Any) -> None:
     """Add `run` to the commands."""
     parser = commands.add_parser(
         "run",
-        help="compute y, dx, dgamma, dbeta of a file, and check every one of them",
+        help="compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
         description=(
-            "Compute y, dx, dgamma and dbeta, and check them: against the exact result in "
-            "integers, against finite differences, against identities; and say what the formula "
-            "that everybody writes would have returned. x is normalized over its last axis."
+            "Compute y, dx, dgamma and dbeta, and check them against the exact result, against "
+            "finite differences and against identities. The error of the usual two-pass formula "
+            "on the same data is shown beside ours. x is normalized over its last axis."
         ),
         epilog=_EXAMPLES,
         formatter_class=Help,
@@ -54,15 +54,19 @@ def add(commands: Any) -> None:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help="an .npz file, or a directory of .npy files, with x and, optionally, gamma, beta, "
-        "dy, eps; default: the bundled data",
+        help="an .npz file, or a directory of .npy files, that holds x and, optionally, gamma, "
+        "beta, dy, eps; default: the bundled data",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE.npz", help="write y, dx, dgamma, dbeta there"
+        "--out", type=Path, metavar="FILE.npz", help="write y, dx, dgamma and dbeta to this file"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the errors there")
-    parser.add_argument("--eps", type=float, help="instead of the file's; default: 1e-5")
-    parser.add_argument("--seed", type=int, default=0, help="of a random dy; default: 0")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw the errors into this file"
+    )
+    parser.add_argument("--eps", type=float, help="default: eps of the file, or 1e-5")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of a random dy, if the file has none; default: 0"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

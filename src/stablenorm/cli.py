@@ -41,16 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0, 1 if a check failed, 2 on bad input, 3 if a check of a file has no
-        verdict, 130 if interrupted.
+        The exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
+        of a file has no verdict, 130 if interrupted.
 
     Raises
     ------
     SystemExit
         With status 0, after ``--help`` or ``--version``.
     """
+    parser = _parser()
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            parser.print_help(sys.stderr)
+            return EXIT_BAD_INPUT
         return int(arguments.job(arguments))
     except InputError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
@@ -71,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="stablenorm",
-        description="Layer normalization and its gradients, correctly rounded.",
+        description="Layer normalization and its gradients, within 0.501 ulp of the exact result: "
+        "compute them, check them, and see what they cost.",
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (
         _command_run,
         _command_diagnose,
