@@ -232,8 +232,8 @@ STEPS = {
         ),
         size_of_xhat,
     ),
-    "D3": (r"d\gamma_i = \sum_{\text{rows}} dy_i\, \hat x_i", dgamma_of_two_rows),
-    "D4": (r"d\beta_i = \sum_{\text{rows}} dy_i", dbeta_of_two_rows),
+    "D3": (r"d\gamma_i = \sum_r dy_{ri}\, \hat x_{ri}", dgamma_of_two_rows),
+    "D4": (r"d\beta_i = \sum_r dy_{ri}", dbeta_of_two_rows),
     "D5": (r"\frac{\partial L}{\partial \hat x_i} = \gamma_i\, dy_i = g_i", into_xhat),
     "D6": (
         r"\frac{d\, \text{rstd}}{d\, \text{var}} = -\tfrac{1}{2}\, \text{rstd}^3",

@@ -51,14 +51,14 @@ def test_the_page_has_a_place_for_every_experiment_and_no_other(stability):
 
 
 @pytest.mark.parametrize("title", sections())
-def test_every_hazard_has_picture_cure_and_bound(title):
+def test_every_hazard_has_picture_cure_and_what_is_left(title):
     text = sections()[title]
     if not title.startswith("2."):
         # The second shares the picture of the first.
         assert "](../figures/stability_" in text
     for picture in re.findall(r"\]\(\.\./figures/(\S+)\)", text):
         assert (ROOT / "docs" / "figures" / picture).stat().st_size > 0
-    assert text.index("**What is done here.**") < text.index("**The bound.**")
+    assert text.index("**What is done here.**") < text.index("**What is left.**")
 
 
 @pytest.mark.parametrize(

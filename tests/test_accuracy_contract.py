@@ -1,0 +1,90 @@
+"""docs/reference/accuracy-contract.md: its table of K bounds the error before the final rounding."""
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stablenorm import exact_layer_norm, reference
+from stablenorm.analysis.families import FAMILIES, make_case
+
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "accuracy-contract.md"
+U = 2.0**-53
+
+
+def is_finite(name, n):
+    family = FAMILIES[name]
+    return family.finite and family.applies("float32", n)
+
+
+def bounds(h, k):
+    """Return K of each output, as the page writes it."""
+    rows = re.findall(
+        r"^\| (y|dx|dgamma|dbeta) \| `(.*)` \|$", PAGE.read_text("utf8"), re.MULTILINE
+    )
+    return {name: eval(formula, {"h": h, "k": k}) for name, formula in rows}
+
+
+def before_rounding(case):
+    """Return the outputs of the reference as the float64 that it rounds, and S of each."""
+    x, gamma, beta, eps, dy = case
+    y = np.empty(x.shape)
+    statistics = reference.forward(x, gamma, beta, eps, y)
+    xhat, rstd = reference._rebuild(x.astype(np.float64), statistics, slice(None), False)
+    gamma, beta, dy = (a.astype(np.float64) for a in (gamma, beta, dy))
+    g = gamma * dy
+    found = {
+        "y": y,
+        "dx": rstd * reference.project(g, xhat),
+        "dgamma": reference._sum_rows(dy * xhat)[0],
+        "dbeta": reference._sum_rows(dy)[0],
+    }
+
+    def mean(a):
+        return abs(a).mean(axis=-1, keepdims=True)
+
+    spread = abs(xhat) + mean(xhat)
+    centered = g - g.mean(axis=-1, keepdims=True)
+    magnitudes = {
+        "y": abs(gamma) * spread + abs(beta),
+        "dx": rstd * (abs(g) + mean(g) + spread * mean(centered * xhat)),
+        "dgamma": (abs(dy) * spread).sum(axis=0),
+        "dbeta": abs(dy).sum(axis=0),
+    }
+    return found, magnitudes
+
+
+# Blocks of NumPy's pairwise sum begin at 128 elements.
+CASES = [(name, n) for name in FAMILIES for n in (2, 100, 768) if is_finite(name, n)]
+
+
+@pytest.mark.parametrize(("name", "n"), CASES)
+def test_the_error_before_rounding_is_within_the_bound_of_the_page(name, n):
+    case = make_case(name, "float32", n, max(4, FAMILIES[name].smallest_rows))
+    found, magnitudes = before_rounding(case)
+    height = 18 + math.ceil(math.log2(n / 128)) if n >= 128 else min(n - 1, 18)
+    limits = bounds(height, math.ceil(math.log2(len(case.x))) + 1)
+    exact = exact_layer_norm(*case)
+    for output, values in found.items():
+        right = exact.rounded(output, np.float64)
+        with np.errstate(invalid="ignore"):
+            error = abs(values - right)
+        # What is rounded off the exact value, to compare in float64, is not ours.
+        allowed = limits[output] * U * magnitudes[output] + U * abs(right)
+        assert (error <= allowed).all(), f"{output}: {(error / allowed).max():.3g} of the bound"
+
+
+def test_the_bound_is_not_idle():
+    """A mean that is not corrected breaks it, by the rounding of the mean alone."""
+    case = make_case("F07", "float32", 768)
+    x = case.x.astype(np.float64)
+    mean = x.mean(axis=-1, keepdims=True)
+    exact = exact_layer_norm(*case)
+    centered = x - mean
+    xhat = centered / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + case.eps)
+    y = case.gamma * xhat + case.beta
+    _, magnitudes = before_rounding(case)
+    error = abs(y - exact.rounded("y", np.float64))
+    assert (error > bounds(21, 1)["y"] * U * magnitudes["y"]).any()
