@@ -88,11 +88,10 @@ $(BENCH)/.done: pyproject.toml
 	$(BENCH_PIP) -e ".[plot]"
 	-$(BENCH_PIP) onnxruntime onnx
 	-$(BENCH_PIP) jax
-	-$(BENCH_PIP) thinc
 	@touch $@
 
 .PHONY: bench
-bench: $(BENCH)/.done  ## speed beside the peers, into docs: 15 min; make bench ARGS=--quick: 2 min
+bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; make bench ARGS=--quick: 2 min
 	$(BENCH)/bin/python benchmarks/bench.py $(ARGS)
 
 .PHONY: stability dlpack

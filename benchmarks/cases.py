@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from agreement import check_ours, check_peer, compute
-from peers import RESULTS, Peer, copies
+from agreement import check_ours, check_peer
+from peers import EPS, Peer, copies
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, set_num_threads
 from stablenorm._bench import (
     DTYPES,
     PASSES,
@@ -20,31 +21,27 @@ from stablenorm._bench import (
     type_of,
     usable_backends,
 )
-from stablenorm.analysis.timing import COPY_BYTES, Timing, make_copy, measure_interleaved
+from stablenorm.analysis.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.backends import choose
+from stablenorm.workspace import get_idle_limit, set_idle_limit
 
-OURS, OURS_OUT, CALL = "stablenorm", "stablenorm out=", "layer_norm"
-NUMPY_COPY = "copy, NumPy"
-SHAPES = (
-    (1, 1, 64),
-    (1, 1, 4096),
-    (2, 128, 64),
-    (2, 128, 1024),
-    (4, 512, 1024),
-    (4, 512, 4096),
-    (32, 512, 768),
-    (16, 512, 1024),
-    (64, 2048, 256),
-)
+# Ours: as called, with recycling of large results off, with results written into arrays given.
+OURS, OURS_OFF, OURS_OUT, CALL = "stablenorm", "recycling off", "out=", "layer_norm"
+NUMPY_COPY, TORCH_CALL = "copy, NumPy", "PyTorch F.layer_norm"
+# Up to 8 MiB, x, y, dy and dx fit into the last-level cache of 32 MiB, and malloc keeps pages that
+# are freed: it returns blocks beyond 32 MiB to the system at once, and never smaller ones once some
+# were used.
+IN_CACHE = ((1, 1, 64), (1, 1, 4096), (2, 128, 64), (2, 128, 1024), (4, 512, 1024))
+BEYOND = ((4, 512, 4096), (32, 512, 768), (16, 512, 1024), (64, 2048, 256))
 # float32 of this many is 256 MiB.
 ELEMENTS = 2**26
 # As large as what the machine's copy is measured on; an odd n leaves a few elements over.
 LARGE = 0.99 * COPY_BYTES
 # Powers of two; no multiple of any vector (3, 17); and the n that broke others' padding (769).
-LENGTHS = (*(2**power for power in range(17)), 3, 17, 769)
-# The last one is 512 MiB, beyond what the copy is measured on.
-ROWS = tuple(2**power for power in range(18))
-SUITES = ("call", "shapes", "n", "rows", "dtypes")
+LENGTHS = (1, 2, 3, 4, 8, 16, 17, 32, 64, 128, 256, 769, 1024, 4096, 16384, 65536)
+ROWS = tuple(4**power for power in range(9))
+# kept: both sides on an allocator that keeps its pages. alone: one thread each.
+SUITES = ("call", "shapes", "kept", "alone", "n", "rows", "dtypes")
 
 
 class Case(NamedTuple):
@@ -53,6 +50,11 @@ class Case(NamedTuple):
     suite: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def label(self) -> str:
+        """The words for a case in progress."""
+        return f"{self.suite} {'x'.join(map(str, self.shape))} {self.dtype}"
 
 
 class Effort(NamedTuple):
@@ -64,7 +66,7 @@ class Effort(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One candidate on one case: seconds a call, and bytes a second beside those of the copy."""
+    """One candidate on one case: seconds a call with quartiles, the copy's bytes a second."""
 
     suite: str
     shape: tuple[int, ...]
@@ -74,20 +76,36 @@ class Record(NamedTuple):
     seconds: float
     low: float
     high: float
-    rounds: int
-    speed: float
     copy: float
+    # Page faults of a call; -1 where they were not counted.
+    faults: int = -1
+
+    @property
+    def nbytes(self) -> int:
+        """The size of x."""
+        return math.prod(self.shape) * type_of(self.dtype).itemsize
+
+    @property
+    def speed(self) -> float:
+        """Bytes a second: those that must be read and written."""
+        moved = 2 if self.candidate.startswith("copy") else PASSES[self.direction]
+        return moved * self.nbytes / self.seconds
 
 
-def make_cases(smoke: bool) -> list[Case]:
+def make_cases(smoke: bool = False) -> list[Case]:
     """Return all cases; `smoke` makes the large ones tiny."""
     elements, most = (2**12, 2**4) if smoke else (ELEMENTS, ROWS[-1])
-    shapes = [shape for shape in SHAPES if not smoke or math.prod(shape) <= 2**15]
-    lengths = [n for n in sorted(LENGTHS) if n <= elements]
+    every = [shape for shape in IN_CACHE + BEYOND if not smoke or math.prod(shape) <= 2**15]
+    # Of the other types one shape of each kind.
+    some = [shape for shape in every if shape in (*IN_CACHE[::2], IN_CACHE[3], BEYOND[1])]
+    kept = ((2, 8),) if smoke else (IN_CACHE[-1], *BEYOND)
+    alone = ((2, 8),) if smoke else (IN_CACHE[3], BEYOND[1])
     return [
-        Case("call", SHAPES[0], "float32"),
-        *(Case("shapes", shape, dtype) for dtype in DTYPES for shape in shapes),
-        *(Case("n", (elements // n, n), "float32") for n in lengths),
+        Case("call", IN_CACHE[0], "float32"),
+        *(Case("shapes", s, d) for d in DTYPES for s in (every if d == "float32" else some)),
+        *(Case("kept", shape, "float32") for shape in kept),
+        *(Case("alone", shape, "float32") for shape in alone),
+        *(Case("n", (elements // n, n), "float32") for n in LENGTHS if n <= elements),
         *(Case("rows", (rows, 1024), "float32") for rows in ROWS if rows <= most),
         # One case: all dtypes beside one another.
         Case("dtypes", (elements // 1024, 1024), "all"),
@@ -95,10 +113,9 @@ def make_cases(smoke: bool) -> list[Case]:
 
 
 def measure_machine(threads: int, effort: Effort) -> dict[str, float]:
-    """Bytes a second of copies of 256 MiB, pages touched: NumPy's in threads, and the peers'."""
+    """Bytes a second of copies of 256 MiB, pages touched: NumPy's in threads, and PyTorch's."""
     source, target = np.ones((2, COPY_BYTES // 4), np.float32)
-    candidates = _copies(source, target, threads)
-    timings = measure_interleaved(candidates, **effort._asdict())
+    timings = measure_interleaved(_copies(source, target, threads), **effort._asdict())
     return {name: 2 * COPY_BYTES / timing.median for name, timing in timings.items()}
 
 
@@ -114,53 +131,70 @@ def measure_case(
     if case.suite == "dtypes":
         return _measure_dtypes(case, threads, effort, machine), {}
     problem = make_problem(case.shape, case.dtype)
-    ours = compute(problem)
-    candidates = _ours(problem, case.suite)
-    check_ours(problem, ours, _written(problem))
+    ways = _ours(problem, case)
+    ours = check_ours(problem, choose(None))
     used = {}
     for peer in peers:
-        if case.dtype not in peer.dtypes or (case.suite != "shapes" and peer.name != "PyTorch"):
+        if case.dtype not in peer.dtypes or not _wanted(peer.name, case):
             continue
-        calls = peer.make(problem)
-        used[peer.name] = max(check_peer(peer, calls, problem, ours).values())
+        calls = peer.make(problem, EPS)
+        used[peer.name] = check_peer(calls, problem, ours)
         if used[peer.name] <= 1:
-            for direction, more in (("forward", calls.forward), ("backward", calls.backward)):
-                for name, call in more.items():
-                    # The second way to call PyTorch matters to the overhead of a call alone.
-                    if case.suite == "call" or name == peer.name:
-                        candidates[direction][name] = call
+            ways["forward"][peer.name] = calls.forward
+            if calls.backward:
+                ways["backward"][peer.name] = calls.backward
+            if case.suite == "call":
+                ways["forward"] |= calls.other
     # Held no longer: with large arrays it is the memory of one more candidate.
     ours.clear()
-    records = []
     beside = _copies(problem.x, problem.y, threads) if problem.x.nbytes >= LARGE else {}
-    for direction, ways in candidates.items():
-        records += _measure(case, direction, ways | beside, effort, machine)
+    records = []
+    if case.suite == "alone":
+        set_num_threads(1)
+    try:
+        for direction, candidates in ways.items():
+            records += _measure(case, direction, candidates | beside, effort, machine)
+    finally:
+        set_num_threads(threads)
     return records, used
 
 
-def _ours(problem: Problem, suite: str) -> dict[str, dict[str, Callable[[], Any]]]:
+def _wanted(peer: str, case: Case) -> bool:
+    if case.suite == "alone":
+        return peer == "plain NumPy"
+    return peer == "PyTorch" or (case.suite in ("shapes", "kept") and case.dtype == "float32")
+
+
+def _ours(problem: Problem, case: Case) -> dict[str, dict[str, Callable[[], Any]]]:
     default = choose(None)
-    calls = {
-        direction: {OURS: ways["fresh"], OURS_OUT: ways["out="]}
-        for direction, ways in make_candidates(problem, default).items()
-    }
-    if suite == "call":
-        x, gamma, beta, _, y, _ = problem
-        calls["forward"][CALL] = lambda: layer_norm(x, gamma, beta)
-        calls["forward"][f"{CALL} out="] = lambda: layer_norm(x, gamma, beta, out=y)
-    if suite == "shapes":
-        for backend in usable_backends():
-            if backend != default:
-                for direction, ways in make_candidates(problem, backend).items():
-                    calls[direction][f"backend {backend}"] = ways["fresh"]
-    return calls
+    made = make_candidates(problem, default)
+    ways = {direction: {OURS: calls["fresh"]} for direction, calls in made.items()}
+    if case.suite in ("shapes", "n", "rows"):
+        for direction, calls in made.items():
+            ways[direction][OURS_OUT] = calls["out="]
+    if case.suite == "call":
+        x, gamma, beta, *_ = problem
+        ways["forward"][CALL] = lambda: layer_norm(x, gamma, beta)
+    if case.suite == "shapes" and case.dtype == "float32":
+        for direction, calls in made.items():
+            ways[direction][OURS_OFF] = _without_recycling(calls["fresh"])
+        for backend in set(usable_backends()) - {default}:
+            for direction, calls in make_candidates(problem, backend).items():
+                ways[direction][f"backend {backend}"] = calls["fresh"]
+    return ways
 
 
-def _written(problem: Problem) -> dict[str, Any]:
-    """Return our results as `out=` has them."""
-    y, cache = layer_norm_forward(problem.x, problem.gamma, problem.beta, out=problem.y)
-    gradients = layer_norm_backward(problem.dy, cache, out=problem.gradients)
-    return dict(zip(RESULTS, (y, *gradients), strict=True))
+def _without_recycling(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return the call with recycling of large results switched off meanwhile: 1 us more."""
+    limit = get_idle_limit()
+
+    def without() -> Any:
+        set_idle_limit(0)
+        result = call()
+        set_idle_limit(limit)
+        return result
+
+    return without
 
 
 def _copies(source: Any, target: Any, threads: int) -> dict[str, Callable[[], Any]]:
@@ -175,62 +209,47 @@ def _measure(
     machine: float,
 ) -> list[Record]:
     timings = measure_interleaved(candidates, **effort._asdict())
-    nbytes = math.prod(case.shape) * type_of(case.dtype).itemsize
-    moved = {name: (2 if _is_copy(name) else PASSES[direction]) * nbytes for name in timings}
-    speeds = {name: moved[name] / timing.median for name, timing in timings.items()}
-    # Beside a copy of the same arrays in the same rounds, where there is one; the machine's else.
-    copy = max((speed for name, speed in speeds.items() if _is_copy(name)), default=machine)
-    return [
-        _record(case, direction, name, timing, speeds[name], copy)
+    counted = case.suite in ("shapes", "kept") and case.dtype == "float32"
+    records = [
+        Record(
+            *case, direction, name, timing.median, timing.low, timing.high, 0.0,
+            count_faults(candidates[name]) if counted else -1,
+        )
         for name, timing in timings.items()
-    ]
+    ]  # fmt: skip
+    # Beside a copy of the same arrays in the same rounds, where there is one; the machine's else.
+    copy = max((r.speed for r in records if r.candidate.startswith("copy")), default=machine)
+    return [record._replace(copy=copy) for record in records]
+
+
+def count_faults(call: Callable[[], Any]) -> int:
+    """Return the page faults of a call, the fewest of three."""
+    counts = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        call()
+        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return min(counts[1:])
 
 
 def _measure_dtypes(case: Case, threads: int, effort: Effort, machine: float) -> list[Record]:
     """Time `out=` of one shape in all dtypes, interleaved, and the copy of the float32 arrays."""
     problems = {dtype: make_problem(case.shape, dtype) for dtype in DTYPES}
     for problem in problems.values():
-        check_ours(problem, compute(problem), _written(problem))
+        check_ours(problem, choose(None))
     every = {dtype: make_candidates(problem, None) for dtype, problem in problems.items()}
     wide = problems["float32"]
-    records = []
+    records: list[Record] = []
     for direction in PASSES:
         candidates = {dtype: every[dtype][direction]["out="] for dtype in DTYPES}
         if wide.x.nbytes >= LARGE:
             candidates |= _copies(wide.x, wide.y, threads)
         timings = measure_interleaved(candidates, **effort._asdict())
-        speed = {
-            name: (2 if _is_copy(name) else PASSES[direction])
-            * (wide if _is_copy(name) else problems[name]).x.nbytes
-            / timing.median
-            for name, timing in timings.items()
-        }
-        copy = max((speed[name] for name in speed if _is_copy(name)), default=machine)
+        here = []
         for name, timing in timings.items():
-            dtype, candidate = ("float32", name) if _is_copy(name) else (name, OURS_OUT)
-            here = case._replace(dtype=dtype)
-            records.append(_record(here, direction, candidate, timing, speed[name], copy))
+            dtype, candidate = (name, OURS_OUT) if name in problems else ("float32", name)
+            figures = (timing.median, timing.low, timing.high, 0.0)
+            here.append(Record(case.suite, case.shape, dtype, direction, candidate, *figures))
+        copy = max((r.speed for r in here if r.candidate.startswith("copy")), default=machine)
+        records += [record._replace(copy=copy) for record in here]
     return records
-
-
-def _record(
-    case: Case, direction: str, candidate: str, timing: Timing, speed: float, copy: float
-) -> Record:
-    median, low, high, rounds, _ = timing
-    return Record(
-        case.suite,
-        case.shape,
-        case.dtype,
-        direction,
-        candidate,
-        median,
-        low,
-        high,
-        rounds,
-        speed,
-        copy,
-    )
-
-
-def _is_copy(candidate: str) -> bool:
-    return candidate.startswith("copy, ")

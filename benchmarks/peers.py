@@ -1,18 +1,18 @@
 """
 The peers: one function each, that loads one library and returns how to call it as its users do.
 
-They are imported by name, lest the type checker's environment had to hold them all.
+They are imported by name, so that the type checker's environment need not hold them all.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._bench import Problem
+from stablenorm._bench import DTYPES, Problem
 from stablenorm._types import Array, bfloat16
 from stablenorm.analysis.plain import plain_backward, plain_forward
 
@@ -23,39 +23,45 @@ RESULTS = ("y", "dx", "dgamma", "dbeta")
 class Calls(NamedTuple):
     """What is timed of one implementation on one problem, and what it computes there."""
 
-    # Candidates by name; the name says how the library is called if there are several ways.
-    forward: dict[str, Callable[[], Any]]
-    backward: dict[str, Callable[[], Any]]
-    # The arrays that are held against ours: y, and what there is of dx, dgamma, dbeta.
+    forward: Callable[[], Any]
+    # None: the library has none.
+    backward: Callable[[], Any] | None
+    # y, and what there is of dx, dgamma, dbeta.
     results: Callable[[], dict[str, Array]]
+    # Other ways to call the forward, by name.
+    other: dict[str, Callable[[], Any]] = {}  # noqa: RUF012
 
 
 class Peer(NamedTuple):
-    """An implementation that can be timed."""
+    """An implementation; `make` takes a problem and eps."""
 
     name: str
     version: str
     dtypes: tuple[str, ...]
-    eps: float
-    make: Callable[[Problem], Calls]
+    make: Callable[[Problem, float], Calls]
 
 
-def load_peers(threads: int) -> tuple[list[Peer], dict[str, str]]:
+def load_peers(names: Iterable[str], threads: int = 0) -> tuple[list[Peer], dict[str, str]]:
     """Return the peers that can be imported, and of each other one what was raised."""
     peers, missing = [], {}
-    for name, load in LOADERS.items():
+    for name in names:
         try:
-            peers.append(load(threads))
+            peers.append(LOADERS[name](threads))
         # What a broken installation raises is not foreseen by its authors either.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return peers, missing
 
 
+def _named(arrays: Iterable[Array]) -> dict[str, Array]:
+    return dict(zip(RESULTS, arrays, strict=True))
+
+
 def _torch(threads: int) -> Peer:
     torch: Any = importlib.import_module("torch")
     functional: Any = importlib.import_module("torch.nn.functional")
-    torch.set_num_threads(threads)
+    if threads:
+        torch.set_num_threads(threads)
 
     def tensor(array: Array) -> Any:
         """Share memory; NumPy's bfloat16 is known by its bits alone."""
@@ -68,70 +74,72 @@ def _torch(threads: int) -> Peer:
             return result.view(torch.int16).numpy().view(bfloat16)
         return result.numpy()
 
-    def make(problem: Problem) -> Calls:
+    def make(problem: Problem, eps: float) -> Calls:
         x, gamma, beta, dy = map(tensor, problem[:4])
         shape = [x.shape[-1]]
+        backward_of_aten = torch.ops.aten.native_layer_norm_backward
 
         def plain() -> Any:
             with torch.no_grad():
-                return functional.layer_norm(x, shape, gamma, beta, EPS)
+                return functional.layer_norm(x, shape, gamma, beta, eps)
 
         def forward() -> Any:
-            return torch.native_layer_norm(x, shape, gamma, beta, EPS)
+            return torch.native_layer_norm(x, shape, gamma, beta, eps)
 
         _, mean, rstd = forward()
-        backward_of_aten = torch.ops.aten.native_layer_norm_backward
 
         def backward() -> Any:
             return backward_of_aten(dy, x, shape, mean, rstd, gamma, beta, [True, True, True])
 
         def results() -> dict[str, Array]:
-            arrays = (forward()[0], *backward())
-            return {name: back(array) for name, array in zip(RESULTS, arrays, strict=True)}
+            # The statistics again: a setting of the processor may have changed meanwhile.
+            y, *kept = forward()
+            found = backward_of_aten(dy, x, shape, *kept, gamma, beta, [True, True, True])
+            return _named(back(array) for array in (y, *found))
 
-        return Calls(
-            {"PyTorch": forward, "PyTorch F.layer_norm": plain}, {"PyTorch": backward}, results
-        )
+        return Calls(forward, backward, results, {"PyTorch F.layer_norm": plain})
 
-    return Peer(
-        "PyTorch", torch.__version__, ("float32", "float16", "bfloat16", "float64"), EPS, make
-    )
+    return Peer("PyTorch", torch.__version__.split("+")[0], DTYPES, make)
 
 
-def _jax(_: int) -> Peer:
-    # Its pool has as many threads as the process may use cores; it has no number to set.
-    jax: Any = importlib.import_module("jax")
-    jnp: Any = importlib.import_module("jax.numpy")
-    device = jax.devices("cpu")[0]
+def _jax(name: str, standardize: bool, dtypes: tuple[str, ...]) -> Callable[[int], Peer]:
+    def load(_: int) -> Peer:
+        # Its pool has as many threads as the process may use cores; it has no number to set.
+        jax: Any = importlib.import_module("jax")
+        jnp: Any = importlib.import_module("jax.numpy")
 
-    def layer_norm(x: Any, gamma: Any, beta: Any) -> Any:
-        mean = jnp.mean(x, axis=-1, keepdims=True)
-        centered = x - mean
-        var = jnp.mean(centered * centered, axis=-1, keepdims=True)
-        return gamma * centered * jax.lax.rsqrt(var + EPS) + beta
+        def layer_norm(x: Any, gamma: Any, beta: Any, eps: Any) -> Any:
+            if standardize:
+                return gamma * jax.nn.standardize(x, epsilon=eps) + beta
+            wide = x.astype(jnp.float32)
+            centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            var = jnp.mean(centered * centered, axis=-1, keepdims=True)
+            return (gamma * centered * jax.lax.rsqrt(var + eps) + beta).astype(x.dtype)
 
-    forward_alone = jax.jit(layer_norm)
-    # The pull-back crosses the border of jit with what it keeps: nothing is computed twice.
-    forward_keeping = jax.jit(lambda x, gamma, beta: jax.vjp(layer_norm, x, gamma, beta))
-    pull_back = jax.jit(lambda pull, dy: pull(dy))
+        alone = jax.jit(layer_norm)
+        # The pull-back crosses the border of jit with what it keeps: nothing is computed twice.
+        keeping = jax.jit(lambda *a, eps: jax.vjp(lambda x, g, b: layer_norm(x, g, b, eps), *a))
+        pull_back = jax.jit(lambda pull, dy: pull(dy))
 
-    def make(problem: Problem) -> Calls:
-        x, gamma, beta, dy = (jax.device_put(array, device) for array in problem[:4])
-        _, pull = forward_keeping(x, gamma, beta)
+        def make(problem: Problem, eps: float) -> Calls:
+            *parameters, dy = (jax.device_put(a, jax.devices("cpu")[0]) for a in problem[:4])
+            eps32 = np.float32(eps)
+            _, pull = keeping(*parameters, eps=eps32)
 
-        def forward() -> Any:
-            return jax.block_until_ready(forward_alone(x, gamma, beta))
+            def forward() -> Any:
+                return jax.block_until_ready(alone(*parameters, eps32))
 
-        def backward() -> Any:
-            return jax.block_until_ready(pull_back(pull, dy))
+            def backward() -> Any:
+                return jax.block_until_ready(pull_back(pull, dy))
 
-        def results() -> dict[str, Array]:
-            arrays = (forward(), *backward())
-            return {name: np.asarray(array) for name, array in zip(RESULTS, arrays, strict=True)}
+            def results() -> dict[str, Array]:
+                return _named(np.asarray(array) for array in (forward(), *backward()))
 
-        return Calls({"JAX": forward}, {"JAX": backward}, results)
+            return Calls(forward, backward, results)
 
-    return Peer("JAX", jax.__version__, ("float32",), EPS, make)
+        return Peer(name, jax.__version__, dtypes, make)
+
+    return load
 
 
 def _onnxruntime(threads: int) -> Peer:
@@ -140,15 +148,12 @@ def _onnxruntime(threads: int) -> Peer:
     runtime: Any = importlib.import_module("onnxruntime")
     float32 = onnx.TensorProto.FLOAT
 
-    def make(problem: Problem) -> Calls:
-        x, gamma, beta, *_ = problem
-        names = ("x", "gamma", "beta")
-        shapes = {"x": x.shape, "gamma": gamma.shape, "beta": beta.shape, "y": x.shape}
-        values = {
-            name: helper.make_tensor_value_info(name, float32, s) for name, s in shapes.items()
-        }
-        node = helper.make_node("LayerNormalization", names, ["y"], axis=-1, epsilon=EPS)
-        graph = helper.make_graph([node], "g", [values[name] for name in names], [values["y"]])
+    def make(problem: Problem, eps: float) -> Calls:
+        inputs = {"x": problem.x, "gamma": problem.gamma, "beta": problem.beta}
+        shapes = {name: array.shape for name, array in inputs.items()} | {"y": problem.x.shape}
+        values = {k: helper.make_tensor_value_info(k, float32, s) for k, s in shapes.items()}
+        node = helper.make_node("LayerNormalization", list(inputs), ["y"], axis=-1, epsilon=eps)
+        graph = helper.make_graph([node], "g", [values[name] for name in inputs], [values["y"]])
         # Opset 17 has the operator first; with it goes the version 8 of the format.
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
         options = runtime.SessionOptions()
@@ -157,87 +162,42 @@ def _onnxruntime(threads: int) -> Peer:
         session = runtime.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
-        inputs = {"x": x, "gamma": gamma, "beta": beta}
 
         def forward() -> Any:
             return session.run(None, inputs)
 
-        return Calls({"ONNX Runtime": forward}, {}, lambda: {"y": forward()[0]})
+        return Calls(forward, None, lambda: {"y": forward()[0]})
 
-    return Peer("ONNX Runtime", runtime.__version__, ("float32",), EPS, make)
-
-
-def _thinc(_: int) -> Peer:
-    version = importlib.import_module("thinc.about").__version__
-    api: Any = importlib.import_module("thinc.api")
-
-    def make(problem: Problem) -> Calls:
-        n = problem.x.shape[-1]
-        # It takes matrices only; both are views.
-        x, dy = problem.x.reshape(-1, n), problem.dy.reshape(-1, n)
-        with api.use_ops("numpy"):
-            model = api.LayerNorm(n)
-            model.initialize(X=x[:1])
-        model.set_param("G", problem.gamma.copy())
-        model.set_param("b", problem.beta.copy())
-        _, backprop = model.begin_update(x)
-
-        def forward() -> Any:
-            return model.begin_update(x)
-
-        def backward() -> Any:
-            return backprop(dy)
-
-        def results() -> dict[str, Array]:
-            # It adds the gradients of the parameters to those that it holds.
-            for name in ("G", "b"):
-                model.set_grad(name, np.zeros_like(model.get_param(name)))
-            y, dx = forward()[0], backward()
-            shape = problem.x.shape
-            return {
-                "y": y.reshape(shape),
-                "dx": dx.reshape(shape),
-                "dgamma": model.get_grad("G").copy(),
-                "dbeta": model.get_grad("b").copy(),
-            }
-
-        return Calls({"thinc": forward}, {"thinc": backward}, results)
-
-    # Its eps is a constant in its code.
-    return Peer("thinc", str(version), ("float32",), 1e-8, make)
+    return Peer("ONNX Runtime", runtime.__version__, ("float32",), make)
 
 
 def _plain(_: int) -> Peer:
-    def make(problem: Problem) -> Calls:
+    def make(problem: Problem, eps: float) -> Calls:
         x, gamma, beta, dy, *_ = problem
-        _, cache = plain_forward(x, gamma, beta, EPS)
+        _, cache = plain_forward(x, gamma, beta, eps)
 
         def forward() -> Any:
-            return plain_forward(x, gamma, beta, EPS)
+            return plain_forward(x, gamma, beta, eps)
 
         def backward() -> Any:
             return plain_backward(dy, cache)
 
-        def results() -> dict[str, Array]:
-            return dict(zip(RESULTS, (forward()[0], *backward()), strict=True))
+        return Calls(forward, backward, lambda: _named((forward()[0], *backward())))
 
-        return Calls({"plain NumPy": forward}, {"plain NumPy": backward}, results)
-
-    dtypes = ("float32", "float16", "bfloat16", "float64")
-    return Peer("plain NumPy", np.__version__, dtypes, EPS, make)
+    return Peer("plain NumPy", np.__version__, DTYPES, make)
 
 
 LOADERS: dict[str, Callable[[int], Peer]] = {
     "PyTorch": _torch,
-    "JAX": _jax,
+    "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
+    "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
-    "thinc": _thinc,
     "plain NumPy": _plain,
 }
 
 
 def copies(source: Array, target: Array) -> dict[str, Callable[[], Any]]:
-    """Return the copies of peers that have one of their own, to be timed beside NumPy's."""
+    """Return PyTorch's own copy, if there is one, to be timed beside NumPy's."""
     try:
         torch: Any = importlib.import_module("torch")
     except (ImportError, OSError):

@@ -26,9 +26,9 @@ how to read it:
   out=      results written into arrays that exist already
   GB/s      what must be read and written (forward x, y; backward dy, x, dx) over the time
   of copy   that over what a plain copy of 256 MiB moves, measured in the same run with as many
-            threads; 1 is the speed of memory; arrays that stay in the caches may exceed it
+            threads; arrays that stay in the caches may exceed 1
 
-exit status: 0 done, 1 two backends differ in a bit, 2 it cannot be run (one line says why).
+exit status: 0 done, 1 two backends disagree beyond rounding, 2 it cannot be run (one line says why).
 """
 
 
