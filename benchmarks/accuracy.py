@@ -1,7 +1,7 @@
 """
 Worst error in ulp, per input family and dtype: `make accuracy`.
 
-Runs every finite family of `stablenorm.analysis.families` through the package and through the
+Runs every finite family of `stablenorm.testing.families` through the package and through the
 plain two-pass formula, judges both by the exact oracle, and writes docs/accuracy.md and the
 table between the accuracy markers of README.md. Exit status 1 if an element breaks the contract;
 the tables are then written all the same, and say so.
@@ -23,9 +23,9 @@ from machine import processor
 from rich.progress import track
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, Case, make_case
-from stablenorm.analysis.plain import plain_backward, plain_forward
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import FAMILIES, Case, make_case
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 ROOT = Path(__file__).parent.parent
 DTYPES = ("float16", "bfloat16", "float32", "float64")

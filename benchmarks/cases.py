@@ -21,8 +21,8 @@ from stablenorm._bench import (
     type_of,
     usable_backends,
 )
-from stablenorm.analysis.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.backends import choose
+from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.workspace import get_idle_limit, set_idle_limit
 
 # Ours: as called, with recycling of large results off, with results written into arrays given.

@@ -23,7 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from stablenorm import exact_layer_norm, layer_norm
-from stablenorm.analysis.plain import plain_forward
+from stablenorm.testing.plain import plain_forward
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- train:begin -->", "<!-- train:end -->"

@@ -14,7 +14,7 @@ import numpy as np
 
 from stablenorm._bench import DTYPES, Problem
 from stablenorm._types import Array, bfloat16
-from stablenorm.analysis.plain import plain_backward, plain_forward
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 EPS = 1e-5
 RESULTS = ("y", "dx", "dgamma", "dbeta")

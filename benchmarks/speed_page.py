@@ -86,7 +86,7 @@ HOW = """How to read it:
 
 - A time is the median over rounds, in two digits, with the quartiles in brackets. In a round every
   candidate runs once, in an order that rotates, after a pause and after 10 ms of calls that are not
-  counted; a sample lasts 0.3 ms or one call, whichever is longer (`stablenorm.analysis.timing`).
+  counted; a sample lasts 0.3 ms or one call, whichever is longer (`stablenorm.timing`).
 - "1.6x faster" means that theirs takes 1.6 times as long as ours; **"1.2x slower"**, in bold, that ours
   takes 1.2 times as long as theirs; "level", that the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
@@ -98,7 +98,7 @@ HOW = """How to read it:
   where x is 256 MiB, of 256 MiB otherwise. Arrays in cache may exceed 1.
 - PyTorch: `torch.native_layer_norm`, which returns the statistics too, and ATen's
   `native_layer_norm_backward`, {threads} threads. JAX: the usual formula and its vjp, both jitted. ONNX Runtime:
-  the operator LayerNormalization, which has no backward. plain NumPy: `stablenorm.analysis.plain`, on one
+  the operator LayerNormalization, which has no backward. plain NumPy: `stablenorm.testing.plain`, on one
   thread. NumPy backend: ours without Numba.
 """
 

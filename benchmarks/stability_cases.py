@@ -26,8 +26,8 @@ from stability_methods import (
 from stability_subjects import OURS, Subject
 
 from stablenorm._types import Array, bfloat16
-from stablenorm.analysis.published import PUBLISHED
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.published import PUBLISHED
 
 N, ROWS, EPS = 768, 4, 1e-5
 FLUSHING = "PyTorch, set_flush_denormal"

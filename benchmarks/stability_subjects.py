@@ -15,7 +15,7 @@ import numpy as np
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
 from stablenorm._types import Array, bfloat16
-from stablenorm.analysis.plain import plain_backward, plain_forward
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 OURS = "stablenorm"

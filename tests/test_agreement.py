@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.backends import BACKENDS
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import FAMILIES, make_case
 
 NARROW = {
     "float16": np.dtype(np.float16),

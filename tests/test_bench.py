@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import stablenorm._bench as job
-import stablenorm.analysis.timing as instrument
+import stablenorm.timing as instrument
 from stablenorm import _command_bench
-from stablenorm.analysis.timing import make_copy, measure_copy, measure_interleaved
 from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
+from stablenorm.timing import make_copy, measure_copy, measure_interleaved
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 

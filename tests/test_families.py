@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, format_of, make_case
-from stablenorm.analysis.plain import plain_backward, plain_forward
 from stablenorm.backends import BACKENDS
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import FAMILIES, format_of, make_case
+from stablenorm.testing.plain import plain_backward, plain_forward
 
 DTYPES = {
     "float16": np.dtype(np.float16),

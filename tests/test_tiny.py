@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import make_case
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import make_case
 
 tiles = pytest.importorskip("stablenorm.kernels._tiles")
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import make_case
-from stablenorm.analysis.published import PUBLISHED
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import make_case
+from stablenorm.testing.published import PUBLISHED
 
 
 def assert_contract(x, gamma, beta, eps, dy, backend):

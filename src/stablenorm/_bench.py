@@ -13,9 +13,9 @@ import numpy as np
 
 from stablenorm._threads import get_num_threads, set_num_threads
 from stablenorm._types import Array, Gradients, bfloat16
-from stablenorm.analysis.timing import Timing, measure_copy, measure_interleaved
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.timing import Timing, measure_copy, measure_interleaved
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
