@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
-PUBLIC := $(addprefix src/stablenorm/,functional.py layer.py workspace.py cli.py testing/__init__.py testing/families.py testing/published.py testing/plain.py timing.py _threads.py oracle/_layer_norm.py check/_check.py check/_layer_norm.py check/_report.py analysis/mistakes.py analysis/complexity.py analysis/machine.py analysis/diagnosis.py _diagnose.py kernels/_cuda_workspace.py)
+PUBLIC := $(addprefix src/stablenorm/,functional.py layer.py workspace.py cli.py testing/__init__.py testing/families.py testing/published.py testing/plain.py timing.py _threads.py oracle/_layer_norm.py check/_check.py check/_layer_norm.py check/_report.py analysis/mistakes.py cost/_counts.py cost/_measure.py analysis/diagnosis.py _diagnose.py kernels/_cuda_workspace.py)
 
 .PHONY: help run test lint accuracy clean
 
@@ -63,7 +63,7 @@ accuracy: $(VENV)/.dev  ## worst ulp per input family and dtype, into docs and R
 	$(BIN)/python benchmarks/accuracy.py
 
 .PHONY: checker complexity diagnose passes
-complexity: $(VENV)/.dev  ## the model of time and memory beside measurement, into docs: 5 min
+complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1 min
 	$(BIN)/python benchmarks/complexity.py
 
 diagnose: $(VENV)/.dev  ## how fast diagnose reads and how well it predicts, into docs: 3 min

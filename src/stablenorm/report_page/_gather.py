@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 import stablenorm
-from stablenorm import _complexity
 from stablenorm._diagnose import diagnose
 from stablenorm._files import InputError, Problem
 from stablenorm._run import Findings, compute, inspect
 from stablenorm._threads import get_num_threads
 from stablenorm._types import Array
 from stablenorm.analysis.diagnosis import Diagnosis
+from stablenorm.cost import Measured, measure_costs
 from stablenorm.report_page._speed import STEPS as _SPEED_STEPS
 from stablenorm.report_page._speed import Speed, measure_speed
 
@@ -58,7 +58,7 @@ class Facts(NamedTuple):
     choice: str
     findings: Findings | str
     diagnosis: Diagnosis | str
-    cost: _complexity.Complexity | str
+    cost: Measured | str
     speeds: tuple[Speed, ...]
     origin: Origin
 
@@ -75,7 +75,7 @@ COST_BYTES = 2**21
 # tells a factor. `stablenorm complexity` takes its time.
 _COST_ROUNDS, _COST_SECONDS = 5, 2.0
 # The rows; the four steps of `inspect`; the diagnosis; the costs; the timing.
-STEPS = 1 + 4 + 1 + _complexity.count_steps() + _SPEED_STEPS
+STEPS = 1 + 4 + 1 + 1 + _SPEED_STEPS
 
 
 def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
@@ -176,22 +176,16 @@ def _as_matrix(problem: Problem) -> Problem:
     return problem._replace(x=x, dy=dy, expected=expected)
 
 
-def _cost(problem: Problem, step: Callable[[str], None]) -> _complexity.Complexity | str:
+def _cost(problem: Problem, step: Callable[[str], None]) -> Measured | str:
     """Measure the costs at the data's n and dtype."""
-    n = problem.x.shape[-1]
+    step("costs")
+    n, dtype = problem.x.shape[-1], str(problem.x.dtype)
     rows = max(1, COST_BYTES // (n * problem.x.dtype.itemsize))
     try:
-        return _complexity.inspect(
-            (rows, n),
-            str(problem.x.dtype),
-            get_num_threads(),
-            step,
-            rounds=_COST_ROUNDS,
-            limit=_COST_SECONDS,
+        return measure_costs(
+            (rows, n), dtype, get_num_threads(), rounds=_COST_ROUNDS, limit=_COST_SECONDS
         )
     except ImportError as error:
-        for _ in range(_complexity.count_steps()):
-            step("no kernel")
         return f"the fused kernel cannot be loaded: {error}"
 
 

@@ -1,0 +1,206 @@
+"""Measured times of the counted programs, beside a roofline of two numbers measured with them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array, Gradients, bfloat16
+from stablenorm.analysis.plain import plain_backward, plain_forward
+from stablenorm.analysis.timing import Timing, make_copy, measure_interleaved
+from stablenorm.cost._counts import PROGRAMS, Cost, count_cost
+from stablenorm.functional import layer_norm_backward, layer_norm_forward
+
+# Which backend a program is; the plain formula is none.
+_BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
+# A copy of less, in several threads, would measure how long it takes to wake them.
+_LEAST_COPY = 1 << 20
+# Doubles that a thread calculates on: 8 KiB stay in the first-level cache. Each is multiplied and
+# added to so often that reading and writing it takes no time, and a call lasts 0.2 ms.
+_VALUES, _STEPS, _REPEATS = 1024, 32, 256
+
+
+class Roofline(NamedTuple):
+    """
+    What so many threads of a machine can do per second, each number measured.
+
+    `copy` is bytes that a copy reads and writes, `flops` float64 operations of multiply-adds.
+    """
+
+    threads: int
+    copy: float
+    flops: float
+
+    def seconds(self, cost: Cost) -> float:
+        """Return the time below which no program of this cost can be: the longer of its two."""
+        return max(cost.moved / self.copy, cost.flops / self.flops)
+
+
+class Line(NamedTuple):
+    """One program and direction: its counts, the time that the roofline allows, and its own."""
+
+    program: str
+    direction: str
+    cost: Cost
+    predicted: float
+    measured: Timing
+
+
+class Measured(NamedTuple):
+    """Everything that `stablenorm complexity` shows; one roofline for one thread, one for all."""
+
+    matrix: tuple[int, int]
+    dtype: str
+    one_thread: Roofline
+    all_threads: Roofline
+    lines: tuple[Line, ...]
+
+
+def measure_flops(threads: int) -> float:
+    """
+    Measure the arithmetic of this machine: float64 multiply-adds, two flops each.
+
+    Parameters
+    ----------
+    threads : int
+        How many threads calculate, the calling one among them.
+
+    Returns
+    -------
+    float
+        Flops per second of all threads together.
+    """
+    call, flops = _make_flops(threads)
+    return flops / measure_interleaved({"flops": call}, rounds=7)["flops"].low
+
+
+def measure_costs(
+    matrix: tuple[int, int],
+    dtype: str,
+    threads: int,
+    *,
+    rounds: int = 11,
+    limit: float = 12.0,
+    step: Callable[[], None] | None = None,
+) -> Measured:
+    """
+    Time the three programs, a copy of x and the arithmetic, all in turn.
+
+    Parameters
+    ----------
+    matrix : tuple of two ints
+        Rows, and elements of a row.
+    dtype : {"float16", "bfloat16", "float32", "float64"}
+        Of x, gamma, beta and dy alike.
+    threads : int
+        Of the fused kernel; the other two programs use one.
+    rounds : int, default: 11
+        At most so many calls of each.
+    limit : float, default: 12
+        Seconds after which no round begins, once there are three.
+    step : callable, optional
+        Called after each sample.
+
+    Returns
+    -------
+    Measured
+        The two rooflines, and a line for each program and direction.
+    """
+    counts = {1, threads}
+    arithmetic = {count: _make_flops(count) for count in counts}
+    calls, copies, copied = _make_calls(matrix, dtype, counts)
+    calls |= {f"copy {count}": copy for count, copy in copies.items()}
+    calls |= {f"flops {count}": call for count, (call, _) in arithmetic.items()}
+    timings = measure_interleaved(calls, rounds=rounds, limit=limit, step=step)
+    one_thread, all_threads = (
+        Roofline(
+            count,
+            2 * copied / timings[f"copy {count}"].median,
+            # The lower quartile: whatever else runs only takes from arithmetic.
+            arithmetic[count][1] / timings[f"flops {count}"].low,
+        )
+        for count in (1, threads)
+    )
+    lines = []
+    for program, direction in PROGRAMS:
+        cost = count_cost(program, direction, matrix, dtype)
+        roofline = all_threads if program == "fused CPU kernel" else one_thread
+        timing = timings[f"{program} {direction}"]
+        lines.append(Line(program, direction, cost, roofline.seconds(cost), timing))
+    return Measured(matrix, dtype, one_thread, all_threads, tuple(lines))
+
+
+def _make_calls(
+    matrix: tuple[int, int], dtype: str, threads: set[int]
+) -> tuple[dict[str, Callable[[], Any]], dict[int, Callable[[], Any]], int]:
+    """Return the calls of the programs, copies of x by threads, and the bytes of a copy."""
+    rng = np.random.default_rng(0)
+    kind = bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    x, dy = (rng.standard_normal(matrix, np.float32).astype(kind) for _ in range(2))
+    gamma, beta = rng.uniform(0.5, 1.5, (2, matrix[1])).astype(kind)
+    y, out = np.zeros_like(x), Gradients(*map(np.zeros_like, (x, gamma, beta)))
+    _, kept = plain_forward(x, gamma, beta)
+    calls: dict[str, Callable[[], Any]] = {
+        "plain NumPy forward": lambda: plain_forward(x, gamma, beta),
+        "plain NumPy backward": lambda: plain_backward(dy, kept),
+    }
+    for program, backend in _BACKENDS.items():
+        _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+        calls[f"{program} forward"] = functools.partial(
+            layer_norm_forward, x, gamma, beta, out=y, backend=backend
+        )
+        calls[f"{program} backward"] = functools.partial(layer_norm_backward, dy, cache, out=out)
+    source: Array = x.reshape(-1).view(np.uint8)
+    target: Array = y.reshape(-1).view(np.uint8)
+    if source.size < _LEAST_COPY:
+        source, target = np.ones((2, _LEAST_COPY), np.uint8)
+    return calls, {count: make_copy(source, target, count) for count in threads}, source.size
+
+
+def _make_flops(threads: int) -> tuple[Callable[[], Any], int]:
+    """Return a call of multiply-adds in so many threads, and how many flops it does."""
+    calculate = _compiled()
+    arrays = np.zeros((threads, _VALUES))
+    # It lives as long as the call.
+    pool = ThreadPoolExecutor(max(1, threads - 1))
+
+    def call() -> None:
+        others = [pool.submit(calculate, array, 0.5, _REPEATS) for array in arrays[1:]]
+        calculate(arrays[0], 0.5, _REPEATS)
+        for other in others:
+            other.result()
+
+    return call, 2 * _STEPS * _REPEATS * _VALUES * threads
+
+
+@functools.cache
+def _compiled() -> Any:
+    """
+    Compile multiply-adds that do not wait for one another.
+
+    Four values per turn of the loop: one chain of multiply-adds per value, alone, reaches half of
+    the rate (43 against 57 Gflop/s, one thread of a 2-core AMD EPYC while others ran).
+    """
+    numba = importlib.import_module("numba")
+
+    @numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+    def calculate(values: Array, factor: float, repeats: int) -> None:
+        quarter = values.size // 4
+        for _ in range(repeats):
+            for i in range(quarter):
+                s, t = values[i], values[quarter + i]
+                u, v = values[2 * quarter + i], values[3 * quarter + i]
+                for _ in range(_STEPS):
+                    s = s * factor + 1.0
+                    t = t * factor + 1.0
+                    u = u * factor + 1.0
+                    v = v * factor + 1.0
+                values[i], values[quarter + i] = s, t
+                values[2 * quarter + i], values[3 * quarter + i] = u, v
+
+    return calculate
