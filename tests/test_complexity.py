@@ -13,9 +13,9 @@ import pytest
 import stablenorm
 from stablenorm import _command_complexity, cost
 from stablenorm._files import InputError
-from stablenorm.analysis.plain import plain_backward, plain_forward
-from stablenorm.analysis.timing import Timing
 from stablenorm.cost import Cost, Roofline, count_cost, count_kept, measure_costs
+from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.timing import Timing
 from stablenorm.workspace import get_idle_limit, set_idle_limit
 
 

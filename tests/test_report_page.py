@@ -13,12 +13,12 @@ import pytest
 import stablenorm._run as job
 from stablenorm import _command_report, backends
 from stablenorm._files import InputError, read_problem
-from stablenorm.analysis.timing import Timing
 from stablenorm.cost import _measure
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.report_page import STEPS, _gather, _speed, gather, page
 from stablenorm.report_page._html import number, table, text
 from stablenorm.report_page._svg import Scale
+from stablenorm.timing import Timing
 
 X = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
 _VOID = {"meta", "link", "input", "br", "img"}

@@ -11,9 +11,9 @@ from stablenorm._bench import PASSES
 from stablenorm._files import Problem
 from stablenorm._threads import get_num_threads
 from stablenorm._types import Array, Gradients
-from stablenorm.analysis.plain import plain_backward, plain_forward
-from stablenorm.analysis.timing import SETTLE, Timing, make_copy, measure_interleaved
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.timing import SETTLE, Timing, make_copy, measure_interleaved
 
 # Bytes of x beyond the caches of most machines: a copy reads and writes 128 MiB, a backward 192.
 _FAR = 2**26
