@@ -42,14 +42,35 @@ def anchors(path):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
 
 
+# README's links are absolute, so that they also work on the package index: what they show is here.
+HOSTED = {
+    "https://stablenorm.readthedocs.io/en/latest/": DOCS,
+    "https://github.com/stablenorm/stablenorm/blob/main/": ROOT,
+    "https://raw.githubusercontent.com/stablenorm/stablenorm/main/": ROOT,
+}
+
+
+def local(target, path):
+    """Return the file that a link of a page shows; None if it leads elsewhere."""
+    for site, folder in HOSTED.items():
+        if target.startswith(site):
+            file = target.removeprefix(site) or "index.html"
+            return folder / (file.removesuffix(".html") + ".md" if folder == DOCS else file)
+    if re.match(r"[a-z]+:", target):
+        return None
+    return (path.parent / target).resolve() if target else path
+
+
 def dead_links(path):
-    """Return the relative links of a page that lead nowhere."""
+    """Return the links of a page, to other pages and files of this project, that lead nowhere."""
     dead = []
-    for target in re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", prose(path)):
-        if re.match(r"[a-z]+:", target):
-            continue
+    text = prose(path)
+    links = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", text)
+    for target in links + re.findall(r'(?:src|srcset|href)="([^"]+)"', text):
         file, _, anchor = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
+        there = local(file, path)
+        if there is None:
+            continue
         if not there.exists() or (
             anchor and there.suffix == ".md" and anchor not in anchors(there)
         ):
@@ -64,8 +85,12 @@ def test_no_link_of_a_page_is_dead(path):
 
 def test_a_dead_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# One\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](f)`\n")
-    assert dead_links(page) == ["#two", "gone.md"]
+    site = "https://stablenorm.readthedocs.io/en/latest"
+    page.write_text(
+        "# One\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](f)`\n"
+        f'[g]({site}/accuracy.html) [h]({site}/gone.html) [i]({site}/) <img src="gone.svg">\n'
+    )
+    assert dead_links(page) == ["#two", "gone.md", f"{site}/gone.html", "gone.svg"]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
