@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array, bfloat16
-from stablenorm.kernels._cuda_plan import DOUBLE, DOUBLE_PAIRS, Plan, plan_backward
+from stablenorm.cuda.plan import DOUBLE, DOUBLE_PAIRS, Plan, plan_backward
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "fusing.md"

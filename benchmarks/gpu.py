@@ -44,7 +44,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def why_not() -> str | None:
     """Say what is missing to run on a device."""
-    from stablenorm.kernels import cuda  # noqa: PLC0415  # what it needs is the question
+    from stablenorm import cuda  # noqa: PLC0415  # what it needs is the question
 
     try:
         cuda.check_usable()

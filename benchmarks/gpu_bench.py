@@ -15,11 +15,10 @@ from gpu_gates import OURS, OURS_GRAPH, OURS_TWICE, summarize
 from gpu_peers import load_peers
 from gpu_variants import load_finish, separate, through
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
 from stablenorm._bench import Problem, type_of
 from stablenorm._types import Gradients
 from stablenorm.cuda import CudaWorkspace
-from stablenorm.kernels import cuda
 
 WARM_UPS, REPEATS = 25, 100
 _CEILING_BYTES = 2**30

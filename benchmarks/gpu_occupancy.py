@@ -10,8 +10,8 @@ from typing import Any
 from gpu_cases import BENCH_DTYPES, BENCH_SHAPES, PASSES
 
 from stablenorm._bench import type_of
-from stablenorm.kernels._cuda_device import Driver, Facts, fit
-from stablenorm.kernels._cuda_plan import (
+from stablenorm.cuda.driver import Driver, Facts, fit
+from stablenorm.cuda.plan import (
     GRID_BARRIER,
     ONE_CHUNK,
     TICKETS,

@@ -18,11 +18,10 @@ import numpy as np
 from gpu_cases import Case
 from gpu_variants import late, through, with_facts
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
 from stablenorm._bench import type_of
 from stablenorm.cuda import CudaWorkspace
-from stablenorm.kernels import cuda
-from stablenorm.kernels._cuda_plan import FLOAT_PAIRS, arithmetic
+from stablenorm.cuda.plan import FLOAT_PAIRS, arithmetic
 from stablenorm.oracle import exact_layer_norm
 
 # Elements that the exact oracle judges in a second; larger ones are compared with the reference.

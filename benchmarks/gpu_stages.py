@@ -18,7 +18,7 @@ from gpu_cases import SANITIZED, correctness_cases, count_bytes
 from gpu_occupancy import occupancy
 from gpu_profile import METRICS, read_profile
 
-from stablenorm.kernels import cuda
+from stablenorm import cuda
 
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")

@@ -13,10 +13,10 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stablenorm.kernels import cuda
-from stablenorm.kernels._cuda_compile import OPTIONS, compile_cubin, sources
-from stablenorm.kernels._cuda_device import Driver, Facts
-from stablenorm.kernels._cuda_plan import ONE_CHUNK, PARAMETER_NAMES, Plan
+from stablenorm import cuda
+from stablenorm.cuda.compile import OPTIONS, compile_cubin, sources
+from stablenorm.cuda.driver import Driver, Facts
+from stablenorm.cuda.plan import ONE_CHUNK, PARAMETER_NAMES, Plan
 
 # As in _cuda_plan: the fields of struct Parameters.
 _PARAMETERS = struct.Struct("<16Q6qd6i")

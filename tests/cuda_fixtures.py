@@ -10,9 +10,9 @@ import fake_cupy as fake
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_forward
-from stablenorm.kernels import _cuda_workspace, cuda
-from stablenorm.kernels._cuda_plan import PARAMETER_NAMES
+from stablenorm import cuda, layer_norm_forward
+from stablenorm.cuda import workspace as _cuda_workspace
+from stablenorm.cuda.plan import PARAMETER_NAMES
 
 needs_shim = pytest.mark.skipif(
     bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"

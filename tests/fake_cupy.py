@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.kernels._cuda_compile import sources
-from stablenorm.kernels._cuda_device import Driver, Facts
+from stablenorm.cuda.compile import sources
+from stablenorm.cuda.driver import Driver, Facts
 
 
 def load_shim():

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from stablenorm.kernels import _cuda_compile as compile_
+from stablenorm.cuda import compile as compile_
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 try:

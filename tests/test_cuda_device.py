@@ -4,10 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
 from stablenorm.cuda import CudaWorkspace
-from stablenorm.kernels import cuda
-from stablenorm.kernels._cuda_plan import FLOAT_PAIRS, arithmetic
+from stablenorm.cuda.plan import FLOAT_PAIRS, arithmetic
 
 pytestmark = pytest.mark.cuda
 

@@ -11,8 +11,10 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.kernels import _cuda_device, _cuda_errors, _cuda_workspace, cuda
+from stablenorm import cuda, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.cuda import driver as _cuda_device
+from stablenorm.cuda import errors as _cuda_errors
+from stablenorm.cuda import workspace as _cuda_workspace
 
 fake = device.fake
 # Fixtures are found by their names in this module.
@@ -35,7 +37,7 @@ def plan(shared_bytes=0):
 
 
 def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(cupy, monkeypatch):
-    monkeypatch.setattr(_cuda_device._cuda_compile, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
     cupy.cuda.runtime.driverGetVersion = lambda: 12080
     driver = _cuda_device.make_driver(cupy)
     with pytest.raises(
@@ -45,7 +47,7 @@ def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(c
 
 
 def test_a_block_beyond_the_device_is_refused(cupy, monkeypatch):
-    monkeypatch.setattr(_cuda_device._cuda_compile, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
     with pytest.raises(RuntimeError, match=r"needs 204800 bytes of shared memory.*has 102400"):
         _cuda_device.make_driver(cupy).kernel(plan(200 << 10), ABOUT)
 
@@ -68,8 +70,8 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
     cupy.cuda.Module = Module
     cupy.cuda.driver.funcSetAttribute = lambda *a: asked.append(a)
     cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *a: (asked.append(a), 2)[1]
-    monkeypatch.setattr(_cuda_device._cuda_compile, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(_cuda_device._cuda_compile, "cubin", lambda *a: a)
+    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(_cuda_device.compiling, "cubin", lambda *a: a)
     driver = _cuda_device.make_driver(cupy)
     function = driver.kernel(plan(), ABOUT)
     assert driver.kernel(plan(), ABOUT) is function
@@ -117,8 +119,8 @@ def test_a_kernel_that_needs_more_than_is_granted_unasked_asks(cupy, monkeypatch
         load=lambda _: None, get_function=lambda _: function
     )
     cupy.cuda.driver.funcSetAttribute = lambda *a: asked.append(a)
-    monkeypatch.setattr(_cuda_device._cuda_compile, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(_cuda_device._cuda_compile, "cubin", lambda *a: a)
+    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(_cuda_device.compiling, "cubin", lambda *a: a)
     driver, f32 = _cuda_device.make_driver(cupy), np.dtype(np.float32)
     large = cuda.plan_backward(4, 8192, f32, f32, 0, shared_limit=about.shared_most)
     assert driver.kernel(large, about) is function

@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm.kernels import _cuda_plan
-from stablenorm.kernels._cuda_plan import (
+from stablenorm.cuda import plan as _cuda_plan
+from stablenorm.cuda.plan import (
     DOUBLE,
     DOUBLE_PAIRS,
     FLOAT_PAIRS,
@@ -363,9 +363,7 @@ def test_a_parameter_that_the_kernel_does_not_have():
 
 def test_parameters_are_those_of_the_source(pytestconfig):
     """Names and order of struct Parameters; eight bytes each, the integers at the end four."""
-    source = (
-        pytestconfig.rootpath / "src" / "stablenorm" / "kernels" / "layer_norm.cu"
-    ).read_text()
+    source = (pytestconfig.rootpath / "src" / "stablenorm" / "cuda" / "layer_norm.cu").read_text()
     body = source.partition("struct Parameters {")[2].partition("};")[0]
     names = []
     for line in body.splitlines():

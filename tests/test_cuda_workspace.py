@@ -11,9 +11,9 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
 from stablenorm.cuda import CudaWorkspace
-from stablenorm.kernels import _cuda_workspace, cuda
+from stablenorm.cuda import workspace as _cuda_workspace
 
 fake = device.fake
 # Fixtures are found by their names in this module.

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "fusing.md"
-KERNELS = ROOT / "src" / "stablenorm" / "kernels"
+KERNELS = ROOT / "src" / "stablenorm" / "cuda"
 DRAWING = ROOT / "docs" / "figures" / "fusing_steps.svg"
 
 

@@ -11,10 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
 from stablenorm._bench import make_problem
-from stablenorm.kernels import _cuda_compile, _cuda_workspace, cuda
-from stablenorm.kernels._cuda_plan import plan_backward
+from stablenorm.cuda import compile as _cuda_compile
+from stablenorm.cuda import workspace as _cuda_workspace
+from stablenorm.cuda.plan import plan_backward
 from stablenorm.oracle import exact_layer_norm
 
 ROOT = Path(__file__).parent.parent

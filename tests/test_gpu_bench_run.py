@@ -9,8 +9,8 @@ import fake_cupy as fake
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.kernels import _cuda_workspace, cuda
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
+from stablenorm.cuda import workspace as _cuda_workspace
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.kernels import _cuda_plan
+from stablenorm.cuda import plan as _cuda_plan
 from stablenorm.oracle import exact_layer_norm
 
 pytestmark = pytest.mark.skipif(bool(host.host_shim.why_not()), reason=host.host_shim.why_not())

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm.kernels import _cuda_plan
-from stablenorm.kernels._cuda_compile import OPTIONS, sources
+from stablenorm.cuda import plan as _cuda_plan
+from stablenorm.cuda.compile import OPTIONS, sources
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="NVRTC comes with the extra `cuda`")
 try:

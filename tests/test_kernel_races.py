@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.kernels import _cuda_plan
-from stablenorm.kernels._cuda_plan import DTYPE_CODES, GRID_BARRIER, TICKETS
+from stablenorm.cuda import plan as _cuda_plan
+from stablenorm.cuda.plan import DTYPE_CODES, GRID_BARRIER, TICKETS
 
 host_shim = host.host_shim
 pytestmark = pytest.mark.skipif(

@@ -1,7 +1,7 @@
 """
 What the public functions do with the arrays they are given, for each place that arrays live in.
 
-NumPy's are here; those on a CUDA device have the same six functions in `kernels.cuda`. A CUDA array
+NumPy's are here; those on a CUDA device have the same six functions in `stablenorm.cuda`. A CUDA array
 is recognised by its protocols, so that nothing of CUDA is loaded to find that there is none.
 """
 

@@ -176,4 +176,4 @@ def of_name(name: str) -> tuple[Arrays, Backend]:
 
 
 def _cuda() -> Any:
-    return importlib.import_module("stablenorm.kernels.cuda")
+    return importlib.import_module("stablenorm.cuda")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm import Gradients
-from stablenorm.kernels import _cuda_plan
-from stablenorm.kernels._cuda_compile import sources
-from stablenorm.kernels._cuda_plan import DTYPE_CODES, Plan
+from stablenorm.cuda import plan as _cuda_plan
+from stablenorm.cuda.compile import sources
+from stablenorm.cuda.plan import DTYPE_CODES, Plan
 
 
 def load(name: str) -> Any:

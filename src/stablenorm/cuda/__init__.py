@@ -1,7 +1,7 @@
 """
 `reference.forward` and `reference.backward` for arrays on a CUDA device, one launch each.
 
-`layer_norm.cu` does the work, `_cuda_plan` says how it is compiled and launched; here arguments
+`layer_norm.cu` does the work, `plan` says how it is compiled and launched; here arguments
 become addresses. Everything happens on the device of x and its current stream, without waiting
 for it.
 """
@@ -16,17 +16,17 @@ import numpy as np
 
 from stablenorm._arrays import Arrays
 from stablenorm._types import Array, Gradients, Statistics
-from stablenorm.kernels import _cuda_arrays, _cuda_device, _cuda_workspace
-from stablenorm.kernels._cuda_arrays import Folded, Matrix
-from stablenorm.kernels._cuda_device import Driver
-from stablenorm.kernels._cuda_errors import (
+from stablenorm.cuda import arrays, workspace
+from stablenorm.cuda.arrays import Folded, Matrix
+from stablenorm.cuda.driver import Driver, check_device, fit, make_driver
+from stablenorm.cuda.errors import (
     cupy_missing,
     explained,
     is_cuda,
     needs_copy,
     other_devices,
 )
-from stablenorm.kernels._cuda_plan import (
+from stablenorm.cuda.plan import (
     DOUBLE,
     DOUBLE_PAIRS,
     DTYPE_CODES,
@@ -40,6 +40,9 @@ from stablenorm.kernels._cuda_plan import (
     plan_backward,
     plan_forward,
 )
+from stablenorm.cuda.workspace import CudaWorkspace
+
+__all__ = ["CudaWorkspace"]
 
 # What the driver says when blocks that wait for one another would not all fit, whatever was
 # computed before: another process, or a share of the device, may take multiprocessors away.
@@ -54,7 +57,7 @@ _plan_backward = functools.lru_cache(1024)(plan_backward)
 
 def check_usable() -> None:
     """Raise ImportError or RuntimeError unless there are CuPy and a device."""
-    _cuda_device.check_device(_cupy())
+    check_device(_cupy())
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
@@ -125,7 +128,7 @@ def _forward(
         eps=eps,
     )
     if target.copied:
-        _cuda_arrays.scatter(cupy, target.array, y)
+        arrays.scatter(cupy, target.array, y)
     return statistics
 
 
@@ -147,8 +150,8 @@ def _backward(
     if all(gradient is None for gradient in out):
         return
     capturing = _capturing(cupy)
-    arrays = (x, dy, gamma, *out[1:], statistics.rstd_lo)
-    which = arithmetic(_driver().facts(device).capability, *arrays)
+    parts = (x, dy, gamma, *out[1:], statistics.rstd_lo)
+    which = arithmetic(_driver().facts(device).capability, *parts)
     summing = out.dgamma is not None or out.dbeta is not None
     make_plan = functools.partial(
         _plan_backward, rows, n, x.dtype, dy.dtype, which, summing=summing
@@ -184,7 +187,7 @@ def _backward(
         dbeta=_pointer(sums[1]),
     )
     if folded is not None and target is not None and target.copied:
-        _cuda_arrays.scatter(cupy, target.array, folded)
+        arrays.scatter(cupy, target.array, folded)
     for total, made in zip(out[1:], sums, strict=True):
         if total is not None and made is not None and made is not total:
             total[...] = made.reshape(total.shape)
@@ -202,10 +205,10 @@ def _launch(
     """Launch once: every block that waits for others is resident, or none waits."""
     driver = _driver()
     facts = driver.facts(device)
-    plan, kernel, resident = _cuda_device.fit(driver, facts, make_plan, cluster_limit)
+    plan, kernel, resident = fit(driver, facts, make_plan, cluster_limit)
     grid = grid_blocks(plan, shape[0], resident)
     mode = final_mode(plan, grid, resident if facts.cooperative else 0)
-    room = _cuda_workspace.room(cupy, device, plan.workspace_bytes, capturing)
+    room = workspace.room(cupy, device, plan.workspace_bytes, capturing)
     given = {**values, "partials": room.partials, "counters": room.counters}
 
     def launch(mode: int) -> None:
@@ -235,7 +238,7 @@ def _on(device: int, function: Any, *arguments: Any) -> Any:
     except (RuntimeError, MemoryError) as error:
         if is_cuda(error):
             # Whatever ran last may have left the barrier half open.
-            _cuda_workspace.forget(device)
+            workspace.forget(device)
         reason = explained(error, device)
         if reason is error:
             raise
@@ -281,17 +284,17 @@ def _pointer(array: Any) -> int:
 
 
 def _read(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
-    found = _cuda_arrays.view(folded)
+    found = arrays.view(folded)
     if found is not None:
         return found
     if capturing:
         raise needs_copy(name)
-    rows = _cuda_arrays.gathered(cupy, folded)
+    rows = arrays.gathered(cupy, folded)
     return Matrix(rows, rows.data.ptr, rows.shape[1], True)
 
 
 def _write(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
-    found = _cuda_arrays.view(folded)
+    found = arrays.view(folded)
     if found is not None:
         return found
     if capturing:
@@ -323,7 +326,7 @@ def _cupy() -> Any:
 
 @functools.cache
 def _driver() -> Driver:
-    return _cuda_device.make_driver(_cupy())
+    return make_driver(_cupy())
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
@@ -337,10 +340,10 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
 
 # What the public functions do with these arrays.
 ARRAYS = Arrays(
-    lambda name, value: _cuda_arrays.convert(_cupy(), name, value),
-    lambda name, array, shape, dtype: _cuda_arrays.target(_cupy(), name, array, shape, dtype),
+    lambda name, value: arrays.convert(_cupy(), name, value),
+    lambda name, array, shape, dtype: arrays.target(_cupy(), name, array, shape, dtype),
     _empty,
-    _cuda_arrays.overlap,
-    _cuda_arrays.same_elements,
+    arrays.overlap,
+    arrays.same_elements,
     Folded,
 )

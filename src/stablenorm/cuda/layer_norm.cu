@@ -3,7 +3,7 @@
 // Interface
 // ---------
 // One source, compiled on demand for one function and one configuration at a time, by these
-// definitions (kernels/_cuda_plan.py chooses them):
+// definitions (plan.py chooses them):
 //   LN_FORWARD      1: layer_norm_forward is compiled; 0: layer_norm_backward
 //   LN_X, LN_DY     dtype of x (of y and dx too) and of dy: 0 float16, 1 bfloat16, 2 float32,
 //                   3 float64
@@ -51,7 +51,7 @@
 // by the instruction, `load_acquire` is an atomicAdd of 0, and for LN_CLUSTER above 1 there must be
 // __cluster_sync() and __cluster_map_shared_rank(pointer, rank).
 
-// The fields of pack_parameters in _cuda_plan.py, in the same order. Strides are in elements.
+// The fields of pack_parameters in plan.py, in the same order. Strides are in elements.
 struct Parameters {
     const void* x;        // (rows, n), rows x_stride apart
     const void* dy;       // (rows, n), rows dy_stride apart; backward only

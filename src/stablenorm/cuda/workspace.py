@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stablenorm.kernels._cuda_errors import no_workspace, small_workspace
-from stablenorm.kernels._cuda_plan import COUNTERS
+from stablenorm.cuda.errors import no_workspace, small_workspace
+from stablenorm.cuda.plan import COUNTERS
 
 # Streams whose counters are kept: more than a program has at once. The stream is kept with them,
 # so that no other can be given its address while they are.

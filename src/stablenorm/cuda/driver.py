@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.kernels import _cuda_compile
-from stablenorm.kernels._cuda_errors import (
+from stablenorm.cuda import compile as compiling
+from stablenorm.cuda.errors import (
     block_too_large,
     driver_too_old,
     no_block_fits,
     no_device,
 )
-from stablenorm.kernels._cuda_plan import Plan, largest_cluster
+from stablenorm.cuda.plan import Plan, largest_cluster
 
 # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of cuda.h.
 _MAX_DYNAMIC_SHARED = 8
@@ -166,7 +166,7 @@ def _ask_clusters(function: int, plan: Plan) -> int | None:
 
 def _load(cupy: Any, plan: Plan, about: Facts) -> Any:
     """Compile, load, and ask for the shared memory that a block needs; return the function."""
-    version, driver = _cuda_compile.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
+    version, driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
     if driver // 1000 < version[0]:
         raise driver_too_old(driver, version)
@@ -174,7 +174,7 @@ def _load(cupy: Any, plan: Plan, about: Facts) -> Any:
         raise block_too_large(plan.shared_bytes, about.shared_most)
     # Not RawModule, which keeps modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
-    module.load(_cuda_compile.cubin(plan.defines, about.capability))
+    module.load(compiling.cubin(plan.defines, about.capability))
     function = module.get_function(plan.entry)
     if plan.shared_bytes > about.shared_free:
         cupy.cuda.driver.funcSetAttribute(function.ptr, _MAX_DYNAMIC_SHARED, plan.shared_bytes)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm.kernels._cuda_errors import compiler_missing, not_compiled, unknown_device
+from stablenorm.cuda.errors import compiler_missing, not_compiled, unknown_device
 
 # Every operation that matters is an intrinsic with its rounding spelled out. These keep the
 # compiler from changing the others; they are its defaults but for the contraction to fma.

@@ -15,7 +15,7 @@ import numpy as np
 from stablenorm import _shapes
 from stablenorm._arrays import check_distinct, check_target, mixed, on_cuda_device
 from stablenorm._types import Array, check_dtype
-from stablenorm.kernels._cuda_errors import misaligned
+from stablenorm.cuda.errors import misaligned
 
 ON_DEVICE = "on a CUDA device"
 
