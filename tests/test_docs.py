@@ -15,7 +15,7 @@ from stablenorm.cli import _parser
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-READ_ON_THE_WEB = [*PAGES, *ROOT.glob("*.md")]
+READ_ON_THE_WEB = [*PAGES, *ROOT.glob("*.md"), ROOT / "examples" / "README.md"]
 
 # What a browser fetches by itself, as opposed to a link that a reader may follow.
 FETCHED = re.compile(
