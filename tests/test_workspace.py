@@ -271,6 +271,15 @@ def test_a_layer_still_converts_and_refuses(work):
         norm.forward(np.ones((2, 3), np.int64))
 
 
+@pytest.mark.parametrize("n", [4, 40_000])
+def test_a_layer_takes_the_other_byte_order(work, n):
+    """Results are in this machine's, and so must the memory for them be."""
+    x = np.linspace(0, 1, 2 * n, dtype=np.float32).reshape(2, n)
+    plain, norm = LayerNorm(n), LayerNorm(n, workspace=work)
+    np.testing.assert_array_equal(norm.forward(x.astype(">f4")), plain.forward(x))
+    np.testing.assert_array_equal(norm.backward(x.astype(">f4")), plain.backward(x))
+
+
 def test_two_layers_share_one_and_keep_what_backward_needs(rng, work):
     """The first layer's y is the second's x: it stays in use until the backward."""
     x = rng.standard_normal((128, 1024)).astype(np.float32)

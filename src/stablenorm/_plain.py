@@ -16,7 +16,7 @@ import numpy as np
 from stablenorm import _recycling
 from stablenorm._threads import SMALL
 from stablenorm._types import Array, Cache, Gradients, Statistics
-from stablenorm.backends import BACKENDS, choose
+from stablenorm.backends import choose, implementation
 
 _FLOAT32 = np.dtype(np.float32)
 # In this machine's byte order.
@@ -59,7 +59,8 @@ def forward_plain(
         else:
             return None
         name = choose(backend)
-        numbers = BACKENDS[name].forward_small(x, gamma, beta, eps, y, in_place)
+        small = implementation("forward_small", name)
+        numbers = None if small is None else small(x, gamma, beta, eps, y, in_place)
         return None if numbers is None else (y, numbers, name)
     lengths = shape[-1:]
     if not (
@@ -77,7 +78,7 @@ def forward_plain(
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
         x, rows = x.reshape(folded), y.reshape(folded)
-    return y, BACKENDS[name].forward(x, gamma, beta, eps, rows), name
+    return y, implementation("forward", name)(x, gamma, beta, eps, rows), name
 
 
 def _is_plain(array: Any, shape: tuple[int, ...]) -> bool:
@@ -132,9 +133,10 @@ def backward_plain(dy: Any, cache: Cache, out: Any) -> Gradients | None:
             map(_can_be_written, out, lengths_of_each)
         ):
             return None
-        small = _new_tuple(Gradients, found)
-        chosen = BACKENDS[name]
-        return small if chosen.backward_small(dy, x, gamma, statistics, *small) else None
+        gradients = _new_tuple(Gradients, found)
+        small = implementation("backward_small", name)
+        written = small is not None and small(dy, x, gamma, statistics, *gradients)
+        return gradients if written else None
     if not (
         out is None
         and size
@@ -150,5 +152,5 @@ def backward_plain(dy: Any, cache: Cache, out: Any) -> Gradients | None:
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
         dy, x, rows = dy.reshape(folded), x.reshape(folded), dx.reshape(folded)
-    BACKENDS[name].backward(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
+    implementation("backward", name)(dy, x, gamma, statistics, Gradients(rows, dgamma, dbeta))
     return _new_tuple(Gradients, (dx, dgamma, dbeta))

@@ -5,105 +5,34 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from stablenorm import reference
 from stablenorm._arrays import HOST, Arrays
 from stablenorm._threads import get_num_threads, starting
-from stablenorm._types import Array, Gradients, Statistics
+
+# A backend is a module with a function for each operation. These are for NumPy's arrays.
+BACKENDS = {"numpy": "stablenorm.reference", "numba": "stablenorm.kernels.cpu"}
+
+# And all of them.
+_MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
-class Backend(NamedTuple):
+@functools.cache
+def implementation(operation: str, backend: str) -> Any:
     """
-    Functions with the signatures of `reference.forward` and `reference.backward`.
+    Return what a backend, or else the reference, defines under this name; None if neither does.
 
-    The small ones do it for float32 arrays of any shape, fewer than `SMALL` elements, with no time
-    to lose: `forward_small` returns the first three statistics, `backward_small` takes the arrays of
-    the gradients one by one and returns True. What they return is false, and nothing is written, if
-    it is not for them: if results overlap what they must not, say. If `in_place`, y may be x.
+    `forward` and `backward` have the parameters of those in `reference`. `forward_small` and
+    `backward_small` are for float32 arrays of any shape, fewer than `SMALL` elements, with no time
+    to lose: the first returns the first three statistics, the second takes the arrays of the
+    gradients one by one and returns True. What they return is false, and nothing is written, if
+    the arrays are not for them: if results overlap what they must not, say.
     """
-
-    forward: Callable[..., Statistics]
-    backward: Callable[..., None]
-    forward_small: Callable[..., Any]
-    backward_small: Callable[..., Any]
-
-
-def _numba_forward(
-    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any
-) -> Statistics:
-    """Load the compiled kernels, put them into the table, and go on with them."""
-    _load_numba()
-    return BACKENDS["numba"].forward(x, gamma, beta, eps, y)
-
-
-def _numba_backward(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients
-) -> None:
-    _load_numba()
-    BACKENDS["numba"].backward(dy, x, gamma, statistics, out)
-
-
-def _numba_forward_small(
-    x: Array, gamma: Array, beta: Array, eps: float, y: Array, in_place: bool
-) -> Any:
-    _load_numba()
-    return BACKENDS["numba"].forward_small(x, gamma, beta, eps, y, in_place)
-
-
-def _numba_backward_small(
-    dy: Array,
-    x: Array,
-    gamma: Array,
-    statistics: Statistics,
-    dx: Array,
-    dgamma: Array,
-    dbeta: Array,
-) -> Any:
-    _load_numba()
-    return BACKENDS["numba"].backward_small(dy, x, gamma, statistics, dx, dgamma, dbeta)
-
-
-# The reference has no time to save, and leaves all of it to the general ones.
-def _no_forward_small(
-    x: Array,  # noqa: ARG001
-    gamma: Array,  # noqa: ARG001
-    beta: Array,  # noqa: ARG001
-    eps: float,  # noqa: ARG001
-    y: Array,  # noqa: ARG001
-    in_place: bool,  # noqa: ARG001
-) -> None:
-    return None
-
-
-def _no_backward_small(
-    dy: Array,  # noqa: ARG001
-    x: Array,  # noqa: ARG001
-    gamma: Array,  # noqa: ARG001
-    statistics: Statistics,  # noqa: ARG001
-    dx: Array,  # noqa: ARG001
-    dgamma: Array,  # noqa: ARG001
-    dbeta: Array,  # noqa: ARG001
-) -> None:
-    return None
-
-
-def _load_numba() -> None:
-    # Half a second, so not before it is needed.
+    # Numba takes half a second to load, so not before it is needed.
     with starting:
-        cpu = importlib.import_module("stablenorm.kernels.cpu")
-    BACKENDS["numba"] = Backend(cpu.forward, cpu.backward, cpu.forward_small, cpu.backward_small)
-
-
-# For NumPy's arrays. Those on a CUDA device have one of their own, "cuda", in `of_name`.
-BACKENDS = {
-    "numpy": Backend(reference.forward, reference.backward, _no_forward_small, _no_backward_small),
-    "numba": Backend(_numba_forward, _numba_backward, _numba_forward_small, _numba_backward_small),
-}
-
-
-_NAMES = (*BACKENDS, "cuda")
+        module = importlib.import_module(_MODULES[backend])
+    return getattr(module, operation, None) or getattr(reference, operation, None)
 
 
 @functools.cache
@@ -112,7 +41,7 @@ def _why_not_numba() -> str | None:
     # A NUMBA_NUM_THREADS that is no number is the user's error, not Numba's: raised here.
     get_num_threads()
     try:
-        _load_numba()
+        implementation("forward", "numba")
     except Exception as error:  # noqa: BLE001  # a broken Numba raises whatever it likes
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return None
@@ -145,7 +74,7 @@ def choose(backend: str | None) -> str:
                 "pass cupy.asarray(x)"
             )
             raise TypeError(msg)
-        msg = f"backend must be one of {', '.join(map(repr, _NAMES))}, got {backend!r}"
+        msg = f"backend must be one of {', '.join(map(repr, _MODULES))}, got {backend!r}"
         raise ValueError(msg)
     if backend == "numba" and (reason := _why_not_numba()) is not None:
         msg = (
@@ -167,13 +96,10 @@ def choose_cuda(backend: str | None) -> str:
     return "cuda"
 
 
-def of_name(name: str) -> tuple[Arrays, Backend]:
-    """Return how the arrays of a backend are handled, and its functions."""
-    if name == "cuda":
-        cuda = _cuda()
-        return cuda.ARRAYS, cuda
-    return HOST, BACKENDS[name]
+def arrays_of(backend: str) -> Arrays:
+    """Return how the arrays of a backend are handled."""
+    return _cuda().ARRAYS if backend == "cuda" else HOST
 
 
 def _cuda() -> Any:
-    return importlib.import_module("stablenorm.cuda")
+    return importlib.import_module(_MODULES["cuda"])

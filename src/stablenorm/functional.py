@@ -10,7 +10,7 @@ from stablenorm._arrays import Arrays, on_cuda_device
 from stablenorm._plain import backward_plain, forward_plain, plain_cache
 from stablenorm._shapes import normalize_axes, normalized_shape, show_axes
 from stablenorm._types import Array, Cache, Gradients, Statistics, check_eps
-from stablenorm.backends import choose, choose_cuda, of_name
+from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
 
 _NAMES = ("x", "gamma", "beta")
 
@@ -234,7 +234,7 @@ def layer_norm_backward(
         if plain is not None:
             return plain
     x_shape = cache.x.shape
-    arrays, backend = of_name(cache.backend)
+    arrays = arrays_of(cache.backend)
     dy = arrays.convert("dy", dy)
     if dy.shape != x_shape:
         msg = f"dy must have shape {x_shape} to match the y of this cache, got {dy.shape}"
@@ -242,7 +242,7 @@ def layer_norm_backward(
     asked = _asked(wrt)
     gradients = _gradients(arrays, dy, cache, asked, out)
     dx = None if gradients.dx is None else arrays.rows(gradients.dx, cache.axis)
-    backend.backward(
+    implementation("backward", cache.backend)(
         arrays.rows(dy, cache.axis),
         arrays.rows(cache.x, cache.axis),
         cache.gamma,
@@ -263,7 +263,7 @@ def _forward(
     in_place: bool,
 ) -> tuple[Array, Cache]:
     name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
-    arrays, chosen = of_name(name)
+    arrays = arrays_of(name)
     x = arrays.convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     shape = normalized_shape(x.shape, axes)
@@ -276,7 +276,7 @@ def _forward(
         y = arrays.target("out", out, x.shape, x.dtype)
         others = {"x": x, "gamma": gamma, "beta": beta}
         _refuse_overlap(arrays, "out", y, others, but="x" if in_place else None)
-    statistics: Statistics = chosen.forward(
+    statistics: Statistics = implementation("forward", name)(
         arrays.rows(x, axes), gamma, beta, eps, arrays.rows(y, axes)
     )
     return y, Cache(x, gamma, None if beta is None else beta.dtype, axes, statistics, name)

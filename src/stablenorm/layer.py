@@ -121,7 +121,8 @@ class LayerNorm:
         # What is no array, or one of objects, is for the function to convert or to refuse.
         if self.workspace is None or not isinstance(like, np.ndarray) or like.dtype.hasobject:
             return None
-        return self.workspace.empty_like(like)
+        # y and dx are in this machine's byte order, whatever that of x.
+        return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
 
 
 def _lengths(shape: Any) -> tuple[int, ...]:

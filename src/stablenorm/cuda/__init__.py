@@ -76,31 +76,6 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     _on(device, _backward, dy, x, gamma, statistics, out)
 
 
-def forward_small(
-    x: Any,
-    gamma: Array | None,
-    beta: Array | None,
-    eps: float,
-    y: Any,
-    in_place: bool,  # noqa: ARG001
-) -> Any:
-    """Do what `forward` does: there is no shorter way for few elements."""
-    return forward(x, gamma, beta, eps, y)[:3]
-
-
-def backward_small(
-    dy: Any,
-    x: Any,
-    gamma: Array,
-    statistics: Statistics,
-    dx: Any,
-    dgamma: Array,
-    dbeta: Array,
-) -> None:
-    """Do what `backward` does: there is no shorter way for few elements."""
-    backward(dy, x, gamma, statistics, Gradients(dx, dgamma, dbeta))
-
-
 def _forward(
     cupy: Any, device: int, x: Folded, gamma: Any, beta: Any, eps: float, y: Folded
 ) -> Statistics:
