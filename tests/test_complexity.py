@@ -1,0 +1,190 @@
+"""The cost of a layer norm: its counts against runs, the roofline, and `stablenorm complexity`."""
+
+import argparse
+import functools
+import json
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import stablenorm
+from stablenorm import _command_complexity, cost
+from stablenorm._files import InputError
+from stablenorm.cost import Cost, Roofline, count_cost, count_kept, measure_costs
+from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.timing import Timing
+from stablenorm.workspace import get_idle_limit, set_idle_limit
+
+
+def _problem(shape, dtype):
+    rng = np.random.default_rng(0)
+    x, dy = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    return x, dy, np.ones(shape[1], dtype), np.ones(shape[1], dtype)
+
+
+def _calls(program, shape, dtype):
+    x, dy, gamma, beta = _problem(shape, dtype)
+    if program == "plain NumPy":
+        kept = plain_forward(x, gamma, beta)[1]
+        return lambda: plain_forward(x, gamma, beta), lambda: plain_backward(dy, kept)
+    backend = {"reference": "numpy", "fused CPU kernel": "numba"}[program]
+    cache = stablenorm.layer_norm_forward(x, gamma, beta, backend=backend)[1]
+    return (
+        lambda: stablenorm.layer_norm_forward(x, gamma, beta, backend=backend),
+        lambda: stablenorm.layer_norm_backward(dy, cache),
+    )
+
+
+def _peak(function):
+    """The new bytes at the worst moment of a call; the least of three, as other threads add theirs."""
+    peaks = []
+    for _ in range(3):
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        result = function()
+        peaks.append(tracemalloc.get_traced_memory()[1] - before)
+        tracemalloc.stop()
+        del result
+    return min(peaks)
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype"),
+    [
+        ("plain NumPy", "float32"),
+        ("plain NumPy", "float64"),
+        ("reference", "float16"),
+        ("reference", "float64"),
+        ("fused CPU kernel", "float32"),
+    ],
+)
+def test_bytes_held_are_what_tracemalloc_sees(program, dtype, request):
+    # Memory of an earlier result would not be new.
+    request.addfinalizer(functools.partial(set_idle_limit, get_idle_limit()))
+    set_idle_limit(0)
+    shape = (2000, 768)
+    for direction, call in zip(cost.DIRECTIONS, _calls(program, shape, dtype), strict=True):
+        call()
+        peak, held = _peak(call), count_cost(program, direction, shape, dtype).held
+        # Left out: a few numbers per row and column, and the kernel's partial sums over rows.
+        assert held <= peak + 2**14, direction
+        assert peak <= 1.06 * held + 2**20, direction
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_bytes_kept_are_those_of_a_cache(dtype):
+    x, _, gamma, beta = _problem((50, 64), dtype)
+    cache = stablenorm.layer_norm_forward(x, gamma, beta)[1]
+    assert next(iter(count_kept(x.shape, dtype).values())) == cache.statistics.nbytes
+    kept = plain_forward(x, gamma, beta)[1]
+    assert count_kept(x.shape, dtype)["xhat and rstd, as plain NumPy keeps them"] == sum(
+        array.nbytes for array in kept[1:]
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_no_program_moves_less_than_its_inputs_and_outputs(dtype):
+    rows, n, size = 100, 256, {"float64": 8, "float32": 4}.get(dtype, 2)
+    for program, direction in cost.PROGRAMS:
+        counted = count_cost(program, direction, (rows, n), dtype)
+        assert counted.moved >= (2 if direction == "forward" else 3) * rows * n * size
+        assert counted.held >= rows * n * size
+
+
+def test_counts_grow_as_rows_and_as_n():
+    for program, direction in cost.PROGRAMS:
+        few = count_cost(program, direction, (1 << 10, 1 << 10), "float32")
+        for matrix in ((1 << 11, 1 << 10), (1 << 10, 1 << 11)):
+            more = count_cost(program, direction, matrix, "float32")
+            assert more.flops == 2 * few.flops
+            assert more.moved == pytest.approx(2 * few.moved, rel=0.01)
+
+
+def test_a_dtype_that_is_no_float_of_ours_is_refused():
+    with pytest.raises(TypeError, match="or float64, got int32"):
+        count_cost("reference", "forward", (2, 3), "int32")
+
+
+def test_the_roofline_is_the_longer_of_memory_and_arithmetic():
+    roofline = Roofline(1, copy=100.0, flops=1000.0)
+    assert roofline.seconds(Cost(flops=10, moved=200, held=0)) == 2
+    assert roofline.seconds(Cost(flops=5000, moved=200, held=0)) == 5
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    """Call everything once, without the pauses and repetitions of a true measurement."""
+
+    def measure(calls, **options):
+        found = {}
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - start
+            found[name] = Timing(seconds, seconds, seconds, 1, 1)
+            options.get("step", lambda: None)()
+        return found
+
+    monkeypatch.setattr("stablenorm.cost._measure.measure_interleaved", measure)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_each_program_is_held_to_the_roofline_of_its_threads():
+    steps = []
+    measured = measure_costs((64, 96), "bfloat16", 2, step=lambda: steps.append(1))
+    assert (measured.one_thread.threads, measured.all_threads.threads) == (1, 2)
+    # Six programs; a copy and the arithmetic, by one thread and by two.
+    assert len(steps) == 10
+    for line in measured.lines:
+        fused = line.program == "fused CPU kernel"
+        roofline = measured.all_threads if fused else measured.one_thread
+        assert line.predicted == roofline.seconds(line.cost)
+        assert line.measured.median > 0
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, hasty):  # noqa: ARG001
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        parser = argparse.ArgumentParser()
+        _command_complexity.add(parser.add_subparsers())
+        given = parser.parse_args(["complexity", *arguments])
+        return given.job(given)
+
+    return run
+
+
+def test_the_command_counts_measures_and_writes(command, capsys):
+    assert command("--shape", "4", "16", "768", "--json", "c.json", "--plot", "c.png") == 0
+    out = capsys.readouterr().out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 60
+    for words in ("fused CPU kernel, backward", "roofline", "Kept from forward to backward"):
+        assert words in out
+    found = json.loads(Path("c.json").read_text("utf8"))
+    lines = {(line["program"], line["direction"]): line for line in found["lines"]}
+    fused = count_cost("fused CPU kernel", "forward", (64, 768), "float32")
+    assert lines["fused CPU kernel", "forward"]["cost"] == fused._asdict()
+    assert Path("c.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--shape", "4", "0"), "--shape must be of lengths >= 1, got 4 0"),
+        (("--shape", "1000000", "1000000"), "--shape must fit in memory, got 1000000 1000000"),
+        (("--threads", "0"), "--threads must be >= 1, got 0"),
+        (("--json", "no/such/c.json"), "--json must be in an existing directory"),
+        (("--plot", "c.txt"), "--plot must be a .png or .svg or .pdf file"),
+    ],
+)
+def test_bad_input_is_one_line(command, arguments, words):
+    with pytest.raises(InputError) as error:
+        command(*arguments)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)
