@@ -19,20 +19,11 @@ def example():
     return module
 
 
-def small(example, rng):
-    """Two layers, each with a norm, away from gamma = 1 and beta = 0."""
+def test_the_gradients_of_all_layers_together_are_right_and_a_missing_norm_is_found(example, rng):
+    # Two layers, each with a norm, away from gamma = 1 and beta = 0.
     parameters = example.make_parameters(rng, depth=2, width=5, pixels=6)
     parameters = [p + 0.2 * rng.standard_normal(p.shape) for p in parameters]
-    return [rng.standard_normal((3, 6)), *parameters]
-
-
-def test_the_gradients_of_all_layers_together_are_right(example, rng):
-    report = check_gradients(example.forward, example.backward, small(example, rng), rng=0)
-    assert report.verdict == "PASS", str(report)
-
-
-def test_a_backward_without_the_norm_of_one_layer_is_found(example, rng):
-    """The check of the page can fail: it is no ornament."""
+    arguments = [rng.standard_normal((3, 6)), *parameters]
 
     def without_the_first_norm(dlogits, cache):
         layers, x, weight = cache
@@ -41,8 +32,9 @@ def test_a_backward_without_the_norm_of_one_layer_is_found(example, rng):
         # gamma and beta of it are not there then; what is left is in order.
         return [gradients[0], None, None, *gradients[1:]]
 
-    report = check_gradients(example.forward, without_the_first_norm, small(example, rng), rng=0)
-    assert report.verdict == "FAIL"
+    report = check_gradients(example.forward, example.backward, arguments, rng=0)
+    assert report.verdict == "PASS", str(report)
+    report = check_gradients(example.forward, without_the_first_norm, arguments, rng=0)
     assert report.arguments[0].verdict == "FAIL"
 
 
@@ -53,35 +45,15 @@ def test_the_loss_and_its_gradient(example, rng):
         loss, dlogits = example.cross_entropy(logits, labels)
         return np.asarray(loss), dlogits
 
-    def backward(dy, dlogits):
-        return (dy * dlogits,)
-
-    report = check_gradients(forward, backward, [logits], rng=0)
+    report = check_gradients(forward, lambda dy, dlogits: (dy * dlogits,), [logits], rng=0)
     assert report.verdict == "PASS", str(report)
 
 
-def test_equal_logits_cost_log_10(example):
-    loss, _ = example.cross_entropy(np.zeros((2, 10)), np.array([0, 9]))
-    assert loss == pytest.approx(np.log(10), rel=1e-15)
-
-
-def test_a_few_steps_lower_the_loss_and_are_the_same_again(example):
+def test_a_few_steps_lower_the_loss(example):
     losses, parameters = example.train(0.1, example.DEPTH, steps=60)
-    again, _ = example.train(0.1, example.DEPTH, steps=5)
-    assert losses[:5] == again
     # Guessing costs log(10) = 2.30, and is what the network begins at.
     assert np.mean(losses[-10:]) < 2.2 < np.mean(losses[:5])
     assert example.measure_accuracy(parameters, count=300) > 0.15
-    assert all(p.dtype == np.float32 for p in parameters)
-
-
-def test_the_digits_are_ten_different_ones_of_the_sizes_told(example, rng):
-    assert example.DIGITS.shape == (10, 7, 5)
-    assert len({digit.tobytes() for digit in example.DIGITS}) == 10
-    images, labels = example.draw(rng, 500)
-    assert images.shape == (500, example.SIDE**2)
-    assert images.dtype == np.float32
-    assert set(labels) == set(range(10))
 
 
 def test_a_norm_on_the_images_takes_away_brightness_and_contrast(example, rng):
