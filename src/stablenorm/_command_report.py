@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm report` is asked."""
     check_target("--out", arguments.out, (".html", ".htm"))
+    for module, name in (("jinja2", "Jinja2"), ("matplotlib", "Matplotlib")):
+        if importlib.util.find_spec(module) is None:
+            msg = f'{name} is needed for the report: pip install "stablenorm[plot]"'
+            raise InputError(msg)
     if arguments.seed < 0:
         msg = f"--seed must be >= 0, got {arguments.seed}"
         raise InputError(msg)

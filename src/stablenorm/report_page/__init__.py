@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import re
 import shlex
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
-from stablenorm.report_page._cost_section import cost_section
-from stablenorm.report_page._diagnosis_section import diagnosis_section
+import numpy as np
+
+from stablenorm._run import Output
+from stablenorm.analysis._diagnose_text import method_rows, sentences
+from stablenorm.cost import count_kept
+from stablenorm.report_page import _figures as figures
+from stablenorm.report_page import _numbers as numbers
 from stablenorm.report_page._gather import STEPS, Facts, gather
-from stablenorm.report_page._html import Html, number, paragraph, section, text
-from stablenorm.report_page._sections import (
-    accuracy_section,
-    data_section,
-    gradients_section,
-    speed_section,
-)
 
-__all__ = ["STEPS", "Facts", "gather", "write_page"]
+__all__ = ["STEPS", "Facts", "gather", "page", "write_page"]
 
-# How the name of the data that come with the package begins.
-_BUNDLED = "bundled data"
-_SECTIONS = (
-    ("data", "The data", data_section),
-    ("accuracy", "Accuracy", accuracy_section),
-    ("diagnosis", "Where others would lose digits", diagnosis_section),
-    ("gradients", "Gradient check", gradients_section),
-    ("cost", "Cost, predicted and measured", cost_section),
-    ("speed", "Time against a copy", speed_section),
-)
+_SECTIONS = {
+    "data": "The data",
+    "accuracy": "Accuracy",
+    "diagnosis": "Where others would lose digits",
+    "gradients": "Gradient check",
+    "cost": "Cost and time",
+}
+_OUTCOMES = {
+    "PASS": "No element differs from its finite difference by more than both their bounds.",
+    "FAIL": "A gradient differs from its finite difference by more than both their bounds.",
+    "": "Gradients of this dtype are too coarse, or too small, to be judged by finite differences; "
+    "the exact results above do not depend on it.",
+}
+# What no page can show: control characters and lone halves of surrogate pairs, which may stand in
+# the name of a file.
+_UNSHOWN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def write_page(facts: Facts, file: Any) -> None:
@@ -38,70 +42,128 @@ def write_page(facts: Facts, file: Any) -> None:
     file.write(page(facts).encode())
 
 
-def page(facts: Facts) -> Html:
+def page(facts: Facts) -> str:
     """Return the whole page."""
-    style = resources.files(__package__).joinpath("page.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    # Nothing is loaded and no script runs, whatever the data contain: the browser is told so.
-    policy = (
-        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+    # Loaded when a page is wanted: no other command needs them.
+    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415
+
+    # Everything is escaped, so that nothing in a file is markup.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {
+        "number": numbers.number, "count": numbers.count, "size": numbers.size,
+        "seconds": numbers.seconds, "shape": numbers.shape, "prose": _prose, "names": _names,
+        "worst": _worst, "ours": _ours,
+    }  # fmt: skip
+    problem, costs = facts.problem, () if isinstance(facts.costs, str) else facts.costs
+    source, n = problem.source, problem.x.shape[-1]
+    rows_and_n = (problem.x.size // n, n)
+    times = [line.measured for cost in costs for line in cost.lines]
+    bundled = source.startswith("bundled data")
+    text = environment.from_string(_read("page.html")).render(
+        facts=facts,
+        rows=facts.rows,
+        title=f"Layer normalization of {'the ' if bundled else ''}{source}",
+        style=_read("page.css"),
+        sections=_SECTIONS,
+        outcomes=_OUTCOMES,
+        spreads=_spreads(facts),
+        arrays=_arrays(facts),
+        judged=_judged(facts),
+        said=sentences(facts.diagnosis),
+        methods=method_rows(facts.diagnosis),
+        kept=count_kept(rows_and_n, problem.x.dtype),
+        spread=max(t.high / t.low for t in times) if times else None,
+        pictures=_pictures(facts),
+        argument="" if bundled else f" {shlex.quote(source)}",
     )
-    the = "the " if facts.problem.source.startswith(_BUNDLED) else ""
-    title = f"Layer normalization of {the}{facts.problem.source}"
-    parts = [
-        section(place, name, heading, write(facts))
-        for place, (name, heading, write) in enumerate(_SECTIONS, 1)
-    ]
-    links = "".join(f'<li><a href="#{name}">{heading}</a></li>' for name, heading, _ in _SECTIONS)
-    return Html(
-        "<!DOCTYPE html>\n"
-        '<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        '<link rel="icon" href="data:,">\n'
-        f"<title>{text(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-        f"{_themes()}\n<header>\n<h1>{text(title)}</h1>\n{_dateline(facts)}\n{_abstract(facts)}\n"
-        f'</header>\n<nav aria-label="Sections"><ol>{links}</ol></nav>\n<main>\n'
-        + "\n".join(parts)
-        + f"\n</main>\n{_footer(facts)}\n</body>\n</html>\n"
-    )
+    return _UNSHOWN.sub("\ufffd", text)
 
 
-def _themes() -> Html:
-    """Return the choice between light, dark and what the system says; the style sheet does it."""
-    choices = "".join(
-        f'<label><input type="radio" name="theme" id="theme-{name}"{checked}> {name}</label>'
-        for name, checked in (("system", " checked"), ("light", ""), ("dark", ""))
-    )
-    return Html(f'<fieldset class="theme"><legend>Colors</legend>{choices}</fieldset>')
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _dateline(facts: Facts) -> Html:
-    origin = facts.origin
-    return paragraph(f"{origin.date}. {origin.versions}. {origin.machine}.", "dateline")
+def _pictures(facts: Facts) -> dict[str, dict[str, str]]:
+    """Draw what there is to draw."""
+    found, diagnosis = facts.findings, facts.diagnosis
+    pictures: dict[str, dict[str, str]] = {"losses": {}, "gradients": {}}
+    if facts.rows.finite.any():
+        pictures["rows"] = figures.draw_rows(facts.rows)
+    if not isinstance(found, str):
+        pictures["errors"] = figures.draw_errors(found.outputs)
+        if any(result.differences for result in _judged(facts)):
+            pictures["gradients"] = figures.draw_gradients(_judged(facts))
+    if any(counts.any() for counts in diagnosis.summary.lost.values()):
+        pictures["losses"] = figures.draw_losses(diagnosis)
+    if not isinstance(facts.costs, str):
+        pictures["costs"] = figures.draw_costs(facts.costs)
+    return pictures
 
 
-def _abstract(facts: Facts) -> Html:
-    """Say in a few sentences what the page shows."""
-    findings = facts.findings
-    if isinstance(findings, str):
-        return paragraph(f"Nothing could be checked: {findings}.", "abstract")
-    outputs = findings.outputs.values()
-    plain = max(float(output.plain_error.max()) for output in outputs)
-    ours = max(float(output.error.max()) for output in outputs)
-    words = (
-        f"On these data the formula that everybody writes is off by up to {number(plain)} units "
-        f"in the last place; stablenorm by {number(ours)}, where 0.5 is correct rounding. "
-    )
-    verdict = "No check failed." if findings.passed else "A check failed; its table says which."
-    return paragraph(words + verdict, "abstract")
+def _judged(facts: Facts) -> list[Any]:
+    if isinstance(facts.findings, str) or facts.findings.gradients is None:
+        return []
+    return [result for result in facts.findings.gradients.arguments if result.judged]
 
 
-def _footer(facts: Facts) -> Html:
-    """Say how to make the page again."""
-    given = (
-        "" if facts.problem.source.startswith(_BUNDLED) else f" {shlex.quote(facts.problem.source)}"
-    )
-    return Html(f"<footer>{paragraph(f'Written by `stablenorm report{given}`.')}</footer>")
+def _spreads(facts: Facts) -> list[tuple[str, ...]]:
+    """Return a line for each quantity of a row, over all finite rows."""
+    rows, eps = facts.rows, facts.problem.eps
+    with np.errstate(all="ignore"):
+        quantities = {
+            "mean": rows.mean,
+            "standard deviation": rows.std,
+            "|mean| / standard deviation": np.abs(rows.mean) / rows.std,
+            "variance / `eps`": rows.std**2 / eps,
+            "farthest element, in standard deviations": (
+                np.maximum(rows.high - rows.mean, rows.mean - rows.low) / rows.std
+            ),
+        }
+    lines = []
+    for name, values in quantities.items():
+        known = np.flatnonzero(rows.finite & ~np.isnan(values))
+        if known.size:
+            ordered = values[known]
+            cells = (ordered.min(), np.median(ordered), ordered.max())
+            row = str(known[ordered.argmax()])
+            lines.append((name, *(numbers.number(float(v)) for v in cells), row))
+    return lines
+
+
+def _arrays(facts: Facts) -> list[tuple[str, Any, float, float]]:
+    """Return gamma, beta and dy, as far as there are any, with their least and largest."""
+    found = []
+    for name in ("gamma", "beta", "dy"):
+        array = getattr(facts.problem, name)
+        if array is not None:
+            wide = array.astype(np.float64)
+            finite = wide[np.isfinite(wide)]
+            ends = (finite.min(), finite.max()) if finite.size else (np.nan, np.nan)
+            found.append((name, array, *map(float, ends)))
+    return found
+
+
+def _prose(value: Any) -> Any:
+    """Escape a text, and set what stands between backticks as code."""
+    from markupsafe import Markup, escape  # noqa: PLC0415
+
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(value))))
+
+
+def _names(names: Sequence[str]) -> str:
+    """Write names as code, an "and" before the last."""
+    quoted = [f"`{name}`" for name in names]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} and {quoted[-1]}"
+
+
+def _worst(errors: Any) -> float:
+    return float(errors.max()) if errors.size else 0.0
+
+
+def _ours(output: Output) -> str:
+    """Write the worst ulp among those within the limit, and how many cancel beyond it."""
+    if not output.contract.passed:
+        return numbers.number(_worst(output.error))
+    within = output.error[output.error <= output.contract.limit_ulp]
+    cancelling = output.contract.second_term
+    return f"{_worst(within):.3f}" + (f" (+{cancelling} cancel)" if cancelling else "")

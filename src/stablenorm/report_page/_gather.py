@@ -1,4 +1,4 @@
-"""All that the report tells, computed and measured here; the page only writes it down."""
+"""All that the report tells, computed and measured; the page only writes it down."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from stablenorm._threads import get_num_threads
 from stablenorm._types import Array
 from stablenorm.analysis.diagnosis import Diagnosis
 from stablenorm.cost import Measured, measure_costs
-from stablenorm.report_page._speed import STEPS as _SPEED_STEPS
-from stablenorm.report_page._speed import Speed, measure_speed
 
 # Elements that are computed and judged by identities, about a second of it; of a larger array
-# every so-manieth row.
+# evenly spaced rows.
 _ELEMENTS = 2**24
-# Elements summed up at once: 8 MiB of float64, which stays in the caches.
+# Elements summarized at once: 8 MiB of float64, which stays in the caches.
 _BLOCK = 2**20
+# Bytes of x beyond the caches of most machines: a copy reads and writes twice as much. Rounds and
+# seconds of each size: a reader waits for them, and a median of three tells a factor.
+_FAR, _ROUNDS, _SECONDS = 2**25, 9, 3.0
+# At most: the rows; the four steps of `inspect`; the diagnosis; the two sizes that are timed.
+STEPS = 1 + 4 + 1 + 2
 
 
 class Rows(NamedTuple):
@@ -40,14 +43,6 @@ class Rows(NamedTuple):
     constant: Array
 
 
-class Origin(NamedTuple):
-    """On what the report was made, and when."""
-
-    versions: str
-    machine: str
-    date: str
-
-
 class Facts(NamedTuple):
     """Everything that the page says; a str stands for what could not be had, and says why."""
 
@@ -57,25 +52,17 @@ class Facts(NamedTuple):
     judged: int
     choice: str
     findings: Findings | str
-    diagnosis: Diagnosis | str
-    cost: Measured | str
-    speeds: tuple[Speed, ...]
-    origin: Origin
+    diagnosis: Diagnosis
+    # Of the data's own shape, and of more rows where that fits the caches.
+    costs: tuple[Measured, ...] | str
+    versions: str
+    machine: str
+    date: str
 
     @property
     def passed(self) -> bool:
         """Whether no check failed; what could not be checked did not."""
         return isinstance(self.findings, str) or self.findings.passed
-
-
-# Bytes of x that the costs are measured on, whatever the data: the reference, a thousand times
-# slower than a copy, is done with 2 MiB in a second or two.
-COST_BYTES = 2**21
-# Rounds and seconds of each of its two parts: a reader waits for all of this, and a median of five
-# tells a factor. `stablenorm complexity` takes its time.
-_COST_ROUNDS, _COST_SECONDS = 5, 2.0
-# The rows; the four steps of `inspect`; the diagnosis; the costs; the timing.
-STEPS = 1 + 4 + 1 + 1 + _SPEED_STEPS
 
 
 def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
@@ -87,15 +74,22 @@ def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
     findings: Findings | str = choice
     if part is not None:
         findings = inspect(part, compute(part), step)
-    else:
-        for _ in range(4):
-            step(choice)
     step("diagnosis")
     diagnosis = diagnose(problem.x, problem.eps)
-    cost = _cost(problem, step)
-    speeds = measure_speed(problem, step)
-    judged = 0 if part is None else part.x.shape[0]
-    return Facts(problem, rows, judged, choice, findings, diagnosis, cost, speeds, _origin())
+    costs = _measure(problem, step)
+    return Facts(
+        problem,
+        rows,
+        0 if part is None else part.x.shape[0],
+        choice,
+        findings,
+        diagnosis,
+        costs,
+        f"stablenorm {stablenorm.__version__}, NumPy {np.__version__}, "
+        f"Python {platform.python_version()}",
+        f"{_processor()}, {os.cpu_count()} processors, {platform.system()}",
+        f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC",
+    )
 
 
 def summarize(x: Array) -> Rows:
@@ -110,15 +104,15 @@ def _summarize_block(x: Array) -> Rows:
     finite = np.asarray(np.isfinite(wide).all(axis=-1))
     wide = np.where(finite[:, None], wide, 0.0)
     low, high = wide.min(axis=-1), wide.max(axis=-1)
-    # Divided by the largest magnitude first, lest the squares of float64 overflow or vanish.
+    # Divided by the largest magnitude first: squares of float64 could overflow or vanish.
     largest = np.maximum(np.abs(low), np.abs(high))
     unit = np.where(largest > 0, largest, 1.0)
     scaled = wide / unit[:, None]
-    mean = scaled.mean(axis=-1) * unit
     constant = finite & (low == high)
-    # Of a constant row, rounding of the mean would leave a trace.
+    # The rounded mean of a constant row would leave a trace.
     std = np.where(constant, 0.0, scaled.std(axis=-1) * unit)
-    mean, std, low, high = (np.where(finite, v, np.nan) for v in (mean, std, low, high))
+    known = (scaled.mean(axis=-1) * unit, std, low, high)
+    mean, std, low, high = (np.where(finite, v, np.nan) for v in known)
     return Rows(mean, std, low, high, finite, constant)
 
 
@@ -160,43 +154,33 @@ def _judgeable(problem: Problem, rows: Rows) -> tuple[Problem | None, str]:
     if chosen.size > most:
         words.append(f"{most} rows are taken, evenly spaced")
         chosen = chosen[np.linspace(0, chosen.size - 1, most).astype(np.intp)]
-    # As a matrix: the file's own results, which have its shape, are compared where all rows stay.
-    if not words:
-        return _as_matrix(problem), ""
-    return problem._replace(x=x[chosen], dy=dy[chosen], expected={}), "; ".join(words)
-
-
-def _as_matrix(problem: Problem) -> Problem:
-    n = problem.x.shape[-1]
+    if words:
+        return problem._replace(x=x[chosen], dy=dy[chosen], expected={}), "; ".join(words)
+    # As a matrix; the file's own results are compared, as all rows are there.
     expected = {
         name: held.reshape(-1, n) if held.shape == problem.x.shape else held
         for name, held in problem.expected.items()
     }
-    x, dy = problem.x.reshape(-1, n), problem.dy.reshape(-1, n)
-    return problem._replace(x=x, dy=dy, expected=expected)
+    return problem._replace(x=x, dy=dy, expected=expected), ""
 
 
-def _cost(problem: Problem, step: Callable[[str], None]) -> Measured | str:
-    """Measure the costs at the data's n and dtype."""
-    step("costs")
-    n, dtype = problem.x.shape[-1], str(problem.x.dtype)
-    rows = max(1, COST_BYTES // (n * problem.x.dtype.itemsize))
-    try:
-        return measure_costs(
-            (rows, n), dtype, get_num_threads(), rounds=_COST_ROUNDS, limit=_COST_SECONDS
-        )
-    except ImportError as error:
-        return f"the fused kernel cannot be loaded: {error}"
-
-
-def _origin() -> Origin:
-    versions = (
-        f"stablenorm {stablenorm.__version__}, NumPy {np.__version__}, "
-        f"Python {platform.python_version()}"
-    )
-    machine = f"{_processor()}, {os.cpu_count()} processors, {platform.system()}"
-    now = dt.datetime.now(dt.UTC)
-    return Origin(versions, machine, f"{now:%Y-%m-%d %H:%M} UTC")
+def _measure(problem: Problem, step: Callable[[str], None]) -> tuple[Measured, ...] | str:
+    """Time the programs at the data's own shape and, if that is small, beyond the caches."""
+    n, kind = problem.x.shape[-1], problem.x.dtype
+    own, far = problem.x.size // n, max(1, _FAR // (n * kind.itemsize))
+    sizes = [min(own, far)] if own > far // 2 else [own, far]
+    found = []
+    for rows in sizes:
+        step(f"time of {rows} rows")
+        try:
+            found.append(
+                measure_costs(
+                    (rows, n), str(kind), get_num_threads(), rounds=_ROUNDS, limit=_SECONDS
+                )
+            )
+        except ImportError as error:
+            return f"the fused kernel cannot be loaded: {error}"
+    return tuple(found)
 
 
 def _processor() -> str:
