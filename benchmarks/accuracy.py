@@ -2,7 +2,7 @@
 Worst error in ulp, per input family and dtype: `make accuracy`.
 
 Runs every finite family of `stablenorm.testing.families` through the package and through the
-plain two-pass formula, judges both by the exact oracle, and writes docs/accuracy.md and the
+plain two-pass formula, judges both by the exact oracle, and writes docs/evidence/accuracy.md and the
 table between the accuracy markers of README.md. Exit status 1 if an element breaks the contract;
 the tables are then written all the same, and say so.
 """
@@ -187,7 +187,7 @@ off by 51. Where the exact value is 0, or nearly, an ulp is the smallest subnorm
 
 
 def page(results: Results) -> str:
-    """docs/accuracy.md."""
+    """docs/evidence/accuracy.md."""
     families = [family for family in FAMILIES.values() if family.finite]
     sections = "\n\n".join(
         f"## {output}\n\n"
@@ -258,7 +258,7 @@ def main() -> int:
     # Read again: it may have been edited meanwhile.
     before, after = around(readme)
     write(readme, before + readme_table(results) + after)
-    write(ROOT / "docs" / "accuracy.md", page(results))
+    write(ROOT / "docs" / "evidence" / "accuracy.md", page(results))
     print(summary(results))
     failed = [
         f"{family} {dtype} {output}: {result}"

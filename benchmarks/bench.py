@@ -2,7 +2,7 @@
 Speed, beside PyTorch, JAX, ONNX Runtime and plain NumPy: `make bench`.
 
 Checks agreement, times forward and backward, prints the targets. A full run writes
-benchmarks/results/bench.json, docs/performance.md with its pictures and the block of README;
+benchmarks/results/bench.json, docs/evidence/performance.md with its pictures and the block of README;
 another one writes only where `--out` says. Exit status 1 if ours disagree with the reference; a
 target not met is printed, no error.
 """
@@ -169,7 +169,7 @@ def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
 
 def render(run: dict[str, Any], records: Sequence[Record], docs: Path) -> None:
     """Write the page and its pictures."""
-    write(docs / "performance.md", page(run, records), __file__)
+    write(docs / "evidence" / "performance.md", page(run, records), __file__)
     words = f"{run['processor']}, {run['threads']} threads"
     for suite, name, draw in (
         ("n", "throughput_n.png", draw_length),

@@ -1,5 +1,5 @@
 """
-Flops, bytes and times of three layer norms, into docs/complexity.md, and the roofline.
+Flops, bytes and times of three layer norms, into docs/explanation/complexity.md, and the roofline.
 
 Measures as `stablenorm complexity` does, on arrays beyond the caches, writes the tables between the
 markers of the page, and docs/figures/roofline.png.
@@ -29,7 +29,7 @@ from stablenorm.cost import (
     measure_costs,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "complexity.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "complexity.md"
 # 128 MiB each: four times the largest last-level cache that this has run on.
 MATRICES = {"float32": (32768, 1024), "bfloat16": (65536, 1024), "float64": (16384, 1024)}
 SMALL = (1024, 1024)

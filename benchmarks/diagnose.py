@@ -4,7 +4,7 @@ What `diagnose` is worth: how near its predictions are, how fast it reads, how m
 Holds the bits that it predicts lost against those that the simulated methods lose, on every family,
 dtype and two lengths, and against a two-pass in NumPy's own order of summation; times it beside a
 copy of the same array by as many threads, and by one; diagnoses a file of 4 GB in a process of its
-own and reads that one's peak memory; and writes docs/diagnose.md.
+own and reads that one's peak memory; and writes docs/evidence/diagnose.md.
 
     python benchmarks/diagnose.py            all of it; needs 4 GB of disk
     python benchmarks/diagnose.py --gigabytes 0.3
@@ -39,7 +39,7 @@ from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.analysis.plain import plain_forward
 from stablenorm.oracle import exact_layer_norm
 
-PAGE = Path(__file__).parent.parent / "docs" / "diagnose.md"
+PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "diagnose.md"
 DTYPES = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,

@@ -1,5 +1,5 @@
 """
-The picture of docs/report.md: a report on the bundled data, as two screens show it.
+The picture of docs/how-to/report.md: a report on the bundled data, as two screens show it.
 
 Chromium draws it, without a window: dark at the width of a telephone, and light beside it. Half a
 minute, nearly all of it the report.

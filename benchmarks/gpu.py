@@ -3,7 +3,7 @@ On a CUDA device: correctness, sanitizers, speed beside the peers, memory traffi
 
 Works through its stages, each ten minutes at most, and writes every record as soon as there is
 one: interrupted or out of time, it goes on from there when called again. The figures go to
-benchmarks/results/gpu/ and between the markers of docs/gpu.md. Exit status 0 if all is done and
+benchmarks/results/gpu/ and between the markers of docs/how-to/gpu.md. Exit status 0 if all is done and
 right, 1 if a check failed, 2 if there is no CUDA device, 3 if a stage has more to do.
 """
 
@@ -21,7 +21,7 @@ from gpu_page import STAGES, insert, section
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "how-to" / "gpu.md"
 # Of ten minutes, so that the last case of a stage has time to end.
 _LIMIT = 540.0
 

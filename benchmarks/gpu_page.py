@@ -1,4 +1,4 @@
-"""The figures of `make gpu` in docs/gpu.md, between its markers; or the statement that there are none."""
+"""The figures of `make gpu` in docs/how-to/gpu.md, between its markers; or the statement that there are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two pictures of docs/performance.md: throughput over n, and throughput over size."""
+"""The two pictures of docs/evidence/performance.md: throughput over n, and throughput over size."""
 
 from __future__ import annotations
 

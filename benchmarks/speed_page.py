@@ -1,4 +1,4 @@
-"""docs/performance.md and the block of README: every figure, and how it was obtained."""
+"""docs/evidence/performance.md and the block of README: every figure, and how it was obtained."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
         "`out=`, one shape, interleaved.",
         _dtype_table([r for r in records if r.suite == "dtypes"]),
         "## Over n, at 256 MiB",
-        "![throughput over n](figures/throughput_n.png)",
+        "![throughput over n](../figures/throughput_n.png)",
         _sweep([r for r in records if r.suite == "n"], "n", -1),
         "## Over size, at n = 1024",
-        "![throughput over size](figures/throughput_size.png)",
+        "![throughput over size](../figures/throughput_size.png)",
         _sweep([r for r in records if r.suite == "rows"], "rows", 0),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -4,7 +4,7 @@ What a training step pays for new pages, and that a `Workspace` makes it vanish.
 Times a step of layer norm, forward and backward, on float32, (16, 512, 1024): with results
 allocated anew, with what the functions take by themselves, with those of a workspace, and with
 arrays that the caller hands over each time, interleaved; counts the page faults of each; and
-writes docs/workspace.md. All must agree bit for bit before they are timed.
+writes docs/how-to/workspace.md. All must agree bit for bit before they are timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stablenorm.workspace import Workspace
 SHAPE = (16, 512, 1024)
 # Interleaved repetitions; the first of each is left out.
 REPEATS = 31
-PAGE = Path(__file__).parent.parent / "docs" / "workspace.md"
+PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "workspace.md"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 

@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_the_cpu(cupy, rng, dtype, shape):
     single = dtype == np.float32 and arithmetic(capability, arrays[0]) == FLOAT_PAIRS
     for name, one, other in zip(("y", "dx", "dgamma", "dbeta"), actual, expected, strict=True):
         if single:
-            # One ulp, on devices without fast float64 (docs/gpu.md).
+            # One ulp, on devices without fast float64 (docs/how-to/gpu.md).
             np.testing.assert_array_max_ulp(one.get(), other, maxulp=1)
         elif dtype == np.float64:
             np.testing.assert_allclose(one.get(), other, rtol=2**-52, atol=1e-30, err_msg=name)

@@ -215,7 +215,7 @@ def test_a_cluster_holds_rows_eight_times_as_long(x, which, kib, forward, backwa
         assert (plan.cluster == 8, value(plan, "VECTORS") > 0) == (n == backward,) * 2
 
 
-# Lines of the table of docs/gpu.md, what is planned, KiB of shared memory, blocks of a row.
+# Lines of the table of docs/how-to/gpu.md, what is planned, KiB of shared memory, blocks of a row.
 DOCUMENTED = [
     ("forward, one block", "forward", 48, 1),
     ("forward, a cluster", "forward", 48, 8),
@@ -229,7 +229,7 @@ DOCUMENTED = [
 
 @pytest.mark.parametrize(("line", "direction", "kib", "cluster"), DOCUMENTED)
 def test_the_page_says_how_long_rows_are_read_once(pytestconfig, line, direction, kib, cluster):
-    text = (pytestconfig.rootpath / "docs" / "gpu.md").read_text()
+    text = (pytestconfig.rootpath / "docs" / "how-to" / "gpu.md").read_text()
     (cells,) = (row.split("|")[2:5] for row in text.splitlines() if row.startswith(f"| {line} |"))
     of_cells = {
         0: ((F16, DOUBLE), (BF16, FLOAT_PAIRS)),

@@ -88,7 +88,7 @@ def test_a_dead_link_is_seen(tmp_path):
     site = "https://stablenorm.readthedocs.io/en/latest"
     page.write_text(
         "# One\n[a](#one) [b](#two) [c](gone.md) [d](page.md#one) `[e](f)`\n"
-        f'[g]({site}/accuracy.html) [h]({site}/gone.html) [i]({site}/) <img src="gone.svg">\n'
+        f'[g]({site}/explanation/stability.html) [h]({site}/gone.html) [i]({site}/) <img src="gone.svg">\n'
     )
     assert dead_links(page) == ["#two", "gone.md", f"{site}/gone.html", "gone.svg"]
 

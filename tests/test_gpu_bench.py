@@ -145,7 +145,7 @@ def test_with_nothing_measured_the_page_says_so():
     page = module("gpu_page")
     empty = {stage: [] for stage in page.STAGES}
     assert "Not measured on hardware yet" in page.section(empty)
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "how-to" / "gpu.md").read_text(encoding="utf-8")
     inside = text.partition(page.BEGIN)[2].partition(page.END)[0]
     # As `make gpu`, or `--render`, wrote it: not typed.
     assert inside.strip() == page.section(module("gpu").load(module("gpu").RESULTS))

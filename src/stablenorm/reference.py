@@ -60,7 +60,7 @@ its reductions: its own are those of g. xhat is rebuilt from x, by a subtraction
 two words: two) and a multiplication an element. Keeping xhat instead costs memory: for gradients
 that round correctly it must be float64, 8 bytes an element held from forward to backward, where
 the statistics are 24 bytes a row, and x is held anyway. A fused kernel, bound by memory, moves
-8 + 12 bytes per element of float32 to rebuild xhat and 16 + 16 to keep it (docs/complexity.md).
+8 + 12 bytes per element of float32 to rebuild xhat and 16 + 16 to keep it (docs/explanation/complexity.md).
 
 Memory
 ------
