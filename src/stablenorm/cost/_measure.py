@@ -61,24 +61,6 @@ class Measured(NamedTuple):
     lines: tuple[Line, ...]
 
 
-def measure_flops(threads: int) -> float:
-    """
-    Measure the arithmetic of this machine: float64 multiply-adds, two flops each.
-
-    Parameters
-    ----------
-    threads : int
-        How many threads calculate, the calling one among them.
-
-    Returns
-    -------
-    float
-        Flops per second of all threads together.
-    """
-    call, flops = _make_flops(threads)
-    return flops / measure_interleaved({"flops": call}, rounds=7)["flops"].low
-
-
 def measure_costs(
     matrix: tuple[int, int],
     dtype: str,
@@ -163,7 +145,7 @@ def _make_calls(
 
 
 def _make_flops(threads: int) -> tuple[Callable[[], Any], int]:
-    """Return a call of multiply-adds in so many threads, and how many flops it does."""
+    """Return a call of float64 multiply-adds in so many threads, and how many flops it does."""
     calculate = _compiled()
     arrays = np.zeros((threads, _VALUES))
     # It lives as long as the call.
