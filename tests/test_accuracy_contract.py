@@ -2,6 +2,7 @@
 
 import math
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +89,17 @@ def test_the_bound_is_not_idle():
     _, magnitudes = before_rounding(case)
     error = abs(y - exact.rounded("y", np.float64))
     assert (error > bounds(21, 1)["y"] * U * magnitudes["y"]).any()
+
+
+@pytest.mark.parametrize("output", ["y", "dx"])
+def test_a_few_of_a_billion_float32_are_the_other_neighbour(output):
+    """An error of e ulp before rounding is one for a share 2 |e| of the exact values."""
+    case = make_case("F01", "float32", 16, 4)
+    found = before_rounding(case)[0][output]
+    exact = exact_layer_norm(*case)
+    errors = [
+        abs(float(Fraction(float(value)) - exact.value(output, index)))
+        for index, value in np.ndenumerate(found)
+    ]
+    ulp = np.spacing(abs(found).astype(np.float32)).astype(np.float64)
+    assert 1e-9 < np.mean(2 * np.reshape(errors, ulp.shape) / ulp) < 1e-8
