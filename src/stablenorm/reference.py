@@ -1,13 +1,11 @@
 r"""
 Layer normalization and its gradients: the equations, in NumPy, on (rows, n).
 
-Everything else in the package is a faster copy of this file, a friendlier door to it, or an
-instrument pointed at it. What is assumed here is checked above: x and dy are (rows, n), gamma
-and beta (n,) or None, the dtypes are the four floating ones.
+Everything else in the package is a faster implementation of these equations, a public interface to
+them, or a tool that checks them. What is assumed here is checked by the callers: x and dy are
+(rows, n), gamma and beta (n,) or None, and the dtypes are the four floating ones.
 
-Forward
--------
-For one row x of n elements::
+Forward, for one row x of n elements::
 
     mean = sum(x) / n
     var  = sum((x - mean)**2) / n
@@ -15,57 +13,40 @@ For one row x of n elements::
     xhat = (x - mean) * rstd
     y    = gamma * xhat + beta
 
-Backward
---------
-Given dy, the derivative of a scalar L by y, the chain rule goes through y, xhat, rstd and mean.
+Backward, given dy, the gradient of a scalar with respect to y::
 
-1. Parameters. y_i depends on gamma_i and beta_i alone, in every row, hence
-   ``dgamma = sum over rows of dy * xhat`` and ``dbeta = sum over rows of dy``.
-2. Into xhat: ``dL/dxhat = gamma * dy =: g``. Gamma belongs here, *before* what follows: the next
-   steps mix the elements of a row, and each must be weighted by its own gamma first. To apply
-   gamma to the result instead is right for batch normalization, where one gamma serves the
-   whole reduction, and wrong here.
-3. Through the variance, c = x - mean: ``dL/drstd = sum(g * c)``, ``drstd/dvar = -rstd**3 / 2``
-   and ``dvar/dc_i = 2 c_i / n``, so that c_i receives ``g_i * rstd - rstd**3 * c_i * sum(g*c)/n
-   = rstd * (g_i - xhat_i * mean(g * xhat))``. eps is exact in this: it is inside rstd, and
-   nothing was approximated.
-4. Through the mean: c = x - mean, ``dmean/dx_i = 1/n``, so x_i receives the above less its
-   average over the row. mean(xhat) = 0, hence the average is ``rstd * mean(g)`` and ::
+    g      = gamma * dy
+    dx     = rstd * (g - mean(g) - xhat * mean(g * xhat))
+    dgamma = sum over rows of dy * xhat
+    dbeta  = sum over rows of dy
 
-       dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+docs/explanation/derivation.md derives these lines, and its steps are checked with symbols. Three facts
+shape the code:
 
-The Jacobian of xhat is thus ``rstd * (I - 1 1'/n - xhat xhat'/n)``: symmetric, so that the same
-`project` serves the backward (applied to g) and the jvp (applied to a tangent). It removes from
-g its part along the ones and, but for the factor var/(var + eps), its part along xhat: the two
-directions in which moving x leaves y unchanged.
-
-Why g is centered first
------------------------
-Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``: centring loses nothing
-in exact arithmetic. In floating point it gains everything: with a large mean(g) (dy constant,
-say) the products g * xhat are large and cancel, and their rounding errors remain.
+- gamma comes *before* the means. They mix the elements of a row, and each element must have its own
+  gamma by then. Applying gamma to the result is right for batch normalization, and wrong here.
+- The Jacobian of xhat, ``rstd * (I - 1 1'/n - xhat xhat'/n)``, is symmetric and exact with eps
+  included. So the same `project` serves the backward (applied to g) and the jvp (applied to a
+  tangent).
+- Because mean(xhat) = 0, ``mean(g * xhat) = mean((g - mean(g)) * xhat)``. In floating point the right
+  side is better: with a large mean(g) the products g * xhat are large and cancel, but their
+  rounding errors remain. So g is centered first.
 
 Precision
 ---------
 float16, bfloat16 and float32 are computed in float64 and rounded once. As soon as a float64
 array takes part, the same lines run on `Wide`, double-double numbers with an exponent, so that
 squares of 1e200 and of subnormals are ordinary numbers. In both, the mean is corrected by the
-mean of what is left after subtracting it; that makes constant rows exact, and rows that are
-constant but for their last bit correctly rounded.
-
-What is kept, what is recomputed
---------------------------------
-The forward keeps, per row, the mean and rstd (`Statistics`), and the backward repeats none of
-its reductions: its own are those of g. xhat is rebuilt from x, by a subtraction (of a mean of
-two words: two) and a multiplication an element. Keeping xhat instead costs memory: for gradients
-that round correctly it must be float64, 8 bytes an element held from forward to backward, where
-the statistics are 24 bytes a row, and x is held anyway. A fused kernel, bound by memory, moves
-8 + 12 bytes per element of float32 to rebuild xhat and 16 + 16 to keep it (docs/explanation/complexity.md).
+mean of what is left after subtracting it. That makes constant rows exact and keeps the error of rows
+that differ in their last bit only within the contract: docs/reference/accuracy-contract.md.
 
 Memory
 ------
-The rows are taken in blocks of `_BLOCK` elements; temporaries are a few blocks, whatever the
-size of x. Sums over rows go through a tree whose shape depends on (rows, n) alone.
+The forward keeps the mean and rstd of each row (`Statistics`), 24 bytes, or 32 to 44 with float64
+data. The backward rebuilds xhat from x and repeats none of the forward's reductions. To keep xhat
+instead would take 8 bytes per element: docs/explanation/complexity.md. The rows are taken in blocks of
+`_BLOCK` elements, so that temporaries are a few blocks, whatever the size of x. Sums over rows go
+through a tree whose shape depends on (rows, n) alone.
 """
 
 from __future__ import annotations
