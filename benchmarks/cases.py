@@ -12,7 +12,8 @@ from agreement import check_ours, check_peer
 from peers import EPS, Peer, copies
 
 from stablenorm import layer_norm, set_num_threads
-from stablenorm._bench import (
+from stablenorm.backends import choose
+from stablenorm.cli.bench_measure import (
     DTYPES,
     PASSES,
     Problem,
@@ -21,7 +22,6 @@ from stablenorm._bench import (
     type_of,
     usable_backends,
 )
-from stablenorm.backends import choose
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.workspace import get_idle_limit, set_idle_limit
 

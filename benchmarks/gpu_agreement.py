@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 from agreement import scales
 
-from stablenorm._bench import Problem
 from stablenorm._types import Array
+from stablenorm.cli.bench_measure import Problem
 
 EPS = 1e-5
 NAMES = {"forward": ("y",), "backward": ("dx", "dgamma", "dbeta")}

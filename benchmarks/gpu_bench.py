@@ -16,8 +16,8 @@ from gpu_peers import load_peers
 from gpu_variants import load_finish, separate, through
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm._bench import Problem, type_of
 from stablenorm._types import Gradients
+from stablenorm.cli.bench_measure import Problem, type_of
 from stablenorm.cuda import CudaWorkspace
 
 WARM_UPS, REPEATS = 25, 100

@@ -9,7 +9,7 @@ from typing import Any
 
 from gpu_cases import BENCH_DTYPES, BENCH_SHAPES, PASSES
 
-from stablenorm._bench import type_of
+from stablenorm.cli.bench_measure import type_of
 from stablenorm.cuda.driver import Driver, Facts, fit
 from stablenorm.cuda.plan import (
     GRID_BARRIER,

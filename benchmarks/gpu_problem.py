@@ -19,7 +19,7 @@ from gpu_cases import Case
 from gpu_variants import late, through, with_facts
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm._bench import type_of
+from stablenorm.cli.bench_measure import type_of
 from stablenorm.cuda import CudaWorkspace
 from stablenorm.cuda.plan import FLOAT_PAIRS, arithmetic
 from stablenorm.oracle import exact_layer_norm

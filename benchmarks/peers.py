@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._bench import DTYPES, Problem
 from stablenorm._types import Array, bfloat16
+from stablenorm.cli.bench_measure import DTYPES, Problem
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 EPS = 1e-5

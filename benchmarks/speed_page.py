@@ -18,7 +18,7 @@ from cases import (
 from gates import check_gates, ratios
 from page import byte_words, digits, origin_line, seconds, table
 
-from stablenorm._bench import DTYPES, PASSES
+from stablenorm.cli.bench_measure import DTYPES, PASSES
 
 # What README compares with, and the shapes it has a row for.
 RIVALS = ("PyTorch", "plain NumPy")

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import stablenorm._run as job
+import stablenorm.report._findings as job
 from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import stablenorm
-from stablenorm import _command_complexity, cost
-from stablenorm._files import InputError
+from stablenorm import cost
+from stablenorm.cli import complexity
+from stablenorm.cli.files import InputError
 from stablenorm.cost import Cost, Roofline, count_cost, count_kept, measure_costs
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing
@@ -153,7 +154,7 @@ def command(monkeypatch, tmp_path, hasty):  # noqa: ARG001
 
     def run(*arguments):
         parser = argparse.ArgumentParser()
-        _command_complexity.add(parser.add_subparsers())
+        complexity.add(parser.add_subparsers())
         given = parser.parse_args(["complexity", *arguments])
         return given.job(given)
 

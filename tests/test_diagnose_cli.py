@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import _command_diagnose, cli
+from stablenorm import cli
 from stablenorm._diagnose import diagnose
-from stablenorm._files import InputError
-from stablenorm._stream_file import list_members, open_rows
+from stablenorm.cli import diagnose as command
+from stablenorm.cli.files import InputError
+from stablenorm.cli.stream import list_members, open_rows
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def expected(x, **options):
 
 @pytest.mark.parametrize("block", [700, 1 << 22])
 def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("stablenorm._stream_file._BLOCK", block)
+    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", block)
     bf = x.astype(ml_dtypes.bfloat16)
     np.save(tmp_path / "c.npy", x)
     np.save(tmp_path / "f.npy", np.asfortranarray(x))
@@ -201,7 +202,7 @@ def test_a_file_that_may_not_be_read_is_one_line(x, tmp_path, capsys):
 
 def test_a_file_cut_while_it_is_read_is_truncated(x, tmp_path, monkeypatch):
     """Its length was right when it was opened."""
-    monkeypatch.setattr("stablenorm._stream_file._BLOCK", 128)
+    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128)
     np.save(tmp_path / "c.npy", x)
     (member,) = list_members(tmp_path / "c.npy")
 
@@ -224,8 +225,8 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
         def __exit__(self, *_):
             return None
 
-    monkeypatch.setattr(_command_diagnose, "patient_bar", lambda _: Bar())
-    monkeypatch.setattr("stablenorm._stream_file._BLOCK", 128 * 7)
+    monkeypatch.setattr(command, "patient_bar", lambda _: Bar())
+    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128 * 7)
     np.save(tmp_path / "c.npy", x)
     assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
     assert seen[-1] == (30, 30)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm._bench import make_problem
+from stablenorm.cli.bench_measure import make_problem
 from stablenorm.cuda import compile as _cuda_compile
 from stablenorm.cuda import workspace as _cuda_workspace
 from stablenorm.cuda.plan import plan_backward

@@ -9,8 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 
-from stablenorm._files import read_problem
-from stablenorm.report_page import _gather, gather, page
+from stablenorm.cli.files import read_problem
+from stablenorm.report import _gather, gather, page
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)

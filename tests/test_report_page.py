@@ -11,13 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import stablenorm._run as job
-from stablenorm import _command_report, backends
-from stablenorm._files import InputError, read_problem
+import stablenorm.report._findings as job
+from stablenorm import backends
+from stablenorm.cli import report as command
+from stablenorm.cli.files import InputError, read_problem
 from stablenorm.cost import _measure
 from stablenorm.oracle import exact_layer_norm
-from stablenorm.report_page import STEPS, _figures, _gather, gather, page
-from stablenorm.report_page._numbers import number
+from stablenorm.report import STEPS, _figures, _gather, gather, page
+from stablenorm.report._numbers import number
 from stablenorm.timing import Timing
 
 X = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
@@ -99,14 +100,14 @@ def make(**arrays):
 
 
 def make_of(name):
-    facts = gather(read_problem(_command_report.Path(name), None, 0), lambda _: None)
+    facts = gather(read_problem(command.Path(name), None, 0), lambda _: None)
     return facts, page(facts)
 
 
 def run(*argv):
     """The command, as `main` calls it."""
     parser = argparse.ArgumentParser()
-    _command_report.add(parser.add_subparsers())
+    command.add(parser.add_subparsers())
     arguments = parser.parse_args(["report", *argv])
     return arguments.job(arguments)
 
@@ -216,7 +217,7 @@ def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
     np.savez("in.npz", x=X)
     assert run("in.npz") == 1
     assert "A CHECK FAILED" in capsys.readouterr().out
-    source = (_command_report.Path("stablenorm-report.html")).read_text(encoding="utf-8")
+    source = (command.Path("stablenorm-report.html")).read_text(encoding="utf-8")
     assert 'class="fail"' in source
     assert "A check failed" in source
 
@@ -345,15 +346,15 @@ def test_an_input_that_cannot_be_used_is_one_line(arrays, words):
     with pytest.raises(InputError, match=words) as raised:
         run("in.npz")
     assert "\n" not in str(raised.value)
-    assert not _command_report.Path("stablenorm-report.html").exists()
+    assert not command.Path("stablenorm-report.html").exists()
 
 
 def test_missing_and_truncated_files_are_one_line():
     with pytest.raises(InputError, match="which is not there"):
         run("none.npz")
     np.savez("in.npz", x=X)
-    whole = _command_report.Path("in.npz").read_bytes()
-    _command_report.Path("in.npz").write_bytes(whole[: len(whole) // 2])
+    whole = command.Path("in.npz").read_bytes()
+    command.Path("in.npz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InputError, match="truncated"):
         run("in.npz")
 
@@ -367,8 +368,8 @@ def test_missing_and_truncated_files_are_one_line():
     ],
 )
 def test_a_page_that_could_not_be_written_is_refused_before_any_work(monkeypatch, out, words):
-    monkeypatch.setattr(_command_report, "gather", None)
-    _command_report.Path("there.html").mkdir()
+    monkeypatch.setattr(command, "gather", None)
+    command.Path("there.html").mkdir()
     with pytest.raises(InputError, match=words):
         run("--out", out)
 
@@ -382,7 +383,7 @@ def test_no_permission_is_one_line(monkeypatch):
 
 def test_the_page_replaces_its_predecessor_and_a_failure_leaves_it(monkeypatch, capsys):
     np.savez("in.npz", x=X)
-    target = _command_report.Path("stablenorm-report.html")
+    target = command.Path("stablenorm-report.html")
     target.write_text("before")
     assert run("in.npz") == 0
     after = target.read_text(encoding="utf-8")
@@ -394,11 +395,11 @@ def test_the_page_replaces_its_predecessor_and_a_failure_leaves_it(monkeypatch, 
     def broken(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_command_report, "write_page", broken)
+    monkeypatch.setattr(command, "write_page", broken)
     with pytest.raises(InputError, match="No space left"):
         run("in.npz")
     assert target.read_text(encoding="utf-8") == after
-    assert sorted(p.name for p in _command_report.Path().iterdir()) == ["in.npz", target.name]
+    assert sorted(p.name for p in command.Path().iterdir()) == ["in.npz", target.name]
 
 
 @pytest.mark.parametrize("module", ["jinja2", "matplotlib"])

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 import stablenorm
-from stablenorm._bench import Bench, Row
-from stablenorm.report import _NARROW, _table
+from stablenorm.cli.bench_measure import Bench, Row
+from stablenorm.cli.tables import _NARROW, _table
 
 # One colour a backend, light for fresh outputs; readable without colour vision.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._files import Problem
 from stablenorm._types import Array, Gradients
 from stablenorm.check import check_gradients, row_identities
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
@@ -23,6 +22,19 @@ _ORACLE_ELEMENTS = 50_000
 # Some thousand calls of the float64 forward, at 0.15 us an element.
 _DIFFERENCE_ELEMENTS = 4_096
 _DIFFERENCE_SAMPLE = 96
+
+
+class Problem(NamedTuple):
+    """One layer norm to compute, and what the file says its results are."""
+
+    source: str
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    eps: float
+    dy: Array
+    dy_origin: str
+    expected: dict[str, Array]
 
 
 class Output(NamedTuple):

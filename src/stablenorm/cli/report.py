@@ -7,9 +7,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from stablenorm._command_parts import EXIT_FAILED, Help, step_bar
-from stablenorm._files import InputError, check_target, read_problem, write_beside
-from stablenorm.report_page import STEPS, gather, write_page
+from stablenorm.cli.files import InputError, check_target, read_problem, write_beside
+from stablenorm.cli.parts import EXIT_FAILED, Help, step_bar
+from stablenorm.report import STEPS, check_problem, gather, write_page
 
 _OUT = Path("stablenorm-report.html")
 
@@ -72,6 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         msg = f"--seed must be >= 0, got {arguments.seed}"
         raise InputError(msg)
     problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+    try:
+        check_problem(problem)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error)) from None
     # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
     with step_bar(STEPS, per_second=1) as step:
         facts = gather(problem, step)

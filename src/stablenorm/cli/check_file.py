@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._files import InputError
 from stablenorm._types import Array
-from stablenorm._user_file import UserFile, UserFileError
-from stablenorm._user_layer_norm import LayerNorm, adapt
 from stablenorm.check import GradientReport, check_layer_norm
+from stablenorm.cli.files import InputError
+from stablenorm.cli.user_file import UserFile, UserFileError
+from stablenorm.cli.user_layer_norm import LayerNorm, adapt
 from stablenorm.oracle import exact_layer_norm
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.

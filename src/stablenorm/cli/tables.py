@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._run import Findings, Output
+from stablenorm.report._findings import Findings, Output
 
 # Terminals narrower than this get tables without rules between the columns.
 _NARROW = 90

@@ -8,16 +8,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stablenorm
-from stablenorm import (
-    _command_bench,
-    _command_check,
-    _command_complexity,
-    _command_diagnose,
-    _command_report,
-    _command_run,
-)
-from stablenorm._command_parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED
-from stablenorm._files import InputError
+from stablenorm.cli import bench, check, complexity, diagnose, report, run
+from stablenorm.cli.files import InputError
+from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,13 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (
-        _command_run,
-        _command_diagnose,
-        _command_check,
-        _command_bench,
-        _command_complexity,
-        _command_report,
-    ):
+    for command in (run, diagnose, check, bench, complexity, report):
         command.add(commands)
     return parser

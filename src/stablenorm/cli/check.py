@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stablenorm._check_file import Request, check_file, check_request
-from stablenorm._command_parts import EXIT_FAILED, EXIT_INCONCLUSIVE, Help, check_plot, check_shape
-from stablenorm._files import check_target, write_beside
-from stablenorm.report_check import patient_bar, print_check, save_check
+from stablenorm.cli.check_file import Request, check_file, check_request
+from stablenorm.cli.check_tables import patient_bar, print_check, save_check
+from stablenorm.cli.files import check_target, write_beside
+from stablenorm.cli.parts import EXIT_FAILED, EXIT_INCONCLUSIVE, Help, check_plot, check_shape
 
 _EXAMPLES = """\
 examples:

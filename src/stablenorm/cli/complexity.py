@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 import stablenorm
-from stablenorm._bench import DTYPES, physical_memory, type_of, use_threads
-from stablenorm._command_parts import Help, check_plot, step_bar
-from stablenorm._files import InputError, check_target, write_beside
 from stablenorm.backends import choose
+from stablenorm.cli.bench_measure import DTYPES, physical_memory, type_of, use_threads
+from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.cli.parts import Help, check_plot, step_bar
+from stablenorm.cli.tables import _NARROW, _table
 from stablenorm.cost import Measured, Roofline, count_kept, draw_roofline, measure_costs
-from stablenorm.report import _NARROW, _table
 
 _ROUNDS = 11
 _EXAMPLES = """\

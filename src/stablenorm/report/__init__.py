@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._run import Output
 from stablenorm.analysis._diagnose_text import method_rows, sentences
 from stablenorm.cost import count_kept
-from stablenorm.report_page import _figures as figures
-from stablenorm.report_page import _numbers as numbers
-from stablenorm.report_page._gather import STEPS, Facts, gather
+from stablenorm.report import _figures as figures
+from stablenorm.report import _numbers as numbers
+from stablenorm.report._findings import Output
+from stablenorm.report._gather import STEPS, Facts, check_problem, gather
 
-__all__ = ["STEPS", "Facts", "gather", "page", "write_page"]
+__all__ = ["STEPS", "Facts", "check_problem", "gather", "page", "write_page"]
 
 _SECTIONS = {
     "data": "The data",

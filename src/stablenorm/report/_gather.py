@@ -13,12 +13,11 @@ import numpy as np
 
 import stablenorm
 from stablenorm._diagnose import diagnose
-from stablenorm._files import InputError, Problem
-from stablenorm._run import Findings, compute, inspect
 from stablenorm._threads import get_num_threads
 from stablenorm._types import Array
 from stablenorm.analysis.diagnosis import Diagnosis
 from stablenorm.cost import Measured, measure_costs
+from stablenorm.report._findings import Findings, Problem, compute, inspect
 
 # Elements that are computed and judged by identities, about a second of it; of a larger array
 # evenly spaced rows.
@@ -67,7 +66,6 @@ class Facts(NamedTuple):
 
 def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
     """Compute and measure everything; `step` is told what is going on."""
-    _check(problem)
     step("rows of x")
     rows = summarize(problem.x.reshape(-1, problem.x.shape[-1]))
     part, choice = _judgeable(problem, rows)
@@ -116,18 +114,15 @@ def _summarize_block(x: Array) -> Rows:
     return Rows(mean, std, low, high, finite, constant)
 
 
-def _check(problem: Problem) -> None:
+def check_problem(problem: Problem) -> None:
     """Refuse what the package refuses, in its words, before anything is computed."""
     x, dy = problem.x, problem.dy
-    try:
-        # Without rows: the checks alone. What differs in shape is refused whole.
-        whole = x.ndim < 2 or x.shape != dy.shape
-        compute(problem if whole else problem._replace(x=x[:0], dy=dy[:0]))
-    except (TypeError, ValueError) as error:
-        raise InputError(str(error)) from None
+    # Without rows: the checks alone. What differs in shape is refused whole.
+    whole = x.ndim < 2 or x.shape != dy.shape
+    compute(problem if whole else problem._replace(x=x[:0], dy=dy[:0]))
     if x.size == 0:
         msg = f"x must have at least one row, got shape {x.shape}"
-        raise InputError(msg)
+        raise ValueError(msg)
 
 
 def _judgeable(problem: Problem, rows: Rows) -> tuple[Problem | None, str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm._user_file import UserFile, UserFileError
+from stablenorm.cli.user_file import UserFile, UserFileError
 
 # Compared without underscores and capitals.
 _ROLES = {

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stablenorm._bench import count_bytes, physical_memory
-from stablenorm._files import InputError, check_target
+from stablenorm.cli.bench_measure import count_bytes, physical_memory
+from stablenorm.cli.files import InputError, check_target
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
 

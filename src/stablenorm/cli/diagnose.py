@@ -10,21 +10,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from stablenorm._command_parts import Help, check_plot
 from stablenorm._diagnose import check_top, fastest_instruments
-from stablenorm._files import InputError, check_target, write_beside
 from stablenorm._shapes import normalize_axes, normalized_shape
-from stablenorm._stream_file import (
+from stablenorm._types import check_eps
+from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
+from stablenorm.cli.check_tables import patient_bar
+from stablenorm.cli.diagnose_tables import print_diagnosis, print_members
+from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.cli.parts import Help, check_plot
+from stablenorm.cli.stream import (
     Member,
     check_member,
     list_members,
     open_rows,
     read_small,
 )
-from stablenorm._types import check_eps
-from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
-from stablenorm.report_check import patient_bar
-from stablenorm.report_diagnose import print_diagnosis, print_members
 
 _BUNDLED = "minilm_layer0_output.npz"
 _DTYPES = {

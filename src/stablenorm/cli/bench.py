@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm._bench import DTYPES, Bench, count_steps, measure, usable_backends, use_threads
-from stablenorm._command_parts import EXIT_FAILED, Help, check_plot, check_shape, step_bar, unique
-from stablenorm._files import InputError, check_target, write_beside
 from stablenorm.backends import BACKENDS, choose
-from stablenorm.report_bench import plot_bench, print_bench, save_bench
+from stablenorm.cli.bench_measure import (
+    DTYPES,
+    Bench,
+    count_steps,
+    measure,
+    usable_backends,
+    use_threads,
+)
+from stablenorm.cli.bench_tables import plot_bench, print_bench, save_bench
+from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.cli.parts import EXIT_FAILED, Help, check_plot, check_shape, step_bar, unique
 
 _EXAMPLES = """\
 examples:

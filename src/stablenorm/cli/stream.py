@@ -20,9 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm._diagnose import rows_of_block
-from stablenorm._files import _DAMAGED, InputError
 from stablenorm._shapes import as_rows
 from stablenorm._types import Array, bfloat16
+from stablenorm.cli.files import _DAMAGED, InputError
 
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
 # its NumPy side has no BF16, and hands out slices of a map.

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._run import Output
 from stablenorm._types import Array
 from stablenorm.analysis.diagnosis import Diagnosis
 from stablenorm.cost import STYLES, Measured, draw_roofline
-from stablenorm.report_page._gather import Rows
-from stablenorm.report_page._numbers import number, power
+from stablenorm.report._findings import Output
+from stablenorm.report._gather import Rows
+from stablenorm.report._numbers import number, power
 
 # Pixels of a page and of a telephone; a picture is drawn for each, so that letters keep their size.
 WIDTHS = {"wide": 720, "narrow": 344}

@@ -7,12 +7,13 @@ import zipfile
 import zlib
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from stablenorm._types import Array
+from stablenorm.report._findings import Problem
 
 _NAMES = ("x", "gamma", "beta", "dy", "eps", "y", "dx", "dgamma", "dbeta")
 _BUNDLED = "minilm_layer0_output.npz"
@@ -33,19 +34,6 @@ _DAMAGED = (
 
 class InputError(Exception):
     """What the user gave cannot be used; the text is the one line to show."""
-
-
-class Problem(NamedTuple):
-    """One layer norm to compute, and what the file says its results are."""
-
-    source: str
-    x: Array
-    gamma: Array | None
-    beta: Array | None
-    eps: float
-    dy: Array
-    dy_origin: str
-    expected: dict[str, Array]
 
 
 def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:

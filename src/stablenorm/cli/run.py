@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._command_parts import EXIT_FAILED, Help, check_plot, step_bar
-from stablenorm._files import (
+from stablenorm._types import Array
+from stablenorm.cli.files import (
     InputError,
-    Problem,
     check_finite,
     check_target,
     read_problem,
     write_beside,
 )
-from stablenorm._run import Findings, compute, inspect
-from stablenorm._types import Array
-from stablenorm.report import plot_findings, print_findings
+from stablenorm.cli.parts import EXIT_FAILED, Help, check_plot, step_bar
+from stablenorm.cli.tables import plot_findings, print_findings
+from stablenorm.report._findings import Findings, Problem, compute, inspect
 
 _EXAMPLES = """\
 examples:

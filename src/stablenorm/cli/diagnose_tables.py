@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stablenorm._stream_file import Member
 from stablenorm.analysis.diagnosis import Diagnosis
-from stablenorm.report import _NARROW, _table
+from stablenorm.cli.stream import Member
+from stablenorm.cli.tables import _NARROW, _table
 
 
 def print_diagnosis(member: Member, diagnosis: Diagnosis, console: Any) -> None:

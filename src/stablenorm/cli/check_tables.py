@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stablenorm._check_file import FileCheck
+from stablenorm.cli.check_file import FileCheck
 
 # A check that is over sooner needs no bar.
 _PATIENCE_S = 1.0
