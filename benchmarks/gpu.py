@@ -363,7 +363,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if failed or options.check:
         return 1 if failed else 0
     ceiling = measure_ceiling(cupy)
-    put(DOCS / "how-to" / "gpu.md", {"gpu": page(cupy, count, ceiling, *bench(cupy, ceiling))}, __file__)
+    put(
+        DOCS / "how-to" / "gpu.md",
+        {"gpu": page(cupy, count, ceiling, *bench(cupy, ceiling))},
+        __file__,
+    )
     return 0
 
 
