@@ -231,15 +231,20 @@ def test_what_was_assumed_is_said(capsys):
     ("old", "new", "note", "status"),
     [
         # Both directions agree, so that no derivative is wrong; but it is no layer norm.
-        ("np.mean(centered**2, -1, keepdims=True)", "x.var(-1, ddof=1, keepdims=True)", "n - 1", 1),
+        (
+            "np.mean(centered**2, -1, keepdims=True)",
+            "x.var(-1, ddof=1, keepdims=True)",
+            "the variance is divided by n - 1 in the forward",
+            1,
+        ),
         (
             "1 / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps)",
             "1 / (np.sqrt(np.mean(centered**2, -1, keepdims=True)) + eps)",
-            "adds eps = 1e-06 to the standard deviation, not to the variance",
+            "rstd is 1 / (sqrt(var) + eps) in the forward",
             1,
         ),
         # It is one, with another eps: that is said.
-        ("+ eps)", "+ 1e-3)", "eps = 1e-06 was passed, but y is as with eps = 0.001", 0),
+        ("+ eps)", "+ 1e-3)", "the eps given, 1e-06, is not used: it is 0.001 inside", 0),
     ],
 )
 def test_a_forward_that_is_no_layer_norm_is_noticed(old, new, note, status, capsys):

@@ -3,9 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_layer_norms import BUGS, backward, data, exact, forward, replace
+from checked_layer_norms import backward, data, exact, forward, replace
 
-from stablenorm.check import _check, assert_gradients, check_gradients, check_layer_norm
+from stablenorm.check import assert_gradients, check_gradients, check_layer_norm, gradients
+from stablenorm.testing.mistakes import MISTAKES
+from stablenorm.testing.mistakes import forward as kept_forward
 
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.
@@ -39,7 +41,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_right_gradients_pass(name):
     function, gradient, shapes = OPERATIONS[name]
-    for seed in range(20):
+    for seed in range(10):
         rng = np.random.default_rng(seed)
         report = check_gradients(
             function, gradient, [rng.standard_normal(shape) for shape in shapes], rng=rng
@@ -70,20 +72,16 @@ def test_one_percent_on_one_element_fails_there(name, rng):
 @pytest.mark.parametrize("offset", [0.0, 1e2, 1e4, 1e6])
 @pytest.mark.parametrize("shape", [(4, 8), (2, 13), (3, 2)])
 def test_right_layer_norm_never_fails(offset, shape):
-    for seed in range(20):
+    for seed in range(5):
         report = check_layer_norm(forward, backward, *data(seed, shape, offset), rng=seed)
-        assert report.verdict != "FAIL", f"seed {seed}\n{report}"
-        # With two elements, dx is of the order of eps and drowns under an offset.
-        assert report.passed or shape[-1] == 2, f"seed {seed}\n{report}"
+        assert report.verdict == "PASS", f"seed {seed}\n{report}"
 
 
 def test_numeric_bound_covers_the_true_error(monkeypatch):
     # The bound of each numeric derivative, seen where the report is made of them.
     seen = []
-    judge = _check.judge
-    monkeypatch.setattr(
-        _check, "judge", lambda t, l, c, p: (seen.append((t, l, c)), judge(t, l, c, p))[1]
-    )
+    judge = gradients.judge
+    monkeypatch.setattr(gradients, "judge", lambda c, f: (seen.append((c, f)), judge(c, f))[1])
     excess, z = [], []
     for offset in (0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6):
         for seed in range(9):
@@ -96,8 +94,8 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
                 rng=seed,
                 max_elements=200,
             )
-            _, loss, comparisons = seen[0]
-            expected = exact(x, gamma, loss.cotangent())
+            comparer, comparisons = seen[0]
+            expected = exact(x, gamma, comparer.loss.cotangent())
             for comparison in comparisons:
                 found = comparison.derivative
                 error = abs(found.numeric - expected[comparison.place])
@@ -110,18 +108,17 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
     assert np.median(excess) <= 100
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
-def test_wrong_layer_norm_fails_at_the_right_argument(bug, shape):
-    wrong, position = BUGS[bug]
-    for seed in range(5 if shape == (4, 8) else 1):
+def test_wrong_layer_norm_fails_at_the_right_argument(name, shape):
+    wrong, argument, _ = MISTAKES[name]
+    for seed in range(3 if shape == (4, 8) else 1):
         args = data(seed, shape)
-        report = check_gradients(forward, wrong, args, rng=seed)
+        report = check_gradients(
+            kept_forward, wrong, args, names=["x", "gamma", "beta"], rng=seed, probes=1
+        )
         assert report.verdict == "FAIL", f"seed {seed}\n{report}"
-        verdicts = [result.verdict for result in report.arguments]
-        expected = ["PASS"] * 3
-        expected[position] = "FAIL"
-        assert verdicts == expected
+        assert [r.name for r in report.arguments if r.verdict != "PASS"] == [argument]
 
 
 @pytest.mark.parametrize("gradient", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -145,7 +142,7 @@ def test_low_precision_gradients_against_a_float64_forward(gradient):
 
 
 def test_float32_throughout():
-    for seed in range(20):
+    for seed in range(5):
         report = check_layer_norm(forward, backward, *data(seed, dtype=np.float32), rng=seed)
         assert report.passed, f"seed {seed}\n{report}"
         # Finer than this no difference of float32 values is; coarser, and it would not be said.
@@ -203,6 +200,7 @@ def test_large_tensors_are_sampled():
     assert report.passed, str(report)
     # 22 a derivative, and 12 more for each of the 36 elements, for the noise of the complex step.
     assert report.forward_calls == calls < 45 * 22 + 36 * 12
+    assert [result.shape for result in report.arguments] == [(4, 17, 384), (384,), (384,)]
     assert [result.checked for result in report.arguments] == [12, 12, 12]
     assert [result.probes for result in report.arguments] == [3, 3, 3]
     assert done == [(i + 1, 45) for i in range(45)]
@@ -265,6 +263,7 @@ def test_zero_gradients_pass_and_their_opposite_fails():
         ([np.zeros(3)], "must have shape (2, 3), that of its argument, got (3,)"),
         ([np.zeros((2, 3), dtype=int)], "must be float16, bfloat16, float32 or float64, got int64"),
         ([np.full((2, 3), np.nan)], "must be finite, got nan at (0, 0) (6 such)"),
+        ([np.ones((1, 2, 3))], "shape (1, 2, 3), must be (2, 3); the values are wrong, everywhere"),
         ([np.zeros((2, 3))] * 2, "must return 1 gradients, one for each argument, got 2"),
         (np.zeros((2, 3)), "must return a tuple, NamedTuple or list of gradients, got ndarray"),
         ([np.zeros((2, 3), dtype=object)], "got object"),
@@ -274,6 +273,23 @@ def test_faulty_gradients_fail_with_a_sentence(returned, message):
     report = check_gradients(lambda x: (x, None), lambda *_: returned, [np.ones((2, 3))])
     assert report.verdict == "FAIL"
     assert message in str(report)
+
+
+@pytest.mark.parametrize(
+    ("factor", "values"), [(1.0, "right"), (1.5, "wrong, everywhere")], ids=["right", "wrong"]
+)
+@pytest.mark.parametrize("check", [check_gradients, check_layer_norm])
+def test_axes_of_length_one_are_told_apart_from_the_values(check, factor, values):
+    def keepdims(dy, cache):
+        dx, dgamma, dbeta = backward(dy, cache)
+        return dx, factor * dgamma[None], dbeta
+
+    report = check(forward, keepdims, data(0), rng=0) if check is check_gradients else (
+        check(forward, keepdims, *data(0), rng=0)
+    )  # fmt: skip
+    assert [result.verdict for result in report.arguments] == ["PASS", "FAIL", "PASS"]
+    message = f"shape (1, 8), must be (8,); the values are {values}"
+    assert report.arguments[1].message == message
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from checked_operations import X, check, found
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, make_case
 from stablenorm.check import check_gradients
+from stablenorm.testing.families import FAMILIES, make_case
 
 # ---- points without a derivative ----
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stablenorm.analysis.mistakes import MISTAKES, VARIANTS, backward, forward
+from stablenorm.testing.mistakes import MISTAKES, VARIANTS, backward, forward
 
 # Rounding: a few operations, and sums of 24 or of 6 terms, on values of order 1.
 _CLOSE = {np.float64: 1e-13, np.float32: 1e-4}

@@ -3,20 +3,26 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_layer_norms import BUGS, backward, data, exact, forward
+from checked_layer_norms import backward, data, exact, forward
 
+from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import row_identities
+from stablenorm.testing.families import FAMILIES, make_case
+from stablenorm.testing.mistakes import MISTAKES
+from stablenorm.testing.mistakes import forward as kept_forward
 
 DTYPES = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 
 
-@pytest.mark.parametrize("bug", ["no mean(g)", "no xhat term", "eps omitted", "rstd in float32"])
+@pytest.mark.parametrize(
+    "bug", ["mean(g) missing", "xhat term missing", "eps omitted", "rstd rounded to f32"]
+)
 def test_identities_alone_find_it(bug):
     for seed in range(20):
         x, gamma, beta = data(seed, (32, 768))
-        y, cache = forward(x, gamma, beta)
+        y, cache = kept_forward(x, gamma, beta)
         dy = np.random.default_rng(seed).standard_normal(x.shape)
-        gradients = BUGS[bug][0](dy, cache)
+        gradients = MISTAKES[bug].backward(dy, cache)
         identities = row_identities(x, gamma, beta, 1e-5, dy, y, *gradients)
         assert not all(identity.passed for identity in identities)
 
@@ -100,3 +106,18 @@ def test_identities_say_which_shape_is_wrong():
         row_identities(x, None, None, 0.1, x, x, np.ones(3), None, None)
     with pytest.raises(ValueError, match=r"dgamma must have shape \(3,\), got \(2,\)"):
         row_identities(x, np.ones(3), None, 0.1, x, x, x, np.ones(2), None)
+
+
+@pytest.mark.parametrize("name", ["F13", "F14", "F33", "F15", "F16", "F17"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_identities_have_no_false_alarm_on_hard_families(name, dtype):
+    for n in (3, 8, 129):
+        if FAMILIES[name].why_not(np.dtype(dtype), n, 9):
+            continue
+        for seed in range(3):
+            case = make_case(name, dtype, n, 9, rng=seed)
+            y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
+            results = (y, *layer_norm_backward(case.dy, cache))
+            if all(np.isfinite(a).all() for a in results):
+                found = row_identities(*case, *results)
+                assert all(identity.passed for identity in found), (seed, n, found)

@@ -1,14 +1,14 @@
 """
-Check hand-written gradients against finite differences that carry their own error bounds.
+Check hand-written gradients against finite differences that estimate their own error.
 
 An instrument: it takes functions and knows nothing of the ones it is pointed at. `forward(*args)`
 returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `args`.
 """
 
-from stablenorm.check._check import assert_gradients, check_gradients
-from stablenorm.check._identities import row_identities
-from stablenorm.check._layer_norm import check_layer_norm
-from stablenorm.check._report import (
+from stablenorm.check.gradients import assert_gradients, check_gradients
+from stablenorm.check.identities import row_identities
+from stablenorm.check.layer_norm import check_layer_norm
+from stablenorm.check.report import (
     ArgumentResult,
     Difference,
     Finding,

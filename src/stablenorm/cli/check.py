@@ -16,15 +16,21 @@ _EXAMPLES = """\
 examples:
   stablenorm check mine.py                            layer_norm_forward and layer_norm_backward in it
   stablenorm check mine.py --forward fwd --backward bwd
+  stablenorm check mine.py --class LayerNorm
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --plot check.png --json check.json
 
 what the file holds, in any usual form:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
-  Arguments are known by their names (gamma or weight, beta or bias, ln_param, ...) and otherwise
-  by their order; cache is anything; gradients may come as a tuple or, by name, as a dict. An eps
-  fixed inside is read off y. Prints are kept away, and said.
+  Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
+  order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
+  fixed inside the forward is read off y. What the file prints is not shown.
+
+or a class:
+  class LayerNorm: ...                                forward(x) and backward(dy)
+  It is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or bias);
+  their gradients are returned, or stored in attributes (dgamma, grad_weight, grads, ...).
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -37,11 +43,11 @@ def add(commands: Any) -> None:
     """Add `check` to the commands."""
     parser = commands.add_parser(
         "check",
-        help="check a layer norm that you have written: runs your file, names what is wrong",
+        help="check a layer norm that you have written: runs your file, names common mistakes",
         description=(
-            "Run a Python file of yours, and check the layer norm in it: its gradients against "
-            "finite differences that carry their own error bounds, its identities, its contract. "
-            "It says what is wrong, and how small an error it would have seen."
+            "Run a Python file of yours and check the layer norm in it: its gradients against "
+            "finite differences and a closed form, its behavior on hard inputs. The report names "
+            "common mistakes, and the smallest error that would have been seen."
         ),
         epilog=_EXAMPLES,
         formatter_class=Help,
@@ -50,6 +56,12 @@ def add(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
     parser.add_argument("--forward", metavar="NAME", help="default: layer_norm_forward")
     parser.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
+    parser.add_argument(
+        "--class",
+        dest="class_",
+        metavar="NAME",
+        help="with forward(x) and backward(dy); default: the only one there is",
+    )
     parser.add_argument(
         "--shape",
         nargs="+",
@@ -80,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = None if arguments.shape is None else tuple(arguments.shape)
     if shape is not None:
         check_shape(shape, [arguments.dtype])
-    names = (arguments.file, arguments.forward, arguments.backward)
+    names = (arguments.file, arguments.forward, arguments.backward, arguments.class_)
     request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
     check_request(request)
     from rich.console import Console  # noqa: PLC0415

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,10 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.check import GradientReport, check_layer_norm
+from stablenorm.check.closed_form import Candidate, Case
+from stablenorm.check.operation import Operation
 from stablenorm.cli.files import InputError
+from stablenorm.cli.user_class import adapt_class
 from stablenorm.cli.user_file import UserFile, UserFileError
 from stablenorm.cli.user_layer_norm import LayerNorm, adapt
 from stablenorm.oracle import exact_layer_norm
@@ -21,8 +23,6 @@ from stablenorm.oracle import exact_layer_norm
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
 _SHAPES = ((2, 3, 8), (6, 8))
 _DEFAULT_EPS = 1e-5
-# Rows of var 4^0 .. 4^-30: eps down to 1e-18 shows itself in one of them.
-_HALVINGS = 30
 
 
 class Request(NamedTuple):
@@ -31,6 +31,7 @@ class Request(NamedTuple):
     path: Path
     forward: str | None
     backward: str | None
+    class_: str | None
     shape: tuple[int, ...] | None
     dtype: str
     eps: float | None
@@ -85,11 +86,11 @@ def check_file(request: Request, progress: Callable[[int, int], object]) -> File
 
 def _check_file(request: Request, progress: Callable[[int, int], object]) -> FileCheck:
     file = UserFile(request.path)
-    layer_norm = adapt(file, request.forward, request.backward)
+    layer_norm = _adapted(file, request)
     with file.quiet():
         layer_norm, shape, notes = _choose_shape(layer_norm, request)
         data = _data(layer_norm, shape, request)
-        eps, origin, remarks = _choose_eps(layer_norm, data, request)
+        eps, origin = _choose_eps(layer_norm, data, request)
         report = _demanding(_check(layer_norm, data, eps, request, progress), data)
     printed = [file.prints] if file.prints else []
     return FileCheck(
@@ -100,9 +101,25 @@ def _check_file(request: Request, progress: Callable[[int, int], object]) -> Fil
         eps,
         origin,
         request.seed,
-        (*notes, *remarks, *printed),
+        (*notes, *printed),
         report,
     )
+
+
+def _adapted(file: UserFile, request: Request) -> LayerNorm:
+    """Return the class that is asked for, or the only one of a file without functions for it."""
+    named = request.forward or request.backward
+    if request.class_ is not None:
+        if named:
+            msg = "--class must be given without --forward and --backward: it has both"
+            raise InputError(msg)
+        return adapt_class(file, request.class_)
+    if len(file.classes) == 1 and not named:
+        try:
+            return adapt(file, None, None)
+        except UserFileError:
+            return adapt_class(file, file.classes[0])
+    return adapt(file, request.forward, request.backward)
 
 
 def _demanding(report: GradientReport, data: _Data) -> GradientReport:
@@ -132,10 +149,9 @@ def _check(
     progress: Callable[[int, int], object],
 ) -> GradientReport:
     options: dict[str, Any] = {"rng": request.seed, "progress": progress}
-    if "oracle" in inspect.signature(check_layer_norm).parameters:
-        options["oracle"] = exact_layer_norm
+    functions = layer_norm.forward, layer_norm.backward
     try:
-        return check_layer_norm(layer_norm.forward, layer_norm.backward, *data, eps, **options)
+        return check_layer_norm(*functions, *data, eps, oracle=exact_layer_norm, **options)
     except (UserFileError, MemoryError):
         raise
     # What the check refuses is what the user's functions returned; and a mistake of the check
@@ -206,91 +222,17 @@ def _try(layer_norm: LayerNorm, data: _Data, request: Request) -> str:
     return ""
 
 
-def _choose_eps(
-    layer_norm: LayerNorm, data: _Data, request: Request
-) -> tuple[float, str, list[str]]:
-    """Return eps, where it is from, and what is worth saying about it."""
-    if layer_norm.takes_eps:
-        eps, origin = _DEFAULT_EPS, "passed on"
-        if request.eps is not None:
-            eps = request.eps
-        elif layer_norm.eps is not None:
-            eps, origin = layer_norm.eps, "the forward's default"
-        seen, remark = measure_eps(layer_norm, data, eps)
-        if not remark and seen is not None and not math.isclose(seen, eps, rel_tol=1e-3):
-            remark = f"eps = {eps:g} was passed, but y is as with eps = {seen:.6g}"
-        return eps, origin, [remark] if remark else []
-    seen, remark = measure_eps(layer_norm, data, _DEFAULT_EPS)
-    remarks = [remark] if remark else []
+def _choose_eps(layer_norm: LayerNorm, data: _Data, request: Request) -> tuple[float, str]:
+    """Return eps, and where it is from; what is wrong with it, the check says."""
+    eps, origin = _DEFAULT_EPS, "passed on"
     if request.eps is not None:
-        if seen is not None and not math.isclose(seen, request.eps, rel_tol=1e-3):
-            remarks.append(f"--eps is {request.eps:g}, but y is as with eps = {seen:.6g}")
-        return request.eps, "as given: the forward does not take it", remarks
-    if seen is None:
-        return _DEFAULT_EPS, "assumed: the forward does not take it; --eps to say it", remarks
-    return seen, "read off y: the forward does not take it", remarks
-
-
-def measure_eps(layer_norm: LayerNorm, data: _Data, eps: float) -> tuple[float | None, str]:
-    """
-    Read eps off the forward, from rows of ever smaller variance; None if y does not tell.
-
-    With gamma = 1 and beta = 0, an element of sqrt(n / 2) std in a row gives
-    (std / y)^2 = c var + eps, with c = 1, or n / (n - 1) if the variance is divided by n - 1.
-    """
-    n = data.x.shape[-1]
-    if n < 2:
-        return None, ""
-    ones, zeros = np.ones(n, data.x.dtype), np.zeros(n, data.x.dtype)
-    stds = np.ldexp(1.0, 3 - np.arange(_HALVINGS))
-
-    def squared(std: float) -> float:
-        """Return (std / y)^2."""
-        x = np.zeros((*(1 for _ in data.x.shape[:-1]), n), data.x.dtype)
-        x[..., 0], x[..., -1] = std * math.sqrt(n / 2), -std * math.sqrt(n / 2)
-        y, _ = layer_norm.forward(
-            x,
-            *(None if a is None else b for a, b in zip(data[1:], (ones, zeros), strict=True)),
-            eps,
-        )
-        first = abs(float(np.asarray(y).reshape(-1)[0])) / math.sqrt(n / 2)
-        return (std / first) ** 2
-
-    try:
-        values = np.array([squared(std) for std in stds])
-    except (UserFileError, ArithmeticError, TypeError, ValueError, IndexError):
-        # A forward that refuses such rows: its right.
-        return None, ""
-    ratios = values / stds**2
-    c = float(ratios[0])
-    if not np.isfinite(values).all():
-        return None, ""
-    # Where eps and the variance are of one size, y says most about both.
-    place = int(np.argmin(np.abs(np.log2(np.maximum(ratios / c - 1, 1e-300)))))
-    found = float((values[place] - c * stds[place] ** 2) / (1 - stds[place] ** 2 / stds[0] ** 2))
-    if ratios[-1] < 1.5 * c:
-        found = 0.0
-    c -= found / stds[0] ** 2
-    # Rounding of float32 or less in y is in the ratios, multiplied by a few.
-    loose = 1e-9 if np.asarray(layer_norm.forward(*data, eps)[0]).dtype == np.float64 else 1e-3
-    # c is 1, or n / (n - 1) <= 2.
-    fits = 0.9 < c < 2.1 and np.allclose(ratios, c + found / stds**2, rtol=max(loose, 1e-6))
-    if not fits:
-        return None, _other_form(np.sqrt(values), stds)
-    nice = float(f"{found:.2g}")
-    if math.isclose(nice, found, rel_tol=loose):
-        found = nice
-    remark = ""
-    if math.isclose(c, n / (n - 1), rel_tol=1e-4) and not math.isclose(c, 1, rel_tol=1e-4):
-        remark = "the variance in the forward is divided by n - 1; layer normalization divides by n"
-    return found, remark
-
-
-def _other_form(values: Array, stds: Array) -> str:
-    """Say which other formula y comes from: std / y = std + eps, or none that is known."""
-    added = values - stds
-    small = stds < 1e-2
-    eps = float(np.median(added[small]))
-    if eps > 0 and np.allclose(values, stds + eps, rtol=1e-3):
-        return f"the forward adds eps = {eps:.3g} to the standard deviation, not to the variance"
-    return "y is not (x - mean) / sqrt(var + eps) for any eps; eps could not be read off it"
+        eps = request.eps
+    elif layer_norm.eps is not None:
+        eps, origin = layer_norm.eps, "the forward's default"
+    if layer_norm.takes_eps:
+        return eps, origin
+    if request.eps is not None:
+        return eps, "as given: the forward does not take it"
+    case = Case(*data, eps, data.x)
+    eps, _ = Candidate(Operation(layer_norm.forward, layer_norm.backward)).read_eps(case)
+    return eps, "read off y: the forward does not take it"

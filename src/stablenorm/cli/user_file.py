@@ -102,14 +102,34 @@ class UserFile:
         value = None if wanted is None else self._names.get(wanted)
         if callable(value):
             return self.guard(value)
-        classes = [name for name, value in self._names.items() if inspect.isclass(value)]
         held = ", ".join(self.functions) or "no functions"
-        if classes and not self.functions:
-            held += f", but {', '.join(classes)}: write two functions around it"
+        if self.classes:
+            held += f", and the classes {', '.join(self.classes)}: choose one with --class"
         if wanted is not None and wanted in self._names:
             msg = f"{option} must be a function, got {wanted}, a {type(value).__name__}"
         else:
             msg = f"{self.name} must have {given or usual[0]}, or name one with {option}; it has {held}"
+        raise UserFileError(msg)
+
+    @property
+    def classes(self) -> list[str]:
+        """Return the names of the file's own classes that have forward and backward."""
+        return [
+            name
+            for name, value in self._names.items()
+            if inspect.isclass(value)
+            and value.__module__ == _MODULE
+            and callable(getattr(value, "backward", None))
+            and ("forward" in dir(value) or "__call__" in vars(value))
+        ]
+
+    def find_class(self, name: str) -> type:
+        """Return the class of that name."""
+        value = self._names.get(name)
+        if inspect.isclass(value) and callable(getattr(value, "backward", None)):
+            return value
+        held = ", ".join(self.classes) or "none"
+        msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
         raise UserFileError(msg)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:

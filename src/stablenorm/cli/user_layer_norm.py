@@ -157,7 +157,7 @@ def adapt(file: UserFile, forward_name: str | None, backward_name: str | None) -
 
 
 def _spelled(function: Callable[..., Any]) -> str:
-    names = ", ".join(parameter.name for parameter in _parameters(function))
+    names = ", ".join(parameter.name for parameter in parameters_of(function))
     return f"{function.__name__}({names})"
 
 
@@ -171,15 +171,16 @@ def _settings(given: dict[str, Any], dictionary: bool) -> dict[str, Any]:
     return held
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """Return the name as it is compared: without underscores and capitals."""
     return name.replace("_", "").lower()
 
 
 def _role(name: str) -> str:
-    return next((role for role, names in _ROLES.items() if _key(name) in names), "")
+    return next((role for role, names in _ROLES.items() if key_of(name) in names), "")
 
 
-def _parameters(function: Callable[..., Any]) -> list[_Parameter]:
+def parameters_of(function: Callable[..., Any]) -> list[_Parameter]:
     """Return the parameters by their roles; empty where Python does not know them, or *args."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -202,7 +203,7 @@ def _parameters(function: Callable[..., Any]) -> list[_Parameter]:
 
 def _forward_parameters(function: Callable[..., Any]) -> list[_Parameter]:
     """Return the parameters, those of unknown name given the roles that are left, in order."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if not parameters:
         return [_Parameter(role, role, True, False, None) for role in _POSITIONAL]
     left = [role for role in _POSITIONAL if role not in {p.role for p in parameters}]
@@ -217,7 +218,7 @@ def _forward_parameters(function: Callable[..., Any]) -> list[_Parameter]:
 
 def _backward_parameters(function: Callable[..., Any]) -> list[_Parameter]:
     """Return the parameters, one of them being dy; empty for ``backward(dy, *cache)``."""
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     if parameters and not any(parameter.role == "dy" for parameter in parameters):
         # dy has no usual name: what is required, and is called like nothing else; else the first.
         unknown = [p for p in parameters if p.required and p.role in ("", "gamma")]
@@ -293,30 +294,30 @@ def _fields(cache: Any) -> Mapping[str, Any] | Sequence[Any]:
     return () if cache is None else (cache,)
 
 
-def _gradient_role(name: str) -> str:
-    """Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else."""
-    key = _key(name)
-    candidates = [key]
-    candidates += [key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)]
+def gradient_role(name: str, *, bare: bool = False) -> str:
+    """
+    Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else.
+
+    `bare`: gamma and weight are gradients of themselves too, as names of what is returned.
+    """
+    key = key_of(name)
+    candidates = [key.removeprefix(prefix) for prefix in _PREFIXES if key.startswith(prefix)]
     candidates += [key.removesuffix(suffix) for suffix in _SUFFIXES if key.endswith(suffix)]
-    for candidate in candidates:
-        if candidate in _ROLES["x"] or candidate in ("gamma", "beta"):
-            return "x" if candidate in _ROLES["x"] else candidate
-    # The name itself last: "dg" before "g".
-    for candidate in [*candidates[1:], key]:
-        role = next((r for r in ("gamma", "beta") if candidate in _ROLES[r]), "")
-        if role:
-            return role
-    return ""
+    # The name itself first if it is one of the usual ones, else last: "dg" before "g".
+    plain = key in (*_ROLES["x"], "gamma", "beta")
+    if bare:
+        candidates = [key, *candidates] if plain else [*candidates, key]
+    roles = ("x", "gamma", "beta")
+    return next((r for c in candidates for r in roles if c in _ROLES[r]), "")
 
 
 def _gradients(
     returned: Any, shape: tuple[int, ...], present: tuple[str, ...], order: _Order
 ) -> Any:
     """Return (dx, dgamma, dbeta), None for what the forward does not take."""
-    named = _named(returned)
+    named = named_gradients(returned)
     if named is not None:
-        found = {_gradient_role(name): value for name, value in named.items()}
+        found = {gradient_role(name, bare=True): value for name, value in named.items()}
         if found.keys() & {"x", "gamma", "beta"}:
             return tuple(found.get(role) for role in ("x", "gamma", "beta"))
     if isinstance(returned, np.ndarray) and not present:
@@ -334,7 +335,7 @@ def _gradients(
     return tuple(found.get(role) for role in ("x", "gamma", "beta"))
 
 
-def _named(returned: Any) -> dict[str, Any] | None:
+def named_gradients(returned: Any) -> dict[str, Any] | None:
     """Return the values by name; None if they have none."""
     if isinstance(returned, Mapping):
         return {str(name): value for name, value in returned.items()}

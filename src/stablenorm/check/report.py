@@ -1,13 +1,12 @@
-"""What a gradient check found: numbers, a verdict, and the doors to text, table, JSON, picture."""
+"""What a gradient check found: numbers and a verdict; `text` and `plot` show them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from stablenorm.check import _plot, _tables
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 
@@ -33,7 +32,7 @@ class Finding(NamedTuple):
     Attributes
     ----------
     layer : str
-        "contract", "invariance", "identities", "hard inputs", "smoothness" or "oracle".
+        "contract", "closed form", "hard inputs", "smoothness" or "oracle".
     name : str
         What was to hold, as a sentence: "x is not modified by the forward".
     verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOTE"}
@@ -95,23 +94,24 @@ class ArgumentResult:
     actual, numeric : float
         There: the derivative that the backward returned, and the one by finite differences.
     bound_numeric, bound_actual : float
-        There: how wrong `numeric` can be, and how far rounding can take `actual` off.
+        There: the estimated error of `numeric`, and how far rounding can take `actual` off.
     resolution : float
         The smallest error that would have been seen in every element compared, relative to the
         element or to the RMS of this gradient, whichever is larger.
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
     method : str
-        How `numeric` was obtained: "secants" or "complex step".
+        How `numeric` was obtained: "secants", "complex step" or "closed form".
     pattern : str
-        Where it differs: "element", "row 3", "column 5", "everywhere", ...; empty for a PASS.
+        Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
+        elements" or "several places"; empty for a PASS.
     differences : tuple of Difference
         Every element that was compared.
     curve : tuple of Secant
         At `index`, or the probe: what plain secants say at each step, for the curve of error
         against step. In units of the argument's scale.
     shape : tuple of int
-        That of the argument; empty if it is not known (or a scalar's).
+        That of the argument.
     """
 
     name: str
@@ -145,7 +145,9 @@ class ArgumentResult:
 
     def __str__(self) -> str:
         """Give one line, or three with the worst element."""
-        return "\n".join(_tables.argument_lines(self))
+        from stablenorm.check.text import argument_lines  # noqa: PLC0415 - it shows what is here
+
+        return "\n".join(argument_lines(self))
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class GradientReport:
     forward_calls, backward_calls : int
         How often each was called.
     findings : tuple of Finding
-        What the other layers saw: the contract, invariances, hard inputs, the oracle.
+        What the other layers saw: the contract, the closed form, hard inputs, the oracle.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
     seconds : float
@@ -220,7 +222,11 @@ class GradientReport:
         >>> held["verdict"], held["arguments"][0]["checked"]
         ('PASS', 3)
         """
-        return _tables.as_dict(self)
+        return {
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "resolution": _plain(self.resolution),
+        } | _plain_fields(self)
 
     def to_json(self, path: Any = None) -> str:
         """
@@ -265,15 +271,43 @@ class GradientReport:
         Below, every element that was compared, coloured by z, the difference in units of its
         bound: more than 1 is wrong.
         """
-        _plot.plot_report(self, path, format)
+        from stablenorm.check.plot import plot_report  # noqa: PLC0415 - it shows what is here
+
+        plot_report(self, path, format)
 
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
-        return _tables.as_text(self)
+        from stablenorm.check.text import as_text  # noqa: PLC0415 - it shows what is here
+
+        return as_text(self)
 
     def __rich__(self) -> Any:
-        """Give the same as a table for a rich console."""
-        return _tables.as_rich(self)
+        """Give the same text, its verdicts coloured."""
+        from stablenorm.check.text import as_rich  # noqa: PLC0415 - it shows what is here
+
+        return as_rich(self)
+
+
+def _plain_fields(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass or NamedTuple as plain types, with z where there is one."""
+    names = getattr(record, "_fields", None) or [field.name for field in fields(record)]
+    found = {name: _plain(getattr(record, name)) for name in names}
+    return found | {"z": _plain(record.z)} if hasattr(record, "z") else found
+
+
+def _plain(value: Any) -> Any:
+    """Return a plain type; as a string what JSON has no number for, in words that float() reads."""
+    if value is None or isinstance(value, str):
+        return value
+    if hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
+        return _plain_fields(value)
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    # NumPy's scalars too.
+    value = value.item() if hasattr(value, "item") else value
+    if isinstance(value, (bool, int)) or math.isfinite(value):
+        return value
+    return str(value)
 
 
 def ratio(difference: float, bound: float) -> float:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.check._secants import unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, copies, unit_roundoff
 
+# Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
+_SPREAD = 2.0**-20
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 
@@ -116,13 +118,6 @@ def dx_terms(g: Array, xhat: Array) -> tuple[Array, Array, Array]:
     return g, row_mean(g) + np.zeros_like(g), xhat * row_mean(g * xhat)
 
 
-def jvp(case: Case, stats: Statistics, v: Array) -> Array:
-    """Push the tangent v of x forward: d(gamma xhat) along v, from xhat's definition."""
-    # d(x - mean) = v - mean(v); d(rstd) = -rstd^2 mean(xhat v), the variance being quadratic.
-    moved = (v - row_mean(v)) / stats.s
-    return case.vector(case.gamma, 1.0) * (moved - stats.xhat * row_mean(stats.xhat * moved))
-
-
 class Expected:
     """The four outputs of one case with their bounds; `u` is the precision they are judged by."""
 
@@ -132,11 +127,6 @@ class Expected:
         self.stats = statistics(x, case.eps)
         self.gamma, self.beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
         self.g = self.gamma * self.dy
-
-    @staticmethod
-    def precision(*arrays: Any) -> float:
-        """Return the coarsest unit roundoff of the arrays that are given."""
-        return max(unit_roundoff(np.asarray(a).dtype) for a in arrays if a is not None)
 
     def _slack(self, *, careless: bool) -> tuple[Array, Array]:
         """Return how far off xhat may be shifted, and rstd relatively, (rows, 1)."""
@@ -210,3 +200,170 @@ def excess(actual: Array, value: Array, bound: Array) -> Array:
         error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
         z = np.where(np.isinf(bound), 0.0, np.where(actual == value, 0.0, error))
     return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)
+
+
+class Outcome(NamedTuple):
+    """What a layer norm returned for a case; `error` says why there is nothing."""
+
+    y: Array | None = None
+    dx: Array | None = None
+    dgamma: Array | None = None
+    dbeta: Array | None = None
+    error: str = ""
+
+    def get(self, name: str) -> Array | None:
+        """Return y, dx, dgamma or dbeta."""
+        found: Array | None = getattr(self, name)
+        return found
+
+
+class Judged(NamedTuple):
+    """One output beside its closed form: (rows, n) or (n,); the errors in units of each bound."""
+
+    name: str
+    actual: Array
+    bounds: Bounds
+    u: float
+    plain: Array
+    careless: Array
+
+    @property
+    def right(self) -> bool:
+        """Within what a plain program loses."""
+        return bool(np.all(self.plain <= 1))
+
+    @property
+    def wrong(self) -> bool:
+        """Beyond what even a careless one loses."""
+        return bool(np.any(self.careless > 1))
+
+    @property
+    def size(self) -> float:
+        """The RMS of what the elements are made of: the value may vanish."""
+        rms = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
+        return rms if np.isfinite(rms) and rms > 0 else 1.0
+
+    @property
+    def relative(self) -> float:
+        """The largest error relative to `size`."""
+        with np.errstate(all="ignore"):
+            error = np.abs(self.actual - self.bounds.value)
+        error = np.where(np.isfinite(error), error, np.inf)
+        return float(np.max(error, initial=0.0)) / self.size
+
+    @property
+    def resolution(self) -> float:
+        """The smallest relative error that would have shown anywhere."""
+        return float(np.max(self.bounds.plain, initial=0.0)) / self.size
+
+
+class Candidate:
+    """The layer normalization that is checked, run on cases and compared with the closed form."""
+
+    def __init__(self, operation: Operation):
+        self._operation = operation
+        # The precision inside, where that is less than that of the arrays.
+        self.u = 0.0
+
+    def forward(self, case: Case) -> tuple[Array, Any]:
+        """Return y and cache; FaultError if y is not one for this case."""
+        args = copies([case.x, case.gamma, case.beta])
+        with np.errstate(all="ignore"):
+            y, cache = self._operation.forward(args, (case.eps,))
+        if y.shape != case.x.shape:
+            msg = f"the forward returns y of shape {y.shape}"
+            raise FaultError(msg)
+        return y, cache
+
+    def run(self, case: Case) -> Outcome:
+        """Call both functions, and return what came."""
+        try:
+            y, cache = self.forward(case)
+            args = [case.x, case.gamma, case.beta]
+            with np.errstate(all="ignore"):
+                gradients = self._operation.gradients(case.dy.copy(), cache, args)
+        except FaultError as fault:
+            return Outcome(error=str(fault))
+        found: list[Array | None] = []
+        for name, argument, gradient in zip(OUTPUTS[1:], args, gradients, strict=True):
+            # What there is no argument for has no gradient.
+            array = None if gradient is None or argument is None else np.asarray(gradient)
+            # bfloat16 is of kind "V" to NumPy.
+            floating = array is None or array.dtype.kind == "f" or array.dtype.name == "bfloat16"
+            like = None if argument is None else argument.shape
+            if array is not None and not (floating and array.shape == like):
+                what = f"shape {array.shape} and dtype {array.dtype}"
+                return Outcome(y, error=f"the backward returns {name} of {what}")
+            found.append(array)
+        return Outcome(y, found[0], found[1], found[2])
+
+    def judge(self, case: Case, outcome: Outcome) -> dict[str, Judged]:
+        """Compare every output that is there."""
+        # Most outputs are of one precision: the statistics once for all of them.
+        known: dict[float, Expected] = {}
+        arrays = {name: outcome.get(name) for name in OUTPUTS}
+        return {
+            name: self.judge_one(case, name, actual, known)
+            for name, actual in arrays.items()
+            if actual is not None
+        }
+
+    def judge_one(
+        self, case: Case, name: str, actual: Array, known: dict[float, Expected] | None = None
+    ) -> Judged:
+        """Compare one output."""
+        # The coarsest of x, dy, the output, and what was found inside.
+        u = max(self.u, *(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual)))
+        known = {} if known is None else known
+        expected = known[u] = known[u] if u in known else Expected(case, u)
+        bounds = expected.bounds_of(name, actual.dtype)
+        flat = actual.astype(np.float64).reshape(bounds.value.shape)
+        plain, careless = (
+            excess(flat, bounds.value, each) for each in (bounds.plain, bounds.careless)
+        )
+        return Judged(name, flat, bounds, expected.u, plain, careless)
+
+    def read_eps(self, case: Case) -> tuple[float, bool]:
+        """Return the eps that the forward uses, and whether that is the one it is given."""
+        values = _SPREAD * np.resize([1.0, -1.0], case.n)
+        x = np.broadcast_to(values, (case.x.size // case.n, case.n)).reshape(case.x.shape)
+        probe = case._replace(x=x.astype(case.x.dtype))
+        try:
+            first = self.forward(probe)[0]
+            second = self.forward(probe._replace(eps=4 * case.eps + 1))[0]
+        except FaultError:
+            return case.eps, True
+        if not np.array_equal(first, second) or case.n < 2:
+            return case.eps, True
+        beta, gamma = case.vector(case.beta, 0.0), case.vector(case.gamma, 1.0)
+        row = case.rows(probe.x)[0]
+        centered, keep = row - row.mean(), gamma != 0
+        xhat = (case.rows(first)[0] - beta) / np.where(keep, gamma, 1.0)
+        slope = float(xhat[keep] @ centered[keep]) / float(centered[keep] @ centered[keep])
+        if not (np.isfinite(slope) and slope > 0):
+            return case.eps, False
+        found = slope**-2 - float(np.mean(centered**2))
+        # To the three digits in which such constants are written.
+        written = float(f"{found:.3g}")
+        same = abs(found - case.eps) <= 1e-3 * case.eps
+        return (case.eps if same or written < 0 else written), False
+
+
+def narrowed(gradient: Any) -> Any:
+    """
+    Return a float64 gradient that holds nothing but float32 values as float32.
+
+    Then it is judged as what it is, the product of single precision: less accurate, not wrong.
+    """
+    if gradient is None:
+        return None
+    values = np.asarray(gradient)
+    if values.dtype != np.float64 or values.size == 0 or not np.isfinite(values).all():
+        return gradient
+    with np.errstate(over="ignore", under="ignore"):
+        single = values.astype(np.float32)
+    # Sums of few-bit numbers, as dbeta of this checker's dy is, are no evidence.
+    coarse = np.round(np.frexp(values)[0] * 2.0**16) == np.frexp(values)[0] * 2.0**16
+    if np.array_equal(single, values) and not coarse.all():
+        return single
+    return gradient

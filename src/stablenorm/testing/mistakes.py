@@ -70,7 +70,7 @@ def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Arr
     Examples
     --------
     >>> import numpy as np
-    >>> from stablenorm.analysis.mistakes import forward
+    >>> from stablenorm.testing.mistakes import forward
     >>> y, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
     >>> y.round(3)
     array([[-1.225,  0.   ,  1.225]])
@@ -102,7 +102,7 @@ def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     Examples
     --------
     >>> import numpy as np
-    >>> from stablenorm.analysis.mistakes import backward, forward
+    >>> from stablenorm.testing.mistakes import backward, forward
     >>> _, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
     >>> backward(np.array([[1.0, 0.0, 0.0]]), cache)[0].round(3)
     array([[ 0.204, -0.408,  0.204]])

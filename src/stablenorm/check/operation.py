@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -67,17 +67,25 @@ def one_line(error: Exception) -> str:
 
 
 class Operation:
-    """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
+    """
+    A forward and its backward; counts the calls, and turns what they raise into a FaultError.
 
-    def __init__(self, forward: Forward, backward: Backward):
-        self._forward, self._backward = forward, backward
+    `extra` is handed to the forward after the arguments: the eps of a layer norm.
+    """
+
+    def __init__(self, forward: Forward, backward: Backward, *extra: Any):
+        self._forward, self._backward, self.extra = forward, backward, extra
         self.forward_calls = self.backward_calls = 0
+        # By argument: the shape in which its gradient came, if that was not the argument's.
+        self.reshaped: dict[int, tuple[int, ...]] = {}
 
-    def forward(self, args: list[Array | None]) -> tuple[Any, Any]:
+    def forward(
+        self, args: Sequence[Array | None], extra: tuple[Any, ...] | None = None
+    ) -> tuple[Any, Any]:
         """Return (y, cache) as they come, from `args` themselves: no copies are made."""
         self.forward_calls += 1
         try:
-            result = self._forward(*args)
+            result = self._forward(*args, *(self.extra if extra is None else extra))
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             msg = f"forward raised {one_line(error)}"
             raise FaultError(msg, raised=True) from None
@@ -88,11 +96,11 @@ class Operation:
             raise FaultError(msg)
         return as_y(result[0]), result[1]
 
-    def complex_forward(self, args: list[Array | None]) -> Array:
+    def complex_forward(self, args: Sequence[Array | None]) -> Array:
         """Return y where an argument is complex, whatever its dtype."""
         self.forward_calls += 1
         try:
-            y, _ = self._forward(*args)
+            y, _ = self._forward(*args, *self.extra)
             return np.asarray(y)
         except Exception as error:  # noqa: BLE001 - as above
             raise FaultError(one_line(error), raised=True) from None
@@ -105,6 +113,31 @@ class Operation:
         except Exception as error:  # noqa: BLE001 - whatever a user's function raises
             msg = f"backward raised {one_line(error)}"
             raise FaultError(msg, raised=True) from None
+
+    def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
+        """
+        Return the gradients as a list, one for each of `args`; FaultError says what came instead.
+
+        One with axes of length 1 too many or too few gets the right shape; `reshaped` holds its own.
+        """
+        returned = self.backward(dy, cache)
+        if not isinstance(returned, (tuple, list)):
+            kind = type(returned).__name__
+            msg = f"backward must return a tuple, NamedTuple or list of gradients, got {kind}"
+            raise FaultError(msg)
+        if len(returned) != len(args):
+            got, count = len(returned), len(args)
+            msg = f"backward must return {count} gradients, one for each argument, got {got}"
+            raise FaultError(msg)
+        gradients = list(returned)
+        for i, (gradient, array) in enumerate(zip(gradients, args, strict=True)):
+            if not isinstance(gradient, np.ndarray) or array is None:
+                continue
+            lengths = [[n for n in a.shape if n != 1] for a in (gradient, array)]
+            if gradient.shape != array.shape and lengths[0] == lengths[1]:
+                self.reshaped[i] = gradient.shape
+                gradients[i] = gradient.reshape(array.shape)
+        return gradients
 
 
 def as_y(y: Any) -> Array:
@@ -121,7 +154,7 @@ def as_y(y: Any) -> Array:
     return array
 
 
-def copies(args: list[Array | None]) -> list[Array | None]:
+def copies(args: Sequence[Array | None]) -> list[Array | None]:
     """Copy each array: what a function does to its arguments must not reach the next call."""
     return [None if a is None else a.copy() for a in args]
 
@@ -138,17 +171,9 @@ class Loss:
         self.y_as_returned = y.copy()
         self.y = flat(y)
         self.u = draw(y.size, rng)
-        # By argument: samples of the noise of u y, and its usual size relative to u y.
-        self.noise: dict[int, list[Array]] = {}
-        self.level: dict[int, float] = {}
         # What went wrong near x, each kind once: such a point is left out.
         self.other_shape = ""
         self.raised = ""
-
-    @property
-    def calls(self) -> int:
-        """How often the forward was called."""
-        return self.operation.forward_calls
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""

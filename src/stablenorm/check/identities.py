@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.check._expected import Statistics, row_mean, statistics, unit
-from stablenorm.check._report import Identity
-from stablenorm.check._secants import unit_roundoff
+from stablenorm.check.closed_form import Statistics, row_mean, statistics, unit
+from stablenorm.check.operation import unit_roundoff
+from stablenorm.check.report import Identity
 
 
 class _Rows(NamedTuple):

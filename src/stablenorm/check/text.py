@@ -1,20 +1,16 @@
-"""A gradient report as text, as a rich table, and as plain data."""
+"""A gradient report as text."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from stablenorm.check._report import ArgumentResult, GradientReport
+from stablenorm.check.report import ArgumentResult, GradientReport
 
 # Wide enough for two floats of 17 digits and what they are, narrow enough for a terminal, a log
 # and a message of pytest.
 _WIDTH = 100
-
-# Of one layer, in the table: where there are more they are much alike.
-_NOTES = 5
 
 _COLORS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
@@ -172,145 +168,11 @@ def _wrapped(line: str, indent: str) -> list[str]:
 
 
 def as_rich(report: GradientReport) -> Any:
-    """Return what a rich console prints: verdict and diagnosis, arguments, layers, cost."""
-    from rich.console import Group  # noqa: PLC0415
+    """Return the text for a rich console, its verdicts coloured."""
     from rich.text import Text  # noqa: PLC0415
 
-    verdict, _, about = headline(report).partition(":")
-    parts: list[Any] = [Text.assemble((verdict, f"bold {_COLORS[report.verdict]}"), f":{about}")]
-    parts += [Text(f"  {sentence}", style="bold") for sentence in report.diagnosis]
-    parts.append(_arguments_table(report))
-    for result in report.arguments:
-        parts += _worst_lines(result)
-    if report.identities or report.findings:
-        parts.append(_layers_table(report))
-    parts.append(Text(_cost(report), style="dim"))
-    return Group(*parts)
-
-
-def _worst_lines(result: ArgumentResult) -> list[Any]:
-    """Return, for what did not pass, the words that have no room in the table."""
-    from rich.text import Text  # noqa: PLC0415
-
-    if result.verdict == "PASS":
-        return []
-    lines = [result.message] if result.message else []
-    if result.judged:
-        lines += _worst(result)
-    heads = [f"{result.name}: ", *["  "] * (len(lines) - 1)]
-    return [Text(head + line) for head, line in zip(heads, lines, strict=True)]
-
-
-def _table(*columns: str) -> Any:
-    from rich import box  # noqa: PLC0415
-    from rich.table import Table  # noqa: PLC0415
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        # No word of a head is cut in two while there are spaces to break at.
-        table.add_column(
-            column, overflow="fold", min_width=max(map(len, column.split()), default=0)
-        )
-    return table
-
-
-def _colored(verdict: str) -> Any:
-    from rich.text import Text  # noqa: PLC0415
-
-    return Text(verdict, style=_COLORS.get(verdict, "dim"), no_wrap=True)
-
-
-def _arguments_table(report: GradientReport) -> Any:
-    table = _table("gradient of", "verdict", "compared", "differ", "worst z", "resolution")
-    for column in table.columns[-2:]:
-        column.justify = "right"
-    for result in report.arguments:
-        cells = ["nothing", "", "", ""]
-        if result.judged:
-            probes = f" + {result.probes} probes" if result.probes else ""
-            cells = [
-                f"{result.checked} of {result.total}{probes}",
-                _differing(result),
-                f"{result.z:.2g}",
-                f"{result.resolution:.1e}",
-            ]
-        table.add_row(_plain(result.name), _colored(result.verdict), *map(_plain, cells))
-    return table
-
-
-def _differing(result: ArgumentResult) -> str:
-    """Return how many elements differ, and where."""
-    if not result.failing:
-        return "none"
-    return f"{result.failing}, {result.pattern}" if result.pattern else str(result.failing)
-
-
-def _layers_table(report: GradientReport) -> Any:
-    table = _table("also looked at", "verdict", "what was seen")
-    for layer, passed, rest in _layers(report):
-        words = {verdict for verdict, _ in rest}
-        whole = next((word for word in ("FAIL", "INCONCLUSIVE") if word in words), "PASS")
-        table.add_row(
-            _plain(layer),
-            _colored(whole if passed or whole != "PASS" else ""),
-            _plain(_summary(layer, passed, rest).partition(": ")[2]),
-        )
-        shown = [found for found in rest if found[0] != "NOTE"]
-        notes = [found for found in rest if found[0] == "NOTE"]
-        shown += notes[:_NOTES]
-        for verdict, sentence in shown:
-            table.add_row("", _colored(verdict), _plain(sentence))
-        if len(notes) > _NOTES:
-            table.add_row("", "", f"and {len(notes) - _NOTES} more notes, all of them in the JSON")
-    return table
-
-
-def _plain(text: str) -> Any:
-    """Return text whose brackets are brackets, not markup."""
-    from rich.text import Text  # noqa: PLC0415
-
-    return Text(text)
-
-
-def as_dict(report: GradientReport) -> dict[str, Any]:
-    """Return plain types; see `GradientReport.as_dict`."""
-    return {
-        "verdict": report.verdict,
-        "passed": report.passed,
-        "resolution": _number(report.resolution),
-        "diagnosis": list(report.diagnosis),
-        "arguments": [_argument_dict(result) for result in report.arguments],
-        "identities": [_plain_dict(identity) for identity in report.identities],
-        "findings": [_plain_dict(finding) for finding in report.findings],
-        "forward_calls": int(report.forward_calls),
-        "backward_calls": int(report.backward_calls),
-        "seconds": _number(report.seconds),
-    }
-
-
-def _argument_dict(result: ArgumentResult) -> dict[str, Any]:
-    held = {name: getattr(result, name) for name in result.__dataclass_fields__}
-    held["differences"] = [{**_plain_dict(d), "z": _value(d.z)} for d in result.differences]
-    held["curve"] = [_plain_dict(secant) for secant in result.curve]
-    return {name: _value(value) for name, value in held.items()} | {"z": _value(result.z)}
-
-
-def _plain_dict(record: Any) -> dict[str, Any]:
-    return {name: _value(value) for name, value in record._asdict().items()}
-
-
-def _value(value: Any) -> Any:
-    """Return a plain type; NumPy's scalars too."""
-    if value is None or isinstance(value, (str, bool, dict, list)):
-        return value
-    if isinstance(value, tuple):
-        return [_value(part) for part in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return value if isinstance(value, (bool, int)) else _number(value)
-
-
-def _number(value: float) -> float | str:
-    """Return a float; as a string what JSON has no number for, in words that float() reads."""
-    value = float(value)
-    return value if math.isfinite(value) else str(value)
+    text = Text(as_text(report))
+    for verdict, color in _COLORS.items():
+        text.highlight_words([verdict], color)
+    text.stylize("bold", 0, len(report.verdict))
+    return text

@@ -1,4 +1,4 @@
-"""The problems that the batteries of a layer norm check are run on."""
+"""The problems on which a layer norm is compared with its closed form."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.check._expected import Case, statistics
+from stablenorm.check.closed_form import Case, statistics
 
 # Elements of a battery's case: rows are left out beyond it. 8 rows of 4096, where one call of a
 # plain program takes a millisecond.
@@ -17,17 +17,18 @@ _ELEMENTS = 2**15
 _ROWS = 8
 
 
-class Hard(NamedTuple):
+class Trial(NamedTuple):
     """
-    One hard input: what it is, and how a loss of digits there is to be read.
+    One problem, with a name that says what should hold, and how a deviation is to be read.
 
-    `harmless`: the problem is as well-conditioned as any, so that a program that is right is
-    accurate; where it is not, digits may be lost, or all of them, by a right formula.
+    `harmless`: as well-conditioned as any, so that right code is accurate; where it is not, right
+    code may lose digits, or all of them. `optional`: of a shape that the code need not take.
     """
 
     name: str
     case: Case
-    harmless: bool
+    harmless: bool = True
+    optional: bool = False
 
 
 def few_rows(case: Case) -> int:
@@ -69,13 +70,44 @@ def parameter(like: Array | None, n: int, rng: np.random.Generator) -> Array | N
     return values.reshape(like.shape if like.size == n else (n,)).astype(like.dtype)
 
 
-def normal_like(case: Case, rng: np.random.Generator) -> Array:
-    """Return an N(0, 1) array of the shape and dtype of dy."""
-    drawn: Array = rng.standard_normal(case.dy.shape).astype(case.dy.dtype)
-    return drawn
+def invariances(base: Case, rng: np.random.Generator, *, takes_eps: bool) -> Iterator[Trial]:
+    """Yield the problem told differently: what changes nothing, or only the scale."""
+    x = base.x.dtype.type
+    # Few enough bits to be shifted and scaled exactly in all four dtypes.
+    drawn = np.clip(rng.standard_normal(base.x.shape), -3, 3)
+    here = base._replace(x=(np.round(drawn * 8) / 8).astype(base.x.dtype))
+    yield Trial("right for x + 4", here._replace(x=here.x + x(4)))
+    if takes_eps and base.eps > 0:
+        yield Trial("right for 4 x and 16 eps", here._replace(x=x(4) * here.x, eps=16 * base.eps))
+    order = rng.permutation(base.n)
+
+    def permuted(a: Array) -> Array:
+        return a.reshape(-1, base.n)[:, order].reshape(a.shape)
+
+    gamma, beta = (None if a is None else permuted(a) for a in (base.gamma, base.beta))
+    case = base._replace(x=permuted(base.x), gamma=gamma, beta=beta, dy=permuted(base.dy))
+    yield Trial("right for permuted columns", case)
+    yield from _rows_chosen(base)
 
 
-def hard_inputs(like: Case, rng: np.random.Generator) -> Iterator[Hard]:
+def _rows_chosen(base: Case) -> Iterator[Trial]:
+    row = base.row_shape
+    x, dy = (a.reshape(-1, *row) for a in (base.x, base.dy))
+    if len(x) > 1:
+        last, half = len(x) - 1, (len(x) + 1) // 2
+        for name, chosen in (
+            ("the last row alone", np.arange(last, last + 1)),
+            ("the first rows alone", np.arange(half)),
+            ("rows in another order", np.roll(np.arange(len(x))[::-1], 1)),
+        ):
+            yield Trial(f"right for {name}", base._replace(x=x[chosen], dy=dy[chosen]))
+    if base.x.ndim == 1 + len(row):
+        extra = base._replace(x=x[:, None], dy=dy[:, None])
+        yield Trial("right for one more leading axis", extra, optional=True)
+        yield Trial("right for no leading axis", base._replace(x=x[0], dy=dy[0]), optional=True)
+
+
+def hard_inputs(like: Case, rng: np.random.Generator) -> Iterator[Trial]:
     """Yield the hard inputs that exist in the dtype of `like`."""
     base = _plain(like, rng)
     yield from _short_rows(like, rng)
@@ -90,7 +122,7 @@ def _plain(like: Case, rng: np.random.Generator) -> Case:
     return case._replace(x=rng.standard_normal(case.x.shape).astype(like.x.dtype))
 
 
-def _short_rows(like: Case, rng: np.random.Generator) -> Iterator[Hard]:
+def _short_rows(like: Case, rng: np.random.Generator) -> Iterator[Trial]:
     for n in (1, 2, 3):
         case = Case(
             rng.standard_normal((4, n)).astype(like.x.dtype),
@@ -101,7 +133,7 @@ def _short_rows(like: Case, rng: np.random.Generator) -> Iterator[Hard]:
         )
         # A row of one element has no spread at all: with eps = 0, nothing is defined.
         if n > 1 or like.eps > 0:
-            yield Hard(f"n = {n}", case, harmless=True)
+            yield Trial(f"right for n = {n}", case)
 
 
 def _short(like: Array | None, n: int, rng: np.random.Generator) -> Array | None:
@@ -118,39 +150,42 @@ def _wide(a: Array) -> Array:
     return wide
 
 
-def _offsets(base: Case) -> Iterator[Hard]:
+def _offsets(base: Case) -> Iterator[Trial]:
     for offset in (1e2, 1e4, 1e6):
         case = _moved(base, _wide(base.x) + offset)
         x = _wide(case.x)
         # An offset at which the elements are hardly a few different numbers is another problem.
         if np.isfinite(x).all() and np.max(np.abs(x - offset - _wide(base.x))) < 2.0**-3:
-            yield Hard(f"offset {offset:.0e}".replace("e+0", "e"), case, harmless=False)
+            name = f"offset {offset:.0e}".replace("e+0", "e")
+            yield Trial(f"right for {name}", case, harmless=False)
 
 
-def _scales(base: Case) -> Iterator[Hard]:
+def _scales(base: Case) -> Iterator[Trial]:
     if base.eps > 0:
         constant = np.full(base.x.shape, 0.1)
         constant[1::2] = 123.456
-        yield Hard("constant rows", _moved(base, constant), harmless=False)
+        yield Trial("right for constant rows", _moved(base, constant), harmless=False)
     largest = float(np.finfo(base.x.dtype).max) if base.x.dtype.kind == "f" else 2.0**127
     # So that squares overflow, or underflow, in the dtype itself.
     power = 2.0 ** (math.frexp(largest)[1] // 2 + 4)
     for name, scale in (("huge", power), ("tiny", 1 / power)):
         if base.eps > 0 or name == "huge":
-            yield Hard(f"{name} values", _moved(base, scale * _wide(base.x)), harmless=False)
+            yield Trial(
+                f"right for {name} values", _moved(base, scale * _wide(base.x)), harmless=False
+            )
 
 
-def _parameters(base: Case) -> Iterator[Hard]:
+def _parameters(base: Case) -> Iterator[Trial]:
     if base.gamma is None:
         return
     gamma = base.gamma.copy().reshape(-1)
     gamma[::3] = 0
     case = base._replace(gamma=gamma.reshape(base.gamma.shape))
-    yield Hard("gamma with zeros", case, harmless=True)
-    yield Hard("gamma = 0", base._replace(gamma=np.zeros_like(base.gamma)), harmless=True)
+    yield Trial("right for gamma with zeros", case)
+    yield Trial("right for gamma = 0", base._replace(gamma=np.zeros_like(base.gamma)))
 
 
-def _cotangents(base: Case, rng: np.random.Generator) -> Iterator[Hard]:
+def _cotangents(base: Case, rng: np.random.Generator) -> Iterator[Trial]:
     shape, n = base.dy.shape, base.n
     hot = np.zeros((base.dy.size // n, n))
     hot[:, n // 3] = 1
@@ -166,4 +201,4 @@ def _cotangents(base: Case, rng: np.random.Generator) -> Iterator[Hard]:
         }
     for name, dy in drawn.items():
         case = base._replace(dy=dy.reshape(shape).astype(base.dy.dtype))
-        yield Hard(name, case, harmless=True)
+        yield Trial(f"right for {name}", case)

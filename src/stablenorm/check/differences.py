@@ -23,21 +23,20 @@ entries from being taken for accuracy. The noise is measured, see `measure_noise
 A tableau of steps that are all too long for the function can settle on nonsense. An entry is
 therefore *settled* only if its bound is small beside the sum of magnitudes that the secants are
 made of, or if what is left is rounding: see `_is_rounding`.
+
+Where left and right secants never close up, there is no derivative: see `measure_kink`.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.check._loss import Loss, flat, norm, unit_roundoff
-from stablenorm.check._noise import bound_noise
-from stablenorm.check._report import Secant
-
-__all__ = ["Derivative", "differentiate", "unit_roundoff"]
+from stablenorm.check.operation import Loss, digits, flat, norm, unit_roundoff
+from stablenorm.check.report import Secant
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
@@ -51,41 +50,72 @@ _SETTLED = 2.0**-7
 _ROUNDING = 0.125
 
 
-class Derivative(NamedTuple):
+# Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
+# 3 of order 6.
+_POINTS = 9
+_ORDERS = (5, 6)
+# Their distance, in units of scale: the fifth difference of a smooth function is then 2^-55 of it,
+# out of sight below float64, and the distance is an ulp of a float16.
+_SPACING = 2.0**-11
+# The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
+# unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
+# x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
+_RUNS, _MOVES = 18, 8
+_TINY = 2.0**-31
+# From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
+# deviations of their difference.
+_SIGMAS = 4.0
+
+
+# Steps for kinks, in units of the argument's scale: each a sixteenth of the one before, from the
+# last step of the tableau to 2^-26, below which the rounding of float64 hides a kink of 1 %.
+_KINK_STEPS = tuple(2.0 ** -(10 + 4 * j) for j in range(5))
+# From step to step the difference of right and left slope stays, at a kink; it falls to a
+# sixteenth where the function is smooth, and grows sixteenfold where it is rounding.
+_STAYS = 2.0
+
+# "smooth": the bound can be believed. "rounding": the derivative is 0 but for rounding. "kink": the
+# secants have a limit, but left and right ones have different ones. "no limit": nothing is known.
+Status = Literal["smooth", "rounding", "kink", "no limit"]
+
+
+class Noise(NamedTuple):
+    """Samples of the rounding noise of u y, and its usual size relative to u y."""
+
+    samples: list[Array]
+    level: float
+
+
+class Estimate(NamedTuple):
     """
-    Along one direction D: <gradient, D>, the same by secants, and a bound on the latter's error.
+    Along one direction D: <gradient, D>, the same by secants, and the estimated error of the latter.
 
     `noise` bounds what rounding in the forward does to the terms u y that moved, taken together
     as independent: in their sum, which is what `bound` knows of, it may happen to cancel.
-    `settled`: the bound can be believed; `converged`: the secants have a limit that is more than
-    rounding; `bent`: left and right secants do not close up.
     """
 
     actual: float
     numeric: float
     bound: float
     noise: float
-    settled: bool = False
-    converged: bool = False
-    bent: bool = False
+    status: Status = "no limit"
     curve: tuple[Secant, ...] = ()
 
-    def divided(self, scale: float) -> Derivative:
+    @property
+    def settled(self) -> bool:
+        """Whether `bound` can be believed."""
+        return self.status in ("smooth", "rounding")
+
+    def divided(self, scale: float) -> Estimate:
         """Return it in units of the gradient: exact, since a scale is a power of two."""
         actual, numeric, bound, noise = (float(part / scale) for part in self[:4])
-        curve = [
+        curve = tuple(
             Secant(c.step, float(c.numeric / scale), float(c.noise / scale)) for c in self.curve
-        ]
-        return self._replace(
-            actual=actual,
-            numeric=numeric,
-            bound=abs(bound),
-            noise=abs(noise),
-            curve=tuple(curve),
         )
+        return Estimate(actual, numeric, abs(bound), abs(noise), self.status, curve)
 
 
-_UNKNOWN = Derivative(math.nan, math.nan, math.inf, math.inf)
+_UNKNOWN = Estimate(math.nan, math.nan, math.inf, math.inf)
 
 
 class _Secant(NamedTuple):
@@ -152,8 +182,9 @@ def differentiate(
     scale: Array,
     gradient: Array,
     enough: float,
+    noises: Noise,
     rng: np.random.Generator,
-) -> Derivative:
+) -> Estimate:
     """
     Compare <gradient, D> with secants along D; `scale` holds D, signed powers of two.
 
@@ -187,7 +218,7 @@ def differentiate(
         if farther:
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
         if noise is None or farther:
-            noise = bound_noise(loss, position, reach)
+            noise = bound_noise(loss, noises, reach)
         rows.append(row)
         curve.append(Secant(step, row.numeric, noise[0] / row.step))
         tableau, entry = _extend(tableau, rows, noise)
@@ -197,23 +228,28 @@ def differentiate(
         agrees = abs(best.actual - best.numeric) <= best.bound
         if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
             break
-    # Whether the noise is to be believed, those decide who know how long the steps are.
+    best = best._replace(curve=tuple(curve))
     if noise is None or len(rows) < 2 or not np.isfinite(best.bound):
-        return best._replace(curve=tuple(curve))
+        return best
+    # How large the noise of all outputs usually is: that of the ones at a kink has the kink in it.
     usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
+    return best._replace(status=_status(best, rows, noise[0], usual, noises.level))
+
+
+def _status(
+    best: Estimate, rows: list[_Secant], noise: float, usual: float, level: float
+) -> Status:
+    """Tell whether the bound of the best entry can be believed."""
     converged = _has_limit(best, rows, 0.0)
-    settled = _has_limit(best, rows, noise[0]) or _is_rounding(best, rows, noise[0], usual)
-    # The usual noise of all outputs: that of the ones at a kink has the kink in it.
-    bent = _is_bent(rows, loss.level[position] * usual)
-    return best._replace(
-        settled=settled and not bent,
-        converged=converged,
-        bent=bent,
-        curve=tuple(curve),
-    )
+    if _is_bent(rows, level * usual):
+        return "kink" if converged else "no limit"
+    if converged:
+        return "smooth"
+    settled = _has_limit(best, rows, noise) or _is_rounding(best, rows, noise, usual)
+    return "rounding" if settled else "no limit"
 
 
-def _has_limit(best: Derivative, rows: list[_Secant], noise: float) -> bool:
+def _has_limit(best: Estimate, rows: list[_Secant], noise: float) -> bool:
     """Tell whether secants have stopped changing; a step function's grow as steps shrink."""
     if not best.bound <= _SETTLED * rows[-1].size or _has_strayed(best, rows, noise):
         return False
@@ -222,7 +258,7 @@ def _has_limit(best: Derivative, rows: list[_Secant], noise: float) -> bool:
     return abs(after - before) <= 0.25 * max(after, before)
 
 
-def _has_strayed(best: Derivative, rows: list[_Secant], noise: float) -> bool:
+def _has_strayed(best: Estimate, rows: list[_Secant], noise: float) -> bool:
     """Tell whether the entry that was chosen is not what the last secants say."""
     # Entries of the first steps may agree by chance on what the last ones no longer say.
     last, previous = (row.numeric - row.actual for row in rows[:-3:-1])
@@ -231,7 +267,7 @@ def _has_strayed(best: Derivative, rows: list[_Secant], noise: float) -> bool:
     return not strayed <= best.bound + abs(last - previous) + 2 * noise / rows[-1].step
 
 
-def _is_rounding(best: Derivative, rows: list[_Secant], noise: float, usual: float) -> bool:
+def _is_rounding(best: Estimate, rows: list[_Secant], noise: float, usual: float) -> bool:
     """Tell whether a bound is large only since the derivative is small beside the noise."""
     if _has_strayed(best, rows, noise):
         return False
@@ -254,7 +290,7 @@ def _is_bent(rows: list[_Secant], noise: float) -> bool:
 
 def _extend(
     previous: list[Array], rows: list[_Secant], noise: tuple[float, float]
-) -> tuple[list[Array], Derivative]:
+) -> tuple[list[Array], Estimate]:
     """
     Add the newest secant to the tableau; return its row and the entry of least bound in it.
 
@@ -275,5 +311,114 @@ def _extend(
         disagreement = max(abs(residual - parent) for parent in parents)
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
         if bound < best.bound:
-            best = Derivative(float(entry[0]), float(entry[1]), bound, noise[1])
+            best = Estimate(float(entry[0]), float(entry[1]), bound, noise[1])
     return line, best
+
+
+def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Generator) -> Noise:
+    """
+    Return, for one argument, samples of the rounding noise of every output element.
+
+    All elements of the argument move at once, by random multiples of their ulp, so that every
+    rounding in the forward is drawn anew; the samples then serve all directions. Twice:
+
+    - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
+      (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
+      noise of a known multiple. The points are far enough apart to see float16 inside;
+    - at random integer combinations of a few tiny moves: what is orthogonal to every linear
+      effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
+      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp. (So does a
+      two-level design, whose levels are parities, as roundings are.)
+    """
+    base = np.asarray(loss.args[position])
+    x = flat(base)
+    # An ulp of x: the moved x needs no rounding, and has new last bits.
+    exponent = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
+    quantum = np.ldexp(1.0, np.maximum(exponent - digits(base.dtype), -1074))
+
+    def moves(size: float, count: int) -> Array:
+        ulps = np.maximum(size * scale / quantum, 1)
+        # None near 0: each element is to leave its rounding behind.
+        factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
+        return np.round(factors * ulps) * quantum
+
+    def outputs(offsets: Array) -> Array:
+        values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
+        table = np.array([loss.y, *values]) * loss.u
+        # An output that is not finite near x has no noise to speak of: its bound will be
+        # infinite, by the floor that `_noise` takes from y, or by the secants.
+        return np.where(np.isfinite(table), table, 0.0)
+
+    (move,) = moves(_SPACING, 1)
+    table = outputs(np.arange(_POINTS)[:, None] * move)
+    # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
+    samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
+    # The first run is x itself.
+    design = rng.integers(-3, 4, size=(_RUNS, _MOVES)) * (np.arange(_RUNS) > 0)[:, None]
+    linear = np.column_stack([np.ones(_RUNS), design])
+    noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
+    samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
+    # Seven differences can all be small; those of all outputs together cannot. The median, so that
+    # one ill-conditioned row does not speak for the others.
+    sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
+    size = np.abs(loss.u * loss.y)
+    relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
+    # Whatever was measured, every output was rounded to its dtype: half an ulp.
+    return Noise(samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype)))
+
+
+def bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
+    """
+    Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Estimate.
+
+    `reach` is the largest magnitude that each of them had, 0 for those that did not move.
+    """
+    changed = reach > 0
+    if not changed.any():
+        changed, reach = np.ones_like(changed), np.abs(loss.y)
+    places = np.flatnonzero(changed)
+    if not np.isfinite(loss.y[changed]).all():
+        return math.inf, math.inf
+    summed = apart = 0.0
+    for samples in noise.samples:
+        terms = samples[:, places]
+        summed = max(summed, float(np.mean(np.square(terms.sum(axis=1)))))
+        apart = max(apart, float(np.mean(np.sum(np.square(terms), axis=1))))
+    # At least the usual noise of all outputs, in unrelated directions.
+    floor = noise.level * norm((loss.u * reach)[places])
+    return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
+
+
+def measure_kink(loss: Loss, position: int, where: Any, scale: Array) -> float | None:
+    r"""
+    Return sum \|right - left slope\| over the outputs if there is a kink, else None.
+
+    A kink within 2^-18 of the scale counts: the last three steps of `_KINK_STEPS` are longer.
+    """
+    base = np.asarray(loss.args[position])
+    x = flat(base)[where]
+    sizes: list[float] = []
+    for step in _KINK_STEPS:
+        plus = (x + step * scale).astype(base.dtype).astype(np.float64)
+        minus = x - (plus - x)
+        taken = norm((plus - x) / np.max(np.abs(scale)))
+        if taken == 0:
+            break
+        taken /= norm(scale / np.max(np.abs(scale)))
+        ends = [loss.output(position, where, end) for end in (plus, minus)]
+        terms = loss.u * (ends[0] + ends[1] - 2 * loss.y)
+        largest = np.max(np.abs(loss.u * np.array([*ends, loss.y])), axis=0)
+        bend = float(np.sum(np.abs(terms))) / taken
+        slope = float(np.sum(np.abs(loss.u * (ends[0] - ends[1])))) / (2 * taken)
+        moved = terms != 0
+        # Four roundings of the outputs that moved, and 0.4 % of the slope.
+        rounding = 4 * unit_roundoff(loss.dtype) * float(np.sum(largest[moved])) / taken
+        if not np.isfinite(bend) or bend <= rounding or bend <= 2.0**-8 * slope:
+            sizes.clear()
+            continue
+        sizes.append(bend)
+        if len(sizes) >= 3:
+            recent = sizes[-3:]
+            if max(recent) <= _STAYS * min(recent):
+                return max(recent)
+    return None

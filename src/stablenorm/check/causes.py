@@ -1,5 +1,5 @@
 """
-Which term of a wrong gradient is wrong: by trying the usual mistakes, and by regression.
+Name the mistake in a wrong gradient: by trying the usual ones, and by regression.
 
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
 does. dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with coefficients
@@ -10,16 +10,14 @@ themselves. What is left are coefficients that are none of these: the regression
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
-from stablenorm.check._changes import CHANGES, STATISTICS, Change, Facts
-from stablenorm.check._expected import Case, Expected, dx_terms, excess, row_mean
-from stablenorm.check._program import Judged
+from stablenorm._types import Array, bfloat16
+from stablenorm.check.closed_form import Case, Expected, Judged, dx_terms, excess, row_mean
 
 # Isolated elements that are told one by one; more of them are a pattern of their own.
 _ELEMENTS = 2
@@ -28,6 +26,106 @@ _FEW = 4
 _SINGLE = 2.0**-24
 # Below it, three coefficients have nothing left to be contradicted by.
 _SMALLEST_N = 5
+
+
+class Cause(NamedTuple):
+    """What is wrong, in words with {} for the outputs in which it is."""
+
+    words: str
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Give the sentence."""
+        return self.words.replace("{}", " and ".join(self.outputs))
+
+
+Causes = tuple[Cause, ...]
+
+
+class Facts(NamedTuple):
+    """What a change may be made of; var, rstd and mean are (rows, 1)."""
+
+    var: Array
+    eps: float
+    n: int
+    rstd: Array
+    mean: Array
+
+
+class Change(NamedTuple):
+    """
+    One departure from the formula: of which kind, in words, and what stands in the place.
+
+    By kind, `make` gives rstd, the mean of x, a further factor of dx, or the number of times that
+    the term is subtracted, from `Facts` or as it is; for gamma, it names the place.
+    """
+
+    kind: str
+    words: str
+    make: Any
+
+    def value(self, facts: Facts) -> Any:
+        """Return what it puts in the place."""
+        return self.make(facts) if callable(self.make) else self.make
+
+
+_NARROW = (("float32", np.float32), ("bfloat16", bfloat16), ("float16", np.float16))
+
+
+def _narrow(field: str, dtype: Any) -> Callable[[Facts], Array]:
+    def make(facts: Facts) -> Array:
+        rounded: Array = getattr(facts, field).astype(dtype).astype(np.float64)
+        return rounded
+
+    return make
+
+
+def _statistics() -> list[Change]:
+    biased = "the variance is divided by n - 1 in {}"
+    rstd = [
+        (biased, lambda f: (f.var * f.n / (f.n - 1) + f.eps) ** -0.5),
+        (biased, lambda f: ((f.var + f.eps) * f.n / (f.n - 1)) ** -0.5),
+        ("eps is missing from rstd in {}", lambda f: f.var**-0.5),
+        ("rstd is 1 / (sqrt(var) + eps) in {}", lambda f: 1 / (f.var**0.5 + f.eps)),
+        ("eps was applied twice in {}", lambda f: (f.var + 2 * f.eps) ** -0.5),
+        ("eps is squared in rstd in {}", lambda f: (f.var + f.eps * f.eps) ** -0.5),
+        ("rstd is squared in {}", lambda f: f.rstd * f.rstd),
+        ("rstd is the standard deviation itself in {}", lambda f: 1 / f.rstd),
+    ]
+    found = [Change("rstd", words, make) for words, make in rstd]
+    for name, dtype in _NARROW:
+        found.append(Change("rstd", f"rstd is kept in {name} in {{}}", _narrow("rstd", dtype)))
+        found.append(Change("mean", f"the mean is kept in {name} in {{}}", _narrow("mean", dtype)))
+    return [*found, Change("mean", "the mean of x is missing from xhat in {}", 0.0)]
+
+
+def _terms() -> list[Change]:
+    found = []
+    for place, what in enumerate(("the mean of g", "the xhat term")):
+        times = [
+            ("is missing from {}", 0.0),
+            ("is subtracted twice in {}", 2.0),
+            ("is added, not subtracted in {}", -1.0),
+            ("is divided by n - 1 in {}", lambda f: f.n / (f.n - 1)),
+            ("is not divided by n in {}", lambda f: f.n),
+        ]
+        found += [Change(f"term {place}", f"{what} {words}", make) for words, make in times]
+    return found
+
+
+STATISTICS: tuple[Change, ...] = tuple(_statistics())
+CHANGES: tuple[Change, ...] = (
+    *STATISTICS,
+    *_terms(),
+    Change("factor", "rstd is missing from {}", lambda f: 1 / f.rstd),
+    Change("factor", "rstd is applied twice in {}", lambda f: f.rstd),
+    Change("factor", "{} has the wrong sign", -1.0),
+    Change("factor", "{} is divided by n", lambda f: 1 / f.n),
+    Change("factor", "{} is multiplied by n", lambda f: f.n),
+    Change("gamma", "gamma is applied twice in {}", "twice"),
+    Change("gamma", "gamma is not applied in {}", "never"),
+    Change("gamma", "gamma is applied after the projection in {}", "after"),
+)
 
 
 class _Ingredients(NamedTuple):
@@ -93,32 +191,24 @@ class Evidence:
 
 def diagnose(case: Case, judged: dict[str, Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
-    said: list[str] = []
+    found: dict[str, tuple[str, ...]] = {}
     for name, each in judged.items():
         evidence = Evidence(case, each.u)
         if name == "dx":
-            said += diagnose_dx(evidence, each.actual)
+            causes = diagnose_dx(evidence, each.actual)
         else:
-            said += diagnose_parameter(evidence, name, each.actual)
-    return tuple(_merged(said))
-
-
-def _merged(said: list[str]) -> list[str]:
-    """Say once what holds for dx and for dgamma."""
-    merged: list[str] = []
-    for sentence in dict.fromkeys(said):
-        twin = sentence.removesuffix(" in dgamma") + " in dx"
-        if sentence.endswith(" in dgamma") and twin in merged:
-            merged[merged.index(twin)] = f"{twin} and dgamma"
-        else:
-            merged.append(sentence)
-    return merged
+            causes = diagnose_parameter(evidence, name, each.actual)
+        for words, outputs in causes:
+            # What can be said of several outputs is said once: "... in dx and dgamma".
+            key = words if words.endswith(" in {}") else str(Cause(words, outputs))
+            found[key] = (*found.get(key, ()), *outputs)
+    return tuple(str(Cause(*item)) for item in found.items())
 
 
 def diagnose_y(case: Case, judged: Judged) -> tuple[str, ...]:
     """Name what is wrong with y, where it is the statistics."""
     evidence = Evidence(case, judged.u)
-    names = []
+    names: list[Causes] = []
     for change in STATISTICS:
         made = evidence.ingredients((change,))
         with np.errstate(all="ignore"):
@@ -126,11 +216,11 @@ def diagnose_y(case: Case, judged: Judged) -> tuple[str, ...]:
             stretch = float(np.max(np.abs(made.factor), initial=1.0))
             wrong = excess(judged.actual, value, 2 * stretch * judged.bounds.plain) > 1
         if not wrong.any():
-            names.append((f"{change.words} in the forward",))
-    return _only(list(dict.fromkeys(names)))
+            names.append((Cause(change.words, ("the forward",)),))
+    return tuple(str(cause) for cause in _only(names))
 
 
-def diagnose_dx(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+def diagnose_dx(evidence: Evidence, actual: Array) -> Causes:
     """Name what is wrong with dx, (rows, n) in float64; nothing if that is not sure."""
     # With one element to a row, dx is 0, whatever the formula.
     if not np.isfinite(actual).all() or evidence.n < 2:
@@ -145,12 +235,12 @@ def diagnose_dx(evidence: Evidence, actual: Array) -> tuple[str, ...]:
         return _regression(evidence, actual) or _digits(evidence, actual)
     # The simplest; two explanations that are as simple are none.
     simplest = min(explained.values())
-    return _only([names for names, causes in explained.items() if causes == simplest])
+    return _only([causes for causes, count in explained.items() if count == simplest])
 
 
 def _explanations(
     evidence: Evidence, actual: Array, candidates: Sequence[tuple[Change, ...]]
-) -> dict[tuple[str, ...], int]:
+) -> dict[Causes, int]:
     """Return, in words, the candidates that explain dx, and of how many causes each consists."""
     explained = {}
     few = evidence.few_rows()
@@ -161,18 +251,18 @@ def _explanations(
             continue
         faults = _unexplained(actual, *evidence.dx(chosen), evidence.lead)
         if faults is not None:
-            names = tuple(change.in_dx for change in chosen)
-            explained[(*names, *faults)] = len(chosen) + len(faults)
+            causes = (*(Cause(change.words, ("dx",)) for change in chosen), *faults)
+            explained[causes] = len(causes)
     return explained
 
 
-def _only(names: list[tuple[str, ...]]) -> tuple[str, ...]:
-    return names[0] if len(names) == 1 else ()
+def _only(explanations: list[Causes]) -> Causes:
+    """Return the one explanation there is; two that are as simple are none."""
+    different = list(dict.fromkeys(explanations))
+    return different[0] if len(different) == 1 else ()
 
 
-def _unexplained(
-    actual: Array, value: Array, bound: Array, lead: tuple[int, ...]
-) -> tuple[str, ...] | None:
+def _unexplained(actual: Array, value: Array, bound: Array, lead: tuple[int, ...]) -> Causes | None:
     """Name the few rows and elements that `value` does not explain; None if there are many."""
     # Twice: the bound is the program's own rounding, and the checker has some as well.
     wrong = excess(actual, value, 2 * bound) > 1
@@ -182,54 +272,44 @@ def _unexplained(
     rows, each = np.flatnonzero(wrong.any(axis=1)), wrong.sum(axis=1)
     if wrong.sum() <= _ELEMENTS and wrong.size >= 8 * _ELEMENTS:
         return tuple(
-            _element(
-                tuple(int(i) for i in np.unravel_index(place, lead)),
-                actual.flat[place],
-                value.flat[place],
-            )
+            _element("dx", np.unravel_index(place, lead), actual.flat[place], value.flat[place])
             for place in np.flatnonzero(wrong)
         )
     if len(rows) == 1 and len(wrong) >= 3 and each[rows[0]] > wrong.shape[1] / 2:
-        return (_row(int(rows[0]), len(wrong), actual, value),)
+        return (_line("row", int(rows[0]), actual, value),)
     columns = np.flatnonzero(wrong.any(axis=0))
     if len(columns) == 1 and wrong.shape[1] >= 8 and wrong.sum() > len(wrong) / 2:
-        return (_column(int(columns[0]), wrong.shape[1], actual, value),)
+        return (_line("column", int(columns[0]), actual.T, value.T),)
     return None
 
 
-def _element(place: tuple[int, ...], actual: float, value: float) -> str:
-    name = f"element {place} of dx"
-    if actual == 0:
-        return f"{name} is zero"
+def _element(name: str, place: Sequence[Any], actual: float, value: float) -> Cause:
     factor = actual / value if value else np.inf
-    if abs(factor + 1) < 1e-6:
-        return f"{name} has the wrong sign"
+    how = "wrong"
+    if actual == 0:
+        how = "zero"
     # A factor with few digits was meant as such.
-    if np.isfinite(factor) and abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor):
-        return f"{name} is off by a factor of {factor:.4g}"
-    return f"{name} is wrong"
+    elif np.isfinite(factor) and abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor):
+        how = f"off by a factor of {factor:.4g}"
+    about = f"element {tuple(int(i) for i in place)} of {{}}"
+    sign = abs(factor + 1) < 1e-6
+    return Cause(f"{about} has the wrong sign" if sign else f"{about} is {how}", (name,))
 
 
-def _row(row: int, rows: int, actual: Array, value: Array) -> str:
-    name = "the last row of dx" if row == rows - 1 else f"row {row} of dx"
-    return f"{name} is {_how(actual[row], value[row])}"
+def _line(kind: str, place: int, actual: Array, value: Array) -> Cause:
+    """Name the one row (or column, of transposed arrays) that is wrong, and how."""
+    which = f"the last {kind}" if place == len(actual) - 1 else f"{kind} {place}"
+    line, right = actual[place], value[place]
+    factor = float(line @ right) / float(right @ right) if right.any() else 0.0
+    how = "wrong, the others are not"
+    if not line.any():
+        how = "zero"
+    elif np.allclose(line, factor * right, rtol=0, atol=1e-6 * float(np.abs(right).max())):
+        how = f"off by a factor of {factor:.4g}"
+    return Cause(f"{which} of {{}} is {how}", ("dx",))
 
 
-def _column(column: int, columns: int, actual: Array, value: Array) -> str:
-    name = "the last column of dx" if column == columns - 1 else f"column {column} of dx"
-    return f"{name} is {_how(actual[:, column], value[:, column])}"
-
-
-def _how(actual: Array, value: Array) -> str:
-    if not actual.any():
-        return "zero"
-    factor = float(actual @ value) / float(value @ value) if value.any() else 0.0
-    if np.allclose(actual, factor * value, rtol=0, atol=1e-6 * float(np.abs(value).max())):
-        return f"off by a factor of {factor:.4g}"
-    return "wrong, the others are not"
-
-
-def _regression(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+def _regression(evidence: Evidence, actual: Array) -> Causes:
     """Fit the coefficients of the three terms; they are named if they are the same in all rows."""
     if evidence.n < _SMALLEST_N or len(actual) < 2:
         return ()
@@ -248,7 +328,7 @@ def _regression(evidence: Evidence, actual: Array) -> tuple[str, ...]:
     return _named(coefficients)
 
 
-def _digits(evidence: Evidence, actual: Array) -> tuple[str, ...]:
+def _digits(evidence: Evidence, actual: Array) -> Causes:
     """Say how accurate dx is where it is wrong all over, but no more than single precision is."""
     bounds = evidence.expected.bounds_of("dx", np.float64)
     wrong = (excess(actual, bounds.value, 2 * bounds.plain) > 1).any(axis=1)
@@ -257,65 +337,51 @@ def _digits(evidence: Evidence, actual: Array) -> tuple[str, ...]:
     if not 0 < relative <= 4 * _SINGLE or evidence.u >= _SINGLE or np.mean(wrong) < 0.5:
         return ()
     digits = int(-np.log10(relative))
-    return (f"dx is right to {digits} digits, as if something were kept in float32",)
+    words = f"{{}} is right to {digits} digits, as if something were kept in float32"
+    return (Cause(words, ("dx",)),)
 
 
-def _named(coefficients: Array) -> tuple[str, ...]:
+def _named(coefficients: Array) -> Causes:
     """Say which coefficients are not (1, -1, -1)."""
     a, b, c = (float(each) for each in coefficients)
-    ratios = (-b / a, -c / a) if abs(a) > 1e-6 else (np.nan, np.nan)
+    if abs(a) <= 1e-6:
+        return (Cause("g itself is missing from {}", ("dx",)),)
     named = []
-    for what, ratio in zip(("the mean of g", "the xhat term"), ratios, strict=True):
+    for what, ratio in (("the mean of g", -b / a), ("the xhat term", -c / a)):
         if abs(ratio) < 1e-9:
-            named.append(f"{what} is missing from dx")
+            named.append(f"{what} is missing from {{}}")
         elif abs(ratio - 1) > 1e-5:
-            named.append(f"{what} enters dx {ratio:.6g} times, not once")
-    if not np.isfinite(ratios).all():
-        return ("g itself is missing from dx",)
+            named.append(f"{what} enters {{}} {ratio:.6g} times, not once")
     if abs(a - 1) > 1e-5:
-        named.append(f"dx is off by a factor of {a:.6g}")
-    return tuple(named)
+        named.append(f"{{}} is off by a factor of {a:.6g}")
+    return tuple(Cause(words, ("dx",)) for words in named)
 
 
 # ---- dgamma and dbeta ----
 
 
-def diagnose_parameter(evidence: Evidence, name: str, actual: Array) -> tuple[str, ...]:
+def diagnose_parameter(evidence: Evidence, name: str, actual: Array) -> Causes:
     """Name what is wrong with dgamma or dbeta, (n,) in float64; nothing if that is not sure."""
     if not np.isfinite(actual).all():
         return ()
-    names: list[tuple[str, ...]] = []
+    found: list[Causes] = []
     for words, value, slack in _parameter_guesses(evidence, name):
         with np.errstate(all="ignore"):
-            wrong = excess(actual, value, 2 * slack) > 1
-        if not wrong.any():
-            names.append((words,))
-    if not names:
-        names = _parameter_places(evidence, name, actual)
-    if not names:
-        names = _parameter_factor(evidence, name, actual)
-    return _only(list(dict.fromkeys(names)))
-
-
-def _parameter_places(evidence: Evidence, name: str, actual: Array) -> list[tuple[str, ...]]:
-    """Name the one column that is wrong."""
-    bounds = evidence.expected.bounds_of(name, np.float64)
-    wrong = np.flatnonzero(excess(actual, bounds.value, 2 * bounds.plain) > 1)
-    if len(wrong) != 1 or len(actual) < 4:
-        return []
-    place = (int(wrong[0]),)
-    return [(_element(place, actual[place], bounds.value[place]).replace("dx", name),)]
-
-
-def _parameter_factor(evidence: Evidence, name: str, actual: Array) -> list[tuple[str, ...]]:
-    """Name the factor by which all columns are off."""
-    bounds = evidence.expected.bounds_of(name, np.float64)
+            if not (excess(actual, value, 2 * slack) > 1).any():
+                found.append((Cause(words, (name,)),))
+    if found:
+        return _only(found)
+    value, bound = evidence.expected.bounds_of(name, np.float64)[:2]
+    wrong = np.flatnonzero(excess(actual, value, 2 * bound) > 1)
+    if len(wrong) == 1 and len(actual) >= 4:
+        return (_element(name, list(wrong), actual[wrong[0]], value[wrong[0]]),)
     # Fewer columns than that can be on a line by chance.
-    if len(actual) < _SMALLEST_N or not bounds.value.any():
-        return []
-    factor = float(actual @ bounds.value) / float(bounds.value @ bounds.value)
-    wrong = excess(actual, factor * bounds.value, 4 * max(1.0, abs(factor)) * bounds.plain) > 1
-    return [] if wrong.any() else [(f"{name} is off by a factor of {factor:.10g}",)]
+    if len(actual) < _SMALLEST_N or not value.any():
+        return ()
+    factor = float(actual @ value) / float(value @ value)
+    if (excess(actual, factor * value, 4 * max(1.0, abs(factor)) * bound) > 1).any():
+        return ()
+    return (Cause(f"{{}} is off by a factor of {factor:.10g}", (name,)),)
 
 
 def _parameter_guesses(evidence: Evidence, name: str) -> Iterator[tuple[str, Array, Array]]:
@@ -326,19 +392,19 @@ def _parameter_guesses(evidence: Evidence, name: str) -> Iterator[tuple[str, Arr
     own = terms[name]
     slack = expected.bounds_of(name, np.float64).plain
     total = own.sum(axis=0)
-    yield f"{name} is zero", 0 * total, 0 * total
-    yield f"{name} has the wrong sign", -total, slack
+    yield "{} is zero", 0 * total, 0 * total
+    yield "{} has the wrong sign", -total, slack
     if rows > 1:
-        yield f"{name} is averaged over the rows, not summed", total / rows, slack
-    yield f"{name} contains gamma", expected.gamma * total, np.abs(expected.gamma) * slack
-    yield f"{name} is divided by n", total / evidence.n, slack
+        yield "{} is averaged over the rows, not summed", total / rows, slack
+    yield "{} contains gamma", expected.gamma * total, np.abs(expected.gamma) * slack
+    yield "{} is divided by n", total / evidence.n, slack
     other = "dbeta" if name == "dgamma" else "dgamma"
     swapped = expected.bounds_of(other, np.float64)
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
         yield from _dgamma_guesses(evidence, slack)
     if rows >= 2:
-        yield from _row_guesses(name, own, slack)
+        yield from _row_guesses(own, slack)
 
 
 def _dgamma_guesses(evidence: Evidence, slack: Array) -> Iterator[tuple[str, Array, Array]]:
@@ -350,24 +416,24 @@ def _dgamma_guesses(evidence: Evidence, slack: Array) -> Iterator[tuple[str, Arr
         summed: Array = np.sum(dy * a, axis=0)
         return summed
 
-    yield "dgamma lacks rstd", of(evidence.centered), slack * largest
-    yield "dgamma is made of x, not of xhat", of(x), slack * float(np.max(np.abs(x)) + largest)
+    yield "{} lacks rstd", of(evidence.centered), slack * largest
+    yield "{} is made of x, not of xhat", of(x), slack * float(np.max(np.abs(x)) + largest)
     y = expected.gamma * stats.xhat + expected.beta
-    yield "dgamma is made of y, not of xhat", of(y), slack * float(1 + np.max(np.abs(y)))
-    yield "dgamma has rstd twice", of(stats.xhat / stats.s), slack / float(np.min(stats.s))
+    yield "{} is made of y, not of xhat", of(y), slack * float(1 + np.max(np.abs(y)))
+    yield "{} has rstd twice", of(stats.xhat / stats.s), slack / float(np.min(stats.s))
     for change in STATISTICS:
         made = evidence.ingredients((change,))
         stretch = float(np.max(np.abs(made.factor), initial=1.0))
         with np.errstate(all="ignore"):
-            yield f"{change.words} in dgamma", of(made.xhat), slack * stretch
+            yield change.words, of(made.xhat), slack * stretch
 
 
-def _row_guesses(name: str, own: Array, slack: Array) -> Iterator[tuple[str, Array, Array]]:
+def _row_guesses(own: Array, slack: Array) -> Iterator[tuple[str, Array, Array]]:
     total, last = own.sum(axis=0), len(own) - 1
     for row, terms in enumerate(own):
         which = "the last row" if row == last else f"row {row}"
-        yield f"{which} is not accumulated in {name}", total - terms, slack
-        yield f"{which} is accumulated twice in {name}", total + terms, slack
+        yield f"{which} is not accumulated in {{}}", total - terms, slack
+        yield f"{which} is accumulated twice in {{}}", total + terms, slack
     if len(own) > 2:
-        yield f"{name} is that of the first row alone", own[0], slack
-        yield f"{name} is that of the last row alone", own[-1], slack
+        yield "{} is that of the first row alone", own[0], slack
+        yield "{} is that of the last row alone", own[-1], slack

@@ -1,0 +1,486 @@
+"""
+What every forward and backward owes its caller, whatever it computes: the contract.
+
+Inputs are left alone, the same call gives the same bits, the backward is linear in dy, and the
+layout of an array in memory does not change what is in it. Each is one `Finding`, whose message
+is one line, also where the functions raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from stablenorm._types import Array
+from stablenorm.check.compare import rounding_bound
+from stablenorm.check.operation import FaultError, Loss, digits, draw, unit_roundoff
+from stablenorm.check.report import Finding
+
+_LAYER = "contract"
+# Two more runs of each: a race shows seldom, but what draws random numbers shows at once.
+_RUNS = 2
+# How deep a cache is searched for arrays: a cache of a layer in a block in a model.
+_DEPTH = 4
+# Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
+_FACTORS = (3, 5, 7, 11)
+# frexp's exponents of the smallest and the largest normal number.
+_RANGE = {"float16": (-13, 16), "bfloat16": (-125, 128), "float32": (-125, 128)}
+
+# Verdict and message.
+Outcome = tuple[str, str]
+# What is compared: name, actual, expected, and how far they may be apart.
+Part = tuple[str, Array, Array, Array]
+# Named arrays, and a call that must leave them alone.
+Call = tuple[list[tuple[str, Array]], Callable[[], Any]]
+_FINE: Outcome = ("PASS", "")
+
+
+class Subject:
+    """What the contract is checked on: the operation, where, and the gradients fit to be compared."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        names: list[str],
+        gradients: list[Array | None],
+        rng: np.random.Generator,
+    ):
+        self.loss, self.names, self.rng = loss, names, rng
+        pairs = zip(names, gradients, strict=True)
+        self.gradients = {name: gradient for name, gradient in pairs if gradient is not None}
+
+    @property
+    def dy(self) -> Array:
+        """A new array each time."""
+        return self.loss.cotangent()
+
+    def arguments(self) -> dict[str, Array]:
+        """Return copies of the arguments that are there."""
+        pairs = zip(self.names, self.loss.args, strict=True)
+        return {name: array.copy() for name, array in pairs if array is not None}
+
+    def forward(self, arguments: dict[str, Array] | None = None) -> tuple[Array, Any]:
+        """Call the forward, on copies unless arguments are given."""
+        arguments = self.arguments() if arguments is None else arguments
+        return self.loss.operation.forward([arguments.get(name) for name in self.names])
+
+    def pull(self, dy: Array, cache: Any) -> dict[str, Array]:
+        """Return copies of the gradients: a backward may fill a buffer of its own again."""
+        return {name: gradient.copy() for name, gradient in self.pull_as_is(dy, cache).items()}
+
+    def pull_as_is(self, dy: Array, cache: Any) -> dict[str, Array]:
+        """Return the gradients; FaultError if they are not of the form of the first ones."""
+        returned = self.loss.operation.gradients(dy, cache, self.loss.args)
+        gradients = {}
+        for name, now in zip(self.names, returned, strict=True):
+            # What was not fit to be compared the first time is not looked at again.
+            first = self.gradients.get(name)
+            if first is None:
+                continue
+            if now is None or np.shape(now) != first.shape:
+                got = "None" if now is None else f"shape {np.shape(now)}"
+                msg = f"the gradient of {name} had shape {first.shape}, then came {got}"
+                raise FaultError(msg)
+            gradients[name] = np.asarray(now)
+        return gradients
+
+    def parts(self, actual: dict[str, Array], expected: dict[str, Array]) -> list[Part]:
+        """Pair gradients with what they must be, and with what rounding may do to them."""
+        return [
+            (f"the gradient of {name}", actual[name], e, _gradient_bound(e, self.loss))
+            for name, e in expected.items()
+        ]
+
+    @cached_property
+    def departures(self) -> dict[str, list[Array]]:
+        """
+        How far multiples of dy are from giving multiples of the gradients, divided by the factor.
+
+        A backward is linear in dy but for its rounding errors, and these do not show in the size
+        of a gradient whose terms cancel (that of a softmax near 0 and 1, say).
+        """
+        cache = self.forward()[1]
+        first = self.pull(self.dy, cache)
+        found: dict[str, list[Array]] = {name: [] for name in first}
+        for factor in _FACTORS:
+            dy = (self.dy.astype(np.float64) * factor).astype(self.loss.dtype)
+            for name, gradient in self.pull(dy, cache).items():
+                apart = gradient.astype(np.float64) / factor - first[name].astype(np.float64)
+                found[name].append(np.where(np.isfinite(apart), apart, 0.0))
+        return found
+
+    def roundings(self, name: str) -> Array | None:
+        """
+        Return the rounding errors of a gradient, flat; None where the backward breaks down.
+
+        The root mean square along the last axis: a single element may be lucky.
+        """
+        try:
+            departures = np.array(self.departures[name])
+        except FaultError:
+            # Found, and said, by the contract.
+            return None
+        shape = departures.shape[1:] or (1,)
+        squares = np.mean(np.square(departures), axis=0).reshape(shape)
+        rms = np.sqrt(np.mean(squares, axis=-1, keepdims=True))
+        return np.broadcast_to(rms, shape).reshape(-1)
+
+
+def check_contract(subject: Subject, *, backward: bool = True) -> list[Finding]:
+    """Go through the contract, the derivatives aside; without `backward`, half of it."""
+    checks: list[tuple[str, Callable[[Subject], Outcome]]] = [
+        ("the forward leaves its arguments alone", _forward_leaves_alone),
+        ("the forward is deterministic", _forward_repeats),
+    ]
+    if backward:
+        checks += [
+            ("the backward leaves dy, the cache and the arguments alone", _backward_leaves_alone),
+            ("the results share no memory with the inputs", _shares_nothing),
+            ("the backward is deterministic, and a cache can be used twice", _backward_repeats),
+            ("the gradients have the dtypes of the arguments", _dtypes),
+            ("dy = 0 gives gradients of exactly 0", _zero),
+            ("2^k dy gives 2^k times the gradients", _homogeneous),
+            ("the backward is additive in dy", _additive),
+            ("views of the inputs give the same results", _layouts),
+        ]
+    found = []
+    for name, check in checks:
+        try:
+            verdict, message = check(subject)
+        except FaultError as fault:
+            verdict, message = "FAIL", str(fault)
+        found.append(Finding(_LAYER, name, verdict, message))  # type: ignore[arg-type]
+    return found
+
+
+# ---- inputs are left alone ----
+
+
+def arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
+    """Yield the arrays in a cache: in tuples, lists, dicts and the attributes of objects."""
+    if isinstance(thing, np.ndarray):
+        yield thing
+        return
+    if depth == 0 or isinstance(thing, (str, bytes, type)):
+        return
+    parts: Iterable[Any] = thing if isinstance(thing, (tuple, list)) else ()
+    if isinstance(thing, dict):
+        parts = thing.values()
+    elif is_dataclass(thing):
+        parts = [getattr(thing, field.name, None) for field in fields(thing)]
+    elif hasattr(thing, "__dict__"):
+        parts = vars(thing).values()
+    for part in list(parts):
+        yield from arrays_in(part, depth - 1)
+
+
+@contextmanager
+def _frozen(arrays: list[Array]) -> Iterator[None]:
+    """Make arrays read-only for a while: a cache may hold buffers that live on."""
+    changed = [a for a in arrays if a.flags.writeable]
+    for array in changed:
+        array.flags.writeable = False
+    try:
+        yield
+    finally:
+        # Owners first: a view can only be written to if they can.
+        for array in sorted(changed, key=lambda a: a.base is not None):
+            with suppress(ValueError):
+                array.flags.writeable = True
+
+
+def _left_alone(make: Callable[[], Call]) -> Outcome:
+    """Call what `make` gives twice: as it is, then with its arrays read-only."""
+    arrays, call = make()
+    before = [array.tobytes() for _, array in arrays]
+    call()
+    pairs = zip(arrays, before, strict=True)
+    changed = dict.fromkeys(name for (name, array), old in pairs if array.tobytes() != old)
+    if changed:
+        return "FAIL", f"modifies {', '.join(changed)}"
+    arrays, call = make()
+    try:
+        with _frozen([array for _, array in arrays]):
+            call()
+    except FaultError as fault:
+        if not fault.raised:
+            raise
+        # Cython refuses the buffer before it has looked at it: that is no writing.
+        verdict = "NOTE" if "buffer source array" in str(fault) else "FAIL"
+        return verdict, f"with read-only inputs, {fault}"
+    return _FINE
+
+
+def _forward_leaves_alone(subject: Subject) -> Outcome:
+    def make() -> Call:
+        arguments = subject.arguments()
+        return list(arguments.items()), lambda: subject.forward(arguments)
+
+    verdict, message = _left_alone(make)
+    return verdict, message.replace("modifies", "forward modifies", 1)
+
+
+def _backward_leaves_alone(subject: Subject) -> Outcome:
+    def make() -> Call:
+        arguments, dy = subject.arguments(), subject.dy
+        cache = subject.forward(arguments)[1]
+        held = [("the cache", array) for array in arrays_in(cache)]
+        arrays = [("dy", dy), *arguments.items(), *held]
+        return arrays, lambda: subject.loss.operation.backward(dy, cache)
+
+    verdict, message = _left_alone(make)
+    return verdict, message.replace("modifies", "backward modifies", 1)
+
+
+def _shares_nothing(subject: Subject) -> Outcome:
+    arguments, dy = subject.arguments(), subject.dy
+    y, cache = subject.forward(arguments)
+    gradients = subject.pull_as_is(dy, cache).items()
+    results = [("y", y), *((f"the gradient of {name}", g) for name, g in gradients)]
+    others = [*arguments.items(), ("dy", dy), *results]
+    shared = [
+        f"{name} with {other}"
+        for place, (name, result) in enumerate(results)
+        for other, array in others[: len(arguments) + 1 + place]
+        if result.size and np.may_share_memory(result, array)
+    ]
+    return ("NOTE", f"shared: {', '.join(shared)}") if shared else _FINE
+
+
+# ---- the same call, the same bits ----
+
+
+def _forward_repeats(subject: Subject) -> Outcome:
+    first, bound = subject.loss.y_as_returned, _y_bound(subject)
+    runs = [subject.forward()[0].copy() for _ in range(_RUNS)]
+    return _compared([("y", y, first, bound) for y in runs])
+
+
+def _backward_repeats(subject: Subject) -> Outcome:
+    cache = subject.forward()[1]
+    first, *again = (subject.pull(subject.dy, cache) for _ in range(1 + _RUNS))
+    return _compared([part for other in again for part in subject.parts(other, first)])
+
+
+# ---- gradients, and their linearity in dy ----
+
+
+def _dtypes(subject: Subject) -> Outcome:
+    other = [
+        f"{name}: {array.dtype}, its gradient {subject.gradients[name].dtype}"
+        for name, array in subject.arguments().items()
+        if name in subject.gradients and array.dtype != subject.gradients[name].dtype
+    ]
+    return ("NOTE", "; ".join(other)) if other else _FINE
+
+
+def _zero(subject: Subject) -> Outcome:
+    gradients = subject.pull(np.zeros_like(subject.dy), subject.forward()[1])
+    wrong = [
+        f"that of {name} has {float(np.max(np.abs(gradient.astype(np.float64)))):.3g}"
+        for name, gradient in gradients.items()
+        if not (gradient == 0).all()
+    ]
+    return ("FAIL", "; ".join(wrong)) if wrong else _FINE
+
+
+def _homogeneous(subject: Subject) -> Outcome:
+    cache = subject.forward()[1]
+    first = subject.pull(subject.dy, cache)
+    parts = []
+    # By 4, up and down: no dtype overflows where gradients are usual.
+    for power in (2, -2):
+        dy = np.ldexp(subject.dy.astype(np.float64), power).astype(subject.loss.dtype)
+        scaled = subject.pull(dy, cache)
+        for name, actual, given, bound in subject.parts(scaled, first):
+            # What comes near the ends of the dtype's range is not scaled exactly.
+            good = _ordinary(given, power)
+            expected = np.ldexp(given.astype(np.float64), power)[good]
+            part = actual.astype(np.float64)[good], expected
+            parts.append((name, *part, np.ldexp(bound, power)[good.reshape(-1)]))
+    return _compared(parts)
+
+
+def _ordinary(gradient: Array, power: int) -> Array:
+    """Tell which elements stay normal numbers, or 0, when multiplied by 2^power."""
+    exponent = np.frexp(gradient.astype(np.float64))[1] + power
+    low, high = _RANGE.get(gradient.dtype.name, (-1021, 1024))
+    sure = (exponent > low + 2) & (exponent < high) & np.isfinite(gradient)
+    return np.asarray(sure | (gradient == 0))
+
+
+def _additive(subject: Subject) -> Outcome:
+    cache, loss = subject.forward()[1], subject.loss
+    other = draw(loss.y.size, subject.rng).reshape(loss.shape)
+    both = (subject.dy.astype(np.float64) + other).astype(loss.dtype)
+    first, second, sums = (
+        subject.pull(dy, cache) for dy in (subject.dy, other.astype(loss.dtype), both)
+    )
+    parts = []
+    for name, a in first.items():
+        # What cancels in the gradient leaves rounding errors that do not show in its size. Two
+        # multiples: the largest of all elements needs no more.
+        noise = max(float(np.max(np.abs(d), initial=0.0)) for d in subject.departures[name][:2])
+        b, total = second[name], sums[name].astype(np.float64)
+        bound = sum(_gradient_bound(part, loss) for part in (a, b, sums[name])) + 16 * noise
+        expected = a.astype(np.float64) + b.astype(np.float64)
+        parts.append((f"the gradient of {name}", total, expected, np.asarray(bound)))
+    verdict, message = _compared(parts)
+    # Three results, each rounded: equal bits are not to be had.
+    return _FINE if verdict == "NOTE" else (verdict, message)
+
+
+# ---- layouts ----
+
+
+def _strided(a: Array) -> Array:
+    wide = np.zeros((*a.shape[:-1], 2 * a.shape[-1]), a.dtype) if a.ndim else np.zeros(2, a.dtype)
+    view = wide[..., ::2] if a.ndim else wide[0:1].reshape(())
+    view[...] = a
+    return view
+
+
+def _reversed(a: Array) -> Array:
+    flip = (slice(None, None, -1),) * a.ndim
+    return np.ascontiguousarray(a[flip])[flip] if a.ndim else a.copy()
+
+
+def _fortran(a: Array) -> Array:
+    return np.array(a, order="F")
+
+
+def _offset(a: Array) -> Array:
+    room = np.zeros(a.size + 1, a.dtype)
+    view = room[1:].reshape(a.shape)
+    view[...] = a
+    return view
+
+
+LAYOUTS: dict[str, Callable[[Array], Array]] = {
+    "strided": _strided,
+    "reversed": _reversed,
+    "Fortran-ordered": _fortran,
+    "offset": _offset,
+}
+
+
+def _layouts(subject: Subject) -> Outcome:
+    y, cache = subject.forward()
+    expected = {"y": y.copy(), **subject.pull(subject.dy, cache)}
+    bounds = _dither(subject, expected)
+    names = ["dy", *subject.arguments()]
+    notes = []
+    for layout, change in LAYOUTS.items():
+        verdict, message = _in_layout(subject, names, change, expected, bounds)
+        if verdict == "PASS":
+            continue
+        # Which of them: each alone.
+        alone = ((name, _in_layout(subject, [name], change, expected, bounds)) for name in names)
+        which = next(((name, text) for name, (one, text) in alone if one == verdict), None)
+        name, text = which or ("inputs", message)
+        if verdict == "FAIL":
+            return verdict, f"{layout} {name}: {text}"
+        notes.append(f"{layout} {name}: {text}")
+    return ("NOTE", "; ".join(notes)) if notes else _FINE
+
+
+def _in_layout(
+    subject: Subject,
+    which: list[str],
+    change: Callable[[Array], Array],
+    expected: dict[str, Array],
+    bounds: dict[str, Array],
+) -> Outcome:
+    """Run with the chosen inputs in another layout, and compare."""
+    inputs = {"dy": subject.dy, **subject.arguments()}
+    inputs |= {name: change(inputs[name]) for name in which}
+    dy = inputs.pop("dy")
+    try:
+        y, cache = subject.forward(inputs)
+        gradients = subject.pull(dy, cache)
+    except FaultError as fault:
+        # To refuse a layout is a limit, not a wrong result.
+        if fault.raised:
+            return "NOTE", str(fault)
+        raise
+    parts = [("y", y, expected["y"], _y_bound(subject) + bounds["y"])]
+    parts += [
+        (label, actual, e, bound + bounds[name])
+        for name, (label, actual, e, bound) in zip(
+            gradients,
+            subject.parts(gradients, {name: expected[name] for name in gradients}),
+            strict=True,
+        )
+    ]
+    return _compared(parts)
+
+
+def _dither(subject: Subject, expected: dict[str, Array]) -> dict[str, Array]:
+    """
+    Bound what another order of summation may do: n times what an ulp in every input does.
+
+    A layout makes NumPy sum in another order, whose error is that of moving each term by up to n
+    roundings, n the length of the sum.
+    """
+    terms = max([16, *(n for a in subject.arguments().values() for n in a.shape)])
+    largest = dict.fromkeys(expected, 0.0)
+    for _ in range(2):
+        moved = {}
+        for name, a in subject.arguments().items():
+            ulps = subject.rng.choice([-1.0, 1.0], size=a.shape) * 2.0 ** (1 - digits(a.dtype))
+            moved[name] = (a.astype(np.float64) * (1 + ulps)).astype(a.dtype)
+        y, cache = subject.forward(moved)
+        for name, now in {"y": y, **subject.pull(subject.dy, cache)}.items():
+            apart = np.abs(now.astype(np.float64) - expected[name].astype(np.float64))
+            # Of the whole array: one draw of an element may be small by chance.
+            largest[name] = max(largest[name], 2 * terms * float(np.max(apart, initial=0.0)))
+    # What is not finite knows no rounding: it is compared as it is.
+    return {n: np.asarray(b if np.isfinite(b) else 0.0) for n, b in largest.items()}
+
+
+# ---- how two results of the same thing are compared ----
+
+
+def _same(a: Array, b: Array) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def _excess(actual: Array, expected: Array, bound: Array) -> float:
+    """Return the largest difference in units of `bound`, flat; NaN where only one is NaN."""
+    a, b = (v.astype(np.float64).reshape(-1) for v in (actual, expected))
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))
+    return float(np.max(np.where(alike, 0.0, np.abs(a - b) / bound), initial=0.0))
+
+
+def _compared(parts: Iterable[Part]) -> Outcome:
+    """Compare (name, actual, expected, bound) each: bits, then within rounding, then not at all."""
+    note = ""
+    for name, actual, expected, bound in parts:
+        if _same(actual, expected):
+            continue
+        if actual.shape != expected.shape:
+            return "FAIL", f"{name} has shape {expected.shape}, then {actual.shape}"
+        excess = _excess(actual, expected, bound)
+        if not excess <= 1:
+            return "FAIL", f"{name} differs by {excess:.2g} times what rounding explains"
+        if excess > 0:
+            note = note or f"{name} differs in its last bits"
+    return ("NOTE", note) if note else ("PASS", "")
+
+
+def _y_bound(subject: Subject) -> Array:
+    """Bound what another order of summation does to y."""
+    y, u = subject.loss.y, unit_roundoff(subject.loss.dtype)
+    largest = np.max(np.abs(y), initial=0.0)
+    return np.full(y.size, 16 * u * np.sqrt(max(y.size, 1)) * largest) + 2.0**-1074
+
+
+def _gradient_bound(gradient: Array, loss: Loss) -> Array:
+    # The RMS of all of it: a row whose terms cancel has their rounding errors all the same.
+    whole = rounding_bound(gradient.reshape(-1), loss)
+    return np.maximum(rounding_bound(gradient, loss), np.max(whole, initial=0.0)) + 2.0**-1074

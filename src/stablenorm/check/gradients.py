@@ -1,0 +1,444 @@
+"""`check_gradients`: any hand-written operation, argument by argument."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from stablenorm._types import Array, check_dtype
+from stablenorm.check.compare import Comparer, Task, compare, judge, kinks, sample
+from stablenorm.check.contract import Subject, check_contract
+from stablenorm.check.operation import (
+    Backward,
+    FaultError,
+    Forward,
+    Loss,
+    Operation,
+    powers_of_two,
+)
+from stablenorm.check.report import ArgumentResult, Finding, GradientReport
+
+Progress = Callable[[int, int], object]
+
+
+def check_gradients(
+    forward: Forward,
+    backward: Backward,
+    args: Sequence[Any],
+    *,
+    names: Sequence[str] | None = None,
+    scales: Sequence[Any] | None = None,
+    rng: Any = None,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
+) -> GradientReport:
+    r"""
+    Compare the gradients that `backward` returns with finite differences of `forward`.
+
+    There is no tolerance to choose. Every numeric derivative comes with an estimate of its own
+    error, made of the disagreement within a Richardson tableau and of the measured rounding noise
+    of the forward, and an element is accepted iff
+
+        \|actual - numeric\| <= bound_numeric + bound_actual
+
+    where `bound_actual` is what the dtype of the returned gradient explains (see Notes).
+
+    Parameters
+    ----------
+    forward : callable
+        ``forward(*args) -> (y, cache)``. `y` is one floating array (or scalar). It is called at
+        and near `args`, and with complex arguments: what it raises or warns of there is not
+        passed on.
+    backward : callable
+        ``backward(dy, cache) -> gradients``, a tuple, NamedTuple or list in the order of `args`,
+        each of the shape of its argument and of any floating dtype; None: not checked. `dy` has
+        the shape and dtype of `y`.
+    args : sequence of array or None
+        Where to check: float16, bfloat16, float32 or float64, finite. None is passed on, and its
+        gradient is not looked at. Not modified: `forward` gets copies. To check a float32
+        backward finely, give float64 arrays here and let `backward` return float32 gradients.
+    names : sequence of str, optional
+        Names of the arguments in the report. Default: ``args[0]``, ``args[1]``, ...
+    scales : sequence, optional
+        For each argument the length over which the forward changes appreciably: a positive
+        scalar or an array that broadcasts to the argument's shape, or None for the default, the
+        standard deviation along the last axis. Never \|x\|: for a forward that ignores an
+        offset (softmax, every normalization), such a step grows with the offset and soon
+        leaves the neighbourhood.
+    rng : int or numpy.random.Generator, optional
+        For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
+    probes : int, default: 3
+        Random directions, through all elements at once, for arguments that are sampled. The
+        chance that all of three see less than 1 % of an error of rank one is 5e-5.
+    max_elements : int, default: 64
+        An argument of at most this many elements is checked in all of them, a larger one in 12
+        (first, last, ends of blocks, extremes, random) and by probes.
+    progress : callable, optional
+        Called as ``progress(done, total)``, in derivatives.
+
+    Returns
+    -------
+    GradientReport
+        What the functions under test do wrong is in `findings` and never raised. `verdict` is
+
+        - FAIL if an element differs by more than both bounds; if a gradient is missing, has a
+          wrong shape, is not floating or not finite; or if the contract is broken: inputs are
+          modified, results are random, the backward is not linear in dy, or the layout of an
+          input in memory matters;
+        - INCONCLUSIVE if both bounds together exceed 1e-3 of the element and of the RMS of the
+          gradient (16 roundings of its dtype, where that is more); if the secants have no limit;
+          if half the elements or more lie at kinks; if the forward raises; or if nothing could
+          be compared;
+        - PASS otherwise.
+
+    Raises
+    ------
+    TypeError
+        If an argument does not have one of the four floating dtypes.
+    ValueError
+        If `args` is empty or not finite, or `names` or `scales` do not match it.
+
+    See Also
+    --------
+    assert_gradients : The same for a test suite.
+    check_layer_norm : Knows more, for layer normalization.
+
+    Notes
+    -----
+    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` is half an ulp,
+    plus 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is
+    taken along the last axis; plus 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32,
+    whichever is less; plus the measured noise of the forward over the argument's scale; plus 16
+    times the measured departure of the backward from being linear in dy, but at most 256 u RMS. A
+    backward that is less accurate than that fails, even if its formula is right.
+
+    The complex step replaces secants, in all elements of an argument, where the forward takes
+    complex numbers, agrees with every secant, and the error of the complex step is the smaller one;
+    `method` says so. Where left and right secants keep their distance down to 2^-26 of the scale,
+    there is no derivative: such elements are not judged, and a finding of the layer "smoothness"
+    names them. Where secants do not settle, or differ, shorter steps decide. In float32 short steps
+    drown in rounding, and a kink nearby may be taken for a difference: check code with kinks in
+    float64.
+
+    A derivative takes 8 to 16 forward calls and 13 for its complex step, each argument 25 for its
+    noise, the contract 18 forward and 25 backward calls. A layer norm takes 816 forward calls at
+    (4, 8), 663 at (32, 768). 25 times y is kept in float64.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> forward = lambda x: (np.sin(x), x)
+    >>> x = np.linspace(-1.0, 2.0, 8)
+    >>> check_gradients(forward, lambda dy, x: (dy * np.cos(x),), [x], rng=0).verdict
+    'PASS'
+    >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
+    'FAIL'
+    """
+    operation = Operation(forward, backward)
+    rng = np.random.default_rng(rng)
+    report = check_operation(operation, args, names, scales, rng, probes, max_elements, progress)
+    return with_shapes(report, operation)
+
+
+def assert_gradients(
+    forward: Forward, backward: Backward, args: Sequence[Any], **options: Any
+) -> None:
+    """
+    Raise unless `check_gradients` says PASS.
+
+    Parameters
+    ----------
+    forward, backward : callable
+        As for `check_gradients`.
+    args : sequence of array or None
+        As for `check_gradients`.
+    **options : Any
+        The other arguments of `check_gradients`.
+
+    Raises
+    ------
+    AssertionError
+        With the text of the report, if the verdict is FAIL or INCONCLUSIVE.
+
+    See Also
+    --------
+    check_gradients : Returns the report instead.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> square = lambda x: (x * x, x)
+    >>> assert_gradients(square, lambda dy, x: (2 * x * dy,), [np.array([1.0, -3.0])])
+    """
+    report = check_gradients(forward, backward, args, **options)
+    if not report.passed:
+        raise AssertionError(str(report))
+
+
+def check_operation(
+    operation: Operation,
+    args: Sequence[Any],
+    names: Sequence[str] | None,
+    scales: Sequence[Any] | None,
+    rng: np.random.Generator,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
+) -> GradientReport:
+    """Check the contract, then every argument."""
+    start = time.perf_counter()
+    arrays = _check_args(args)
+    labels = _check_names(names, len(arrays))
+    spans = _check_scales(scales, arrays)
+    for label, array in zip(labels, arrays, strict=True):
+        if array is not None and not np.isfinite(array).all():
+            msg = f"{label} must be finite to be differentiated, got NaN or infinity"
+            raise ValueError(msg)
+    # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
+    with np.errstate(all="ignore"):
+        try:
+            loss = Loss(operation, arrays, rng)
+            check = _Check(loss, labels, spans, rng, probes, max_elements, progress)
+            results, findings = check.run()
+        except FaultError as fault:
+            verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+            name = "the forward returns (y, cache)"
+            findings = [Finding("contract", name, verdict, str(fault))]  # type: ignore[arg-type]
+            results = _not_checked(labels, "there is nothing to compare with")
+    return GradientReport(
+        tuple(results),
+        operation.forward_calls,
+        findings=tuple(findings),
+        backward_calls=operation.backward_calls,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def with_shapes(report: GradientReport, operation: Operation) -> GradientReport:
+    """Fail gradients with axes of length 1 too many or too few, and say how their values are."""
+    arguments = list(report.arguments)
+    for position, shape in operation.reshaped.items():
+        result = arguments[position]
+        values = {"PASS": "right", "FAIL": f"wrong, {result.pattern}"}
+        message = f"shape {shape}, must be {result.shape}; the values are "
+        message += values.get(result.verdict, "not clear")
+        arguments[position] = replace(result, verdict="FAIL", message=message)
+    return replace(report, arguments=tuple(arguments))
+
+
+def _not_checked(labels: list[str], message: str) -> list[ArgumentResult]:
+    return [ArgumentResult(name, "NOT CHECKED", message=message) for name in labels]
+
+
+class _Check:
+    """One check: the loss, and what is asked of it."""
+
+    def __init__(
+        self,
+        loss: Loss,
+        labels: list[str],
+        spans: list[Array | None],
+        rng: np.random.Generator,
+        probes: int,
+        max_elements: int,
+        progress: Progress | None,
+    ):
+        self.loss, self.labels, self.spans, self.rng = loss, labels, spans, rng
+        self.probes, self.max_elements, self.progress = probes, max_elements, progress
+
+    def run(self) -> tuple[list[ArgumentResult], list[Finding]]:
+        """Check the contract, then every argument."""
+        loss, count = self.loss, len(self.labels)
+        # A backward that raises should do so at once.
+        try:
+            gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
+            form = ""
+        except FaultError as fault:
+            gradients, form = [np.empty(0)] * count, str(fault)
+        faults = [form or _fault(a, g) for a, g in zip(loss.args, gradients, strict=True)]
+        sound = [
+            None if fault or a is None or g is None or a.size == 0 else np.array(g)
+            for a, g, fault in zip(loss.args, gradients, faults, strict=True)
+        ]
+        subject = Subject(loss, self.labels, sound, self.rng)
+        findings = check_contract(subject, backward=not form)
+        if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
+            return _not_checked(self.labels, "the forward is not deterministic"), findings
+        tasks = [
+            self._task(i, g, subject.roundings(self.labels[i]))
+            for i, g in enumerate(sound)
+            if g is not None
+        ]
+        total = sum(len(task.where) + task.probes for task in tasks)
+        done = 0
+
+        def step() -> None:
+            nonlocal done
+            done += 1
+            if self.progress is not None:
+                self.progress(done, total)
+
+        compared = {}
+        for task in tasks:
+            comparer = Comparer(task, loss, self.rng)
+            comparisons = compare(comparer, step)
+            compared[task.position] = judge(comparer, comparisons)
+            findings += kinks(task.name, comparisons)
+        results = [
+            compared[i] if i in compared else self._refused(i, gradients[i], fault)
+            for i, fault in enumerate(faults)
+        ]
+        return results, findings + _nearby(loss)
+
+    def _task(self, position: int, gradient: Array, roundings: Array | None) -> Task:
+        """Choose where to compare."""
+        array, span = np.asarray(self.loss.args[position]), np.asarray(self.spans[position])
+        where = sample(array, gradient, self.max_elements, self.rng)
+        probes = self.probes if len(where) < array.size else 0
+        name = self.labels[position]
+        return Task(position, name, array, span, gradient, where, probes, roundings)
+
+    def _refused(self, position: int, gradient: Any, fault: str) -> ArgumentResult:
+        """Say what makes a comparison pointless."""
+        name, array = self.labels[position], self.loss.args[position]
+        if array is None:
+            return ArgumentResult(name, "NOT CHECKED", message="the argument is None")
+        verdict, failing = "FAIL", array.size
+        message = fault
+        if not fault:
+            verdict, failing = "NOT CHECKED", 0
+            message = "backward returned None for it" if array.size else "the argument is empty"
+        elif not _is_nan(gradient) and self._too_large(position, gradient):
+            verdict, failing = "INCONCLUSIVE", 0
+            message = "the derivative is too large for the dtype of the gradient, or has no limit"
+        return ArgumentResult(
+            name,
+            verdict,  # type: ignore[arg-type]
+            total=array.size,
+            failing=failing,
+            message=message,
+            shape=array.shape,
+        )
+
+    def _too_large(self, position: int, gradient: Any) -> bool:
+        """Tell whether a gradient is infinite because the derivative is too large for its dtype."""
+        values, array = np.asarray(gradient), np.asarray(self.loss.args[position])
+        if values.shape != array.shape or not np.isinf(values).any():
+            return False
+        # Three are enough to tell a division by zero from a gradient without room in its dtype.
+        infinite = [int(i) for i in np.flatnonzero(np.isinf(values))[:3]]
+        task = self._task(position, np.zeros(array.shape), None)._replace(where=infinite, probes=0)
+        comparer = Comparer(task, self.loss, self.rng)
+        # The largest finite number, found without asking which dtype it is.
+        largest = float(np.nextafter(values.dtype.type(np.inf), values.dtype.type(0)))
+        numeric = [abs(comparer.element(place).derivative.numeric) for place in infinite]
+        return not any(value < largest / 4 for value in numeric)
+
+
+def _is_nan(gradient: Any) -> bool:
+    try:
+        return bool(np.isnan(gradient).any())
+    except (TypeError, ValueError):
+        return True
+
+
+def _nearby(loss: Loss) -> list[Finding]:
+    """Say what the forward did wrong near the arguments, though not at them."""
+    findings = []
+    if loss.other_shape:
+        name = "y always has one shape"
+        findings.append(Finding("contract", name, "FAIL", f"y has shape {loss.other_shape}"))
+    if loss.raised:
+        name = "the forward can be called near the arguments"
+        findings.append(Finding("contract", name, "NOTE", loss.raised))
+    return findings
+
+
+def _fault(array: Array | None, gradient: Any) -> str:
+    """Say what is wrong with a gradient, without comparing its values; empty if nothing is."""
+    if array is None or gradient is None:
+        return ""
+    try:
+        gradient = np.asarray(gradient)
+    except ValueError as error:
+        return f"the gradient must be an array, got {type(gradient).__name__}: {error}"
+    if gradient.shape != array.shape:
+        return f"the gradient must have shape {array.shape}, that of its argument, got " + str(
+            gradient.shape
+        )
+    try:
+        check_dtype("the gradient", gradient)
+    except TypeError as error:
+        return str(error)
+    wrong = np.argwhere(~np.isfinite(gradient))
+    if len(wrong):
+        place = tuple(int(i) for i in wrong[0])
+        return f"the gradient must be finite, got {gradient[place]} at {place} ({len(wrong)} such)"
+    return ""
+
+
+def _check_args(args: Sequence[Any]) -> list[Array | None]:
+    """Return the arguments as arrays of their own, C-contiguous; raise if there are none."""
+    if not isinstance(args, (tuple, list)) or len(args) == 0:
+        msg = f"args must be a tuple or list of at least one array, got {args!r:.60}"
+        raise ValueError(msg)
+    # Copies, so that nothing that forward or backward does can reach the caller's arrays.
+    arrays = [None if a is None else np.array(a, order="C") for a in args]
+    for position, array in enumerate(arrays):
+        if array is not None:
+            check_dtype(f"args[{position}]", array)
+    return arrays
+
+
+def _check_names(names: Sequence[str] | None, count: int) -> list[str]:
+    """Return one name for each argument."""
+    if names is None:
+        return [f"args[{position}]" for position in range(count)]
+    if len(names) != count:
+        msg = f"names must have one name for each of {count} args, got {len(names)}"
+        raise ValueError(msg)
+    if len(set(names)) != count:
+        msg = f"names must be different from one another, got {', '.join(names)}"
+        raise ValueError(msg)
+    return list(names)
+
+
+def _check_scales(scales: Sequence[Any] | None, arrays: list[Array | None]) -> list[Array | None]:
+    """Return for each argument its scale, flat, in powers of two."""
+    if scales is None:
+        scales = [None] * len(arrays)
+    if len(scales) != len(arrays):
+        msg = f"scales must have one entry for each of {len(arrays)} args, got {len(scales)}"
+        raise ValueError(msg)
+    spans: list[Array | None] = []
+    for position, (scale, array) in enumerate(zip(scales, arrays, strict=True)):
+        if array is None:
+            spans.append(None)
+            continue
+        span = _default_scale(array) if scale is None else np.asarray(scale, dtype=np.float64)
+        if not (np.isfinite(span).all() and (span > 0).all()):
+            msg = f"scales[{position}] must be finite and > 0, got {scale!r:.60}"
+            raise ValueError(msg)
+        spans.append(powers_of_two(np.broadcast_to(span, array.shape).reshape(-1)))
+    return spans
+
+
+def _default_scale(array: Array) -> Array:
+    """Return the standard deviation along the last axis; where that is 0, the next best."""
+    if array.size == 0 or not np.isfinite(array).all():
+        return np.ones(())
+    values = np.atleast_1d(array.astype(np.float64))
+    # Divided by the largest magnitude, lest squares overflow or vanish.
+    largest = float(np.abs(values).max()) or 1.0
+    values /= largest
+    scale = values.std(axis=-1, keepdims=True)
+    # No spread, but for rounding: that of the whole array; none either: the magnitude is all
+    # that is known.
+    for fallback in (float(values.std()), 1.0):
+        scale = np.where(scale > 2.0**-50, scale, fallback)
+    return (scale * largest).reshape(array.shape[:-1] + (1,) * min(array.ndim, 1))

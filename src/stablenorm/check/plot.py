@@ -1,0 +1,158 @@
+"""
+The picture of a gradient report: error against step, and where gradients differ.
+
+Drawn at 9 inches by 150 dots, so that 900 pixels show letters of 10 points at their size.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from stablenorm.check.report import ArgumentResult, GradientReport
+from stablenorm.check.text import headline
+
+# Okabe and Ito's, told apart by everybody; a fourth argument and later ones begin again.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# The color bar, in units of the bound: what is smaller or larger has the color of the end.
+_LEAST_Z, _MOST_Z = 1e-3, 1e3
+# Below, an error is drawn at the floor: a float64 says no more.
+_FLOOR = 1e-17
+# More cells than that along an axis are too narrow to be seen alone: few of them become dots.
+_CELLS = 64
+
+
+def plot_report(report: GradientReport, file: Any, format_: str | None) -> None:
+    """Draw the report into a file, or an open one."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        msg = 'Matplotlib is needed to plot a report: pip install "stablenorm[plot]"'
+        raise ImportError(msg) from error
+    judged = [result for result in report.arguments if result.judged]
+    mapped = [result for result in judged if result.differences]
+    heights = [0.65 + min(0.17 * _grid(result)[0], 2.2) for result in mapped]
+    figure = Figure(figsize=(9, 4.3 + sum(heights) + 0.9 * bool(mapped)), layout="constrained")
+    FigureCanvasAgg(figure)
+    about = f"{report.verdict}: {report.diagnosis[0]}" if report.diagnosis else headline(report)
+    # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
+    title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
+    figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
+    rows = figure.subplots(1 + len(mapped), 1, height_ratios=[3.6, *heights], squeeze=False)
+    top, *below = rows[:, 0]
+    _draw_curves(top, report, judged)
+    drawn = [_draw_map(axes, result) for axes, result in zip(below, mapped, strict=True)]
+    if drawn:
+        below[-1].set_xlabel("place along the last axis")
+        bar = figure.colorbar(
+            drawn[-1], ax=below, location="bottom", extend="both", aspect=50, fraction=0.08
+        )
+        bar.set_label(
+            "z = |backward - numeric| / bound; more than 1: wrong. Grey: not compared one by one"
+        )
+    figure.savefig(file, format=format_, dpi=150)
+
+
+def _draw_curves(axes: Any, report: GradientReport, judged: list[ArgumentResult]) -> None:
+    """Draw for each argument how far each plain difference is from `numeric`, and the bounds."""
+    for place, result in enumerate(judged):
+        color, size = _COLORS[place % len(_COLORS)], _size(result)
+        points = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
+        points = [(step, max(error, _FLOOR)) for step, error in points if math.isfinite(error)]
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), "o-", color=color, ms=4, lw=1.5)
+        bound = (result.bound_numeric + result.bound_actual) / size
+        if math.isfinite(bound):
+            axes.axhline(max(bound, _FLOOR), color=color, lw=1, label=f"d{result.name}: bound")
+        difference = abs(result.actual - result.numeric) / size
+        if result.z > 1 and math.isfinite(difference):
+            label = f"d{result.name}: backward is off"
+            axes.axhline(max(difference, _FLOOR), color=color, ls=":", lw=2, label=label)
+    for layer, resolution in _resolutions(report).items():
+        axes.axhline(resolution, color="0.45", ls="-.", lw=1, label=f"{layer} would have seen")
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="step, in units of the argument's own scale",
+        ylabel="relative error",
+    )
+    axes.set_title(
+        "Dots: plain central differences at the worst place. Lines: how far backward may be off,\n"
+        "and is; what the other layers would have seen",
+        fontsize=9,
+        loc="left",
+    )
+    axes.grid(alpha=0.25)
+    axes.margins(x=0.02, y=0.08)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+    if not any(result.curve for result in judged):
+        axes.set_xlim(1e-3, 1)
+        text = "no steps were recorded" if judged else "nothing was compared"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color="0.4")
+
+
+def _resolutions(report: GradientReport) -> dict[str, float]:
+    """Return for each other layer the coarsest relative error that it would have seen."""
+    coarsest: dict[str, float] = {}
+    for finding in report.findings:
+        if finding.resolution is not None and 0 < finding.resolution < math.inf:
+            coarsest[finding.layer] = max(coarsest.get(finding.layer, 0.0), finding.resolution)
+    return coarsest
+
+
+def _size(result: ArgumentResult) -> float:
+    """Return what errors are relative to: the larger of the element and the RMS of all."""
+    numeric = [d.numeric for d in result.differences if math.isfinite(d.numeric)]
+    # hypot neither overflows nor vanishes.
+    rms = math.hypot(*numeric) / math.sqrt(len(numeric)) if numeric else 0.0
+    known = abs(result.numeric) if math.isfinite(result.numeric) else 0.0
+    return max(known, rms if result.index is not None else 0.0) or 1.0
+
+
+def _grid(result: ArgumentResult) -> tuple[int, int]:
+    """Return (rows, n) of the argument."""
+    return max(1, math.prod(result.shape[:-1])), result.shape[-1] if result.shape else 1
+
+
+def _draw_map(axes: Any, result: ArgumentResult) -> Any:
+    """Place each compared element on (rows, n), its color that of z."""
+    from matplotlib.colors import LogNorm  # noqa: PLC0415
+
+    rows, n = _grid(result)
+    places = [d.place for d in result.differences]
+    flat = [int(np.ravel_multi_index(place, result.shape)) if place else 0 for place in places]
+    row, column = np.divmod(np.array(flat), n)
+    z = np.array([d.z for d in result.differences])
+    z = np.clip(np.where(np.isnan(z), np.inf, z), _LEAST_Z, _MOST_Z)
+    style = {"cmap": "RdYlBu_r", "norm": LogNorm(_LEAST_Z, _MOST_Z)}
+    axes.set_facecolor("#dcdcdc")
+    small = max(rows, n) <= _CELLS
+    if small or 4 * len(flat) >= rows * n:
+        cells = np.full((rows, n), np.nan)
+        cells[row, column] = z
+        masked = np.ma.masked_invalid(cells)
+        # Rules between cells, while these are wider than the rules.
+        drawn = axes.pcolormesh(masked, edgecolors="white", linewidth=0.6 if small else 0, **style)
+    else:
+        # The largest on top.
+        order = np.argsort(z)
+        at = column[order] + 0.5, row[order] + 0.5
+        dots = {"s": 34, "marker": "s", "edgecolors": "black", "linewidths": 0.5, "zorder": 3}
+        drawn = axes.scatter(*at, c=z[order], clip_on=False, **dots, **style)
+    axes.set(xlim=(0, n), ylim=(rows, 0), ylabel="row" if rows > 1 else "")
+    if rows == 1:
+        axes.set_yticks([])
+    compared = f"{result.checked} of {result.total} compared"
+    if result.probes:
+        compared += f" and {result.probes} probes"
+    said: str = result.verdict
+    if result.verdict == "FAIL":
+        said = f"{result.failing} differ" + (f" ({result.pattern})" if result.pattern else "")
+    title = f"d{result.name}: {said}; {compared}"
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
+    return drawn
