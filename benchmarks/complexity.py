@@ -1,117 +1,151 @@
 """
 Flops, bytes and times of three layer norms, into docs/explanation/complexity.md, and the roofline.
 
-Measures as `stablenorm complexity` does, on arrays beyond the caches.
+Measures as `stablenorm complexity` does, on arrays beyond the caches, writes the tables between the
+markers of the page, and docs/figures/roofline.png.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime as dt
+import os
+import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from figures_page import FIGURES, LARGE, make_axes, put_legend, save
-from page import DOCS, origin, origin_line, put, table
+from machine import processor
 
 from stablenorm import get_num_threads
 from stablenorm.cost import (
-    DIRECTIONS,
     Measured,
+    Roofline,
     count_cost,
     count_kept,
     draw_roofline,
     measure_costs,
 )
 
-# 64 MiB each: twice the largest last-level cache that this has run on.
-MATRICES = {"float32": (16384, 1024), "bfloat16": (32768, 1024), "float64": (8192, 1024)}
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "complexity.md"
+# 128 MiB each: four times the largest last-level cache that this has run on.
+MATRICES = {"float32": (32768, 1024), "bfloat16": (65536, 1024), "float64": (16384, 1024)}
 SMALL = (1024, 1024)
 
 
 def main() -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="print small arrays' times, no page")
+    parser.add_argument("--quick", action="store_true", help="small arrays: to see it work")
     quick = parser.parse_args().quick
     found = []
     for dtype, matrix in MATRICES.items():
         print(f"{dtype} ...", file=sys.stderr, flush=True)
         found.append(measure_costs(SMALL if quick else matrix, dtype, get_num_threads()))
     first = found[0]
-    parts = {"times": times(found), "kept": kept(first), "rebuilt": rebuilt(first)}
-    print(*parts.values(), sep="\n\n")
-    if not quick:
-        figure, axes = make_axes(4.6)
-        draw_roofline(first, axes)
-        put_legend(figure, axes)
-        figure.suptitle(shape(first), fontsize=LARGE)
-        save(figure, FIGURES / "roofline.png")
-        put(DOCS / "explanation" / "complexity.md", parts, __file__)
+    text = PAGE.read_text(encoding="utf8")
+    for name, part in {
+        "times": times(found),
+        "kept": kept(first),
+        "rebuilt": rebuilt(first),
+    }.items():
+        text = between(text, name, part)
+    figure, axes = make_axes(4.6)
+    draw_roofline(first, axes)
+    put_legend(figure, axes)
+    rows, n = first.matrix
+    figure.suptitle(f"{rows} rows of {n}, {first.dtype}", fontsize=LARGE)
+    save(figure, FIGURES / "roofline.png")
+    PAGE.write_text(text, encoding="utf8")
+    print(times(found), rebuilt(first), sep="\n\n")
     return 0
 
 
-def shape(measured: Measured) -> str:
-    """Say what was measured."""
-    return f"{measured.matrix[0]} x {measured.matrix[1]} {measured.dtype}"
-
-
-def times(found: Sequence[Measured]) -> str:
+def times(found: Iterable[Measured]) -> str:
     """Say what each program takes, beside what the roofline allows."""
     head = (
         "x", "program", "flops per element", "bytes per element", "roofline", "measured",
         "measured / roofline",
     )  # fmt: skip
-    body, ratios = [], []
+    body, slower = [], []
     for each in found:
-        size = each.matrix[0] * each.matrix[1]
+        rows, n = each.matrix
         for line in each.lines:
-            median = line.measured.median
             body.append((
-                shape(each), f"{line.program}, {line.direction}", f"{line.cost.flops / size:.0f}",
-                f"{line.cost.moved / size:.1f}", f"{1e3 * line.predicted:.1f} ms",
-                f"{1e3 * median:.1f} ms", f"{median / line.predicted:.1f}",
+                f"{rows} x {n} {each.dtype}", f"{line.program}, {line.direction}",
+                f"{line.cost.flops / (rows * n):.0f}", f"{line.cost.moved / (rows * n):.1f}",
+                f"{1e3 * line.predicted:.1f} ms", f"{1e3 * line.measured.median:.1f} ms",
+                f"{line.measured.median / line.predicted:.1f}",
             ))  # fmt: skip
-        for direction in DIRECTIONS:
+        for direction in ("forward", "backward"):
             medians = [o.measured.median for o in each.lines if o.direction == direction]
-            ratios.append(max(medians) / min(medians))
-    rates = "; ".join(
-        f"{each.dtype}, " + " and ".join(
-            f"{roof.copy / 1e9:.1f} GB/s, {roof.flops / 1e9:.0f} Gflop/s with {roof.threads} threads"
-            for roof in (each.one_thread, each.all_threads)
-        )
-        for each in found
-    )  # fmt: skip
-    spread = (
-        f"The slowest takes {min(ratios):.0f} to {max(ratios):.0f} times as long as the fastest."
+            slower.append(max(medians) / min(medians))
+        all_threads = each.all_threads
+    origin = (
+        f"Generated by `benchmarks/complexity.py` on {dt.datetime.now(dt.UTC):%Y-%m-%d}: "
+        f"{processor()}, {os.cpu_count()} cores, {all_threads.threads} threads, Python "
+        f"{platform.python_version()}, NumPy {np.__version__}."
     )
-    origins = origin_line("benchmarks/complexity.py", origin())
-    return "\n\n".join([origins, spread, table(head, body), f"Copy and arithmetic: {rates}."])
+    machines = "; ".join(
+        f"{each.dtype}: {_rates(each.one_thread)} in one thread, {_rates(each.all_threads)} in all"
+        for each in found
+    )
+    spread = (
+        f"The slowest of the three takes {min(slower):.0f} to {max(slower):.0f} times as long as "
+        "the fastest."
+    )
+    return "\n\n".join([origin, spread, table(head, body), f"Copy and arithmetic, {machines}."])
+
+
+def _rates(roofline: Roofline) -> str:
+    return f"{roofline.copy / 1e9:.1f} GB/s and {roofline.flops / 1e9:.0f} Gflop/s"
 
 
 def kept(first: Measured) -> str:
     """List what a backward could be handed."""
+    rows, n = first.matrix
     sizes = count_kept(first.matrix, first.dtype).items()
     body = [(what, f"{size / 1e6:.3g} MB") for what, size in sizes]
-    return table(("kept, beside x and gamma", shape(first)), body)
+    return table(("kept, beside x and gamma", f"{rows} x {n} {first.dtype}"), body)
 
 
 def rebuilt(first: Measured) -> str:
     """Compare rebuilding xhat from x with writing it in the forward and reading it again."""
+    rows, n = first.matrix
     size = first.matrix[0] * first.matrix[1]
-    forward, backward = (
+    ours = [
         count_cost("fused CPU kernel", direction, first.matrix, first.dtype).moved / size
-        for direction in DIRECTIONS
-    )
+        for direction in ("forward", "backward")
+    ]
     # The forward writes xhat in float64 as well; the backward reads it in the place of x.
-    keeping = (forward + 8, backward + 8 - np.dtype(first.dtype).itemsize)
-    copied = 1e3 * size / first.all_threads.copy
+    itemsize = np.dtype(first.dtype).itemsize
+    keeping = [ours[0] + 8, ours[1] + 8 - itemsize]
+    seconds = [1e3 * size * sum(each) / first.all_threads.copy for each in (ours, keeping)]
     return (
-        f"For {shape(first)} a fused kernel that rebuilds xhat moves {forward:.1f} + {backward:.1f} "
-        f"bytes per element, {copied * (forward + backward):.1f} ms of the copy measured here; one "
-        f"that keeps it in float64 moves {keeping[0]:.1f} + {keeping[1]:.1f}, "
-        f"{copied * sum(keeping):.1f} ms: {sum(keeping) / (forward + backward):.2f} times as long."
+        f"For {rows} x {n} {first.dtype} a fused kernel that rebuilds xhat moves "
+        f"{ours[0]:.1f} + {ours[1]:.1f} bytes per element, {seconds[0]:.1f} ms of the copy measured "
+        f"here; one that keeps it in float64 moves {keeping[0]:.1f} + {keeping[1]:.1f}, "
+        f"{seconds[1]:.1f} ms: {seconds[1] / seconds[0]:.2f} times as long."
     )
+
+
+def between(text: str, name: str, part: str) -> str:
+    """Return `text` with `part` between the markers called `name`."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        msg = f"{PAGE.name} must hold {begin} and below it {end}"
+        raise ValueError(msg)
+    return f"{before}{begin}\n{part}\n{end}{after}"
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Lay out a table in Markdown."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
 """
-The gradient checkers of the shoot-out: ours, plain differences, and criteria written anew.
+The gradient checkers of the comparison: ours, those of other packages, and rules written anew.
 
-A tool gets one hand-written layer norm and says whether it found it wrong, by its own step and its
-own tolerance. Those whose package is called are in shootout_peers.py.
+A tool gets one hand-written layer norm and says "found" or "accepted" (ours: or "inconclusive"), by
+its own step and tolerance. Packages are imported by name: the type checker does not need them.
 """
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from importlib.metadata import version
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.check import GradientReport, check_gradients, check_layer_norm
 
-EPS = 1e-5
 NAMES = ("x", "gamma", "beta")
+_WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
 
 
 class Subject(NamedTuple):
@@ -45,100 +47,235 @@ class Subject(NamedTuple):
         return [part.reshape(a.shape) for part, a in zip(parts, self.args, strict=True)]
 
 
-class Outcome(NamedTuple):
-    """What a tool said of one subject."""
-
-    verdict: Literal["found", "accepted", "inconclusive", "no verdict"]
-    # The arguments whose gradient it called wrong, and its words for what is wrong; ours alone.
-    blamed: tuple[str, ...] = ()
-    words: str = ""
-    # What it returns, where that is all that it does.
-    number: float | None = None
-
-
 class Tool(NamedTuple):
-    """A way to check a gradient."""
+    """A way to check a gradient; without a version, a rule that is written anew here."""
 
     name: str
-    # The package itself, or its rule written anew.
-    real: bool
     version: str
     # In words: step, and what it calls wrong.
     criterion: str
     # Whether one check of 24576 elements takes seconds or less.
     large: bool
-    check: Callable[[Subject], Outcome]
+    check: Callable[[Subject], str]
 
 
-def said(wrong: bool) -> Outcome:
+def said(wrong: object) -> str:
     """Put a tool's yes or no into words."""
-    return Outcome("found" if wrong else "accepted")
+    return "found" if wrong else "accepted"
 
 
-def our_tools(version: str) -> list[Tool]:
-    """Return the two of this package; neither gets the exact oracle."""
-    none = "no tolerance: differs by more than the computed bounds of both sides"
+def load_tools() -> tuple[list[Tool], dict[str, str]]:
+    """Return the tools whose package can be imported, and of each other one what was raised."""
+    tools, missing = _ours(), {}
+    for name, load in LOADERS.items():
+        try:
+            tools += load()
+        # What a broken installation raises is not foreseen by its authors either.
+        except Exception as error:  # noqa: BLE001
+            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return tools + _rules(), missing
+
+
+def _ours() -> list[Tool]:
+    def whole(subject: Subject) -> str:
+        forward, backward, args, seed = subject
+        return _WORDS[check_layer_norm(forward, backward, *args, rng=seed).verdict]
+
+    def plain(subject: Subject) -> str:
+        forward, backward, args, seed = subject
+        report: GradientReport = check_gradients(forward, backward, args, names=NAMES, rng=seed)
+        return _WORDS[report.verdict]
+
+    made = f"stablenorm {version('stablenorm')}"
+    none = "no tolerance to choose: differs by more than the estimated errors of both sides"
     return [
-        Tool("check_layer_norm", True, version, f"{none}; identities", True, _layer_norm),
-        Tool("check_gradients", True, version, none, True, _gradients),
+        Tool("check_layer_norm", made, f"{none}; closed form", True, whole),
+        Tool("check_gradients", made, none, True, plain),
     ]
 
 
-def plain_tools() -> list[Tool]:
-    """Return what is written by hand, and Theano's rule, whose package no longer installs."""
-    central = "central, step 1e-5, every element; for some argument max|a - n| >= "
-    each = "central, step 1e-5, every element; somewhere |a - n| >= 1e-7 max(|a|, |n|)"
+def _torch() -> list[Tool]:
+    torch: Any = importlib.import_module("torch")
+    # One thread: arrays are small, and the others have one.
+    torch.set_num_threads(1)
+    # A function and its module bear one name; this is the module.
+    module: Any = importlib.import_module("torch.autograd.gradcheck")
+    # Once the fast mode has found a difference it runs the slow one, for its message alone: at
+    # (32, 768) a Jacobian of 24576 by 24576, and the process dies.
+    module._run_slow_mode_and_get_error = lambda *_: ""
+
+    def wrap(subject: Subject) -> Any:
+        class LayerNorm(torch.autograd.Function):  # type: ignore[misc]
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                y, ctx.cache = subject.forward(*(a.detach().numpy() for a in args))
+                return torch.from_numpy(y)
+
+            @staticmethod
+            def backward(ctx: Any, dy: Any) -> Any:
+                return tuple(map(torch.from_numpy, subject.backward(dy.numpy(), ctx.cache)))
+
+        return LayerNorm.apply
+
+    def check(subject: Subject, fast: bool) -> str:
+        args = [torch.from_numpy(a.copy()).requires_grad_() for a in subject.args]
+        right = torch.autograd.gradcheck(wrap(subject), args, fast_mode=fast, raise_exception=False)
+        return said(not right)
+
     return [
         Tool(
-            "Theano",
+            "torch slow",
+            f"torch {torch.__version__}",
+            "central, step 1e-6, full Jacobian; |a - n| > 1e-5 + 1e-3 |n|",
             False,
-            "",
-            "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]; "
-            "some element has both errors > 1e-4",
-            False,
-            _theano,
+            lambda subject: check(subject, fast=False),
         ),
-        *(
-            Tool(
-                f"rel < {limit}",
-                False,
-                "",
-                f"{central}{limit} max|n|",
-                False,
-                partial(_central, limit=float(limit)),
-            )
-            for limit in ("1e-4", "1e-7")
-        ),
-        Tool("each rel < 1e-7", False, "", each, False, partial(_central, limit=1e-7, each=True)),
         Tool(
-            "complex step",
-            False,
-            "",
-            "step 1e-100 i, every element; worst |a - n| >= 1e-12 of the largest |n|",
-            False,
-            _complex,
+            "torch fast",
+            f"torch {torch.__version__}",
+            "central, step 1e-6, one direction u and cotangent v, both positive and of norm 1; "
+            "|a - n| > 1e-5 sum(u) sum(v) + 1e-3 |n| (here without the slow mode that writes "
+            "the message of a failure)",
+            True,
+            lambda subject: check(subject, fast=True),
         ),
+    ]
+
+
+def _jax() -> list[Tool]:
+    jax: Any = importlib.import_module("jax")
+    test_util: Any = importlib.import_module("jax.test_util")
+    jax.config.update("jax_enable_x64", True)
+    # A callback that reads its arguments while the only thread waits for it would wait for ever.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+    def wrap(subject: Subject) -> Any:
+        def shaped(*arrays: Any) -> Any:
+            return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+
+        def value(*args: Any) -> Any:
+            return subject.forward(*map(np.asarray, args))[0]
+
+        def pull(dy: Any, *args: Any) -> Any:
+            _, cache = subject.forward(*map(np.asarray, args))
+            return tuple(subject.backward(np.asarray(dy), cache))
+
+        @jax.custom_vjp  # type: ignore[untyped-decorator]
+        def layer_norm(*args: Any) -> Any:
+            return jax.pure_callback(value, shaped(args[0])[0], *args)
+
+        layer_norm.defvjp(
+            lambda *args: (layer_norm(*args), args),
+            lambda args, dy: jax.pure_callback(pull, shaped(*args), dy, *args),
+        )
+        return layer_norm
+
+    def check(subject: Subject, dtype: Any) -> str:
+        args = tuple(jax.numpy.asarray(a.astype(dtype)) for a in subject.args)
+        return _asserts(lambda: test_util.check_grads(wrap(subject), args, order=1, modes=["rev"]))
+
+    return [
+        Tool(
+            f"JAX {kind}",
+            f"jax {jax.__version__}",
+            "central, step 1e-4, one N(0, 1) direction and cotangent, seed 0; reverse mode; "
+            f"|a - n| > {tolerance} (1 + |n|)",
+            True,
+            lambda subject, dtype=dtype: check(subject, dtype),  # type: ignore[misc]
+        )
+        for kind, dtype, tolerance in (("f64", np.float64, "1e-5"), ("f32", np.float32, "2e-3"))
+    ]
+
+
+def _autograd() -> list[Tool]:
+    extend: Any = importlib.import_module("autograd.extend")
+    test_util: Any = importlib.import_module("autograd.test_util")
+
+    def check(subject: Subject) -> str:
+        @extend.primitive  # type: ignore[untyped-decorator]
+        def layer_norm(*args: Any) -> Any:
+            return subject.forward(*args)[0]
+
+        def pull(position: int) -> Callable[..., Any]:
+            def vjp(_: Any, *args: Any) -> Any:
+                cache = subject.forward(*args)[1]
+                return lambda dy: subject.backward(dy, cache)[position]
+
+            return vjp
+
+        extend.defvjp(layer_norm, pull(0), pull(1), pull(2))
+        # It draws from NumPy's global state.
+        np.random.seed(subject.seed)  # noqa: NPY002
+        check_grads = test_util.check_grads(layer_norm, (0, 1, 2), modes=["rev"], order=1)
+        return _asserts(lambda: check_grads(*subject.args))
+
+    return [
+        Tool(
+            "HIPS",
+            f"autograd {version('autograd')}",
+            "central, step 1e-6, one N(0, 1) direction and cotangent; "
+            "|a - n| >= 1e-6 and |a - n| / |a + n| >= 1e-6",
+            True,
+            check,
+        )
+    ]
+
+
+def _numdifftools() -> list[Tool]:
+    nd: Any = importlib.import_module("numdifftools")
+
+    def check(subject: Subject) -> str:
+        value, at, actual = subject.loss()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = nd.Gradient(value, full_output=True)(at)
+        error = np.asarray(found.error_estimate).reshape(-1)
+        return said(bool(np.any(np.abs(actual - found.estimate) > error)))
+
+    return [
+        Tool(
+            "numdifftools",
+            f"numdifftools {nd.__version__}",
+            "Richardson and Wynn, adaptive, every element; its derivatives, and here: some element "
+            "differs by more than its error_estimate (it has no check of its own)",
+            False,
+            check,
+        )
+    ]
+
+
+def _asserts(check: Callable[[], Any]) -> str:
+    """Run a check that raises AssertionError where it finds something."""
+    try:
+        check()
+    except AssertionError:
+        return said(True)
+    return said(False)
+
+
+LOADERS: dict[str, Callable[[], list[Tool]]] = {
+    "torch": _torch,
+    "jax": _jax,
+    "autograd": _autograd,
+    "numdifftools": _numdifftools,
+}
+
+
+def _rules() -> list[Tool]:
+    forward = (
+        "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]; some element has both"
+    )
+    central = "central, step 1e-5, every element; for some argument max|a - n| >= 1e-7 max|n|"
+    imaginary = "step 1e-100 i, every element; worst |a - n| >= 1e-12 of the largest |n|"
+    return [
+        Tool("Theano's rule", "", f"{forward} errors > 1e-4", False, _theano),
+        Tool("rel < 1e-7", "", central, False, _central),
+        Tool("complex step", "", imaginary, False, _complex),
     ]
 
 
 def _join(arrays: Any) -> Array:
     return np.concatenate([np.asarray(a).reshape(-1) for a in arrays])
-
-
-def _outcome(report: GradientReport) -> Outcome:
-    words: dict[str, Any] = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
-    blamed = tuple(result.name for result in report.arguments if result.verdict == "FAIL")
-    return Outcome(words[report.verdict], blamed, "; ".join(report.diagnosis))
-
-
-def _gradients(subject: Subject) -> Outcome:
-    forward, backward, args, seed = subject
-    return _outcome(check_gradients(forward, backward, args, names=NAMES, rng=seed))
-
-
-def _layer_norm(subject: Subject) -> Outcome:
-    forward, backward, args, seed = subject
-    return _outcome(check_layer_norm(forward, backward, *args, EPS, rng=seed))
 
 
 def _differences(value: Callable[[Array], Any], at: Array, step: float, central: bool) -> Array:
@@ -157,28 +294,25 @@ def _differences(value: Callable[[Array], Any], at: Array, step: float, central:
     return numeric
 
 
-def _central(subject: Subject, limit: float, *, each: bool = False) -> Outcome:
+def _central(subject: Subject) -> str:
     value, at, actual = subject.loss()
     numeric = _differences(value, at, 1e-5, central=True)
-    wrong = False
-    for a, n in zip(subject.split(actual), subject.split(numeric), strict=True):
-        size = np.maximum(np.abs(a), np.abs(n)) if each else np.max(np.abs(n))
-        # 0 against 0 is right.
-        wrong |= bool(np.any((np.abs(a - n) >= limit * size) & (a != n)))
-    return said(wrong)
+    pairs = zip(subject.split(actual), subject.split(numeric), strict=True)
+    # 0 against 0 is right.
+    return said(any(np.any((abs(a - n) >= 1e-7 * np.max(abs(n))) & (a != n)) for a, n in pairs))
 
 
-def _complex(subject: Subject) -> Outcome:
+def _complex(subject: Subject) -> str:
     value, at, actual = subject.loss()
     numeric = np.empty_like(at)
     for i in range(at.size):
         moved = at.astype(np.complex128)
         moved[i] += 1e-100j
         numeric[i] = value(moved).imag / 1e-100
-    return said(bool(np.max(np.abs(actual - numeric)) >= 1e-12 * np.max(np.abs(numeric))))
+    return said(np.max(np.abs(actual - numeric)) >= 1e-12 * np.max(np.abs(numeric)))
 
 
-def _theano(subject: Subject) -> Outcome:
+def _theano(subject: Subject) -> str:
     rng = np.random.default_rng(subject.seed)
     wrong = False
     for _ in range(2):

@@ -65,7 +65,11 @@ html_theme_options = {
     "navbar_end": ["search-button", "theme-switcher"],
     "header_links_before_dropdown": 6,
     # The widest tables, of a column for each peer, get the room of the list of headings.
-    "secondary_sidebar_items": {"**": ["page-toc"], "evidence/performance": [], "shootout": []},
+    "secondary_sidebar_items": {
+        "**": ["page-toc"],
+        "evidence/performance": [],
+        "evidence/gradient-checkers": [],
+    },
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "footer_start": ["copyright"],

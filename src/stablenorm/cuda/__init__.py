@@ -1,24 +1,45 @@
 """
-The backend "cuda": layer norm on a CUDA device, one launch forward and one backward.
+`reference.forward` and `reference.backward` for arrays on a CUDA device, one launch each.
 
-`layer_norm.cu` does the work, `plan` says how it is compiled and launched; here arguments become
-addresses. Everything happens on the device of x and its current stream, without waiting for it.
+`layer_norm.cu` does the work, `plan` says how it is compiled and launched; here arguments
+become addresses. Everything happens on the device of x and its current stream, without waiting
+for it.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from stablenorm._arrays import Arrays
-from stablenorm._types import Array, Gradients, Statistics, any_float64
+from stablenorm._types import Array, Gradients, Statistics
 from stablenorm.cuda import arrays, workspace
-from stablenorm.cuda.arrays import Matrix
-from stablenorm.cuda.driver import Driver, check_device, count_resident, make_driver
-from stablenorm.cuda.errors import cupy_missing, explained, is_cuda, needs_copy, other_devices
-from stablenorm.cuda.plan import DTYPE_CODES, Chunks, Kernel, choose_kernel, cut, pack_parameters
+from stablenorm.cuda.arrays import Folded, Matrix
+from stablenorm.cuda.driver import Driver, check_device, fit, make_driver
+from stablenorm.cuda.errors import (
+    cupy_missing,
+    explained,
+    is_cuda,
+    needs_copy,
+    other_devices,
+)
+from stablenorm.cuda.plan import (
+    DOUBLE,
+    DOUBLE_PAIRS,
+    DTYPE_CODES,
+    GRID_BARRIER,
+    TICKETS,
+    Plan,
+    arithmetic,
+    final_mode,
+    grid_blocks,
+    pack_parameters,
+    plan_backward,
+    plan_forward,
+)
 from stablenorm.cuda.workspace import CudaWorkspace
 
 __all__ = ["CudaWorkspace"]
@@ -27,7 +48,11 @@ __all__ = ["CudaWorkspace"]
 # computed before: another process, or a share of the device, may take multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
-_choose_kernel = functools.lru_cache(1024)(choose_kernel)
+# And where blocks that share a row do not fit side by side, if it could not be asked before.
+_NO_CLUSTER = "INVALID_CLUSTER_SIZE"
+
+_plan_forward = functools.lru_cache(1024)(plan_forward)
+_plan_backward = functools.lru_cache(1024)(plan_backward)
 
 
 def check_usable() -> None:
@@ -43,33 +68,40 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
-    # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
-    dx: Any = out.dx
+    folded = _folded(out.dx)
     places = {"x": x.array, "dy": dy.array, "gamma": gamma}
-    targets = {"dx": None if dx is None else dx.array, "dgamma": out.dgamma, "dbeta": out.dbeta}
+    dx = None if folded is None else folded.array
+    targets = {"dx": dx, "dgamma": out.dgamma, "dbeta": out.dbeta}
     device = _one_device({**places, **{f"out.{name}": value for name, value in targets.items()}})
-    _on(device, _backward, dy, x, gamma, statistics, dx, (out.dgamma, out.dbeta))
+    _on(device, _backward, dy, x, gamma, statistics, out)
 
 
 def _forward(
-    cupy: Any, device: int, x: Any, gamma: Any, beta: Any, eps: float, y: Any
+    cupy: Any, device: int, x: Folded, gamma: Any, beta: Any, eps: float, y: Folded
 ) -> Statistics:
     rows, n = x.shape
-    pairs = any_float64(x, gamma, beta)
-    statistics = _new_statistics(cupy, rows, pairs)
+    which = arithmetic(_driver().facts(device).capability, x, gamma, beta)
+    statistics = _new_statistics(cupy, rows, which)
     if rows == 0:
         return statistics
-    source, target = _place(cupy, "x", x, read=True), _place(cupy, "out", y, read=False)
-    values = {
+    capturing = _capturing(cupy)
+    source, target = _read(cupy, "x", x, capturing), _write(cupy, "out", y, capturing)
+    scale, shift = _flat(cupy, "gamma", gamma, capturing), _flat(cupy, "beta", beta, capturing)
+    _launch(
+        cupy,
+        device,
+        functools.partial(_plan_forward, rows, n, x.dtype, which),
+        (rows, n),
+        capturing,
         **_addresses(statistics),
-        **_parameter("gamma", _flat(cupy, "gamma", gamma)),
-        **_parameter("beta", _flat(cupy, "beta", beta)),
-        **_matrix("x", source),
-        **_matrix("out", target),
-    }
-    kernel = _choose_kernel(True, n, x.dtype, x.dtype, pairs)
-    work = -(-rows // kernel.slots)
-    _launch(cupy, device, kernel, work, None, rows=rows, n=n, eps=eps, **values)
+        **_vector(scale, "gamma"),
+        **_vector(shift, "beta"),
+        x=source.pointer,
+        x_stride=source.stride,
+        out=target.pointer,
+        out_stride=target.stride,
+        eps=eps,
+    )
     if target.copied:
         arrays.scatter(cupy, target.array, y)
     return statistics
@@ -78,74 +110,98 @@ def _forward(
 def _backward(
     cupy: Any,
     device: int,
-    dy: Any,
-    x: Any,
+    dy: Folded,
+    x: Folded,
     gamma: Any,
     statistics: Statistics,
-    dx: Any,
-    totals: tuple[Any, Any],
+    out: Gradients,
 ) -> None:
-    (rows, n), wanted = x.shape, [total for total in totals if total is not None]
+    (rows, n), folded = x.shape, _folded(out.dx)
     if rows == 0:
-        for total in wanted:
-            total[...] = 0
+        for total in out[1:]:
+            if total is not None:
+                total[...] = 0
         return
-    if dx is None and not wanted:
+    if all(gradient is None for gradient in out):
         return
-    pairs = any_float64(x, dy, gamma, *wanted) or statistics.rstd_lo is not None
-    sources = _place(cupy, "x", x, read=True), _place(cupy, "dy", dy, read=True)
-    scale = _flat(cupy, "gamma", gamma)
-    target = None if dx is None else _place(cupy, "out.dx", dx, read=False)
-    # A strided dgamma or dbeta is written to memory of its own first.
-    made = [
+    capturing = _capturing(cupy)
+    parts = (x, dy, gamma, *out[1:], statistics.rstd_lo)
+    which = arithmetic(_driver().facts(device).capability, *parts)
+    summing = out.dgamma is not None or out.dbeta is not None
+    make_plan = functools.partial(
+        _plan_backward, rows, n, x.dtype, dy.dtype, which, summing=summing
+    )
+    sources = _read(cupy, "x", x, capturing), _read(cupy, "dy", dy, capturing)
+    scale = _flat(cupy, "gamma", gamma, capturing)
+    target = None if folded is None else _write(cupy, "out.dx", folded, capturing)
+    sums = [
         total if total is None or total.flags.c_contiguous else cupy.empty(n, total.dtype)
-        for total in totals
+        for total in out[1:]
     ]
-    kernel = _choose_kernel(False, n, x.dtype, dy.dtype, pairs)
-    chunks = cut(rows, kernel.slots)
-    values = {
-        **_addresses(statistics),
-        **_matrix("x", sources[0]),
-        **_matrix("dy", sources[1]),
-        **_matrix("out", target),
-        **_parameter("gamma", scale),
-        "dgamma": _pointer(made[0]),
-        "dbeta": _pointer(made[1]),
-        # beta itself is no argument of the backward: its type says how to write dbeta.
-        "beta_type": DTYPE_CODES[(x if made[1] is None else made[1]).dtype],
+    # beta itself is no argument of the backward: its type says how to write dbeta.
+    codes = {
+        "gamma_type": DTYPE_CODES[(scale if scale is not None else x).dtype],
+        "beta_type": DTYPE_CODES[(sums[1] if sums[1] is not None else x).dtype],
     }
-    summed = chunks if wanted else None
-    sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
-    _launch(cupy, device, kernel, chunks.number, summed, **sizes, **values)
-    if target is not None and target.copied:
-        arrays.scatter(cupy, target.array, dx)
-    for total, held in zip(totals, made, strict=True):
-        if held is not total:
-            total[...] = held.reshape(total.shape)
+    _launch(
+        cupy,
+        device,
+        make_plan,
+        (rows, n),
+        capturing,
+        **_addresses(statistics),
+        **codes,
+        x=sources[0].pointer,
+        x_stride=sources[0].stride,
+        dy=sources[1].pointer,
+        dy_stride=sources[1].stride,
+        gamma=_pointer(scale),
+        out=0 if target is None else target.pointer,
+        out_stride=0 if target is None else target.stride,
+        dgamma=_pointer(sums[0]),
+        dbeta=_pointer(sums[1]),
+    )
+    if folded is not None and target is not None and target.copied:
+        arrays.scatter(cupy, target.array, folded)
+    for total, made in zip(out[1:], sums, strict=True):
+        if total is not None and made is not None and made is not total:
+            total[...] = made.reshape(total.shape)
 
 
 def _launch(
-    cupy: Any, device: int, kernel: Kernel, work: int, summed: Chunks | None, **values: Any
+    cupy: Any,
+    device: int,
+    make_plan: Callable[..., Plan],
+    shape: tuple[int, int],
+    capturing: bool,
+    cluster_limit: int | None = None,
+    **values: Any,
 ) -> None:
-    """Launch once, at most a block for each piece of `work`, with memory for what is `summed`."""
+    """Launch once: every block that waits for others is resident, or none waits."""
     driver = _driver()
     facts = driver.facts(device)
-    function = driver.load(kernel, facts)
-    grid = min(work, count_resident(driver, facts, function, kernel))
-    barrier = False
-    if summed is not None:
-        nbytes = 2 * values["n"] * summed.number * kernel.number_bytes
-        room = workspace.room(cupy, device, nbytes, _capturing(cupy))
-        values.update(partials=room.partials, counters=room.counters)
-        # Blocks wait for one another only where all are promised to run at once.
-        barrier = facts.cooperative
+    plan, kernel, resident = fit(driver, facts, make_plan, cluster_limit)
+    grid = grid_blocks(plan, shape[0], resident)
+    mode = final_mode(plan, grid, resident if facts.cooperative else 0)
+    room = workspace.room(cupy, device, plan.workspace_bytes, capturing)
+    given = {**values, "partials": room.partials, "counters": room.counters}
+
+    def launch(mode: int) -> None:
+        parameters = pack_parameters(plan, *shape, **given, final_mode=mode)
+        launched = plan.shared_bytes, parameters, mode == GRID_BARRIER
+        driver.launch(kernel, grid, plan.block, *launched)
+
     try:
-        driver.launch(function, kernel, grid, pack_parameters(barrier=barrier, **values), barrier)
+        launch(mode)
     except RuntimeError as error:
-        if not barrier or _TOO_MANY not in str(error):
+        # Refused before anything ran.
+        if mode == GRID_BARRIER and _TOO_MANY in str(error):
+            # Tickets give the same bits and need no company.
+            launch(TICKETS)
+        elif plan.cluster > 1 and _NO_CLUSTER in str(error):
+            _launch(cupy, device, make_plan, shape, capturing, 1, **values)
+        else:
             raise
-        # Refused before anything ran. The last block gives the same bits and needs no company.
-        driver.launch(function, kernel, grid, pack_parameters(**values), False)
 
 
 def _on(device: int, function: Any, *arguments: Any) -> Any:
@@ -164,6 +220,11 @@ def _on(device: int, function: Any, *arguments: Any) -> Any:
         raise reason from error
 
 
+def _folded(dx: Any) -> Folded | None:
+    # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
+    return dx
+
+
 def _one_device(places: dict[str, Any]) -> int:
     device = places["x"].device.id
     for name, array in places.items():
@@ -172,30 +233,22 @@ def _one_device(places: dict[str, Any]) -> int:
     return int(device)
 
 
-def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
-    numbers = cupy.empty((5 if pairs else 3, rows), np.float64)
+def _new_statistics(cupy: Any, rows: int, which: int) -> Statistics:
+    numbers = cupy.empty((5 if which == DOUBLE_PAIRS else 3, rows), np.float64)
     words = Statistics(numbers[0], numbers[1], numbers[2])
-    if not pairs:
-        return words
-    exponent = cupy.empty((rows, 2), np.int16)
-    return words._replace(rstd_lo=numbers[3], mean_tail=numbers[4], exponent=exponent)
-
-
-# ---- arguments as parameters of a kernel ----
+    if which == DOUBLE_PAIRS:
+        words = words._replace(rstd_lo=numbers[3], mean_tail=numbers[4])
+    # The range of float64 itself is enough for narrower data.
+    return words if which == DOUBLE else words._replace(exponent=cupy.empty((rows, 2), np.int16))
 
 
 def _addresses(statistics: Statistics) -> dict[str, int]:
     # Words that these have not stay null: the kernels take them for zero.
-    return {name: _pointer(part) for name, part in statistics._asdict().items()}
+    named: dict[str, Any] = statistics._asdict()
+    return {name: part.data.ptr for name, part in named.items() if part is not None}
 
 
-def _matrix(name: str, matrix: Matrix | None) -> dict[str, int]:
-    if matrix is None:
-        return {}
-    return {name: matrix.pointer, f"{name}_stride": matrix.stride}
-
-
-def _parameter(name: str, array: Any) -> dict[str, int]:
+def _vector(array: Any, name: str) -> dict[str, int]:
     if array is None:
         return {}
     return {name: _pointer(array), f"{name}_type": DTYPE_CODES[array.dtype]}
@@ -205,30 +258,36 @@ def _pointer(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-def _place(cupy: Any, name: str, folded: Any, *, read: bool) -> Matrix:
-    """Return contiguous rows: those of the array, or a copy, of its elements if it is `read`."""
+def _read(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
     found = arrays.view(folded)
     if found is not None:
         return found
-    if _capturing(cupy):
+    if capturing:
         raise needs_copy(name)
-    rows = arrays.gathered(cupy, folded) if read else cupy.empty(folded.shape, folded.dtype)
+    rows = arrays.gathered(cupy, folded)
     return Matrix(rows, rows.data.ptr, rows.shape[1], True)
 
 
-def _flat(cupy: Any, name: str, array: Any) -> Any:
+def _write(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
+    found = arrays.view(folded)
+    if found is not None:
+        return found
+    if capturing:
+        raise needs_copy(name)
+    rows = cupy.empty(folded.shape, folded.dtype)
+    return Matrix(rows, rows.data.ptr, rows.shape[1], True)
+
+
+def _flat(cupy: Any, name: str, array: Any, capturing: bool) -> Any:
     if array is None or array.flags.c_contiguous:
         return array
-    if _capturing(cupy):
+    if capturing:
         raise needs_copy(name)
     return cupy.ascontiguousarray(array)
 
 
 def _capturing(cupy: Any) -> bool:
     return bool(cupy.cuda.get_current_stream().is_capturing())
-
-
-# ---- CuPy ----
 
 
 def _cupy() -> Any:
@@ -261,5 +320,5 @@ ARRAYS = Arrays(
     _empty,
     arrays.overlap,
     arrays.same_elements,
-    arrays.Folded,
+    Folded,
 )
