@@ -23,7 +23,7 @@ from figures_page import (
     put_legend,
     save,
 )
-from fusing_counts import ROWS, N, count_stages, count_tail, make_plan, option
+from fusing_counts import ROWS, N, count_stages, count_tail, make_kernel
 from matplotlib.colors import to_rgb
 
 from stablenorm._types import bfloat16
@@ -55,8 +55,8 @@ def draw_map(path: Path) -> None:
     lengths = (64, 256, 1024)
     figure, every = make_axes(4.6, len(lengths))
     for axes, n in zip(every, lengths, strict=True):
-        plan = make_plan(ROWS, n, bfloat16)
-        threads, in_hand = option(plan, "ROW_THREADS"), plan.rows_per_block
+        kernel = make_kernel(n, bfloat16)
+        threads, in_hand = kernel.row_threads, kernel.slots
         columns = np.arange(n)
         # `column` of layer_norm.cu, inverted: vectors of 8 elements, a row of threads apart.
         owner = columns // 8 % threads

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array, bfloat16
-from stablenorm.cuda.plan import DOUBLE, DOUBLE_PAIRS, Plan, plan_backward
+from stablenorm.cuda.plan import Kernel, choose_kernel, cut
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "fusing.md"
@@ -105,26 +105,29 @@ def count_stages() -> list[Stage]:
 
 def count_bytes(stage: Stage, rows: int, n: int, dtype: Any) -> tuple[int, int]:
     """Return the bytes of memory that must move, and of partial sums written and read."""
-    plan = make_plan(rows, n, dtype)
     moved = (stage.reads + stage.writes) * rows * n * np.dtype(dtype).itemsize
-    return moved, 2 * partial_bytes(plan, n) if stage.partials else 0
+    return moved, 2 * partial_bytes(rows, n, dtype) if stage.partials else 0
 
 
-def make_plan(rows: int, n: int, dtype: Any) -> Plan:
-    """Return the launch of the backward on a device with fast float64."""
+def make_kernel(n: int, dtype: Any) -> Kernel:
+    """Return the kernel of the backward."""
     kind = np.dtype(dtype)
-    return plan_backward(rows, n, kind, kind, DOUBLE)
+    return choose_kernel(False, n, kind, kind, kind.itemsize == 8)
 
 
-def partial_bytes(plan: Plan, n: int) -> int:
+def count_chunks(rows: int, n: int, dtype: Any) -> int:
+    """Return how many rows of partial sums there are."""
+    return cut(rows, make_kernel(n, dtype).slots).number
+
+
+def partial_bytes(rows: int, n: int, dtype: Any) -> int:
     """Return the bytes of the partial sums: a float64 for each chunk, column and sum."""
-    return 2 * 8 * n * plan.chunks if plan.chunks > 1 else 0
+    return 2 * 8 * n * count_chunks(rows, n, dtype)
 
 
 def count_tail(rows: int, n: int, dtype: Any) -> dict[str, float]:
     """Return the least seconds of the body, and of the final sum by one block and by all."""
-    plan = make_plan(rows, n, dtype)
-    partials = partial_bytes(plan, n)
+    partials = partial_bytes(rows, n, dtype)
     one = CACHE_BYTES * CLOCK
     return {
         "partials": float(partials),
@@ -132,12 +135,6 @@ def count_tail(rows: int, n: int, dtype: Any) -> dict[str, float]:
         "one block": partials / one,
         "all blocks": partials / (one * PROCESSORS),
     }
-
-
-def option(plan: Plan, name: str) -> int:
-    """Return the value that the plan defines a name as."""
-    (value,) = (d.split("=")[1] for d in plan.defines if d.startswith(f"-DLN_{name}="))
-    return int(value)
 
 
 def count_orders(orders: int = 1000, chunks: int = 256) -> tuple[int, float]:
@@ -188,12 +185,11 @@ def map_table() -> list[str]:
     for n in LENGTHS:
         cells: list[str] = [f"{n}"]
         for dtype in (bfloat16, np.float32):
-            plan = make_plan(ROWS, n, dtype)
-            vectors = option(plan, "VECTORS")
+            kernel = make_kernel(n, dtype)
             cells += [
-                str(option(plan, "ROW_THREADS")),
-                str(vectors) if vectors else "a loop",
-                str(plan.rows_per_block),
+                str(kernel.row_threads),
+                str(kernel.vectors) if kernel.vectors else "a loop",
+                str(kernel.slots),
             ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -209,7 +205,7 @@ def tail_table() -> list[str]:
         counted = count_tail(ROWS, n, bfloat16)
         times = [f"{counted[k] * 1e6:.1f} us" for k in ("body", "one block", "all blocks")]
         size = f"{counted['partials'] / 1e6:.1f} MB"
-        chunks = make_plan(ROWS, n, bfloat16).chunks
+        chunks = count_chunks(ROWS, n, bfloat16)
         lines.append("| " + " | ".join([str(n), str(chunks), size, *times]) + " |")
     return lines
 
@@ -228,10 +224,10 @@ def orders_line() -> list[str]:
 def limits_line() -> list[str]:
     """Say what a thread holds and how long rows may be for that, as the plan has it."""
     words = []
-    for dtype, which in ((bfloat16, DOUBLE), (np.float32, DOUBLE), (np.float64, DOUBLE_PAIRS)):
+    for dtype in (bfloat16, np.float32, np.float64):
         kind = np.dtype(dtype)
-        plans = {n: plan_backward(ROWS, n, kind, kind, which) for n in range(256, 65_537, 256)}
-        held = {n: option(plan, "VECTORS") * 16 // kind.itemsize for n, plan in plans.items()}
+        kernels = {n: make_kernel(n, kind) for n in range(256, 65_537, 256)}
+        held = {n: kernel.vectors * 16 // kind.itemsize for n, kernel in kernels.items()}
         longest = max(n for n, elements in held.items() if elements)
         words.append(f"{max(held.values())} elements of {kind.name}, for rows up to {longest}")
     text = "; ".join(words)

@@ -1,119 +1,374 @@
 """
-On a CUDA device: correctness, sanitizers, speed beside the peers, memory traffic: `make gpu`.
+On a CUDA device: check the kernels, time them beside the peers, write docs/how-to/gpu.md: `make gpu`.
 
-Works through its stages, each ten minutes at most, and writes every record as soon as there is
-one: interrupted or out of time, it goes on from there when called again. The figures go to
-benchmarks/results/gpu/ and between the markers of docs/how-to/gpu.md. Exit status 0 if all is done and
-right, 1 if a check failed, 2 if there is no CUDA device, 3 if a stage has more to do.
+Every output is first checked: against the exact oracle, for all dtypes, layouts and special values,
+and bit by bit between runs, grids, streams and graphs. Then it is timed. Exit status 0 if all is
+right, 1 if a check failed, 2 if there is no CUDA device. `--check` leaves out the timing and the page:
+for compute-sanitizer, say.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
+import importlib
+import itertools
+import math
 import sys
-import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gpu_page import STAGES, insert, section
+import ml_dtypes
+import numpy as np
+from gpu_peers import load_peers
+from page import DOCS, origin, origin_line, put, table
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-PAGE = ROOT / "docs" / "how-to" / "gpu.md"
-# Of ten minutes, so that the last case of a stage has time to end.
-_LIMIT = 540.0
+from stablenorm import cuda, layer_norm_backward, layer_norm_forward
+from stablenorm.cuda import CudaWorkspace
+from stablenorm.cuda.driver import Driver
+from stablenorm.oracle import exact_layer_norm
 
-Stage = Callable[[set[str]], Iterator[dict[str, Any]]]
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
+# Around every boundary of the launch plan: lanes, vectors, warps, blocks, columns in a loop.
+LENGTHS = (
+    1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 768, 1000, 1023, 1024, 1025,
+    2048, 2049, 4095, 4096, 4097, 8192, 65_536,
+)  # fmt: skip
+# None, one, a tail of a warp, of a chunk, of 132 multiprocessors; and a few chunks a block.
+ROWS = (0, 1, 3, 33, 131, 133, 1000, 4097)
+VARIANTS = (
+    "plain", "no gamma", "gamma float32", "one element later", "row stride", "mean 1e4",
+    "subnormal", "a NaN row",
+)  # fmt: skip
+# Elements that the exact oracle judges in about a second; larger cases take their first rows.
+JUDGED = 2**15
+MOST = 2**22
+
+SHAPES = (
+    (8192, 1024), (8192, 4096), (4096, 8192), (65_536, 768), (1024, 65_536), (8192, 4095),
+    (16, 4096), (1_000_000, 64),
+)  # fmt: skip
+WARM_UPS, REPEATS = 25, 100
+# Arrays as large as x that must be moved: read x, write y; read dy and x, write dx.
+PASSES = {"forward": 2, "backward": 3}
+
+Call = Callable[[], Any]
 
 
-def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse them."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--stage", choices=STAGES, action="append", help="only this one")
-    parser.add_argument("--again", action="store_true", help="forget what these stages have done")
-    parser.add_argument(
-        "--seconds", type=float, default=_LIMIT, help=f"for each stage; default: {_LIMIT:.0f}"
-    )
-    parser.add_argument("--render", action="store_true", help="only write the page")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the records")
-    parser.add_argument("--page", type=Path, default=PAGE, help="page to write the figures into")
-    return parser.parse_args(argv)
+class Case(NamedTuple):
+    """One problem of the correctness sweep."""
+
+    rows: int
+    n: int
+    dtype: str
+    variant: str
+
+    def __str__(self) -> str:
+        """Return the words for it."""
+        return f"{self.rows}x{self.n} {self.dtype} {self.variant}"
 
 
-def why_not() -> str | None:
-    """Say what is missing to run on a device."""
-    from stablenorm import cuda  # noqa: PLC0415  # what it needs is the question
+def make_cases() -> list[Case]:
+    """Return every length and dtype with two numbers of rows and two variants, in rotation."""
+    cases = []
+    for k, (n, dtype, _) in enumerate(itertools.product(LENGTHS, DTYPES, range(2))):
+        rows, variant = (
+            ROWS[(5 * k + 3 * (k // 8)) % len(ROWS)],
+            VARIANTS[(k + k // 8) % len(VARIANTS)],
+        )
+        cases.append(Case(min(rows, MOST // n), n, dtype, variant))
+    return cases
 
+
+def draw(case: Case) -> dict[str, Any]:
+    """Draw the arrays of a case, on the host."""
+    rng = np.random.default_rng(zlib.crc32(str(case).encode()))
+    dtype, shape = DTYPES[case.dtype], (case.rows, case.n)
+    x, dy = (rng.standard_normal(shape) for _ in range(2))
+    if case.variant == "mean 1e4":
+        x += 1e4
+    if case.variant == "subnormal":
+        kind: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+        x *= float(kind.smallest_normal)
+    if case.variant == "a NaN row":
+        x[-1:] = np.nan
+    of_gamma = np.dtype(np.float32) if case.variant == "gamma float32" else dtype
+    gamma, beta = (rng.standard_normal(case.n).astype(of_gamma) for _ in range(2))
+    nothing = case.variant == "no gamma"
+    made = {"gamma": None if nothing else gamma, "beta": None if nothing else beta}
+    return {"x": x.astype(dtype), **made, "dy": dy.astype(dtype)}
+
+
+def to_device(cupy: Any, array: Any, variant: str) -> Any:
+    """Copy an array to the device, in the layout of the variant."""
+    if array is None:
+        return None
+    held = cupy.asarray(array)
+    if array.ndim == 1 or variant not in ("one element later", "row stride"):
+        return held
+    rows, n = array.shape
+    if variant == "one element later":
+        view = cupy.empty(array.size + 1, array.dtype)[1:].reshape(rows, n)
+    else:
+        view = cupy.empty((rows, n + 3), array.dtype)[:, :n]
+    view[...] = held
+    return view
+
+
+def run(arrays: dict[str, Any], backend: str | None = None) -> dict[str, Any]:
+    """Return y and the gradients that there are."""
+    x, gamma, beta, dy = (arrays[name] for name in ("x", "gamma", "beta", "dy"))
+    y, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    found = dict(zip(OUTPUTS, (y, *layer_norm_backward(dy, cache)), strict=True))
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def check(cupy: Any, case: Case) -> str:
+    """Return what is wrong with the results of a case, or ""."""
+    arrays = draw(case)
+    on_device = {name: to_device(cupy, array, case.variant) for name, array in arrays.items()}
+    actual = {name: array.get() for name, array in run(on_device).items()}
+    if case.variant == "a NaN row" and case.rows:
+        # The others must be those of the case without it.
+        clean = {**arrays, "x": arrays["x"][:-1], "dy": arrays["dy"][:-1]}
+        expected = run({name: to_device(cupy, array, "") for name, array in clean.items()})
+        same = all(actual[k][:-1].tobytes() == expected[k].get().tobytes() for k in ("y", "dx"))
+        isolated = same and np.isnan(actual["y"][-1].astype(np.float64)).all()
+        return "" if isolated else "a NaN leaves its row"
+    if case.rows == 0:
+        return "" if not any(a.any() for a in actual.values()) else "sums over no rows are not 0"
+    # dgamma and dbeta need all rows; y and dx are judged in the first ones.
+    some = max(1, JUDGED // case.n)
+    if some < case.rows:
+        expected = run(arrays, "numpy")
+        for name in actual.keys() & {"dgamma", "dbeta"}:
+            # The order of summation is another one: a unit in the last place of float64 inputs.
+            if not np.allclose(actual[name].astype(float), expected[name].astype(float), 2**-7):
+                return f"{name} is not that of the CPU"
+        actual = {name: actual[name][:some] for name in ("y", "dx")}
+        arrays = {**arrays, "x": arrays["x"][:some], "dy": arrays["dy"][:some]}
+    exact = exact_layer_norm(arrays["x"], arrays["gamma"], arrays["beta"], 1e-5, arrays["dy"])
+    results = exact.check_contract(**actual)
+    return "; ".join(f"{name}: {result}" for name, result in results.items() if not result.passed)
+
+
+@contextlib.contextmanager
+def as_if(driver: Driver, facts: dict[str, Any]) -> Iterator[None]:
+    """Launch as on a device with other facts."""
+    changed = driver._replace(facts=lambda device: driver.facts(device)._replace(**facts))
+    original = cuda._driver
+    setattr(cuda, "_driver", lambda: changed)  # noqa: B010  # mypy: not the same type
     try:
-        cuda.check_usable()
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return None
+        yield
+    finally:
+        setattr(cuda, "_driver", original)  # noqa: B010
 
 
-def load(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Read the records of every stage; a line cut short is one that was not written."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for stage in STAGES:
-        path = folder / f"{stage}.jsonl"
-        found[stage] = []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+def check_invariance(cupy: Any, shape: tuple[int, int] = (4097, 1001)) -> Iterator[tuple[str, str]]:
+    """Yield what must change no bit, and whether it does, or ""."""
+    arrays = draw(Case(*shape, "bfloat16", "plain"))
+    held = {name: cupy.asarray(array) for name, array in arrays.items()}
+
+    def bits() -> list[bytes]:
+        return [array.get().tobytes() for array in run(held).values()]
+
+    expected = bits()
+
+    def verdict(same: bool) -> str:
+        return "" if same else "other bits"
+
+    yield "50 runs", verdict(all(bits() == expected for _ in range(50)))
+    driver = cuda._driver()
+    for facts in ({"multiprocessors": 1}, {"multiprocessors": 7}, {"cooperative": False}):
+        with as_if(driver, facts):
+            yield f"on a device with {facts}", verdict(bits() == expected)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    found = []
+    for stream in streams * 5:
+        with stream:
+            found.append(run(held))
+    cupy.cuda.Device().synchronize()
+    same = [[a.get().tobytes() for a in one.values()] == expected for one in found]
+    yield "two streams at once", verdict(all(same))
+    y, out, replay, kept = _capture(cupy, held)
+    for array in (y, *out):
+        array[...] = 0
+    replay()
+    cupy.cuda.Device().synchronize()
+    yield "a graph", verdict([a.get().tobytes() for a in (y, *out)] == expected and bool(kept))
+
+
+def _capture(
+    cupy: Any, held: dict[str, Any], direction: str = "both"
+) -> tuple[Any, Any, Call, Any]:
+    """Return y, the gradients, the replay of a graph that writes them, and what must outlive it."""
+    x, gamma, beta, dy = (held[name] for name in ("x", "gamma", "beta", "dy"))
+    y, out = cupy.empty_like(x), tuple(map(cupy.empty_like, (x, gamma, beta)))
+    stream, work = cupy.cuda.Stream(non_blocking=True), CudaWorkspace()
+    _, cache = layer_norm_forward(x, gamma, beta, out=y)
+    cupy.cuda.Device().synchronize()
+
+    def step() -> Any:
+        made = cache
+        if direction != "backward":
+            made = layer_norm_forward(x, gamma, beta, out=y)[1]
+        if direction != "forward":
+            layer_norm_backward(dy, made, out=out)
+        return made
+
+    with stream, work:
+        step()
+        stream.begin_capture()
+        kept = step(), work, held
+        graph = stream.end_capture()
+    stream.synchronize()
+    return y, out, graph.launch, kept
+
+
+def measure(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]:
+    """
+    Return the median seconds of each candidate, a list of the same call on several sets of arrays.
+
+    The sets take turns, so that the arrays of a call have left the cache since they were last used.
+    """
+    turns = {name: itertools.cycle(calls) for name, calls in candidates.items()}
+    for name in [name for name in candidates for _ in range(WARM_UPS)]:
+        next(turns[name])()
+    begin, end = (cupy.cuda.Event() for _ in range(2))
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for name in list(candidates) * REPEATS:
+        call = next(turns[name])
+        cupy.cuda.Device().synchronize()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        samples[name].append(1e-3 * cupy.cuda.get_elapsed_time(begin, end))
+    return {name: float(np.median(found)) for name, found in samples.items()}
+
+
+def measure_ceiling(cupy: Any) -> float:
+    """Return the bytes per second of reading two arrays and writing one, 1 GiB each."""
+    a, b, c = (cupy.ones(2**28, np.float32) for _ in range(3))
+    add = cupy.ElementwiseKernel("float32 a, float32 b", "float32 c", "c = a + b", "triad")
+    return 3 * 2**30 / measure(cupy, {"triad": [lambda: add(a, b, c)]})["triad"]
+
+
+def bench(cupy: Any, ceiling: float) -> tuple[list[list[str]], dict[str, str]]:
+    """Return the rows of the table of times, and which peers are missing, and why."""
+    peers, missing = load_peers()
+    cache_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
+    lines = []
+    for dtype, shape, direction in itertools.product(("bfloat16", "float32"), SHAPES, PASSES):
+        nbytes = PASSES[direction] * math.prod(shape) * DTYPES[dtype].itemsize
+        sets = max(3, min(16, math.ceil(3 * cache_bytes / nbytes)))
+        problems = [_draw_on_device(cupy, shape, DTYPES[dtype]) for _ in range(sets)]
+        captured = [_capture(cupy, problem, direction) for problem in problems]
+        candidates: dict[str, list[Call]] = {
+            "eager": [_eager(problem, direction) for problem in problems],
+            "graph": [replay for _, _, replay, _ in captured],
+        }
+        for name, peer in peers.items():
             try:
-                found[stage].append(json.loads(line))
-            except json.JSONDecodeError:
+                calls = [peer(problem, direction) for problem in problems]
+                calls[0]()
+            except Exception as error:  # noqa: BLE001  # they raise whatever they like
+                missing[f"{name}, {direction} {shape} {dtype}"] = str(error)[:200]
                 continue
-    return found
+            candidates[name] = calls
+        times = measure(cupy, candidates)
+        best = times["graph"]
+        cells = [
+            f"{1e6 * times['eager']:.0f}",
+            f"{1e6 * best:.0f}",
+            f"{nbytes / best / ceiling:.2f}",
+        ]
+        cells += [f"{times[name] / best:.2f}" if name in times else "-" for name in peers]
+        lines.append([direction, f"{shape}", dtype, *cells])
+        print(lines[-1], file=sys.stderr)
+        del candidates, captured, problems
+        cupy.get_default_memory_pool().free_all_blocks()
+    head = ["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers]
+    return [head, *lines], missing
 
 
-def work(name: str, stage: Stage, folder: Path, seconds: float) -> tuple[bool, bool]:
-    """Go on with a stage; return whether it is finished and whether all it checked is right."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = load(folder)[name]
-    done = {record["label"] for record in before}
-    right = all(record.get("passed", True) for record in before)
-    start = time.monotonic()
-    # Written anew, so that what a cut off line left behind is no part of the next one.
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(r) + "\n" for r in before), encoding="utf-8")
-    with path.open("a", encoding="utf-8") as file:
-        for record in stage(done):
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-            right = right and record.get("passed", True)
-            state = "" if record.get("passed", True) else "  FAILED"
-            print(f"{name}: {record['label']}{state}", file=sys.stderr)
-            if time.monotonic() - start > seconds:
-                return False, right
-    return True, right
+def _draw_on_device(cupy: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> dict[str, Any]:
+    x, dy = (cupy.random.standard_normal(shape, dtype=np.float32).astype(dtype) for _ in range(2))
+    gamma, beta = cupy.random.standard_normal((2, shape[1]), dtype=np.float32).astype(dtype)
+    return {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
+
+
+def _eager(held: dict[str, Any], direction: str) -> Call:
+    y, cache = layer_norm_forward(held["x"], held["gamma"], held["beta"])
+    if direction == "forward":
+        return lambda: layer_norm_forward(held["x"], held["gamma"], held["beta"], out=y)
+    out = layer_norm_backward(held["dy"], cache)
+    return lambda: layer_norm_backward(held["dy"], cache, out=out)
+
+
+def page(
+    cupy: Any, checked: int, ceiling: float, lines: list[list[str]], missing: dict[str, str]
+) -> str:
+    """Return the part of docs/how-to/gpu.md that is measured."""
+    device = cupy.cuda.Device()
+    name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    versions = {"CuPy": cupy.__version__, "driver": str(cupy.cuda.runtime.driverGetVersion())}
+    made = origin(versions)
+    text = [
+        f"Ran on {name}, compute capability {device.compute_capability}: all {checked} checks passed. "
+        + origin_line("make gpu", made),
+        f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
+        f"The ceiling is {ceiling / 1e9:.0f} GB/s: two reads and one write in the same run.",
+        "The last columns are a peer's time over ours in a graph.",
+        table(lines[0], lines[1:]),
+        *(f"Not timed: {peer}: {why}" for peer, why in list(missing.items())[:5]),
+    ]
+    return "\n\n".join(text)
+
+
+def check_all(cupy: Any, cases: Sequence[Case]) -> tuple[int, list[str]]:
+    """Return how many checks ran, and what failed."""
+    checks = itertools.chain(
+        ((str(case), check(cupy, case)) for case in cases), check_invariance(cupy)
+    )
+    count, failed = 0, []
+    for count, (label, wrong) in enumerate(checks, 1):  # noqa: B007  # counted
+        if wrong:
+            failed.append(f"{label}: {wrong}")
+            print(f"FAILED {failed[-1]}", file=sys.stderr)
+    return count, failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Work, print, write."""
-    options = arguments(argv)
-    finished = right = True
-    if not options.render:
-        reason = why_not()
-        if reason is not None:
-            print(f"gpu: {reason}", file=sys.stderr)
-            return 2
-        # They import CuPy.
-        from gpu_stages import make_stages  # noqa: PLC0415
-
-        for name, stage in make_stages().items():
-            if options.stage and name not in options.stage:
-                continue
-            if options.again:
-                (options.results / f"{name}.jsonl").unlink(missing_ok=True)
-            more = work(name, stage, options.results, options.seconds)
-            finished, right = finished and more[0], right and more[1]
-    written = section(load(options.results))
-    options.page.write_text(
-        insert(options.page.read_text(encoding="utf-8"), written), encoding="utf-8"
+    """Check, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--check", action="store_true", help="do not measure; the page stays")
+    options = parser.parse_args(argv)
+    try:
+        cuda.check_usable()
+    except (ImportError, RuntimeError) as error:
+        print(f"gpu: {error}", file=sys.stderr)
+        return 2
+    cupy: Any = importlib.import_module("cupy")
+    count, failed = check_all(cupy, make_cases())
+    print(f"{count} checks, {len(failed)} failed")
+    if failed or options.check:
+        return 1 if failed else 0
+    ceiling = measure_ceiling(cupy)
+    put(
+        DOCS / "how-to" / "gpu.md",
+        {"gpu": page(cupy, count, ceiling, *bench(cupy, ceiling))},
+        __file__,
     )
-    print(written)
-    return 1 if not right else 0 if finished else 3
+    return 0
 
 
 if __name__ == "__main__":

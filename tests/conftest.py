@@ -34,6 +34,15 @@ def rng():
     return np.random.default_rng(20260229)
 
 
+@pytest.fixture(scope="session")
+def builds(tmp_path_factory):
+    """Where kernels for the host shim are kept: one folder for all processes of a test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
 def plain_terminal(monkeypatch, tmp_path):
     """140 columns, no colours, an empty folder; what a command adds to sys.path is taken back."""

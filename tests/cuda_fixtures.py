@@ -1,22 +1,20 @@
-"""
-What the tests of arrays on a CUDA device share: a fake CuPy and device in place, and its arrays.
-"""
+"""What the tests of arrays on a CUDA device share: a fake CuPy and device in place, and its arrays."""
 
 import functools
-import struct
 import sys
 
 import fake_cupy as fake
+import host_shim
 import numpy as np
 import pytest
 
 from stablenorm import cuda, layer_norm_forward
-from stablenorm.cuda import workspace as _cuda_workspace
-from stablenorm.cuda.plan import PARAMETER_NAMES
+from stablenorm.cuda import workspace
 
-needs_shim = pytest.mark.skipif(
-    bool(fake.load_shim().why_not()), reason=fake.load_shim().why_not() or "-"
-)
+needs_shim = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not() or "-")
+
+# The bits of the CPU, without compiling anything.
+host_forward = functools.partial(layer_norm_forward, backend="numpy")
 
 
 def raising(error):
@@ -26,25 +24,13 @@ def raising(error):
     return call
 
 
-# The bits of the CPU, without compiling anything.
-host_forward = functools.partial(layer_norm_forward, backend="numpy")
-
-
 @pytest.fixture
 def cupy(monkeypatch):
     module = fake.make_module()
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(_cuda_workspace, "_kept", type(_cuda_workspace._kept)())
+    monkeypatch.setattr(workspace, "_kept", type(workspace._kept)())
     monkeypatch.setattr(cuda, "_driver", raising(AssertionError("no device was put in place")))
     return module
-
-
-@pytest.fixture(scope="session")
-def builds(tmp_path_factory):
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 @pytest.fixture
@@ -79,10 +65,6 @@ def assert_bits(actual, expected):
     assert type(actual) is fake.ndarray
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert actual.get().tobytes() == expected.tobytes()
-
-
-def parameters(launch):
-    return dict(zip(PARAMETER_NAMES, struct.unpack("<16Q6qd6i", launch.parameters), strict=True))
 
 
 def failing(use, monkeypatch, error):

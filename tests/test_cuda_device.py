@@ -4,9 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import cuda, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cuda import CudaWorkspace
-from stablenorm.cuda.plan import FLOAT_PAIRS, arithmetic
 
 pytestmark = pytest.mark.cuda
 
@@ -24,8 +23,7 @@ def cupy():
 
 
 SHAPES = [(1, 1), (70, 7), (300, 33), (131, 768), (40, 1023), (33, 4097)]
-# Of 2, 4 and 8 blocks where those form clusters.
-SHAPES += [(40, 8193), (17, 16_385), (3, 65_536)]
+SHAPES += [(3, 65_536)]
 
 
 def problem(rng, shape, dtype):
@@ -48,13 +46,8 @@ def test_the_bits_are_those_of_the_cpu(cupy, rng, dtype, shape):
     *arrays, dy = problem(rng, shape, dtype)
     expected = pulled(arrays, dy, backend="numpy")
     actual = pulled(map(cupy.asarray, arrays), cupy.asarray(dy))
-    capability = cuda._driver().facts(0).capability
-    single = dtype == np.float32 and arithmetic(capability, arrays[0]) == FLOAT_PAIRS
     for name, one, other in zip(("y", "dx", "dgamma", "dbeta"), actual, expected, strict=True):
-        if single:
-            # One ulp, on devices without fast float64 (docs/how-to/gpu.md).
-            np.testing.assert_array_max_ulp(one.get(), other, maxulp=1)
-        elif dtype == np.float64:
+        if dtype == np.float64:
             np.testing.assert_allclose(one.get(), other, rtol=2**-52, atol=1e-30, err_msg=name)
         else:
             assert one.get().tobytes() == other.tobytes(), name

@@ -1,9 +1,9 @@
 """
-Kernels on a CUDA device, without one: how they are loaded and launched, and what CUDA may say.
-
-CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on the CPU.
+Kernels on a CUDA device, without one: how they are loaded and launched, what CUDA may say, streams,
+graphs and memory. CuPy is a fake one (tests/fake_cupy.py).
 """
 
+import subprocess
 import sys
 import types
 
@@ -12,14 +12,12 @@ import numpy as np
 import pytest
 
 from stablenorm import cuda, layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.cuda import driver as _cuda_device
-from stablenorm.cuda import errors as _cuda_errors
-from stablenorm.cuda import workspace as _cuda_workspace
+from stablenorm.cuda import CudaWorkspace, driver, errors, workspace
+from stablenorm.cuda.plan import choose_kernel
 
 fake = device.fake
 # Fixtures are found by their names in this module.
 cupy = device.cupy
-builds = device.builds
 use = device.use
 launches = device.launches
 on_device = device.on_device
@@ -29,31 +27,22 @@ host_forward = device.host_forward
 needs_shim = device.needs_shim
 failing = device.failing
 
-ABOUT = _cuda_device.Facts(0, (9, 0), 132, True, 100 << 10, 48 << 10)
-
-
-def plan(shared_bytes=0):
-    return cuda.plan_forward(4, 6, np.dtype(np.float32), 0)._replace(shared_bytes=shared_bytes)
+F32 = np.dtype(np.float32)
+ABOUT = driver.Facts(0, (9, 0), 132, True)
+KERNEL = choose_kernel(True, 6, F32, F32, False)
 
 
 def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(cupy, monkeypatch):
-    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
     cupy.cuda.runtime.driverGetVersion = lambda: 12080
-    driver = _cuda_device.make_driver(cupy)
     with pytest.raises(
         RuntimeError, match=r"must support CUDA 13.*supports 12.8; update the driver"
     ):
-        driver.kernel(plan(), ABOUT)
-
-
-def test_a_block_beyond_the_device_is_refused(cupy, monkeypatch):
-    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
-    with pytest.raises(RuntimeError, match=r"needs 204800 bytes of shared memory.*has 102400"):
-        _cuda_device.make_driver(cupy).kernel(plan(200 << 10), ABOUT)
+        driver.make_driver(cupy).load(KERNEL, ABOUT)
 
 
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch):
-    loaded, called = [], []
+    loaded, called, asked = [], [], []
 
     class Module:
         def load(self, code):
@@ -66,80 +55,30 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch
             function.ptr = 77
             return function
 
-    asked = []
     cupy.cuda.Module = Module
-    cupy.cuda.driver.funcSetAttribute = lambda *a: asked.append(a)
     cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *a: (asked.append(a), 2)[1]
-    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(_cuda_device.compiling, "cubin", lambda *a: a)
-    driver = _cuda_device.make_driver(cupy)
-    function = driver.kernel(plan(), ABOUT)
-    assert driver.kernel(plan(), ABOUT) is function
-    assert loaded == [(plan().defines, (9, 0))]
-    assert asked == []
-    driver.kernel(plan(64 << 10), ABOUT)
-    assert driver.resident(function, 256, 1024) == 2
-    assert asked == [(77, 8, 64 << 10), (77, 256, 1024)]
-    driver.launch(function, 3, 256, 1024, b"abcdefgh", True)
+    monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(driver.compiling, "cubin", lambda *a: a)
+    made = driver.make_driver(cupy)
+    function = made.load(KERNEL, ABOUT)
+    assert made.load(KERNEL, ABOUT) is function
+    assert loaded == [(KERNEL.defines, (9, 0))]
+    assert made.resident(function, KERNEL) == 2
+    assert asked == [(77, 256, KERNEL.shared_bytes)]
+    made.launch(function, KERNEL, 3, b"abcdefgh", True)
     ((entry, (grid, block, (value,), shared), options),) = called
-    assert (entry, grid, block, shared) == ("layer_norm_forward", (3,), (256,), 1024)
+    assert (entry, grid, block) == ("layer_norm_forward", (3,), (256,))
+    assert shared == KERNEL.shared_bytes
     assert (value.size, value.nbytes, value.tobytes()) == (1, 8, b"abcdefgh")
     assert options == {"enable_cooperative_groups": True}
 
 
-@pytest.mark.parametrize(("kib", "staged"), [(227, True), (163, True), (99, False), (48, False)])
-def test_a_launch_takes_the_shared_memory_that_the_device_grants(use, monkeypatch, kib, staged):
-    use(run=False)
-    driver, plans, launched = cuda._driver(), [], []
-
-    def kernel(plan, facts):
-        plans.append(plan)
-        return driver.kernel(plan, facts)
-
-    monkeypatch.setattr(
-        cuda,
-        "_driver",
-        lambda: driver._replace(
-            facts=lambda device: driver.facts(device)._replace(shared_most=kib << 10),
-            kernel=kernel,
-            launch=lambda *arguments: launched.append(arguments[3]),
-        ),
-    )
-    x = on_device(np.ones((4, 5001), np.float32))
-    _, cache = layer_norm_forward(x, on_device(np.ones(5001, np.float32)))
-    layer_norm_backward(x, cache)
-    assert launched == [plan.shared_bytes for plan in plans]
-    assert (launched[1] > 48 << 10) == ("-DLN_SHARED_SUMS=1" in plans[1].defines) == staged
-
-
-def test_a_kernel_that_needs_more_than_is_granted_unasked_asks(cupy, monkeypatch):
-    asked, about = [], ABOUT._replace(shared_most=227 << 10)
-    function = types.SimpleNamespace(ptr=77)
-    cupy.cuda.Module = lambda: types.SimpleNamespace(
-        load=lambda _: None, get_function=lambda _: function
-    )
-    cupy.cuda.driver.funcSetAttribute = lambda *a: asked.append(a)
-    monkeypatch.setattr(_cuda_device.compiling, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(_cuda_device.compiling, "cubin", lambda *a: a)
-    driver, f32 = _cuda_device.make_driver(cupy), np.dtype(np.float32)
-    large = cuda.plan_backward(4, 8192, f32, f32, 0, shared_limit=about.shared_most)
-    assert driver.kernel(large, about) is function
-    # 8 is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-    assert asked == [(77, 8, large.shared_bytes)]
-    assert large.shared_bytes > 48 << 10
-
-
 def test_facts_are_read_from_the_device(cupy):
-    attributes = {
-        "MultiProcessorCount": 148,
-        "CooperativeLaunch": 1,
-        "MaxSharedMemoryPerBlockOptin": 232448,
-        "MaxSharedMemoryPerBlock": 49152,
-    }
+    attributes = {"MultiProcessorCount": 148, "CooperativeLaunch": 1}
     cupy.cuda.Device = lambda _: types.SimpleNamespace(
         compute_capability="100", attributes=attributes
     )
-    assert _cuda_device.make_driver(cupy).facts(3) == (3, (10, 0), 148, True, 232448, 49152)
+    assert driver.make_driver(cupy).facts(3) == (3, (10, 0), 148, True)
 
 
 @pytest.mark.parametrize(
@@ -160,14 +99,14 @@ def test_facts_are_read_from_the_device(cupy):
 def test_errors_of_cuda_name_the_cure_and_the_counters_are_made_anew(
     use, monkeypatch, error, kind, message
 ):
-    cache, launches, driver = failing(use, monkeypatch, error)
+    cache, launches, working = failing(use, monkeypatch, error)
     dy = on_device(np.ones((300, 33), np.float32))
     with pytest.raises(kind, match=message):
         layer_norm_backward(dy, cache)
-    assert not _cuda_workspace._kept
-    monkeypatch.setattr(cuda, "_driver", lambda: driver)
+    assert not workspace._kept
+    monkeypatch.setattr(cuda, "_driver", lambda: working)
     layer_norm_backward(dy, cache)
-    assert launches[-1].entry == "layer_norm_backward"
+    assert not launches[-1].kernel.forward
 
 
 def test_too_little_memory_is_said_wherever_it_is_missing(use, cupy):
@@ -191,116 +130,134 @@ def test_too_little_memory_is_said_wherever_it_is_missing(use, cupy):
 
 
 @needs_shim
-def test_a_barrier_refused_by_the_driver_becomes_tickets(use, monkeypatch, rng):
-    # The least that has segments, and so a barrier: 200 KiB of partial sums.
-    x, gamma, beta, dy = problem(rng, (64, 3300), np.float32)
+def test_a_barrier_refused_by_the_driver_becomes_a_last_block(use, monkeypatch, rng):
+    x, gamma, beta, dy = problem(rng, (64, 129), np.float32)
     expected = layer_norm_backward(dy, host_forward(x, gamma, beta)[1])
     launches = use()
-    driver, real = cuda._driver(), cuda._driver().launch
+    working = cuda._driver()
 
-    def launch(kernel, grid, block, shared, values, together):
-        if together:
+    def launch(*given):
+        if given[-1]:
             msg = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks"
             raise fake.CUDADriverError(msg)
-        real(kernel, grid, block, shared, values, together)
+        working.launch(*given)
 
-    monkeypatch.setattr(cuda, "_driver", lambda: driver._replace(launch=launch))
+    monkeypatch.setattr(cuda, "_driver", lambda: working._replace(launch=launch))
     _, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
     for one, other in zip(layer_norm_backward(on_device(dy), cache), expected, strict=True):
         assert_bits(one, other)
-    assert [launch.entry for launch in launches] == ["layer_norm_forward", "layer_norm_backward"]
+    assert [launch.kernel.forward for launch in launches] == [True, False]
 
 
-@needs_shim
-def test_the_grid_is_never_more_than_is_resident(use, rng):
-    x, gamma, beta, dy = problem(rng, (2000, 40), np.float32)
-    launches = use(each=1, multiprocessors=2, run=False)
-    _, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
-    layer_norm_backward(on_device(dy), cache)
-    assert [launch.grid for launch in launches] == [2, 2]
-    use(each=0)
+def test_the_grid_is_never_more_than_is_resident_nor_than_there_is_work(use, rng):
+    x, gamma, beta, dy = map(on_device, problem(rng, (2000, 40), np.float32))
+    for facts, grids in (({"multiprocessors": 2}, [2, 2]), ({"each": 999}, [125, 125])):
+        launches = use(run=False, **facts)
+        _, cache = layer_norm_forward(x, gamma, beta)
+        layer_norm_backward(dy, cache)
+        assert [launch.grid for launch in launches] == grids
+    use(each=0, run=False)
     with pytest.raises(RuntimeError, match=r"none fits a multiprocessor"):
-        layer_norm(on_device(x))
-
-
-# Blocks that share a row: 5001 float32 do not fit one block of a device that grants 100 KiB.
-
-
-@needs_shim
-@pytest.mark.parametrize(("clusters", "grid"), [(None, 2), (1, 2), (2, 4), (40, 6)])
-def test_rows_of_two_blocks_are_one_launch_of_whole_clusters(use, rng, clusters, grid):
-    x, gamma, beta, dy = problem(rng, (33, 5001), np.float32)
-    expected, host = host_forward(x, gamma, beta)
-    launches = use(clusters=clusters)
-    y, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
-    assert_bits(y, expected)
-    for one, other in zip(
-        layer_norm_backward(on_device(dy), cache), layer_norm_backward(dy, host), strict=True
-    ):
-        assert_bits(one, other)
-    assert [launch.cluster for launch in launches] == [2, 2]
-    # Three chunks; three blocks at once if nobody knows better.
-    assert launches[1].grid == grid
-    # Clusters that are not all resident would wait for ever.
-    assert not any(launch.together for launch in launches)
-
-
-@pytest.mark.parametrize("facts", [{"clusters": 0}, {"capability": (8, 0), "clusters": 9}])
-def test_a_device_without_clusters_gets_none(use, facts):
-    launches = use(run=False, **facts)
-    x = on_device(np.ones((33, 5001), np.float32))
-    _, cache = layer_norm_forward(x, on_device(np.ones(5001, np.float32)))
-    layer_norm_backward(x, cache)
-    assert [launch.cluster for launch in launches] == [1, 1]
-
-
-def test_a_cluster_refused_by_the_driver_becomes_single_blocks(use, monkeypatch):
-    launches = use(run=False)
-    driver, real = cuda._driver(), cuda._driver().launch
-
-    def launch(kernel, *given):
-        if kernel[2] > 1:
-            msg = "CUDA_ERROR_INVALID_CLUSTER_SIZE: invalid cluster size"
-            raise fake.CUDADriverError(msg)
-        real(kernel, *given)
-
-    monkeypatch.setattr(cuda, "_driver", lambda: driver._replace(launch=launch))
-    x = on_device(np.ones((33, 5001), np.float32))
-    _, cache = layer_norm_forward(x, on_device(np.ones(5001, np.float32)))
-    layer_norm_backward(x, cache)
-    assert [launch.cluster for launch in launches] == [1, 1]
-
-
-@pytest.mark.parametrize(("status", "expected"), [("fine", 16), ("size", 0), ("lost", None)])
-def test_the_driver_is_asked_once_how_many_clusters_it_holds(cupy, monkeypatch, status, expected):
-    asked = []
-
-    def ask(function, config):
-        asked.append((function, config.gridDimX, config.blockDimX, config.sharedMemBytes))
-        return status, 16
-
-    results = types.SimpleNamespace(CUDA_SUCCESS="fine", CUDA_ERROR_INVALID_CLUSTER_SIZE="size")
-    bindings = types.ModuleType("cuda.bindings")
-    bindings.driver = types.SimpleNamespace(
-        CUresult=results,
-        CUlaunchConfig=types.SimpleNamespace,
-        CUfunction=lambda address: address,
-        cuOccupancyMaxActiveClusters=ask,
-    )
-    monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
-    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    driver, function = _cuda_device.make_driver(cupy), types.SimpleNamespace(ptr=77)
-    for _ in range(2):
-        assert driver.clusters(function, plan(1024)._replace(cluster=8, block=512)) == expected
-    assert asked == [(77, 8, 512, 1024)]
-
-
-def test_a_driver_that_cannot_be_asked_says_nothing(cupy, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    driver = _cuda_device.make_driver(cupy)
-    assert driver.clusters(types.SimpleNamespace(ptr=77), plan()) is None
+        layer_norm(x)
 
 
 def test_an_error_that_is_none_of_cudas_stays_what_it_is():
     error = RuntimeError("cudaSomething else")
-    assert _cuda_errors.explained(error, 0) is error
+    assert errors.explained(error, 0) is error
+
+
+# ---- streams, graphs and memory ----
+
+
+def test_each_stream_has_counters_of_its_own(use, cupy):
+    launches = use(run=False)
+    dy = on_device(np.ones((300, 33), np.float32))
+    _, cache = layer_norm_forward(dy, on_device(np.ones(33, np.float32)))
+    places = []
+    for ptr in (0, 7, 0, 7, 8):
+        cupy.cuda.stream = fake.Stream(ptr)
+        layer_norm_backward(dy, cache)
+        places.append(launches[-1].values["counters"])
+    assert places[0] == places[2] != places[1] == places[3] != places[4]
+    for number in range(100, 100 + 2 * workspace._STREAMS):
+        cupy.cuda.stream = fake.Stream(number)
+        layer_norm_backward(dy, cache)
+    assert len(workspace._kept) == workspace._STREAMS
+
+
+def test_a_graph_needs_a_workspace_that_is_large_enough(use, cupy):
+    launches = use(run=False)
+    dy = on_device(np.ones((300, 33), np.float32))
+    _, cache = layer_norm_forward(dy, on_device(np.ones(33, np.float32)))
+    stream, work = cupy.cuda.stream, CudaWorkspace()
+    stream.capturing = True
+    with pytest.raises(
+        RuntimeError, match=r"partial sums need memory that outlives.*CudaWorkspace"
+    ):
+        layer_norm_backward(dy, cache)
+    with work, pytest.raises(RuntimeError, match=r"workspace must hold \d+ bytes, and it holds 0"):
+        layer_norm_backward(dy, cache)
+    stream.capturing = False
+    with work:
+        expected = layer_norm_backward(dy, cache)
+    assert stream.waited == 1
+    assert work.nbytes > 0
+    out = [on_device(np.empty_like(a.host)) for a in expected if a is not None]
+    stream.capturing, before = True, list(cupy.allocated)
+    with work:
+        layer_norm_backward(dy, cache, out=(out[0], out[1], None))
+    # Captured: nothing allocated, the workspace's own addresses.
+    assert cupy.allocated == before
+    held = {"partials": work._pieces[-1].data.ptr, "counters": work._counters.data.ptr}
+    assert launches[-1].values.items() >= held.items()
+    with pytest.raises(RuntimeError, match=r"x must have rows that are contiguous"):
+        layer_norm_forward(on_device(np.ones((4, 6), np.float32)), axis=0)
+    stream.capturing = False
+    # It grows by another piece: a graph may still write into the first.
+    large = on_device(np.ones((300, 77), np.float32))
+    with work:
+        _, cache = layer_norm_forward(large, on_device(np.ones(77, np.float32)))
+        layer_norm_backward(large, cache)
+    assert len(work._pieces) == 2
+    other = fake.ndarray(large.host, 1)
+    _, cache = layer_norm_forward(other, fake.ndarray(np.ones(77, np.float32), 1))
+    with work, pytest.raises(ValueError, match=r"stay on one device: it is on 0, x is on 1"):
+        layer_norm_backward(other, cache)
+
+
+def test_a_workspace_spoiled_by_an_error_is_zeroed_and_keeps_its_memory(use, monkeypatch):
+    error = fake.CUDADriverError("CUDA_ERROR_LAUNCH_TIMEOUT: timed out")
+    cache, _, working = failing(use, monkeypatch, error)
+    work, dy = CudaWorkspace(), on_device(np.ones((300, 33), np.float32))
+    with work:
+        with pytest.raises(RuntimeError, match="lost to this process"):
+            layer_norm_backward(dy, cache)
+        work._counters[...] = 12345
+        place = work._counters.data.ptr
+        monkeypatch.setattr(cuda, "_driver", lambda: working)
+        layer_norm_backward(dy, cache)
+    assert not work._counters.host.any()
+    assert work._counters.data.ptr == place
+
+
+def test_workspaces_nest():
+    first, second = CudaWorkspace(), CudaWorkspace()
+    with first:
+        with second, first:
+            assert workspace._entered.work is first
+        assert workspace._entered.work is first
+    assert workspace._entered.work is None
+    assert repr(first) == "<CudaWorkspace of 0 bytes>"
+
+
+def test_numpy_calls_load_nothing_of_cuda():
+    code = (
+        "import sys, numpy as np, stablenorm\n"
+        "stablenorm.layer_norm(np.ones((2, 3)), backend='numpy')\n"
+        "stablenorm.layer_norm([[1.0, 2.0]], backend='numpy')\n"
+        "print(*(m for m in sys.modules if 'cuda' in m or 'cupy' in m))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert result.stdout.split() == []

@@ -37,5 +37,5 @@ def test_the_functions_of_the_page_are_in_the_source():
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     sources = sorted((ROOT / "src").rglob("layer_norm*.cu*"))
     text = "".join(path.read_text("utf8") for path in sources)
-    assert len(names) > 15
+    assert len(names) > 12
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []

@@ -140,11 +140,6 @@ def test_every_tag_is_closed_in_order_and_no_id_is_used_twice(bundled):
     assert len(set(reader.ids)) == len(reader.ids)
 
 
-@pytest.mark.parametrize("fault", ["<p><b>a</p></b>", "<p>", '<p id="a" id="a"></p>'])
-def test_the_reader_of_these_tests_sees_faults(fault):
-    assert Reader(fault).faults
-
-
 def test_the_page_needs_nothing_else_and_runs_nothing(bundled):
     tags = Reader(bundled[1]).tags
     assert "script" not in {tag for tag, _ in tags}
@@ -171,14 +166,11 @@ def test_headings_descend_in_order_and_pictures_and_tables_have_names(bundled):
 
 
 def test_every_section_says_how_its_numbers_were_obtained(bundled):
+    assert 6 < len(bundled[2]) <= STEPS
     sections = re.findall(r"<section.*?</section>", bundled[1], re.DOTALL)
     assert len(sections) == len(re.findall("<h2", bundled[1]))
     for one in sections:
         assert one.count('class="method"') + one.count('class="absent"') > 0, one[:80]
-
-
-def test_the_bar_is_told_of_no_more_steps_than_it_has(bundled):
-    assert 6 < len(bundled[2]) <= STEPS
 
 
 # What it says.
@@ -230,13 +222,9 @@ def test_what_a_file_holds_is_never_markup():
     assert reader.faults == []
     assert "script" not in {tag for tag, _ in reader.tags}
     assert "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz" in "".join(reader.words)
-
-
-def test_a_name_that_is_no_unicode_can_be_written():
+    # A name that is no Unicode, with a control character in it.
     np.savez(name := os.fsdecode(b"x\xe9\x07.npz"), x=X)
-    _, source = make_of(name)
-    assert "x\ufffd\ufffd" in source
-    assert source.encode()
+    assert b"x\xef\xbf\xbd\xef\xbf\xbd" in make_of(name)[1].encode()
 
 
 # Any input.
@@ -307,9 +295,8 @@ def test_of_many_rows_a_part_is_judged_and_said(monkeypatch):
     assert "Each line is 11 rows" in source
 
 
-@pytest.mark.parametrize("rows", [1, 3, 1000])
-def test_rows_are_summed_up_alike_whatever_the_block(monkeypatch, rows):
-    x = np.random.default_rng(0).standard_normal((rows, 7)) + 5
+def test_rows_are_summed_up_alike_whatever_the_block(monkeypatch):
+    x = np.random.default_rng(0).standard_normal((100, 7)) + 5
     monkeypatch.setattr(_gather, "_BLOCK", 20)
     found = _gather.summarize(x)
     np.testing.assert_allclose(found.mean, x.mean(axis=1), rtol=1e-15)
@@ -332,13 +319,9 @@ def test_a_summary_of_the_largest_numbers_does_not_overflow():
     ("arrays", "words"),
     [
         ({"x": np.zeros((0, 4))}, "x must have at least one row"),
-        ({"x": np.zeros((4, 0))}, "at least"),
         ({"x": np.arange(4)}, "x must be float16, bfloat16, float32 or float64, got int64"),
-        ({"x": np.float64(1.0)}, "axis must name axes of x"),
         ({"x": X, "gamma": np.ones(3, np.float32)}, r"gamma must have shape \(5,\)"),
         ({"x": X, "dy": X[:3]}, "dy must"),
-        ({"x": X, "eps": -1.0}, "eps must be finite"),
-        ({"y": X}, "must hold an array named x"),
     ],
 )
 def test_an_input_that_cannot_be_used_is_one_line(arrays, words):
@@ -349,20 +332,9 @@ def test_an_input_that_cannot_be_used_is_one_line(arrays, words):
     assert not command.Path("stablenorm-report.html").exists()
 
 
-def test_missing_and_truncated_files_are_one_line():
-    with pytest.raises(InputError, match="which is not there"):
-        run("none.npz")
-    np.savez("in.npz", x=X)
-    whole = command.Path("in.npz").read_bytes()
-    command.Path("in.npz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="truncated"):
-        run("in.npz")
-
-
 @pytest.mark.parametrize(
     ("out", "words"),
     [
-        ("none/report.html", "existing directory"),
         ("report.png", "must be a .html or .htm file"),
         ("there.html", "file that can be written"),
     ],
@@ -372,13 +344,6 @@ def test_a_page_that_could_not_be_written_is_refused_before_any_work(monkeypatch
     command.Path("there.html").mkdir()
     with pytest.raises(InputError, match=words):
         run("--out", out)
-
-
-def test_no_permission_is_one_line(monkeypatch):
-    # A privileged user may write anywhere, so the system's answer is played.
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(InputError, match="file that can be written"):
-        run()
 
 
 def test_the_page_replaces_its_predecessor_and_a_failure_leaves_it(monkeypatch, capsys):

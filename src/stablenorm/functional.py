@@ -46,7 +46,7 @@ def layer_norm(
         "numba", the default, is compiled: the first call of a process takes half a second, the
         first ever several, for each dtype. "numpy" is the reference, which it falls back
         on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
-        for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
+        for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
 
     Returns
     -------
@@ -130,7 +130,7 @@ def layer_norm_forward(
         "numba", the default, is compiled: the first call of a process takes half a second, the
         first ever several, for each dtype. "numpy" is the reference, which it falls back
         on, with a warning, where Numba cannot be loaded. The results are the same. "cuda" is
-        for arrays on a CUDA device, and what they get without being asked: docs/gpu.md.
+        for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
 
     Returns
     -------

@@ -1,18 +1,213 @@
 // A grid on one thread of the host: every CUDA thread is a fiber, the next one is drawn by a seed.
 //
 // Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
-// place of the sanitizers' own, so every access to memory is seen here before it is made: it must
-// lie in a tensor handed over (byte by byte), be aligned, not read what nobody wrote, and, in
-// shared memory, not meet another thread's access without a barrier between, nor, in that of another
-// block of a cluster, come before that has begun or after it has returned. Barriers that some
-// threads do not reach, and spinning without end, are errors. Order between blocks
-// cannot be judged here, since fibers see memory in program order: that is threads.cpp's job.
-#include <sys/mman.h>
+// place of the sanitizers' own, so every access to memory is seen here before it is made. It must
+// lie in a tensor handed over (byte by byte), be aligned, and not read what nobody wrote; and it must
+// be ordered after the accesses of other threads to the same bytes, if one of the two is a write:
+// - threads of a block are ordered by __syncthreads and by nothing else: not by shuffles;
+// - blocks are ordered by a fence before an atomic operation in the one, and a fence after an atomic
+//   operation on the same word in the other. What passes then is what the block did before its
+//   last __syncthreads. Atomic operations alone order nothing.
+// The order is judged, not awaited: a race is found whether or not this schedule shows it.
+// Barriers that some threads do not reach, and spinning without end, are errors as well.
+#include <algorithm>
+#include <csetjmp>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <deque>
+#include <map>
+#include <memory>
+#include <vector>
 
-#include "accesses.h"
-#include "fibers.h"
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include "cuda_shim.h"
+#undef threadIdx
+#undef blockIdx
+#undef gridDim
+
+using Address = std::uintptr_t;
 
 namespace {
+
+// A kernel's frame with its vectors is a few KiB; calls that are not inlined a few more.
+constexpr std::size_t STACK = 1 << 18;
+// Beyond these many looks at memory in a row without a change anywhere, nobody will change it.
+constexpr long PATIENCE = 200000;
+
+enum { READ = 1, WRITE = 2 };
+// Filled by the driver. `writes` counts the stores to each byte.
+struct Region {
+    Address begin;
+    std::uint64_t bytes, rights;
+    std::uint8_t* writes;
+    std::uint64_t loaded, stored;
+};
+
+// Who touched a byte last: block, thread (-1: nobody, MANY: several), barriers of the block before.
+constexpr int MANY = -2;
+struct Touch {
+    int block = -1, thread = -1;
+    unsigned epoch = 0;
+};
+struct Shadow { Touch write, read; };
+
+// For each block the barriers of it before which all is visible.
+using Known = std::vector<unsigned>;
+
+enum Wait { NOTHING, BARRIER, SHUFFLE };
+const char* const WAITS[] = {"", "__syncthreads", "a shuffle"};
+
+struct Block;
+struct Fiber {
+    jmp_buf context;
+    ucontext_t start;
+    unsigned char* stack = nullptr;
+    ShimPlace* place = nullptr; // at the top of the stack, which the thread may read
+    Block* block = nullptr;
+    bool begun = false, done = false;
+    int thread = 0, line = 0, lanes = 0;
+    Wait wait = NOTHING;
+    double value = 0;
+    // What it acquired since the last barrier; the word of its last atomic operation, which a fence
+    // makes an acquire; whether a fence has made the next one a release.
+    Known known;
+    const unsigned* last_atomic = nullptr;
+    bool releases = false;
+};
+
+struct Block {
+    std::vector<Fiber*> fibers;
+    std::size_t alive = 0, waiting = 0;
+    unsigned index = 0, epoch = 1;
+    Known known;
+    std::vector<unsigned char> shared;
+    std::vector<Shadow> shadow;
+};
+
+struct Launch {
+    void (*call)(const unsigned char*);
+    unsigned grid, threads;
+    std::size_t shared_bytes;
+    std::uint64_t seed, random;
+    long idle;
+    bool failed;
+    char message[1024];
+} launch;
+
+unsigned char parameters[4096]; // what a device allows at most
+Region* regions;
+std::size_t region_count;
+Region* last_hit;
+std::vector<std::vector<Shadow>> shadows; // of the regions that are read and written
+std::map<const unsigned*, Known> published;
+Address modules[2][2]; // the libraries of the kernel and of this file: constants, and the above
+jmp_buf scheduler;
+Fiber* current;
+std::deque<Fiber*> runnable;
+std::vector<std::unique_ptr<Fiber>> pool;
+std::vector<Fiber*> free_fibers;
+
+[[noreturn]] void fail(const char* format, ...) {
+    int used = 0;
+    if (current)
+        used = std::snprintf(launch.message, sizeof launch.message, "block %u, thread %d: ",
+                             current->block->index, current->thread);
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(launch.message + used, sizeof launch.message - std::size_t(used), format,
+                   arguments);
+    va_end(arguments);
+    launch.failed = true;
+    _longjmp(scheduler, 1);
+}
+
+// ---- order ----
+
+unsigned known_of(const Known& known, int block) { return known.empty() ? 0 : known[block]; }
+
+void join(Known& into, const Known& from) {
+    if (from.empty()) return;
+    into.resize(launch.grid);
+    for (std::size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
+}
+
+bool is_ordered(const Touch& other) {
+    const Block* block = current->block;
+    if (other.thread == -1) return true;
+    if (other.block == int(block->index))
+        return other.thread == current->thread || other.epoch < block->epoch;
+    if (other.block == MANY) return false;
+    return other.epoch < std::max(known_of(block->known, other.block),
+                                  known_of(current->known, other.block));
+}
+
+void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
+    if (!write && shadow.write.thread == -1)
+        fail("reads byte %zu of %s, which nobody wrote", byte, where);
+    const bool wrote = !is_ordered(shadow.write);
+    if (wrote || (write && !is_ordered(shadow.read))) {
+        const Touch& other = wrote ? shadow.write : shadow.read;
+        fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
+             where, other.block, wrote ? "wrote" : "read");
+    }
+    const Block* block = current->block;
+    Touch now{int(block->index), current->thread, block->epoch};
+    if (write) {
+        shadow = {now, Touch()};
+        return;
+    }
+    // Reads that are not ordered among themselves are remembered together.
+    if (!is_ordered(shadow.read)) {
+        now.thread = MANY;
+        if (shadow.read.block != now.block) now.block = MANY;
+    }
+    shadow.read = now;
+}
+
+// ---- every access ----
+
+void access(Address at, std::size_t size, bool write) {
+    if (!current || at - Address(current->stack) < STACK) return;
+    Block* block = current->block;
+    const std::size_t offset = at - Address(block->shared.data());
+    // 64 bytes more than were asked for: an index that is one too far.
+    if (offset < block->shared.size()) {
+        if (offset + size > launch.shared_bytes)
+            fail("touches shared memory at byte %zu, beyond what was asked for", offset);
+        for (std::size_t i = offset; i < offset + size; ++i)
+            order(block->shadow[i], write, "shared memory", i);
+        return;
+    }
+    for (const auto& module : modules)
+        if (at - module[0] < module[1] - module[0]) return;
+    if (!regions) return; // the driver vouches for what the parameters point to
+    const auto holds = [&](const Region& r) { return at - r.begin < r.bytes; };
+    if (!last_hit || !holds(*last_hit))
+        last_hit = std::find_if(regions, regions + region_count, holds);
+    if (last_hit == regions + region_count || at + size > last_hit->begin + last_hit->bytes) {
+        last_hit = nullptr;
+        for (std::size_t i = 0; i < region_count; ++i) {
+            const Address end = regions[i].begin + regions[i].bytes;
+            if (at + size > end && at - end < 64)
+                fail("%s %zu bytes after the end of tensor %zu", write ? "writes" : "reads",
+                     std::size_t(at - end), i);
+        }
+        fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
+    }
+    const std::size_t index = std::size_t(last_hit - regions), byte = at - last_hit->begin;
+    if (!(last_hit->rights & (write ? WRITE : READ)))
+        fail("%s tensor %zu, byte %zu", write ? "writes into" : "reads from", index, byte);
+    (write ? last_hit->stored : last_hit->loaded) += size;
+    char name[32];
+    std::snprintf(name, sizeof name, "tensor %zu", index);
+    for (std::size_t i = byte; i < byte + size; ++i) {
+        if (write && last_hit->writes) last_hit->writes[i] += last_hit->writes[i] < 255;
+        if (last_hit->rights == (READ | WRITE)) order(shadows[index][i], write, name, i);
+    }
+}
 
 // ---- switching ----
 
@@ -30,23 +225,21 @@ void fiber_main() {
 
 void run(Fiber* fiber) {
     current = fiber;
-    fiber->block->begun = true;
     if (!_setjmp(scheduler)) {
         if (fiber->begun) _longjmp(fiber->context, 1);
         fiber->begun = true;
         setcontext(&fiber->start);
     }
-    current = launch.failed ? current : nullptr;
 }
 
-bool prepare(Fiber* fiber) {
+void prepare(Fiber* fiber) {
     if (!fiber->stack) {
         void* memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) return false;
+        if (memory == MAP_FAILED) std::abort();
         fiber->stack = static_cast<unsigned char*>(memory);
         mprotect(fiber->stack, 4096, PROT_NONE);
-        fiber->place = reinterpret_cast<Place*>(fiber->stack + STACK - 128);
+        fiber->place = reinterpret_cast<ShimPlace*>(fiber->stack + STACK - 128);
     }
     getcontext(&fiber->start);
     fiber->start.uc_stack.ss_sp = fiber->stack;
@@ -54,176 +247,29 @@ bool prepare(Fiber* fiber) {
     fiber->start.uc_link = nullptr;
     makecontext(&fiber->start, fiber_main, 0);
     fiber->begun = false;
-    return true;
 }
 
-// Seeds 0 and 1 are the extremes: first come, first served; and the last to become ready first, the
-// blocks of a cluster one after the other.
-enum { FIRST, LAST };
+std::uint64_t draw() {
+    // xorshift64: any sequence will do, as long as the seed decides it.
+    launch.random ^= launch.random << 13;
+    launch.random ^= launch.random >> 7;
+    launch.random ^= launch.random << 17;
+    return launch.random;
+}
 
+// Seeds 0 and 1 are the extremes: first come, first served; and the last to become ready first.
 Fiber* pick() {
-    if (launch.seed == FIRST) {
-        Fiber* fiber = runnable.front();
-        runnable.pop_front();
-        return fiber;
-    }
-    if (launch.seed != LAST) std::swap(runnable[draw() % runnable.size()], runnable.back());
-    Fiber* fiber = runnable.back();
-    runnable.pop_back();
+    if (launch.seed > 1) std::swap(runnable[draw() % runnable.size()], runnable.back());
+    Fiber* fiber = launch.seed == 0 ? runnable.front() : runnable.back();
+    if (launch.seed == 0) runnable.pop_front();
+    else runnable.pop_back();
     return fiber;
 }
 
-// Lets others run first.
 void yield() {
-    if (launch.seed == LAST) runnable.push_front(current);
+    if (launch.seed == 1) runnable.push_front(current);
     else runnable.push_back(current);
     to_scheduler();
-}
-
-void wake(Fiber* fiber) {
-    fiber->wait = NOTHING;
-    runnable.push_back(fiber);
-    launch.idle = 0;
-}
-
-std::unique_ptr<Block> start_block(std::uint64_t index, Cluster* cluster, int rank) {
-    auto made = std::make_unique<Block>();
-    Block* block = made.get();
-    const dim3 grid = launch.grid, size = launch.size;
-    const std::size_t count = std::size_t(size.x) * size.y * size.z;
-    block->dynamic = launch.shared_bytes;
-    block->cluster = cluster;
-    block->rank = rank;
-    block->shared = cluster->shared.data() + std::size_t(rank) * cluster->each;
-    block->shadow = cluster->shadow.data() + std::size_t(rank) * cluster->each;
-    block->alive = count;
-    for (std::size_t thread = 0; thread < count; ++thread) {
-        if (free_fibers.empty()) {
-            pool.push_back(std::make_unique<Fiber>());
-            if (!prepare(pool.back().get())) std::abort();
-            free_fibers.push_back(pool.back().get());
-        }
-        Fiber* fiber = free_fibers.back();
-        free_fibers.pop_back();
-        fiber->done = false;
-        fiber->block = block;
-        fiber->thread = int(thread);
-        fiber->lane = int(thread % 32);
-        fiber->warp = int(thread / 32);
-        fiber->wait = NOTHING;
-        fiber->cluster_epoch = fiber->block_epoch = fiber->warp_epoch = 0;
-        fiber->place->thread = {unsigned(thread % size.x), unsigned(thread / size.x % size.y),
-                               unsigned(thread / size.x / size.y)};
-        fiber->place->block = {unsigned(index % grid.x), unsigned(index / grid.x % grid.y),
-                              unsigned(index / grid.x / grid.y)};
-        fiber->place->block_size = size;
-        fiber->place->grid_size = grid;
-        block->fibers.push_back(fiber);
-    }
-    return made;
-}
-
-void begin(Block* block) {
-    runnable.insert(runnable.end(), block->fibers.begin(), block->fibers.end());
-}
-
-std::unique_ptr<Cluster> start_cluster(std::uint64_t index) {
-    auto cluster = std::make_unique<Cluster>();
-    // A multiple of 16, as the memory of a block begins at one.
-    cluster->each = (launch.shared_bytes + VARIABLES + 15) / 16 * 16;
-    // All ones is a NaN in every format, and no index.
-    cluster->shared.assign(cluster->each * launch.cluster, 0xff);
-    cluster->shadow.resize(cluster->shared.size());
-    cluster->alive = launch.cluster;
-    for (unsigned rank = 0; rank < launch.cluster; ++rank) {
-        cluster->blocks.push_back(
-            start_block(index * launch.cluster + rank, cluster.get(), int(rank)));
-        if (launch.seed == LAST && rank + 1 < launch.cluster)
-            late.push_back(cluster->blocks.back().get());
-        else begin(cluster->blocks.back().get());
-    }
-    return cluster;
-}
-
-// ---- barriers ----
-
-void release_block_barrier(Block* block) {
-    int line = 0;
-    for (Fiber* fiber : block->fibers) {
-        if (line && fiber->line != line)
-            fail("threads of one block wait at different __syncthreads, lines %d and %d", line,
-                 fiber->line);
-        line = fiber->line;
-    }
-    block->waiting = 0;
-    for (Fiber* fiber : block->fibers) {
-        ++fiber->block_epoch;
-        wake(fiber);
-    }
-}
-
-void release_cluster_barrier(Cluster* cluster) {
-    const int line = current->line;
-    cluster->waiting = 0;
-    for (auto& block : cluster->blocks)
-        for (Fiber* fiber : block->fibers) {
-            if (fiber->line != line)
-                fail("threads of one cluster wait at different barriers of it, lines %d and %d",
-                     line, fiber->line);
-            ++fiber->cluster_epoch;
-            ++fiber->block_epoch;
-            wake(fiber);
-        }
-}
-
-// Wait until all lanes of `mask` have come to the same operation, then complete it.
-void meet(Wait wait, unsigned mask, int line) {
-    Block* block = current->block;
-    const std::size_t first = std::size_t(current->warp) * 32;
-    if (!(mask >> current->lane & 1))
-        fail("%s at line %d with a mask, %08x, that lacks the own lane", WAITS[wait], line, mask);
-    current->wait = wait;
-    current->mask = mask;
-    current->line = line;
-    bool complete = true;
-    for (int lane = 0; lane < 32; ++lane) {
-        if (!(mask >> lane & 1)) continue;
-        if (first + std::size_t(lane) >= block->fibers.size())
-            fail("%s at line %d waits for lane %d, which the block does not have", WAITS[wait],
-                 line, lane);
-        const Fiber* other = block->fibers[first + std::size_t(lane)];
-        if (other->done)
-            fail("%s at line %d waits for lane %d, which has returned", WAITS[wait], line, lane);
-        if (other->wait <= BLOCK) complete = false;
-        else if (other->wait != wait || other->mask != mask)
-            fail("%s at line %d, mask %08x, but lane %d waits at %s, line %d, mask %08x",
-                 WAITS[wait], line, mask, lane, WAITS[other->wait], other->line, other->mask);
-    }
-    if (!complete) return to_scheduler();
-    std::uint64_t given[32];
-    unsigned votes = 0;
-    for (int lane = 0; lane < 32; ++lane)
-        if (mask >> lane & 1) {
-            given[lane] = block->fibers[first + std::size_t(lane)]->bits;
-            votes |= unsigned(given[lane] & 1) << lane;
-        }
-    for (int lane = 0; lane < 32; ++lane) {
-        if (!(mask >> lane & 1)) continue;
-        Fiber* fiber = block->fibers[first + std::size_t(lane)];
-        if (wait == EXCHANGE) {
-            if (fiber->source < 0 || fiber->source > 31 || !(mask >> fiber->source & 1))
-                fail("a shuffle at line %d reads lane %d, which is not in the mask %08x", line,
-                     fiber->source, mask);
-            fiber->bits = given[fiber->source];
-        }
-        if (wait == BALLOT) fiber->bits = votes;
-        if (wait == WARP) ++fiber->warp_epoch;
-        if (fiber == current) fiber->wait = NOTHING;
-        else wake(fiber);
-    }
-    launch.idle = 0;
-    // Who comes last must not be favored.
-    yield();
 }
 
 void look() {
@@ -232,160 +278,185 @@ void look() {
     yield();
 }
 
+void wake(Fiber* fiber) {
+    fiber->wait = NOTHING;
+    runnable.push_back(fiber);
+    launch.idle = 0;
+}
+
+std::unique_ptr<Block> start_block(unsigned index) {
+    auto block = std::make_unique<Block>();
+    block->index = index;
+    block->alive = launch.threads;
+    // All ones is a NaN in every format, and no index.
+    block->shared.assign(launch.shared_bytes + 64, 0xff);
+    block->shadow.resize(launch.shared_bytes);
+    for (unsigned thread = 0; thread < launch.threads; ++thread) {
+        if (free_fibers.empty()) {
+            pool.push_back(std::make_unique<Fiber>());
+            prepare(pool.back().get());
+            free_fibers.push_back(pool.back().get());
+        }
+        Fiber* fiber = free_fibers.back();
+        free_fibers.pop_back();
+        fiber->done = fiber->releases = false;
+        fiber->block = block.get();
+        fiber->thread = int(thread);
+        fiber->wait = NOTHING;
+        fiber->known.clear();
+        fiber->last_atomic = nullptr;
+        *fiber->place = {{thread}, {index}, {launch.grid}};
+        block->fibers.push_back(fiber);
+        runnable.push_back(fiber);
+    }
+    return block;
+}
+
 }  // namespace
 
 // ---- what kernels call ----
 
-namespace shim {
 extern "C" {
-std::uint64_t shim_flops[6];
-
-const Place& shim_place() { return *current->place; }
+const ShimPlace& shim_place() { return *current->place; }
+unsigned char* shim_shared() { return current->block->shared.data(); }
+void shim_sleep() { look(); }
 
 void shim_syncthreads(int line) {
     Block* block = current->block;
-    current->wait = BLOCK;
+    current->wait = BARRIER;
     current->line = line;
-    if (++block->waiting == block->fibers.size()) release_block_barrier(block);
+    if (++block->waiting == block->fibers.size()) {
+        block->waiting = 0;
+        ++block->epoch;
+        for (Fiber* fiber : block->fibers) {
+            if (fiber->line != line)
+                fail("threads of one block wait at different __syncthreads, lines %d and %d", line,
+                     fiber->line);
+            join(block->known, fiber->known);
+            fiber->known.clear();
+            wake(fiber);
+        }
+    }
     to_scheduler();
 }
 
-void shim_cluster_barrier(int line) {
-    Cluster* cluster = current->block->cluster;
-    current->wait = CLUSTER;
+double shim_exchange(double value, unsigned mask, int lanes, int line) {
+    if (mask != 0xffffffffu) fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
+    Fiber** warp = current->block->fibers.data() + current->thread / 32 * 32;
+    current->wait = SHUFFLE;
     current->line = line;
-    if (++cluster->waiting == cluster->blocks.size() * cluster->blocks[0]->fibers.size())
-        release_cluster_barrier(cluster);
+    current->lanes = lanes;
+    current->value = value;
+    double given[32];
+    for (int lane = 0; lane < 32; ++lane) {
+        if (warp[lane]->wait != SHUFFLE) {
+            to_scheduler();
+            return current->value;
+        }
+        if (warp[lane]->line != line || warp[lane]->lanes != lanes)
+            fail("a shuffle at line %d, but lane %d is at line %d", line, lane, warp[lane]->line);
+        given[lane] = warp[lane]->value;
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        warp[lane]->value = given[lane ^ lanes];
+        wake(warp[lane]);
+    }
     to_scheduler();
+    return current->value;
 }
 
-void* shim_in_block(void* own, unsigned rank) {
-    const Block* block = current->block;
-    if (rank >= block->cluster->blocks.size())
-        fail("asks for block %u of a cluster of %zu", rank, block->cluster->blocks.size());
-    return static_cast<unsigned char*>(own) - block->shared + block->cluster->blocks[rank]->shared;
+void shim_fence() {
+    if (current->last_atomic) join(current->known, published[current->last_atomic]);
+    current->last_atomic = nullptr;
+    current->releases = true;
 }
 
-void shim_syncwarp(unsigned mask, int line) { meet(WARP, mask, line); }
-
-std::uint64_t shim_exchange(unsigned mask, std::uint64_t bits, int source_lane, int line) {
-    current->bits = bits;
-    current->source = source_lane;
-    meet(EXCHANGE, mask, line);
-    return current->bits;
-}
-
-unsigned shim_ballot(unsigned mask, bool bit, int line) {
-    current->bits = bit;
-    meet(BALLOT, mask, line);
-    return unsigned(current->bits);
-}
-
-unsigned char* shim_dynamic_shared() { return current->block->shared; }
-
-void* shim_static_shared(int site, std::size_t bytes) {
-    Block* block = current->block;
-    // One line of a template declares variables of several sizes.
-    const std::size_t key = std::size_t(site) << 32 | bytes;
-    auto found = block->variables.find(key);
-    if (found == block->variables.end()) {
-        // 32 bytes between: an index one too far must not hit the next variable.
-        std::size_t begin = (block->dynamic + 32 + 15) / 16 * 16;
-        for (const auto& variable : block->variables)
-            begin = std::max(begin, (variable.second.second + 32 + 15) / 16 * 16);
-        if (begin + bytes > block->cluster->each) fail("too many shared variables");
-        found = block->variables.emplace(key, std::make_pair(begin, begin + bytes)).first;
-    }
-    return block->shared + found->second.first;
-}
-
-void shim_fence() {}
-void shim_sleep() { look(); }
-
-std::uint32_t shim_load32(const std::uint32_t* word, bool) {
+unsigned shim_atomic(unsigned* word, unsigned value, bool wraps) {
     look();
-    access(Address(word), 4, false);
-    return *word;
-}
-
-void shim_store32(std::uint32_t* word, std::uint32_t value, bool) {
-    yield();
-    access(Address(word), 4, true);
-    launch.idle = 0;
-    *word = value;
-}
-
-std::uint32_t shim_cas32(std::uint32_t* word, std::uint32_t compare, std::uint32_t value) {
-    look();
-    access(Address(word), 4, true);
-    const std::uint32_t old = *word;
-    if (old == compare) *word = value, launch.idle = 0;
-    return old;
-}
-}
-
-template <class T>
-T change(T* word, Change kind, T value) {
-    look();
-    access(Address(word), sizeof *word, true);
-    const T old = *word;
-    switch (kind) {
-        case ADD: *word = old + value; break;
-        case INC: *word = old >= value ? 0 : old + 1; break;
-        case EXCH: *word = value; break;
-        case OR: *word = old | value; break;
-        case MAX: *word = old > value ? old : value; break;
-    }
+    const Region* end = regions + region_count;
+    if (regions && std::none_of(regions, const_cast<Region*>(end), [&](const Region& r) {
+            return Address(word) - r.begin < r.bytes && r.rights == (READ | WRITE);
+        }))
+        fail("an atomic operation outside of what is read and written");
+    const unsigned old = *word;
+    *word = !wraps ? old + value : old >= value ? 0 : old + 1;
     if (*word != old) launch.idle = 0;
+    if (current->releases) {
+        Known& known = published[word];
+        join(known, current->block->known);
+        join(known, current->known);
+        known.resize(launch.grid);
+        known[current->block->index] = current->block->epoch;
+    }
+    current->releases = false;
+    current->last_atomic = word;
     return old;
 }
 
-extern "C" std::uint32_t shim_atomic32(std::uint32_t* word, Change kind, std::uint32_t value) {
-    return change(word, kind, value);
-}
-extern "C" std::uint64_t shim_atomic64(std::uint64_t* word, Change kind, std::uint64_t value) {
-    return change(word, kind, value);
-}
-}  // namespace shim
+// ---- what instrumented code calls ----
 
-extern "C" {
+#define SHIM_ACCESS(bytes)                                                                     \
+    void __tsan_read##bytes(void* at) { access(Address(at), bytes, false); }                   \
+    void __tsan_write##bytes(void* at) { access(Address(at), bytes, true); }                   \
+    void __tsan_unaligned_read##bytes(void* at) { access(Address(at), bytes, false); }         \
+    void __tsan_unaligned_write##bytes(void* at) { access(Address(at), bytes, true); }         \
+    void __tsan_volatile_read##bytes(void* at) { access(Address(at), bytes, false); }          \
+    void __tsan_volatile_write##bytes(void* at) { access(Address(at), bytes, true); }
+SHIM_ACCESS(1)
+SHIM_ACCESS(2)
+SHIM_ACCESS(4)
+SHIM_ACCESS(8)
+SHIM_ACCESS(16)
+void __tsan_read_range(void* at, std::size_t bytes) { access(Address(at), bytes, false); }
+void __tsan_write_range(void* at, std::size_t bytes) { access(Address(at), bytes, true); }
+void __tsan_init() {}
+void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
+    access(Address(from), bytes, false);
+    access(Address(to), bytes, true);
+    return std::memmove(to, from, bytes);
+}
+void* __tsan_memset(void* to, int value, std::size_t bytes) {
+    access(Address(to), bytes, true);
+    return std::memset(to, value, bytes);
+}
+// The first words of what -fsanitize=alignment hands over.
+struct Mismatch {
+    const char* file;
+    unsigned line, column;
+};
+void __ubsan_handle_type_mismatch_v1(Mismatch* where, Address at) {
+    fail("line %u: an access at %llu past a multiple of 16 is misaligned", where->line,
+         (unsigned long long)(at % 16));
+}
+
 // ---- what the driver calls ----
 
 int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
-                const unsigned char* bytes,
-                std::size_t byte_count, const unsigned* grid, const unsigned* size, std::size_t shared_bytes,
-                unsigned cluster, std::uint64_t seed, int cooperative, Region* tensors, std::size_t tensor_count,
-                char* message, std::size_t length) {
+                const unsigned char* bytes, std::size_t byte_count, unsigned grid, unsigned threads,
+                std::size_t shared_bytes, std::uint64_t seed, int cooperative, Region* tensors,
+                std::size_t tensor_count, char* message, std::size_t length) {
+    extern char __ehdr_start __attribute__((visibility("hidden")));
+    extern char _end __attribute__((visibility("hidden")));
     std::memcpy(parameters, bytes, byte_count);
-    Address range[2];
-    library(range);
-    modules[0] = {range[0], range[1]};
-    modules[1] = {Address(&__ehdr_start), Address(&_end)};
-    launch = {call, {grid[0], grid[1], grid[2]}, {size[0], size[1], size[2]},
-              shared_bytes, cluster, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
-    regions = tensors;
-    region_count = tensor_count;
-    last_hit = nullptr;
-    current = nullptr;
-    const std::uint64_t clusters = std::uint64_t(grid[0]) * grid[1] * grid[2] / cluster;
-    // A device runs the blocks of an ordinary launch a few at a time, in any order, but those of a
-    // cluster together.
-    const std::uint64_t limit = cooperative ? clusters : 1 + seed % 3;
-    std::vector<std::uint64_t> order(clusters);
-    for (std::uint64_t i = 0; i < clusters; ++i) order[i] = seed == LAST ? clusters - 1 - i : i;
-    if (seed > LAST)
-        for (std::uint64_t i = clusters; i > 1; --i) std::swap(order[i - 1], order[draw() % i]);
-    std::uint64_t started = 0, resident = 0;
-    volatile std::uint64_t finished = 0;
-    std::vector<std::unique_ptr<Cluster>> alive;
+    library(modules[0]);
+    modules[1][0] = Address(&__ehdr_start), modules[1][1] = Address(&_end);
+    launch = {call, grid, threads, shared_bytes, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
+    regions = tensors, region_count = tensor_count, last_hit = nullptr, current = nullptr;
+    published.clear();
+    shadows.assign(region_count, {});
+    for (std::size_t i = 0; i < region_count; ++i)
+        if (regions[i].rights == (READ | WRITE)) shadows[i].resize(regions[i].bytes);
+    // A device runs the blocks of an ordinary launch a few at a time, in any order.
+    const std::size_t limit = cooperative ? grid : 1 + seed % 3;
+    std::vector<unsigned> waiting(grid);
+    for (unsigned i = 0; i < grid; ++i) waiting[i] = seed == 1 ? i : grid - 1 - i;
+    if (seed > 1)
+        for (unsigned i = grid; i > 1; --i) std::swap(waiting[i - 1], waiting[draw() % i]);
+    std::vector<std::unique_ptr<Block>> alive;
     while (!launch.failed) {
-        while (started < clusters && resident < limit) {
-            alive.emplace_back(start_cluster(order[started++]));
-            ++resident;
-        }
-        if (runnable.empty() && !late.empty()) {
-            begin(late.back());
-            late.pop_back();
+        while (!waiting.empty() && alive.size() < limit) {
+            alive.push_back(start_block(waiting.back()));
+            waiting.pop_back();
         }
         if (runnable.empty()) break;
         Fiber* fiber = pick();
@@ -393,41 +464,23 @@ int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
         if (launch.failed || !fiber->done) continue;
         launch.idle = 0;
         free_fibers.push_back(fiber);
-        Block* block = fiber->block;
-        Cluster* its = block->cluster;
-        --block->alive;
-        if ((block->alive && block->waiting) || its->waiting) {
-            std::snprintf(launch.message, sizeof launch.message,
-                          "block %u: thread %d has returned, others wait at %s",
-                          fiber->place->block.x, fiber->thread,
-                          WAITS[its->waiting ? CLUSTER : BLOCK]);
-            launch.failed = true;
-        }
-        if (block->alive || --its->alive) continue;
-        --resident;
-        finished = finished + 1;
-        for (auto& held : alive)
-            if (held.get() == its) {
-                std::swap(held, alive.back());
-                alive.pop_back();
-                break;
-            }
+        if (--fiber->block->alive) continue;
+        alive.erase(std::find_if(alive.begin(), alive.end(),
+                                 [&](const auto& held) { return held.get() == fiber->block; }));
     }
-    if (!launch.failed && finished != clusters) {
+    if (!launch.failed && !alive.empty()) {
         launch.failed = true;
-        std::snprintf(launch.message, sizeof launch.message, "no thread can run:");
-        for (auto& held : alive)
-            for (auto& block : held->blocks)
-                for (Fiber* fiber : block->fibers)
-                    if (!fiber->done && std::strlen(launch.message) < 300)
-                        std::snprintf(launch.message + std::strlen(launch.message), 120,
-                                      " block %u, thread %d waits at %s, line %d, mask %08x;",
-                                      fiber->place->block.x, fiber->thread, WAITS[fiber->wait],
-                                      fiber->line, fiber->mask);
+        std::size_t used = 0;
+        for (auto& block : alive)
+            for (Fiber* fiber : block->fibers)
+                if (used < 300)
+                    used += std::snprintf(launch.message + used, 120,
+                                          "block %u, thread %d %s %s, line %d; ", block->index,
+                                          fiber->thread, fiber->done ? "has returned" : "waits at",
+                                          fiber->done ? "" : WAITS[fiber->wait], fiber->line);
     }
     current = nullptr;
     runnable.clear();
-    late.clear();
     if (launch.failed) {
         // Threads stand in the middle of the kernel: all begin anew next time.
         free_fibers.clear();

@@ -1,72 +1,47 @@
 """
 `layer_norm.cu` on the host: the forward and the backward as functions of NumPy arrays.
 
-The launch follows `_cuda_plan` as on a device; `Setting` is what a device and its caller could
-have chosen otherwise, none of which may change a bit. Every tensor is exactly as large as said,
+The launch follows `stablenorm.cuda.plan` as on a device; `Setting` is what a device and its caller
+could have chosen otherwise, none of which may change a bit. Every tensor is exactly as large as said,
 rows of a strided one apart from each other; outputs must be written once, and all of them.
 """
 
 import functools
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import host_shim
 import numpy as np
+from host_shim import READ, WRITE, Tensor
 
-from stablenorm import Gradients
-from stablenorm.cuda import plan as _cuda_plan
+from stablenorm._types import any_float64
 from stablenorm.cuda.compile import sources
-from stablenorm.cuda.plan import DTYPE_CODES, Plan
-
-
-def load(name: str) -> Any:
-    """Import a file beside this one: tests are no package."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-host_shim = load("host_shim")
-READ, WRITE, UNWRITTEN = host_shim.READ, host_shim.WRITE, host_shim.UNWRITTEN
-
-FAST, SLOW = (9, 0), (12, 0)
+from stablenorm.cuda.plan import COUNTERS, DTYPE_CODES, Kernel, choose_kernel, cut, pack_parameters
 
 
 class Setting(NamedTuple):
     """What may change from device to device and from call to call, and no bit of a result."""
 
-    # Blocks that the device holds at once, and under a cooperative launch (0: it knows none).
+    # Blocks that the device holds at once, and whether a launch can be promised that they run.
     resident: int = 3
-    cooperative: int = 1000
+    cooperative: bool = True
     seed: int = 0
     # Elements between the begin of a tensor and a multiple of 16 bytes, and between its rows.
     offset: int = 0
     gap: int = 0
-    # Of the same workspace and counters.
+    # Of the same counters.
     launches: int = 1
 
 
 PLAIN = Setting()
 
 
-class Placed(NamedTuple):
-    """A (rows, n) or (n,) array in memory of its own: a view, where it is, its rows as tensors."""
-
-    view: np.ndarray
-    address: int
-    stride: int
-    tensors: list[Any]
-
-
 class Outcome(NamedTuple):
-    """What a launch returned, and the records of all launches."""
+    """What a launch returned, and the traffic of the last one."""
 
     arrays: dict[str, np.ndarray]
-    records: list[Any]
+    traffic: dict[str, Any]
 
 
 @functools.cache
@@ -79,156 +54,96 @@ def source() -> str:
     return main
 
 
-# Neither is looked at by the sanitizers: who plants it is no part of the kernel.
-_PLANT = """
-static int planted;
-__attribute__((no_sanitize_thread, noinline)) static void plant(int fault) { planted = fault; }
-__attribute__((no_sanitize_thread, noinline)) static bool has(int fault) { return planted == fault; }
-"""
-
-
 def with_faults(faults: dict[str, tuple[str, str]]) -> str:
     """
     Return the source with all faults in it, so that the compiler runs once.
 
-    A fault is what it replaces and by what, where FAULT is true if it is the one of a launch: the
-    number, from 1, that `unused` of its parameters has. 0: none.
+    A fault is what it replaces and by what, where FAULT is true if its number, from 1, is the value
+    of the library's `planted`.
     """
     text = source()
     for number, (name, (old, new)) in enumerate(faults.items(), 1):
         if text.count(old) != 1:
             msg = f"{name}: the source must have once what is replaced, has it {text.count(old)} times"
             raise ValueError(msg)
-        text = text.replace(old, new.replace("FAULT", f"has({number})"))
-    entry = "layer_norm_backward(const Parameters p) {"
-    return _PLANT + text.replace(entry, f"{entry}\n    plant(p.unused);")
+        text = text.replace(old, new.replace("FAULT", f"(planted == {number})"))
+    return f'extern "C" {{ int planted; }}\n{text}'
 
 
-def build(folder: Path, plan: Plan, *, text: str | None = None, count: bool = False) -> Any:
-    """Build the kernel of a plan for fibers, from `text` instead of layer_norm.cu if given."""
-    defines = [define.removeprefix("-D") for define in plan.defines]
-    text = source() if text is None else text
-    return host_shim.build(text, folder, entries=[plan.entry], defines=defines, count=count)
+def build(folder: Path, kernel: Kernel, text: str | None = None) -> Any:
+    """Build a kernel for fibers, from `text` instead of layer_norm.cu if given."""
+    return host_shim.build(text or source(), folder, kernel.entry, kernel.defines)
 
 
-def place(name: str, array: Any, rights: int, setting: Setting) -> Placed | None:
-    """Copy an array to where `setting` wants it; one tensor a row if rows are apart."""
-    if array is None:
-        return None
-    itemsize, shape = array.dtype.itemsize, array.shape
-    rows, n = (1, *shape) if len(shape) == 1 else shape
+def empty(shape: Any, dtype: Any) -> np.ndarray:
+    """Return memory that nobody has written: NaN in every format."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    return np.full(count, 0xFF, np.uint8).view(dtype).reshape(shape)
+
+
+def place(
+    name: str, array: np.ndarray, rights: int, setting: Setting
+) -> tuple[np.ndarray, list[Tensor], int]:
+    """Copy an array to where `setting` wants it: a view, one tensor or one for each row, stride."""
     # Nothing but these has a stride.
     gap = setting.gap if name in ("x", "dy", "out") else 0
+    rows, n = array.shape if gap else (1, array.size)
+    width = array.shape[-1] + gap
+    itemsize = array.dtype.itemsize
     words = np.full((rows * (n + gap) + setting.offset) * itemsize + 16, 0xFF, np.uint8)
     begin = -words.ctypes.data % 16 + setting.offset * itemsize
     body = words[begin : begin + rows * (n + gap) * itemsize].view(array.dtype)
     view = body.reshape(rows, n + gap)[:, :n]
     view[...] = array.reshape(rows, n)
     address, pitch = words.ctypes.data + begin, (n + gap) * itemsize
-    tensors = (
-        [host_shim.Tensor(name, address, array.nbytes, rights)]
-        if gap == 0
-        else [
-            host_shim.Tensor(f"{name}[{row}]", address + row * pitch, n * itemsize, rights)
-            for row in range(rows)
-        ]
-    )
-    return Placed(view if len(shape) == 2 else view[0], address, n + gap, tensors)
+    tensors = [
+        Tensor(f"{name}[{row}]" if gap else name, address + row * pitch, n * itemsize, rights)
+        for row in range(rows)
+    ]
+    return view if gap else view.reshape(array.shape), tensors, width
 
 
-def _empty(shape: Any, dtype: Any) -> np.ndarray:
-    """Return memory that nobody has written: NaN in every format."""
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return np.full(count, 0xFF, np.uint8).view(dtype).reshape(shape)
-
-
-class Counters(NamedTuple):
-    """The words that launches leave fit for the next one."""
-
-    words: np.ndarray
-
-    @classmethod
-    def new(cls) -> "Counters":
-        """Return the words of a new stream: zeros."""
-        return cls(np.zeros(_cuda_plan.COUNTERS, np.uint32))
-
-
-def launch(
-    kernel: Any,
-    plan: Plan,
-    shape: tuple[int, int],
+def run(
+    built: Any,
+    kernel: Kernel,
+    work: int,
     inputs: dict[str, Any],
     outputs: dict[str, Any],
     setting: Setting,
+    partials: int = 0,
     **values: Any,
 ) -> Outcome:
-    """Run `plan` on placed arrays as often as `setting` says; return the outputs."""
-    rows, n = shape
-    grid = _cuda_plan.grid_blocks(plan, rows, setting.resident)
-    mode = _cuda_plan.final_mode(plan, grid, setting.cooperative)
-    counters = Counters.new()
-    # The last elements of a tensor would hide a read of the next: each has its own memory.
-    records, results = [], {}
+    """Launch on placed arrays as often as `setting` says; return the outputs."""
+    grid = min(work, setting.resident)
+    barrier = bool(partials) and setting.cooperative
+    counters = np.zeros(COUNTERS, np.uint32)
+    results: dict[str, np.ndarray] = {}
     for turn in range(setting.launches):
-        placed = {name: place(name, array, READ, setting) for name, array in inputs.items()}
-        for name, array in outputs.items():
-            of_rows = array is not None and array.ndim == 2 and name == "out"
-            placed[name] = place(name, array, WRITE, setting if of_rows else PLAIN)
-        workspace = _empty(plan.workspace_bytes, np.uint8)
-        rights = READ | WRITE | UNWRITTEN
-        placed["partials"] = place("partials", workspace, rights, PLAIN)
-        placed["counters"] = None
-        counter = host_shim.tensor("counters", counters.words, READ | WRITE)
-        params = _cuda_plan.pack_parameters(
-            plan,
-            rows,
-            n,
-            **{name: held.address for name, held in placed.items() if held is not None},
-            counters=counter.address,
-            **{
-                f"{name}_stride": placed[name].stride
-                for name in ("x", "dy", "out")
-                if placed.get(name) is not None
-            },
-            final_mode=mode,
-            **values,
-        )
-        tensors = [
-            tensor for held in placed.values() if held is not None for tensor in held.tensors
-        ]
-        record = host_shim.launch(
-            kernel,
-            plan.entry,
-            grid,
-            plan.block,
-            plan.shared_bytes,
-            params,
-            tensors=[*tensors, counter],
-            schedule_seed=setting.seed + turn,
-            cooperative=mode == _cuda_plan.GRID_BARRIER,
-            cluster=plan.cluster,
-        )
-        for name in outputs:
-            if placed[name] is not None:
-                for tensor in placed[name].tensors:
-                    check_written_once(tensor.name, record.traffic[tensor.name].writes)
-        turned = {name: placed[name].view for name in outputs if placed[name] is not None}
-        for name, array in results.items():
-            assert array.tobytes() == turned[name].tobytes(), f"{name} of launch {turn} differs"
-        results = results or {name: array.copy() for name, array in turned.items()}
-        records.append(record)
-    return Outcome(results, records)
-
-
-def check_written_once(name: str, writes: np.ndarray) -> None:
-    """Raise unless each byte was stored once: none forgotten, none by two threads."""
-    if (writes != 1).any():
-        byte = int(np.flatnonzero(writes != 1)[0])
-        msg = f"{name}: byte {byte} must be stored once, was {writes[byte]} times"
-        raise AssertionError(msg)
-
-
-STATISTICS = ("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail")
+        # The last elements of a tensor would hide a read of the next: each has its own memory.
+        placed = {k: place(k, a, READ, setting) for k, a in inputs.items() if a is not None}
+        made = {k: place(k, a, WRITE, setting) for k, a in outputs.items() if a is not None}
+        workspace = {"partials": empty(partials, np.uint8), "counters": counters}
+        tensors = [t for _, found, _ in (placed | made).values() for t in found]
+        for name, words in workspace.items():
+            tensors.append(Tensor(name, words.ctypes.data, words.nbytes, READ | WRITE))
+        addresses = {k: found[0].address for k, (_, found, _) in (placed | made).items()}
+        addresses |= {k: words.ctypes.data for k, words in workspace.items()}
+        strides = {
+            f"{k}_stride": (placed | made)[k][2] for k in ("x", "dy", "out") if k in addresses
+        }
+        parameters = pack_parameters(**addresses, **strides, **values, barrier=barrier)
+        traffic = host_shim.launch(
+            built, grid, kernel.block, kernel.shared_bytes, parameters, tensors,
+            seed=setting.seed + turn, cooperative=barrier,
+        )  # fmt: skip
+        for name, (view, found, _) in made.items():
+            for tensor in found:
+                writes = traffic[tensor.name].writes
+                assert (writes == 1).all(), f"{tensor.name}: a byte is not stored once"
+            if turn:
+                assert results[name].tobytes() == view.tobytes(), f"{name} of launch {turn} differs"
+            results[name] = view.copy()
+    return Outcome(results, traffic)
 
 
 def forward(
@@ -238,24 +153,19 @@ def forward(
     beta: Any = None,
     eps: float = 1e-5,
     setting: Setting = PLAIN,
-    *,
-    capability: tuple[int, int] = FAST,
-    cluster_limit: int = 1,
-    text: str | None = None,
-    count: bool = False,
 ) -> Outcome:
     """Return y as `out` and the statistics."""
     rows, n = x.shape
-    which = _cuda_plan.arithmetic(capability, x, gamma, beta)
-    plan = _cuda_plan.plan_forward(rows, n, x.dtype, which, cluster_limit=cluster_limit)
-    kernel = build(folder, plan, text=text, count=count)
-    wide = which == _cuda_plan.DOUBLE_PAIRS
-    kept = STATISTICS if wide else STATISTICS[:3]
-    outputs = {"out": _empty(x.shape, x.dtype), **{name: _empty(rows, np.float64) for name in kept}}
-    if which != _cuda_plan.DOUBLE:
-        outputs["exponent"] = _empty((rows, 2), np.int16)
+    pairs = any_float64(x, gamma, beta)
+    kernel = choose_kernel(True, n, x.dtype, x.dtype, pairs)
+    words = ("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail")[: 5 if pairs else 3]
+    outputs = {"out": empty(x.shape, x.dtype), **{name: empty(rows, np.float64) for name in words}}
+    if pairs:
+        outputs["exponent"] = empty((rows, 2), np.int16)
     inputs = {"x": x, "gamma": gamma, "beta": beta}
-    return launch(kernel, plan, x.shape, inputs, outputs, setting, eps=eps, **codes(gamma, beta))
+    values = {"rows": rows, "n": n, "eps": eps, **codes(gamma=gamma, beta=beta)}
+    work = -(-rows // kernel.slots)
+    return run(build(folder, kernel), kernel, work, inputs, outputs, setting, **values)
 
 
 def backward(
@@ -268,56 +178,39 @@ def backward(
     *,
     wrt: Sequence[str] = ("x", "gamma", "beta"),
     beta_dtype: Any = None,
-    capability: tuple[int, int] = FAST,
-    shared_limit: int = _cuda_plan.SHARED_BYTES,
-    cluster_limit: int = 1,
     text: str | None = None,
     fault: int = 0,
-    count: bool = False,
 ) -> Outcome:
     """Return dx as `out`, dgamma and dbeta, in the dtypes of gamma and of beta (or of x)."""
     rows, n = x.shape
-    which = _cuda_plan.arithmetic(capability, x, gamma, dy)
-    if "rstd_lo" in statistics:
-        which = _cuda_plan.DOUBLE_PAIRS
-    summing = "gamma" in wrt or "beta" in wrt
-    limits = {"shared_limit": shared_limit, "cluster_limit": cluster_limit}
-    plan = _cuda_plan.plan_backward(rows, n, x.dtype, dy.dtype, which, summing=summing, **limits)
-    kernel = build(folder, plan, text=text, count=count)
+    pairs = any_float64(x, gamma, dy) or "rstd_lo" in statistics
+    kernel = choose_kernel(False, n, x.dtype, dy.dtype, pairs)
+    chunks = cut(rows, kernel.slots)
+    built = build(folder, kernel, text)
+    if text is not None:
+        host_shim.ctypes.c_int.in_dll(built[0], "planted").value = fault
     gamma_dtype = x.dtype if gamma is None else gamma.dtype
-    beta_dtype = gamma_dtype if beta_dtype is None else beta_dtype
-    outputs = {
-        "out": _empty(x.shape, x.dtype) if "x" in wrt else None,
-        "dgamma": _empty(n, gamma_dtype) if "gamma" in wrt else None,
-        "dbeta": _empty(n, beta_dtype) if "beta" in wrt else None,
-    }
+    types = {"gamma": gamma_dtype, "beta": np.dtype(beta_dtype or gamma_dtype)}
+    outputs = {"out": empty(x.shape, x.dtype) if "x" in wrt else None}
+    outputs |= {f"d{k}": empty(n, dtype) if k in wrt else None for k, dtype in types.items()}
     inputs = {"x": x, "dy": dy, "gamma": gamma, **statistics}
-    values = {
-        "gamma_type": DTYPE_CODES[gamma_dtype],
-        "beta_type": DTYPE_CODES[np.dtype(beta_dtype)],
-        "unused": fault,
-    }
-    return launch(kernel, plan, x.shape, inputs, outputs, setting, **values)
+    values = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
+    values |= {f"{k}_type": DTYPE_CODES[dtype] for k, dtype in types.items()}
+    summing = "gamma" in wrt or "beta" in wrt
+    partials = 2 * n * chunks.number * kernel.number_bytes if summing else 0
+    return run(built, kernel, chunks.number, inputs, outputs, setting, partials, **values)
 
 
-def codes(gamma: Any, beta: Any) -> dict[str, int]:
+def codes(**arrays: Any) -> dict[str, int]:
     """Return the codes of the dtypes of gamma and beta."""
-    return {
-        f"{name}_type": DTYPE_CODES[array.dtype]
-        for name, array in (("gamma", gamma), ("beta", beta))
-        if array is not None
-    }
+    return {f"{k}_type": DTYPE_CODES[a.dtype] for k, a in arrays.items() if a is not None}
 
 
-def both(
-    folder: Path, case: Any, setting: Setting = PLAIN, **options: Any
-) -> tuple[np.ndarray, Gradients]:
+def both(folder: Path, case: Any, setting: Setting = PLAIN) -> dict[str, np.ndarray]:
     """Return y and the gradients of `case`: x, gamma, beta, eps, dy."""
     x, gamma, beta, eps, dy = case
-    results = forward(folder, x, gamma, beta, eps, setting, **options).arrays
-    y = results.pop("out")
+    kept = forward(folder, x, gamma, beta, eps, setting).arrays
+    y = kept.pop("out")
     beta_dtype = None if beta is None else beta.dtype
-    given = backward(
-        folder, dy, x, gamma, results, setting, beta_dtype=beta_dtype, **options
-    ).arrays
-    return y, Gradients(given.get("out"), given.get("dgamma"), given.get("dbeta"))
+    made = backward(folder, dy, x, gamma, kept, setting, beta_dtype=beta_dtype).arrays
+    return {"y": y, "dx": made["out"], "dgamma": made["dgamma"], "dbeta": made["dbeta"]}

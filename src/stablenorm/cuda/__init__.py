@@ -1,45 +1,24 @@
 """
-`reference.forward` and `reference.backward` for arrays on a CUDA device, one launch each.
+The backend "cuda": layer norm on a CUDA device, one launch forward and one backward.
 
-`layer_norm.cu` does the work, `plan` says how it is compiled and launched; here arguments
-become addresses. Everything happens on the device of x and its current stream, without waiting
-for it.
+`layer_norm.cu` does the work, `plan` says how it is compiled and launched; here arguments become
+addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from stablenorm._arrays import Arrays
-from stablenorm._types import Array, Gradients, Statistics
+from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.cuda import arrays, workspace
-from stablenorm.cuda.arrays import Folded, Matrix
-from stablenorm.cuda.driver import Driver, check_device, fit, make_driver
-from stablenorm.cuda.errors import (
-    cupy_missing,
-    explained,
-    is_cuda,
-    needs_copy,
-    other_devices,
-)
-from stablenorm.cuda.plan import (
-    DOUBLE,
-    DOUBLE_PAIRS,
-    DTYPE_CODES,
-    GRID_BARRIER,
-    TICKETS,
-    Plan,
-    arithmetic,
-    final_mode,
-    grid_blocks,
-    pack_parameters,
-    plan_backward,
-    plan_forward,
-)
+from stablenorm.cuda.arrays import Matrix
+from stablenorm.cuda.driver import Driver, check_device, count_resident, make_driver
+from stablenorm.cuda.errors import cupy_missing, explained, is_cuda, needs_copy, other_devices
+from stablenorm.cuda.plan import DTYPE_CODES, Chunks, Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
 
 __all__ = ["CudaWorkspace"]
@@ -48,11 +27,7 @@ __all__ = ["CudaWorkspace"]
 # computed before: another process, or a share of the device, may take multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
-# And where blocks that share a row do not fit side by side, if it could not be asked before.
-_NO_CLUSTER = "INVALID_CLUSTER_SIZE"
-
-_plan_forward = functools.lru_cache(1024)(plan_forward)
-_plan_backward = functools.lru_cache(1024)(plan_backward)
+_choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
 
 def check_usable() -> None:
@@ -68,40 +43,33 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
-    folded = _folded(out.dx)
+    # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
+    dx: Any = out.dx
     places = {"x": x.array, "dy": dy.array, "gamma": gamma}
-    dx = None if folded is None else folded.array
-    targets = {"dx": dx, "dgamma": out.dgamma, "dbeta": out.dbeta}
+    targets = {"dx": None if dx is None else dx.array, "dgamma": out.dgamma, "dbeta": out.dbeta}
     device = _one_device({**places, **{f"out.{name}": value for name, value in targets.items()}})
-    _on(device, _backward, dy, x, gamma, statistics, out)
+    _on(device, _backward, dy, x, gamma, statistics, dx, (out.dgamma, out.dbeta))
 
 
 def _forward(
-    cupy: Any, device: int, x: Folded, gamma: Any, beta: Any, eps: float, y: Folded
+    cupy: Any, device: int, x: Any, gamma: Any, beta: Any, eps: float, y: Any
 ) -> Statistics:
     rows, n = x.shape
-    which = arithmetic(_driver().facts(device).capability, x, gamma, beta)
-    statistics = _new_statistics(cupy, rows, which)
+    pairs = any_float64(x, gamma, beta)
+    statistics = _new_statistics(cupy, rows, pairs)
     if rows == 0:
         return statistics
-    capturing = _capturing(cupy)
-    source, target = _read(cupy, "x", x, capturing), _write(cupy, "out", y, capturing)
-    scale, shift = _flat(cupy, "gamma", gamma, capturing), _flat(cupy, "beta", beta, capturing)
-    _launch(
-        cupy,
-        device,
-        functools.partial(_plan_forward, rows, n, x.dtype, which),
-        (rows, n),
-        capturing,
+    source, target = _place(cupy, "x", x, read=True), _place(cupy, "out", y, read=False)
+    values = {
         **_addresses(statistics),
-        **_vector(scale, "gamma"),
-        **_vector(shift, "beta"),
-        x=source.pointer,
-        x_stride=source.stride,
-        out=target.pointer,
-        out_stride=target.stride,
-        eps=eps,
-    )
+        **_parameter("gamma", _flat(cupy, "gamma", gamma)),
+        **_parameter("beta", _flat(cupy, "beta", beta)),
+        **_matrix("x", source),
+        **_matrix("out", target),
+    }
+    kernel = _choose_kernel(True, n, x.dtype, x.dtype, pairs)
+    work = -(-rows // kernel.slots)
+    _launch(cupy, device, kernel, work, None, rows=rows, n=n, eps=eps, **values)
     if target.copied:
         arrays.scatter(cupy, target.array, y)
     return statistics
@@ -110,98 +78,74 @@ def _forward(
 def _backward(
     cupy: Any,
     device: int,
-    dy: Folded,
-    x: Folded,
+    dy: Any,
+    x: Any,
     gamma: Any,
     statistics: Statistics,
-    out: Gradients,
+    dx: Any,
+    totals: tuple[Any, Any],
 ) -> None:
-    (rows, n), folded = x.shape, _folded(out.dx)
+    (rows, n), wanted = x.shape, [total for total in totals if total is not None]
     if rows == 0:
-        for total in out[1:]:
-            if total is not None:
-                total[...] = 0
+        for total in wanted:
+            total[...] = 0
         return
-    if all(gradient is None for gradient in out):
+    if dx is None and not wanted:
         return
-    capturing = _capturing(cupy)
-    parts = (x, dy, gamma, *out[1:], statistics.rstd_lo)
-    which = arithmetic(_driver().facts(device).capability, *parts)
-    summing = out.dgamma is not None or out.dbeta is not None
-    make_plan = functools.partial(
-        _plan_backward, rows, n, x.dtype, dy.dtype, which, summing=summing
-    )
-    sources = _read(cupy, "x", x, capturing), _read(cupy, "dy", dy, capturing)
-    scale = _flat(cupy, "gamma", gamma, capturing)
-    target = None if folded is None else _write(cupy, "out.dx", folded, capturing)
-    sums = [
+    pairs = any_float64(x, dy, gamma, *wanted) or statistics.rstd_lo is not None
+    sources = _place(cupy, "x", x, read=True), _place(cupy, "dy", dy, read=True)
+    scale = _flat(cupy, "gamma", gamma)
+    target = None if dx is None else _place(cupy, "out.dx", dx, read=False)
+    # A strided dgamma or dbeta is written to memory of its own first.
+    made = [
         total if total is None or total.flags.c_contiguous else cupy.empty(n, total.dtype)
-        for total in out[1:]
+        for total in totals
     ]
-    # beta itself is no argument of the backward: its type says how to write dbeta.
-    codes = {
-        "gamma_type": DTYPE_CODES[(scale if scale is not None else x).dtype],
-        "beta_type": DTYPE_CODES[(sums[1] if sums[1] is not None else x).dtype],
-    }
-    _launch(
-        cupy,
-        device,
-        make_plan,
-        (rows, n),
-        capturing,
+    kernel = _choose_kernel(False, n, x.dtype, dy.dtype, pairs)
+    chunks = cut(rows, kernel.slots)
+    values = {
         **_addresses(statistics),
-        **codes,
-        x=sources[0].pointer,
-        x_stride=sources[0].stride,
-        dy=sources[1].pointer,
-        dy_stride=sources[1].stride,
-        gamma=_pointer(scale),
-        out=0 if target is None else target.pointer,
-        out_stride=0 if target is None else target.stride,
-        dgamma=_pointer(sums[0]),
-        dbeta=_pointer(sums[1]),
-    )
-    if folded is not None and target is not None and target.copied:
-        arrays.scatter(cupy, target.array, folded)
-    for total, made in zip(out[1:], sums, strict=True):
-        if total is not None and made is not None and made is not total:
-            total[...] = made.reshape(total.shape)
+        **_matrix("x", sources[0]),
+        **_matrix("dy", sources[1]),
+        **_matrix("out", target),
+        **_parameter("gamma", scale),
+        "dgamma": _pointer(made[0]),
+        "dbeta": _pointer(made[1]),
+        # beta itself is no argument of the backward: its type says how to write dbeta.
+        "beta_type": DTYPE_CODES[(x if made[1] is None else made[1]).dtype],
+    }
+    summed = chunks if wanted else None
+    sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
+    _launch(cupy, device, kernel, chunks.number, summed, **sizes, **values)
+    if target is not None and target.copied:
+        arrays.scatter(cupy, target.array, dx)
+    for total, held in zip(totals, made, strict=True):
+        if held is not total:
+            total[...] = held.reshape(total.shape)
 
 
 def _launch(
-    cupy: Any,
-    device: int,
-    make_plan: Callable[..., Plan],
-    shape: tuple[int, int],
-    capturing: bool,
-    cluster_limit: int | None = None,
-    **values: Any,
+    cupy: Any, device: int, kernel: Kernel, work: int, summed: Chunks | None, **values: Any
 ) -> None:
-    """Launch once: every block that waits for others is resident, or none waits."""
+    """Launch once, at most a block for each piece of `work`, with memory for what is `summed`."""
     driver = _driver()
     facts = driver.facts(device)
-    plan, kernel, resident = fit(driver, facts, make_plan, cluster_limit)
-    grid = grid_blocks(plan, shape[0], resident)
-    mode = final_mode(plan, grid, resident if facts.cooperative else 0)
-    room = workspace.room(cupy, device, plan.workspace_bytes, capturing)
-    given = {**values, "partials": room.partials, "counters": room.counters}
-
-    def launch(mode: int) -> None:
-        parameters = pack_parameters(plan, *shape, **given, final_mode=mode)
-        launched = plan.shared_bytes, parameters, mode == GRID_BARRIER
-        driver.launch(kernel, grid, plan.block, *launched)
-
+    function = driver.load(kernel, facts)
+    grid = min(work, count_resident(driver, facts, function, kernel))
+    barrier = False
+    if summed is not None:
+        nbytes = 2 * values["n"] * summed.number * kernel.number_bytes
+        room = workspace.room(cupy, device, nbytes, _capturing(cupy))
+        values.update(partials=room.partials, counters=room.counters)
+        # Blocks wait for one another only where all are promised to run at once.
+        barrier = facts.cooperative
     try:
-        launch(mode)
+        driver.launch(function, kernel, grid, pack_parameters(barrier=barrier, **values), barrier)
     except RuntimeError as error:
-        # Refused before anything ran.
-        if mode == GRID_BARRIER and _TOO_MANY in str(error):
-            # Tickets give the same bits and need no company.
-            launch(TICKETS)
-        elif plan.cluster > 1 and _NO_CLUSTER in str(error):
-            _launch(cupy, device, make_plan, shape, capturing, 1, **values)
-        else:
+        if not barrier or _TOO_MANY not in str(error):
             raise
+        # Refused before anything ran. The last block gives the same bits and needs no company.
+        driver.launch(function, kernel, grid, pack_parameters(**values), False)
 
 
 def _on(device: int, function: Any, *arguments: Any) -> Any:
@@ -220,11 +164,6 @@ def _on(device: int, function: Any, *arguments: Any) -> Any:
         raise reason from error
 
 
-def _folded(dx: Any) -> Folded | None:
-    # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
-    return dx
-
-
 def _one_device(places: dict[str, Any]) -> int:
     device = places["x"].device.id
     for name, array in places.items():
@@ -233,22 +172,30 @@ def _one_device(places: dict[str, Any]) -> int:
     return int(device)
 
 
-def _new_statistics(cupy: Any, rows: int, which: int) -> Statistics:
-    numbers = cupy.empty((5 if which == DOUBLE_PAIRS else 3, rows), np.float64)
+def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
+    numbers = cupy.empty((5 if pairs else 3, rows), np.float64)
     words = Statistics(numbers[0], numbers[1], numbers[2])
-    if which == DOUBLE_PAIRS:
-        words = words._replace(rstd_lo=numbers[3], mean_tail=numbers[4])
-    # The range of float64 itself is enough for narrower data.
-    return words if which == DOUBLE else words._replace(exponent=cupy.empty((rows, 2), np.int16))
+    if not pairs:
+        return words
+    exponent = cupy.empty((rows, 2), np.int16)
+    return words._replace(rstd_lo=numbers[3], mean_tail=numbers[4], exponent=exponent)
+
+
+# ---- arguments as parameters of a kernel ----
 
 
 def _addresses(statistics: Statistics) -> dict[str, int]:
     # Words that these have not stay null: the kernels take them for zero.
-    named: dict[str, Any] = statistics._asdict()
-    return {name: part.data.ptr for name, part in named.items() if part is not None}
+    return {name: _pointer(part) for name, part in statistics._asdict().items()}
 
 
-def _vector(array: Any, name: str) -> dict[str, int]:
+def _matrix(name: str, matrix: Matrix | None) -> dict[str, int]:
+    if matrix is None:
+        return {}
+    return {name: matrix.pointer, f"{name}_stride": matrix.stride}
+
+
+def _parameter(name: str, array: Any) -> dict[str, int]:
     if array is None:
         return {}
     return {name: _pointer(array), f"{name}_type": DTYPE_CODES[array.dtype]}
@@ -258,36 +205,30 @@ def _pointer(array: Any) -> int:
     return 0 if array is None else int(array.data.ptr)
 
 
-def _read(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
+def _place(cupy: Any, name: str, folded: Any, *, read: bool) -> Matrix:
+    """Return contiguous rows: those of the array, or a copy, of its elements if it is `read`."""
     found = arrays.view(folded)
     if found is not None:
         return found
-    if capturing:
+    if _capturing(cupy):
         raise needs_copy(name)
-    rows = arrays.gathered(cupy, folded)
+    rows = arrays.gathered(cupy, folded) if read else cupy.empty(folded.shape, folded.dtype)
     return Matrix(rows, rows.data.ptr, rows.shape[1], True)
 
 
-def _write(cupy: Any, name: str, folded: Folded, capturing: bool) -> Matrix:
-    found = arrays.view(folded)
-    if found is not None:
-        return found
-    if capturing:
-        raise needs_copy(name)
-    rows = cupy.empty(folded.shape, folded.dtype)
-    return Matrix(rows, rows.data.ptr, rows.shape[1], True)
-
-
-def _flat(cupy: Any, name: str, array: Any, capturing: bool) -> Any:
+def _flat(cupy: Any, name: str, array: Any) -> Any:
     if array is None or array.flags.c_contiguous:
         return array
-    if capturing:
+    if _capturing(cupy):
         raise needs_copy(name)
     return cupy.ascontiguousarray(array)
 
 
 def _capturing(cupy: Any) -> bool:
     return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+# ---- CuPy ----
 
 
 def _cupy() -> Any:
@@ -320,5 +261,5 @@ ARRAYS = Arrays(
     _empty,
     arrays.overlap,
     arrays.same_elements,
-    Folded,
+    arrays.Folded,
 )

@@ -70,14 +70,6 @@ def not_compiled(log: str, options: Sequence[str]) -> RuntimeError:
     return RuntimeError(f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{log}")
 
 
-def block_too_large(needed: int, limit: int) -> RuntimeError:
-    """A block of the kernel needs more shared memory than the device has."""
-    return RuntimeError(
-        f"a block of layer_norm.cu needs {needed} bytes of shared memory, and this device has "
-        f"{limit}; pass NumPy arrays, and report the device"
-    )
-
-
 def no_block_fits(threads: int) -> RuntimeError:
     """Not one block finds room on a multiprocessor."""
     return RuntimeError(

@@ -1,44 +1,76 @@
 // Memory of layer_norm.cu: vectors of elements, gamma and beta, sums over the threads of a row.
 
-// ---- memory ----
+constexpr int WARP = 32;
+constexpr int ROW_THREADS = LN_ROW_THREADS;
+constexpr int SLOTS = LN_SLOTS;
+constexpr int BLOCK = ROW_THREADS * SLOTS;
+constexpr int WARPS = BLOCK / WARP;
+constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
+constexpr int VECTOR = 16 / sizeof(X);
+// Whether a row is held in registers, or its columns are read in a loop for each pass.
+constexpr bool RESIDENT = LN_VECTORS > 0;
+constexpr int VECTORS = RESIDENT ? LN_VECTORS : 1;
+constexpr int COLUMNS = ROW_THREADS * VECTORS * VECTOR;
+// Columns of rows that fit registers are counted in 32 bits, offsets always in 64.
+#if LN_VECTORS
+using Index = int;
+#else
+using Index = long long;
+#endif
+
+// ---- vectors ----
 
 // Elements as they come from memory, in whole registers: 16-bit ones would get one each.
 template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Vector {
     unsigned words[sizeof(T) * VECTOR / 4];
 };
 
-LN_INLINE Word lift(const Vector<Bfloat16>& v, int i) {
+LN_INLINE double lift(const Vector<Float16>& v, int i) {
+    return float_of(Float16{(unsigned short)(v.words[i / 2] >> 16 * (i % 2))});
+}
+LN_INLINE double lift(const Vector<Bfloat16>& v, int i) {
     // Widening is a shift, or for the upper one of two no more than a mask.
     return __uint_as_float(i % 2 == 0 ? v.words[i / 2] << 16 : v.words[i / 2] & 0xffff0000u);
 }
-LN_INLINE Word lift(const Vector<Float16>& v, int i) {
-    return float_of(Float16{(unsigned short)(v.words[i / 2] >> 16 * (i % 2))});
-}
-LN_INLINE Word lift(const Vector<float>& v, int i) { return __uint_as_float(v.words[i]); }
-#if LN_ARITHMETIC != 2
-LN_INLINE Word lift(const Vector<double>& v, int i) {
+LN_INLINE double lift(const Vector<float>& v, int i) { return __uint_as_float(v.words[i]); }
+LN_INLINE double lift(const Vector<double>& v, int i) {
     return __longlong_as_double((unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i]);
 }
-#endif
 
-// Set element i of a vector whose words were zero.
-LN_INLINE void set(Vector<Bfloat16>& v, int i, Bfloat16 e) {
-    v.words[i / 2] |= (unsigned)e.bits << 16 * (i % 2);
+// The bits of an element, as an integer of its size.
+template <int bytes> struct Bits;
+template <> struct Bits<2> { using type = unsigned short; };
+template <> struct Bits<4> { using type = unsigned; };
+template <> struct Bits<8> { using type = unsigned long long; };
+
+// Set the bits of element i of a vector whose words were zero; and return them.
+template <class T> LN_INLINE void set_bits(Vector<T>& v, int i, typename Bits<sizeof(T)>::type e) {
+    if (sizeof(T) == 2) v.words[i / 2] |= (unsigned)e << 16 * (i % 2);
+    else if (sizeof(T) == 4) v.words[i] = (unsigned)e;
+    else v.words[2 * i] = (unsigned)e, v.words[2 * i + 1] = (unsigned)((unsigned long long)e >> 32);
 }
-LN_INLINE void set(Vector<Float16>& v, int i, Float16 e) {
-    v.words[i / 2] |= (unsigned)e.bits << 16 * (i % 2);
+template <class T> LN_INLINE typename Bits<sizeof(T)>::type bits_at(const Vector<T>& v, int i) {
+    using U = typename Bits<sizeof(T)>::type;
+    if (sizeof(T) == 2) return (U)(v.words[i / 2] >> 16 * (i % 2));
+    if (sizeof(T) == 4) return (U)v.words[i];
+    return (U)((unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i]);
 }
-LN_INLINE void set(Vector<float>& v, int i, float e) { v.words[i] = __float_as_uint(e); }
+
+LN_INLINE void set(Vector<Float16>& v, int i, Float16 e) { set_bits(v, i, e.bits); }
+LN_INLINE void set(Vector<Bfloat16>& v, int i, Bfloat16 e) { set_bits(v, i, e.bits); }
+LN_INLINE void set(Vector<float>& v, int i, float e) { set_bits(v, i, __float_as_uint(e)); }
 LN_INLINE void set(Vector<double>& v, int i, double e) {
-    const unsigned long long bits = __double_as_longlong(e);
-    v.words[2 * i] = (unsigned)bits;
-    v.words[2 * i + 1] = (unsigned)(bits >> 32);
+    set_bits(v, i, (unsigned long long)__double_as_longlong(e));
 }
 
-// Elements [0, count) at p, and zeros; whole vectors in 16-byte pieces where p is aligned to
-// them. Which way is taken changes no bit: the elements of a thread are the same.
-template <class T> LN_INLINE Vector<T> load(const T* p, int count, bool aligned) {
-    if (aligned && count == VECTOR) return *reinterpret_cast<const Vector<T>*>(p);
+template <class T> LN_INLINE bool is_aligned(const T* p) {
+    return reinterpret_cast<unsigned long long>(p) % alignof(Vector<T>) == 0;
+}
+
+// Elements [0, count) at p, and zeros; whole vectors at once where p is aligned to them. Which way
+// is taken changes no bit: the elements of a thread are the same.
+template <class T> LN_INLINE Vector<T> load(const T* p, int count) {
+    if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
@@ -46,104 +78,133 @@ template <class T> LN_INLINE Vector<T> load(const T* p, int count, bool aligned)
     return result;
 }
 
-template <class T> LN_INLINE void store_element(T* p, const Vector<T>& v, int i) {
-    // The bits, whatever the type.
-    if (sizeof(T) == 2)
-        *reinterpret_cast<unsigned short*>(p) = (unsigned short)(v.words[i / 2] >> 16 * (i % 2));
-    else if (sizeof(T) == 4)
-        *reinterpret_cast<unsigned*>(p) = v.words[i];
-    else
-        *reinterpret_cast<unsigned long long*>(p) =
-            (unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i];
-}
-
-template <class T> LN_INLINE void store(T* p, const Vector<T>& v, int count, bool aligned) {
-    if (aligned && count == VECTOR) {
+template <class T> LN_INLINE void store(T* p, const Vector<T>& v, int count) {
+    if (count == VECTOR && is_aligned(p)) {
         *reinterpret_cast<Vector<T>*>(p) = v;
         return;
     }
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
-        if (i < count) store_element(p + i, v, i);
+        if (i < count) reinterpret_cast<typename Bits<sizeof(T)>::type*>(p)[i] = bits_at(v, i);
 }
 
-template <class T> LN_INLINE bool is_aligned(const T* p) {
-    return reinterpret_cast<unsigned long long>(p) % alignof(Vector<T>) == 0;
+// ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
+
+LN_INLINE int slot() { return threadIdx.x / ROW_THREADS; }
+LN_INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
+LN_INLINE Index column(Index vector) { return (vector * ROW_THREADS + row_thread()) * VECTOR; }
+
+// Elements of a vector that begins at column `col`, of a row of n.
+LN_INLINE int count_from(Index col, Index n) {
+    const Index rest = n - col;
+    return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
 }
 
-// An element of gamma or beta, whose dtype is known at run time only.
-LN_INLINE Held parameter(const void* p, int type, long long col) {
-    if (type == 2) return static_cast<const float*>(p)[col];
-#if LN_ARITHMETIC == 1
-    if (type == 3) return static_cast<const double*>(p)[col];
+LN_INLINE Index vectors_of(long long n) {
+    return RESIDENT ? VECTORS : (Index)((n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR));
+}
+
+template <class T> struct Columns {
+    const T* row;
+    Index present; // n, or 0 for a row past the end
+    Vector<T> held[VECTORS];
+
+    LN_INLINE void open(const T* from, bool is_present, long long n) {
+        row = from;
+        present = is_present ? (Index)n : 0;
+#if LN_VECTORS
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+            held[v] = load(row + column(v), count_from(column(v), present));
 #endif
-    if (type == 1) return float_of(static_cast<const Bfloat16*>(p)[col]);
-    return float_of(static_cast<const Float16*>(p)[col]);
+    }
+
+    LN_INLINE Vector<T> at(Index v) const {
+        return RESIDENT ? held[v] : load(row + column(v), count_from(column(v), present));
+    }
+
+    // Let the compiler forget what it computed from these elements: to widen them again takes
+    // fewer registers than to keep them wide from one pass to the next.
+    LN_INLINE void forget() {
+#if defined(__CUDA_ARCH__) && LN_VECTORS
+#pragma unroll
+        for (int v = 0; v < VECTORS; ++v)
+#pragma unroll
+            for (int i = 0; i < (int)sizeof(Vector<T>) / 4; ++i)
+                asm volatile("" : "+r"(held[v].words[i]));
+#endif
+    }
+};
+
+// Call f(element, whether it is one of the row) for each element of x that this thread has.
+template <class F> LN_INLINE void for_each(const Columns<X>& x, long long n, F f) {
+#pragma unroll
+    for (Index v = 0; v < vectors_of(n); ++v) {
+        const int count = count_from(column(v), x.present);
+        const Vector<X> xs = x.at(v);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) f(lift(xs, i), i < count);
+    }
 }
 
-// gamma or beta: `neutral` where there is none and past the end.
+// Call f(column, element of x, element of dy, whether they are of the row).
+template <class F>
+LN_INLINE void for_each(const Columns<X>& x, const Columns<DY>& dy, long long n, F f) {
+#pragma unroll
+    for (Index v = 0; v < vectors_of(n); ++v) {
+        const int count = count_from(column(v), x.present);
+        const Vector<X> xs = x.at(v);
+        const Vector<DY> dys = dy.at(v);
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) f(column(v) + i, lift(xs, i), lift(dys, i), i < count);
+    }
+}
+
+// ---- gamma and beta ----
+
+// What they are held in, exactly.
+#if LN_PAIRS
+using Held = double;
+#else
+using Held = float;
+#endif
+
+// gamma or beta, whose dtype is known at run time only: `neutral` where there is none and past the
+// end.
 struct Parameter {
     const void* p;
     int type;
     long long n;
     Held neutral;
-    const Held* staged; // (COLUMNS) of this block in shared memory, if LN_STAGED
+    const Held* staged; // (COLUMNS) in shared memory, where rows are held in registers
 
     LN_INLINE Held read(long long col) const {
-        return p != nullptr && col < n ? parameter(p, type, col) : neutral;
+        if (p == nullptr || col >= n) return neutral;
+        if (type == 2) return static_cast<const float*>(p)[col];
+#if LN_PAIRS
+        if (type == 3) return static_cast<const double*>(p)[col];
+#endif
+        if (type == 1) return float_of(static_cast<const Bfloat16*>(p)[col]);
+        return float_of(static_cast<const Float16*>(p)[col]);
     }
 
     // The caller's next __syncthreads orders this before the first use.
     LN_INLINE void stage(Held* shared) {
-        for (int col = threadIdx.x; col < COLUMNS; col += BLOCK)
-            shared[col] = read(first_column() + col);
+        for (int col = threadIdx.x; col < COLUMNS; col += BLOCK) shared[col] = read(col);
         staged = shared;
     }
 
-    LN_INLINE Word at(long long col) const {
-        return LN_STAGED ? staged[col - first_column()] : read(col);
-    }
+    LN_INLINE double at(long long col) const { return RESIDENT ? staged[col] : read(col); }
 };
-
-#if LN_ARITHMETIC == 0
-LN_INLINE Number load_number(const Number* p) { return __ldcg(p); }
-LN_INLINE void store_number(Number* p, Number v) { __stcg(p, v); }
-#endif
-#if LN_ARITHMETIC == 2
-LN_INLINE Pair load_number(const Pair* p) {
-    float2 v = __ldcg(reinterpret_cast<const float2*>(p));
-    return {v.x, v.y};
-}
-LN_INLINE void store_number(Pair* p, Pair v) {
-    __stcg(reinterpret_cast<float2*>(p), make_float2(v.hi, v.lo));
-}
-#else
-LN_INLINE Pair load_number(const Pair* p) {
-    double2 v = __ldcg(reinterpret_cast<const double2*>(p));
-    return {v.x, v.y};
-}
-LN_INLINE void store_number(Pair* p, Pair v) {
-    __stcg(reinterpret_cast<double2*>(p), make_double2(v.hi, v.lo));
-}
-#endif
 
 // ---- sums over the elements of a row ----
 
-// Shared memory: a flag; two turns of two numbers for each warp, and for each block of a cluster;
-// then what the kernels say.
-constexpr int FLAG_BYTES = 16;
-constexpr int REDUCTION_BYTES = 2 * 2 * (WARPS + (CLUSTER > 1 ? CLUSTER : 0)) * sizeof(Number);
-
 struct Reduction {
-    Number* sums; // (2, 2, WARPS), then (2, 2, CLUSTER)
+    Number* sums; // (2 turns, 2 numbers, WARPS) in shared memory
     int turn;
 
-    // Where the blocks of the cluster leave their sums in this turn.
-    LN_INLINE Number* of_blocks() { return sums + 2 * 2 * WARPS + turn * 2 * CLUSTER; }
-
     // Replace each of `count` numbers by its sum over the threads of a row, in all of them. A
-    // fixed tree: lanes by halves, then warps in order, then blocks. Every thread of the block, and
-    // of its cluster, must call it.
+    // fixed tree: lanes by halves, then warps in order. Every thread of the block must call it.
     template <int count> LN_INLINE void sum(Number (&v)[count]) {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
@@ -152,28 +213,12 @@ struct Reduction {
             for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2)
                 v[i] = add(v[i], exchanged(v[i], lanes));
         }
-        if (ROW_THREADS <= WARP && CLUSTER == 1) return;
-        const int warp = threadIdx.x / WARP;
-        Number* mine = sums + turn * 2 * WARPS;
-        if (threadIdx.x % WARP == 0)
-            for (int i = 0; i < count; ++i) mine[i * WARPS + warp] = v[i];
-        // Orders the sums of the warps before they are read. They are written again two turns
-        // from now, which no thread begins before all have passed the barrier of the next.
-        __syncthreads();
-        const int first = warp / ROW_WARPS * ROW_WARPS;
+        if (ROW_THREADS <= WARP) return;
+        const Number* first = meet(v);
         for (int i = 0; i < count; ++i) {
-            v[i] = mine[i * WARPS + first];
-            for (int w = 1; w < ROW_WARPS; ++w) v[i] = add(v[i], mine[i * WARPS + first + w]);
+            v[i] = first[i * WARPS];
+            for (int w = 1; w < ROW_WARPS; ++w) v[i] = add(v[i], first[i * WARPS + w]);
         }
-#if LN_CLUSTER > 1
-        const Number* all = of_blocks();
-        gather(of_blocks(), v);
-        for (int i = 0; i < count; ++i) {
-            v[i] = all[i * CLUSTER];
-            for (int b = 1; b < CLUSTER; ++b) v[i] = add(v[i], all[i * CLUSTER + b]);
-        }
-#endif
-        turn ^= 1;
     }
 
     LN_INLINE Number sum(Number v) {
@@ -182,85 +227,35 @@ struct Reduction {
         return all[0];
     }
 
-#if LN_PAIRS
-    LN_INLINE Word largest(Word v) {
+    // The largest of numbers that are not negative.
+    LN_INLINE double largest(double v) {
 #pragma unroll
         for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2) {
-            Word other = __shfl_xor_sync(ALL_LANES, v, lanes);
+            const double other = exchanged(v, lanes);
             v = other > v ? other : v;
         }
-        if (ROW_THREADS <= WARP && CLUSTER == 1) return v;
-        const int warp = threadIdx.x / WARP;
-        Number* mine = sums + turn * 2 * WARPS;
-        if (threadIdx.x % WARP == 0) mine[warp].hi = v;
-        // As in `sum`.
-        __syncthreads();
-        const int first = warp / ROW_WARPS * ROW_WARPS;
+        if (ROW_THREADS <= WARP) return v;
+        const Number mine[1] = {number(v)};
+        const Number* first = meet(mine);
+        // The first word of a number is all of it, or its high word.
         for (int w = 0; w < ROW_WARPS; ++w) {
-            Word other = mine[first + w].hi;
+            const double other = *reinterpret_cast<const double*>(first + w);
             v = other > v ? other : v;
         }
-#if LN_CLUSTER > 1
-        const Number* all = of_blocks();
-        const Number one[1] = {number(v)};
-        gather(of_blocks(), one);
-        for (int b = 0; b < CLUSTER; ++b) v = all[b].hi > v ? all[b].hi : v;
-#endif
-        turn ^= 1;
         return v;
     }
-#endif
-};
 
-// ---- rows ----
-
-// The elements of a row that a thread has: vectors ROW_THREADS apart, in the columns of its block.
-template <class T> struct Columns {
-    const T* row;
-    Index present; // of the row: n, or 0 for a row past the end
-    bool aligned;
-    Vector<T> held[VECTORS];
-};
-
-LN_INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
-
-LN_INLINE Index column(Index vector) {
-    return first_column() + (vector * ROW_THREADS + row_thread()) * VECTOR;
-}
-
-LN_INLINE int count_from(Index col, Index n) {
-    Index rest = n - col;
-    return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
-}
-
-LN_INLINE Index vectors_of(long long n) {
-    return RESIDENT ? VECTORS : (Index)((n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR));
-}
-
-template <class T> LN_INLINE void open(Columns<T>& c, const T* row, bool present, long long n) {
-    c.row = row;
-    c.present = present ? (Index)n : 0;
-    c.aligned = is_aligned(row);
-#if LN_VECTORS
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v)
-        c.held[v] = load(row + column(v), count_from(column(v), c.present), c.aligned);
-#endif
-}
-
-template <class T> LN_INLINE Vector<T> vector_at(const Columns<T>& c, Index v, int count) {
-    return RESIDENT ? c.held[v] : load(c.row + column(v), count, c.aligned);
-}
-
-// Let the compiler forget what it computed from these elements: to widen them again takes fewer
-// registers than to keep them wide from one pass to the next.
-template <class T> LN_INLINE void forget(Columns<T>& c) {
-#if defined(__CUDA_ARCH__) && LN_VECTORS
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-#pragma unroll
-        for (int i = 0; i < (int)sizeof(Vector<T>) / 4; ++i)
-            asm volatile("" : "+r"(c.held[v].words[i]));
+    // Leave the numbers of each warp where all can read them; return where those of the own row's
+    // first warp are.
+    template <int count> LN_INLINE const Number* meet(const Number (&v)[count]) {
+        const int warp = threadIdx.x / WARP;
+        Number* here = sums + turn * 2 * WARPS;
+        if (threadIdx.x % WARP == 0)
+            for (int i = 0; i < count; ++i) here[i * WARPS + warp] = v[i];
+        // Orders the sums of the warps before they are read. They are written again two turns
+        // from now, which no thread begins before all have passed the barrier of the next.
+        __syncthreads();
+        turn ^= 1;
+        return here + warp / ROW_WARPS * ROW_WARPS;
     }
-#endif
-}
+};

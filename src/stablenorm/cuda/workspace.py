@@ -121,8 +121,6 @@ class CudaWorkspace:
 
 def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> Room:
     """Return room for `nbytes` of partial sums, and counters, for a launch on the current stream."""
-    if nbytes == 0:
-        return Room(0, 0, ())
     work: CudaWorkspace | None = getattr(_entered, "work", None)
     if work is not None:
         return work._room(cupy, device, nbytes, capturing)

@@ -91,7 +91,7 @@ def _panels(figure: Any, narrow: bool, count: int) -> list[Any]:
 
 def _finish(axes: Any, **settings: Any) -> None:
     """Set what `settings` says, with light lines, and powers of ten as the page writes them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # noqa: PLC0415
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415
 
     axes.set(**settings)
     axes.grid(alpha=0.3)
@@ -100,8 +100,7 @@ def _finish(axes: Any, **settings: Any) -> None:
         if axis.get_scale() == "log":
             axis.set_major_locator(LogLocator(numticks=6))
             axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-            axis.set_minor_formatter(NullFormatter())
-            axis.set_tick_params(which="minor", length=0)
+            axis.set_minor_locator(NullLocator())
 
 
 def _tick(value: float) -> str:
