@@ -15,7 +15,7 @@ from peers import EPS, Calls
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm._types import Array, Gradients
-from stablenorm.cli.bench_measure import Problem, differing
+from stablenorm.cli.bench import Problem, differing
 
 # The reference computes this much of float32 in half a second; of float64 a twentieth. Beyond, some
 # rows are compared: y and dx of a row depend on no other; the sums are then held against the peers'.

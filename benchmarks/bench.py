@@ -27,7 +27,7 @@ from peers import load_peers
 from speed_figures import draw_length, draw_size
 from speed_page import page, readme_block, summary
 
-from stablenorm.cli.bench_measure import DTYPES, use_threads
+from stablenorm.cli.parts import DTYPES, use_threads
 from stablenorm.workspace import set_idle_limit
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")

@@ -13,15 +13,8 @@ from peers import EPS, Peer, copies
 
 from stablenorm import layer_norm, set_num_threads
 from stablenorm.backends import choose
-from stablenorm.cli.bench_measure import (
-    DTYPES,
-    PASSES,
-    Problem,
-    make_candidates,
-    make_problem,
-    type_of,
-    usable_backends,
-)
+from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
+from stablenorm.cli.parts import DTYPES, type_of
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.workspace import get_idle_limit, set_idle_limit
 

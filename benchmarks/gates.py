@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cases import BEYOND, CALL, IN_CACHE, LARGE, OURS, OURS_OUT, TORCH_CALL, Record
 
-from stablenorm.cli.bench_measure import PASSES
+from stablenorm.cli.bench import PASSES
 
 # By shape.
 Ratios = dict[tuple[int, ...], float]

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array, bfloat16
-from stablenorm.cli.bench_measure import DTYPES, Problem
+from stablenorm.cli.bench import Problem
+from stablenorm.cli.parts import DTYPES
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 EPS = 1e-5

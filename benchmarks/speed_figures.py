@@ -9,7 +9,7 @@ from cases import OURS, OURS_OUT, Record
 from figures_page import LARGE, make_axes, put_legend, save
 from page import byte_words
 
-from stablenorm.cli.bench_measure import PASSES
+from stablenorm.cli.bench import PASSES
 
 # Told apart without colour too, by their markers.
 STYLES = {

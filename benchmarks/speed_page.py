@@ -18,7 +18,8 @@ from cases import (
 from gates import check_gates, ratios
 from page import byte_words, digits, origin_line, seconds, table
 
-from stablenorm.cli.bench_measure import DTYPES, PASSES
+from stablenorm.cli.bench import PASSES
+from stablenorm.cli.parts import DTYPES
 
 # What README compares with, and the shapes it has a row for.
 RIVALS = ("PyTorch", "plain NumPy")

@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import stablenorm.cli.bench_measure as job
+import stablenorm.cli.bench as job
 import stablenorm.timing as instrument
 from stablenorm.backends import BACKENDS
-from stablenorm.cli import bench as command
 from stablenorm.cli import main
 from stablenorm.timing import make_copy, measure_copy, measure_interleaved
 
@@ -241,7 +240,6 @@ def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
         return name
 
     monkeypatch.setattr(job, "choose", without)
-    monkeypatch.setattr(command, "choose", without)
     assert job.usable_backends() == [name for name in BACKENDS if name != "numba"]
     shown = run(capsys, "--backend", "numba", status=2)
     assert shown.err == 'stablenorm: Numba is needed for backend="numba": pip install numba\n'

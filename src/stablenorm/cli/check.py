@@ -10,7 +10,14 @@ from typing import Any
 from stablenorm.cli.check_file import Request, check_file, check_request
 from stablenorm.cli.check_tables import patient_bar, print_check, save_check
 from stablenorm.cli.files import check_target, write_beside
-from stablenorm.cli.parts import EXIT_FAILED, EXIT_INCONCLUSIVE, Help, check_plot, check_shape
+from stablenorm.cli.parts import (
+    EXIT_FAILED,
+    EXIT_INCONCLUSIVE,
+    Help,
+    check_plot,
+    check_shape,
+    type_of,
+)
 
 _EXAMPLES = """\
 examples:
@@ -91,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
     plot, json = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
     shape = None if arguments.shape is None else tuple(arguments.shape)
     if shape is not None:
-        check_shape(shape, [arguments.dtype])
+        # x, dy, y, dx, and what the checks keep of them.
+        check_shape(shape, 8 * type_of(arguments.dtype).itemsize)
     names = (arguments.file, arguments.forward, arguments.backward, arguments.class_)
     request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
     check_request(request)

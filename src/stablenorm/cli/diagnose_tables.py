@@ -7,7 +7,7 @@ from typing import Any
 
 from stablenorm.analysis.diagnosis import Diagnosis
 from stablenorm.cli.stream import Member
-from stablenorm.cli.tables import _NARROW, _table
+from stablenorm.cli.tables import print_table, shape_text
 
 
 def print_diagnosis(member: Member, diagnosis: Diagnosis, console: Any) -> None:
@@ -21,14 +21,13 @@ def print_diagnosis(member: Member, diagnosis: Diagnosis, console: Any) -> None:
 
 def print_members(members: Sequence[Member], console: Any) -> None:
     """Print what a file holds."""
-    from rich.text import Text  # noqa: PLC0415
-
-    table = _table("Arrays", console.width < _NARROW, "member", "shape", "dtype", "MB")
-    for member in members:
-        cells = (member.name, _shape(member), str(member.dtype), f"{member.nbytes / 1e6:.1f}")
-        table.add_row(*map(Text, cells))
-    console.print(table)
-
-
-def _shape(member: Member) -> str:
-    return " x ".join(map(str, member.shape)) or "one number"
+    rows = [
+        (
+            member.name,
+            shape_text(member.shape) or "one number",
+            str(member.dtype),
+            f"{member.nbytes / 1e6:.1f}",
+        )
+        for member in members
+    ]
+    print_table(console, "Arrays", ("member", "shape", "dtype", "MB"), rows)

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.report._findings import Problem
+from stablenorm.report import Problem
 
 _NAMES = ("x", "gamma", "beta", "dy", "eps", "y", "dx", "dgamma", "dbeta")
 _BUNDLED = "minilm_layer0_output.npz"

@@ -7,8 +7,11 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.text import Text
+
 from stablenorm.cli.files import InputError, check_target, read_problem, write_beside
-from stablenorm.cli.parts import EXIT_FAILED, Help, step_bar
+from stablenorm.cli.parts import EXIT_FAILED, Help, add_problem, check_at_least, step_bar
 from stablenorm.report import STEPS, check_problem, gather, write_page
 
 _OUT = Path("stablenorm-report.html")
@@ -40,24 +43,13 @@ def add(commands: Any) -> None:
         formatter_class=Help,
     )
     parser.set_defaults(job=run)
-    parser.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        help="an .npz file, or a directory of .npy files, that holds x and, optionally, gamma, "
-        "beta, dy, eps; default: the bundled data",
-    )
+    add_problem(parser)
     parser.add_argument(
         "--out",
         type=Path,
         default=_OUT,
         metavar="FILE.html",
         help=f"the page to write; an existing file is replaced; default: {_OUT}",
-    )
-    parser.add_argument("--eps", type=float, help="default: eps of the file, or 1e-5")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of a random dy, if the file has none; default: 0"
     )
 
 
@@ -68,9 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         if importlib.util.find_spec(module) is None:
             msg = f'{name} is needed for the report: pip install "stablenorm[plot]"'
             raise InputError(msg)
-    if arguments.seed < 0:
-        msg = f"--seed must be >= 0, got {arguments.seed}"
-        raise InputError(msg)
+    check_at_least("--seed", arguments.seed, 0)
     problem = read_problem(arguments.file, arguments.eps, arguments.seed)
     try:
         check_problem(problem)
@@ -80,9 +70,6 @@ def run(arguments: argparse.Namespace) -> int:
     with step_bar(STEPS, per_second=1) as step:
         facts = gather(problem, step)
     write_beside(arguments.out, lambda file: write_page(facts, file))
-    from rich.console import Console  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
     verdict = "no check failed" if facts.passed else "A CHECK FAILED"
     words = (
         f"{arguments.out}: {verdict}. Open it in any browser: {arguments.out.absolute().as_uri()}"

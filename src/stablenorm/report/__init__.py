@@ -14,10 +14,22 @@ from stablenorm.analysis._diagnose_text import method_rows, sentences
 from stablenorm.cost import count_kept
 from stablenorm.report import _figures as figures
 from stablenorm.report import _numbers as numbers
-from stablenorm.report._findings import Output
+from stablenorm.report._findings import Findings, Output, Problem, compute, inspect
 from stablenorm.report._gather import STEPS, Facts, check_problem, gather
 
-__all__ = ["STEPS", "Facts", "check_problem", "gather", "page", "write_page"]
+__all__ = [
+    "STEPS",
+    "Facts",
+    "Findings",
+    "Output",
+    "Problem",
+    "check_problem",
+    "compute",
+    "gather",
+    "inspect",
+    "page",
+    "write_page",
+]
 
 _SECTIONS = {
     "data": "The data",
