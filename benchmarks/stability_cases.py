@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -112,7 +113,17 @@ def of_dx(subject: Subject, at: Input) -> float:
 
 def to_g(dx: Array, at: Input) -> float:
     """Return max|error of dx| / (rstd max|g|), worst of the rows."""
-    return float(np.max(exactly(at).normwise(dx.astype(at.x.dtype)).to_g))
+    exact, actual = exactly(at), dx.astype(at.x.dtype)
+    off = np.abs(actual.astype(np.float64) - exact.rounded("dx", np.float64))
+    if not np.isfinite(off).all():
+        return math.inf
+    worst = 0.0
+    for row, column in enumerate(np.argmax(off, axis=1).tolist()):
+        error = abs(Fraction(float(actual[row, column])) - exact.value("dx", (row, column)))
+        rstd = 1 / math.sqrt(exact.var(row) + Fraction(at.eps))
+        g = at.gamma.astype(np.float64) * at.dy[row].astype(np.float64)
+        worst = max(worst, float(error) / (rstd * float(np.abs(g).max())))
+    return worst
 
 
 def of_dx_to_g(subject: Subject, at: Input) -> float:

@@ -10,7 +10,7 @@ import pytest
 from rationals import fractions, neighbours
 
 from stablenorm.oracle import exact_layer_norm
-from stablenorm.oracle._formats import FORMATS, round_ratio
+from stablenorm.oracle.rounding import FORMATS, round_ratio
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]

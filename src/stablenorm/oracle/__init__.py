@@ -8,7 +8,6 @@ element is correctly rounded is decided, never estimated. Nothing here is shared
 is judged; NumPy only reads and writes the arrays.
 """
 
-from stablenorm.oracle._contract import ContractResult
-from stablenorm.oracle._layer_norm import ExactLayerNorm, NormwiseErrors, exact_layer_norm
+from stablenorm.oracle.exact import ContractResult, ExactLayerNorm, exact_layer_norm
 
-__all__ = ["ContractResult", "ExactLayerNorm", "NormwiseErrors", "exact_layer_norm"]
+__all__ = ["ContractResult", "ExactLayerNorm", "exact_layer_norm"]

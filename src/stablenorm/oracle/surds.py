@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from stablenorm.oracle._formats import Format, power, round_ratio, to_parts, top_exponent
+from stablenorm.oracle.rounding import (
+    ERROR_BITS,
+    Format,
+    power,
+    round_ratio,
+    to_parts,
+    top_exponent,
+)
 
 T = TypeVar("T")
 
 # A first try that nearly always decides; it doubles until it does.
 FIRST_BITS = 512
-# An error is known when its relative width is below the last bit of a float64, with some to spare.
-ERROR_BITS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,37 @@ class Surd:
             bits *= 2
         return found
 
+    def nearest(self, fmt: Format) -> float:
+        """Return the correctly rounded number."""
+        return self.decide(lambda low, high: _agreed(low, high, fmt))
+
+    def judge(self, actual: Fraction, fmt: Format) -> tuple[tuple[float, int], bool, int]:
+        """Return the error of `actual` in two parts, whether misrounded, the exponent of the ulp."""
+
+        def verdict(low: Fraction, high: Fraction) -> tuple[tuple[float, int], bool, int] | None:
+            ulp = fmt.ulp_exponent(top_exponent(low, fmt))
+            rounded = _agreed(low, high, fmt)
+            error = abs(actual - low)
+            settled = (high - low) * power(ERROR_BITS) <= error
+            if rounded is None or ulp != fmt.ulp_exponent(top_exponent(high, fmt)) or not settled:
+                return None
+            misrounded = math.isinf(rounded) or Fraction(rounded) != actual
+            # 64 bits or more of the quotient, more than its float will hold.
+            shift = 64 + error.denominator.bit_length() - error.numerator.bit_length()
+            return to_parts(int(error * power(shift)), -shift), misrounded, ulp
+
+        return self.decide(verdict)
+
+    def value_to(self, bits: int) -> Fraction:
+        """Return a rational within a relative ``2**-bits``, and the number itself if rational."""
+
+        def verdict(low: Fraction, high: Fraction) -> Fraction | None:
+            close = (high - low) * power(bits) <= min(abs(low), abs(high)) and low * high >= 0
+            return low if close else None
+
+        # Settled at once, so that a rational comes out as itself.
+        return self.settled().decide(verdict)
+
 
 def _exact_root(integer: int) -> int | None:
     """Return the square root of `integer` if it is a perfect square."""
@@ -87,37 +123,3 @@ def _agreed(low: Fraction, high: Fraction, fmt: Format) -> float | None:
     first, second = round_ratio(low, fmt), round_ratio(high, fmt)
     same = first == second and math.copysign(1.0, first) == math.copysign(1.0, second)
     return first if same else None
-
-
-def nearest(number: Surd, fmt: Format) -> float:
-    """Return the correctly rounded `number`."""
-    return number.decide(lambda low, high: _agreed(low, high, fmt))
-
-
-def judge(number: Surd, actual: Fraction, fmt: Format) -> tuple[tuple[float, int], bool, int]:
-    """Return the error of `actual` in two parts, whether misrounded, the exponent of the ulp."""
-
-    def verdict(low: Fraction, high: Fraction) -> tuple[tuple[float, int], bool, int] | None:
-        ulp = fmt.ulp_exponent(top_exponent(low, fmt))
-        rounded = _agreed(low, high, fmt)
-        error = abs(actual - low)
-        settled = (high - low) * power(ERROR_BITS) <= error
-        if rounded is None or ulp != fmt.ulp_exponent(top_exponent(high, fmt)) or not settled:
-            return None
-        misrounded = math.isinf(rounded) or Fraction(rounded) != actual
-        # 64 bits or more of the quotient, more than its float will hold.
-        shift = 64 + error.denominator.bit_length() - error.numerator.bit_length()
-        return to_parts(int(error * power(shift)), -shift), misrounded, ulp
-
-    return number.decide(verdict)
-
-
-def value_to(number: Surd, bits: int) -> Fraction:
-    """Return a rational within a relative ``2**-bits`` of `number`, and it itself if rational."""
-
-    def verdict(low: Fraction, high: Fraction) -> Fraction | None:
-        close = (high - low) * power(bits) <= min(abs(low), abs(high)) and low * high >= 0
-        return low if close else None
-
-    # Settled at once, so that a rational comes out as itself.
-    return number.settled().decide(verdict)

@@ -1,43 +1,109 @@
 """
-`exact_layer_norm`: the exact y, dx, dgamma, dbeta, and how far given arrays are from them.
+`exact_layer_norm`: the exact y, dx, dgamma, dbeta, how far given arrays are from them, the contract.
 """
 
 import math
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from stablenorm.oracle._contract import ContractResult, hold
-from stablenorm.oracle._formats import Array, format_of, read_rows
-from stablenorm.oracle._judge import (
-    Exactly,
+from stablenorm.oracle.rounding import (
+    Array,
     Judged,
+    format_of,
     judge_block,
     judge_undefined,
     quotient,
+    read_rows,
     round_block,
 )
-from stablenorm.oracle._quantities import Inputs, Vector, blocks, scale_of_g, surds
-from stablenorm.oracle._rows import mean_var
-from stablenorm.oracle._surds import value_to
+from stablenorm.oracle.rows import Inputs, mean_var
 
 NAMES = ("y", "dx", "dgamma", "dbeta")
 
+# ---- the contract ----
 
-class NormwiseErrors(NamedTuple):
+# The contract: |error| <= limit ulp + c * S. float64 arithmetic serves the three narrower formats;
+# float64 itself is served by pairs of float64 (u**2 = 2**-106), less what its tree sums lose.
+LIMITS = {
+    "narrow": {"y": 0.501, "dx": 0.501, "dgamma": 0.501, "dbeta": 0.501},
+    "float64": {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51},
+}
+SECOND = {
+    "narrow": {"y": -48, "dx": -48, "dgamma": -44, "dbeta": -44},
+    "float64": {"y": -98, "dx": -98, "dgamma": -94, "dbeta": -94},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContractResult:
     """
-    Errors of dx against the size of its row.
+    How one array stands against the contract ``|error| <= limit_ulp * ulp + c * S``.
 
     Attributes
     ----------
-    to_g, to_dx : array
-        ``max|error| / (rstd max|g|)`` and ``max|error| / max|dx|`` of each row.
+    passed : bool
+        Whether every element keeps the contract.
+    worst_ulp : float
+        The largest error, in ulp of the array's dtype at the exact value. 0 for an empty array.
+    misrounded : float
+        The fraction of elements that are not the correctly rounded exact values; decided exactly.
+    second_term : int
+        How many elements have an error above `limit_ulp`, so that only ``c * S`` could let them
+        pass.
+    worst_excess : float
+        The largest ``(error - limit_ulp * ulp) / (c * S)`` of those elements; 0 if there are none.
+        At most 1 if the contract is kept.
+    worst_index : tuple of int
+        Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
+    limit_ulp : float
+        The limit of this quantity in this dtype.
     """
 
-    to_g: Array
-    to_dx: Array
+    passed: bool
+    worst_ulp: float
+    misrounded: float
+    second_term: int
+    worst_excess: float
+    worst_index: tuple[int, ...]
+    limit_ulp: float
+
+
+def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractResult:
+    """Hold an array, judged and flattened, against the contract."""
+    kind = "float64" if actual.dtype.name == "float64" else "narrow"
+    limit, second = LIMITS[kind][name], SECOND[kind][name]
+    errors = judged.in_ulp()
+    if not errors.size:
+        return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
+    n = inputs.x.shape[1]
+    above = np.flatnonzero(errors > limit)
+    # An infinite error needs no S, which may be undefined there.
+    finite = above[np.isfinite(judged.mantissa[above])]
+    excess = np.where(np.isinf(judged.mantissa), math.inf, 0.0)
+    for block in np.unique(finite // n).tolist():
+        places = finite[finite // n == block]
+        sizes = inputs.magnitudes(name, block, (places - block * n).tolist())
+        for i, size in zip(places, sizes, strict=True):
+            mantissa, exponent = float(judged.mantissa[i]), int(judged.exponent[i])
+            over = mantissa - math.ldexp(limit, int(judged.ulp[i]) - exponent)
+            excess[i] = quotient(over, exponent, size.low, size.exponent + second)
+    worst = float(excess.max())
+    where = np.argmax(errors if worst <= 1 else excess)
+    return ContractResult(
+        passed=worst <= 1,
+        worst_ulp=float(errors.max()),
+        misrounded=float(judged.misrounded.mean()),
+        second_term=above.size,
+        worst_excess=worst,
+        worst_index=tuple(int(i) for i in np.unravel_index(where, actual.shape)),
+        limit_ulp=limit,
+    )
+
+
+# ---- the public class and function ----
 
 
 class ExactLayerNorm:
@@ -82,7 +148,7 @@ class ExactLayerNorm:
         Fraction
             The mean.
         """
-        return self._mean_var(row)[0]
+        return mean_var(self._inputs.vector(row))[0]
 
     def var(self, row: int) -> Fraction:
         """
@@ -98,7 +164,7 @@ class ExactLayerNorm:
         Fraction
             The variance.
         """
-        return self._mean_var(row)[1]
+        return mean_var(self._inputs.vector(row))[1]
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
@@ -125,12 +191,11 @@ class ExactLayerNorm:
         """
         place = int(np.ravel_multi_index(index, self._shape_of(name)))
         block, column = divmod(place, self.n)
-        row = self._inputs.row
         needed = {"dgamma": range(self.rows), "dbeta": range(0)}.get(name, [block])
-        if any(row(i) is None for i in needed):
+        if any(self._inputs.row(i) is None for i in needed):
             msg = f"{name} must be defined at {index}, got a row of zero variance and eps = 0"
             raise ValueError(msg)
-        return value_to(surds(self._inputs, name, block, [column])[0], bits)
+        return self._inputs.surds(name, block, [column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -160,9 +225,9 @@ class ExactLayerNorm:
         fmt = format_of(dtype, "dtype")
         out = np.full(self._shape_of(name), math.nan)
         flat = out.reshape(-1, self.n)
-        for i, block in enumerate(blocks(self._inputs, name)):
+        for i, block in enumerate(self._inputs.blocks(name)):
             if block is not None:
-                flat[i] = round_block(block, fmt, self._exactly(name, i))
+                flat[i] = round_block(block, fmt, self._inputs.exactly(name, i))
         return out.astype(dtype)
 
     def ulp_errors(
@@ -254,55 +319,12 @@ class ExactLayerNorm:
             for name, actual in given.items()
         }
 
-    def normwise(self, dx: Array) -> NormwiseErrors:
-        """
-        Return the errors of dx against the size of its row, for rows that cancel by nature.
-
-        Parameters
-        ----------
-        dx : array
-            What an implementation returned, of the shape of x.
-
-        Returns
-        -------
-        NormwiseErrors
-            ``to_g``: ``max|error| / (rstd max|g|)`` and ``to_dx``: ``max|error| / max|dx|`` with
-            the exact dx, each of the shape of x without its last axis. 0 where there is no error,
-            inf where only the divisor is 0, NaN in undefined rows.
-        """
-        judged = self._judge("dx", dx)
-        mantissa, exponent = (
-            a.reshape(self.rows, self.n) for a in (judged.mantissa, judged.exponent)
-        )
-        to_g, to_dx = np.full((2, self.rows), math.nan)
-        for i, block in enumerate(blocks(self._inputs, "dx")):
-            if block is None:
-                continue
-            # The largest by exponent first: in one exponent, floats compare.
-            lowest = int(exponent[i].min())
-            top = int(np.where(mantissa[i] > 0, exponent[i], lowest).max())
-            error = float(np.ldexp(mantissa[i], exponent[i] - top).max())
-            largest = max(map(abs, block.low)), block.exponent
-            to_g[i] = quotient(error, top, *scale_of_g(self._inputs, i))
-            to_dx[i] = quotient(error, top, *largest)
-        shape = self.shape[:-1]
-        return NormwiseErrors(to_g.reshape(shape), to_dx.reshape(shape))
-
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
         if name not in NAMES:
             msg = f"name must be one of {', '.join(NAMES)}, got {name!r}"
             raise ValueError(msg)
         return self.shape if name in {"y", "dx"} else (self.n,)
-
-    def _exactly(self, name: str, block: int) -> Exactly:
-        """Return the function that gives elements of a block exactly."""
-        return lambda columns: surds(self._inputs, name, block, columns)
-
-    def _mean_var(self, row: int) -> tuple[Fraction, Fraction]:
-        """Return mean and var of a row."""
-        ((integers, scale),) = read_rows(self._inputs.x[[row]])
-        return mean_var(integers, scale)
 
     def _judge(self, name: str, actual: Array) -> Judged:
         """Judge an array, flattened."""
@@ -314,8 +336,8 @@ class ExactLayerNorm:
         parts = [
             judge_undefined(values[i])
             if block is None
-            else judge_block(block, values[i], fmt, self._exactly(name, i))
-            for i, block in enumerate(blocks(self._inputs, name))
+            else judge_block(block, values[i], fmt, self._inputs.exactly(name, i))
+            for i, block in enumerate(self._inputs.blocks(name))
         ]
         empty = np.zeros(0, np.int64)
         parts.append(Judged(np.zeros(0), empty, np.zeros(0, bool), empty))
@@ -387,8 +409,8 @@ def exact_layer_norm(
     beta = np.zeros(n) if beta is None else np.asarray(beta)
     inputs = Inputs(
         _read("x", x, x.shape).reshape(-1, n),
-        Vector(*next(read_rows(_read("gamma", gamma, (n,))[None]))),
-        Vector(*next(read_rows(_read("beta", beta, (n,))[None]))),
+        next(read_rows(_read("gamma", gamma, (n,))[None])),
+        next(read_rows(_read("beta", beta, (n,))[None])),
         Fraction(float(eps)),
         None if dy is None else _read("dy", np.asarray(dy), x.shape).reshape(-1, n),
     )

@@ -1,0 +1,281 @@
+"""
+The four binary formats, the way between arrays of floats and integers, and roundings of intervals.
+
+A format is recognised by the name of the dtype, so that bfloat16 needs no import here. Elements that
+an interval does not decide are counted and handed to exact `Surd` arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from stablenorm.oracle.surds import Surd
+
+Array = npt.NDArray[Any]
+# Some elements of a block by their columns, exactly.
+Exactly = Callable[[list[int]], "list[Surd]"]
+
+# An error is known when its relative width is below the last bit of a float64, with some to spare.
+ERROR_BITS = 60
+
+
+class Format(NamedTuple):
+    """A binary format: `precision` in bits, exponents of its smallest and largest binade."""
+
+    precision: int
+    emin: int
+    emax: int
+
+    @property
+    def finest(self) -> int:
+        """Exponent of the smallest subnormal: no ulp is below it."""
+        return self.emin - self.precision + 1
+
+    @property
+    def coarsest(self) -> int:
+        """Exponent of the ulp of the largest finite numbers; the grid goes on with it above."""
+        return self.emax - self.precision + 1
+
+    def ulp_exponent(self, top: int) -> int:
+        """Exponent of the ulp at a number in [2**(top-1), 2**top)."""
+        return min(max(top - self.precision, self.finest), self.coarsest)
+
+
+FORMATS = {
+    "float16": Format(11, -14, 15),
+    "bfloat16": Format(8, -126, 127),
+    "float32": Format(24, -126, 127),
+    "float64": Format(53, -1022, 1023),
+}
+
+
+def format_of(dtype: npt.DTypeLike, name: str) -> Format:
+    """Return the format of `dtype`; `name` is the argument to blame if it is not a known one."""
+    found = FORMATS.get(np.dtype(dtype).name)
+    if found is None:
+        msg = f"{name} must be {', '.join(FORMATS)}, got {np.dtype(dtype).name}"
+        raise TypeError(msg)
+    return found
+
+
+# ---- integers times powers of two ----
+
+
+class Interval(NamedTuple):
+    """The numbers from ``low`` to ``low + width``, integers in units of ``2**exponent``."""
+
+    low: int
+    width: int
+    exponent: int
+
+    def times(self, factor: int, exponent: int = 0) -> Interval:
+        """Return ``factor * 2**exponent`` times these numbers."""
+        low = factor * (self.low if factor >= 0 else self.low + self.width)
+        return Interval(low, abs(factor) * self.width, self.exponent + exponent)
+
+    def plus(self, other: Interval) -> Interval:
+        """Return the sums of these numbers and those of another."""
+        unit = min(self.exponent, other.exponent)
+        mine, its = self.exponent - unit, other.exponent - unit
+        low = (self.low << mine) + (other.low << its)
+        return Interval(low, (self.width << mine) + (other.width << its), unit)
+
+
+class Vector(NamedTuple):
+    """The numbers ``integers * 2**exponent``."""
+
+    integers: list[int]
+    exponent: int
+
+    def times(self, other: Vector) -> Vector:
+        """Return the products, element by element."""
+        products = [a * b for a, b in zip(self.integers, other.integers, strict=True)]
+        return Vector(products, self.exponent + other.exponent)
+
+    def at(self, column: int) -> Interval:
+        """Return one of the numbers, as an interval of no width."""
+        return Interval(self.integers[column], 0, self.exponent)
+
+
+def split(values: Array) -> tuple[Array, Array]:
+    """Split finite float64 `values` into odd int64 mantissas (or 0) and exponents."""
+    fraction, exponent = np.frexp(values)
+    mantissa = np.ldexp(fraction, 53).astype(np.int64)
+    # The lowest set bit is a power of two, which frexp reads exactly; 0 counts as having bit 0.
+    lowest = np.where(mantissa == 0, 1, mantissa & -mantissa)
+    zeros = np.frexp(lowest.astype(np.float64))[1].astype(np.int64) - 1
+    return mantissa >> zeros, np.where(mantissa == 0, 0, exponent - 53 + zeros)
+
+
+def read_rows(matrix: Array) -> Iterator[Vector]:
+    """Yield each row of a (rows, n) float64 matrix as integers and one exponent of two."""
+    # 2**15 elements: enough to forget NumPy's overhead on short rows, little memory on long ones.
+    block = max(1, 2**15 // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], block):
+        mantissa, exponent = split(matrix[start : start + block])
+        # A zero has no say in the common exponent.
+        lifted = np.where(mantissa == 0, np.iinfo(np.int64).max, exponent)
+        lowest = lifted.min(axis=1, initial=np.iinfo(np.int64).max)
+        common = np.where((mantissa == 0).all(axis=1), 0, lowest)
+        shift = np.where(mantissa == 0, 0, exponent - common[:, None])
+        top = np.frexp(mantissa.astype(np.float64))[1] + shift
+        # 63 bits and a sign fit into int64; then NumPy shifts, else Python's integers do.
+        small = top.max(axis=1, initial=0) <= 63
+        for row in range(mantissa.shape[0]):
+            if small[row]:
+                yield Vector((mantissa[row] << shift[row]).tolist(), int(common[row]))
+            else:
+                pairs = zip(mantissa[row].tolist(), shift[row].tolist(), strict=True)
+                yield Vector([m << s for m, s in pairs], int(common[row]))
+
+
+def power(exponent: int) -> Fraction:
+    """Return 2**exponent."""
+    return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
+
+
+def to_parts(integer: int, exponent: int) -> tuple[float, int]:
+    """Return ``integer * 2**exponent`` as a float of at most 64 bits and an exponent of two."""
+    # 64 bits are more than a float64 holds, and an integer that small converts always.
+    excess = max(integer.bit_length() - 64, 0)
+    return float(integer >> excess), exponent + excess
+
+
+def quotient(mantissa: float, exponent: int, divisor: int, unit: int) -> float:
+    """Return ``mantissa * 2**exponent / (divisor * 2**unit)``; 0 / 0 is 0."""
+    if mantissa == 0 or divisor == 0:
+        return 0.0 if mantissa == 0 else math.inf
+    lower, place = to_parts(divisor, unit)
+    try:
+        return math.ldexp(mantissa / lower, exponent - place)
+    except OverflowError:
+        return math.inf
+
+
+# ---- rounding ----
+
+
+def top_exponent(value: Fraction, fmt: Format) -> int:
+    """Return the integer with ``2**(top-1) <= |value| < 2**top``; for 0 below all of `fmt`."""
+    if value == 0:
+        return fmt.finest
+    top = value.numerator.bit_length() - value.denominator.bit_length() + 1
+    return top if abs(value) >= power(top - 1) else top - 1
+
+
+def finish(steps: int, exponent: int, fmt: Format, *, negative: bool) -> float:
+    """Return ``steps * 2**exponent``, on the grid of `fmt`, as a float; inf above its range."""
+    if steps == 0:
+        return -0.0 if negative else 0.0
+    if abs(steps) >> fmt.precision and exponent >= fmt.coarsest:
+        return -math.inf if negative else math.inf
+    return math.ldexp(steps, exponent)
+
+
+def round_ratio(value: Fraction, fmt: Format) -> float:
+    """Round a rational to `fmt`, ties to even; the result is exact as a Python float."""
+    exponent = fmt.ulp_exponent(top_exponent(value, fmt))
+    return finish(round(value / power(exponent)), exponent, fmt, negative=value < 0)
+
+
+def round_block(block: Sequence[Interval], fmt: Format, exactly: Exactly) -> list[float]:
+    """Round each element of a block to `fmt`, ties to even."""
+    rounded = [0.0] * len(block)
+    left_open = []
+    for i, (low, width, exponent) in enumerate(block):
+        ulp = fmt.ulp_exponent(low.bit_length() + exponent)
+        shift = ulp - exponent
+        if shift <= 0:
+            steps, rest, half = low << -shift, 0, 1
+        else:
+            steps = low >> shift
+            rest, half = low - (steps << shift), 1 << shift - 1
+        # Left open: a width that reaches a midpoint, or zero with its sign. Another binade is none
+        # of these: on either grid the nearest is the power of two between them.
+        sign_open = low < 0 <= low + width
+        if width and (sign_open or shift <= 0 or width >= half or rest <= half <= rest + width):
+            left_open.append(i)
+            continue
+        steps += rest > half or (rest == half and steps & 1)
+        rounded[i] = finish(steps, ulp, fmt, negative=low < 0)
+    for i, number in zip(left_open, exactly(left_open), strict=True):
+        rounded[i] = number.nearest(fmt)
+    return rounded
+
+
+# ---- errors ----
+
+
+class Judged(NamedTuple):
+    """
+    Of each element: the error ``mantissa * 2**exponent``, whether misrounded, the ulp's exponent.
+
+    In two parts because an error and its ulp may differ by more than the range of a float64.
+    """
+
+    mantissa: Array
+    exponent: Array
+    misrounded: Array
+    ulp: Array
+
+    def in_ulp(self) -> Array:
+        """Return the errors in ulp."""
+        with np.errstate(over="ignore", under="ignore"):
+            return np.ldexp(self.mantissa, self.exponent - self.ulp)
+
+
+def judge_block(block: Sequence[Interval], actual: Array, fmt: Format, exactly: Exactly) -> Judged:
+    """Judge float64 `actual`, which holds numbers of `fmt`, against a block."""
+    size, missing = len(block), np.isnan(actual)
+    judged = Judged(np.zeros(size), *(np.zeros(size, kind) for kind in (np.int64, bool, np.int64)))
+    # Left open: another binade or sign, or an error that the width blurs.
+    blurred = np.isinf(actual)
+    mantissas, exponents = split(np.where(np.isfinite(actual), actual, 0.0))
+    columns = zip(block, mantissas.tolist(), exponents.tolist(), strict=True)
+    for i, ((low, width, unit), mantissa, exponent) in enumerate(columns):
+        top = low.bit_length()
+        # Zero lies in no binade: its ulp is the smallest subnormal.
+        judged.ulp[i] = fmt.ulp_exponent(top + unit) if low else fmt.finest
+        finer = max(unit - exponent, 0)
+        error = abs((mantissa << max(exponent - unit, 0)) - (low << finer))
+        judged.mantissa[i], judged.exponent[i] = to_parts(error, unit - finer)
+        blurred[i] |= width > 0 and (
+            (low + width).bit_length() != top
+            or low < 0 <= low + width
+            or error <= width << ERROR_BITS + finer
+        )
+    ratio = judged.in_ulp()
+    judged.misrounded[:] = ratio > 0.5
+    # A ratio is known to a relative 2**-52: one this near to a half may be a tie.
+    left_open = np.flatnonzero((blurred | (np.abs(ratio - 0.5) < 1e-12)) & ~missing).tolist()
+    for i, number in zip(left_open, exactly(left_open), strict=True):
+        _settle(judged, i, number, float(actual[i]), fmt)
+    # NaN equals nothing.
+    judged.mantissa[missing] = math.inf
+    judged.misrounded[missing] = True
+    return judged
+
+
+def _settle(judged: Judged, i: int, number: Surd, value: float, fmt: Format) -> None:
+    """Judge one element anew by exact arithmetic."""
+    if math.isfinite(value):
+        error, misrounded, ulp = number.judge(Fraction(value), fmt)
+    else:
+        # An infinity is right where the exact value rounds to it.
+        misrounded = number.nearest(fmt) != value
+        error, ulp = (math.inf if misrounded else 0.5, fmt.coarsest), fmt.coarsest
+    judged.mantissa[i], judged.exponent[i] = error
+    judged.misrounded[i], judged.ulp[i] = misrounded, ulp
+
+
+def judge_undefined(actual: Array) -> Judged:
+    """Judge `actual` where the exact value is undefined: only NaN is right."""
+    right, zeros = np.isnan(actual), np.zeros(actual.shape, np.int64)
+    return Judged(np.where(right, 0.0, math.inf), zeros, ~right, zeros.copy())
