@@ -58,7 +58,8 @@ def set_num_threads(count: int) -> None:
 
     Notes
     -----
-    Results do not depend on it: not a bit. No thread is started or woken for small inputs, and a
+    Results do not depend on it: not a bit, nor on whether the calling thread is set to flush
+    subnormals or to round upward. No thread is started or woken for small inputs, and a
     call that begins while another has the helper threads stays on its own.
 
     Examples

@@ -56,6 +56,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stablenorm._control import default_control
 from stablenorm._doubledouble import Wide
 from stablenorm._rounding import round_to
 from stablenorm._types import Array, Gradients, Statistics, any_float64
@@ -91,6 +92,7 @@ def project(v: Any, xhat: Any) -> Any:
     return v
 
 
+@default_control()
 def forward(
     x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
 ) -> Statistics:
@@ -115,6 +117,7 @@ def forward(
     return keep.statistics
 
 
+@default_control()
 def backward(
     dy: RowsLike,
     x: RowsLike,

@@ -33,9 +33,7 @@ def of_elements(v: Any, element: Any) -> Any:
 def call(builder: Any, name: str, result: Any, args: Any) -> Any:
     """Call an LLVM intrinsic function."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
-    function = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-        builder.module, kind, name
-    )
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
     return builder.call(function, args)
 
 

@@ -33,6 +33,7 @@ from stablenorm.kernels._compiling import (
     vector,
     vector_out,
 )
+from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._parameters import prepared
 from stablenorm.kernels._sharing import named, sharing, take
 from stablenorm.kernels._vector_memory import address, pointer, pointer_at
@@ -320,9 +321,11 @@ def find_hard_job(dy_dtype: np.dtype[Any]) -> Any:
         if stamp == "":
             return
         rows, n = dy.shape
+        word = set_default()
         _wide.find_hard(
             pointer(dy), dy.strides[0], pointer(x), x.strides[0], rows, n, pointer(hard)
         )
+        restore(word)
 
     return compiled(
         find_hard,
@@ -338,7 +341,10 @@ def moderate_job(dtype: np.dtype[Any]) -> Any:
     def moderate(parameter, least):
         if stamp == "":
             return False
-        return _wide.all_moderate(pointer(parameter), parameter.size, least)
+        word = set_default()
+        found = _wide.all_moderate(pointer(parameter), parameter.size, least)
+        restore(word)
+        return found
 
     return compiled(moderate, types.boolean(vector(ELEMENTS[dtype]), types.float64))
 

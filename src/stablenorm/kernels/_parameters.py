@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
+from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._vector_memory import (
@@ -63,9 +64,11 @@ def prepared(parameter, space, start):
     narrow = pointer(parameter)
     if itemsize(narrow) == 4:  # float32
         return pointer_at(address(narrow), pointer(space))
+    word = set_default()
     n, one = parameter.size, _one()
     wide = pointer_at(address(pointer(space)) + 4 * start, pointer(space))
     for col in range(0, n, WIDTH):
         count = min(n - col, WIDTH)
         store_some(wide, 4 * col, 0, count, load_some(narrow, 2 * col, 0, count, one))
+    restore(word)
     return wide

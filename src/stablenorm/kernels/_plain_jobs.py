@@ -15,6 +15,7 @@ from numba import types
 
 from stablenorm.kernels import _sums, _tiny
 from stablenorm.kernels._compiling import STAMP, compiled
+from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._jobs import (
@@ -60,6 +61,7 @@ def _is_same(a, b):
 @inner
 def _products_of_row(dy, x, n, mean, mean_lo, rstd, dgamma, dbeta):
     """Write ``dy * xhat`` and dy, as sums that begin with zero: of -0, they are 0."""
+    word = set_default()
     one = _one()
     center, factor = splat(mean, one), splat(rstd, one)
     shift = splat(-(mean_lo * rstd), one)
@@ -69,6 +71,7 @@ def _products_of_row(dy, x, n, mean, mean_lo, rstd, dgamma, dbeta):
         xhat = fma(load_some(x, 4 * col, 0, count, one) - center, factor, shift)
         store_some(dgamma, 4 * col, 0, count, one + cotangent * xhat)
         store_some(dbeta, 4 * col, 0, count, one + cotangent)
+    restore(word)
 
 
 def _array(ndim: int) -> Any:

@@ -25,6 +25,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from stablenorm.kernels._compiling import STAMP, compiled
+from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._memory import add_atomically, exchange, pause, read_atomically
 from stablenorm.kernels._vector_memory import address, pointer, pointer_at
 
@@ -269,6 +270,7 @@ def sharing(work: Any) -> Any:
 
     def share(arguments, tiles, crew, helpers):
         function, record = entry(crew, arguments), _record(arguments)
+        word = set_default()
         if helpers > 0 and exchange(_at(crew, _LENT), 1) == 0:
             _open(crew, function, record, tiles, helpers)
             failed = _call(function, record, address(crew), 0)
@@ -277,6 +279,7 @@ def sharing(work: Any) -> Any:
         else:
             # No helpers, or another thread has them: alone.
             failed = _call(function, record, 0, 0)
+        restore(word)
         if failed != 0:
             raise MemoryError
 
@@ -303,6 +306,8 @@ def _helping() -> Any:
         if stamp == "":
             return
         own = _OWN + me * _APART
+        # A thread begins with the control word of the one that starts it.
+        set_default()
         words = pointer(crew)
         space = np.empty(_MASK, np.int64)
         sleeping, bell_word = _at(words, own + _ASLEEP), _at(words, _BELL)

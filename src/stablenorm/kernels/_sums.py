@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from numba import njit
 
+from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
 from stablenorm.kernels._vector_memory import itemsize, load, store, store_some
@@ -46,6 +47,7 @@ def accumulate(sums, col, v, fresh):
 @inner
 def total_of_tiles(sums, tiles, n, which, out):
     """Write the sum over the tiles of dgamma, 0, or dbeta, 1, rounded once to the type of `out`."""
+    word = set_default()
     one, width, size = _one(), itemsize(out), sums_size(n)
     for col in range(0, n, WIDTH):
         total, rest = one, one
@@ -55,3 +57,4 @@ def total_of_tiles(sums, tiles, n, which, out):
             rest = rest + (error + load(sums, at + 8 * WIDTH, 0, one))
         # What rounding takes from an infinite sum is a NaN.
         store_some(out, col * width, 0, min(n - col, WIDTH), finite_or(total + rest, total))
+    restore(word)

@@ -1,0 +1,168 @@
+"""Whatever the calling thread is set to, flushing subnormals or rounding upward: not a bit differs."""
+
+import ctypes
+import platform
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stablenorm import (
+    get_num_threads,
+    layer_norm_backward,
+    layer_norm_forward,
+    reference,
+    set_num_threads,
+)
+from stablenorm._threads import SMALL
+from stablenorm.kernels import _helpers
+
+# Where the control word is in C's fenv_t, and its bits: to flush results and to take subnormal
+# operands as zero; to round upward.
+PLACES = {
+    ("linux", "x86_64"): (28, 1 << 15 | 1 << 6, 2 << 13),
+    ("linux", "aarch64"): (0, 1 << 24, 1 << 22),
+    ("darwin", "x86_64"): (4, 1 << 15 | 1 << 6, 2 << 13),
+    ("darwin", "arm64"): (8, 1 << 24, 1 << 22),
+}
+PLACE = PLACES.get((sys.platform, platform.machine()))
+
+pytestmark = pytest.mark.skipif(PLACE is None, reason="the layout of fenv_t is not known here")
+
+
+class Control:
+    """The control word of this thread."""
+
+    def __init__(self):
+        try:
+            self.library = ctypes.PyDLL(None)
+            assert self.library.fegetenv
+        except AttributeError:
+            self.library = ctypes.PyDLL("libm.so.6")
+
+    def environment(self):
+        held = ctypes.create_string_buffer(256)
+        self.library.fegetenv(held)
+        return held
+
+    def word(self):
+        return ctypes.c_uint32.from_buffer(self.environment(), PLACE[0])
+
+    def settings(self):
+        # The last six bits of x86's are no settings, but what has happened so far.
+        return self.word().value & ~63 | self.word().value & PLACE[1]
+
+    def set_bits(self, bits):
+        held = self.environment()
+        ctypes.c_uint32.from_buffer(held, PLACE[0]).value |= bits
+        self.library.fesetenv(held)
+
+
+@pytest.fixture(params=["flush", "upward"])
+def control(request):
+    """Set this thread so on demand; afterwards it is as before."""
+    control = Control()
+    before = control.environment()
+    control.bits = PLACE[1] if request.param == "flush" else PLACE[2]
+    yield control
+    control.library.fesetenv(before)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = get_num_threads()
+    set_num_threads(request.param)
+    yield
+    set_num_threads(before)
+
+
+F2, BF, F4, F8 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+
+
+def hostile(rng, shape, x_dtype, dtype):
+    """Return x, gamma, beta, dy with elements below the normal numbers, and eps."""
+    x, dy = rng.standard_normal((2, *shape))
+    gamma, beta = rng.standard_normal((2, shape[-1]))
+    tiny = {F2: 1e-6, BF: 1e-40, F4: 1e-40, F8: 1e-310}
+    x, dy = (v * tiny[x_dtype] for v in (x, dy))
+    gamma[::2] *= tiny[dtype]
+    beta[::2] *= tiny[dtype]
+    return x.astype(x_dtype), gamma.astype(dtype), beta.astype(dtype), dy.astype(x_dtype)
+
+
+def compute(case, eps, backend):
+    x, gamma, beta, dy = case
+    y, cache = layer_norm_forward(x, gamma, beta, eps, backend=backend)
+    return y, *layer_norm_backward(dy, cache)
+
+
+def check(control, case, eps, backend):
+    expected = compute(case, eps, backend)
+    default = control.environment()
+    control.set_bits(control.bits)
+    before = control.settings()
+    try:
+        actual = compute(case, eps, backend)
+        after = control.settings()
+    finally:
+        control.library.fesetenv(default)
+    assert after == before
+    assert before & control.bits == control.bits
+    for one, other in zip(expected, actual, strict=True):
+        assert one.tobytes() == other.tobytes()
+
+
+KINDS = [(F2, F2), (BF, BF), (F4, F4), (F8, F8), (BF, F4)]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("x_dtype", "dtype"), KINDS, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("eps", [0.0, 1e-310])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (3, 5), (1 + SMALL // 64, 64)])
+def test_not_a_bit_differs(control, rng, backend, x_dtype, dtype, eps, shape):
+    check(control, hostile(rng, shape, x_dtype, dtype), eps, backend)
+
+
+def test_a_row_and_a_gamma_of_subnormals(control, backend):
+    """NaN and zeros, as long as nothing was done about it."""
+    x = np.array([[1e-40, 2e-40, -1e-40, 3e-40]], np.float32)
+    gamma, beta = np.full(4, 1e-40, np.float32), np.zeros(4, np.float32)
+    check(control, (x, gamma, beta, x), 0.0, backend)
+    y = compute((x, gamma, beta, x), 0.0, backend)[0]
+    assert np.isfinite(y).all()
+    assert y.all()
+
+
+@pytest.mark.usefixtures("threads")
+def test_rows_that_are_gathered(control, rng, backend):
+    x, gamma, beta, dy = hostile(rng, (700, 96), F4, F4)
+    check(control, (x.T.copy().T, gamma, beta, dy[:, ::-1]), 0.0, backend)
+
+
+def test_helpers_that_such_a_thread_starts(control, rng, monkeypatch):
+    """A thread begins with the control word of the one that starts it."""
+    case = hostile(rng, (1 + SMALL // 64, 64), F4, F4)
+    expected = compute(case, 0.0, "numba")
+    before = get_num_threads()
+    set_num_threads(2)
+    control.set_bits(control.bits)
+    crew = _helpers._Crew()
+    monkeypatch.setattr(_helpers, "_crew", crew)
+    found = [compute(case, 0.0, "numba") for _ in range(20)]
+    set_num_threads(before)
+    assert len(crew.helpers) == 1
+    for actual in found:
+        for one, other in zip(expected, actual, strict=True):
+            assert one.tobytes() == other.tobytes()
+
+
+def test_it_is_restored_after_an_error(control):
+    x = np.ones((2, 3))
+    y = np.ones((2, 3))
+    y.flags.writeable = False
+    control.set_bits(control.bits)
+    before = control.settings()
+    with pytest.raises(ValueError, match="read-only"):
+        reference.forward(x, None, None, 1e-5, y)
+    assert control.settings() == before
