@@ -19,6 +19,7 @@ from stablenorm.check.differences import (
     measure_noise,
 )
 from stablenorm.check.operation import Loss, norm, sum_rounding, unit_roundoff
+from stablenorm.check.pattern import name_pattern
 from stablenorm.check.report import ArgumentResult, Difference, Finding, ratio
 
 # Elements compared one by one in an argument too large for all of them: the special places of
@@ -76,7 +77,7 @@ class Comparison:
 
     @property
     def judged(self) -> bool:
-        """Whether the two sides may be held against one another."""
+        """Whether the two sides can be compared."""
         if not np.isfinite(self.bound):
             return False
         if self.kink is None:
@@ -429,50 +430,3 @@ def find_pattern(comparer: Comparer, comparisons: list[Comparison]) -> str:
     wrong[failing] = True
     found = name_pattern(lambda where: bool(wrong[where].any()), shape)
     return f"{len(failing)} of {wrong.size} elements" if found == "several places" else found
-
-
-def name_pattern(differs: Callable[[Array], bool], shape: tuple[int, ...]) -> str:
-    """
-    Find the wrong element, row or column by halving: some 2 log2(size) questions.
-
-    `differs` tells of elements, given by flat indices, whether any of them is wrong.
-    """
-    n = shape[-1] if shape else 1
-    size = int(np.prod(shape))
-    rows, columns = np.arange(size // n), np.arange(n)
-
-    def wrong(some_rows: Array, some_columns: Array) -> bool:
-        where = (some_rows[:, None] * n + some_columns).reshape(-1)
-        return bool(where.size) and differs(where)
-
-    row = _halve(lambda part: wrong(part, columns), rows)
-    if row is None:
-        return "not located: too small for a part"
-    if not wrong(rows[rows != row], columns):
-        inside = np.array([row])
-        column = _halve(lambda part: wrong(inside, part), columns)
-        if column is None or (n > 1 and wrong(inside, columns[columns != column])):
-            return _row(row, shape)
-        place = np.unravel_index(row * n + column, shape) if shape else ()
-        return f"element {tuple(int(i) for i in place)}"
-    column = _halve(lambda part: wrong(rows, part), columns)
-    if column is None or wrong(rows, columns[columns != column]):
-        return "several places"
-    return f"column {column}"
-
-
-def _halve(wrong: Callable[[Array], bool], parts: Array) -> int | None:
-    """Find a wrong part by halving: one question for each bit of its number."""
-    while len(parts) > 1:
-        first, second = np.array_split(parts, 2)
-        # If not in the first half, then in the second: asked at the end.
-        parts = first if wrong(first) else second
-    return int(parts[0]) if wrong(parts) else None
-
-
-def _row(row: int, shape: tuple[int, ...]) -> str:
-    if row == int(np.prod(shape[:-1])) - 1:
-        return "last row"
-    if len(shape) <= 2:
-        return f"row {row}"
-    return f"row ({', '.join(str(int(i)) for i in np.unravel_index(row, shape[:-1]))})"

@@ -11,7 +11,7 @@ import numpy as np
 
 from stablenorm._types import Array, check_dtype
 from stablenorm.check.compare import Comparer, Task, compare, judge, kinks, sample
-from stablenorm.check.contract import Subject, check_contract
+from stablenorm.check.contract import check_contract
 from stablenorm.check.operation import (
     Backward,
     FaultError,
@@ -20,7 +20,14 @@ from stablenorm.check.operation import (
     Operation,
     powers_of_two,
 )
-from stablenorm.check.report import ArgumentResult, Finding, GradientReport
+from stablenorm.check.report import (
+    ArgumentResult,
+    ArgumentVerdict,
+    Finding,
+    FindingVerdict,
+    GradientReport,
+)
+from stablenorm.check.subject import Subject
 
 Progress = Callable[[int, int], object]
 
@@ -206,9 +213,9 @@ def check_operation(
             check = _Check(loss, labels, spans, rng, probes, max_elements, progress)
             results, findings = check.run()
         except FaultError as fault:
-            verdict = "INCONCLUSIVE" if fault.raised else "FAIL"
             name = "the forward returns (y, cache)"
-            findings = [Finding("contract", name, verdict, str(fault))]  # type: ignore[arg-type]
+            verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+            findings = [Finding("contract", name, verdict, str(fault))]
             results = _not_checked(labels, "there is nothing to compare with")
     return GradientReport(
         tuple(results),
@@ -308,7 +315,8 @@ class _Check:
         name, array = self.labels[position], self.loss.args[position]
         if array is None:
             return ArgumentResult(name, "NOT CHECKED", message="the argument is None")
-        verdict, failing = "FAIL", array.size
+        verdict: ArgumentVerdict = "FAIL"
+        failing = array.size
         message = fault
         if not fault:
             verdict, failing = "NOT CHECKED", 0
@@ -318,7 +326,7 @@ class _Check:
             message = "the derivative is too large for the dtype of the gradient, or has no limit"
         return ArgumentResult(
             name,
-            verdict,  # type: ignore[arg-type]
+            verdict,
             total=array.size,
             failing=failing,
             message=message,

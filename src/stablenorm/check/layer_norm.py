@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.check.cases import Trial, few_rows, hard_inputs, invariances, ordinary
+from stablenorm.check.cases import (
+    Trial,
+    few_rows,
+    hard_inputs,
+    invariances,
+    judge_trial,
+    ordinary,
+)
 from stablenorm.check.causes import diagnose, diagnose_y
 from stablenorm.check.closed_form import (
     OUTPUTS,
@@ -23,13 +29,18 @@ from stablenorm.check.closed_form import (
     Outcome,
     narrowed,
     statistics,
-    unit,
 )
-from stablenorm.check.compare import name_pattern
 from stablenorm.check.gradients import Progress, check_operation, with_shapes
 from stablenorm.check.identities import check_eps, row_identities
 from stablenorm.check.operation import Backward, FaultError, Operation
-from stablenorm.check.report import ArgumentResult, Finding, GradientReport, Identity
+from stablenorm.check.pattern import name_pattern
+from stablenorm.check.report import (
+    ArgumentResult,
+    Finding,
+    FindingVerdict,
+    GradientReport,
+    Identity,
+)
 
 Oracle = Callable[..., Any]
 
@@ -273,8 +284,8 @@ class _Battery:
         else:
             few = ordinary(own, self._rng, few_rows(own)) if given.x.ndim > 1 else own
             same = invariances(few, self._rng, takes_eps=self._takes_eps)
-            self._try(_CLOSED_FORM, same, tolerated=0.0)
-            self._try(_HARD, hard_inputs(few, self._rng), tolerated=_FOUR_DIGITS)
+            self._try(_CLOSED_FORM, same, 0.0)
+            self._try(_HARD, hard_inputs(few, self._rng), _FOUR_DIGITS)
         if oracle is not None:
             self.findings += self._ask(oracle, given, outcome)
 
@@ -329,8 +340,8 @@ class _Battery:
             off = f"{judged.relative:.1e}"
             message = f"y is off by {off}: this is not the layer normalization asked for"
             self.diagnosis = diagnose_y(case, judged)
-        verdict = "FAIL" if judged.wrong else "PASS"
-        self.findings.append(Finding(_CLOSED_FORM, name, verdict, message, judged.resolution))  # type: ignore[arg-type]
+        verdict: FindingVerdict = "FAIL" if judged.wrong else "PASS"
+        self.findings.append(Finding(_CLOSED_FORM, name, verdict, message, judged.resolution))
         return None if judged.wrong else eps
 
     def _compare(self, compared: list[tuple[Case, Outcome]]) -> None:
@@ -373,42 +384,11 @@ class _Battery:
                     message = f"{each.name} is inaccurate here: off by {each.relative:.1e}"
                     self.findings.append(_accuracy_note(message))
 
-    def _try(self, layer: str, trials: Iterable[Trial], *, tolerated: float) -> None:
+    def _try(self, layer: str, trials: Iterable[Trial], tolerated: float) -> None:
         """Run trials; loss of digits is a note, a wrong result a failure."""
         for trial in trials:
-            verdict, message, resolution = self._outcome_of(trial, layer, tolerated)
-            self.findings.append(Finding(layer, trial.name, verdict, message, resolution))  # type: ignore[arg-type]
-
-    def _outcome_of(
-        self, trial: Trial, layer: str, tolerated: float
-    ) -> tuple[str, str, float | None]:
-        """Return verdict, message and resolution of one trial."""
-        outcome = self.candidate.run(trial.case)
-        if outcome.error:
-            # A restriction that the program states itself, not a wrong gradient.
-            free = trial.optional or layer == _HARD
-            return "NOTE" if free else "FAIL", outcome.error, None
-        judged = self.candidate.judge(trial.case, outcome).values()
-        where = trial.name.removeprefix("right for ")
-        for each in judged:
-            if not np.isfinite(each.actual).all():
-                verdict = "FAIL" if trial.harmless else "NOTE"
-                return verdict, f"{each.name} is not finite for {where}", None
-        worst = max(judged, key=lambda each: each.relative / each.u)
-        resolution = max(each.resolution for each in judged)
-        wrong = [each for each in judged if each.wrong and each.relative > tolerated]
-        if trial.harmless and wrong:
-            off = f"{wrong[0].relative:.1e}"
-            return "FAIL", f"{wrong[0].name} is off by {off} of what it is made of", resolution
-        lost = _digits_lost(worst)
-        # A plain program loses to an offset what a careful one keeps: to be known, not blamed.
-        if not lost or (trial.harmless and worst.right):
-            return "PASS", "", resolution
-        digits = "1 digit" if lost == 1 else f"{lost} digits"
-        # All that the precision has.
-        if lost >= math.floor(-math.log10(worst.u)):
-            digits = "all digits"
-        return "NOTE", f"{worst.name} is inaccurate here: loses {digits} at {where}", resolution
+            outcome = judge_trial(self.candidate, trial, tolerated)
+            self.findings.append(Finding(layer, f"right for {trial.name}", *outcome))
 
     def _ask(self, oracle: Oracle, given: Case, outcome: Outcome) -> list[Finding]:
         """Report the worst error of every output in ulp; wrong is what rounding cannot explain."""
@@ -449,8 +429,8 @@ class _Battery:
             worst, median = (float(f(errors[name])) for f in (np.max, np.median))
             message = f"{name}: worst error {worst:.3g} ulp, median {median:.3g}"
             about = f"{name} against exact results"
-            verdict = "FAIL" if wrong else "NOTE"
-            findings.append(Finding("oracle", about, verdict, message, judged.resolution))  # type: ignore[arg-type]
+            verdict: FindingVerdict = "FAIL" if wrong else "NOTE"
+            findings.append(Finding("oracle", about, verdict, message, judged.resolution))
         return findings
 
     def amended(self, result: ArgumentResult) -> ArgumentResult:
@@ -480,12 +460,3 @@ def _cleared(result: ArgumentResult, compared: _Compared) -> ArgumentResult:
         if not difference <= _MARGINAL * bound + compared.bound(result.index):
             return result
     return compared.replaces(result, judged.plain, verdict="PASS", message="", pattern="")
-
-
-def _digits_lost(judged: Judged) -> int:
-    """Count the decimal digits lost of those that the sums of a plain program would keep."""
-    kept = unit(max(judged.bounds.value.shape), judged.u)
-    ratio = judged.relative / kept
-    if not math.isfinite(ratio):
-        return 16
-    return max(0, math.floor(math.log10(ratio))) if ratio > 0 else 0

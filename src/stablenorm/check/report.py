@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
+FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
+ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
 
 
 class Identity(NamedTuple):
@@ -45,7 +47,7 @@ class Finding(NamedTuple):
 
     layer: str
     name: str
-    verdict: Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
+    verdict: FindingVerdict
     message: str = ""
     resolution: float | None = None
 
@@ -115,7 +117,7 @@ class ArgumentResult:
     """
 
     name: str
-    verdict: Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
+    verdict: ArgumentVerdict
     checked: int = 0
     total: int = 0
     probes: int = 0
