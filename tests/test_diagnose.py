@@ -1,136 +1,76 @@
-"""`diagnose`: what it predicts is held against what the methods return, and against the oracle."""
+"""`diagnose`: its predictions are compared with what the methods lose, against the exact y."""
 
 import json
 import math
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm._diagnose import diagnose, fastest_instruments
-from stablenorm.analysis._diagnose_conditions import BIT
-from stablenorm.analysis._diagnose_count import PLAIN, count_rows, no_counts
-from stablenorm.analysis._diagnose_methods import METHODS
-from stablenorm.analysis._diagnose_predict import limits, measured_rows, room_for
-from stablenorm.analysis._diagnose_simulate import measured_bits, simulate
-from stablenorm.analysis._diagnose_sweep import sweep_rows
-from stablenorm.analysis.families import FAMILIES, make_case
-from stablenorm.kernels._sweep import measure_rows
-from stablenorm.kernels._sweep import sweep_rows as compiled_sweep
-from stablenorm.kernels._sweep_count import count_rows as compiled_count
-from stablenorm.kernels._sweep_predict import HARD
-from stablenorm.oracle import exact_layer_norm
-
-DTYPES = ["float16", ml_dtypes.bfloat16, "float32", "float64"]
-NAMES = ["float16", "bfloat16", "float32", "float64"]
+import stablenorm.diagnosis
+from stablenorm import diagnose, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.diagnosis.rows import BITS, TITLES, describe_rows, make_buffers, welford
 
 
 @pytest.fixture(scope="module")
-def compared():
-    """Bits predicted and measured, (methods, rows), over all families, dtypes and two lengths."""
-    predicted, measured, ours = [], [], []
-    for dtype in DTYPES:
-        # The oracle takes 11 ms for a row of 768.
-        for n in (127, 768) if dtype == "float32" else (127,):
-            for family in FAMILIES.values():
-                if not (family.finite and family.applies(dtype, n)):
-                    continue
-                case = make_case(family.name, dtype, n, rng=3)
-                # A sum of many rows is one row more of the same.
-                x = case.x[:4]
-                exact = exact_layer_norm(x, eps=case.eps).rounded("y", np.float64)
-                constant = (x == x[:, :1]).all(axis=1)
-                predicted.append(diagnose(x, case.eps).per_row.lost)
-                returned = [simulate(name, x, case.eps) for name in METHODS]
-                measured.append([measured_bits(y, exact, constant) for y in returned])
-                ours.append(measured_bits(layer_norm(x, eps=case.eps), exact, constant))
-    return tuple(np.concatenate(parts, axis=-1) for parts in (predicted, measured, ours))
+def lost_bits():
+    """The module of the benchmarks that computes the methods step by step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
+        import lost_bits  # noqa: PLC0415
+
+        yield lost_bits
+        del sys.modules["lost_bits"]
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_predicted_bits_are_those_that_the_method_loses(compared, name):
-    predicted, measured, _ = compared
-    place = list(METHODS).index(name)
-    near = np.abs(predicted[place] - measured[place]) <= 2
+@pytest.fixture(scope="module")
+def cases(lost_bits):
+    """All families in all dtypes, and in float32 of another length."""
+    return [*lost_bits.cases(lengths=(127,)), *lost_bits.cases(("float32",), (768,))]
+
+
+# In the order of summation that the prediction assumes, and in sixteen running sums.
+@pytest.mark.parametrize("lanes", [0, 16])
+@pytest.mark.parametrize("method", TITLES)
+def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases, lost_bits):
+    predicted = np.concatenate([case.predicted[method] for case in cases])
+    measured = np.concatenate([lost_bits.measure(case, method, lanes) for case in cases])
     # The gate of the project: 2 bits, 95 % of rows. And losses there must be, or it says nothing.
-    assert near.mean() >= 0.95
-    assert (measured[place] >= 8).mean() > 0.1
+    assert (np.abs(predicted - measured) <= 2).mean() >= 0.95
+    assert (measured >= 8).mean() > 0.1
 
 
-def test_stablenorm_loses_none(compared):
-    *_, ours = compared
-    assert ours.max() < 0.5
+def test_stablenorm_loses_none(cases, lost_bits):
+    for case in cases:
+        y = layer_norm(case.x, eps=case.eps)
+        assert lost_bits.measure_bits(y, case).max() < 0.5, case.family
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 31, 33, 768])
-def test_the_compiled_sweep_forms_the_sums_of_its_twin_bit_for_bit(dtype, n):
-    rng = np.random.default_rng(n)
-    x = (7 + rng.standard_normal((9, n))).astype(dtype)
-    x[3] *= x.dtype.type(60.0)
-    x[5, n // 2] = np.nan
-    x[7, -1] = -np.inf
-    actual, expected = compiled_sweep(x), sweep_rows(x)
-    # mean, mean_lo and var are summed in another order, in float64.
-    np.testing.assert_array_equal(actual[3:], expected[3:])
-    scale = 1e-13 * np.nanmax(np.abs(expected[:3]), initial=1, where=np.isfinite(expected[:3]))
-    np.testing.assert_allclose(actual[:3], expected[:3], rtol=0, atol=scale)
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 100, 769])
+def test_statistics_are_those_of_the_row(n):
+    x = (5 + np.random.default_rng(n).standard_normal((9, n))).astype(np.float32)
+    buffers = make_buffers(9, n, x.dtype)
+    buffers.x[:] = x
+    found, wide = describe_rows(9, buffers), x.astype(np.float64)
+    np.testing.assert_allclose(found.mean, wide.mean(axis=1), rtol=1e-14)
+    np.testing.assert_allclose(found.std, wide.std(axis=1), rtol=1e-13, atol=1e-15)
+    np.testing.assert_array_equal(found.total, x.sum(axis=1))
+    # Two roundings in each of log2(n) + 1 levels, three in the squares; apart there cancels to the
+    # rounding of x.
+    levels = 2 * (np.log2(n) + 2) * 2.0**-24
+    mean, squares = welford(x, buffers)
+    assert mean.dtype == squares.dtype == np.float32
+    np.testing.assert_allclose(mean, wide.mean(axis=1), rtol=levels)
+    expected = n * wide.var(axis=1)
+    np.testing.assert_allclose(squares, expected, rtol=2 * levels, atol=1e-30 + 20 * n * levels)
 
 
-@pytest.mark.parametrize("eps", [0.0, 1e-5, 1e6])
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-@pytest.mark.parametrize("n", [3, 8, 63, 2500])
-def test_compiled_predictions_are_those_of_the_twin(dtype, n, eps):
-    """On rows of all conditions and scales, more than one group of sixteen, not a whole number."""
-    rng = np.random.default_rng(n)
-    scale, offset = 10.0 ** rng.uniform(-4, 3, (77, 1)), 10.0 ** rng.uniform(-4, 4, (77, 1))
-    x = (scale * rng.standard_normal((77, n)) + offset).astype(dtype)
-    x[5, 0] *= x.dtype.type(900.0)
-    written, lost, marks = room_for(len(x))
-    measure_rows(x, limits(n, x.dtype, eps), (written, lost, marks))
-    expected = measured_rows(compiled_sweep(x), x, eps)
-    easy = marks < HARD
-    # Constant rows and overflow are the twin's own.
-    assert easy.sum() >= 50
-    np.testing.assert_array_equal(marks[easy], expected.marks[easy])
-    # A logarithm in float32 on one side: half a unit in the last place of 53 is 2e-6.
-    np.testing.assert_allclose(lost[:, easy], expected.lost[:, easy], rtol=0, atol=1e-5)
-    for one, other in zip(written, expected[:5], strict=True):
-        np.testing.assert_allclose(one[easy], other[easy], rtol=1e-12)
-
-
-def test_rows_that_are_not_ordinary_are_the_twins_own():
-    rng = np.random.default_rng(3)
-    x = rng.standard_normal((40, 30)).astype(np.float32)
-    x[1], x[2, 3], x[3, 4], x[4] = 7, np.nan, np.inf, 3e38
-    x[5] *= 1e38
-    wide = x.astype(float)
-    for data in (x, np.vstack([wide, np.ldexp(wide[6:], -900), np.ldexp(wide[6:], 900)])):
-        room = room_for(len(data))
-        measure_rows(data, limits(30, data.dtype, 1e-5), room)
-        marks = room.marks
-        assert (marks[:40] >= HARD).nonzero()[0].tolist()[:4] == [1, 2, 3, 4]
-        assert (marks[40:] >= HARD).all()
-        # From the same sums: of float64, a rounding of the exact ones is of the size of a loss.
-        hard = marks >= HARD
-        expected = measured_rows(compiled_sweep(data[hard]), data[hard], 1e-5)
-        for one, other in zip(diagnose(data).per_row, expected, strict=True):
-            np.testing.assert_array_equal(one[..., hard], other)
-
-
-def test_compiled_counts_are_those_of_the_twin():
-    rng = np.random.default_rng(4)
-    x = rng.standard_normal((500, 20)) + 10.0 ** rng.uniform(-2, 20, (500, 1))
-    x[3], x[4, 5], x[9] = 1.0, np.nan, 0.0
-    for eps in (0.0, 1e-5):
-        found = measured_rows(sweep_rows(x), x, eps)
-        expected, actual = no_counts(53), no_counts(53)
-        for _ in range(2):
-            ranks = count_rows(found, *expected), compiled_count(found, *actual)
-            np.testing.assert_array_equal(*ranks)
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(one, other)
+def test_welford_of_a_constant_row_is_exact():
+    x = np.full((1, 1000), 0.1, np.float32)
+    mean, squares = welford(x, make_buffers(1, 1000, x.dtype))
+    assert (mean[0], squares[0]) == (np.float32(0.1), 0)
 
 
 def test_the_median_is_not_above_the_worst():
@@ -139,13 +79,19 @@ def test_the_median_is_not_above_the_worst():
     assert "3.3e+04 in the median row, 3.3e+04 in the worst" in str(diagnose(x))
 
 
-def test_strided_and_unaligned_rows_are_swept_alike():
-    base = np.random.default_rng(0).standard_normal((50, 700)).astype(np.float32)
-    wide = np.zeros((50, 1400), np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_layout_and_byte_order_change_nothing(dtype):
+    base = np.random.default_rng(0).standard_normal((50, 700)).astype(dtype)
+    wide = np.zeros((50, 1400), dtype)
     wide[:, :700] = base
-    shifted = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:].view(np.float32).reshape(50, 700)
-    for view in (wide[:, :700], np.asfortranarray(base), shifted):
-        np.testing.assert_array_equal(compiled_sweep(view), compiled_sweep(base))
+    raw = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:]
+    expected = diagnose(base)
+    swapped = base.astype(base.dtype.newbyteorder(">"))
+    for view in (wide[:, :700], np.asfortranarray(base), raw.view(dtype).reshape(50, 700), swapped):
+        actual = diagnose(view)
+        assert actual.as_dict() == expected.as_dict()
+        for one, other in zip(actual.per_row, expected.per_row, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
@@ -208,7 +154,7 @@ def test_every_mark_is_set_by_its_row_alone():
     x = np.array(list(rows.values()), np.float32)
     found = diagnose(x, top=0)
     for place, name in enumerate(rows):
-        assert found.per_row.marks[place] & BIT[name], name
+        assert found.per_row.marks[place] & BITS[name], name
     assert found.summary.marks["undefined"] == 0
     assert diagnose(x, eps=0.0).summary.marks["undefined"] == 1
     ordinary = diagnose(rng.standard_normal((5, 64)).astype(np.float32))
@@ -216,7 +162,7 @@ def test_every_mark_is_set_by_its_row_alone():
 
 
 def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
-    monkeypatch.setattr("stablenorm._diagnose._ROWS", 7)
+    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 7 * 96)
     rng = np.random.default_rng(2)
     x = rng.standard_normal((100, 96)).astype(np.float32)
     x[17] += 4e5
@@ -236,24 +182,14 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
 
 def test_threads_and_blocks_change_nothing(monkeypatch):
     x = (30 + np.random.default_rng(4).standard_normal((3000, 50))).astype(np.float32)
-    monkeypatch.setattr("stablenorm._diagnose.get_num_threads", lambda: 1)
+    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 1)
     expected = diagnose(x)
-    monkeypatch.setattr("stablenorm._diagnose.get_num_threads", lambda: 3)
-    monkeypatch.setattr("stablenorm._diagnose._ROWS", 64)
+    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 64 * 50)
     actual = diagnose(x)
     assert actual.as_dict() == expected.as_dict()
     for one, other in zip(actual.per_row, expected.per_row, strict=True):
         np.testing.assert_array_equal(one, other)
-
-
-def test_without_numba_the_twin_says_the_same(monkeypatch):
-    x = (200 + np.random.default_rng(5).standard_normal((40, 300))).astype(np.float32)
-    expected = diagnose(x)
-    monkeypatch.setattr("stablenorm._diagnose.choose", lambda _: "numpy")
-    assert fastest_instruments() is PLAIN
-    actual = diagnose(x)
-    assert [row.index for row in actual.worst] == [row.index for row in expected.worst]
-    np.testing.assert_allclose(actual.per_row.lost, expected.per_row.lost, atol=0.01)
 
 
 def test_float64_of_extreme_size_is_described_exactly():
@@ -305,6 +241,36 @@ def test_no_rows_and_nothing_but_nan_work():
     found = diagnose(np.full((3, 5), np.nan))
     assert "not finite: 3 rows" in str(found)
     assert json.loads(found.to_json())["worst"][0]["mean"] == "nan"
+
+
+@pytest.mark.parametrize(
+    ("row", "eps", "words"),
+    [
+        (
+            [1, np.inf, np.nan],
+            1e-5,
+            "2 of 3 elements are NaN or infinite, the first at 1; y of the",
+        ),
+        ([4, 4, 4], 0.0, "constant (4) and eps is 0: y is 0/0, NaN in every layer norm"),
+        ([4, 4, 4], 1e-5, "constant (4), so y is 0 before beta; a float32 two-pass loses no bit"),
+        ([3e38, 1e38, 2e38], 1e-5, "max|x| = 3e+38, its sum overflows in float32; "),
+        ([3e20, -3e20, 0], 1e-5, "max|x| = 3e+20, squares overflow in float32; a float32 two-pass"),
+        ([1e-30, 2e-30, 4e-30], 0.0, "std = 1.2e-30, squares underflow in float32; "),
+        ([1e-4, 2e-4, 4e-4], 1e-5, "var = 1.6e-08 is below eps = 1e-05; "),
+        ([1e5, -1e5, 0], 1e-5, "mean = 0, std = 8.2e+04: its statistics overflow in float16; "),
+        ([*[0.0] * 9, 1e3], 1e-5, "element 9 (1e+03) has 90% of the variance; "),
+        ([1, 2, 4], 1e-5, "|mean|/std = 1.9; a float32 two-pass loses 1 of 24 bits of y; "),
+    ],
+)
+def test_advice_names_what_is_special(row, eps, words):
+    found = diagnose(np.array([row], np.float32), eps)
+    assert found.worst[0].advice.startswith(f"row 0: {words}")
+
+
+def test_rows_of_zeros_are_not_among_the_worst_unless_there_is_nothing_else():
+    x = np.zeros((30, 8), np.float32)
+    x[20] = np.arange(8)
+    assert diagnose(x, top=1).worst[0].index == 20
 
 
 def test_dtype_judges_the_data_as_what_it_would_be():

@@ -1,17 +1,19 @@
 """`stablenorm diagnose`: files of every kind, whole and damaged."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import cli
-from stablenorm._diagnose import diagnose
+from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
+from stablenorm.cli import stream
 from stablenorm.cli.files import InputError
 from stablenorm.cli.stream import list_members, open_rows
 
@@ -231,6 +233,25 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
     assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
     assert seen[-1] == (30, 30)
     assert len(seen) == 5
+
+
+def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):
+    """It comes while the third block is read and the first two are at work."""
+    np.save(tmp_path / "c.npy", x)
+    fill, calls = stream._fill, itertools.count(1)
+
+    def interrupted(*arguments):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        fill(*arguments)
+
+    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128)
+    monkeypatch.setattr("stablenorm.cli.stream._fill", interrupted)
+    before = threading.active_count()
+    status, out, err = run(capsys, tmp_path / "c.npy", "--json", tmp_path / "found.json")
+    assert (status, out, err) == (130, "", "stablenorm: interrupted\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["c.npy"]
+    assert threading.active_count() == before
 
 
 MEASURED = """

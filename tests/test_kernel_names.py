@@ -14,7 +14,7 @@ def test_no_two_compiled_functions_have_one_name():
     """Of two of one name and types, the first that is loaded from disk would do for both."""
     from numba.core.dispatcher import Dispatcher  # noqa: PLC0415  # skipped where Numba is missing
 
-    for module in ("_jobs", "_plain_jobs", "_sweep", "_float64"):
+    for module in ("_jobs", "_plain_jobs", "_float64"):
         importlib.import_module(f"stablenorm.kernels.{module}")
     # Not isinstance, which asks the objects: some are proxies of what is no more.
     functions = {made.py_func for made in gc.get_objects() if issubclass(type(made), Dispatcher)}
@@ -33,7 +33,6 @@ FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
         ("_jobs", "total_job", (FLOAT32,)),
         ("_jobs", "forward_job", (FLOAT16, FLOAT16, False)),
         ("_plain_jobs", "_backward_job", (2, True)),
-        ("_sweep_count", "_counting_job", ()),
     ],
 )
 def test_what_threads_make_at_the_same_time_is_compiled_once(module, maker, arguments):

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from rich.console import Console
+from rich.text import Text
 
-from stablenorm._diagnose import check_top, fastest_instruments
 from stablenorm._shapes import normalize_axes, normalized_shape
 from stablenorm._types import check_eps
-from stablenorm.analysis.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.cli.check_tables import patient_bar
-from stablenorm.cli.diagnose_tables import print_diagnosis, print_members
-from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.cli.files import InputError, bundled_file, check_target, write_beside
 from stablenorm.cli.parts import Help, check_plot
 from stablenorm.cli.stream import (
     Member,
@@ -25,8 +23,10 @@ from stablenorm.cli.stream import (
     open_rows,
     read_small,
 )
+from stablenorm.cli.tables import print_table, shape_text
+from stablenorm.diagnosis import Diagnosis, check_top, diagnose_blocks
+from stablenorm.diagnosis.report import lines_of
 
-_BUNDLED = "minilm_layer0_output.npz"
 _DTYPES = {
     name: np.dtype(kind)
     for name, kind in (
@@ -39,22 +39,22 @@ _DTYPES = {
 
 _EXAMPLES = """\
 examples:
-  stablenorm diagnose                                    the bundled data: a real layer norm's input
-  stablenorm diagnose activations.npy                    all leading axes are rows
-  stablenorm diagnose activations.npy --dtype bfloat16   as if it were of that dtype
+  stablenorm diagnose                       the bundled data: input of a layer norm
+  stablenorm diagnose a.npy                 all axes but the last are rows
+  stablenorm diagnose a.npy --dtype bfloat16    as if it were of that dtype
   stablenorm diagnose mine.npz --member hidden --top 3
-  stablenorm diagnose model.safetensors                  lists the tensors
-  stablenorm diagnose big.npy --json found.json --plot found.png
+  stablenorm diagnose model.safetensors     lists the tensors
+  stablenorm diagnose a.npy --json found.json --plot found.png
 
-Files are read in blocks: one larger than memory takes no more than a small one. Only an array whose
-normalized axes are not its last ones, or one in Fortran order, has to fit in memory.
+Files are read in blocks: a file larger than memory takes no more memory than a small one. Only an
+array in Fortran order, or one whose normalized axes are not its last ones, has to fit in memory.
 
 how to read it:
-  bits of y lost    log2 of the RMS error of y over a row, in roundings of the dtype: 0 is as good
-                    as correctly rounded, all of them means that nothing of y is left
+  bits of y lost    log2 of the RMS error of y over a row, in rounding errors of the dtype. \
+0: as good as correctly rounded. All of them: nothing of y is left.
   condition number  how many times larger a relative error of x is in y, or in dx
 
-exit status: 0 done, 2 the file cannot be used (one line says why), or a member is to be chosen.
+exit status: 0 done; 2 the file cannot be read, or it holds several arrays and --member is needed.
 """
 
 
@@ -64,8 +64,8 @@ def add(commands: Any) -> None:
         "diagnose",
         help="say what a layer norm would lose on the data in a file, and on which rows",
         description=(
-            "Read the array in a file once, and say how well conditioned its layer norm is, how "
-            "many bits of y the methods in common use lose, and which rows are the worst."
+            "Read the array in a file once. Say how well conditioned its layer norm is, how many "
+            "bits of y each common method loses, and which rows are the worst."
         ),
         epilog=_EXAMPLES,
         formatter_class=Help,
@@ -103,17 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
     check_plot(arguments.plot)
     if arguments.file is not None:
         return _run(arguments, arguments.file)
-    with resources.as_file(resources.files("stablenorm") / "data" / _BUNDLED) as bundled:
+    with bundled_file() as bundled:
         return _run(arguments, bundled)
 
 
 def _run(arguments: argparse.Namespace, path: Path) -> int:
-    from rich.console import Console  # noqa: PLC0415
-
     members = list_members(path)
     member = _choose(members, arguments.member)
     if member is None:
-        print_members(members, Console())
+        _print_members(members)
         msg = f"{path} holds {len(members)} arrays: choose one with --member NAME"
         raise InputError(msg)
     check_member(member)
@@ -124,7 +122,7 @@ def _run(arguments: argparse.Namespace, path: Path) -> int:
     if arguments.plot is not None:
         kind = arguments.plot.suffix[1:].lower()
         write_beside(arguments.plot, lambda file: diagnosis.plot(file, format=kind))
-    print_diagnosis(member, diagnosis, Console())
+    _print_diagnosis(member, diagnosis)
     return 0
 
 
@@ -154,15 +152,14 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
     done = 0
     with patient_bar("reading") as progress:
 
-        def told(count: int) -> None:
+        def more(count: int) -> None:
             nonlocal done
             done += count
             progress(done, rows)
 
-        with open_rows(member, axes, told) as blocks:
+        with open_rows(member, axes, more) as blocks:
             return diagnose_blocks(
                 blocks,
-                fastest_instruments(),
                 shape=member.shape,
                 dtype=_DTYPES[arguments.dtype or member.dtype.name],
                 axis=axes,
@@ -176,3 +173,27 @@ def _eps(arguments: argparse.Namespace, member: Member) -> float:
         return float(arguments.eps)
     held = read_small(member.path, "eps") if member.offset is None else None
     return 1e-5 if held is None else held
+
+
+def _print_diagnosis(member: Member, diagnosis: Diagnosis) -> None:
+    """Print where the data came from, then the diagnosis."""
+    console = Console()
+    first, *others = lines_of(diagnosis, console.width)
+    # Not as markup: a file may have brackets in its name.
+    console.print(Text(f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}"))
+    console.print(Text(first, style="bold"))
+    console.print(Text("\n".join(others)))
+
+
+def _print_members(members: list[Member]) -> None:
+    """Print what a file holds."""
+    rows = [
+        (
+            member.name,
+            shape_text(member.shape) or "one number",
+            str(member.dtype),
+            f"{member.nbytes / 1e6:.1f}",
+        )
+        for member in members
+    ]
+    print_table(Console(), "Arrays", ("member", "shape", "dtype", "MB"), rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
+from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from stablenorm._types import Array
 from stablenorm.report import Problem
 
 _NAMES = ("x", "gamma", "beta", "dy", "eps", "y", "dx", "dgamma", "dbeta")
-_BUNDLED = "minilm_layer0_output.npz"
 
 # All that reading a damaged archive raises: zipfile has NotImplementedError for a compression or
 # a version that it does not know and RuntimeError for an encrypted member, zlib an error of its own.
@@ -39,9 +39,9 @@ class InputError(Exception):
 def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     """Read an .npz file or a directory of .npy files; None reads the bundled data."""
     if path is None:
-        with resources.as_file(resources.files("stablenorm") / "data" / _BUNDLED) as bundled:
+        with bundled_file() as bundled:
             arrays = _read_npz(bundled)
-        source = f"bundled data ({_BUNDLED})"
+            source = f"bundled data ({bundled.name})"
     else:
         arrays = _read_directory(path) if path.is_dir() else _read_npz(path)
         source = str(path)
@@ -69,6 +69,11 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
             if name in arrays and (arrays[name].dtype.kind in "fiu" or _is_bfloat16(arrays[name]))
         },
     )
+
+
+def bundled_file() -> AbstractContextManager[Path]:
+    """Give the path of the bundled data: the input of a layer norm of a real model."""
+    return resources.as_file(resources.files("stablenorm") / "data" / "minilm_layer0_output.npz")
 
 
 def check_finite(problem: Problem) -> None:

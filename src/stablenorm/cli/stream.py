@@ -1,8 +1,8 @@
 """
 Arrays in files, read in blocks of rows: .npy, .npz members, .safetensors tensors.
 
-Into two buffers, one while the other is worked on, again and again: the memory taken does not
-depend on the size of the file. Mapping the file would count each page read as the process's own.
+The memory taken does not depend on the size of the file. Mapping the file would count each page
+read as the process's own, and kill a process whose file is truncated while it reads.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from stablenorm._diagnose import rows_of_block
 from stablenorm._shapes import as_rows
 from stablenorm._types import Array, bfloat16
 from stablenorm.cli.files import _DAMAGED, InputError
@@ -35,9 +33,9 @@ _SAFETENSORS = {
 # Its own limit for the header: a larger one is another kind of file.
 _LONGEST_HEADER = 100_000_000
 
-# Bytes of a block: enough for the call that reads it to cost nothing, few beside the 150 MB that
-# Python with NumPy and Numba takes.
-_BLOCK = 1 << 22
+# Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
+# Python with NumPy takes.
+_BLOCK = 1 << 21
 
 # Bytes of a cache line: of rows that do not lie one after the other, none is read twice.
 _LINE = 64
@@ -120,12 +118,12 @@ def check_member(member: Member) -> None:
 
 @contextlib.contextmanager
 def open_rows(
-    member: Member, axes: tuple[int, ...], told: Callable[[int], None]
+    member: Member, axes: tuple[int, ...], progress: Callable[[int], None]
 ) -> Iterator[Iterator[Array]]:
     """
-    Give the rows of a member, block by block: each is overwritten once the next has been asked for.
+    Give the rows of a member, block by block.
 
-    `told` is called with the rows of each block when the next one is asked for.
+    `progress` is called with the number of rows of each block when the next one is asked for.
     """
     leading = len(member.shape) - len(axes)
     in_order = axes == tuple(range(leading, len(member.shape))) and (
@@ -133,47 +131,36 @@ def open_rows(
     )
     try:
         if not in_order:
-            yield _gathered(member, axes, told)
+            yield _gathered(member, axes, progress)
         elif member.offset is None:
             with (
                 zipfile.ZipFile(member.path) as archive,
                 archive.open(f"{member.name}.npy") as stream,
             ):
                 _read_header(stream)
-                yield _streamed(member, stream, leading, told)
+                yield _streamed(member, stream, leading, progress)
         else:
             # No buffer of its own: blocks are larger.
             with member.path.open("rb", buffering=0) as file:
                 file.seek(member.offset)
-                yield _streamed(member, file, leading, told)
+                yield _streamed(member, file, leading, progress)
     except _DAMAGED as error:
         raise _damaged(member, error) from None
 
 
 def _streamed(
-    member: Member, file: Any, leading: int, told: Callable[[int], None]
+    member: Member, file: Any, leading: int, progress: Callable[[int], None]
 ) -> Iterator[Array]:
     """Read blocks of rows one after the other."""
     rows = math.prod(member.shape[:leading])
     n = math.prod(member.shape[leading:])
-    step = max(1, min(rows_of_block(rows, n), _BLOCK // (n * member.dtype.itemsize)))
-    # Two: one is read into while the caller works on the other.
-    buffers = np.empty((2, step, n), member.dtype)
-
-    def read(at: int) -> Array:
-        block: Array = buffers[at // step % 2, : min(step, rows - at)]
+    step = max(1, _BLOCK // (n * member.dtype.itemsize))
+    for start in range(0, rows, step):
+        block = np.empty((min(step, rows - start), n), member.dtype)
         _fill(member, file, block)
-        return block
-
-    with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(read, 0)
-        for start in range(0, rows, step):
-            block = coming.result()
-            if start + step < rows:
-                coming = reader.submit(read, start + step)
-            # Bytes in the order of this machine: a format of the file, not of the numbers.
-            yield block.astype(member.dtype.newbyteorder("="), copy=False)
-            told(len(block))
+        # Bytes in the order of this machine: a format of the file, not of the numbers.
+        yield block.astype(member.dtype.newbyteorder("="), copy=False)
+        progress(len(block))
     if member.offset is None and file.read(1):
         # An archive compares its checksum when its end is reached.
         msg = "more bytes than the header says"
@@ -192,7 +179,7 @@ def _fill(member: Member, file: Any, block: Array) -> None:
 
 
 def _gathered(
-    member: Member, axes: tuple[int, ...], told: Callable[[int], None]
+    member: Member, axes: tuple[int, ...], progress: Callable[[int], None]
 ) -> Iterator[Array]:
     """Gather rows that do not lie one after the other: all of the array has to be in memory."""
     if member.offset is None:
@@ -204,11 +191,11 @@ def _gathered(
         array = flat.reshape(member.shape, order="F" if member.order == "F" else "C")
     rows = as_rows(array, axes)
     count, n = rows.shape
-    step = max(rows_of_block(count, n), _LINE // member.dtype.itemsize)
+    step = max(_BLOCK // (n * member.dtype.itemsize), _LINE // member.dtype.itemsize)
     for start in range(0, count, step):
         block = np.ascontiguousarray(rows[start : start + step])
         yield block.astype(member.dtype.newbyteorder("="), copy=False)
-        told(len(block))
+        progress(len(block))
 
 
 # ---- headers ----

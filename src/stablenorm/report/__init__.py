@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.analysis._diagnose_text import method_rows, sentences
 from stablenorm.cost import count_kept
+from stablenorm.diagnosis.report import method_rows, sentences
 from stablenorm.report import _figures as figures
 from stablenorm.report import _numbers as numbers
 from stablenorm.report._findings import Findings, Output, Problem, compute, inspect

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from stablenorm._types import Array
-from stablenorm.analysis.diagnosis import Diagnosis
 from stablenorm.cost import STYLES, Measured, draw_roofline
+from stablenorm.diagnosis import Diagnosis
 from stablenorm.report._findings import Output
 from stablenorm.report._gather import Rows
 from stablenorm.report._numbers import number, power

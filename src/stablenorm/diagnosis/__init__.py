@@ -1,0 +1,285 @@
+"""`diagnose`: what a layer norm would lose on given data, row by row and in all."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from stablenorm._shapes import as_rows, normalize_axes, normalized_shape
+from stablenorm._threads import get_num_threads
+from stablenorm._types import Array, check_dtype, check_eps
+from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
+from stablenorm.diagnosis.rows import BITS, TITLES, PerRow, measure_rows
+from stablenorm.testing.families import format_of
+
+__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "check_top", "diagnose", "diagnose_blocks"]
+
+# Elements of a block, the work of one thread at a time: about 2 ms, ten times what it takes to
+# predict from the statistics of a block whatever its size.
+BLOCK = 1 << 19
+
+# Condition numbers are counted by so many powers of two; larger ones count with the last: float64
+# of 2**1000 and a spread of 1 is no rarer than that.
+_POWERS = 64
+
+
+def diagnose(
+    x: ArrayLike,
+    eps: float = 1e-5,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    dtype: DTypeLike | None = None,
+    top: int = 10,
+) -> Diagnosis:
+    """
+    Say what a layer norm of `x` would lose, row by row and in all.
+
+    Parameters
+    ----------
+    x : array
+        Data: float16, bfloat16, float32 or float64, any number of leading dimensions, any
+        strides. Not modified.
+    eps : float, default: 1e-5
+        Added to the variance before the square root. Finite and >= 0.
+    axis : int or tuple of int, default: -1
+        The axes normalized together.
+    dtype : dtype, optional
+        One of the four that the data would have in the layer norm. Default: its own.
+    top : int, default: 10
+        How many of the worst rows to describe in a sentence.
+
+    Returns
+    -------
+    Diagnosis
+        The condition numbers of y and dx, the share that eps has, the bits of y that methods in
+        common use lose, what is special about rows, and the worst of them.
+
+    Raises
+    ------
+    TypeError
+        If a dtype is not one of the four, or `top` is not an int.
+    ValueError
+        If `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
+        `top` is negative.
+
+    See Also
+    --------
+    layer_norm : Loses none of them.
+
+    Notes
+    -----
+    Bits lost: log2 of the RMS error of y over the row, in units of ``2**-p max(rms(y), smallest
+    normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
+    measured against 1. gamma and beta are left out: what they scale and shift is y.
+
+    The methods compute in float32, or in float64 for float64 data. "Saved" is y as a backward
+    rebuilds it from a mean and an rstd rounded to that format; "float16" holds mean, var and eps in
+    it. Their sums are formed in NumPy's order (pairwise), Welford's by merging parts of equal size.
+    In another order a method loses more or less, seldom by more than two bits. But a sum that
+    happens to be exact in one order need not be so in another; the condition number bounds them
+    all.
+
+    The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
+    a cotangent at right angles to 1 and xhat, which a random one nearly is.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import diagnose
+    >>> x = np.random.default_rng(0).standard_normal((4, 768)).astype(np.float32)
+    >>> x[2] += 20000
+    >>> found = diagnose(x)
+    >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
+    (2, True)
+    """
+    if isinstance(x, np.ma.MaskedArray):
+        msg = "x must be a plain array, got a masked one, whose mask would be ignored"
+        raise TypeError(msg)
+    array = np.asarray(x)
+    check_dtype("x", array)
+    axes = normalize_axes(axis, array.ndim)
+    normalized_shape(array.shape, axes)
+    kind = np.dtype(array.dtype if dtype is None else dtype).newbyteorder("=")
+    check_dtype("dtype", np.empty(0, kind))
+    rows = as_rows(array, axes)
+    step = max(1, BLOCK // rows.shape[1])
+    return diagnose_blocks(
+        (rows[start : start + step] for start in range(0, rows.shape[0], step)),
+        shape=array.shape,
+        dtype=kind,
+        axis=axes,
+        eps=check_eps(eps),
+        top=check_top(top),
+        keep_rows=True,
+    )
+
+
+def diagnose_blocks(
+    blocks: Iterable[Array],
+    *,
+    shape: tuple[int, ...],
+    dtype: Any,
+    axis: tuple[int, ...],
+    eps: float,
+    top: int = 10,
+    keep_rows: bool = False,
+) -> Diagnosis:
+    """
+    Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
+
+    Parameters
+    ----------
+    blocks : iterable of array
+        Shape (rows, n) each, in order; any of the four dtypes. Two per thread are held at a time.
+    shape, axis : tuple of int
+        Of the whole data.
+    dtype : dtype
+        What the data is judged as.
+    eps : float
+        Added to the variance.
+    top : int, default: 10
+        How many of the worst rows to describe.
+    keep_rows : bool, default: False
+        Whether to keep the numbers of every row: about 65 bytes each.
+
+    Returns
+    -------
+    Diagnosis
+        Of all blocks together.
+    """
+    n = math.prod(shape[i] for i in axis)
+    totals = _Totals(format_of(dtype).p)
+    worst: list[tuple[float, Row]] = []
+    kept = [measure_rows(np.empty((0, n), dtype), dtype, eps)]
+    for block, found in _measured(blocks, dtype, eps):
+        if top:
+            worst = _worst(worst, totals.rows, block, found, np.dtype(dtype), eps, top)
+        totals.add(found)
+        if keep_rows:
+            kept.append(found)
+    return Diagnosis(
+        shape,
+        np.dtype(dtype).name,
+        axis,
+        n,
+        eps,
+        totals.summary(),
+        tuple(row for _, row in worst),
+        PerRow._make(np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
+        if keep_rows
+        else None,
+    )
+
+
+def _measured(blocks: Iterable[Array], dtype: Any, eps: float) -> Iterator[tuple[Array, PerRow]]:
+    """Yield each block and what is known of its rows, in order."""
+    threads = get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
+        # Two for each thread: one at work, one that waits.
+        pending: deque[tuple[Array, Future[PerRow]]] = deque()
+        try:
+            for block in blocks:
+                if len(pending) == 2 * threads:
+                    done, future = pending.popleft()
+                    yield done, future.result()
+                pending.append((block, pool.submit(measure_rows, block, dtype, eps)))
+            while pending:
+                done, future = pending.popleft()
+                yield done, future.result()
+        finally:
+            # After an interrupt or an error, nobody waits for these.
+            for _, future in pending:
+                future.cancel()
+
+
+def _worst(
+    before: list[tuple[float, Row]],
+    first: int,
+    block: Array,
+    found: PerRow,
+    dtype: np.dtype[Any],
+    eps: float,
+    top: int,
+) -> list[tuple[float, Row]]:
+    """Return the rows of the highest rank with their ranks, of `before` and of a block at `first`."""
+    with np.errstate(all="ignore"):
+        # Bits first: less than a bit for the condition number. Constant rows have none.
+        rank = np.rint(found.lost[0].astype(np.float64))
+        known = np.isfinite(found.condition_y)
+        rank[known] += 1.0 - 1.0 / np.maximum(found.condition_y[known], 1.0)
+        # What has no y at all comes before any number of bits.
+        for name, above in (("undefined", 2048.0), ("not finite", 4096.0)):
+            rank[(found.marks & BITS[name]) != 0] = above
+        least = before[-1][0] if len(before) == top else -1.0
+        candidates = np.flatnonzero(rank > least)
+        # Of equals, the first ones: stable.
+        candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
+        new = [
+            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i, eps))
+            for i in map(int, candidates)
+        ]
+    return sorted([*before, *new], key=lambda entry: -entry[0])[:top]
+
+
+class _Totals:
+    """What is counted of all rows."""
+
+    def __init__(self, p: int) -> None:
+        self.rows = 0
+        self._marks = dict.fromkeys(BITS, 0)
+        self._lost = np.zeros((len(TITLES), p + 1), np.int64)
+        self._largest_lost = np.zeros(len(TITLES))
+        self._conditions = np.zeros((2, _POWERS), np.int64)
+        self._largest_conditions = np.zeros(2)
+
+    def add(self, found: PerRow) -> None:
+        """Count some rows more."""
+        self.rows += len(found.marks)
+        for name, bit in BITS.items():
+            self._marks[name] += int(np.count_nonzero(found.marks & bit))
+        for place, lost in enumerate(found.lost):
+            known = lost[~np.isnan(lost)]
+            self._largest_lost[place] = known.max(initial=self._largest_lost[place])
+            counts = np.bincount(np.rint(known).astype(np.intp), minlength=self._lost.shape[1])
+            self._lost[place] += counts
+        for place, condition in enumerate((found.condition_y, found.condition_dx)):
+            # Constant rows have none.
+            known = condition[np.isfinite(condition)]
+            self._largest_conditions[place] = known.max(initial=self._largest_conditions[place])
+            power = np.frexp(np.maximum(known, 1.0))[1] - 1
+            self._conditions[place] += np.bincount(
+                np.minimum(power, _POWERS - 1), minlength=_POWERS
+            )
+
+    def summary(self) -> Summary:
+        """Return what was counted."""
+        return Summary(
+            self.rows,
+            self._marks,
+            dict(zip(TITLES, self._lost, strict=True)),
+            condition_y=self._conditions[0],
+            condition_dx=self._conditions[1],
+            largest_condition_y=float(self._largest_conditions[0]),
+            largest_condition_dx=float(self._largest_conditions[1]),
+            largest_lost=dict(zip(TITLES, map(float, self._largest_lost), strict=True)),
+        )
+
+
+def check_top(top: Any) -> int:
+    """Return `top` as an int, or raise."""
+    try:
+        number = operator.index(top)
+    except TypeError:
+        msg = f"top must be an int, got {top!r}"
+        raise TypeError(msg) from None
+    if number < 0:
+        msg = f"top must be >= 0, got {number}"
+        raise ValueError(msg)
+    return number

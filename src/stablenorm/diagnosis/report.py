@@ -1,0 +1,419 @@
+"""A `Diagnosis`, and how it is shown: sentences, text, rich tables, plain data, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm._types import Array
+from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_dtype
+from stablenorm.testing.families import format_of
+
+# A row's |mean| / std is mentioned from here on: it costs two bits.
+_OFFSET = 4.0
+
+# Okabe and Ito's colors, told apart by everybody; the lines differ by their dashes as well.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_DASHES = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)), (0, (3, 1)))
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One row, and what would become of it.
+
+    Attributes
+    ----------
+    index : int
+        Among the rows, counted in C order over the axes that are not normalized.
+    mean, std : float
+        Of the row; NaN if it is not finite.
+    condition_y, condition_dx : float
+        How many times larger a relative error of x is in y and in dx.
+    eps_share : float
+        ``eps / (var + eps)``.
+    lost : dict of str to float
+        Bits of y lost by each method, as in `Diagnosis.methods`.
+    marks : tuple of str
+        What is special about it, as in `Summary.marks`.
+    advice : str
+        The same in a sentence.
+    """
+
+    index: int
+    mean: float
+    std: float
+    condition_y: float
+    condition_dx: float
+    eps_share: float
+    lost: dict[str, float]
+    marks: tuple[str, ...]
+    advice: str
+
+
+class Summary(NamedTuple):
+    """
+    All rows together.
+
+    Attributes
+    ----------
+    rows : int
+        How many.
+    marks : dict of str to int
+        For each thing that can be special about a row, how many are.
+    lost : dict of str to array
+        For each method, how many rows lose 0, 1, ..., p bits, rounded.
+    condition_y, condition_dx : array
+        How many rows have a condition number in [2^k, 2^(k+1)); below 1 counts as k = 0.
+        Constant rows are not counted: theirs is infinite for y.
+    largest_condition_y, largest_condition_dx : float
+        Of all rows that have a finite one.
+    largest_lost : dict of str to float
+        For each method, the bits that its worst row loses.
+    """
+
+    rows: int
+    marks: dict[str, int]
+    lost: dict[str, Array]
+    condition_y: Array
+    condition_dx: Array
+    largest_condition_y: float
+    largest_condition_dx: float
+    largest_lost: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """
+    What a layer norm would lose on given data; made by `stablenorm.diagnose`.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Of the data.
+    dtype : str
+        The dtype that it was judged as.
+    axis : tuple of int
+        The axes normalized together.
+    n : int
+        Elements of a row.
+    eps : float
+        Added to the variance.
+    summary : Summary
+        All rows together.
+    worst : tuple of Row
+        The rows that a two-pass loses most on, the worst first; before them those that have no
+        layer norm: not finite, or constant with eps 0.
+    per_row : PerRow or None
+        Numbers of every row; None for a file, whose rows may be too many.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    axis: tuple[int, ...]
+    n: int
+    eps: float
+    summary: Summary
+    worst: tuple[Row, ...]
+    per_row: PerRow | None = None
+
+    @property
+    def bits(self) -> int:
+        """The precision p of the dtype: what can be lost."""
+        return format_of(self.dtype).p
+
+    @property
+    def methods(self) -> dict[str, str]:
+        """What each method is, by its name."""
+        return {name: title_of(name, self.dtype) for name in TITLES}
+
+    def as_dict(self) -> dict[str, Any]:
+        """
+        Return everything but `per_row` as plain dicts, lists, str, int, float and None.
+
+        Returns
+        -------
+        dict
+            The attributes by name, with `bits` and `methods`. What JSON has no number for is a
+            string, "nan", "inf" or "-inf".
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> from stablenorm import diagnose
+        >>> held = diagnose(np.array([[1.0, 2.0, 4.0]])).as_dict()
+        >>> held["summary"]["rows"], held["worst"][0]["index"]
+        (1, 0)
+        """
+        names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods")
+        held = {name: getattr(self, name) for name in names}
+        held["summary"] = self.summary._asdict()
+        held["worst"] = [asdict(row) for row in self.worst]
+        return {name: _plain(value) for name, value in held.items()}
+
+    def to_json(self, path: Any = None) -> str:
+        """
+        Return `as_dict` as JSON text, and write it to a file if one is named.
+
+        Parameters
+        ----------
+        path : str or path-like, optional
+            The file to write, in UTF-8. Default: none.
+
+        Returns
+        -------
+        str
+            The text.
+        """
+        text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def plot(self, path: Any, *, format: str | None = None) -> None:
+        """
+        Draw how many rows lose how many bits, and the condition numbers.
+
+        Parameters
+        ----------
+        path : str, path-like or binary file
+            Where to write the picture.
+        format : {"png", "svg", "pdf"}, optional
+            Default: by the ending of `path`.
+
+        Raises
+        ------
+        ImportError
+            If Matplotlib is not there.
+        """
+        try:
+            from matplotlib.figure import Figure  # noqa: PLC0415
+        except ImportError as error:
+            msg = 'Matplotlib is needed to plot a diagnosis: pip install "stablenorm[plot]"'
+            raise ImportError(msg) from error
+        figure = Figure(figsize=(10, 6.4), layout="constrained")
+        figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
+        losses, powers = figure.subplots(2, 1, height_ratios=[3, 2])
+        _draw_losses(losses, self)
+        _draw_conditions(powers, self)
+        figure.savefig(path, format=format, dpi=150)
+
+    def __str__(self) -> str:
+        """Give the summary, the methods, and the worst rows."""
+        return "\n".join(lines_of(self, 100))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+# ---- one row ----
+
+
+def describe_row(index: int, x: Array, found: PerRow, place: int, eps: float) -> Row:
+    """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
+    mean, std, condition_y, condition_dx, share = (float(each[place]) for each in found[:5])
+    lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
+    marks = names_of(int(found.marks[place]))
+    said = f"row {index}: {_advice(x, mean, std, eps, marks, lost)}"
+    return Row(index, mean, std, condition_y, condition_dx, share, lost, marks, said)
+
+
+def _advice(
+    x: Array, mean: float, std: float, eps: float, marks: tuple[str, ...], lost: dict[str, float]
+) -> str:
+    """Say what is special about the row, and what the usual methods lose on it."""
+    wide = x.astype(np.float64)
+    if "not finite" in marks:
+        places = np.flatnonzero(~np.isfinite(wide))
+        many = "is" if places.size == 1 else "are"
+        return (
+            f"{places.size} of {x.size} elements {many} NaN or infinite, the first at "
+            f"{places[0]}; y of the row is NaN in every layer norm"
+        )
+    if "undefined" in marks:
+        return f"constant ({wide[0]:.6g}) and eps is 0: y is 0/0, NaN in every layer norm"
+    if "constant" in marks:
+        return f"constant ({wide[0]:.6g}), so y is 0 before beta; {_losses(x.dtype, lost)}"
+    working = np.dtype(working_dtype(x.dtype)).name
+    overflowing = [mark for mark in marks if mark.endswith(("sum overflows", "s overflow"))]
+    said = []
+    if overflowing:
+        what = "its sum overflows" if "sum overflows" in marks else "squares overflow"
+        said.append(f"max|x| = {np.abs(wide).max():.2g}, {what} in {working}")
+    if "squares underflow" in marks:
+        said.append(f"std = {std:.2g}, squares underflow in {working}")
+    if abs(mean) >= _OFFSET * std:
+        said.append(f"|mean|/std = {abs(mean) / std:.2g}")
+    if "dominating outlier" in marks:
+        away = np.abs(wide - mean)
+        place = int(away.argmax())
+        share = (away[place] / std) ** 2 / x.size
+        # Never all of it.
+        part = f"{share:.0%}" if share < 0.99 else "over 99%"
+        said.append(f"element {place} ({wide[place]:.3g}) has {part} of the variance")
+    if "var below eps" in marks:
+        said.append(f"var = {std * std:.2g} is below eps = {eps:.2g}")
+    if "float16 overflows" in marks and not said:
+        said.append(f"mean = {mean:.2g}, std = {std:.2g}: its statistics overflow in float16")
+    return "; ".join([*(said or [f"|mean|/std = {abs(mean) / std:.2g}"]), _losses(x.dtype, lost)])
+
+
+def _losses(dtype: Any, lost: dict[str, float]) -> str:
+    """Say what a two-pass loses, and Welford's or the one-pass where one of them loses more."""
+    p = format_of(dtype).p
+
+    def bits(name: str) -> str:
+        return f"{round(lost[name])} of {p} bits" if round(lost[name]) else "no bit"
+
+    said = f"a {title_of('two-pass', dtype)} loses {bits('two-pass')} of y"
+    # Not the others, which keep fewer bits on every row.
+    worst = max(("welford", "one-pass"), key=lambda name: lost[name])
+    if round(lost[worst]) > round(lost["two-pass"]):
+        said += f"; {title_of(worst, dtype)}: {bits(worst)}"
+    return f"{said}; stablenorm loses none"
+
+
+# ---- all rows: text and tables ----
+
+
+def _headline(diagnosis: Diagnosis) -> str:
+    shape = " x ".join(map(str, diagnosis.shape))
+    rows = _count_rows(diagnosis.summary.rows)
+    return f"{shape} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
+
+
+def _count_rows(count: int) -> str:
+    return f"{count} row" + "s" * (count != 1)
+
+
+def sentences(diagnosis: Diagnosis) -> list[str]:
+    """Return one sentence for each thing worth knowing about all rows together."""
+    summary = diagnosis.summary
+    if not summary.rows:
+        return ["no rows: nothing to say"]
+    said = []
+    if summary.condition_y.any():
+        of_y, of_dx = summary.largest_condition_y, summary.largest_condition_dx
+        said.append(
+            f"condition number of y: {_median_power(summary.condition_y, of_y)} in the median row, "
+            f"{of_y:.2g} in the worst; of dx: {_median_power(summary.condition_dx, of_dx)}, "
+            f"{of_dx:.2g}"
+        )
+    working = np.dtype(working_dtype(diagnosis.dtype)).name
+    for name, meaning in MARKS.items():
+        if count := summary.marks[name]:
+            said.append(f"{name}: {_count_rows(count)} ({meaning.format(working=working)})")
+    return said
+
+
+def _median_power(counts: Array, largest: float) -> str:
+    """Return the median of condition numbers counted by powers of two: at most the largest."""
+    power = _median(counts)
+    if power == len(counts) - 1:
+        return f"2^{power} or more"
+    if power == 0:
+        return f"at most {min(2.0, largest):.2g}"
+    return f"about {min(2.0 ** (power + 0.5), largest):.2g}"
+
+
+def _median(counts: Array) -> int:
+    """Return the middle of what was counted by whole numbers."""
+    return int(np.searchsorted(np.cumsum(counts), (counts.sum() + 1) // 2))
+
+
+def method_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str, str]]:
+    """Return, for each method, its title, the median and the worst loss, and rows losing 4 bits."""
+    summary, rows = diagnosis.summary, []
+    for name, title in diagnosis.methods.items():
+        counts = summary.lost[name]
+        if not counts.any():
+            rows.append((title, "-", "-", "-"))
+            continue
+        several = f"{counts[4:].sum() / counts.sum():.1%}"
+        rows.append((title, str(_median(counts)), f"{summary.largest_lost[name]:.0f}", several))
+    return rows
+
+
+def lines_of(diagnosis: Diagnosis, width: int) -> list[str]:
+    """Return the diagnosis in lines of at most `width` columns."""
+    lines = [_headline(diagnosis), *(f"  {sentence}" for sentence in sentences(diagnosis))]
+    if diagnosis.summary.rows:
+        lines.append(f"  bits of y lost, of {diagnosis.bits}: median row, worst row, rows losing 4")
+        rows = method_rows(diagnosis)
+        longest = max(len(title) for title, *_ in rows)
+        for title, median, worst, several in rows:
+            lines.append(f"    {title:{longest}} {median:>4} {worst:>4} {several:>9}")
+        lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
+    return [part for line in lines for part in _wrapped(line, width)]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    indent = len(line) - len(line.lstrip()) + 4
+    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False)
+
+
+# ---- the picture ----
+
+
+def _draw_losses(axes: Any, diagnosis: Diagnosis) -> None:
+    """Draw, for each method, the share of rows that lose at least so many bits."""
+    lost = diagnosis.summary.lost.values()
+    for place, (title, counts) in enumerate(zip(diagnosis.methods.values(), lost, strict=True)):
+        at_least = np.cumsum(_share(counts)[::-1])[::-1]
+        # The first ones wide, so that one beneath another is seen.
+        style = {"ls": _DASHES[place], "color": _COLORS[place], "lw": 3.4 - 0.4 * place}
+        axes.plot(at_least, label=title, **style)
+    p = diagnosis.bits
+    axes.set(xlim=(0, p), ylim=(0, 1.02), xlabel=f"bits of y lost, of {p}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    _finish(axes, "Share of rows that lose at least so many")
+
+
+def _draw_conditions(axes: Any, diagnosis: Diagnosis) -> None:
+    """Draw the share of rows by condition number, of y and of dx."""
+    summary, p = diagnosis.summary, diagnosis.bits
+    counts = {"y": summary.condition_y, "dx": summary.condition_dx}
+    last = max(p, *(int(np.flatnonzero(each).max(initial=0)) for each in counts.values()))
+    for place, (name, each) in enumerate(counts.items()):
+        left = np.arange(last + 1) + 0.1 + 0.4 * place
+        share = _share(each)[: last + 1]
+        axes.bar(left, share, width=0.4, align="edge", color=_COLORS[place], label=name)
+    axes.axvline(p, color="0.3", lw=1, ls="--")
+    axes.annotate(
+        f"2^{p}: no bit left if\nx itself was rounded",
+        (p - 0.2, 0.97),
+        xycoords=axes.get_xaxis_transform(),
+        ha="right",
+        va="top",
+        fontsize=9,
+        color="0.3",
+    )
+    label = "condition number, from 2^k to 2^(k + 1): k"
+    axes.set(xlim=(0, last + 1), ylim=(0, None), xlabel=label)
+    _finish(axes, "How much larger a relative error of x is in y and dx")
+
+
+def _finish(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=4)
+
+
+def _share(counts: Array) -> Array:
+    return counts / max(int(counts.sum()), 1)
