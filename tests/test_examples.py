@@ -17,7 +17,7 @@ from stablenorm.cli import main
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("check_*.py"))
-PAGES = ("check-your-backward", "gradient-checking")
+PAGES = ("how-to/check-your-backward", "explanation/gradient-checking")
 
 
 def load(name):
