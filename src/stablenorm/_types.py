@@ -42,8 +42,7 @@ class Statistics(NamedTuple):
     # second word as well.
     mean_tail: Array | None = None
     # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
-    # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500;
-    # of all rows where a CUDA device computes in pairs of float32.
+    # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500.
     exponent: Array | None = None
 
     @property

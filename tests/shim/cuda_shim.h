@@ -73,6 +73,11 @@ inline float __double2float_rz(double v) {
     return std::fabs(double(near)) > std::fabs(v) ? std::nextafter(near, 0.0f) : near;
 }
 
+// What layer_norm.cu has as instructions of the device.
+inline float half_to_float(unsigned short bits) { return float(shim_bits<_Float16>(bits)); }
+inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>((_Float16)v); }
+inline unsigned load_acquire(unsigned* word) { return atomicAdd(word, 0); }
+
 // ---- a kernel as a function of the bytes of its one parameter ----
 
 #define SHIM_ENTRY(name)                                                                       \

@@ -64,9 +64,13 @@ class _Region(ctypes.Structure):
 
 def why_not() -> str:
     """Say what is missing to run kernels on this machine; "" if nothing is."""
+    if not Path("/proc/self/exe").exists():
+        return "the host shim needs Linux"
     if shutil.which("g++") is None:
         return "the host shim needs g++"
-    return "" if Path("/proc/self/exe").exists() else "the host shim needs Linux"
+    version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True)
+    # The first with _Float16 on x86-64.
+    return "" if int(version.stdout.split(".")[0]) >= 12 else "the host shim needs g++ 12 or later"
 
 
 def _made(folder: Path, text: str, *options: str) -> Path:

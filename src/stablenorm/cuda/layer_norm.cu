@@ -21,8 +21,8 @@
 // Beside the language this needs: __syncthreads, __threadfence, __nanosleep; __shfl_xor_sync of
 // double with all 32 lanes; atomicAdd and atomicInc of unsigned; __ldcg and __stcg of double and
 // double2; __dadd_rn, __dmul_rn, __fma_rn, __ddiv_rn, __dsqrt_rn, __double2float_rn and _rz; bits of
-// floats as integers and back. Where __CUDA_ARCH__ is not defined, float16 is converted on integers
-// and `load_acquire` is an atomicAdd of 0.
+// floats as integers and back. Where __CUDA_ARCH__ is not defined, it needs half_to_float, float_to_half
+// and load_acquire as well, which are instructions of the device.
 
 // The fields of PARAMETERS in plan.py, in the same order. Strides are in elements.
 struct Parameters {

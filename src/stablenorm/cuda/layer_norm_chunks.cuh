@@ -14,7 +14,7 @@ struct Projection {
     Number mean_g, slope; // mean of g; mean of (g - mean of g) * xhat
 };
 
-LN_INLINE Projection project(Columns<X>& x, Columns<DY>& dy, const Row& row, const Work& work,
+LN_INLINE Projection project(const Columns<X>& x, const Columns<DY>& dy, const Row& row, const Work& work,
                              const Parameters& p, Reduction& reduction) {
     const double n = (double)p.n, inverse = __ddiv_rn(1.0, n);
     Number sum = number(0.0);
@@ -22,7 +22,6 @@ LN_INLINE Projection project(Columns<X>& x, Columns<DY>& dy, const Row& row, con
         add_product(sum, cotangent, work.gamma.at(col));
     });
     const Number mean_g = over_n(reduction.sum(sum), n, inverse);
-    dy.forget();
     // g is centered before it meets xhat: then a large mean of g costs no digit.
     sum = number(0.0);
     for_each(x, dy, p.n, [&](Index col, double element, double cotangent, bool of_row) {
@@ -31,8 +30,6 @@ LN_INLINE Projection project(Columns<X>& x, Columns<DY>& dy, const Row& row, con
         add_product(sum, select(of_row, q), select(of_row, xhat_of(row, element)));
     });
     const Number slope = over_n(reduction.sum(sum), n, inverse);
-    x.forget();
-    dy.forget();
     return {row, mean_g, slope};
 }
 
@@ -102,8 +99,8 @@ LN_INLINE void resident_chunk(const Parameters& p, const Work& work, long long c
     Row next_row = kept(p, row, row < stop);
     // As many turns for every thread of the block, rows past the end masked: barriers are legal.
     for (long long base = first; base < stop; base += SLOTS, row += SLOTS) {
-        Columns<X> x = next_x;
-        Columns<DY> dy = next_dy;
+        const Columns<X> x = next_x;
+        const Columns<DY> dy = next_dy;
         Projection of = {};
         of.row = next_row;
         const long long after = row + SLOTS;

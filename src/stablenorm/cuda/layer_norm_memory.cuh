@@ -25,42 +25,24 @@ template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR
     unsigned words[sizeof(T) * VECTOR / 4];
 };
 
-LN_INLINE double lift(const Vector<Float16>& v, int i) {
-    return float_of(Float16{(unsigned short)(v.words[i / 2] >> 16 * (i % 2))});
-}
-LN_INLINE double lift(const Vector<Bfloat16>& v, int i) {
-    // Widening is a shift, or for the upper one of two no more than a mask.
-    return __uint_as_float(i % 2 == 0 ? v.words[i / 2] << 16 : v.words[i / 2] & 0xffff0000u);
-}
-LN_INLINE double lift(const Vector<float>& v, int i) { return __uint_as_float(v.words[i]); }
-LN_INLINE double lift(const Vector<double>& v, int i) {
-    return __longlong_as_double((unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i]);
+template <class T> using Bits = decltype(bits_of(T{}));
+
+template <class T> LN_INLINE Bits<T> bits_at(const Vector<T>& v, int i) {
+    if (sizeof(T) == 2) return (Bits<T>)(v.words[i / 2] >> 16 * (i % 2));
+    if (sizeof(T) == 4) return (Bits<T>)v.words[i];
+    return (Bits<T>)((unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i]);
 }
 
-// The bits of an element, as an integer of its size.
-template <int bytes> struct Bits;
-template <> struct Bits<2> { using type = unsigned short; };
-template <> struct Bits<4> { using type = unsigned; };
-template <> struct Bits<8> { using type = unsigned long long; };
-
-// Set the bits of element i of a vector whose words were zero; and return them.
-template <class T> LN_INLINE void set_bits(Vector<T>& v, int i, typename Bits<sizeof(T)>::type e) {
-    if (sizeof(T) == 2) v.words[i / 2] |= (unsigned)e << 16 * (i % 2);
-    else if (sizeof(T) == 4) v.words[i] = (unsigned)e;
-    else v.words[2 * i] = (unsigned)e, v.words[2 * i + 1] = (unsigned)((unsigned long long)e >> 32);
-}
-template <class T> LN_INLINE typename Bits<sizeof(T)>::type bits_at(const Vector<T>& v, int i) {
-    using U = typename Bits<sizeof(T)>::type;
-    if (sizeof(T) == 2) return (U)(v.words[i / 2] >> 16 * (i % 2));
-    if (sizeof(T) == 4) return (U)v.words[i];
-    return (U)((unsigned long long)v.words[2 * i + 1] << 32 | v.words[2 * i]);
+template <class T> LN_INLINE double lift(const Vector<T>& v, int i) {
+    return widened<T>(bits_at(v, i));
 }
 
-LN_INLINE void set(Vector<Float16>& v, int i, Float16 e) { set_bits(v, i, e.bits); }
-LN_INLINE void set(Vector<Bfloat16>& v, int i, Bfloat16 e) { set_bits(v, i, e.bits); }
-LN_INLINE void set(Vector<float>& v, int i, float e) { set_bits(v, i, __float_as_uint(e)); }
-LN_INLINE void set(Vector<double>& v, int i, double e) {
-    set_bits(v, i, (unsigned long long)__double_as_longlong(e));
+// Set element i of a vector whose words were zero.
+template <class T> LN_INLINE void set(Vector<T>& v, int i, T e) {
+    const unsigned long long bits = bits_of(e);
+    if (sizeof(T) == 2) v.words[i / 2] |= (unsigned)bits << 16 * (i % 2);
+    else if (sizeof(T) == 4) v.words[i] = (unsigned)bits;
+    else v.words[2 * i] = (unsigned)bits, v.words[2 * i + 1] = (unsigned)(bits >> 32);
 }
 
 template <class T> LN_INLINE bool is_aligned(const T* p) {
@@ -85,7 +67,7 @@ template <class T> LN_INLINE void store(T* p, const Vector<T>& v, int count) {
     }
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)
-        if (i < count) reinterpret_cast<typename Bits<sizeof(T)>::type*>(p)[i] = bits_at(v, i);
+        if (i < count) reinterpret_cast<Bits<T>*>(p)[i] = bits_at(v, i);
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
@@ -121,18 +103,6 @@ template <class T> struct Columns {
 
     LN_INLINE Vector<T> at(Index v) const {
         return RESIDENT ? held[v] : load(row + column(v), count_from(column(v), present));
-    }
-
-    // Let the compiler forget what it computed from these elements: to widen them again takes
-    // fewer registers than to keep them wide from one pass to the next.
-    LN_INLINE void forget() {
-#if defined(__CUDA_ARCH__) && LN_VECTORS
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v)
-#pragma unroll
-            for (int i = 0; i < (int)sizeof(Vector<T>) / 4; ++i)
-                asm volatile("" : "+r"(held[v].words[i]));
-#endif
     }
 };
 
@@ -184,8 +154,8 @@ struct Parameter {
 #if LN_PAIRS
         if (type == 3) return static_cast<const double*>(p)[col];
 #endif
-        if (type == 1) return float_of(static_cast<const Bfloat16*>(p)[col]);
-        return float_of(static_cast<const Float16*>(p)[col]);
+        const unsigned short bits = static_cast<const unsigned short*>(p)[col];
+        return (Held)(type == 1 ? widened<Bfloat16>(bits) : widened<Float16>(bits));
     }
 
     // The caller's next __syncthreads orders this before the first use.

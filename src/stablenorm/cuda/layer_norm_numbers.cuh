@@ -159,49 +159,42 @@ LN_INLINE Pair over_n(Pair sum, double n, double inverse) {
     return two_sum(quotient, mul(rest, inverse));
 }
 
-// ---- dtypes into float32 and back ----
-
-LN_INLINE float float_of(float v) { return v; }
-LN_INLINE float float_of(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+// ---- elements as bits, and as float64 ----
 
 #ifdef __CUDA_ARCH__
-LN_INLINE float float_of(Float16 v) {
+LN_INLINE float half_to_float(unsigned short bits) {
     float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(v.bits));
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
     return result;
 }
 
-LN_INLINE unsigned short float16_bits(float v) {
+LN_INLINE unsigned short float_to_half(float v) {
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
     return bits;
 }
-#else
-LN_INLINE float float_of(Float16 v) {
-    const unsigned rest = (v.bits & 0x7fffu) << 13;
-    // As a float32 these bits are 2**112 too small, subnormals as well.
-    unsigned size = __float_as_uint(__uint_as_float(rest) * 0x1p112f);
-    // Infinity and NaN keep their fraction under the larger exponent.
-    if (rest >= 0x7c00u << 13) size = rest | 0x7f800000u;
-    return __uint_as_float(size | (v.bits & 0x8000u) << 16);
+#endif
+
+LN_INLINE unsigned short bits_of(Float16 v) { return v.bits; }
+LN_INLINE unsigned short bits_of(Bfloat16 v) { return v.bits; }
+LN_INLINE unsigned bits_of(float v) { return __float_as_uint(v); }
+LN_INLINE unsigned long long bits_of(double v) {
+    return (unsigned long long)__double_as_longlong(v);
 }
 
-LN_INLINE unsigned short float16_bits(float v) {
-    const unsigned bits = __float_as_uint(v), size = bits & 0x7fffffffu;
-    unsigned result;
-    if (size > 0x7f800000u) return 0x7fffu;
-    if (size >= 0x477ff000u) {
-        // From the midpoint between the largest, 65504, and 65536 on.
-        result = 0x7c00u;
-    } else if (size < 113u << 23) {
-        // Subnormal: adding 0.5, whose ulp is 2**-24, rounds to their grid.
-        result = __float_as_uint(__uint_as_float(size) + 0.5f) - 0x3f000000u;
-    } else {
-        result = (size - (112u << 23) + 0xfffu + (size >> 13 & 1u)) >> 13;
-    }
-    return (unsigned short)(result | bits >> 16 & 0x8000u);
+template <class T> LN_INLINE double widened(unsigned long long bits);
+template <> LN_INLINE double widened<Float16>(unsigned long long bits) {
+    return half_to_float((unsigned short)bits);
 }
-#endif
+template <> LN_INLINE double widened<Bfloat16>(unsigned long long bits) {
+    return __uint_as_float((unsigned)bits << 16);
+}
+template <> LN_INLINE double widened<float>(unsigned long long bits) {
+    return __uint_as_float((unsigned)bits);
+}
+template <> LN_INLINE double widened<double>(unsigned long long bits) {
+    return __longlong_as_double((long long)bits);
+}
 
 LN_INLINE unsigned short bfloat16_bits(float v) {
     const unsigned bits = __float_as_uint(v);
@@ -225,7 +218,7 @@ LN_INLINE double odd_sum(Pair v) {
     return even && v.lo != 0.0 && is_finite(v.hi) ? neighbor(v.hi, v.lo) : v.hi;
 }
 
-LN_INLINE void round_into(Float16& out, double v) { out.bits = float16_bits(odd_float(v)); }
+LN_INLINE void round_into(Float16& out, double v) { out.bits = float_to_half(odd_float(v)); }
 LN_INLINE void round_into(Bfloat16& out, double v) { out.bits = bfloat16_bits(odd_float(v)); }
 LN_INLINE void round_into(float& out, double v) { out = __double2float_rn(v); }
 LN_INLINE void round_into(double& out, double v) { out = v; }

@@ -65,8 +65,6 @@ LN_INLINE unsigned load_acquire(unsigned* p) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
     return value;
 }
-#else
-LN_INLINE unsigned load_acquire(unsigned* p) { return atomicAdd(p, 0u); }
 #endif
 
 // All blocks must be resident. The top bit of the counter turns when the last one arrives, so
