@@ -77,8 +77,8 @@ def times(found: Sequence[Measured]) -> str:
             ratios.append(max(medians) / min(medians))
     rates = "; ".join(
         f"{each.dtype}, " + " and ".join(
-            f"{roof.copy / 1e9:.1f} GB/s, {roof.flops / 1e9:.0f} Gflop/s with {roof.threads} threads"
-            for roof in (each.one_thread, each.all_threads)
+            f"{roof.copy / 1e9:.1f} GB/s, {roof.flops / 1e9:.0f} Gflop/s with {count}"
+            for roof, count in ((each.one_thread, "one thread"), (each.all_threads, "all"))
         )
         for each in found
     )  # fmt: skip

@@ -21,15 +21,17 @@ _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
 # A copy of less, in several threads, would measure how long it takes to wake them.
 _LEAST_COPY = 1 << 20
 # Doubles that a thread calculates on: 8 KiB stay in the first-level cache. Each is multiplied and
-# added to so often that reading and writing it takes no time, and a call lasts 0.2 ms.
-_VALUES, _STEPS, _REPEATS = 1024, 32, 256
+# added to so often that reading and writing it takes no time, and a call lasts 5 ms, beside which
+# waking a thread is nothing.
+_VALUES, _STEPS, _REPEATS = 1024, 32, 1 << 12
 
 
 class Roofline(NamedTuple):
     """
     What so many threads of a machine can do per second, each number measured.
 
-    `copy` is bytes that a copy reads and writes, `flops` float64 operations of multiply-adds.
+    `copy` is bytes that a copy reads and writes, `flops` float64 operations of multiply-adds in a
+    loop that Numba compiles.
     """
 
     threads: int
@@ -37,7 +39,7 @@ class Roofline(NamedTuple):
     flops: float
 
     def seconds(self, cost: Cost) -> float:
-        """Return the time below which no program of this cost can be: the longer of its two."""
+        """Return the longer of the times of its bytes and of its flops: what a program must take."""
         return max(cost.moved / self.copy, cost.flops / self.flops)
 
 
@@ -165,8 +167,9 @@ def _compiled() -> Any:
     """
     Compile multiply-adds that do not wait for one another.
 
-    Four values per turn of the loop: one chain of multiply-adds per value, alone, reaches half of
-    the rate (43 against 57 Gflop/s, one thread of a 2-core AMD EPYC while others ran).
+    Four values per turn of the loop: one chain of multiply-adds alone reaches three quarters of the
+    rate (43 against 56 Gflop/s, one thread of an AMD EPYC). Vectors are as wide as the compiler
+    makes them, here 256 bits; code with 512 can do up to twice as much.
     """
     numba = importlib.import_module("numba")
 
