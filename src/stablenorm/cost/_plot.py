@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from stablenorm.cost._measure import Measured
+from stablenorm.figures import COLORS
 
-# Okabe and Ito's colors, told apart by everybody, and a marker for each program as well.
+# A color and a marker for each program.
 STYLES = {
-    "plain NumPy": ("#d55e00", "^"),
-    "reference": ("#009e73", "s"),
-    "fused CPU kernel": ("#0072b2", "o"),
+    "plain NumPy": (COLORS[1], "^"),
+    "reference": (COLORS[2], "s"),
+    "fused CPU kernel": (COLORS[0], "o"),
 }
 
 

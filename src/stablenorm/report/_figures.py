@@ -13,15 +13,17 @@ import numpy as np
 from stablenorm._types import Array
 from stablenorm.cost import STYLES, Measured, draw_roofline
 from stablenorm.diagnosis import Diagnosis
+from stablenorm.figures import COLORS
 from stablenorm.report._findings import Output
 from stablenorm.report._gather import Rows
 from stablenorm.report._numbers import number, power
 
 # Pixels of a page and of a telephone; a picture is drawn for each, so that letters keep their size.
 WIDTHS = {"wide": 720, "narrow": 344}
-# Okabe and Ito's colors, told apart by everybody, and two grays. The style sheet says what each is
-# on light and on dark paper.
-OURS, PLAIN, THIRD, INK, GRAY = "#0072b2", "#d55e00", "#009e73", "#333333", "#777777"
+# The style sheet says what each color is on light and on dark paper; "0.2" is how `draw_roofline`
+# writes the dark gray.
+OURS, PLAIN, THIRD = COLORS[:3]
+INK, GRAY = "#333333", "#777777"
 _COLORS = {OURS: "ours", PLAIN: "plain", THIRD: "third", INK: "ink", GRAY: "muted"}
 _RC: Any = {
     "svg.fonttype": "none", "svg.hashsalt": "stablenorm", "font.size": 11, "axes.labelsize": 11,
