@@ -281,6 +281,18 @@ FAULTS = {
     "no barrier before the block's fence": (
         WARPS, "first barrier of grid_barrier.\n    __syncthreads();",
         "first barrier of grid_barrier.\n    if (!FAULT) __syncthreads();"),
+    "no barrier after the block's flag": (
+        WARPS, "before what the block does then.\n    __syncthreads();",
+        "before what the block does then.\n    if (!FAULT) __syncthreads();"),
+    "no barrier before the next group": (
+        WARPS, "reads before the next group is written.\n        __syncthreads();",
+        "reads before the next group is written.\n        if (!FAULT) __syncthreads();"),
+    "no barrier before the grid's": (
+        WARPS, "before the fence of its first thread.\n    __syncthreads();",
+        "before the fence of its first thread.\n    if (!FAULT) __syncthreads();"),
+    "no barrier after the grid's": (
+        WARPS, "before what the others read.\n    __syncthreads();",
+        "before what the others read.\n    if (!FAULT) __syncthreads();"),
 }  # fmt: skip
 TEXT = {name: words[1:] for name, words in FAULTS.items()}
 
@@ -299,12 +311,16 @@ def finds(builds, shape, fault, cooperative):
     return any(a.tobytes() != b.tobytes() for a, b in zip(expected, made.values(), strict=True))
 
 
+# Under a cooperative launch and without.
+OF_GRIDS = ("no barrier before the grid's", "no barrier after the grid's")
+OF_BOTH = ("no fence before the arrival", "no fence after the arrival")
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault, builds):
     number, shape = 1 + list(FAULTS).index(fault), FAULTS[fault][0]
-    assert finds(builds, shape, number, False)
-    if "fence " in fault and "block" not in fault:
-        assert finds(builds, shape, number, True)
+    together = (True,) if fault in OF_GRIDS else (False, True) if fault in OF_BOTH else (False,)
+    assert all(finds(builds, shape, number, each) for each in together)
 
 
 def test_no_fault_is_found_in_the_source_itself(builds):
