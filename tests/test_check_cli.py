@@ -12,7 +12,7 @@ from checked_files import CORE, USUAL, shown, write
 
 import stablenorm.cli.check_file as job
 from stablenorm.check import ArgumentResult, GradientReport
-from stablenorm.cli import check_tables, main
+from stablenorm.cli import main, parts
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -234,10 +234,10 @@ class Terminal(StringIO):
 
 @pytest.mark.parametrize(("patience", "bar"), [(0.0, True), (60.0, False)])
 def test_a_bar_comes_only_after_a_while_and_only_on_a_terminal(monkeypatch, patience, bar):
-    monkeypatch.setattr(check_tables, "_PATIENCE_S", patience)
+    monkeypatch.setattr(parts, "_PATIENCE_S", patience)
     for stream in (Terminal(), StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
-        with check_tables.patient_bar("comparing") as progress:
+        with parts.progress_bar("comparing") as progress:
             progress(1, 2)
             progress(2, 2)
         assert ("comparing" in stream.getvalue()) == (bar and stream.isatty())

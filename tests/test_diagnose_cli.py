@@ -227,7 +227,7 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
         def __exit__(self, *_):
             return None
 
-    monkeypatch.setattr(command, "patient_bar", lambda _: Bar())
+    monkeypatch.setattr(command, "progress_bar", lambda _: Bar())
     monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128 * 7)
     np.save(tmp_path / "c.npy", x)
     assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0

@@ -14,9 +14,8 @@ import numpy as np
 
 from stablenorm.check.report import ArgumentResult, GradientReport
 from stablenorm.check.text import headline
+from stablenorm.figures import COLORS, new_figure
 
-# Okabe and Ito's, told apart by everybody; a fourth argument and later ones begin again.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # The color bar, in units of the bound: what is smaller or larger has the color of the end.
 _LEAST_Z, _MOST_Z = 1e-3, 1e3
 # Below, an error is drawn at the floor: a float64 says no more.
@@ -27,17 +26,10 @@ _CELLS = 64
 
 def plot_report(report: GradientReport, file: Any, format_: str | None) -> None:
     """Draw the report into a file, or an open one."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        msg = 'Matplotlib is needed to plot a report: pip install "stablenorm[plot]"'
-        raise ImportError(msg) from error
     judged = [result for result in report.arguments if result.judged]
     mapped = [result for result in judged if result.differences]
     heights = [0.65 + min(0.17 * _grid(result)[0], 2.2) for result in mapped]
-    figure = Figure(figsize=(9, 4.3 + sum(heights) + 0.9 * bool(mapped)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 4.3 + sum(heights) + 0.9 * bool(mapped))
     about = f"{report.verdict}: {report.diagnosis[0]}" if report.diagnosis else headline(report)
     # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
     title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
@@ -60,7 +52,7 @@ def plot_report(report: GradientReport, file: Any, format_: str | None) -> None:
 def _draw_curves(axes: Any, report: GradientReport, judged: list[ArgumentResult]) -> None:
     """Draw for each argument how far each plain difference is from `numeric`, and the bounds."""
     for place, result in enumerate(judged):
-        color, size = _COLORS[place % len(_COLORS)], _size(result)
+        color, size = COLORS[place % len(COLORS)], _size(result)
         points = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
         points = [(step, max(error, _FLOOR)) for step, error in points if math.isfinite(error)]
         if points:

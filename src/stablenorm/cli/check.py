@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
 
-from stablenorm.cli.check_file import Request, check_file, check_request
-from stablenorm.cli.check_tables import patient_bar, print_check, save_check
-from stablenorm.cli.files import check_target, write_beside
+from rich.console import Console
+from rich.text import Text
+
+from stablenorm.cli.check_file import FileCheck, Request, check_file, check_request
 from stablenorm.cli.parts import (
     EXIT_FAILED,
     EXIT_INCONCLUSIVE,
     Help,
-    check_plot,
+    add_outputs,
+    check_outputs,
     check_shape,
+    progress_bar,
     type_of,
+    write_json,
+    write_plot,
 )
+from stablenorm.cli.tables import shape_text
 
 _EXAMPLES = """\
 examples:
@@ -86,16 +93,14 @@ def add(commands: Any) -> None:
         "--eps", type=float, help="default: the forward's own, or 1e-5 where it has none"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the data; default: 0")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw what differs there")
-    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
+    add_outputs(parser, plot="draw what differs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
-    check_target("--json", arguments.json, (".json",))
-    check_plot(arguments.plot)
+    check_outputs(arguments)
     # The file's code may change the directory.
-    plot, json = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
+    plot, file = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
     shape = None if arguments.shape is None else tuple(arguments.shape)
     if shape is not None:
         # x, dy, y, dx, and what the checks keep of them.
@@ -103,15 +108,21 @@ def run(arguments: argparse.Namespace) -> int:
     names = (arguments.file, arguments.forward, arguments.backward, arguments.class_)
     request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
     check_request(request)
-    from rich.console import Console  # noqa: PLC0415
-
     print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
-    with patient_bar("comparing") as progress:
+    with progress_bar("comparing") as progress:
         check = check_file(request, progress)
-    if json is not None:
-        write_beside(json, lambda file: save_check(check, file))
-    if plot is not None:
-        kind = plot.suffix[1:].lower()
-        write_beside(plot, lambda file: check.report.plot(file, format=kind))
-    print_check(check, Console())
+    write_json(file, (json.dumps(check.as_dict(), indent=1, allow_nan=False) + "\n").encode())
+    write_plot(plot, lambda file, kind: check.report.plot(file, format=kind))
+    _print(check, Console())
     return {"PASS": 0, "FAIL": EXIT_FAILED}.get(check.report.verdict, EXIT_INCONCLUSIVE)
+
+
+def _print(check: FileCheck, console: Console) -> None:
+    """Print what was run and assumed, then the report."""
+    assumed = f"eps {check.eps:g} ({check.eps_origin})"
+    console.print(Text.assemble((check.source, "bold"), f": {check.functions}"))
+    console.print(Text(f"x {shape_text(check.shape)} {check.dtype}, seed {check.seed}; {assumed}"))
+    for note in check.notes:
+        console.print(Text(f"note: {note}"))
+    console.print()
+    console.print(check.report)

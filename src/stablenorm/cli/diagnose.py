@@ -13,9 +13,8 @@ from rich.text import Text
 
 from stablenorm._shapes import normalize_axes, normalized_shape
 from stablenorm._types import check_eps
-from stablenorm.cli.check_tables import patient_bar
 from stablenorm.cli.files import InputError, bundled_file, check_target, write_beside
-from stablenorm.cli.parts import Help, check_plot
+from stablenorm.cli.parts import Help, check_plot, progress_bar
 from stablenorm.cli.stream import (
     Member,
     check_member,
@@ -150,7 +149,7 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
         raise InputError(str(error)) from None
     rows = int(np.prod(member.shape, dtype=object)) // int(np.prod(lengths, dtype=object))
     done = 0
-    with patient_bar("reading") as progress:
+    with progress_bar("reading") as progress:
 
         def more(count: int) -> None:
             nonlocal done
