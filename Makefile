@@ -49,7 +49,7 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	@echo "build/docs/index.html"
 
 docs-figures: $(VENV)/.dev  ## figures and tables of the how-tos and the first page, the report: 2 min
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/docs_figures_howto.py
+	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
 	$(BIN)/python benchmarks/figures_report.py
 
 explain: $(VENV)/.dev  ## the figures and tables of the explanations: 1 min

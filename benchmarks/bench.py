@@ -114,6 +114,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     run = origin({peer.name: peer.version for peer in peers}) | {
         "command": "make bench",
         "threads": options.threads,
+        "nice": os.nice(0),
         "missing": missing,
         "machine": machine,
         "agreement": agreement,

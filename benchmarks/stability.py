@@ -1,35 +1,46 @@
 """
-What each way of going wrong costs, in known implementations: the tables of one page, measured.
+What each way of going wrong costs, in known implementations: `make stability`.
 
-Run in the environment of the peers: `.venv-bench/bin/python benchmarks/stability.py` measures, keeps
-the figures in benchmarks/results/stability.json, and writes the tables of
-docs/explanation/stability.md between their markers. With `--render` nothing is measured: the page
-is written again from the figures kept.
+Measures the experiments of stability_cases.py in the environment of the peers, keeps the figures in
+benchmarks/results/stability.json, and writes the tables of docs/explanation/stability.md and the
+digits of README.md between their markers. With `--render` nothing is measured: both are written
+again from the figures kept.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import math
-import platform
 import sys
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-from machine import processor
+from page import DOCS, HERE, ROOT, origin, origin_line, put, table
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "explanation" / "stability.md"
-RESULTS = ROOT / "benchmarks" / "results" / "stability.json"
+PAGE = DOCS / "explanation" / "stability.md"
+RESULTS = HERE / "results" / "stability.json"
 # Tables whose cells are counts, or shares of all elements, and no errors.
 COUNTS, SHARES = ("contained",), ("narrow",)
-# One subject is a setting of another; it belongs to one table alone.
-ONLY = {"PyTorch, set_flush_denormal": ("subnormal",)}
 # Of the published rows the table is turned: they are more than the subjects.
 TURNED = ("published",)
+# README: the situation in words, table and column.
+SITUATIONS = (
+    ("y: mean 0, std 1", "offset", "N"),
+    ("y: mean 100, std 1", "offset", "10^2 + N"),
+    ("y: mean 10 000, std 1", "offset", "10^4 + N"),
+    ("y: a constant row, eps 1e-12", "constant", "1234.567, eps 1e-12"),
+    ("y: values near 1e20", "range", "1e20"),
+    ("dx: x and dy of mean 1000", "cotangent", "x and dy 1000 + N"),
+    ("dbeta: 1 000 000 rows", "rows", "1 000 000 rows"),
+)
+COLUMNS = {
+    "plain NumPy": "plain NumPy",
+    "PyTorch": "PyTorch",
+    "jax.nn.standardize": "JAX",
+    "ONNX Runtime": "ONNX Runtime",
+    "stablenorm": "**stablenorm**",
+}
 
 Cells = dict[str, dict[str, float]]
 
@@ -37,33 +48,26 @@ Cells = dict[str, dict[str, float]]
 def measure() -> dict[str, Any]:
     """Fill all tables."""
     # The libraries are loaded here: `--render` needs none of them.
-    from stability_cases import tables  # noqa: PLC0415
-    from stability_subjects import load_subjects  # noqa: PLC0415
+    from peers import LOADERS, load_peers  # noqa: PLC0415
+    from stability_cases import flushing, load_ours, tables  # noqa: PLC0415
 
-    subjects, missing = load_subjects()
+    peers, missing = load_peers(LOADERS)
+    subjects = [*peers, load_ours()]
+    settings = [flushing(peer) for peer in peers if peer.name == "PyTorch"]
     found: dict[str, Cells] = {}
-    for table in tables():
-        print(table.name, file=sys.stderr)
+    for experiment in tables():
+        print(experiment.name, file=sys.stderr)
         rows: Cells = {}
-        for subject in subjects:
-            if table.name not in ONLY.get(subject.name, (table.name,)):
-                continue
-            if table.subjects is None or subject.name in table.subjects:
+        for subject in [*subjects, *(settings if experiment.name == "subnormal" else [])]:
+            if experiment.subjects is None or subject.name in experiment.subjects:
                 rows[subject.name] = {
-                    words: table.cell(subject, at) for words, at in table.columns.items()
+                    words: experiment.cell(subject, at) for words, at in experiment.columns.items()
                 }
-        for name, simulate in table.simulated.items():
-            rows[name] = {words: simulate(at) for words, at in table.columns.items()}
-        found[table.name] = rows
-    origin = {
-        "date": f"{dt.datetime.now(dt.UTC):%Y-%m-%d}",
-        "processor": processor(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "peers": {s.name: s.version for s in subjects if s.name not in ONLY},
-        "missing": missing,
-    }
-    return {"origin": origin, "tables": found}
+        for name, simulate in experiment.simulated.items():
+            rows[name] = {words: simulate(at) for words, at in experiment.columns.items()}
+        found[experiment.name] = rows
+    versions = {subject.name: subject.version for subject in subjects[:-1]}
+    return {"origin": origin(versions) | {"missing": missing}, "tables": found}
 
 
 def cell(value: float, name: str) -> str:
@@ -72,10 +76,8 @@ def cell(value: float, name: str) -> str:
         return f"{value:.0f}"
     if name in SHARES:
         return "0" if value == 0 else f"{100 * value:.2g} %"
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "inf"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "inf"
     if value == 0:
         return "0"
     if 1e-2 <= value < 1e4:
@@ -84,47 +86,60 @@ def cell(value: float, name: str) -> str:
     return f"{digits}e{int(power)}"
 
 
-def table_lines(name: str, rows: Cells) -> list[str]:
-    """Return one table in Markdown."""
-    columns = list(next(iter(rows.values())))
+def stability_table(name: str, rows: Cells) -> str:
+    """Return one table of the page."""
     if name in TURNED:
-        rows = {words: {who: rows[who][words] for who in rows} for words in columns}
-        columns = list(next(iter(rows.values())))
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
-    for words, cells in rows.items():
-        shown = [cell(cells[column], name) for column in columns]
-        lines.append(f"| {words} | " + " | ".join(shown) + " |")
-    return lines
+        words = list(next(iter(rows.values())))
+        rows = {word: {who: rows[who][word] for who in rows} for word in words}
+    columns = list(next(iter(rows.values())))
+    lines = [[who, *(cell(cells[c], name) for c in columns)] for who, cells in rows.items()]
+    return table(["", *columns], lines)
 
 
-def origin_line(origin: dict[str, Any]) -> str:
-    """Say where the figures come from."""
-    peers = ", ".join(f"{name} {version}" for name, version in origin["peers"].items())
-    text = (
-        f"Measured by `benchmarks/stability.py` on {origin['date']}: {origin['processor']}, "
-        f"Python {origin['python']}; {peers}."
+def correct_digits(error: float) -> str:
+    """Return how many decimal digits are right; float32 holds 7."""
+    if error == 0:
+        return "exact"
+    # NaN has none, and nor has what is worse than zeros.
+    return str(max(0, min(7, math.floor(-math.log10(error))))) if error < 1 else "**0**"
+
+
+def readme_block(results: Mapping[str, Any]) -> str:
+    """Return README's table: correct digits, situations down, libraries across."""
+    lines = []
+    for words, name, column in SITUATIONS:
+        rows = results["tables"][name]
+        cells = [
+            correct_digits(rows[who][column]) if who in rows else "–"  # noqa: RUF001
+            for who in COLUMNS
+        ]
+        lines.append([words, *(c if c != "0" else "**0**" for c in cells)])
+    made = results["origin"]
+    versions = ", ".join(
+        f"{COLUMNS.get(name, name)} {version}"
+        for name, version in made["versions"].items()
+        if name in COLUMNS and name not in ("plain NumPy", "stablenorm")
     )
-    if origin["missing"]:
-        text += f" Not measured, since they could not be imported: {', '.join(origin['missing'])}."
-    return text
+    return (
+        "Correct decimal digits of the worst element, relative to the largest; float32 holds 7:\n\n"
+        + table(["float32", *COLUMNS.values()], lines)
+        + f"\n\nNumPy {made['versions']['NumPy']}, {versions} (`jax.nn.standardize`), {made['date']}; "
+        "ONNX Runtime has no backward."
+    )
 
 
-def fill(page: str, results: dict[str, Any]) -> str:
-    """Return the page with every table between its markers."""
-    parts = {name: table_lines(name, rows) for name, rows in results["tables"].items()}
-    parts["origin"] = [origin_line(results["origin"])]
-    for name, lines in parts.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if page.count(begin) != 1 or page.count(end) != 1:
-            msg = f"{PAGE.name} must hold {begin} and {end} once each"
-            raise ValueError(msg)
-        before, rest = page.split(begin)
-        page = before + begin + "\n" + "\n".join(lines) + "\n" + end + rest.split(end)[1]
-    return page
+def parts(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return what stands between the markers of the page."""
+    made = results["origin"]
+    text = origin_line("make stability", made)
+    if made["missing"]:
+        text += f" Not measured, since they could not be imported: {', '.join(made['missing'])}."
+    every = {name: stability_table(name, rows) for name, rows in results["tables"].items()}
+    return every | {"origin": text}
 
 
 def main() -> int:
-    """Measure or read, and write the page."""
+    """Measure or read, and write the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[1])
     parser.add_argument("--render", action="store_true", help="measure nothing")
     if parser.parse_args().render:
@@ -132,7 +147,8 @@ def main() -> int:
     else:
         results = measure()
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
-    PAGE.write_text(fill(PAGE.read_text("utf8"), results), encoding="utf8")
+    put(PAGE, parts(results), __file__)
+    put(ROOT / "README.md", {"accuracy": readme_block(results)}, __file__)
     return 0
 
 

@@ -7,6 +7,7 @@ Errors are against the exact oracle (sums over rows: `math.fsum`).
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -14,6 +15,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from peers import Calls, Peer
 from stability_methods import (
     KEPT,
     MOMENTS,
@@ -24,14 +26,15 @@ from stability_methods import (
     normalize,
     rounded_before_gamma,
 )
-from stability_subjects import OURS, Subject
 
-from stablenorm._types import Array, bfloat16
+from stablenorm import __version__, layer_norm_backward, layer_norm_forward
+from stablenorm._bench import DTYPES, Problem
+from stablenorm._types import Array, Gradients, bfloat16
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.published import PUBLISHED
 
 N, ROWS, EPS = 768, 4, 1e-5
-FLUSHING = "PyTorch, set_flush_denormal"
+OURS, FLUSHING = "stablenorm", "PyTorch, set_flush_denormal"
 
 
 class Input(NamedTuple):
@@ -49,7 +52,7 @@ class Table(NamedTuple):
 
     name: str
     columns: dict[str, Input]
-    cell: Callable[[Subject, Input], float]
+    cell: Callable[[Peer, Input], float]
     # Names of the subjects that are measured; all that know the dtype where None.
     subjects: tuple[str, ...] | None = None
     # Rows that are no library but a simulation: a function of the input.
@@ -72,11 +75,48 @@ def normal(rows: int = ROWS, n: int = N) -> Array:
     return np.random.default_rng(0).standard_normal((rows, n))
 
 
-def run(subject: Subject, at: Input) -> dict[str, Array]:
+def run(subject: Peer, at: Input) -> dict[str, Array]:
     """Return the subject's outputs, in float64."""
+    x, gamma, beta, eps, dy = at
+    nowhere = Gradients(None, None, None)
     with np.errstate(all="ignore"):
-        results = subject.compute(*at)
+        calls = subject.make(Problem(x, gamma, beta, dy, x, nowhere), eps)
+        results = calls.results()
     return {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
+
+
+def load_ours(backend: str | None = None) -> Peer:
+    """Return the package, by one of its backends."""
+
+    def make(problem: Problem, eps: float) -> Calls:
+        def results() -> dict[str, Array]:
+            y, cache = layer_norm_forward(*problem[:3], eps, backend=backend)
+            return {"y": y, **layer_norm_backward(problem.dy, cache)._asdict()}
+
+        return Calls(results, None, results)
+
+    return Peer(OURS, __version__, DTYPES, make)
+
+
+def flushing(pytorch: Peer) -> Peer:
+    """Return PyTorch on a processor that is set to flush subnormals."""
+    torch: Any = importlib.import_module("torch")
+
+    def make(problem: Problem, eps: float) -> Calls:
+        calls = pytorch.make(problem, eps)
+
+        def results() -> dict[str, Array]:
+            if not torch.set_flush_denormal(True):
+                msg = "this processor cannot flush subnormals"
+                raise RuntimeError(msg)
+            try:
+                return calls.results()
+            finally:
+                torch.set_flush_denormal(False)
+
+        return Calls(results, None, results)
+
+    return pytorch._replace(name=FLUSHING, make=make)
 
 
 @lru_cache(maxsize=64)
@@ -101,12 +141,12 @@ def error_of(name: str, actual: Array, at: Input) -> float:
     return worst if size == 0 or math.isnan(worst) else worst / size
 
 
-def of_y(subject: Subject, at: Input) -> float:
+def of_y(subject: Peer, at: Input) -> float:
     """Relative error of y."""
     return error_of("y", run(subject, at)["y"], at)
 
 
-def of_dx(subject: Subject, at: Input) -> float:
+def of_dx(subject: Peer, at: Input) -> float:
     """Relative error of dx."""
     return error_of("dx", run(subject, at)["dx"], at)
 
@@ -126,7 +166,7 @@ def to_g(dx: Array, at: Input) -> float:
     return worst
 
 
-def of_dx_to_g(subject: Subject, at: Input) -> float:
+def of_dx_to_g(subject: Peer, at: Input) -> float:
     """The same of a subject."""
     return to_g(run(subject, at)["dx"], at)
 
@@ -163,18 +203,18 @@ def _of_moments(moments: Moments, at: Input) -> float:
     return error_of("y", normalize(at.x, moments, at.eps).astype(np.float64), at)
 
 
-def misrounded(subject: Subject, at: Input) -> float:
+def misrounded(subject: Peer, at: Input) -> float:
     """Return the share of the elements of y that are not the correctly rounded ones."""
     return _share_misrounded(run(subject, at)["y"], at)
 
 
-def ulp_at_outlier(subject: Subject, at: Input) -> float:
+def ulp_at_outlier(subject: Peer, at: Input) -> float:
     """Return the error of dx at element 5, in ulp of its exact value."""
     dx = run(subject, at)["dx"].astype(at.x.dtype)
     return float(np.max(exactly(at).ulp_errors(dx=dx)["dx"][:, 5]))
 
 
-def of_dbeta(subject: Subject, at: Input) -> float:
+def of_dbeta(subject: Peer, at: Input) -> float:
     """Return max|error of dbeta| / sum|dy|, the exact sums by fsum."""
     actual = run(subject, at)["dbeta"]
     columns = at.dy.astype(np.float64).T.tolist()
@@ -183,7 +223,7 @@ def of_dbeta(subject: Subject, at: Input) -> float:
     )
 
 
-def rows_touched(subject: Subject, at: Input) -> float:
+def rows_touched(subject: Peer, at: Input) -> float:
     """Count the rows of y and dx with anything that is not finite in them."""
     results = run(subject, at)
     bad = ~np.isfinite(results["y"]).all(axis=1)
@@ -278,8 +318,8 @@ def tables() -> list[Table]:
         Table("constant", constants, of_y),
         Table("outlier", _outliers(), ulp_at_outlier, back),
         Table("outlier_size", _outliers(), of_dx_to_g, back),
-        Table("cotangent", cotangents, of_dx, back),
-        Table("rows", rows, of_dbeta, back),
+        Table("cotangent", cotangents, of_dx, (*back, "jax.nn.standardize")),
+        Table("rows", rows, of_dbeta, (*back, "jax.nn.standardize")),
         Table(
             "narrow", narrow, misrounded, back,
             {"xhat rounded before gamma, simulated": rounded_twice},

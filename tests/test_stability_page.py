@@ -29,19 +29,15 @@ def stability(monkeypatch):
     before = set(sys.modules)
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     yield importlib.import_module
-    for name in {n for n in sys.modules if n.startswith(("stability", "machine"))} - before:
+    for name in {n for n in sys.modules if n.startswith(("stability", "page", "peers"))} - before:
         sys.modules.pop(name)
 
 
 def test_the_tables_are_the_figures_kept(stability):
-    page = PAGE.read_text("utf8")
-    assert stability("stability").fill(page, RESULTS) == page
-
-
-def test_a_table_without_a_place_is_an_error(stability):
-    page = PAGE.read_text("utf8").replace("<!-- offset:end -->", "")
-    with pytest.raises(ValueError, match="offset:end"):
-        stability("stability").fill(page, RESULTS)
+    page, readme = PAGE.read_text("utf8"), (ROOT / "README.md").read_text("utf8")
+    for text in stability("stability").parts(RESULTS).values():
+        assert text in page
+    assert stability("stability").readme_block(RESULTS) in readme
 
 
 def test_the_page_has_a_place_for_every_experiment_and_no_other(stability):
@@ -100,7 +96,7 @@ def test_ours_was_exact_and_somebody_was_not(name):
 def test_ours_measures_today_what_the_page_says(stability, name):
     table = next(t for t in stability("stability_cases").tables() if t.name == name)
     # The reference: it need not be compiled, and its bits are those of the kernels.
-    (ours,) = stability("stability_subjects").load_ours("numpy")
+    ours = stability("stability_cases").load_ours("numpy")
     # The first column and the hardest. Correctly rounded: the same error, to its last digit,
     # on every machine.
     for column in (next(iter(table.columns)), list(table.columns)[-1]):
@@ -110,5 +106,5 @@ def test_ours_measures_today_what_the_page_says(stability, name):
 
 def test_the_experiment_sees_a_formula_that_fails(stability):
     table = next(t for t in stability("stability_cases").tables() if t.name == "offset")
-    (plain,) = stability("stability_subjects").LOADERS["plain NumPy"]()
+    plain = stability("peers").LOADERS["plain NumPy"](0)
     assert table.cell(plain, table.columns["10^6 + N"]) > 1000 * ROUNDED

@@ -370,20 +370,22 @@ def _offsets(f: Format, rows: int, n: int, rng: Any) -> dict[str, Any]:
 
 
 _ALL = (
-    Family("F01", "N(0, 1)", lambda f, r, n, g: {"x": _normal(f, r, n, g)}),
-    Family("F02", "16 + N", _offset(lambda _: 16.0)),
-    Family("F03", "2^(p/2) + N", _offset(lambda f: 2.0 ** (f.p // 2))),
-    Family("F04", "2^(p-3) + N: three bits left", _offset(lambda f: 2.0 ** (f.p - 3))),
-    Family("F05", "2^(p-1) + round(2N), eps 0", _integers_at_full_precision, 8),
-    Family("F06", "2^(p-5) + (i mod 4)", _ramp),
-    Family("F07", "constant, one element one ulp up, eps 0", _one_ulp_up, 2),
-    Family("F08", "coin of 1 and the next float, eps 0", _coin, 2),
-    Family("F09", "constant rows 0.1 and 12345.678, eps 1e-12", _constant, smallest_rows=2),
+    Family("F01", "mean 0, std 1", lambda f, r, n, g: {"x": _normal(f, r, n, g)}),
+    Family("F02", "mean 16, std 1", _offset(lambda _: 16.0)),
+    Family(
+        "F03", "mean 2^(p/2), std 1: half of the bits left", _offset(lambda f: 2.0 ** (f.p // 2))
+    ),
+    Family("F04", "mean 2^(p-3), std 1: three bits left", _offset(lambda f: 2.0 ** (f.p - 3))),
+    Family("F05", "integers around 2^(p-1), eps 0", _integers_at_full_precision, 8),
+    Family("F06", "0, 1, 2, 3 repeated, on 2^(p-5)", _ramp),
+    Family("F07", "constant, but one element an ulp up, eps 0", _one_ulp_up, 2),
+    Family("F08", "1 or the next float, at random, eps 0", _coin, 2),
+    Family("F09", "constant rows, eps 1e-12", _constant, smallest_rows=2),
     Family("F10", "around 1, one element at the mean, eps 0", _near_the_mean, 3),
-    Family("F11", "pairs +-N, the last a little more", _pairs, 2),
-    Family("F12", "squares overflow (float16: 5000 N)", _squares_overflow),
-    Family("F13", "+-largest", _largest),
-    Family("F14", "near largest: the sum overflows", _sum_overflows),
+    Family("F11", "pairs of +v and -v, the last a little more", _pairs, 2),
+    Family("F12", "squares overflow", _squares_overflow),
+    Family("F13", "plus and minus the largest float", _largest),
+    Family("F14", "near the largest float: the sum overflows", _sum_overflows),
     Family(
         "F15",
         "squares underflow, eps 0",
@@ -392,42 +394,42 @@ _ALL = (
     ),
     Family("F16", "subnormals, eps 0", _subnormals(0.0), 2),
     Family("F17", "subnormals, eps 1e-5", _subnormals(1e-5), 2),
-    Family("F18", "exp(6N) (float16: exp(2N))", _lognormal),
-    Family("F19", "an outlier of 2^10", _with_outlier(lambda _: 2.0**10), _ENOUGH),
+    Family("F18", "exponentials of normal numbers", _lognormal),
+    Family("F19", "one outlier of 1024", _with_outlier(lambda _: 2.0**10), _ENOUGH),
     Family(
-        "F20", "an outlier of 2^p", _with_outlier(lambda f: 2.0 ** min(f.p, f.emax - 1)), _ENOUGH
+        "F20", "one outlier of 2^p", _with_outlier(lambda f: 2.0 ** min(f.p, f.emax - 1)), _ENOUGH
     ),
     Family(
         "F21",
-        "an outlier whose square overflows",
+        "one outlier whose square overflows",
         _with_outlier(lambda f: 2.0 ** (f.emax // 2 + 2)),
         _ENOUGH,
         # It would be 2^9, less than that of F19: float32 holds its square.
         without={"float16": "whose squares do not overflow in float32"},
     ),
     Family("F22", "two opposite outliers", _two_outliers, 10),
-    Family("F23", "halves +1 and -1", _halves, 2),
-    Family("F24", "a residual stream: four of 2.7e5, eps 1e-6", _residual_stream, _ENOUGH),
-    Family("F25", "var far below eps", _var_below_eps),
-    Family("F26", "var = eps", _scaled(lambda _: 1e-5**0.5)),
+    Family("F23", "one half around +1, the other around -1", _halves, 2),
+    Family("F24", "four outliers of 2.7e5, eps 1e-6", _residual_stream, _ENOUGH),
+    Family("F25", "variance far below eps", _var_below_eps),
+    Family("F26", "variance equal to eps", _scaled(lambda _: 1e-5**0.5)),
     Family(
         "F27", "dy = 1, gamma = 1: dx is 0", _cotangent(lambda r, n, _: np.ones((r, n)), gamma=1.0)
     ),
     Family("F28", "dy = y, gamma = 1: dx nearly vanishes", _dy_is_y(1e-5)),
-    Family("F28b", "dy = y, gamma = 1, eps 0: dx is the rounding of dy", _dy_is_y(0.0), 2),
+    Family("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", _dy_is_y(0.0), 2),
     Family(
         "F29",
-        "dy = 1 + 1e-3 N, gamma = 1",
+        "dy = 1 + N/1000, gamma = 1",
         _cotangent(lambda r, n, g: 1 + 1e-3 * g.standard_normal((r, n)), gamma=1.0),
     ),
     Family("F30", "dy one-hot", _cotangent(_one_hot)),
-    Family("F31", "dy = +-exp(4N)", _cotangent(_signed_lognormal)),
-    Family("F32", "beta cancels gamma xhat", _cancelling_beta),
+    Family("F31", "dy of very different sizes", _cotangent(_signed_lognormal)),
+    Family("F32", "beta cancels gamma * xhat", _cancelling_beta),
     Family("F33", "gamma of 0, -0, 1e30, subnormals", _hard_gamma),
     Family("F34", "two neighbouring floats, eps 0", _neighbours, 2),
-    Family("F35", "rows in pairs: dgamma, dbeta cancel exactly", _row_pairs, smallest_rows=2),
+    Family("F35", "rows in pairs: dgamma, dbeta cancel", _row_pairs, smallest_rows=2),
     Family("F36", "NaN, infinity, -0", _not_finite, smallest_rows=3, finite=False),
     Family("F37", "the same numbers in other orders", _shuffled, 2, 3),
-    Family("F38", "offsets 0, 1, 10, 100", _offsets, smallest_rows=4),
+    Family("F38", "rows of mean 0, 1, 10, 100", _offsets, smallest_rows=4),
 )
 FAMILIES = {family.name: family for family in _ALL}
