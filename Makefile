@@ -43,37 +43,31 @@ wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty e
 	cd build/wheel && empty/bin/python -I -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../../README.md
 	cd build/wheel && empty/bin/stablenorm run
 
-.PHONY: docs docs-figures explain
+.PHONY: docs figures
 docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-docs-figures: $(VENV)/.dev  ## figures and tables of the how-tos and the first page, the report: 2 min
+figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
-	$(BIN)/python benchmarks/figures_report.py
-
-explain: $(VENV)/.dev  ## the figures and tables of the explanations: 1 min
-	$(BIN)/python benchmarks/figures_derivation.py
-	$(BIN)/python benchmarks/figures_stability.py
-	$(BIN)/python benchmarks/figures_stability_lines.py
+	for name in derivation stability fusing report; do $(BIN)/python benchmarks/figures_$$name.py; done
 	$(BIN)/python benchmarks/fusing_counts.py
-	$(BIN)/python benchmarks/figures_fusing.py
 
-accuracy: $(VENV)/.dev  ## worst ulp per input family and dtype, into docs and README
+accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 4 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: checker complexity diagnose passes
+.PHONY: checker complexity diagnose workspace
 complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1 min
 	$(BIN)/python benchmarks/complexity.py
 
 diagnose: $(VENV)/.dev  ## how fast diagnose reads and how well it predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
+workspace: $(VENV)/.dev  ## what reused memory saves, into docs
+	$(BIN)/python benchmarks/workspace.py
+
 checker: $(VENV)/.dev  ## what the gradient checker finds and how fast, into docs: 10 min
 	$(BIN)/python benchmarks/checker.py
-
-passes: $(VENV)/.dev  ## where the time of the kernels goes, into docs: 1 min
-	$(BIN)/python benchmarks/passes.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.

@@ -140,7 +140,7 @@ def train_table(results: Runs) -> str:
     return (
         table(["layer norm", *(f"rate {rate}" for rate in rates)], lines)
         + "\n\nEach cell: the mean loss of the last 50 steps; the part of 2000 new digits that is found. "
-        + origin_line("make docs-figures", origin())
+        + origin_line("make figures", origin())
     )
 
 
