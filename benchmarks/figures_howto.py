@@ -110,7 +110,8 @@ def train_all(example: ModuleType) -> Runs:
 
 def draw_losses(results: Runs, path: Path) -> None:
     """One curve for each run: colour says where the norms are, the dash which rate."""
-    names, rates = (list(dict.fromkeys(key[i] for key in results)) for i in range(2))
+    names = list(dict.fromkeys(name for name, _ in results))
+    rates = list(dict.fromkeys(rate for _, rate in results))
     figure, axes = make_axes(4.4)
     for (name, rate), (losses, _) in results.items():
         # Means of 20 steps: a single batch says little.
@@ -131,7 +132,8 @@ def draw_losses(results: Runs, path: Path) -> None:
 
 def train_table(results: Runs) -> str:
     """Return the table of the page."""
-    names, rates = (list(dict.fromkeys(key[i] for key in results)) for i in range(2))
+    names = list(dict.fromkeys(name for name, _ in results))
+    rates = list(dict.fromkeys(rate for _, rate in results))
     lines = []
     for name in names:
         runs = [results[name, rate] for rate in rates]

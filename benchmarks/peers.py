@@ -189,11 +189,11 @@ def _plain(_: int) -> Peer:
 
 
 LOADERS: dict[str, Callable[[int], Peer]] = {
+    "plain NumPy": _plain,
     "PyTorch": _torch,
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
-    "plain NumPy": _plain,
 }
 
 

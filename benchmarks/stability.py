@@ -101,7 +101,7 @@ def correct_digits(error: float) -> str:
     if error == 0:
         return "exact"
     # NaN has none, and nor has what is worse than zeros.
-    return str(max(0, min(7, math.floor(-math.log10(error))))) if error < 1 else "**0**"
+    return str(max(0, min(7, math.floor(-math.log10(error))))) if error < 1 else "0"
 
 
 def readme_block(results: Mapping[str, Any]) -> str:
@@ -113,18 +113,15 @@ def readme_block(results: Mapping[str, Any]) -> str:
             correct_digits(rows[who][column]) if who in rows else "–"  # noqa: RUF001
             for who in COLUMNS
         ]
-        lines.append([words, *(c if c != "0" else "**0**" for c in cells)])
-    made = results["origin"]
-    versions = ", ".join(
-        f"{COLUMNS.get(name, name)} {version}"
-        for name, version in made["versions"].items()
-        if name in COLUMNS and name not in ("plain NumPy", "stablenorm")
-    )
+        bold = [f"**{c}**" if c == "0" else c for c in cells[:-1]]
+        lines.append([words, *bold, f"**{cells[-1]}**"])
+    made = results["origin"]["versions"]
     return (
         "Correct decimal digits of the worst element, relative to the largest; float32 holds 7:\n\n"
         + table(["float32", *COLUMNS.values()], lines)
-        + f"\n\nNumPy {made['versions']['NumPy']}, {versions} (`jax.nn.standardize`), {made['date']}; "
-        "ONNX Runtime has no backward."
+        + f"\n\nNumPy {made['NumPy']}, PyTorch {made.get('PyTorch')}, JAX "
+        f"{made.get('jax.nn.standardize')} (`jax.nn.standardize`), ONNX Runtime "
+        f"{made.get('ONNX Runtime')} (which has no backward); {results['origin']['date']}."
     )
 
 

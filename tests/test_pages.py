@@ -31,7 +31,7 @@ def test_a_page_is_as_old_as_its_script(writer, page, script, stamp):
         pytest.fail(f"benchmarks/{script} changed since it wrote {page}: run it again")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_what_is_generated_has_a_stamp(page):
     text = page.read_text("utf8")
     assert STAMP.search(text) or not re.search(r":begin -->|(Measured|Generated) by `", text)
