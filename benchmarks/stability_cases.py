@@ -28,8 +28,8 @@ from stability_methods import (
 )
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
-from stablenorm._bench import DTYPES, Problem
 from stablenorm._types import Array, Gradients, bfloat16
+from stablenorm.cli.bench_measure import DTYPES, Problem
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.published import PUBLISHED
 

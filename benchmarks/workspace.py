@@ -1,5 +1,5 @@
 """
-What a training step pays for new pages: the table of docs/workspace.md, by `make workspace`.
+What a training step pays for new pages: the table of docs/how-to/workspace.md, by `make workspace`.
 
 Times a step, forward and backward of float32, with results in new arrays, in those that the functions
 take by themselves, in those of a workspace, and in arrays handed over, interleaved; counts page
@@ -66,7 +66,7 @@ def main() -> None:
         "and one backward with gamma and beta; medians of 31 interleaved steps, results bitwise equal. "
         + origin_line("benchmarks/workspace.py", origin())
     )
-    put(DOCS / "workspace.md", {"workspace": text}, __file__)
+    put(DOCS / "how-to" / "workspace.md", {"workspace": text}, __file__)
     print(text)
 
 
