@@ -20,7 +20,7 @@ STAMPS = [
 OLDER = {
     f"docs/{name}.md"
     for name in (
-        "shootout", "checker", "evidence/diagnose", "evidence/accuracy", "evidence/performance",
+        "evidence/gradient-checkers", "checker", "evidence/diagnose", "evidence/accuracy", "evidence/performance",
         "explanation/fusing", "explanation/complexity", "how-to/train", "how-to/gpu",
         "how-to/workspace",
     )
