@@ -19,7 +19,7 @@ from figures_page import FIGURES, SMALL, make_figure, save
 from page import DOCS, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.cli.bench_measure import type_of
+from stablenorm.cli.parts import type_of
 from stablenorm.oracle import ContractResult, exact_layer_norm
 from stablenorm.testing import FAMILIES, make_case, plain_backward, plain_forward
 

@@ -29,7 +29,8 @@ from stability_methods import (
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
 from stablenorm._types import Array, Gradients, bfloat16
-from stablenorm.cli.bench_measure import DTYPES, Problem
+from stablenorm.cli.bench import Problem
+from stablenorm.cli.parts import DTYPES
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.published import PUBLISHED
 
