@@ -34,7 +34,7 @@ class Trial(NamedTuple):
 
 
 def few_rows(case: Case) -> int:
-    """Return how many rows a battery takes."""
+    """Return how many rows a trial takes."""
     rows = max(1, case.x.size // case.n)
     return max(1, min(rows, _ROWS, _ELEMENTS // case.n))
 
@@ -73,7 +73,7 @@ def parameter(like: Array | None, n: int, rng: np.random.Generator) -> Array | N
 
 
 def invariances(base: Case, rng: np.random.Generator, *, takes_eps: bool) -> Iterator[Trial]:
-    """Yield the problem told differently: what changes nothing, or only the scale."""
+    """Yield equivalent problems: shifted, scaled, permuted, some of the rows."""
     x = base.x.dtype.type
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.clip(rng.standard_normal(base.x.shape), -3, 3)

@@ -29,7 +29,7 @@ _SMALLEST_N = 5
 
 
 class Cause(NamedTuple):
-    """What is wrong, in words with {} for the outputs in which it is."""
+    """One mistake: a sentence with {} in place of the outputs that have it."""
 
     words: str
     outputs: tuple[str, ...]
@@ -43,7 +43,7 @@ Causes = tuple[Cause, ...]
 
 
 class Facts(NamedTuple):
-    """What a change may be made of; var, rstd and mean are (rows, 1)."""
+    """The statistics that a change is computed from; var, rstd and mean are (rows, 1)."""
 
     var: Array
     eps: float
@@ -129,7 +129,7 @@ CHANGES: tuple[Change, ...] = (
 
 
 class _Ingredients(NamedTuple):
-    """What dx of a case is made of, in float64; a change replaces some of them."""
+    """The ingredients of dx, in float64; a change replaces some of them."""
 
     g: Array
     xhat: Array

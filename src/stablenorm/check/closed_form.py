@@ -1,5 +1,5 @@
 """
-What layer normalization and its gradients are, by this checker's own formulas, with bounds.
+The closed form: layer normalization and its gradients by this checker's own formulas, with bounds.
 
 Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
 be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of each row, in float64; all but `xhat` are (rows, 1)."""
+    """Statistics of each row, in float64; all but `xhat` are (rows, 1)."""
 
     xhat: Array
     # 1 / rstd, which has no overflow where rstd would.

@@ -1,4 +1,4 @@
-"""One argument: its gradient beside numeric derivatives, the verdict, and where they differ."""
+"""Compare the gradient of one argument with numeric derivatives, and judge it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _row_rms(gradient: Array) -> Array:
 
 
 def rounding_bound(gradient: Array, loss: Loss) -> Array:
-    """Return, for each element of the gradient, how far its dtype's arithmetic may take it off."""
+    """Bound, for each element of the gradient, the error of arithmetic in its dtype."""
     values = np.atleast_1d(gradient.astype(np.float64))
     u, rms = unit_roundoff(gradient.dtype), _row_rms(gradient)
     shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
@@ -149,7 +149,7 @@ def rounding_bound(gradient: Array, loss: Loss) -> Array:
 
 
 def _measured(task: Task, loss: Loss) -> Array | float:
-    """Return what the backward's roundings, as measured, allow its gradient besides."""
+    """Return the allowance for the rounding errors that were measured in the backward."""
     if task.roundings is None:
         return 0.0
     # Less the rounding of the gradient itself, twice drawn, which is in the bound already.

@@ -35,7 +35,7 @@ _MOVES, _ULPS = 6, 1024
 
 
 class _Slope(NamedTuple):
-    """A derivative along one direction, its noise, its terms' root square sum and sum's error."""
+    """A derivative, its noise, the norm of its terms, and the rounding error of their sum."""
 
     numeric: float
     spread: float

@@ -1,5 +1,5 @@
 """
-What every forward and backward owes its caller, whatever it computes: the contract.
+The contract: what every forward and backward must do, whatever it computes.
 
 Inputs are left alone, the same call gives the same bits, the backward is linear in dy, and the
 layout of an array in memory does not change what is in it. Each is one `Finding`, whose message
@@ -34,7 +34,7 @@ _FINE: Outcome = ("PASS", "")
 
 
 def check_contract(subject: Subject, *, backward: bool = True) -> list[Finding]:
-    """Go through the contract, the derivatives aside; without `backward`, half of it."""
+    """Check everything but the derivatives; without `backward`, the forward alone."""
     checks: list[tuple[str, Callable[[Subject], Outcome]]] = [
         ("the forward leaves its arguments alone", _forward_leaves_alone),
         ("the forward is deterministic", _forward_repeats),

@@ -1,4 +1,4 @@
-"""The two functions under test, called with care, and the one number that is differentiated."""
+"""Call the functions under test safely; `Loss` is the scalar that is differentiated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def powers_of_two(scale: Array) -> Array:
 
 
 def flat(y: Array) -> Array:
-    """See `y` as one row of float64."""
+    """Return `y` as one row of float64."""
     return y.astype(np.float64).reshape(-1)
 
 
@@ -51,7 +51,7 @@ def sum_rounding(terms: Array) -> float:
 
 
 class FaultError(Exception):
-    """What a function under test did wrong, in one line; never leaves this package."""
+    """A function under test broke its contract; the message is one line, for the report."""
 
     def __init__(self, message: str, *, raised: bool = False):
         super().__init__(message)

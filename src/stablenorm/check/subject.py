@@ -1,4 +1,4 @@
-"""What the contract is checked on, and how two results of the same thing are compared."""
+"""The operation that the contract is checked on, and the comparison of two results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Part = tuple[str, Array, Array, Array]
 
 
 class Subject:
-    """What the contract is checked on: the operation, where, and the gradients fit to be compared."""
+    """The operation, its arguments, and the gradients that can be compared."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ def _excess(actual: Array, expected: Array, bound: Array) -> float:
 
 
 def compared(parts: Iterable[Part]) -> Outcome:
-    """Compare (name, actual, expected, bound) each: bits, then within rounding, then not at all."""
+    """Compare parts: equal bits PASS, a difference within the bound is a NOTE, else FAIL."""
     note = ""
     for name, actual, expected, bound in parts:
         if _same(actual, expected):

@@ -1,4 +1,4 @@
-"""The job of `stablenorm check`: somebody's functions, data for them, and the whole check."""
+"""Run `stablenorm check`: load the user's code, make data for it, and check it."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _data(layer_norm: LayerNorm, shape: tuple[int, ...], request: Request) -> _D
 def _choose_shape(
     layer_norm: LayerNorm, request: Request
 ) -> tuple[LayerNorm, tuple[int, ...], list[str]]:
-    """Return the first shape that both functions are made for, and what spoke against others."""
+    """Return the first shape that both functions accept, and why others were rejected."""
     tried = {}
     # The usual shapes in any case: whether the number of axes matters is worth knowing.
     for shape in dict.fromkeys((*([request.shape] if request.shape else []), *_SHAPES)):
@@ -223,7 +223,7 @@ def _try(layer_norm: LayerNorm, data: _Data, request: Request) -> str:
 
 
 def _choose_eps(layer_norm: LayerNorm, data: _Data, request: Request) -> tuple[float, str]:
-    """Return eps, and where it is from; what is wrong with it, the check says."""
+    """Return eps and its origin."""
     eps, origin = _DEFAULT_EPS, "passed on"
     if request.eps is not None:
         eps = request.eps

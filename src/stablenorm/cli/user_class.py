@@ -68,7 +68,7 @@ def adapt_class(file: UserFile, name: str) -> LayerNorm:
 
 
 class _Class:
-    """A class of the user's, and how it is made and called."""
+    """A class in the user's file, with the way to construct and call it."""
 
     def __init__(self, file: UserFile, name: str):
         self._file, self._class, self._name = file, file.find_class(name), name
@@ -100,7 +100,7 @@ class _Class:
         )
 
     def forward(self, x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        """Call forward on an instance that nobody has, which is the cache."""
+        """Call forward on a new copy of the instance; the copy is the cache."""
         instance = copy.deepcopy(self._instance(np.shape(x)[-1], eps))
         for attribute in ("eps", "epsilon"):
             if isinstance(getattr(instance, attribute, None), (int, float)):

@@ -42,7 +42,7 @@ class UserFileError(Exception):
 
 
 class _Muted(io.TextIOBase):
-    """Takes prints, however many, and keeps the first line."""
+    """A stream that keeps the first line written to it and drops the rest."""
 
     def __init__(self) -> None:
         self.first = ""
@@ -63,7 +63,7 @@ class _Muted(io.TextIOBase):
 
 
 class UserFile:
-    """A file that has been run, and what of it is worth telling."""
+    """A file that has been run: its functions, its classes, the first line that it printed."""
 
     def __init__(self, path: Path):
         self.path = path.resolve()
@@ -133,7 +133,7 @@ class UserFile:
         raise UserFileError(msg)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function with its prints muted, and its exceptions told with their place."""
+        """Wrap a function: mute its prints, and add the line number to its exceptions."""
 
         def call(*args: Any, **options: Any) -> Any:
             with self._inside():
@@ -146,7 +146,7 @@ class UserFile:
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Undo, for a while, what importing the file may have changed for all of the process."""
+        """Reset, for a while, the warnings and NumPy error state that the file may have changed."""
         # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")

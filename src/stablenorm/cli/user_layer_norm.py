@@ -47,7 +47,7 @@ class _Parameter(NamedTuple):
 
 @dataclass
 class LayerNorm:
-    """Two functions in the form that the check takes, and what had to be assumed for it."""
+    """Two functions in the form that the check takes, and the assumptions made."""
 
     forward: Callable[..., tuple[Array, Any]]
     backward: Callable[[Array, Any], Any]
@@ -79,7 +79,7 @@ class LayerNorm:
 
 
 class _Kept(NamedTuple):
-    """The cache that goes from our forward to our backward: theirs, and what both may ask for."""
+    """Our cache: the cache of the user's forward, and the inputs that a backward may ask for."""
 
     theirs: Any
     given: dict[str, Any]
@@ -162,7 +162,7 @@ def _spelled(function: Callable[..., Any]) -> str:
 
 
 def _settings(given: dict[str, Any], dictionary: bool) -> dict[str, Any]:
-    """Return the dict that some forwards take: eps, or all that there is, under all its names."""
+    """Return the dict of settings that some forwards take: eps, or every parameter, by all names."""
     eps = given["eps"]
     held: dict[str, Any] = {"eps": eps, "epsilon": eps}
     if dictionary:
@@ -281,7 +281,7 @@ def _call(
 
 
 def _fields(cache: Any) -> Mapping[str, Any] | Sequence[Any]:
-    """Return what a cache holds: by name where there are names."""
+    """Return the contents of a cache, by name if it has names."""
     if isinstance(cache, Mapping):
         return cache
     if hasattr(cache, "_asdict"):
