@@ -6,15 +6,23 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stablenorm._shapes import normalize_axes, normalized_shape
 from stablenorm._types import check_eps
-from stablenorm.cli.files import InputError, bundled_file, check_target, write_beside
-from stablenorm.cli.parts import Help, check_plot, progress_bar
+from stablenorm.cli.files import InputError, bundled_file
+from stablenorm.cli.parts import (
+    DTYPES,
+    Help,
+    add_outputs,
+    check_outputs,
+    progress_bar,
+    type_of,
+    write_json,
+    write_plot,
+)
 from stablenorm.cli.stream import (
     Member,
     check_member,
@@ -25,16 +33,6 @@ from stablenorm.cli.stream import (
 from stablenorm.cli.tables import print_table, shape_text
 from stablenorm.diagnosis import Diagnosis, check_top, diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
-
-_DTYPES = {
-    name: np.dtype(kind)
-    for name, kind in (
-        ("float16", np.float16),
-        ("bfloat16", ml_dtypes.bfloat16),
-        ("float32", np.float32),
-        ("float64", np.float64),
-    )
-}
 
 _EXAMPLES = """\
 examples:
@@ -88,18 +86,16 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--eps", type=float, help="default: eps of the .npz file, if it has one, or 1e-5"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="judge the data as; default: its own")
+    parser.add_argument("--dtype", choices=DTYPES, help="judge the data as; default: its own")
     parser.add_argument(
         "--top", type=int, default=10, metavar="K", help="worst rows to describe; default: 10"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE.json", help="write all figures there")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the losses there")
+    add_outputs(parser, plot="draw the losses")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
-    check_target("--json", arguments.json, (".json",))
-    check_plot(arguments.plot)
+    check_outputs(arguments)
     if arguments.file is not None:
         return _run(arguments, arguments.file)
     with bundled_file() as bundled:
@@ -115,12 +111,8 @@ def _run(arguments: argparse.Namespace, path: Path) -> int:
         raise InputError(msg)
     check_member(member)
     diagnosis = _diagnose(arguments, member)
-    if arguments.json is not None:
-        text = diagnosis.to_json().encode()
-        write_beside(arguments.json, lambda file: file.write(text))
-    if arguments.plot is not None:
-        kind = arguments.plot.suffix[1:].lower()
-        write_beside(arguments.plot, lambda file: diagnosis.plot(file, format=kind))
+    write_json(arguments.json, diagnosis.to_json().encode())
+    write_plot(arguments.plot, lambda file, kind: diagnosis.plot(file, format=kind))
     _print_diagnosis(member, diagnosis)
     return 0
 
@@ -160,7 +152,7 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
             return diagnose_blocks(
                 blocks,
                 shape=member.shape,
-                dtype=_DTYPES[arguments.dtype or member.dtype.name],
+                dtype=type_of(arguments.dtype or member.dtype.name),
                 axis=axes,
                 eps=eps,
                 top=top,

@@ -140,8 +140,7 @@ def open_rows(
                 _read_header(stream)
                 yield _streamed(member, stream, leading, progress)
         else:
-            # No buffer of its own: blocks are larger.
-            with member.path.open("rb", buffering=0) as file:
+            with member.path.open("rb") as file:
                 file.seek(member.offset)
                 yield _streamed(member, file, leading, progress)
     except _DAMAGED as error:
@@ -156,8 +155,11 @@ def _streamed(
     n = math.prod(member.shape[leading:])
     step = max(1, _BLOCK // (n * member.dtype.itemsize))
     for start in range(0, rows, step):
-        block = np.empty((min(step, rows - start), n), member.dtype)
-        _fill(member, file, block)
+        wanted = min(step, rows - start) * n * member.dtype.itemsize
+        data = file.read(wanted)
+        if len(data) < wanted:
+            raise _truncated(member)
+        block = np.frombuffer(data, member.dtype).reshape(-1, n)
         # Bytes in the order of this machine: a format of the file, not of the numbers.
         yield block.astype(member.dtype.newbyteorder("="), copy=False)
         progress(len(block))
@@ -165,17 +167,6 @@ def _streamed(
         # An archive compares its checksum when its end is reached.
         msg = "more bytes than the header says"
         raise ValueError(msg)
-
-
-def _fill(member: Member, file: Any, block: Array) -> None:
-    flat: Any = block.reshape(-1).view(np.uint8)
-    view = memoryview(flat)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done:])
-        if not count:
-            raise _truncated(member)
-        done += count
 
 
 def _gathered(
