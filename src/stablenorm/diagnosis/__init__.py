@@ -21,7 +21,7 @@ from stablenorm.testing.families import format_of
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "check_top", "diagnose", "diagnose_blocks"]
 
-# Elements of a block, the work of one thread at a time: about 2 ms, ten times what it takes to
+# Elements of a block, the work of one thread at a time: some 5 ms, ten times what it takes to
 # predict from the statistics of a block whatever its size.
 BLOCK = 1 << 19
 
@@ -82,9 +82,9 @@ def diagnose(
     The methods compute in float32, or in float64 for float64 data. "Saved" is y as a backward
     rebuilds it from a mean and an rstd rounded to that format; "float16" holds mean, var and eps in
     it. Their sums are formed in NumPy's order (pairwise), Welford's by merging parts of equal size.
-    In another order a method loses more or less, seldom by more than two bits. But a sum that
-    happens to be exact in one order need not be so in another; the condition number bounds them
-    all.
+    In another order a method loses about as much, seldom two bits more or less; in a plain loop it
+    loses more. A sum that happens to be exact in one order need not be so in another; the condition
+    number bounds them all.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
     a cotangent at right angles to 1 and xhat, which a random one nearly is.

@@ -13,13 +13,13 @@ import numpy as np
 
 from stablenorm._types import Array
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_dtype
+from stablenorm.figures import COLORS, new_figure
 from stablenorm.testing.families import format_of
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
 _OFFSET = 4.0
 
-# Okabe and Ito's colors, told apart by everybody; the lines differ by their dashes as well.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+# Besides their colors, the lines differ by their dashes.
 _DASHES = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)), (0, (3, 1)))
 
 
@@ -192,12 +192,7 @@ class Diagnosis:
         ImportError
             If Matplotlib is not there.
         """
-        try:
-            from matplotlib.figure import Figure  # noqa: PLC0415
-        except ImportError as error:
-            msg = 'Matplotlib is needed to plot a diagnosis: pip install "stablenorm[plot]"'
-            raise ImportError(msg) from error
-        figure = Figure(figsize=(10, 6.4), layout="constrained")
+        figure = new_figure(10, 6.4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
         losses, powers = figure.subplots(2, 1, height_ratios=[3, 2])
         _draw_losses(losses, self)
@@ -376,7 +371,7 @@ def _draw_losses(axes: Any, diagnosis: Diagnosis) -> None:
     for place, (title, counts) in enumerate(zip(diagnosis.methods.values(), lost, strict=True)):
         at_least = np.cumsum(_share(counts)[::-1])[::-1]
         # The first ones wide, so that one beneath another is seen.
-        style = {"ls": _DASHES[place], "color": _COLORS[place], "lw": 3.4 - 0.4 * place}
+        style = {"ls": _DASHES[place], "color": COLORS[place], "lw": 3.4 - 0.4 * place}
         axes.plot(at_least, label=title, **style)
     p = diagnosis.bits
     axes.set(xlim=(0, p), ylim=(0, 1.02), xlabel=f"bits of y lost, of {p}")
@@ -393,7 +388,7 @@ def _draw_conditions(axes: Any, diagnosis: Diagnosis) -> None:
     for place, (name, each) in enumerate(counts.items()):
         left = np.arange(last + 1) + 0.1 + 0.4 * place
         share = _share(each)[: last + 1]
-        axes.bar(left, share, width=0.4, align="edge", color=_COLORS[place], label=name)
+        axes.bar(left, share, width=0.4, align="edge", color=COLORS[place], label=name)
     axes.axvline(p, color="0.3", lw=1, ls="--")
     axes.annotate(
         f"2^{p}: no bit left if\nx itself was rounded",
