@@ -148,3 +148,15 @@ def test_out_without_elements_is_distinct_whatever_its_strides(shape):
     gradients = layer_norm_backward(x, cache, out=(np.empty_like(x), gamma + 1, gamma + 2))
     assert not gradients.dgamma.any()
     assert not gradients.dbeta.any()
+
+
+@pytest.mark.parametrize("axis", [-1, (0, 1, 2)])
+def test_a_layer_refuses_axes_that_do_not_match_its_shape(axis):
+    with pytest.raises(ValueError, match=r"axis must name 2 axes.*shape \(8, 16\)"):
+        LayerNorm((8, 16), axis=axis)
+
+
+def test_a_layer_normalizes_the_last_axes_by_default(rng):
+    x = rng.standard_normal((3, 8, 16))
+    y = LayerNorm((8, 16)).forward(x)
+    np.testing.assert_array_equal(y, LayerNorm((8, 16), axis=(1, 2)).forward(x))

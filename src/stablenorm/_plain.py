@@ -16,7 +16,7 @@ import numpy as np
 from stablenorm import _recycling
 from stablenorm._threads import SMALL
 from stablenorm._types import Array, Cache, Gradients, Statistics
-from stablenorm.backends import choose, implementation
+from stablenorm.backends import choose, implementation, warn_if_slow
 
 _FLOAT32 = np.dtype(np.float32)
 # In this machine's byte order.
@@ -73,6 +73,7 @@ def forward_plain(
     ):
         return None
     name = choose(backend)
+    warn_if_slow(name, x, gamma, beta)
     y = _recycling.empty(shape, dtype)
     rows = y
     if len(shape) != 2:

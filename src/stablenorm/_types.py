@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from stablenorm._control import default_control
+
 Array = NDArray[Any]
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -56,6 +58,19 @@ class Cache(NamedTuple):
     What `layer_norm_forward` hands to `layer_norm_backward`.
 
     `x` and `gamma` are kept by reference: changing them in between changes the gradients.
+
+    Attributes
+    ----------
+    mean, rstd : array
+        The mean of each row, and ``(var + eps)**-0.5``: float64, of the shape of x with 1 for the
+        normalized axes. Computed anew at each access.
+
+    Notes
+    -----
+    `mean` is within ``0.501 ulp + c * mean|x - mean|`` of the exact mean, with the c of the
+    accuracy contract, 2**-48 or, for float64 data, 2**-98; `rstd` is within 2**-48 of the exact
+    one in relative terms, for float64 data within 0.501 ulp. `statistics`, which the backward
+    reads, holds more digits than one float64. An rstd beyond the range of float64 is inf here.
     """
 
     x: Array
@@ -64,6 +79,41 @@ class Cache(NamedTuple):
     axis: tuple[int, ...]
     statistics: Statistics
     backend: str
+
+    def __repr__(self) -> str:
+        """Return shapes, dtypes and bytes on one line, no elements."""
+        gamma = None if self.gamma is None else f"{self.gamma.dtype} {self.gamma.shape}"
+        return (
+            f"Cache(x: {self.x.dtype} {self.x.shape}, gamma: {gamma}, beta: {self.beta_dtype}, "
+            f"axis: {self.axis}, statistics: {self.statistics.nbytes} bytes, "
+            f"backend: {self.backend!r})"
+        )
+
+    @property
+    def mean(self) -> Array:
+        """Return the mean of each row."""
+        kept = self.statistics
+        return self._of_rows(kept.mean, (kept.mean_lo, kept.mean_tail), 0)
+
+    @property
+    def rstd(self) -> Array:
+        """Return the reciprocal standard deviation of each row."""
+        kept = self.statistics
+        return self._of_rows(0.0, (kept.rstd, kept.rstd_lo), 1)
+
+    @default_control()
+    def _of_rows(self, first: Any, words: tuple[Any, Any], which: int) -> Array:
+        """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
+        low, lower = words
+        exponent = self.statistics.exponent
+        with np.errstate(all="ignore"):
+            if lower is not None:
+                low = low + lower
+            if exponent is not None:
+                low = np.ldexp(low, exponent[:, which])
+            total = first + low
+        lengths = enumerate(self.x.shape)
+        return total.reshape([1 if i in self.axis else length for i, length in lengths])
 
 
 def check_dtype(name: str, array: Array) -> None:

@@ -24,9 +24,8 @@ class LayerNorm:
         Lengths of the normalized axes.
     eps : float, default: 1e-5
         Added to the variance. Finite and >= 0.
-    axis : int or tuple of int, default: -1
-        The axes of x normalized together. Default: the last one; if `shape` has k > 1 lengths,
-        pass k axes.
+    axis : int or tuple of int, optional
+        The axes of x normalized together, as many as `shape` has lengths. Default: the last ones.
     gamma, beta : bool, default: True
         Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
     dtype : dtype, default: float32
@@ -47,7 +46,7 @@ class LayerNorm:
     TypeError
         If `dtype` is not one of the four or `shape` holds no ints.
     ValueError
-        If a length is not positive.
+        If a length is not positive, or `axis` names more or fewer axes than `shape` has lengths.
 
     Examples
     --------
@@ -65,7 +64,7 @@ class LayerNorm:
         shape: int | tuple[int, ...],
         eps: float = 1e-5,
         *,
-        axis: int | tuple[int, ...] = -1,
+        axis: int | tuple[int, ...] | None = None,
         gamma: bool = True,
         beta: bool = True,
         dtype: DTypeLike = np.float32,
@@ -76,7 +75,7 @@ class LayerNorm:
         check_dtype("dtype", ones)
         self.shape = lengths
         self.eps = eps
-        self.axis = axis
+        self.axis = _axes(axis, lengths)
         self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
@@ -135,6 +134,16 @@ def _lengths(shape: Any) -> tuple[int, ...]:
         msg = f"shape must have lengths of at least 1, got {shape}"
         raise ValueError(msg)
     return lengths
+
+
+def _axes(axis: int | tuple[int, ...] | None, lengths: tuple[int, ...]) -> int | tuple[int, ...]:
+    if axis is None:
+        return -1 if len(lengths) == 1 else tuple(range(-len(lengths), 0))
+    count = len(axis) if isinstance(axis, tuple) else 1
+    if count != len(lengths):
+        msg = f"axis must name {len(lengths)} axes, one per length of shape {lengths}, got {axis}"
+        raise ValueError(msg)
+    return axis
 
 
 def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
