@@ -67,9 +67,9 @@ def draw_map(path: Path) -> None:
         paint = np.array([to_rgb(color) for color in WARPS])[warps % len(WARPS)]
         paint = np.where((lanes % 2 == 0)[..., None], paint, 0.45 + 0.55 * paint)
         axes.imshow(paint, aspect="auto", interpolation="nearest")
-        rows = f"{in_hand} rows in hand" if in_hand > 1 else "one row in hand"
+        rows = f"{in_hand} rows per block" if in_hand > 1 else "one row per block"
         per_row = "one warp" if threads == 32 else f"{threads} threads"
-        axes.set_title(f"n = {n}: {per_row} a row, {rows} (the first {shown})")
+        axes.set_title(f"n = {n}: {per_row} per row, {rows} (the first {shown})")
         axes.set_yticks(range(shown), [f"row {r}" for r in range(shown)])
     axes.set_xlabel("column; a colour is a warp, a shade the 16 bytes of a thread")
     save(figure, path)

@@ -180,7 +180,7 @@ def passes_table() -> list[str]:
 
 def map_table() -> list[str]:
     """Threads of a row, by n and dtype, as the plan says."""
-    head = "threads a row | vectors a thread | rows in hand"
+    head = "threads per row | vectors per thread | rows per block"
     lines = [f"| n | bfloat16: {head} | float32: {head} |", "|---" * 7 + "|"]
     for n in LENGTHS:
         cells: list[str] = [f"{n}"]
