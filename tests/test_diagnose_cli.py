@@ -1,5 +1,6 @@
 """`stablenorm diagnose`: files of every kind, whole and damaged."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -13,7 +14,6 @@ import pytest
 
 from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
-from stablenorm.cli import stream
 from stablenorm.cli.files import InputError
 from stablenorm.cli.stream import list_members, open_rows
 
@@ -236,17 +236,16 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
 
 
 def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):
-    """It comes while the third block is read and the first two are at work."""
+    """It comes when two blocks are done."""
     np.save(tmp_path / "c.npy", x)
-    fill, calls = stream._fill, itertools.count(1)
+    calls = itertools.count(1)
 
-    def interrupted(*arguments):
-        if next(calls) == 3:
+    def interrupted(*_):
+        if next(calls) == 2:
             raise KeyboardInterrupt
-        fill(*arguments)
 
     monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128)
-    monkeypatch.setattr("stablenorm.cli.stream._fill", interrupted)
+    monkeypatch.setattr(command, "progress_bar", lambda _: contextlib.nullcontext(interrupted))
     before = threading.active_count()
     status, out, err = run(capsys, tmp_path / "c.npy", "--json", tmp_path / "found.json")
     assert (status, out, err) == (130, "", "stablenorm: interrupted\n")
