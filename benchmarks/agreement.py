@@ -14,8 +14,8 @@ import numpy as np
 from peers import EPS, Calls
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm._types import Array, Gradients
 from stablenorm.cli.bench import Problem, differing
+from stablenorm.types import Array, Gradients
 
 # The reference computes this much of float32 in half a second; of float64 a twentieth. Beyond, some
 # rows are compared: y and dx of a row depend on no other; the sums are then held against the peers'.

@@ -27,7 +27,7 @@ from figures_page import (
 from matplotlib.patches import FancyBboxPatch
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 # The row of the page, its gamma and dy.
 X, GAMMA, DY = np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]), np.array([1.0, 1.0, 0.0])

@@ -26,7 +26,7 @@ from figures_page import (
 from fusing_counts import ROWS, N, count_stages, count_tail, make_kernel
 from matplotlib.colors import to_rgb
 
-from stablenorm._types import bfloat16
+from stablenorm.types import bfloat16
 
 WARPS = (BLUE, RED, GREEN, "#cc79a7", "#e69f00", SKY, "#666666", "#8c6d31")
 OWNERS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7")

@@ -41,7 +41,7 @@ from stability_methods import (
 )
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm._types import Array, bfloat16
+from stablenorm.types import Array, bfloat16
 
 # Told apart by their dashes too, in print.
 OURS: dict[str, Any] = {"color": BLUE, "lw": 2.2, "label": "stablenorm"}

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut
 from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.types import Array, bfloat16
 
 PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "fusing.md"
 # The example of the page.

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
 from stablenorm.cli.bench import Problem
 from stablenorm.cli.parts import DTYPES
 from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
 RESULTS = ("y", "dx", "dgamma", "dbeta")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check import GradientReport, check_gradients, check_layer_norm
+from stablenorm.types import Array
 
 NAMES = ("x", "gamma", "beta")
 _WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}

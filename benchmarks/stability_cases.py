@@ -28,11 +28,11 @@ from stability_methods import (
 )
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
-from stablenorm._types import Array, Gradients, bfloat16
 from stablenorm.cli.bench import Problem
 from stablenorm.cli.parts import DTYPES
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.published import PUBLISHED
+from stablenorm.types import Array, Gradients, bfloat16
 
 N, ROWS, EPS = 768, 4, 1e-5
 OURS, FLUSHING = "stablenorm", "PyTorch, set_flush_denormal"

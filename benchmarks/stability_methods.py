@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
+from stablenorm.types import Array, bfloat16
 
 # (mean, var) of each row, as float32 columns.
 Moments = Callable[[Array], tuple[Array, Array]]

@@ -15,8 +15,8 @@ from stablenorm import (
     reference,
     set_num_threads,
 )
-from stablenorm._threads import SMALL
 from stablenorm.kernels import _helpers
+from stablenorm.threads import SMALL
 
 # Where the control word is in C's fenv_t, and its bits: to flush results and to take subnormal
 # operands as zero; to round upward.

@@ -1,4 +1,4 @@
-"""From and to 16 bits: each conversion of the compiled kernels against `_rounding.round_to`."""
+"""From and to 16 bits: each conversion of the compiled kernels against `reference.rounding.round_to`."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ if hardware and not _formats.HALF_IN_HARDWARE:
 _formats.HALF_IN_HARDWARE = hardware
 from numba import njit
 import ml_dtypes
-from stablenorm._rounding import round_to
+from stablenorm.reference.rounding import round_to
 from stablenorm.kernels._vector_memory import load, load_some, pointer, store, store_some
 from stablenorm.kernels._vectors import ZEROS
 

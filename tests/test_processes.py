@@ -13,7 +13,7 @@ import shared_calls
 from interpreter import run_python
 from shared_calls import helpers_alive, make, run
 
-from stablenorm import _threads
+from stablenorm import threads
 
 pytest.importorskip("numba")
 
@@ -98,14 +98,14 @@ def test_a_fork_waits_for_numba_to_be_loaded_and_to_compile():
     held, waited = threading.Event(), []
 
     def hold():
-        with _threads.starting:
+        with threads.starting:
             held.set()
             time.sleep(0.3)
             waited.append("all of it")
 
     def work():
         assert waited
-        thread = threading.Thread(target=_threads.starting.acquire, daemon=True)
+        thread = threading.Thread(target=threads.starting.acquire, daemon=True)
         thread.start()
         thread.join(5)
         assert not thread.is_alive()
@@ -115,7 +115,7 @@ def test_a_fork_waits_for_numba_to_be_loaded_and_to_compile():
     held.wait()
     in_child(work)
     thread.join()
-    with _threads.starting:
+    with threads.starting:
         in_child(lambda: run(*make(10)))
 
 

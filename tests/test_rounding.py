@@ -6,8 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm._doubledouble import Wide, two_prod, two_sum
-from stablenorm._rounding import round_sum_to, round_to
+from stablenorm.reference.doubledouble import Wide, two_prod, two_sum
+from stablenorm.reference.rounding import round_sum_to, round_to
 
 
 def nearest(value, dtype):

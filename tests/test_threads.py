@@ -12,7 +12,7 @@ from interpreter import run_python
 from shared_calls import helpers_alive, make, run
 
 import stablenorm
-from stablenorm import _threads, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, threads
 
 numba = pytest.importorskip("numba")
 _helpers = pytest.importorskip("stablenorm.kernels._helpers")
@@ -139,7 +139,7 @@ def test_set_num_threads_refuses(count, error, text):
 
 
 def test_before_it_is_set_it_is_what_the_process_may_use(monkeypatch):
-    monkeypatch.setattr(_threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
     affinity = getattr(os, "sched_getaffinity", None)
     assert stablenorm.get_num_threads() == (len(affinity(0)) if affinity else os.cpu_count())
@@ -147,7 +147,7 @@ def test_before_it_is_set_it_is_what_the_process_may_use(monkeypatch):
 
 @pytest.mark.parametrize("value", ["two", "0", "-1", "1.5", "1e1", "\N{SUPERSCRIPT TWO}"])
 def test_a_bad_numba_num_threads_is_one_clear_error(monkeypatch, value):
-    monkeypatch.setattr(_threads, "_chosen", None)
+    monkeypatch.setattr(threads, "_chosen", None)
     monkeypatch.setenv("NUMBA_NUM_THREADS", value)
     with pytest.raises(ValueError, match=f"NUMBA_NUM_THREADS must be a positive integer.*{value}"):
         stablenorm.get_num_threads()

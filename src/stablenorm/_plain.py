@@ -14,9 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm import _recycling
-from stablenorm._threads import SMALL
-from stablenorm._types import Array, Cache, Gradients, Statistics
 from stablenorm.backends import choose, implementation, warn_if_slow
+from stablenorm.threads import SMALL
+from stablenorm.types import Array, Cache, Gradients, Statistics
 
 _FLOAT32 = np.dtype(np.float32)
 # In this machine's byte order.

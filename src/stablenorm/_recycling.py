@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 # Smaller arrays are left to malloc, which mostly recycles what fits into its heap: not where other
 # allocations come in between, which cost (2, 128, 1024), 1 MiB, 15 microseconds of 60. Lending

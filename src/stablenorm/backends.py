@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
-from stablenorm._arrays import HOST, Arrays
-from stablenorm._threads import get_num_threads, starting
-from stablenorm._types import Array, any_float64
+from stablenorm.arrays import HOST, Arrays
+from stablenorm.threads import get_num_threads, starting
+from stablenorm.types import Array, any_float64
 
 # A backend is a module with a function for each operation. These are for NumPy's arrays.
 BACKENDS = {"numpy": "stablenorm.reference", "numba": "stablenorm.kernels.cpu"}

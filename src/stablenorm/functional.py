@@ -7,11 +7,10 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from stablenorm._arrays import Arrays, on_cuda_device
 from stablenorm._plain import backward_plain, forward_plain, plain_cache
-from stablenorm._shapes import normalize_axes, normalized_shape, show_axes
-from stablenorm._types import Array, Cache, Gradients, Statistics, check_eps
+from stablenorm.arrays import Arrays, normalize_axes, normalized_shape, on_cuda_device, show_axes
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation, warn_if_slow
+from stablenorm.types import Array, Cache, Gradients, Statistics, check_eps
 
 _NAMES = ("x", "gamma", "beta")
 

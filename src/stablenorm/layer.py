@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm._types import Array, Cache, check_dtype
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.types import Array, Cache, check_dtype
 from stablenorm.workspace import Workspace
 
 

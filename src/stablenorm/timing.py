@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
 BURST = 3e-4

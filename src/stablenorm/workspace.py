@@ -12,7 +12,7 @@ from numpy.typing import DTypeLike
 
 from stablenorm import _recycling
 from stablenorm._recycling import Memory, capacity
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 # Less than this, malloc keeps in the process by itself, whoever frees it (128 KiB in glibc).
 _SMALLEST = 1 << 16

@@ -15,9 +15,9 @@ import host_shim
 import numpy as np
 from host_shim import READ, WRITE, Tensor
 
-from stablenorm._types import any_float64
 from stablenorm.cuda.compile import sources
 from stablenorm.cuda.plan import COUNTERS, DTYPE_CODES, Kernel, choose_kernel, cut, pack_parameters
+from stablenorm.types import any_float64
 
 
 class Setting(NamedTuple):

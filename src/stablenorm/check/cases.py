@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.closed_form import Candidate, Case, Judged, statistics, unit
 from stablenorm.check.report import FindingVerdict
+from stablenorm.types import Array
 
 # Elements of a battery's case: rows are left out beyond it. 8 rows of 4096, where one call of a
 # plain program takes a millisecond.

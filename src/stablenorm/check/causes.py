@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
 from stablenorm.check.closed_form import Case, Expected, Judged, dx_terms, excess, row_mean
+from stablenorm.types import Array, bfloat16
 
 # Isolated elements that are told one by one; more of them are a pattern of their own.
 _ELEMENTS = 2

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.complex_step import ComplexStep
 from stablenorm.check.differences import (
     Estimate,
@@ -21,6 +20,7 @@ from stablenorm.check.differences import (
 from stablenorm.check.operation import Loss, norm, sum_rounding, unit_roundoff
 from stablenorm.check.pattern import name_pattern
 from stablenorm.check.report import ArgumentResult, Difference, Finding, ratio
+from stablenorm.types import Array
 
 # Elements compared one by one in an argument too large for all of them: the special places of
 # `sample` and about as many random ones; patterns are the business of the probes.

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.operation import FaultError, Loss, copies, flat, norm, sum_rounding
+from stablenorm.types import Array
 
 # Its square is 0 beside 1 by far, and its product with anything usual is no subnormal.
 _STEP = 2.0**-200

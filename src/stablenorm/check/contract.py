@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.operation import FaultError, digits, draw
 from stablenorm.check.report import Finding
 from stablenorm.check.subject import Outcome, Subject, compared, gradient_bound, y_bound
+from stablenorm.types import Array
 
 _LAYER = "contract"
 # Two more runs of each: a race shows seldom, but what draws random numbers shows at once.

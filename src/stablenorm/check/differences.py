@@ -34,9 +34,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.operation import Loss, digits, flat, norm, unit_roundoff
 from stablenorm.check.report import Secant
+from stablenorm.types import Array
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a

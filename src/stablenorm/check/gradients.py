@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array, check_dtype
 from stablenorm.check.compare import Comparer, Task, compare, judge, kinks, sample
 from stablenorm.check.contract import check_contract
 from stablenorm.check.operation import (
@@ -28,6 +27,7 @@ from stablenorm.check.report import (
     GradientReport,
 )
 from stablenorm.check.subject import Subject
+from stablenorm.types import Array, check_dtype
 
 Progress = Callable[[int, int], object]
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.closed_form import Statistics, row_mean, statistics, unit
 from stablenorm.check.operation import unit_roundoff
 from stablenorm.check.report import Identity
+from stablenorm.types import Array
 
 
 class _Rows(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.cases import (
     Trial,
     few_rows,
@@ -41,6 +40,7 @@ from stablenorm.check.report import (
     GradientReport,
     Identity,
 )
+from stablenorm.types import Array
 
 Oracle = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16, check_dtype
+from stablenorm.types import Array, bfloat16, check_dtype
 
 Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]

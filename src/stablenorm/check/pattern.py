@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 
 def name_pattern(differs: Callable[[Array], bool], shape: tuple[int, ...]) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check.compare import rounding_bound
 from stablenorm.check.operation import FaultError, Loss, unit_roundoff
 from stablenorm.check.report import FindingVerdict
+from stablenorm.types import Array
 
 # Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = (3, 5, 7, 11)

@@ -14,7 +14,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm._types import Array, Gradients
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli.files import InputError
 from stablenorm.cli.parts import (
@@ -35,6 +34,7 @@ from stablenorm.cli.tables import as_json, is_narrow, print_table, quantity, sha
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.timing import Timing, measure_copy, measure_interleaved
+from stablenorm.types import Array, Gradients
 
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
 PASSES = {"forward": 2, "backward": 3}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.check import GradientReport, check_layer_norm
 from stablenorm.check.closed_form import Candidate, Case
 from stablenorm.check.operation import Operation
@@ -19,6 +18,7 @@ from stablenorm.cli.user_class import adapt_class
 from stablenorm.cli.user_file import UserFile, UserFileError
 from stablenorm.cli.user_layer_norm import LayerNorm, adapt
 from stablenorm.oracle import exact_layer_norm
+from stablenorm.types import Array
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
 _SHAPES = ((2, 3, 8), (6, 8))

@@ -10,8 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm._shapes import normalize_axes, normalized_shape
-from stablenorm._types import check_eps
+from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli.files import InputError, bundled_file
 from stablenorm.cli.parts import (
     DTYPES,
@@ -33,6 +32,7 @@ from stablenorm.cli.stream import (
 from stablenorm.cli.tables import print_table, shape_text
 from stablenorm.diagnosis import Diagnosis, check_top, diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
+from stablenorm.types import check_eps
 
 _EXAMPLES = """\
 examples:

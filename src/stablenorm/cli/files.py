@@ -13,8 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.report import Problem
+from stablenorm.types import Array
 
 _NAMES = ("x", "gamma", "beta", "dy", "eps", "y", "dx", "dgamma", "dbeta")
 

@@ -19,9 +19,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from stablenorm._threads import get_num_threads, set_num_threads
-from stablenorm._types import bfloat16
 from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.types import bfloat16
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 

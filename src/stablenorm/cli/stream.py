@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stablenorm._shapes import as_rows
-from stablenorm._types import Array, bfloat16
+from stablenorm.arrays import as_rows
 from stablenorm.cli.files import _DAMAGED, InputError
+from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
 # its NumPy side has no BF16, and hands out slices of a map.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.cli.user_file import UserFile, UserFileError
 from stablenorm.cli.user_layer_norm import (
     LayerNorm,
@@ -21,6 +20,7 @@ from stablenorm.cli.user_layer_norm import (
     named_gradients,
     parameters_of,
 )
+from stablenorm.types import Array
 
 # Where a class of parameters, with its gradient beside it, keeps the array.
 _VALUES, _GRADIENTS = ("data", "value", "val"), ("grad", "gradient")

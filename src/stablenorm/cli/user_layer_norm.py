@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.cli.user_file import UserFile, UserFileError
+from stablenorm.types import Array
 
 # Compared without underscores and capitals.
 _ROLES = {

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import bfloat16, check_dtype
+from stablenorm.types import bfloat16, check_dtype
 
 DIRECTIONS = ("forward", "backward")
-# Elements of a block of the reference, `reference._BLOCK`.
+# Elements of a block of the reference, `reference.equations._BLOCK`.
 _BLOCK = 1 << 15
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, Gradients, bfloat16
 from stablenorm.cost._counts import PROGRAMS, Cost, count_cost
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing, make_copy, measure_interleaved
+from stablenorm.types import Array, Gradients, bfloat16
 
 # Which backend a program is; the plain formula is none.
 _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}

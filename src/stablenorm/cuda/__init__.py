@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._arrays import Arrays
-from stablenorm._types import Array, Gradients, Statistics, any_float64
+from stablenorm.arrays import Arrays
 from stablenorm.cuda import arrays, workspace
 from stablenorm.cuda.arrays import Matrix
 from stablenorm.cuda.driver import Driver, check_device, count_resident, make_driver
 from stablenorm.cuda.errors import cupy_missing, explained, is_cuda, needs_copy, other_devices
 from stablenorm.cuda.plan import DTYPE_CODES, Chunks, Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
+from stablenorm.types import Array, Gradients, Statistics, any_float64
 
 __all__ = ["CudaWorkspace"]
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm import _shapes
-from stablenorm._arrays import check_distinct, check_target, mixed, on_cuda_device
-from stablenorm._types import Array, check_dtype
+from stablenorm import arrays as host
+from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
 from stablenorm.cuda.errors import misaligned
+from stablenorm.types import Array, check_dtype
 
 ON_DEVICE = "on a CUDA device"
 
@@ -73,12 +73,12 @@ def ghost(array: Any) -> Array:
 
 def overlap(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` share memory; where that is too hard to decide, whether they may."""
-    return _shapes.overlap(ghost(a), ghost(b))
+    return host.overlap(ghost(a), ghost(b))
 
 
 def same_elements(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory."""
-    return a is b or (a.dtype == b.dtype and _shapes.same_elements(ghost(a), ghost(b)))
+    return a is b or (a.dtype == b.dtype and host.same_elements(ghost(a), ghost(b)))
 
 
 def convert(cupy: Any, name: str, value: Any) -> Any:
@@ -129,7 +129,7 @@ def view(folded: Folded) -> Matrix | None:
     n, itemsize = folded.shape[1], array.dtype.itemsize
     if array.flags.c_contiguous and axes == tuple(range(array.ndim - len(axes), array.ndim)):
         return Matrix(array, array.data.ptr, n, False)
-    rows = _shapes.as_rows(ghost(array), axes)
+    rows = host.as_rows(ghost(array), axes)
     if not isinstance(rows, np.ndarray):
         return None
     between, within = rows.strides

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm._types import bfloat16
+from stablenorm.types import bfloat16
 
 # The codes that layer_norm.cu knows dtypes by.
 DTYPE_CODES = {

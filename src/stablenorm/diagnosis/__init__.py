@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm._shapes import as_rows, normalize_axes, normalized_shape
-from stablenorm._threads import get_num_threads
-from stablenorm._types import Array, check_dtype, check_eps
+from stablenorm.arrays import as_rows, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
 from stablenorm.diagnosis.rows import BITS, TITLES, PerRow, measure_rows
 from stablenorm.testing.families import format_of
+from stablenorm.threads import get_num_threads
+from stablenorm.types import Array, check_dtype, check_eps
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "check_top", "diagnose", "diagnose_blocks"]
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_dtype
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.testing.families import format_of
+from stablenorm.types import Array
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
 _OFFSET = 4.0

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.testing.families import format_of
+from stablenorm.types import Array
 
 # "{working}" stands for the dtype that the methods compute in: float32, or float64 for float64.
 TITLES = {

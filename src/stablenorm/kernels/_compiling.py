@@ -12,7 +12,7 @@ import numpy as np
 from numba import config, njit, types
 from numba.core.registry import cpu_target
 
-from stablenorm._threads import starting
+from stablenorm.threads import starting
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]
     # The kernels exist as machine code only.

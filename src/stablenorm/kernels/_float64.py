@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
-from stablenorm._types import Array, Gradients, Statistics
 from stablenorm.kernels import _sums, _wide
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import crew_for
@@ -35,6 +34,7 @@ from stablenorm.kernels._tiles import (
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
+from stablenorm.types import Array, Gradients, Statistics
 
 _FLOAT64 = np.dtype(np.float64)
 

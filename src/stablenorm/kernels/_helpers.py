@@ -19,8 +19,8 @@ import threading
 from time import perf_counter
 from typing import Any
 
-from stablenorm._threads import SMALL, get_num_threads
 from stablenorm.kernels._sharing import MOST_HELPERS, NO_CREW, asleep, enlist, help_out, words
+from stablenorm.threads import SMALL, get_num_threads
 
 # Fewer elements than this, 2 microseconds of work, are shared with nobody. From SMALL on, helpers
 # are woken, or started. In between, only by a call that comes within so many seconds of another

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.kernels._control import restore, set_default
 from stablenorm.kernels._inner import inner
 from stablenorm.kernels._ir import WIDTH
@@ -25,6 +24,7 @@ from stablenorm.kernels._vector_memory import (
     store_some,
 )
 from stablenorm.kernels._vectors import ZEROS
+from stablenorm.types import Array
 
 _FLOAT32 = np.dtype(np.float32)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._jobs import total_job
+from stablenorm.types import Array
 
 
 def write_total(sums: Array, which: int, out: Array) -> None:

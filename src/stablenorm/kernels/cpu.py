@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array, Gradients, Statistics, any_float64
 from stablenorm.kernels import _float64, _sums, _tiny
 from stablenorm.kernels._compiling import bits
 from stablenorm.kernels._helpers import crew_for
@@ -29,6 +28,7 @@ from stablenorm.kernels._tiles import (
     past_caches,
 )
 from stablenorm.kernels._totals import write_total
+from stablenorm.types import Array, Gradients, Statistics, any_float64
 
 _ALONE = (NO_CREW, 0)
 

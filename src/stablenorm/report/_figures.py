@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array
 from stablenorm.cost import STYLES, Measured, draw_roofline
 from stablenorm.diagnosis import Diagnosis
 from stablenorm.figures import COLORS
 from stablenorm.report._findings import Output
 from stablenorm.report._gather import Rows
 from stablenorm.report._numbers import number, power
+from stablenorm.types import Array
 
 # Pixels of a page and of a telephone; a picture is drawn for each, so that letters keep their size.
 WIDTHS = {"wide": 720, "narrow": 344}

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, Gradients
 from stablenorm.check import check_gradients, row_identities
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.types import Array, Gradients
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 import stablenorm
-from stablenorm._threads import get_num_threads
-from stablenorm._types import Array
 from stablenorm.cost import Measured, measure_costs
 from stablenorm.diagnosis import Diagnosis, diagnose
 from stablenorm.report._findings import Findings, Problem, compute, inspect
+from stablenorm.threads import get_num_threads
+from stablenorm.types import Array
 
 # Elements that are computed and judged by identities, about a second of it; of a larger array
 # evenly spaced rows.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 # With fewer elements, a family built on one marked element has no row left around it.
 _ENOUGH = 8

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
+from stablenorm.types import Array, bfloat16
 
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
 Backward = Callable[[Array, Any], tuple[Array, Array, Array]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 
 def plain_forward(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from stablenorm._types import Array
+from stablenorm.types import Array
 
 
 class Published(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._types import Array, bfloat16
+from stablenorm.types import Array, bfloat16
 
 
 def round_to(value: Array, dtype: np.dtype[Any]) -> Array:

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from stablenorm._control import default_control
+from stablenorm.control import default_control
 
 Array = NDArray[Any]
 bfloat16 = np.dtype(ml_dtypes.bfloat16)

@@ -56,10 +56,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stablenorm._control import default_control
-from stablenorm._doubledouble import Wide
-from stablenorm._rounding import round_to
-from stablenorm._types import Array, Gradients, Statistics, any_float64
+from stablenorm.control import default_control
+from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.rounding import round_to
+from stablenorm.types import Array, Gradients, Statistics, any_float64
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm._rounding import round_sum_to
-from stablenorm._types import Array
+from stablenorm.reference.rounding import round_sum_to
+from stablenorm.types import Array
 
 # Between these powers of two no product of three elements, nor its last 106 bits, leaves the
 # range of float64: 3 * 200 + 3 * 53 + 106 < 1022.

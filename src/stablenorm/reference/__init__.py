@@ -1,0 +1,7 @@
+"""
+The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
+"""
+
+from stablenorm.reference.equations import backward, forward, project
+
+__all__ = ["backward", "forward", "project"]
