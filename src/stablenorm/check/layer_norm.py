@@ -282,7 +282,7 @@ class _Battery:
             message = "not run: the gradients are wrong on ordinary inputs already"
             self.findings.append(Finding(_HARD, "right for hard inputs", "NOTE", message))
         else:
-            few = ordinary(own, self._rng, few_rows(own)) if given.x.ndim > 1 else own
+            few = self._few(own)
             same = invariances(few, self._rng, takes_eps=self._takes_eps)
             self._try(_CLOSED_FORM, same, 0.0)
             self._try(_HARD, hard_inputs(few, self._rng), _FOUR_DIGITS)
@@ -306,12 +306,15 @@ class _Battery:
             return None
         return case._replace(dy=self._rng.standard_normal(x.shape).astype(y.dtype))
 
+    def _few(self, case: Case) -> Case:
+        """Return data of a few rows; the case itself if x has no axis of rows."""
+        has_rows = case.x.ndim > len(case.row_shape)
+        return ordinary(case, self._rng, few_rows(case)) if has_rows else case
+
     def _examine_forward(self, given: Case) -> float | None:
         """Compare y with the definition; return the eps that it uses, None if y is wrong."""
         candidate, name = self.candidate, "y = gamma xhat + beta"
-        case = given
-        if given.x.ndim > len(given.row_shape):
-            case = ordinary(given, self._rng, few_rows(given))
+        case = self._few(given)
         eps, self._takes_eps = candidate.read_eps(case)
         if eps != case.eps:
             message = f"the eps given, {case.eps:g}, is not used: it is {eps:g} inside"
