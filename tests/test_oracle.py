@@ -7,14 +7,11 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from rationals import fractions, neighbours
+from rationals import BFLOAT16, DTYPES, NAMES, fractions, neighbours, sample
 
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.oracle.rounding import FORMATS, round_ratio
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
-NAMES = ["y", "dx", "dgamma", "dbeta"]
 UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Digits of the square root in the tests' own arithmetic, which sees it through a few operations.
 DIGITS = 300
@@ -67,19 +64,6 @@ def nearest(value, dtype):
         bits = int(np.asarray(below).view(UINT[dtype.itemsize]))
         return below if bits % 2 == 0 else above
     return below if to_below < to_above else above
-
-
-def sample(dtype, rows, n, rng, offset=0.0):
-    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
-    gamma = (1 + 0.1 * rng.standard_normal(n)).astype(dtype)
-    beta = (0.1 * rng.standard_normal(n)).astype(dtype)
-    dy = rng.standard_normal((rows, n)).astype(dtype)
-    return x, gamma, beta, dy
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(20240131)
 
 
 # ---------------------------------------------------------------- values and roundings

@@ -17,7 +17,7 @@ The factor of T = (...) is the same for a whole row: dx is zero, and has its sig
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -64,10 +64,10 @@ class Row:
         spread = sum(map(abs, self.centered))
         return [self.n * abs(c) + spread for c in self.centered]
 
-    def scaled_xhat(self, factor: Vector) -> "Terms":
-        """Return the numbers of `factor` times xhat."""
+    def affine(self, factor: Vector, offset: Vector | None = None) -> "Terms":
+        """Return ``factor * xhat + offset``."""
         products = factor.times(Vector(self.centered, self.scale))
-        return Terms(self, products, self.root(), 1)
+        return Terms(self, products, self.root(), 1, offset)
 
     def dx(self, g: Vector) -> "Terms":
         """Return dx."""
@@ -108,17 +108,18 @@ class Row:
 
 
 class Terms(NamedTuple):
-    """Numbers ``multiples * w / divisor`` of a row; `factor` encloses ``w / divisor``."""
+    """Numbers ``multiples * w / divisor + offset`` of a row; `factor` encloses ``w / divisor``."""
 
     row: Row
     multiples: Vector
     factor: Interval
     divisor: int
+    offset: Vector | None = None
 
-    def intervals(self, offset: Vector | None = None) -> list[Interval]:
-        """Enclose each number, plus that of `offset`."""
+    def intervals(self) -> list[Interval]:
+        """Enclose each number."""
         integers, place = self.multiples[0], self.multiples.exponent + self.factor.exponent
-        offset = Vector([0] * self.row.n, place) if offset is None else offset
+        offset = self.offset or Vector([0] * self.row.n, place)
         unit = min(place, offset.exponent)
         low, width = self.factor.low << place - unit, self.factor.width << place - unit
         high, shift = low + width, offset.exponent - unit
@@ -131,8 +132,12 @@ class Terms(NamedTuple):
         """Return some of the numbers exactly."""
         radicand, coefficient = self.row.surd()
         coefficient *= power(self.multiples.exponent) / self.divisor
-        integers = (self.multiples.integers[i] for i in columns)
-        return [Surd(Fraction(0), self.row.n, {radicand: t * coefficient}) for t in integers]
+        integers, offset = self.multiples.integers, self.offset or Vector([0] * self.row.n, 0)
+        unit = power(offset.exponent)
+        return [
+            Surd(offset.integers[i] * unit, self.row.n, {radicand: integers[i] * coefficient})
+            for i in columns
+        ]
 
 
 def _divided(number: Interval, n: int) -> Interval:
@@ -206,7 +211,7 @@ class Inputs(NamedTuple):
         if name == "y":
             for x in read_rows(self.x):
                 row = read_row(x, self.eps)
-                yield None if row is None else row.scaled_xhat(self.gamma).intervals(self.beta)
+                yield None if row is None else row.affine(self.gamma, self.beta).intervals()
         elif name == "dx":
             for row, dy in self.pairs():
                 yield None if row is None else row.dx(self.gamma.times(dy)).intervals()
@@ -220,7 +225,7 @@ class Inputs(NamedTuple):
         for row, dy in self.pairs():
             if row is None:
                 return None
-            terms = row.scaled_xhat(dy).intervals()
+            terms = row.affine(dy).intervals()
             total = [one.plus(other) for one, other in zip(total, terms, strict=True)]
         return total
 
@@ -241,19 +246,14 @@ class Inputs(NamedTuple):
         if name == "dgamma":
             return self._dgamma_surds(columns)
         row = _defined(self.row(block))
-        if name == "dx":
-            return row.dx(self.g(block)).surds(columns)
-        terms, unit = row.scaled_xhat(self.gamma).surds(columns), power(self.beta.exponent)
-        return [
-            replace(one, rational=self.beta.integers[i] * unit)
-            for i, one in zip(columns, terms, strict=True)
-        ]
+        terms = row.affine(self.gamma, self.beta) if name == "y" else row.dx(self.g(block))
+        return terms.surds(columns)
 
     def _dgamma_surds(self, columns: list[int]) -> list[Surd]:
         """Return elements of dgamma; rows with the same square root share a term."""
         sums: list[dict[int, Fraction]] = [{} for _ in columns]
         for row, dy in self.pairs():
-            for found, term in zip(sums, _defined(row).scaled_xhat(dy).surds(columns), strict=True):
+            for found, term in zip(sums, _defined(row).affine(dy).surds(columns), strict=True):
                 for radicand, coefficient in term.terms.items():
                     found[radicand] = found.get(radicand, 0) + coefficient
         n = self.x.shape[1]
