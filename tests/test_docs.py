@@ -93,6 +93,13 @@ def test_a_dead_link_is_seen(tmp_path):
     assert dead_links(page) == ["#two", "gone.md", f"{site}/gone.html", "gone.svg"]
 
 
+def test_the_scripts_and_tests_that_pages_name_are_there():
+    text = "".join(page.read_text("utf-8") for page in READ_ON_THE_WEB)
+    named = set(re.findall(r"\b(?:benchmarks|tests|examples)/\w+\.py\b", text))
+    assert len(named) > 10
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
 def names_of_the_reference():
     """Return the full names that the directives of the reference document."""
     names = []
