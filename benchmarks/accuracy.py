@@ -19,7 +19,7 @@ from figures_page import FIGURES, SMALL, make_figure, save
 from page import DOCS, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.cli.parts import type_of
+from stablenorm.formats import parse
 from stablenorm.oracle import ContractResult, exact_layer_norm
 from stablenorm.testing import FAMILIES, make_case, plain_backward, plain_forward
 
@@ -55,7 +55,7 @@ Results = dict[tuple[str, str], dict[str, Judged]]
 def judge(job: Job) -> dict[str, Judged]:
     """Judge a family in a dtype, some of its outputs, with the plain formula or without."""
     family, dtype, n, rows, outputs, with_plain = job
-    case = make_case(family, type_of(dtype), n, rows)
+    case = make_case(family, parse(dtype), n, rows)
     exact = exact_layer_norm(*case)
     y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
     ours = dict(zip(OUTPUTS, (y, *layer_norm_backward(case.dy, cache)), strict=True))
@@ -89,7 +89,7 @@ def _of_row(actual: Any, expected: Any) -> float:
 
 def measure(jobs: Iterable[Job]) -> list[tuple[Job, dict[str, Judged]]]:
     """Judge those that exist, two processes at a time."""
-    every = [job for job in jobs if not FAMILIES[job[0]].why_not(type_of(job[1]), job[2], job[3])]
+    every = [job for job in jobs if not FAMILIES[job[0]].why_not(parse(job[1]), job[2], job[3])]
     with ProcessPoolExecutor(2) as pool:
         return list(zip(every, pool.map(judge, every, chunksize=4), strict=True))
 

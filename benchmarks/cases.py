@@ -14,7 +14,8 @@ from peers import EPS, Peer, copies
 from stablenorm import layer_norm, set_num_threads
 from stablenorm.backends import choose
 from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
-from stablenorm.cli.parts import DTYPES, type_of
+from stablenorm.cli.parts import DTYPES
+from stablenorm.formats import parse
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 from stablenorm.workspace import get_idle_limit, set_idle_limit
 
@@ -76,7 +77,7 @@ class Record(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The size of x."""
-        return math.prod(self.shape) * type_of(self.dtype).itemsize
+        return math.prod(self.shape) * parse(self.dtype).itemsize
 
     @property
     def speed(self) -> float:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from stablenorm import _recycling
 from stablenorm.backends import choose, implementation, warn_if_slow
+from stablenorm.formats import FORMATS
 from stablenorm.threads import SMALL
 from stablenorm.types import Array, Cache, Gradients, Statistics
 
 _FLOAT32 = np.dtype(np.float32)
 # In this machine's byte order.
-_FLOATING = frozenset(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)))
+_FLOATING = frozenset(each.dtype for each in FORMATS)
 _ndarray = np.ndarray
 _new_tuple: Any = tuple.__new__
 

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import _recycling
-from stablenorm.types import Array, check_dtype
+from stablenorm.formats import check_dtype
+from stablenorm.types import Array
 
 # Of DLPack: memory of a CUDA device, and memory that CUDA moves between host and device.
 _CUDA_KINDS = frozenset((2, 13))

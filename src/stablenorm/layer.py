@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from stablenorm.formats import check_dtype, parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
-from stablenorm.types import Array, Cache, check_dtype
+from stablenorm.types import Array, Cache
 from stablenorm.workspace import Workspace
 
 
@@ -71,7 +71,7 @@ class LayerNorm:
         workspace: Workspace | None = None,
     ) -> None:
         lengths = _lengths(shape)
-        ones = np.ones(lengths, _dtype(dtype))
+        ones = np.ones(lengths, parse(dtype))
         check_dtype("dtype", ones)
         self.shape = lengths
         self.eps = eps
@@ -144,9 +144,3 @@ def _axes(axis: int | tuple[int, ...] | None, lengths: tuple[int, ...]) -> int |
         msg = f"axis must name {len(lengths)} axes, one per length of shape {lengths}, got {axis}"
         raise ValueError(msg)
     return axis
-
-
-def _dtype(dtype: DTypeLike) -> np.dtype[Any]:
-    if isinstance(dtype, str) and dtype == "bfloat16":
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(dtype)

@@ -3,16 +3,14 @@
 import math
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from stablenorm.control import default_control
+from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
-bfloat16 = np.dtype(ml_dtypes.bfloat16)
-
-_SCALARS = frozenset((np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
+bfloat16 = BFLOAT16.dtype
 
 
 class Gradients(NamedTuple):
@@ -114,13 +112,6 @@ class Cache(NamedTuple):
             total = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])
-
-
-def check_dtype(name: str, array: Array) -> None:
-    """Raise TypeError unless `array` holds one of the four floating types."""
-    if array.dtype.type not in _SCALARS:
-        msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}"
-        raise TypeError(msg)
 
 
 def check_eps(eps: Any) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 from stablenorm.check.operation import FaultError, digits, draw
 from stablenorm.check.report import Finding
 from stablenorm.check.subject import Outcome, Subject, compared, gradient_bound, y_bound
+from stablenorm.formats import format_of
 from stablenorm.types import Array
 
 _LAYER = "contract"
@@ -25,8 +26,6 @@ _LAYER = "contract"
 _RUNS = 2
 # How deep a cache is searched for arrays: a cache of a layer in a block in a model.
 _DEPTH = 4
-# frexp's exponents of the smallest and the largest normal number.
-_RANGE = {"float16": (-13, 16), "bfloat16": (-125, 128), "float32": (-125, 128)}
 
 # Named arrays, and a call that must leave them alone.
 Call = tuple[list[tuple[str, Array]], Callable[[], Any]]
@@ -211,8 +210,9 @@ def _homogeneous(subject: Subject) -> Outcome:
 def _ordinary(gradient: Array, power: int) -> Array:
     """Tell which elements stay normal numbers, or 0, when multiplied by 2^power."""
     exponent = np.frexp(gradient.astype(np.float64))[1] + power
-    low, high = _RANGE.get(gradient.dtype.name, (-1021, 1024))
-    sure = (exponent > low + 2) & (exponent < high) & np.isfinite(gradient)
+    kind = format_of(gradient.dtype)
+    # frexp's exponents are one more than those of the format.
+    sure = (exponent > kind.emin + 3) & (exponent < kind.emax + 1) & np.isfinite(gradient)
     return np.asarray(sure | (gradient == 0))
 
 

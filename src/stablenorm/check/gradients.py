@@ -27,7 +27,8 @@ from stablenorm.check.report import (
     GradientReport,
 )
 from stablenorm.check.subject import Subject
-from stablenorm.types import Array, check_dtype
+from stablenorm.formats import check_dtype
+from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
 

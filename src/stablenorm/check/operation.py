@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.types import Array, bfloat16, check_dtype
+from stablenorm.formats import check_dtype
+from stablenorm.types import Array, bfloat16
 
 Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]

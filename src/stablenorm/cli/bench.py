@@ -25,13 +25,13 @@ from stablenorm.cli.parts import (
     check_outputs,
     check_shape,
     step_bar,
-    type_of,
     use_threads,
     write_json,
     write_plot,
 )
 from stablenorm.cli.tables import as_json, is_narrow, print_table, quantity, shape_text
 from stablenorm.figures import COLORS, new_figure
+from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.timing import Timing, measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients
@@ -165,7 +165,7 @@ class Problem(NamedTuple):
 def make_problem(shape: Sequence[int], dtype: str) -> Problem:
     """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
     rng = np.random.default_rng(0)
-    kind = type_of(dtype)
+    kind = parse(dtype)
     # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
     count = min(math.prod(shape), 2**22)
     x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
@@ -196,7 +196,7 @@ def make_candidates(
 def bytes_per_element(dtype: str) -> int:
     """Bytes held at once while x is timed, roughly, per element of x."""
     # x, dy, y, dx; a fresh y or dx; the results of two backends.
-    return 8 * type_of(dtype).itemsize
+    return 8 * parse(dtype).itemsize
 
 
 def usable_backends() -> list[str]:
@@ -263,7 +263,7 @@ def measure(
     copy = max(before, measure_copy(threads))
     rows = []
     for shape, dtype, direction, backend, outputs, timing in timed:
-        nbytes = PASSES[direction] * math.prod(shape) * type_of(dtype).itemsize
+        nbytes = PASSES[direction] * math.prod(shape) * parse(dtype).itemsize
         speed = nbytes / timing.median
         rows.append(Row(shape, dtype, direction, backend, outputs, timing, speed, speed / copy))
     return Bench(tuple(rows), copy, threads)

@@ -20,11 +20,11 @@ from stablenorm.cli.parts import (
     check_outputs,
     check_shape,
     progress_bar,
-    type_of,
     write_json,
     write_plot,
 )
 from stablenorm.cli.tables import shape_text
+from stablenorm.formats import parse
 
 _EXAMPLES = """\
 examples:
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     shape = None if arguments.shape is None else tuple(arguments.shape)
     if shape is not None:
         # x, dy, y, dx, and what the checks keep of them.
-        check_shape(shape, 8 * type_of(arguments.dtype).itemsize)
+        check_shape(shape, 8 * parse(arguments.dtype).itemsize)
     names = (arguments.file, arguments.forward, arguments.backward, arguments.class_)
     request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
     check_request(request)

@@ -19,7 +19,6 @@ from stablenorm.cli.parts import (
     check_outputs,
     check_shape,
     step_bar,
-    type_of,
     use_threads,
     write_json,
     write_plot,
@@ -27,6 +26,7 @@ from stablenorm.cli.parts import (
 from stablenorm.cli.tables import as_json, is_narrow, print_table, quantity
 from stablenorm.cost import Measured, Roofline, count_kept, draw_roofline, measure_costs
 from stablenorm.figures import new_figure
+from stablenorm.formats import parse
 
 _ROUNDS = 11
 _EXAMPLES = """\
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     shape = tuple(arguments.shape or (32, 512, 768))
     # x, dy, y, dx and the numbers as drawn; what plain NumPy keeps, and its temporaries.
-    s = type_of(arguments.dtype).itemsize
+    s = parse(arguments.dtype).itemsize
     check_shape(shape, 5 * s + 4 + 6 * max(s, 4))
     check_at_least("--threads", arguments.threads, 1)
     try:

@@ -18,7 +18,6 @@ from stablenorm.cli.parts import (
     add_outputs,
     check_outputs,
     progress_bar,
-    type_of,
     write_json,
     write_plot,
 )
@@ -32,6 +31,7 @@ from stablenorm.cli.stream import (
 from stablenorm.cli.tables import print_table, shape_text
 from stablenorm.diagnosis import Diagnosis, check_top, diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
+from stablenorm.formats import parse
 from stablenorm.types import check_eps
 
 _EXAMPLES = """\
@@ -152,7 +152,7 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
             return diagnose_blocks(
                 blocks,
                 shape=member.shape,
-                dtype=type_of(arguments.dtype or member.dtype.name),
+                dtype=parse(arguments.dtype or member.dtype.name),
                 axis=axes,
                 eps=eps,
                 top=top,

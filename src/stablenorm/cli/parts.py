@@ -15,13 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
 from stablenorm.cli.files import InputError, check_target, write_beside
 from stablenorm.threads import get_num_threads, set_num_threads
-from stablenorm.types import bfloat16
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 
@@ -130,11 +128,6 @@ def check_at_least(option: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         msg = f"{option} must be >= {least}, got {value}"
         raise InputError(msg)
-
-
-def type_of(name: str) -> np.dtype[Any]:
-    """Return the dtype of that name; NumPy itself does not know bfloat16."""
-    return bfloat16 if name == "bfloat16" else np.dtype(name)
 
 
 def use_threads(threads: int | None) -> int:

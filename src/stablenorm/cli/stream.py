@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from stablenorm.arrays import as_rows
 from stablenorm.cli.files import _DAMAGED, InputError
+from stablenorm.formats import is_supported
 from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
 # its NumPy side has no BF16, and hands out slices of a map.
-_SAFETENSORS = {
+_SAFETENSORS: dict[str, np.dtype[Any]] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
@@ -39,8 +39,6 @@ _BLOCK = 1 << 21
 
 # Bytes of a cache line: of rows that do not lie one after the other, none is read twice.
 _LINE = 64
-
-_KINDS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 
 
 class Member(NamedTuple):
@@ -104,7 +102,7 @@ def read_small(path: Path, name: str) -> float | None:
 
 def check_member(member: Member) -> None:
     """Refuse what no layer norm takes."""
-    if member.dtype.type not in _KINDS:
+    if not is_supported(member.dtype):
         held = "objects" if member.dtype.hasobject else str(member.dtype)
         msg = f"{member.label} must be float16, bfloat16, float32 or float64, got {held}"
         raise InputError(msg)

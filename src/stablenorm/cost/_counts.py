@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import bfloat16, check_dtype
+from stablenorm.formats import check_dtype, parse
 
 DIRECTIONS = ("forward", "backward")
 # Elements of a block of the reference, `reference.equations._BLOCK`.
@@ -251,6 +251,6 @@ def _block_bytes(rows: int, n: int) -> int:
 
 
 def _itemsize(dtype: Any) -> int:
-    kind = bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    kind = parse(dtype)
     check_dtype("dtype", np.empty(0, kind))
     return kind.itemsize

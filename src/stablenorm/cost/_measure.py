@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.cost._counts import PROGRAMS, Cost, count_cost
+from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing, make_copy, measure_interleaved
-from stablenorm.types import Array, Gradients, bfloat16
+from stablenorm.types import Array, Gradients
 
 # Which backend a program is; the plain formula is none.
 _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
@@ -124,7 +125,7 @@ def _make_calls(
 ) -> tuple[dict[str, Callable[[], Any]], dict[int, Callable[[], Any]], int]:
     """Return the calls of the programs, copies of x by threads, and the bytes of a copy."""
     rng = np.random.default_rng(0)
-    kind = bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    kind = parse(dtype)
     x, dy = (rng.standard_normal(matrix, np.float32).astype(kind) for _ in range(2))
     gamma, beta = rng.uniform(0.5, 1.5, (2, matrix[1])).astype(kind)
     y, out = np.zeros_like(x), Gradients(*map(np.zeros_like, (x, gamma, beta)))

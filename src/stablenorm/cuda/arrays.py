@@ -15,7 +15,8 @@ import numpy as np
 from stablenorm import arrays as host
 from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
 from stablenorm.cuda.errors import misaligned
-from stablenorm.types import Array, check_dtype
+from stablenorm.formats import check_dtype
+from stablenorm.types import Array
 
 ON_DEVICE = "on a CUDA device"
 

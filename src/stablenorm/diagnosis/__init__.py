@@ -15,9 +15,10 @@ from numpy.typing import ArrayLike, DTypeLike
 from stablenorm.arrays import as_rows, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
 from stablenorm.diagnosis.rows import BITS, TITLES, PerRow, measure_rows
+from stablenorm.formats import check_dtype
 from stablenorm.testing.families import format_of
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, check_dtype, check_eps
+from stablenorm.types import Array, check_eps
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "check_top", "diagnose", "diagnose_blocks"]
 

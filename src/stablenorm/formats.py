@@ -1,0 +1,52 @@
+"""The four floating-point formats, once. Only the oracle has a table of its own."""
+
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+
+class Format(NamedTuple):
+    """A format: its normal numbers have a magnitude of 2**emin up to less than 2**(emax + 1)."""
+
+    dtype: np.dtype[Any]
+    # Bits of the significand, the leading one included.
+    digits: int
+    emin: int
+    emax: int
+
+
+FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = FORMATS = (
+    Format(np.dtype(np.float16), 11, -14, 15),
+    Format(np.dtype(ml_dtypes.bfloat16), 8, -126, 127),
+    Format(np.dtype(np.float32), 24, -126, 127),
+    Format(np.dtype(np.float64), 53, -1022, 1023),
+)
+
+# By what an array of either byte order has: dtype.type.
+_BY_TYPE = {each.dtype.type: each for each in FORMATS}
+
+
+def format_of(dtype: np.dtype[Any]) -> Format:
+    """Return the format of one of the four dtypes."""
+    return _BY_TYPE[dtype.type]
+
+
+def is_supported(dtype: np.dtype[Any]) -> bool:
+    """Tell whether a dtype is one of the four, in either byte order."""
+    return dtype.type in _BY_TYPE
+
+
+def check_dtype(name: str, array: NDArray[Any]) -> None:
+    """Raise TypeError unless `array` holds one of the four floating types."""
+    if not is_supported(array.dtype):
+        msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}"
+        raise TypeError(msg)
+
+
+def parse(dtype: DTypeLike) -> np.dtype[Any]:
+    """Return a dtype as `numpy.dtype` does, which itself does not know the name bfloat16."""
+    if isinstance(dtype, str) and dtype == "bfloat16":
+        return BFLOAT16.dtype
+    return np.dtype(dtype)
