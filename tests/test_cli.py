@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import stablenorm.report._findings as job
 from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
+from stablenorm.cli import run as run_command
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
@@ -180,6 +182,20 @@ def test_without_a_command_the_help_is_shown(capsys):
     assert shown.err.startswith("usage: stablenorm")
     for command in ("run", "diagnose", "check", "bench", "complexity", "report"):
         assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
+
+
+@pytest.mark.filterwarnings("always")
+def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
+    """Once the place in our code, and a line of it."""
+
+    def warn(_problem):
+        warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
+        return compute(_problem)
+
+    compute = run_command.compute
+    monkeypatch.setattr(run_command, "compute", warn)
+    assert main(["run", save(tmp_path, x=X)]) == 0
+    assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 
 
 @pytest.mark.parametrize("arguments", [["walk"], ["run", 300 * "a"]])

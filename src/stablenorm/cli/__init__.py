@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -48,21 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help(sys.stderr)
             return EXIT_BAD_INPUT
-        return int(arguments.job(arguments))
+        with warnings.catch_warnings():
+            # In a line, as everything else that is not a result; the place in our code helps nobody.
+            warnings.showwarning = lambda message, *_, **__: _say(message)
+            return int(arguments.job(arguments))
     except InputError as error:
-        print(f"stablenorm: {error}", file=sys.stderr)
+        _say(error)
         return EXIT_BAD_INPUT
     except MemoryError as error:
-        print(f"stablenorm: x must fit in memory, got: {error}", file=sys.stderr)
+        _say(f"x must fit in memory, got: {error}")
         return EXIT_BAD_INPUT
     except OSError as error:
         # A name too long, a full disk behind stdout: the system's reason says it all.
         where = f" ({error.filename})" if error.filename else ""
-        print(f"stablenorm: {error.strerror or error}{where}", file=sys.stderr)
+        _say(f"{error.strerror or error}{where}")
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
-        print("stablenorm: interrupted", file=sys.stderr)
+        _say("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _say(words: object) -> None:
+    print(f"stablenorm: {words}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
