@@ -1,6 +1,7 @@
 """The documentation: it builds without a warning, refers to nothing that is not there, needs no network."""
 
 import ast
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -98,6 +99,16 @@ def test_the_scripts_and_tests_that_pages_name_are_there():
     named = set(re.findall(r"\b(?:benchmarks|tests|examples)/\w+\.py\b", text))
     assert len(named) > 10
     assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_the_names_of_the_package_on_the_pages_exist():
+    """Those in code spans; those of docstrings are links, which the build holds."""
+    pages = [page for page in PAGES if page.name != "changelog.md"]
+    text = "".join(page.read_text("utf-8") for page in pages)
+    names = set(re.findall(r"`(stablenorm(?:\.\w+)+)`", text))
+    assert len(names) > 10
+    for name in names:
+        pkgutil.resolve_name(name)
 
 
 def names_of_the_reference():
