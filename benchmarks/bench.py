@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
     run = origin({peer.name: peer.version for peer in peers}) | {
         "command": "make bench",
         "threads": options.threads,
-        "nice": os.nice(0),
+        "real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "missing": missing,
         "machine": machine,
         "agreement": agreement,

@@ -351,10 +351,10 @@ def _words(shape: Iterable[int]) -> str:
 def _circumstances(run: dict[str, Any]) -> str:
     missing = "; ".join(f"{name} ({why})" for name, why in run["missing"].items())
     text = f" Not measured, since they could not be imported: {missing}." if missing else ""
-    # Where others work on the machine, a run must be given precedence, or it times them as well.
-    return text + (
-        f" Scheduled before other processes (`nice {run['nice']}`)." if run["nice"] else ""
-    )
+    # Where others work on the machine, a run without precedence times them as well.
+    if run["real_time"]:
+        text += " Run with real-time priority (`chrt -r 10`): others worked on the machine."
+    return text
 
 
 def _agreement(run: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.analysis.families import FAMILIES, make_case
+from stablenorm.testing import FAMILIES, make_case
 from stablenorm.reference import equations
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "accuracy-contract.md"

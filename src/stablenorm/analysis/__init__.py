@@ -1,1 +1,0 @@
-"""Instruments that describe data and cost: they take arrays and functions."""

@@ -1,1 +1,0 @@
-from stablenorm.testing.published import *  # moved

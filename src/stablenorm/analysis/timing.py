@@ -1,1 +1,0 @@
-from stablenorm.timing import *  # moved
