@@ -1,8 +1,8 @@
 """
 Agree, then time: no candidate is timed on a problem where its results are not those of the others.
 
-Ours must be, for types of up to 32 bits, the very bits of the NumPy reference; a peer must be as
-near as its precision allows.
+Ours must be within an ulp or two of the NumPy reference; a peer must be as near as its precision
+allows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDINGS = 16
 
 
 class DisagreementError(Exception):
-    """Ours are not the bits of the reference: nothing that is timed would mean anything."""
+    """Ours are not the reference's: nothing that is timed would mean anything."""
 
 
 def compute(problem: Problem, out: bool = False) -> dict[str, Array]:

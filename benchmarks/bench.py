@@ -35,7 +35,7 @@ PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 # against the limit of seconds; all of them together take less than ten minutes.
 EFFORTS = {
     "call": Effort(51, 15, 10),
-    "shapes": Effort(21, 5, 4),
+    "shapes": Effort(21, 5, 3),
     "kept": Effort(21, 5, 4),
     "alone": Effort(9, 3, 3),
     "dtypes": Effort(9, 3, 8),

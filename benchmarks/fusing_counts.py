@@ -9,17 +9,16 @@ the tables of the page between their markers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
+from page import DOCS, put
 
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array, bfloat16
 
-PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "fusing.md"
 # The example of the page.
 ROWS, N = 8192, 4096
 # Of an H100 SXM, from its data sheet: bytes a second of memory, multiprocessors, boost clock.
@@ -234,9 +233,9 @@ def limits_line() -> list[str]:
     return [f"A thread holds at most this at a time, of x and of dy each: {text}."]
 
 
-def tables() -> dict[str, Sequence[str]]:
+def tables() -> dict[str, str]:
     """Return every generated part of the page."""
-    return {
+    parts = {
         "traffic": traffic_table(),
         "passes": passes_table(),
         "map": map_table(),
@@ -244,24 +243,8 @@ def tables() -> dict[str, Sequence[str]]:
         "orders": orders_line(),
         "limits": limits_line(),
     }
-
-
-def fill(page: str) -> str:
-    """Return the page with every table between its markers."""
-    for name, lines in tables().items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        if page.count(begin) != 1 or page.count(end) != 1:
-            msg = f"{PAGE.name} must hold {begin} and {end} once each"
-            raise ValueError(msg)
-        before, rest = page.split(begin)
-        page = before + begin + "\n" + "\n".join(lines) + "\n" + end + rest.split(end)[1]
-    return page
-
-
-def main() -> None:
-    """Write the tables into the page."""
-    PAGE.write_text(fill(PAGE.read_text("utf8")), encoding="utf8")
+    return {name: "\n".join(lines) for name, lines in parts.items()}
 
 
 if __name__ == "__main__":
-    main()
+    put(DOCS / "explanation" / "fusing.md", tables(), __file__)

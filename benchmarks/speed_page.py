@@ -362,8 +362,9 @@ def _agreement(run: dict[str, Any]) -> str:
     refused = "; ".join(run["refused"])
     last = f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
     return (
-        "- Before a case is timed, y and dx of ours must be the bits of the NumPy reference (float64: "
-        "within 2 ulp), and a peer must be within 16 roundings of its dtype, relative to the magnitudes "
+        "- Before a case is timed, y and dx of ours must be within an ulp of the NumPy reference (float64 "
+        "and sums: 2 ulp; elements that cancel: the contract), and a peer must be within 16 roundings of "
+        "its dtype, relative to the magnitudes "
         f"that enter (`benchmarks/agreement.py`). Largest part of that tolerance used: {used}. {last}"
     )
 

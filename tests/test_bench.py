@@ -232,6 +232,14 @@ def test_backends_that_differ_are_not_timed(capsys, monkeypatch, output):
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("value", "agree"), [(2.0**-24, True), (1.0, False)])
+def test_only_an_element_that_cancels_may_be_three_units_apart(value, agree):
+    """Once: of 16 million elements of rows of 65536, 2**-24 among terms of 1, six differed."""
+    problem = job.make_problem((4, 5), "float32")
+    one = np.array([value], np.float32)
+    assert job._close(one, one + 3 * np.spacing(one), problem, "y") == agree
+
+
 def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
     def without(name):
         if name == "numba":
