@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.testing import FAMILIES, make_case
 from stablenorm.reference import equations
+from stablenorm.testing import FAMILIES, make_case
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "accuracy-contract.md"
 U = 2.0**-53

@@ -20,11 +20,13 @@ STAMPS = [
 OLDER = {
     f"docs/{name}.md"
     for name in (
-        "evidence/gradient-checkers", "checker", "evidence/diagnose", "evidence/accuracy", "evidence/performance",
-        "explanation/fusing", "explanation/complexity", "how-to/train", "how-to/gpu",
-        "how-to/workspace",
+        "evidence/diagnose",
+        "evidence/gradient-checkers",
+        "evidence/performance",
+        "how-to/gpu",
+        "how-to/train",
     )
-}  # fmt: skip
+}
 
 
 @pytest.fixture
