@@ -117,7 +117,7 @@ def _warn_of_float64(x_dtype: str) -> None:
     while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "stablenorm":
         level, frame = level + 1, frame.f_back
     warnings.warn(
-        f"gamma and beta should be {x_dtype} or float32 beside a {x_dtype} x, got float64, with "
+        f"gamma and beta should be no wider than float32 beside a {x_dtype} x, got float64, with "
         "which a call takes a hundred times as long. Cure: np.ones(768, np.float32), say, and "
         "gamma.astype(np.float32)",
         RuntimeWarning,
