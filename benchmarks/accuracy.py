@@ -72,19 +72,24 @@ def judge(job: Job) -> dict[str, Judged]:
             found[name] = found[name]._replace(
                 plain=float(ulps.max()),
                 plain_within=float(np.max(ulps, where=inside, initial=0)),
-                of_row=_of_row(plain[name], exact.rounded(name, np.float64)),
+                of_row=_of_row(
+                    plain[name],
+                    exact.rounded(name, plain[name].dtype),
+                    exact.rounded(name, np.float64),
+                ),
             )
     return found
 
 
-def _of_row(actual: Any, expected: Any) -> float:
-    """Return max|error| over the largest exact element of the row; infinity over a row of zeros."""
+def _of_row(actual: Any, nearest: Any, exact: Any) -> float:
+    """Return the largest error over the largest exact element of its row; NaN counts as infinity."""
     with np.errstate(all="ignore"):
-        # Halves: the difference of two of the largest floats overflows.
-        off = np.abs(actual.astype(np.float64) / 2 - expected / 2).max(axis=-1)
-        size = np.abs(expected).max(axis=-1) / 2
-        ratio = np.where(off == 0, 0.0, off / size)
-    return float(np.nan_to_num(ratio, nan=np.inf).max())
+        # Halves: the difference of two of the largest floats overflows. The nearest float is as
+        # good as exact, though it be infinity.
+        off = np.abs(actual.astype(np.float64) / 2 - exact / 2)
+        off = np.where(actual == nearest, 0, off).max(axis=-1)
+        ratio = np.where(off == 0, 0.0, off / (np.abs(exact).max(axis=-1) / 2))
+    return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max())
 
 
 def measure(jobs: Iterable[Job]) -> list[tuple[Job, dict[str, Judged]]]:
@@ -236,7 +241,7 @@ def sample(elements: int) -> tuple[int, int, int]:
 
 def draw(results: Results) -> None:
     """The heat map: families down, dtypes across; the plain formula, and ours."""
-    figure = make_figure(8.6)
+    figure = make_figure(8.4)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, words in zip(panels, ("plain formula", "stablenorm"), strict=True):
         image = np.full((len(FINITE), len(DTYPES)), np.nan)
@@ -250,9 +255,9 @@ def draw(results: Results) -> None:
         axes.set_xticks(range(len(DTYPES)), DTYPES, rotation=60)
         axes.set_title(words)
     panels[0].set_yticks(range(len(FINITE)), [family.title for family in FINITE])
-    bar = figure.colorbar(shown, ax=panels, location="right", aspect=40)
+    bar = figure.colorbar(shown, ax=panels, location="bottom", aspect=25, pad=0.02)
     bar.set_ticks([-0.31, 2, 4, 6, 8], labels=["0.5", "100", "1e4", "1e6", "1e8+"])
-    bar.set_label("worst error of any output, ulp; top: NaN too", fontsize=SMALL)
+    bar.set_label("worst error, ulp (NaN: dark)", fontsize=SMALL)
     save(figure, FIGURES / "accuracy.png")
 
 
@@ -305,7 +310,7 @@ its error is 0.5000000006 ulp.
 
 ## All families
 
-"Of the row": the largest error of the plain formula over the largest exact element of its row, which
+"Of the row": the largest error of the plain formula, of elements that are not the nearest float, over the largest exact element of its row, which
 is how much of the row it spoils; an element near 0 may be off by many of its own ulp and matter
 little. "all of it": NaN, infinity, or something other than 0 where all of the row is exactly 0.
 

@@ -128,21 +128,21 @@ def _mean(text: str, found: Ratios, bound: float, count: int) -> Gate:
     if len(found) != count:
         return Gate(text, "-", None)
     mean = statistics.geometric_mean(found.values())
-    return Gate(text, f"{mean:.2g} (geometric mean)", mean >= bound)
+    return Gate(text, f"{mean:.3g} (geometric mean)", mean >= bound)
 
 
 def _least(text: str, found: Ratios, bound: float) -> Gate:
     if not found:
         return Gate(text, "-", None)
     worst = min(found, key=lambda shape: found[shape])
-    return Gate(text, f"{found[worst]:.2g}{_where(worst, found)}", found[worst] >= bound)
+    return Gate(text, f"{found[worst]:.3g}{_where(worst, found)}", found[worst] >= bound)
 
 
 def _most(text: str, found: Ratios, bound: float) -> Gate:
     if not found:
         return Gate(text, "-", None)
     worst = max(found, key=lambda shape: found[shape])
-    return Gate(text, f"{found[worst]:.2g}{_where(worst, found)}", found[worst] <= bound)
+    return Gate(text, f"{found[worst]:.3g}{_where(worst, found)}", found[worst] <= bound)
 
 
 def _where(worst: tuple[int, ...], found: Ratios) -> str:

@@ -36,6 +36,8 @@ WHY = {
     "`out=` on 256 MiB": "rows of 64 to 256 elements pay for what a row costs besides its elements: "
     "three sums over lanes, a division and a root.",
     "slowest over fastest": "the same cost per row.",
+    "halving n": "the same; and with one or two elements nothing else is left.",
+    "float64 `out=`": "float64 is computed in double-double, 60 to 90 operations per element.",
     "elements per second of float16": "half the bytes, but the same arithmetic and dearer "
     "conversions.",
     "elements per second of bfloat16": "half the bytes, but the same arithmetic and dearer "
@@ -92,7 +94,7 @@ HOW = """How to read it:
   takes 1.2 times as long as theirs; "level", that the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
-  more come from recycled memory ([Reusing memory](workspace.md)). "recycling off": the same with
+  more come from recycled memory ([Reusing memory](../how-to/workspace.md)). "recycling off": the same with
   `set_idle_limit(0)`. "out=": results are written into arrays that exist.
 - "of copy": what must be read and written (forward x and y; backward dy, x and dx) over the time,
   as a part of what a plain copy moves with as many threads: of the same arrays in the same rounds

@@ -22,7 +22,6 @@ OLDER = {
     for name in (
         "evidence/diagnose",
         "evidence/gradient-checkers",
-        "evidence/performance",
         "how-to/gpu",
         "how-to/train",
     )
