@@ -305,7 +305,7 @@ largest share of c S that one of them used.
 value lies within about 2^-29 ulp of the middle between two. In a sample of {SAMPLED:.2g} elements of y and
 as many of dx (rows of 1024, N(0, 1), gamma 1 + 0.1 N, float32), {wrong_y} of y and {wrong_dx} of dx were not the
 nearest float32; {undecided} lay too near a midpoint for float64 to tell. One such element, found by a
-longer search, is [shown and tested](../reference/accuracy-contract.md#within-0-501-ulp-is-not-correctly-rounded):
+longer search, is [shown and tested](../reference/accuracy-contract.md):
 its error is 0.5000000006 ulp.
 
 ## All families
