@@ -13,7 +13,7 @@ STAMP = re.compile(r"<!-- written by benchmarks/(\S+) (\w+) -->")
 STAMPS = [
     (page.relative_to(ROOT), *found)
     for page in PAGES
-    for found in set(STAMP.findall(page.read_text("utf8")))
+    for found in sorted(set(STAMP.findall(page.read_text("utf8"))))
 ]
 
 # Written before there were stamps; the next run of their scripts gives them one.
