@@ -28,7 +28,7 @@ README_SHAPES = (*IN_CACHE[:1], *IN_CACHE[2:], BEYOND[1], BEYOND[3])
 WHY = {
     "PyTorch's time over ours": "in cache both are bound by arithmetic; ours is in float64, theirs "
     "in float32.",
-    "the same, both on": "with its pages kept, PyTorch too runs at the speed of memory; ours does "
+    "the same, both on": "with its pages kept, PyTorch too is bound by memory; ours does "
     "more arithmetic per element, in float64.",
     "no shape slower": "where x stays in the caches the arithmetic decides: ours is in float64, "
     "with compensated sums over rows; PyTorch's is in float32.",
