@@ -405,3 +405,17 @@ def test_differences_that_contradict_the_closed_form_still_fail():
     )  # fmt: skip
     assert _cleared(result, right).verdict == "PASS"
     assert _cleared(replace(result, numeric=2.0), right).verdict == "FAIL"
+
+
+def test_sums_over_the_first_axis_alone_are_a_restriction():
+    """Code for x of two axes is right there; what it returns for three is said in a note."""
+
+    def for_two_axes(dy, cache):
+        dx, _, _ = backward(dy, cache)
+        return dx, (dy * cache.xhat).sum(axis=0), dy.sum(axis=0)
+
+    report = check_layer_norm(forward, for_two_axes, rng=0)
+    assert report.verdict == "PASS"
+    assert any(
+        "of shape (1, 8)" in note.message for note in findings(report, "closed form", "NOTE")
+    )
