@@ -34,8 +34,9 @@ WHY = {
     "with compensated sums over rows; PyTorch's is in float32.",
     "plain NumPy's time": "at 1 MiB plain NumPy does not wait for memory either.",
     "`out=` on 256 MiB": "rows of 64 to 256 elements pay for what a row costs besides its elements: "
-    "three sums over lanes, a division and a root.",
-    "slowest over fastest": "the same cost per row.",
+    "three sums over lanes, a division and a root; longer ones, where the processor is slow against "
+    "its memory, for arithmetic in float64.",
+    "slowest over fastest": "the same.",
     "halving n": "the same; and with one or two elements nothing else is left.",
     "float64 `out=`": "float64 is computed in double-double, 60 to 90 operations per element.",
     "elements per second of float16": "half the bytes, but the same arithmetic and dearer "
