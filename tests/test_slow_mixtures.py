@@ -34,7 +34,7 @@ def test_once_and_at_the_line_of_the_caller(function, x, which):
 
 def test_an_error_comes_each_time():
     for _ in range(2):
-        with pytest.raises(RuntimeWarning, match="gamma and beta should be float32"):
+        with pytest.raises(RuntimeWarning, match="gamma and beta should be no wider than float32"):
             layer_norm(X, np.ones(4))
 
 
