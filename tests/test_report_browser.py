@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -84,6 +85,8 @@ def _browse(directory, frames):
     done = subprocess.run(
         [_BROWSER, *options, outer.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
+        # It puts a socket there, whose path has 104 bytes at most.
+        env={**os.environ, "TMPDIR": "/tmp"},
     )  # fmt: skip
     found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
     return json.loads(html.unescape(found.group(1))), re.findall(r".*CONSOLE.*", done.stderr)
