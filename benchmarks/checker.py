@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from checker_page import write_page
-from machine import processor
+from page import processor
 from rich.progress import track
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from lost_bits import DTYPES, ROWS, cases, measure
-from machine import processor
+from page import processor
 
 import stablenorm
 from stablenorm.diagnosis.rows import TITLES

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from checker_page import write_page
-from machine import processor
+from page import processor
 from shootout_tools import Subject, Tool, load_tools
 
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, forward
