@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm.cli.check_file import FileCheck, Request, check_file, check_request
+from stablenorm.cli.check_file import FileCheck, check_file
+from stablenorm.cli.files import InputError
 from stablenorm.cli.parts import (
     EXIT_FAILED,
     EXIT_INCONCLUSIVE,
     Help,
     add_outputs,
+    check_at_least,
     check_outputs,
     check_shape,
     progress_bar,
@@ -101,17 +104,19 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     # The file's code may change the directory.
     plot, file = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
-    shape = None if arguments.shape is None else tuple(arguments.shape)
-    if shape is not None:
+    if arguments.shape is not None:
         # x, dy, y, dx, and what the checks keep of them.
-        check_shape(shape, 8 * parse(arguments.dtype).itemsize)
-    names = (arguments.file, arguments.forward, arguments.backward, arguments.class_)
-    request = Request(*names, shape, arguments.dtype, arguments.eps, arguments.seed)
-    check_request(request)
+        check_shape(arguments.shape, 8 * parse(arguments.dtype).itemsize)
+    check_at_least("--seed", arguments.seed, 0)
+    eps = arguments.eps
+    if eps is not None and not (math.isfinite(eps) and eps >= 0):
+        msg = f"--eps must be finite and >= 0, got {eps}"
+        raise InputError(msg)
     print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
     with progress_bar("comparing") as progress:
-        check = check_file(request, progress)
-    write_json(file, (json.dumps(check.as_dict(), indent=1, allow_nan=False) + "\n").encode())
+        check = check_file(arguments, progress)
+    content = check._asdict() | {"report": check.report.as_dict()}
+    write_json(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     write_plot(plot, lambda file, kind: check.report.plot(file, format=kind))
     _print(check, Console())
     return {"PASS": 0, "FAIL": EXIT_FAILED}.get(check.report.verdict, EXIT_INCONCLUSIVE)
