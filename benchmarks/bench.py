@@ -28,7 +28,7 @@ from speed_figures import draw_length, draw_size
 from speed_page import page, readme_block, summary
 
 from stablenorm.cli.parts import DTYPES, use_threads
-from stablenorm.workspace import set_idle_limit
+from stablenorm.memory import set_idle_limit
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 # Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run

@@ -16,8 +16,8 @@ from stablenorm.backends import choose
 from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
 from stablenorm.cli.parts import DTYPES
 from stablenorm.formats import parse
+from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
-from stablenorm.workspace import get_idle_limit, set_idle_limit
 
 # Ours: as called, with recycling of large results off, with results written into arrays given.
 OURS, OURS_OFF, OURS_OUT, CALL = "stablenorm", "recycling off", "out=", "layer_norm"

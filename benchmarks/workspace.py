@@ -17,8 +17,8 @@ from cases import count_faults
 from page import DOCS, digits, origin, origin_line, put, table
 
 from stablenorm import get_num_threads, layer_norm_backward, layer_norm_forward
+from stablenorm.memory import Workspace
 from stablenorm.timing import measure_interleaved
-from stablenorm.workspace import Workspace
 
 SHAPE = (16, 512, 1024)
 # What the system says of pages of 2 MiB: fewer faults, where it gives them.

@@ -15,9 +15,9 @@ from stablenorm import cost
 from stablenorm.cli import complexity
 from stablenorm.cli.files import InputError
 from stablenorm.cost import Cost, Roofline, count_cost, count_kept, measure_costs
+from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing
-from stablenorm.workspace import get_idle_limit, set_idle_limit
 
 
 def _problem(shape, dtype):

@@ -225,7 +225,7 @@ def test_saved_bfloat16_mean_loses_what_the_backward_loses():
         ({"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
         ({"eps": "a"}, TypeError, "eps must be a number"),
         ({"axis": 2}, ValueError, "axis must name axes of x, which has 2 dimensions"),
-        ({"top": -1}, ValueError, "top must be >= 0, got -1"),
+        ({"top": -1}, ValueError, "top must be at least 0, got -1"),
         ({"top": 1.5}, TypeError, "top must be an int"),
         ({"x": np.ones((2, 0))}, ValueError, "at least one element along axis 1"),
         ({"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),

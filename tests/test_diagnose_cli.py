@@ -178,7 +178,7 @@ def damage(path, x):
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
         (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
         (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),
-        (["whole.npy", "--top", "-2"], "top must be >= 0, got -2"),
+        (["whole.npy", "--top", "-2"], "top must be at least 0, got -2"),
         (["whole.npy", "--json", "no/where.json"], "--json must be in an existing directory"),
         (["whole.npy", "--plot", "found.txt"], "--plot must be a"),
     ],

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.layer import LayerNorm
+from stablenorm.memory import Workspace
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Cache, Gradients
-from stablenorm.workspace import Workspace
 
 if TYPE_CHECKING:
     from stablenorm.check import (

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm import _recycling
+from stablenorm import memory
 from stablenorm.backends import choose, implementation, warn_if_slow
 from stablenorm.formats import FORMATS
 from stablenorm.threads import SMALL
@@ -74,7 +74,7 @@ def forward_plain(
         return None
     name = choose(backend)
     warn_if_slow(name, x, gamma, beta)
-    y = _recycling.empty(shape, dtype)
+    y = memory.empty(shape, dtype)
     rows = y
     if len(shape) != 2:
         folded = (size // lengths[0], lengths[0])
@@ -146,7 +146,7 @@ def backward_plain(dy: Any, cache: Cache, out: Any) -> Gradients | None:
         and (gamma is None or _is_plain(gamma, lengths))
     ):
         return None
-    dx: Array = _recycling.empty(shape, x.dtype)
+    dx: Array = memory.empty(shape, x.dtype)
     dgamma = None if gamma is None else np.empty(lengths, gamma.dtype)
     dbeta = None if beta_dtype is None else np.empty(lengths, beta_dtype)
     rows = dx

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
-from stablenorm import _recycling
+from stablenorm import memory
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
@@ -117,7 +117,7 @@ def mixed(name: str, value: Any, others: str) -> str:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], _: Any) -> Array:
-    return _recycling.empty(shape, dtype)
+    return memory.empty(shape, dtype)
 
 
 # ---- what `axis` means: any array seen as (rows, n) ----

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.memory import Workspace
 from stablenorm.types import Array, Cache
-from stablenorm.workspace import Workspace
 
 
 class LayerNorm:

@@ -1,9 +1,10 @@
 """How many threads a call may use: one number for the process; and what a fork waits for."""
 
 import logging  # noqa: F401  # for the order of fork hooks, see below
-import operator
 import os
 import threading
+
+from stablenorm.types import check_count
 
 # No thread is started or woken for fewer elements than this: about 15 microseconds of work, where
 # waking another thread can take 20.
@@ -72,15 +73,7 @@ def set_num_threads(count: int) -> None:
     >>> stablenorm.set_num_threads(before)
     """
     global _chosen  # noqa: PLW0603  # the one setting of the process
-    try:
-        number = operator.index(count)
-    except TypeError:
-        msg = f"count must be an int, got {count!r}"
-        raise TypeError(msg) from None
-    if number < 1:
-        msg = f"count must be at least 1, got {number}"
-        raise ValueError(msg)
-    _chosen = number
+    _chosen = check_count("count", count, least=1)
 
 
 def get_num_threads() -> int:

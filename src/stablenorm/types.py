@@ -1,6 +1,7 @@
 """The names and dtypes that every floor shares: what goes in, what comes out, what is kept."""
 
 import math
+import operator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -125,6 +126,20 @@ def check_eps(eps: Any) -> float:
         msg = f"eps must be finite and >= 0, got {eps}"
         raise ValueError(msg)
     return value
+
+
+def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:
+    """Return `value` as an int; TypeError if it is none, ValueError if it is less than `least`."""
+    cure = cure and f"; {cure}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        msg = f"{name} must be an int, got {value!r}{cure}"
+        raise TypeError(msg) from None
+    if number < least:
+        msg = f"{name} must be at least {least}, got {number}{cure}"
+        raise ValueError(msg)
+    return number
 
 
 def any_float64(*arrays: Any) -> bool:

@@ -29,10 +29,10 @@ from stablenorm.cli.stream import (
     read_small,
 )
 from stablenorm.cli.tables import print_table, shape_text
-from stablenorm.diagnosis import Diagnosis, check_top, diagnose_blocks
+from stablenorm.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
 from stablenorm.formats import parse
-from stablenorm.types import check_eps
+from stablenorm.types import check_count, check_eps
 
 _EXAMPLES = """\
 examples:
@@ -136,7 +136,7 @@ def _diagnose(arguments: argparse.Namespace, member: Member) -> Diagnosis:
         axes = normalize_axes(tuple(arguments.axis), len(member.shape))
         lengths = normalized_shape(member.shape, axes)
         eps = check_eps(_eps(arguments, member))
-        top = check_top(arguments.top)
+        top = check_count("top", arguments.top, least=0)
     except ValueError as error:
         raise InputError(str(error)) from None
     rows = int(np.prod(member.shape, dtype=object)) // int(np.prod(lengths, dtype=object))

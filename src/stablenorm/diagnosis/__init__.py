@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,9 +17,9 @@ from stablenorm.diagnosis.rows import BITS, TITLES, PerRow, measure_rows
 from stablenorm.formats import check_dtype
 from stablenorm.testing.families import format_of
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, check_eps
+from stablenorm.types import Array, check_count, check_eps
 
-__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "check_top", "diagnose", "diagnose_blocks"]
+__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose", "diagnose_blocks"]
 
 # Elements of a block, the work of one thread at a time: some 5 ms, ten times what it takes to
 # predict from the statistics of a block whatever its size.
@@ -117,7 +116,7 @@ def diagnose(
         dtype=kind,
         axis=axes,
         eps=check_eps(eps),
-        top=check_top(top),
+        top=check_count("top", top, least=0),
         keep_rows=True,
     )
 
@@ -271,16 +270,3 @@ class _Totals:
             largest_condition_dx=float(self._largest_conditions[1]),
             largest_lost=dict(zip(TITLES, map(float, self._largest_lost), strict=True)),
         )
-
-
-def check_top(top: Any) -> int:
-    """Return `top` as an int, or raise."""
-    try:
-        number = operator.index(top)
-    except TypeError:
-        msg = f"top must be an int, got {top!r}"
-        raise TypeError(msg) from None
-    if number < 0:
-        msg = f"top must be >= 0, got {number}"
-        raise ValueError(msg)
-    return number

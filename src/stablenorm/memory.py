@@ -1,0 +1,331 @@
+"""
+Memory for results that is handed out again once the last array that refers to it is gone.
+
+The system clears the pages of a large new array one by one, as they are first written, which can
+take as long as the layer norm. A `Pool` keeps such memory: one for each `Workspace`, which its user
+makes, and one for the process, for large results for which no memory was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import operator
+import os
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from stablenorm.types import Array, check_count
+
+# Smaller arrays are allocated by NumPy. A workspace keeps those that malloc would return to the
+# system (from 128 KiB on in glibc), and somewhat smaller ones. Results of less than 1 MiB are
+# mostly recycled by malloc itself. Not where other allocations come in between: that cost
+# (2, 128, 1024), 1 MiB, 15 microseconds of 60. Lending takes 2.
+LEAST_OF_WORKSPACE, LEAST = 1 << 16, 1 << 20
+
+# Arrays begin at a cache line, so that the kernels can write whole ones, and successive ones begin
+# 25 lines apart within a page of 4 KiB: a processor takes a load to depend on a recent store whose
+# address agrees in the last 12 bits. 25 of 64 lines is the golden section, so few or many, the
+# places are spread evenly.
+_PAGE, _APART = 4096, 25 * 64
+_starts = itertools.count(0, _APART)
+
+# How many large results back is recent: a forward and a backward of 32 layers, so that a size that
+# comes once per step is still recent when it comes again.
+_RECENT = 64
+
+# At most this is idle: as much as ten results of (16, 1024, 768) in float32. More than a sixteenth
+# of the memory would be missed by others.
+_MOST, _SHARE = 512 << 20, 16
+
+
+def capacity(size: int) -> int:
+    """Return the least 4, 5, 6 or 7 times a power of two that is `size` or more."""
+    # At most a quarter more than was asked for, and that in pages that nobody touches.
+    step = (1 << (size - 1).bit_length()) // 8
+    return -(-size // step) * step
+
+
+def _new_memory(nbytes: int) -> Any:
+    """Return NumPy's description of new memory, which keeps that alive and is read by `asarray`."""
+    whole = np.empty(nbytes + _PAGE, np.uint8)
+    start = (next(_starts) - whole.__array_interface__["data"][0]) % _PAGE
+    return whole[start : start + nbytes].__array_struct__
+
+
+class _Lease:
+    """
+    What a lent array and all its views refer to: it ends with the last of them.
+
+    Following `base` as far as it goes ends here and not at the memory: a lease is no array, so
+    NumPy does not shorten the chain beyond it, and what is made from a lease refers to it.
+    """
+
+    __slots__ = ("__array_struct__", "nbytes", "pool")
+
+    def __init__(self, memory: Any, nbytes: int, pool: Pool) -> None:
+        self.__array_struct__ = memory
+        self.nbytes = nbytes
+        # Weak, so that a pool that nobody refers to goes at once, with all that it keeps.
+        self.pool = weakref.ref(pool)
+
+    def __del__(self) -> None:
+        # No global names from here on: when the interpreter exits they may be gone.
+        pool = self.pool()
+        if pool is not None:
+            pool.take_back(self.__array_struct__, self.nbytes)
+
+
+class Pool:
+    """
+    Memory that nobody uses now, for the next array of about its size, up to a limit in bytes.
+
+    Single operations on a dict are atomic, so there is no lock. A lock could stay locked in a
+    forked child, and would deadlock if garbage collection began while it is held. Loops run over
+    copies, and what is popped has one taker.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        # Counts large results; where it stands still, no memory is released for its age.
+        self.clock = 0
+        # Memory, its bytes, and the clock when it came back, in the order in which it did: the
+        # first has been idle for longest.
+        self._idle: dict[int, tuple[Any, int, int]] = {}
+        self._numbers = itertools.count()
+        # What is in use: the bytes of each, by the identity of the memory.
+        self.lent: dict[int, int] = {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """Count the bytes that are idle now."""
+        return sum(nbytes for _, nbytes, _ in self._idle.copy().values())
+
+    def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> Array:
+        """Return an array in `room` bytes or more, which come back when nothing refers to it."""
+        memory, nbytes = self._take(room) or (_new_memory(room), room)
+        array = np.ndarray(shape, dtype, np.asarray(_Lease(memory, nbytes, self)))
+        self.lent[id(memory)] = nbytes
+        return array
+
+    def _take(self, room: int) -> tuple[Any, int] | None:
+        """Return idle memory of at least `room` bytes if there is any, which is then idle no more."""
+        while True:
+            # Up to twice as large is better than new, which the system would have to clear page
+            # by page. The smallest, and of several the latest: the likeliest to be in the caches.
+            least, best = 2 * room, None
+            for number, (_, nbytes, _) in self._idle.copy().items():
+                if room <= nbytes <= least:
+                    least, best = nbytes, number
+            if best is None:
+                return None
+            # None if another thread was quicker.
+            if taken := self._idle.pop(best, None):
+                return taken[:2]
+
+    def take_back(self, memory: Any, nbytes: int) -> None:
+        """Keep memory that nobody uses any more."""
+        self.lent.pop(id(memory), None)
+        # One that is too large by itself would drive out all the others first.
+        if nbytes <= self.limit:
+            self._idle[next(self._numbers)] = memory, nbytes, self.clock
+            self.release()
+
+    def release(self, before: int = 0) -> None:
+        """Release what came back before that time, and the longest idle beyond the limit."""
+        excess = self.idle_bytes - self.limit
+        for number, (_, nbytes, since) in self._idle.copy().items():
+            if since >= before and excess <= 0:
+                break
+            # Gone, whether by this thread or by another.
+            self._idle.pop(number, None)
+            excess -= nbytes
+
+    def clear(self) -> None:
+        """Release all that is idle."""
+        self._idle.clear()
+
+
+# ---- large results of the process ----
+
+
+def default_limit() -> int:
+    """Return how much may be idle: a share of what this process can have at most."""
+    found = []
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    # A container may allow less than the machine has.
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    # A system that does not say is taken for a small machine.
+    return min(_MOST, min(found, default=4 << 30) // _SHARE)
+
+
+pool = Pool(default_limit())
+_asks = itertools.count(1)
+# By capacity, which ask was the latest.
+_asked: dict[int, int] = {}
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return an array of arbitrary elements, a large one in memory of the pool where that pays."""
+    size = math.prod(shape) * dtype.itemsize
+    if size < LEAST:
+        return np.empty(shape, dtype)
+    room = capacity(size)
+    pool.clock = now = next(_asks)
+    latest = _asked.get(room, -_RECENT)
+    _asked[room] = now
+    pool.release(now - _RECENT)
+    if now - latest <= _RECENT and room <= pool.limit:
+        try:
+            return pool.lend(shape, dtype, room)
+        except MemoryError:
+            # What is idle may be what is missing.
+            pool.clear()
+    return np.empty(shape, dtype)
+
+
+def set_idle_limit(nbytes: int) -> None:
+    """
+    Set how much memory of large results may be kept while nobody uses it.
+
+    Parameters
+    ----------
+    nbytes : int
+        At least 0. With 0, nothing is kept, and what is idle is released at once.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `nbytes` is not an int, or is negative.
+
+    Notes
+    -----
+    Large are results of 1 MiB or more of `layer_norm`, `layer_norm_forward` and
+    `layer_norm_backward`, where no `out` was given. If another of about the same size was among
+    the last 64 of them, a result takes memory that is no longer in use: the last array that
+    refers to it is gone. A size that comes once is an ordinary array, and keeps nothing. Beyond
+    the limit the longest idle is released, and so is what has been idle for 64 large results.
+    Neither memory in use nor that of a `Workspace` counts.
+
+    An array in such memory is like any other, but does not own it: ``flags.owndata`` is False
+    and ``base`` is not None. As with a `Workspace`, a bare address does not keep it in use.
+
+    Examples
+    --------
+    >>> from stablenorm.memory import get_idle_bytes, get_idle_limit, set_idle_limit
+    >>> before = get_idle_limit()
+    >>> set_idle_limit(0)
+    >>> get_idle_limit(), get_idle_bytes()
+    (0, 0)
+    >>> set_idle_limit(before)
+    """
+    cure = "for 1 GiB give 2**30, to keep nothing 0"
+    pool.limit = check_count("nbytes", nbytes, least=0, cure=cure)
+    pool.release()
+
+
+def get_idle_limit() -> int:
+    """
+    Return how much memory of large results may be kept while nobody uses it.
+
+    Returns
+    -------
+    int
+        What `set_idle_limit` was given; before that 512 MiB, or a sixteenth of the memory of
+        the machine or the container if that is less.
+    """
+    return int(pool.limit)
+
+
+def get_idle_bytes() -> int:
+    """Return how many bytes are kept for large results now: those in use are not counted."""
+    return pool.idle_bytes
+
+
+# ---- results of a loop ----
+
+
+class Workspace:
+    """
+    Memory for the results of a loop, handed out again once nobody holds the array any more.
+
+    A large array costs a page fault for each of its pages whenever it is allocated. A workspace keeps
+    the memory instead, and hands it out again as soon as the last array that refers to it is gone:
+    not before, so nothing that is still in use is ever overwritten.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes held, whether in use or kept for the next array.
+
+    Notes
+    -----
+    In use means: held by an array, a view or slice of it, a memoryview, or whatever else keeps a
+    reference to one of them, as ``torch.from_numpy`` and DLPack do. A bare address does not:
+    memory whose ``array.ctypes.data`` was given to C must be kept in use by keeping the array.
+
+    It holds as much as was in use at once, for each size (those within a quarter of one another
+    count as one), until `clear`. A loop that binds ``y`` anew while the last ``y`` is still bound
+    has two in use. Arrays of less than 64 KiB are ordinary ones; the others begin at a multiple of
+    64 bytes. The memory is not cleared: like those of ``numpy.empty``, the elements are arbitrary.
+
+    Any thread may use it, with no lock to wait for. A child after a fork has its
+    own copy, like all its memory. A copy or a pickle of a workspace is a new, empty one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import Workspace, layer_norm
+    >>> work = Workspace()
+    >>> x = np.ones((32, 1024), np.float32)
+    >>> for step in range(100):
+    ...     y = layer_norm(x, out=work.empty_like(x))
+    ...     del y
+    >>> work.nbytes == x.nbytes
+    True
+    """
+
+    def __init__(self) -> None:
+        self._pool = Pool(math.inf)
+
+    def __repr__(self) -> str:
+        """Return how much this workspace holds."""
+        return f"<Workspace of {self.nbytes} bytes>"
+
+    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
+        """Copy and pickle as an empty one: what is in memory is nobody's state."""
+        return type(self), ()
+
+    @property
+    def nbytes(self) -> int:
+        """Tell how many bytes are held, in use or kept for the next array."""
+        return sum(self._pool.lent.copy().values()) + self._pool.idle_bytes
+
+    def empty(self, shape: int | Iterable[int], dtype: DTypeLike = np.float64) -> Array:
+        """Return a C-contiguous array of arbitrary elements, of any dtype without objects."""
+        element = np.dtype(dtype)
+        if element.hasobject:
+            msg = f"dtype must not hold Python objects, got {element}"
+            raise TypeError(msg)
+        lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+        size = math.prod(lengths) * element.itemsize
+        if size < LEAST_OF_WORKSPACE or min(lengths) < 0:
+            return np.empty(lengths, element)
+        return self._pool.lend(lengths, element, capacity(size))
+
+    def empty_like(self, array: Array) -> Array:
+        """Return such an array with the shape and dtype of another, which may have any layout."""
+        return self.empty(array.shape, array.dtype)
+
+    def clear(self) -> None:
+        """Release all memory that is not in use; what is in use still comes back later."""
+        self._pool.clear()

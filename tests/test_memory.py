@@ -1,0 +1,293 @@
+"""Memory for results: the process keeps what comes again, and never much; a `Workspace` keeps all."""
+
+import copy
+import os
+import pickle
+import weakref
+
+import lent_memory
+import numpy as np
+import pytest
+from lent_memory import BYTE, FLOAT32, NBYTES, SHAPE, new, place
+
+from stablenorm import LayerNorm, memory
+from stablenorm.memory import Workspace, get_idle_bytes, get_idle_limit, set_idle_limit
+
+# Fixtures.
+pool, known, work = lent_memory.pool, lent_memory.known, lent_memory.work
+
+
+def other_asks(count):
+    """Ask so many times for what is too large to be kept; nothing of it is touched."""
+    for _ in range(count):
+        assert new((2 * get_idle_limit(),), BYTE).flags.owndata
+
+
+# ---- large results of the process ----
+
+
+@pytest.mark.usefixtures("pool")
+def test_small_ones_and_those_asked_for_once_hold_nothing():
+    for size in (*[NBYTES - 1] * 3, *(NBYTES << i for i in range(8))):
+        array = new((size,), BYTE)
+        assert array.flags.owndata
+        gone = weakref.ref(array)
+        del array
+        assert gone() is None
+    assert get_idle_bytes() == 0
+
+
+@pytest.mark.usefixtures("known")
+def test_from_the_second_on_memory_comes_again():
+    first = new()
+    where = place(first)
+    assert not first.flags.owndata
+    assert get_idle_bytes() == 0
+    del first
+    assert get_idle_bytes() == NBYTES
+    second = new()
+    assert place(second) == where
+    assert get_idle_bytes() == 0
+    assert not np.shares_memory(second, new())
+
+
+def test_recent_is_64_asks(known):
+    other_asks(63)
+    assert not new().flags.owndata
+    other_asks(64)
+    assert new().flags.owndata
+    assert known.clock == 2 * 64 + 2
+
+
+@pytest.mark.usefixtures("known")
+def test_what_is_idle_for_64_asks_is_released():
+    held = [new() for _ in range(3)]
+    del held
+    other_asks(10)
+    where = place(new())
+    other_asks(53)
+    # 64 asks after all three came back, 53 after one of them did once more.
+    assert get_idle_bytes() == 3 * NBYTES
+    other_asks(1)
+    assert get_idle_bytes() == NBYTES
+    assert place(new()) == where
+
+
+@pytest.mark.usefixtures("known")
+def test_idle_memory_stays_within_the_limit():
+    set_idle_limit(3 * NBYTES + NBYTES // 2)
+    held = [new() for _ in range(6)]
+    places = [place(array) for array in held]
+    assert get_idle_bytes() == 0
+    for i in range(6):
+        held[i] = None
+        assert get_idle_bytes() == min(i + 1, 3) * NBYTES
+    # The latest stay, and go first.
+    assert [place(array) for array in [new() for _ in range(3)]] == places[:2:-1]
+
+
+@pytest.mark.usefixtures("known")
+def test_one_larger_than_the_limit_drives_nothing_out():
+    large = (4 * 1024, 256)
+    new(large)
+    array, small = new(large), new()
+    del small
+    set_idle_limit(2 * NBYTES)
+    del array
+    assert get_idle_bytes() == NBYTES
+    assert new(large).flags.owndata
+
+
+@pytest.mark.usefixtures("known")
+def test_a_limit_of_zero_switches_it_off():
+    kept, used = new(), new()
+    used.fill(3)
+    del kept
+    set_idle_limit(0)
+    assert (get_idle_bytes(), get_idle_limit()) == (0, 0)
+    assert new().flags.owndata
+    assert (used == 3).all()
+    del used
+    assert get_idle_bytes() == 0
+    set_idle_limit(NBYTES)
+    assert not new().flags.owndata
+    assert get_idle_bytes() == NBYTES
+
+
+@pytest.mark.usefixtures("known")
+def test_idle_memory_makes_room_when_there_is_none(monkeypatch):
+    def full(_):
+        raise MemoryError
+
+    new((4 * 1024, 256))
+    new()
+    monkeypatch.setattr(memory, "_new_memory", full)
+    assert get_idle_bytes() == NBYTES
+    assert new((4 * 1024, 256)).flags.owndata
+    assert get_idle_bytes() == 0
+    with pytest.raises(MemoryError):
+        new((1 << 60,), BYTE)
+
+
+@pytest.mark.usefixtures("pool")
+@pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1e9, TypeError), ("1", TypeError)])
+def test_a_limit_is_a_number_of_bytes(bad, error):
+    with pytest.raises(error, match=rf"nbytes must be .*, got {bad!r}; "):
+        set_idle_limit(bad)
+    assert get_idle_limit() == 64 * NBYTES
+    set_idle_limit(np.int64(7))
+    assert get_idle_limit() == 7
+
+
+def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "Path", lambda _, name: tmp_path / name)
+    pages = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 28}
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    assert memory.default_limit() == 512 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.default_limit() == 512 << 20
+    # A container may allow less than the machine.
+    (tmp_path / "memory.max").write_text("134217728\n")
+    assert memory.default_limit() == 1 << 23
+    monkeypatch.delattr(os, "sysconf")
+    assert memory.default_limit() == 1 << 23
+
+
+# ---- a workspace ----
+
+
+def test_a_workspace_keeps_all_that_was_in_use_at_once(work):
+    held = [work.empty(SHAPE, FLOAT32) for _ in range(3)]
+    places = {place(array) for array in held}
+    assert len(places) == 3
+    assert work.nbytes == 3 * NBYTES
+    del held
+    again = [work.empty(SHAPE, FLOAT32) for _ in range(3)]
+    assert {place(array) for array in again} == places
+    assert work.nbytes == 3 * NBYTES
+
+
+def test_it_takes_up_to_twice_as_much_but_no_more(work):
+    where = place(work.empty(1 << 19, BYTE))
+    for size, same in [(1 << 18, True), (7 << 15, False), (9 << 15, True), (9 << 16, False)]:
+        assert (place(work.empty(size, BYTE)) == where) == same
+
+
+@pytest.mark.parametrize("size", [2**16, 2**16 + 1, 10**5, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20])
+def test_it_holds_at_most_a_quarter_more_than_asked(work, size):
+    array = work.empty(size, np.uint8)
+    assert array.shape == (size,)
+    assert size <= work.nbytes <= 1.25 * size
+    array[:] = 7
+    del array
+    assert size <= work.nbytes <= 1.25 * size
+
+
+def test_odd_requests(work):
+    assert work.empty(2**13 - 1).flags.owndata
+    assert work.nbytes == 0
+    assert work.empty(100_000).shape == (100_000,)
+    assert work.empty(np.int64(100_000)).dtype == np.float64
+    assert work.empty(()).shape == ()
+    assert work.empty((0, 10**6)).shape == (0, 10**6)
+    for bad in (-1, (-1, 10**6), (-1000, -1000)):
+        with pytest.raises(ValueError, match="negative dimensions"):
+            work.empty(bad)
+    for dtype in (object, [("a", object)]):
+        with pytest.raises(TypeError, match="dtype must not hold Python objects"):
+            work.empty(10**6, dtype)
+    for bad in (1e6, (10, 1e5)):
+        with pytest.raises(TypeError):
+            work.empty(bad)
+    with pytest.raises(MemoryError):
+        work.empty(2**60, np.uint8)
+    like = work.empty_like(np.zeros((300, 401), "i4,f8", "F")[:, ::-1])
+    assert (like.dtype, like.shape, like.flags.c_contiguous) == (
+        np.dtype("i4,f8"),
+        (300, 401),
+        True,
+    )
+
+
+def test_clear_releases_what_nobody_uses(work):
+    array, other = (work.empty(SHAPE, FLOAT32) for _ in range(2))
+    del other
+    assert repr(work) == f"<Workspace of {2 * NBYTES} bytes>"
+    work.clear()
+    assert work.nbytes == NBYTES
+    where = place(array)
+    del array
+    assert work.nbytes == NBYTES
+    assert place(work.empty(SHAPE, FLOAT32)) == where
+    work.clear()
+    assert work.nbytes == 0
+
+
+def test_arrays_outlive_the_workspace():
+    work = Workspace()
+    array, other = (work.empty(SHAPE, FLOAT32) for _ in range(2))
+    del other
+    array.fill(3)
+    gone = weakref.ref(work)
+    del work
+    # At once, with all that it kept: no cycle has to be collected.
+    assert gone() is None
+    fresh = np.zeros(SHAPE, np.float32)
+    assert (array == 3).all()
+    assert (fresh == 0).all()
+
+
+def test_copies_of_a_workspace_are_new_and_empty(work):
+    array = work.empty(SHAPE, FLOAT32)
+    for other in (copy.copy(work), copy.deepcopy(work), pickle.loads(pickle.dumps(work))):
+        assert other.nbytes == 0
+        assert not np.shares_memory(other.empty(SHAPE, FLOAT32), array)
+
+
+def test_a_workspace_and_the_process_do_not_share(work, known):
+    array, other = work.empty(SHAPE, FLOAT32), new()
+    del array
+    assert (work.nbytes, known.idle_bytes) == (NBYTES, 0)
+    del other
+    set_idle_limit(0)
+    assert (work.nbytes, known.idle_bytes) == (NBYTES, 0)
+
+
+# ---- a layer with a workspace ----
+
+
+def test_layers_share_one_and_keep_what_backward_needs(rng, dtype, work):
+    """The first layer's y is the second's x: it stays in use until the backward."""
+    x, dy = (rng.standard_normal((128, 1024)).astype(dtype) for _ in range(2))
+    plain = [LayerNorm(1024), LayerNorm(1024)]
+    shared = [LayerNorm(1024, workspace=work), LayerNorm(1024, workspace=work)]
+    sizes = []
+    for _ in range(3):
+        results = []
+        for first, second in (plain, shared):
+            first.parameters["gamma"][:] = np.linspace(-1, 2, 1024)
+            y = second.forward(first.forward(x))
+            results.append((y.tobytes(), first.backward(second.backward(dy)).tobytes()))
+            del y
+        assert results[0] == results[1]
+        sizes.append(work.nbytes)
+    # Two y and two dx, and what a helper thread still holds for a moment.
+    assert 2 * x.nbytes <= sizes[-1] <= 8 * x.nbytes
+    assert pickle.loads(pickle.dumps(shared[0])).workspace.nbytes == 0
+
+
+def test_a_layer_still_converts_and_refuses(work):
+    norm = LayerNorm(3, workspace=work)
+    assert norm.forward([[1.0, 2.0, 3.0]]).dtype == np.float64
+    for bad in (np.full((2, 3), None), np.ones((2, 3), np.int64)):
+        with pytest.raises(TypeError, match=rf"x must be float16.*got {bad.dtype}"):
+            norm.forward(bad)
+
+
+@pytest.mark.parametrize("n", [4, 40_000])
+def test_a_layer_takes_the_other_byte_order(work, n):
+    """Results are in this machine's, and so must the memory for them be."""
+    x = np.linspace(0, 1, 2 * n, dtype=np.float32).reshape(2, n)
+    plain, norm = LayerNorm(n), LayerNorm(n, workspace=work)
+    np.testing.assert_array_equal(norm.forward(x.astype(">f4")), plain.forward(x))
+    np.testing.assert_array_equal(norm.backward(x.astype(">f4")), plain.backward(x))
