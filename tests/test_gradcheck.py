@@ -200,8 +200,7 @@ def test_large_tensors_are_sampled():
         counted, backward, args, rng=0, progress=lambda *state: done.append(state)
     )
     assert report.passed, str(report)
-    # 22 a derivative, and 12 more for each of the 36 elements, for the noise of the complex step.
-    assert report.forward_calls == calls < 45 * 22 + 36 * 12
+    assert report.forward_calls == calls < 45 * 20
     assert [result.shape for result in report.arguments] == [(4, 17, 384), (384,), (384,)]
     assert [result.checked for result in report.arguments] == [12, 12, 12]
     assert [result.probes for result in report.arguments] == [3, 3, 3]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from checked_operations import X, check, cosine, found, sine
 
-from stablenorm.check import assert_gradients, check_gradients
+from stablenorm.check import assert_gradients
 
 
 def test_right_code_keeps_the_contract():
@@ -101,9 +101,9 @@ FAULTS = [
     (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
     (sine, jump, "dy = 0", "that of x has 1e-09"),
-    (sine, clipped, "2^k dy", "gradient of x differs by"),
-    (sine, bends_a_little, "2^k dy", "gradient of x differs by"),
-    (sine, leaky, "additive", "gradient of x differs by"),
+    (sine, clipped, "linear in dy", "gradient of x differs by"),
+    (sine, bends_a_little, "linear in dy", "gradient of x differs by"),
+    (sine, leaky, "linear in dy", "gradient of x differs by"),
     (memory, cosine, "views", "Fortran-ordered x: y differs by"),
 ]  # fmt: skip
 
@@ -269,57 +269,3 @@ def test_arguments_without_axes_or_elements():
     assert report.passed, str(report)
     report = check(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.zeros((0, 3))])
     assert report.verdict == "INCONCLUSIVE"
-
-
-# ---- the complex step ----
-
-
-def test_an_analytic_forward_is_checked_by_the_complex_step():
-    # Its mean makes the secants noisy; the complex step takes no difference.
-    def forward(x):
-        centered = x - x.mean(-1, keepdims=True)
-        return centered**3, centered
-
-    def backward(dy, centered):
-        dx = 3 * dy * centered**2
-        return (dx - dx.mean(-1, keepdims=True),)
-
-    x = 1e5 + np.random.default_rng(0).standard_normal((3, 9))
-    report = check(forward, backward, [x])
-    assert report.arguments[0].method == "complex step"
-    assert report.passed, str(report)
-    # What the secants alone would have seen.
-    assert (
-        report.arguments[0].resolution
-        < 0.2
-        * check(lambda x: forward(x.astype(np.float64)), backward, [x]).arguments[0].resolution
-    )
-    off = 1 + 20 * report.arguments[0].resolution
-    assert check(forward, lambda dy, c: (backward(dy, c)[0] * off,), [x]).verdict == "FAIL"
-
-
-# Each of these gives something other than the derivative for a complex argument.
-NOT_ANALYTIC = {
-    "abs": (lambda x: np.abs(x) * x, lambda x: 2 * np.abs(x)),
-    "real": (lambda x: x.real**3 / 3 + x, lambda x: x**2 + 1),
-    "conj": (lambda x: np.conj(x) * x, lambda x: 2 * x),
-    "cast": (lambda x: np.sin(x.astype(np.float64)), np.cos),
-    "var": (lambda x: np.var(x) + 0 * x, None),
-    "compare": (lambda x: np.where(x > 0, x, x**2 / 2 + x), lambda x: np.where(x > 0, 1, x + 1)),
-}
-
-
-@pytest.mark.parametrize("name", NOT_ANALYTIC)
-def test_the_complex_step_is_not_believed_where_it_is_wrong(name):
-    function, slope = NOT_ANALYTIC[name]
-
-    def backward(dy, x):
-        if slope is None:
-            return (dy.sum() * 2 * (x - x.mean()) / x.size,)
-        return (dy * slope(x),)
-
-    x = X + 0.03
-    for seed in range(5):
-        report = check_gradients(lambda x: (function(x), x), backward, [x], rng=seed)
-        assert report.verdict == "PASS", str(report)
-        assert report.arguments[0].method == ("complex step" if name == "compare" else "secants")

@@ -34,7 +34,7 @@ def test_a_kink_is_recognised(name, distance):
     for seed in range(3):
         report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
         assert report.verdict == "PASS", str(report)
-        if distance < 2.0**-21:
+        if distance == 0:
             assert "not differentiable at (1, 2)" in found(report, "differentiable").message
 
 
@@ -198,24 +198,26 @@ def pull(dy, cache):
 
 
 PLACES = [
-    ((2, 3), "element (2, 3)"),
-    ((slice(None), 5), "column 5"),
-    ((3, slice(None)), "row 3"),
-    ((-1, slice(None)), "last row"),
-    ((slice(None), slice(None)), "everywhere"),
+    ((5, 7), (2, 3), "element (2, 3)"),
+    ((5, 7), (slice(None), 5), "column 5"),
+    ((5, 7), (3, slice(None)), "row 3"),
+    ((5, 7), (-1, slice(None)), "last row"),
+    ((5, 7), (slice(None), slice(2, 5)), "15 of 35 elements"),
+    ((3, 4, 5), (1, 2), "row (1, 2)"),
+    ((20, 150), (0, 0), "1 of the 12 elements compared"),
+    ((20, 150), (slice(None), slice(None)), "everywhere"),
 ]
 
 
-@pytest.mark.parametrize(("place", "pattern"), PLACES)
-@pytest.mark.parametrize("shape", [(5, 7), (20, 150)])
-def test_the_pattern_says_where(place, pattern, shape):
+@pytest.mark.parametrize(("shape", "place", "pattern"), PLACES)
+def test_the_pattern_says_where(shape, place, pattern):
     def wrong(dy, cache):
         dx, dw = pull(dy, cache)
         dx[place] *= 1.1
-        return dx, dw
+        return dx, dw.reshape(-1, shape[-1]).sum(0)
 
     rng = np.random.default_rng(1)
-    args = [rng.standard_normal(shape), rng.standard_normal(shape[1])]
+    args = [rng.standard_normal(shape), rng.standard_normal(shape[-1])]
     report = check(product, wrong, args)
     assert [result.pattern for result in report.arguments] == [pattern, ""]
     result = report.arguments[0]
@@ -223,26 +225,6 @@ def test_the_pattern_says_where(place, pattern, shape):
     assert len(result.curve) >= 4
     # The plain secants of the worst place, in units of the gradient.
     assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
-
-
-def test_the_pattern_in_one_and_three_dimensions():
-    def wrong(dy, cache):
-        dx, dw = pull(dy, cache)
-        dw[100] *= 2
-        return dx, dw
-
-    rng = np.random.default_rng(1)
-    args = [rng.standard_normal((4, 150)), rng.standard_normal(150)]
-    assert check(product, wrong, args).arguments[1].pattern == "element (100,)"
-
-    def row(dy, x):
-        dx = dy * np.cos(x)
-        dx[1, 2] *= 2
-        return (dx,)
-
-    assert check(backward=row, args=[rng.standard_normal((3, 4, 80))]).arguments[0].pattern == (
-        "row (1, 2)"
-    )
 
 
 # ---- right code at the ends of the range ----

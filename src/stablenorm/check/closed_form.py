@@ -269,7 +269,7 @@ class Candidate:
         """Return y and cache; FaultError if y is not one for this case."""
         args = copies([case.x, case.gamma, case.beta])
         with np.errstate(all="ignore"):
-            y, cache = self._operation.forward(args, (case.eps,))
+            y, cache = self._operation.forward(args, case.eps)
         if y.shape != case.x.shape:
             msg = f"the forward returns y of shape {y.shape}"
             raise FaultError(msg)

@@ -9,7 +9,7 @@ two arrays is exact, whereas 2 step D is not what the program saw once x has an 
 L itself is never formed. <u, y+ - y-> is: the subtraction of neighbours is exact (Sterbenz), and
 outputs that did not move contribute nothing, not even their rounding errors. The sum is NumPy's
 pairwise one; its error, at most (log2(size) + 8) roundings of sum|u (y+ - y-)|, is part of the
-bound. `math.fsum` would remove a term that is smaller than all the others.
+bound.
 
 The secants at steps of about 2^-2 .. 2^-9 go through a Richardson tableau in step^2 (L. F.
 Richardson 1911; the stopping idea is that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75).
@@ -20,11 +20,10 @@ For every entry the weights of the secants it is made of are kept, so that the b
 and the entry of least bound is returned. The second term keeps an accidental agreement of two
 entries from being taken for accuracy. The noise is measured, see `measure_noise`.
 
-A tableau of steps that are all too long for the function can settle on nonsense. An entry is
-therefore *settled* only if its bound is small beside the sum of magnitudes that the secants are
-made of, or if what is left is rounding: see `_is_rounding`.
-
-Where left and right secants never close up, there is no derivative: see `measure_kink`.
+A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
+has a status. "smooth": the bound can be believed, since it is small beside the magnitudes that the
+secants are made of. "rounding": the derivative is 0 but for rounding. "kink": the secants have a
+limit, but left and right slopes keep their distance. "no limit": nothing is known.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import Loss, digits, flat, norm, unit_roundoff
+from stablenorm.check.operation import Loss, flat, norm, unit_roundoff
 from stablenorm.check.report import Secant
 from stablenorm.types import Array
 
@@ -42,41 +41,36 @@ from stablenorm.types import Array
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
 # truncation error of 4e-6, below which only the extrapolated entries matter.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
-
 # Relative to the magnitudes in a secant: an entry of a larger bound says nothing. Where the steps
 # suit the function, bounds are 1e-6 of them and less; where they do not, about 1.
 _SETTLED = 2.0**-7
 # Noise, relative to what carries it: an eighth is 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
 
-
 # Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
 # 3 of order 6.
-_POINTS = 9
-_ORDERS = (5, 6)
+_POINTS, _ORDERS = 9, (5, 6)
 # Their distance, in units of scale: the fifth difference of a smooth function is then 2^-55 of it,
 # out of sight below float64, and the distance is an ulp of a float16.
 _SPACING = 2.0**-11
 # The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
 # unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
 # x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
-_RUNS, _MOVES = 18, 8
-_TINY = 2.0**-31
+_RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
 _SIGMAS = 4.0
 
-
-# Steps for kinks, in units of the argument's scale: each a sixteenth of the one before, from the
-# last step of the tableau to 2^-26, below which the rounding of float64 hides a kink of 1 %.
-_KINK_STEPS = tuple(2.0 ** -(10 + 4 * j) for j in range(5))
-# From step to step the difference of right and left slope stays, at a kink; it falls to a
-# sixteenth where the function is smooth, and grows sixteenfold where it is rounding.
-_STAYS = 2.0
-
-# "smooth": the bound can be believed. "rounding": the derivative is 0 but for rounding. "kink": the
-# secants have a limit, but left and right ones have different ones. "no limit": nothing is known.
 Status = Literal["smooth", "rounding", "kink", "no limit"]
+
+
+class Direction(NamedTuple):
+    """Which entries of one argument move: a flat index, several, or a slice; and how far each."""
+
+    position: int
+    where: Any
+    # Powers of two, with signs.
+    scale: Array
 
 
 class Noise(NamedTuple):
@@ -101,11 +95,6 @@ class Estimate(NamedTuple):
     status: Status = "no limit"
     curve: tuple[Secant, ...] = ()
 
-    @property
-    def settled(self) -> bool:
-        """Whether `bound` can be believed."""
-        return self.status in ("smooth", "rounding")
-
     def divided(self, scale: float) -> Estimate:
         """Return it in units of the gradient: exact, since a scale is a power of two."""
         actual, numeric, bound, noise = (float(part / scale) for part in self[:4])
@@ -115,10 +104,7 @@ class Estimate(NamedTuple):
         return Estimate(actual, numeric, abs(bound), abs(noise), self.status, curve)
 
 
-_UNKNOWN = Estimate(math.nan, math.nan, math.inf, math.inf)
-
-
-class _Secant(NamedTuple):
+class _Row(NamedTuple):
     """One row of the tableau: what the secant at `step` says, and what disturbs it."""
 
     step: float
@@ -134,9 +120,10 @@ class _Secant(NamedTuple):
 
 
 def _secant(
-    loss: Loss, position: int, where: Any, scale: Array, gradient: Array, step: float
-) -> tuple[_Secant, Array, Array] | None:
+    loss: Loss, direction: Direction, gradient: Array, step: float
+) -> tuple[_Row, Array, Array] | None:
     """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
+    position, where, scale = direction
     base = np.asarray(loss.args[position])
     x = flat(base)[where]
 
@@ -151,8 +138,7 @@ def _secant(
     # one direction, has nothing to gain from it.
     if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
         return None
-    y_plus = loss.output(position, where, plus)
-    y_minus = loss.output(position, where, minus)
+    y_plus, y_minus = (loss.output(position, where, end) for end in (plus, minus))
     if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
         return None
     # The step that was taken; for a single element, this makes `actual` the gradient itself.
@@ -160,43 +146,37 @@ def _secant(
     largest = np.max(np.abs(scale))
     relative = scale / largest
     step = float(np.sum(taken / largest * relative) / (2 * np.sum(relative * relative)))
-    moved = y_plus - y_minus
-    terms = loss.u * moved
+    terms = loss.u * (y_plus - y_minus)
     numeric = float(np.sum(terms)) / (2 * step)
     actual = float(np.sum(gradient * taken)) / (2 * step)
     size = float(np.sum(np.abs(terms))) / (2 * step)
     roundings = (math.log2(terms.size + 1) + 8) * size
     off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
     bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
-    bend = abs(float(np.sum(bends))) / step
     # 8: the few operations on `actual` and on the tableau.
-    error = 2.0**-53 * (roundings + 8 * abs(actual)) + bend * off_centre
-    slope, bent = norm(terms) / (2 * step), norm(bends)
-    return _Secant(step, numeric, actual, error, size, slope, bent), y_plus, y_minus
+    error = 2.0**-53 * (roundings + 8 * abs(actual)) + abs(np.sum(bends)) / step * off_centre
+    row = _Row(step, numeric, actual, float(error), size, norm(terms) / (2 * step), norm(bends))
+    return row, y_plus, y_minus
 
 
 def differentiate(
     loss: Loss,
-    position: int,
-    where: Any,
-    scale: Array,
+    direction: Direction,
     gradient: Array,
     enough: float,
     noises: Noise,
     rng: np.random.Generator,
 ) -> Estimate:
     """
-    Compare <gradient, D> with secants along D; `scale` holds D, signed powers of two.
-
-    `where` says which entries D has: a flat index, several of them, or all as a slice.
+    Compare <gradient, D> with secants along D.
 
     Stops early once the bound is below `enough` (the backward's own rounding: nothing finer can
     be judged) or two further steps have not improved it.
     """
-    rows: list[_Secant] = []
+    rows: list[_Row] = []
     reach = np.zeros(loss.y.size)
     noise: tuple[float, float] | None = None
-    best = _UNKNOWN._replace(actual=float(np.sum(gradient * scale)))
+    best = Estimate(float(np.sum(gradient * direction.scale)), math.nan, math.inf, math.inf)
     tableau: list[Array] = []
     curve: list[Secant] = []
     stale = 0
@@ -204,7 +184,7 @@ def differentiate(
         # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
         # whose rounding errors are the same at all steps would hide them from the tableau.
         step = power * (1 + rng.random() / 4)
-        found = _secant(loss, position, where, scale, gradient, step)
+        found = _secant(loss, direction, gradient, step)
         if found is None:
             continue
         row, *ends = found
@@ -218,12 +198,12 @@ def differentiate(
         if farther:
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
         if noise is None or farther:
-            noise = bound_noise(loss, noises, reach)
+            noise = _bound_noise(loss, noises, reach)
         rows.append(row)
         curve.append(Secant(step, row.numeric, noise[0] / row.step))
         tableau, entry = _extend(tableau, rows, noise)
         stale = 0 if entry.bound < best.bound else stale + 1
-        best = min(best, entry, key=lambda derivative: derivative.bound)
+        best = min(best, entry, key=lambda estimate: estimate.bound)
         # Never on a difference: beside a kink, only the steps that do not reach it are right.
         agrees = abs(best.actual - best.numeric) <= best.bound
         if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
@@ -236,29 +216,29 @@ def differentiate(
     return best._replace(status=_status(best, rows, noise[0], usual, noises.level))
 
 
-def _status(
-    best: Estimate, rows: list[_Secant], noise: float, usual: float, level: float
-) -> Status:
+def _status(best: Estimate, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
-    converged = _has_limit(best, rows, 0.0)
-    if _is_bent(rows, level * usual):
+    bent = _is_bent(rows, level * usual)
+    # At a kink the slopes may cancel (|x| at 0), but not what is between them.
+    size = max(rows[-1].size, rows[-1].bend) if bent else rows[-1].size
+    small = best.bound <= _SETTLED * size
+    # A step function's slopes grow as steps shrink. A quarter: at a step of 2^-4 of the scale or
+    # less, slopes change by a hundredth.
+    before, after = rows[-2].slope, rows[-1].slope
+    small = small and abs(after - before) <= 0.25 * max(after, before)
+    converged = small and not _has_strayed(best, rows, 0.0)
+    if bent:
         return "kink" if converged else "no limit"
     if converged:
         return "smooth"
-    settled = _has_limit(best, rows, noise) or _is_rounding(best, rows, noise, usual)
+    # Nothing but rounding is left (a derivative that is zero, a forward in float16). That it is
+    # rounding shows in its size: steps too long for the function "measure" a noise of all of y.
+    little = noise <= _ROUNDING * usual and best.bound <= 8 * noise / rows[-1].step
+    settled = (small or little) and not _has_strayed(best, rows, noise)
     return "rounding" if settled else "no limit"
 
 
-def _has_limit(best: Estimate, rows: list[_Secant], noise: float) -> bool:
-    """Tell whether secants have stopped changing; a step function's grow as steps shrink."""
-    if not best.bound <= _SETTLED * rows[-1].size or _has_strayed(best, rows, noise):
-        return False
-    before, after = rows[-2].slope, rows[-1].slope
-    # A quarter: at a step of 2^-4 of the scale or less, slopes change by a hundredth.
-    return abs(after - before) <= 0.25 * max(after, before)
-
-
-def _has_strayed(best: Estimate, rows: list[_Secant], noise: float) -> bool:
+def _has_strayed(best: Estimate, rows: list[_Row], noise: float) -> bool:
     """Tell whether the entry that was chosen is not what the last secants say."""
     # Entries of the first steps may agree by chance on what the last ones no longer say.
     last, previous = (row.numeric - row.actual for row in rows[:-3:-1])
@@ -267,29 +247,19 @@ def _has_strayed(best: Estimate, rows: list[_Secant], noise: float) -> bool:
     return not strayed <= best.bound + abs(last - previous) + 2 * noise / rows[-1].step
 
 
-def _is_rounding(best: Estimate, rows: list[_Secant], noise: float, usual: float) -> bool:
-    """Tell whether a bound is large only since the derivative is small beside the noise."""
-    if _has_strayed(best, rows, noise):
-        return False
-    # Nothing but rounding is left (a derivative that is zero, a forward in float16). That it is
-    # rounding shows in its size: steps too long for the function "measure" a noise of all of y.
-    return noise <= _ROUNDING * usual and best.bound <= 8 * noise / rows[-1].step
-
-
-def _is_bent(rows: list[_Secant], noise: float) -> bool:
+def _is_bent(rows: list[_Row], noise: float) -> bool:
     """Tell whether right and left slope keep their distance where it should halve."""
     if len(rows) < 3:
         return False
     # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
     # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
-    pairs = zip(rows[-3:-1], rows[-2:], strict=True)
-    still = all(after.bend > 0.8 * before.bend for before, after in pairs)
+    still = all(b.bend > 0.8 * a.bend for a, b in zip(rows[-3:-1], rows[-2:], strict=True))
     last = rows[-1]
     return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
 
 
 def _extend(
-    previous: list[Array], rows: list[_Secant], noise: tuple[float, float]
+    previous: list[Array], rows: list[_Row], noise: tuple[float, float]
 ) -> tuple[list[Array], Estimate]:
     """
     Add the newest secant to the tableau; return its row and the entry of least bound in it.
@@ -299,8 +269,7 @@ def _extend(
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line = [entry]
-    best = _UNKNOWN
+    line, best = [entry], Estimate(math.nan, math.nan, math.inf, math.inf)
     disturbance = np.array([noise[0] / row.step + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
@@ -333,8 +302,8 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     base = np.asarray(loss.args[position])
     x = flat(base)
     # An ulp of x: the moved x needs no rounding, and has new last bits.
-    exponent = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-    quantum = np.ldexp(1.0, np.maximum(exponent - digits(base.dtype), -1074))
+    smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
+    quantum = np.maximum(np.ldexp(2 * unit_roundoff(base.dtype), smallest - 1), 2.0**-1074)
 
     def moves(size: float, count: int) -> Array:
         ulps = np.maximum(size * scale / quantum, 1)
@@ -346,11 +315,10 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
         values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
         table = np.array([loss.y, *values]) * loss.u
         # An output that is not finite near x has no noise to speak of: its bound will be
-        # infinite, by the floor that `_noise` takes from y, or by the secants.
+        # infinite, by the floor that `_bound_noise` takes from y, or by the secants.
         return np.where(np.isfinite(table), table, 0.0)
 
-    (move,) = moves(_SPACING, 1)
-    table = outputs(np.arange(_POINTS)[:, None] * move)
+    table = outputs(np.arange(_POINTS)[:, None] * moves(_SPACING, 1))
     # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
     samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
     # The first run is x itself.
@@ -367,17 +335,18 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     return Noise(samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype)))
 
 
-def bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
+def _bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
     """
     Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Estimate.
 
     `reach` is the largest magnitude that each of them had, 0 for those that did not move.
     """
-    changed = reach > 0
-    if not changed.any():
-        changed, reach = np.ones_like(changed), np.abs(loss.y)
-    places = np.flatnonzero(changed)
-    if not np.isfinite(loss.y[changed]).all():
+    if not reach.any():
+        reach = np.abs(loss.y)
+        places = np.arange(reach.size)
+    else:
+        places = np.flatnonzero(reach)
+    if not np.isfinite(loss.y[places]).all():
         return math.inf, math.inf
     summed = apart = 0.0
     for samples in noise.samples:
@@ -387,38 +356,3 @@ def bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
     # At least the usual noise of all outputs, in unrelated directions.
     floor = noise.level * norm((loss.u * reach)[places])
     return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
-
-
-def measure_kink(loss: Loss, position: int, where: Any, scale: Array) -> float | None:
-    r"""
-    Return sum \|right - left slope\| over the outputs if there is a kink, else None.
-
-    A kink within 2^-18 of the scale counts: the last three steps of `_KINK_STEPS` are longer.
-    """
-    base = np.asarray(loss.args[position])
-    x = flat(base)[where]
-    sizes: list[float] = []
-    for step in _KINK_STEPS:
-        plus = (x + step * scale).astype(base.dtype).astype(np.float64)
-        minus = x - (plus - x)
-        taken = norm((plus - x) / np.max(np.abs(scale)))
-        if taken == 0:
-            break
-        taken /= norm(scale / np.max(np.abs(scale)))
-        ends = [loss.output(position, where, end) for end in (plus, minus)]
-        terms = loss.u * (ends[0] + ends[1] - 2 * loss.y)
-        largest = np.max(np.abs(loss.u * np.array([*ends, loss.y])), axis=0)
-        bend = float(np.sum(np.abs(terms))) / taken
-        slope = float(np.sum(np.abs(loss.u * (ends[0] - ends[1])))) / (2 * taken)
-        moved = terms != 0
-        # Four roundings of the outputs that moved, and 0.4 % of the slope.
-        rounding = 4 * unit_roundoff(loss.dtype) * float(np.sum(largest[moved])) / taken
-        if not np.isfinite(bend) or bend <= rounding or bend <= 2.0**-8 * slope:
-            sizes.clear()
-            continue
-        sizes.append(bend)
-        if len(sizes) >= 3:
-            recent = sizes[-3:]
-            if max(recent) <= _STAYS * min(recent):
-                return max(recent)
-    return None

@@ -8,34 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.formats import check_dtype
-from stablenorm.types import Array, bfloat16
+from stablenorm.formats import check_dtype, format_of
+from stablenorm.types import Array
 
 Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]
 
-# Bits of the significand; half an ulp is at most 2^-digits of the number.
-_DIGITS = {np.dtype(np.float16): 11, bfloat16: 8, np.dtype(np.float32): 24}
-
-
-def digits(dtype: np.dtype[Any]) -> int:
-    """Return the bits of the significand, the leading one included."""
-    return _DIGITS.get(dtype, 53)
-
 
 def unit_roundoff(dtype: np.dtype[Any]) -> float:
     """Return u, the largest relative error of one rounding to `dtype`."""
-    return 2.0 ** -digits(dtype)
+    return 2.0 ** -format_of(dtype).digits
 
 
-def powers_of_two(scale: Array) -> Array:
-    """Round down to powers of two, so that dividing by them is exact."""
-    return np.ldexp(0.5, np.frexp(scale)[1])
+def tiniest(dtype: np.dtype[Any]) -> float:
+    """Return the smallest positive number of `dtype`."""
+    return float(np.nextafter(dtype.type(0), dtype.type(1)))
 
 
-def flat(y: Array) -> Array:
-    """Return `y` as one row of float64."""
-    return y.astype(np.float64).reshape(-1)
+def flat(a: Array) -> Array:
+    """Return an array as one row of float64."""
+    return a.astype(np.float64).reshape(-1)
 
 
 def norm(a: Array) -> float:
@@ -61,59 +53,42 @@ class FaultError(Exception):
 
 def one_line(error: Exception) -> str:
     """Describe an exception: its type and its message, which may have many lines."""
-    text = " ".join(str(error).split())
-    name = type(error).__name__
+    text, name = " ".join(str(error).split()), type(error).__name__
     # 160 characters: with what stands before it, two lines of a terminal.
     return f"{name}: {text[:160]}" if text else name
+
+
+def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001 - whatever a user's function raises
+        msg = f"{name} raised {one_line(error)}"
+        raise FaultError(msg, raised=True) from None
 
 
 class Operation:
     """
     A forward and its backward; counts the calls, and turns what they raise into a FaultError.
 
-    `extra` is handed to the forward after the arguments: the eps of a layer norm.
+    `extra` is passed to the forward after the arguments: the eps of a layer norm.
     """
 
     def __init__(self, forward: Forward, backward: Backward, *extra: Any):
-        self._forward, self._backward, self.extra = forward, backward, extra
+        self._forward, self._backward, self._extra = forward, backward, extra
         self.forward_calls = self.backward_calls = 0
         # By argument: the shape in which its gradient came, if that was not the argument's.
         self.reshaped: dict[int, tuple[int, ...]] = {}
 
-    def forward(
-        self, args: Sequence[Array | None], extra: tuple[Any, ...] | None = None
-    ) -> tuple[Any, Any]:
-        """Return (y, cache) as they come, from `args` themselves: no copies are made."""
+    def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
+        """Return (y, cache) for `args` themselves: no copies are made."""
         self.forward_calls += 1
-        try:
-            result = self._forward(*args, *(self.extra if extra is None else extra))
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-            msg = f"forward raised {one_line(error)}"
-            raise FaultError(msg, raised=True) from None
-        if not (isinstance(result, (tuple, list)) and len(result) == 2):
-            kind = type(result).__name__
-            kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-            msg = f"forward must return (y, cache), got {kind}"
-            raise FaultError(msg)
-        return as_y(result[0]), result[1]
-
-    def complex_forward(self, args: Sequence[Array | None]) -> Array:
-        """Return y where an argument is complex, whatever its dtype."""
-        self.forward_calls += 1
-        try:
-            y, _ = self._forward(*args, *self.extra)
-            return np.asarray(y)
-        except Exception as error:  # noqa: BLE001 - as above
-            raise FaultError(one_line(error), raised=True) from None
-
-    def backward(self, dy: Array, cache: Any) -> Any:
-        """Return the gradients as they come."""
-        self.backward_calls += 1
-        try:
-            return self._backward(dy, cache)
-        except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-            msg = f"backward raised {one_line(error)}"
-            raise FaultError(msg, raised=True) from None
+        result = _called("forward", self._forward, *args, *(extra or self._extra))
+        if isinstance(result, (tuple, list)) and len(result) == 2:
+            return _as_y(result[0]), result[1]
+        kind = type(result).__name__
+        kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        msg = f"forward must return (y, cache), got {kind}"
+        raise FaultError(msg)
 
     def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
         """
@@ -121,7 +96,8 @@ class Operation:
 
         One with axes of length 1 too many or too few gets the right shape; `reshaped` holds its own.
         """
-        returned = self.backward(dy, cache)
+        self.backward_calls += 1
+        returned = _called("backward", self._backward, dy, cache)
         if not isinstance(returned, (tuple, list)):
             kind = type(returned).__name__
             msg = f"backward must return a tuple, NamedTuple or list of gradients, got {kind}"
@@ -141,17 +117,16 @@ class Operation:
         return gradients
 
 
-def as_y(y: Any) -> Array:
+def _as_y(y: Any) -> Array:
     """Return y as an array of one of the four dtypes; FaultError if it is not one."""
     try:
         array = np.asarray(y)
-    except (TypeError, ValueError) as error:
-        msg = f"the y that forward returns must be an array, got {one_line(error)}"
-        raise FaultError(msg) from None
-    try:
         check_dtype("the y that forward returns", array)
     except TypeError as error:
         raise FaultError(str(error)) from None
+    except ValueError as error:
+        msg = f"the y that forward returns must be an array, got {one_line(error)}"
+        raise FaultError(msg) from None
     return array
 
 
@@ -164,8 +139,7 @@ class Loss:
     """L = <u, forward(args)>, seen through differences of outputs."""
 
     def __init__(self, operation: Operation, args: list[Array | None], rng: np.random.Generator):
-        self.args = args
-        self.operation = operation
+        self.args, self.operation = args, operation
         y, self.cache = operation.forward(copies(args))
         self.shape, self.dtype = y.shape, y.dtype
         # A forward that returns a view of its input, or a buffer of its own, may change it.
@@ -173,8 +147,7 @@ class Loss:
         self.y = flat(y)
         self.u = draw(y.size, rng)
         # What went wrong near x, each kind once: such a point is left out.
-        self.other_shape = ""
-        self.raised = ""
+        self.other_shape = self.raised = ""
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
@@ -203,7 +176,7 @@ class Loss:
 
 def draw(size: int, rng: np.random.Generator) -> Array:
     """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
-    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, which every one
-    # of the four dtypes holds exactly, and the sum of any two of them as well.
+    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that every one of
+    # the four dtypes holds a number and three times its size exactly.
     u = np.round(rng.standard_normal(size) * 16).clip(-63, 63) / 16
     return np.where(u == 0, 0.0625, u)

@@ -103,10 +103,10 @@ class ArgumentResult:
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
     method : str
-        How `numeric` was obtained: "secants", "complex step" or "closed form".
+        How `numeric` was obtained: "secants" or "closed form".
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
-        elements" or "several places"; empty for a PASS.
+        elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
     differences : tuple of Difference
         Every element that was compared.
     curve : tuple of Secant
