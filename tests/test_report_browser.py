@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stablenorm.cli.files import read_problem
-from stablenorm.report import _gather, gather, page
+from stablenorm.report import gather, page
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)
@@ -94,8 +94,8 @@ def _browse(directory, frames):
 
 def _page(path, patch):
     """Return the report on a file, timed on few elements."""
-    patch.setattr(_gather, "_FAR", 2**14)
-    patch.setattr(_gather, "_SECONDS", 0.01)
+    patch.setattr("stablenorm.report.html._FAR", 2**14)
+    patch.setattr("stablenorm.report.html._SECONDS", 0.01)
     return page(gather(read_problem(path, None, 0), lambda _: None))
 
 

@@ -28,10 +28,11 @@ from stablenorm.cli.parts import (
     write_json,
     write_plot,
 )
-from stablenorm.cli.tables import as_json, is_narrow, print_table, quantity, shape_text
+from stablenorm.cli.tables import as_json, is_narrow, print_table
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.report import Table, quantity, shape_text
 from stablenorm.timing import Timing, measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients
 
@@ -294,7 +295,8 @@ def _print(bench: Bench, console: Console) -> None:
     narrow = is_narrow(console)
     which = ("x",) if narrow else ("shape", "dtype", "direction")
     columns = (*which, "backend", "outputs", "time", "GB/s", "of copy")
-    print_table(console, "Medians of interleaved calls", columns, _table_rows(bench, narrow))
+    rows = list(_table_rows(bench, narrow))
+    print_table(console, Table("Medians of interleaved calls", columns, rows))
     console.print(Text("\n".join(_notes(bench))))
 
 

@@ -26,8 +26,8 @@ from stablenorm.cli.parts import (
     write_json,
     write_plot,
 )
-from stablenorm.cli.tables import shape_text
 from stablenorm.formats import parse
+from stablenorm.report import shape_text
 
 _EXAMPLES = """\
 examples:

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from stablenorm.backends import choose
 from stablenorm.cli.files import InputError
@@ -23,10 +22,11 @@ from stablenorm.cli.parts import (
     write_json,
     write_plot,
 )
-from stablenorm.cli.tables import as_json, is_narrow, print_table, quantity
-from stablenorm.cost import Measured, Roofline, count_kept, draw_roofline, measure_costs
+from stablenorm.cli.tables import as_json, print_sections
+from stablenorm.cost import Measured, count_kept, measure_costs
 from stablenorm.figures import new_figure
 from stablenorm.formats import parse
+from stablenorm.report import cost_section, draw_costs
 
 _ROUNDS = 11
 _EXAMPLES = """\
@@ -94,45 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     write_json(arguments.json, _as_json(measured))
     write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
-    _print(measured, Console())
+    print_sections(Console(), (cost_section((measured,)),))
     return 0
-
-
-def _print(measured: Measured, console: Console) -> None:
-    """Print what was counted, what was measured, and what a forward keeps."""
-    rows, n = measured.matrix
-    columns = ["", "flops", "per element", "moved", "held"]
-    if wide := not is_narrow(console):
-        columns.append("flops per byte")
-    counted, timed = [], []
-    for line in measured.lines:
-        name, cost = f"{line.program}, {line.direction}", line.cost
-        row = [name, quantity(cost.flops), f"{cost.flops / (rows * n):.3g}"]
-        row += [quantity(cost.moved, "B"), quantity(cost.held, "B")]
-        counted.append([*row, f"{cost.intensity:.2f}"] if wide else row)
-        times = (line.predicted, line.measured.median)
-        timed.append((name, *(quantity(t, "s") for t in times), f"{times[1] / times[0]:.2f}"))
-    kept = count_kept(measured.matrix, measured.dtype).items()
-    print_table(console, f"Counted: {rows} rows of {n}, {measured.dtype}", columns, counted)
-    print_table(console, "Measured", ("", "roofline", "measured", "ratio"), timed)
-    print_table(
-        console,
-        "Kept from forward to backward, beside x",
-        ("what", "bytes"),
-        [(what, quantity(size, "B")) for what, size in kept],
-    )
-    words = f"Roofline of the fused kernel: {_rates(measured.all_threads)}"
-    if measured.all_threads.threads > 1:
-        words += f" Of the other two: {_rates(measured.one_thread)}"
-    console.print(Text(words))
-
-
-def _rates(roofline: Roofline) -> str:
-    threads = "1 thread" if roofline.threads == 1 else f"{roofline.threads} threads"
-    return (
-        f"{threads}, copy {roofline.copy / 1e9:.3g} GB/s, arithmetic "
-        f"{roofline.flops / 1e9:.3g} Gflop/s in float64."
-    )
 
 
 def _as_json(measured: Measured) -> bytes:
@@ -152,11 +115,9 @@ def _as_json(measured: Measured) -> bytes:
 
 
 def _plot(measured: Measured, file: Any, format_: str) -> None:
-    """Draw the roofline into an open file."""
-    figure = new_figure(7, 4.6)
-    axes = figure.subplots()
-    draw_roofline(measured, axes)
+    """Draw the roofline, and how fast each program reads and writes."""
+    figure = new_figure(11, 4.6)
+    draw_costs(figure, 2, (measured,))
     rows, n = measured.matrix
-    axes.set_title(f"{rows} rows of {n}, {measured.dtype}", fontsize=10)
-    axes.legend(fontsize=7, loc="lower right")
+    figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
     figure.savefig(file, format=format_, dpi=120)

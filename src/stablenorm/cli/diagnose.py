@@ -28,10 +28,11 @@ from stablenorm.cli.stream import (
     open_rows,
     read_small,
 )
-from stablenorm.cli.tables import print_table, shape_text
+from stablenorm.cli.tables import print_table
 from stablenorm.diagnosis import Diagnosis, diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
 from stablenorm.formats import parse
+from stablenorm.report import Table, shape_text
 from stablenorm.types import check_count, check_eps
 
 _EXAMPLES = """\
@@ -187,4 +188,4 @@ def _print_members(members: list[Member]) -> None:
         )
         for member in members
     ]
-    print_table(Console(), "Arrays", ("member", "shape", "dtype", "MB"), rows)
+    print_table(Console(), Table("Arrays", ("member", "shape", "dtype", "MB"), rows))

@@ -1,21 +1,21 @@
-"""Tables and numbers, as every command writes them."""
+"""Sections and tables on a terminal, and figures as JSON, as every command writes them."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 import stablenorm
+from stablenorm.report import Section, Table
 
 # Terminals narrower than this get tables without rules between the columns.
 _NARROW = 90
@@ -26,16 +26,26 @@ def is_narrow(console: Console) -> bool:
     return console.width < _NARROW
 
 
-def print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str] | None],
-) -> None:
-    """Print rows of cells below their columns, the first one flush left; None draws a rule."""
+def print_sections(console: Console, sections: Iterable[Section]) -> None:
+    """Print what sections say: their tables, and below all of them how the numbers were obtained."""
+    lines: list[str] = []
+    for section in sections:
+        for table in section.tables:
+            print_table(console, table)
+        lines += [each for each in (section.absent, section.text, section.notes) if each]
+    print_lines(console, lines)
+
+
+def print_lines(console: Console, lines: Iterable[str]) -> None:
+    """Print plain text, a paragraph per line, never as markup: a name may have brackets in it."""
+    console.print(Text("\n".join(lines)))
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print rows of cells below their columns, the first one flush left."""
     narrow = is_narrow(console)
-    table = Table(
-        title=title,
+    printed = RichTable(
+        title=table.title,
         title_justify="left",
         title_style="bold",
         # Rules between columns cost two of three characters of what is between the words.
@@ -43,45 +53,20 @@ def print_table(
         pad_edge=not narrow,
         padding=(0, 0) if narrow else (0, 1),
     )
-    for i, column in enumerate(columns):
-        table.add_column(
+    for i, column in enumerate(table.columns):
+        printed.add_column(
             column,
             justify="left" if i == 0 else "right",
             overflow="fold",
             # No word is cut in two while there are spaces to break at.
             min_width=max((len(word) for word in column.split()), default=0),
         )
-    for row in rows:
+    for row in table.rows:
         if row is None:
-            table.add_section()
+            printed.add_section()
         else:
-            # Not as markup: a file may have brackets in its name.
-            table.add_row(*map(Text, row))
-    console.print(table)
-
-
-def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Print plain text, a paragraph a line."""
-    console.print(Text("\n".join(lines)))
-
-
-def number(value: float) -> str:
-    """Write three digits."""
-    return f"{value:.3g}" if math.isfinite(value) else "NaN or inf"
-
-
-def quantity(value: float, unit: str = "") -> str:
-    """Write three digits and the unit, with the prefix that fits."""
-    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0), ("m", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {prefix}{unit}".rstrip()
-    prefix, size = ("u", 1e-6) if value >= 1e-6 else ("n", 1e-9)
-    return f"{value / size:.3g} {prefix}{unit}" if value else f"0 {unit}".rstrip()
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape as a product."""
-    return " x ".join(map(str, shape))
+            printed.add_row(*map(Text, row))
+    console.print(printed)
 
 
 def as_json(content: dict[str, Any]) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +11,7 @@ from stablenorm.check import check_gradients, row_identities
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.timing import measure_interleaved
 from stablenorm.types import Array, Gradients
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
@@ -48,7 +47,7 @@ class Output(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """All that `stablenorm run` has to tell."""
+    """What was found about the results of one layer norm."""
 
     problem: Problem
     outputs: dict[str, Output]
@@ -58,13 +57,8 @@ class Findings(NamedTuple):
     gradients: Any
     gradient_rows: int
     identities: tuple[Any, ...]
+    # Seconds of forward and backward.
     seconds: dict[str, float]
-    bytes_moved: dict[str, int]
-
-    @property
-    def overflowing(self) -> tuple[str, ...]:
-        """The outputs with infinities; whether they are right, their contract tells."""
-        return tuple(name for name, output in self.outputs.items() if not _finite(output.array))
 
     @property
     def passed(self) -> bool:
@@ -84,65 +78,51 @@ def compute(problem: Problem) -> dict[str, Array]:
 
 
 def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], None]) -> Findings:
-    """Check `results`; `step` is told what is going on."""
+    """Check `results`; `step` is told what each of the four steps does."""
     n = problem.x.shape[-1]
-    rows = problem.x.size // n
-    sample = _sample(rows, max(1, _ORACLE_ELEMENTS // n))
-    part = _of_rows(problem, sample)
-    # dgamma and dbeta are sums over all rows, so a sample of rows has sums of its own.
-    judged = results if len(sample) == rows else compute(part)
-    judged = {
-        name: (
-            results[name].reshape(rows, n)[sample] if name in ("y", "dx") else judged[name].ravel()
-        )
-        for name in results
-    }
+    matrix = problem._replace(x=problem.x.reshape(-1, n), dy=problem.dy.reshape(-1, n))
+    rows = len(matrix.x)
+    flat = {k: a.reshape(-1, n) if k in ("y", "dx") else a.ravel() for k, a in results.items()}
     step("exact results")
+    sample = _sample(rows, _ORACLE_ELEMENTS // n)
+    part = _of_rows(matrix, sample)
+    # dgamma and dbeta are sums over all rows, so a sample of rows has sums of its own.
+    sums = flat if len(sample) == rows else compute(part)
+    judged = {k: a[sample] if k in ("y", "dx") else sums[k] for k, a in flat.items()}
     outputs = _judge(problem, part, results, judged)
     step("finite differences")
-    few = _sample(rows, max(1, _DIFFERENCE_ELEMENTS // n))
-    finite = all(_finite(array) for array in results.values())
-    gradients = _check_gradients(_of_rows(problem, few)) if finite else None
+    few = _sample(rows, _DIFFERENCE_ELEMENTS // n)
+    finite = all(is_finite(array) for array in results.values())
+    gradients = _check_gradients(_of_rows(matrix, few)) if finite else None
     step("row identities")
-    identities = row_identities(
-        problem.x.reshape(rows, n),
-        problem.gamma,
-        problem.beta,
-        problem.eps,
-        problem.dy.reshape(rows, n),
-        *(
-            results[name].reshape(rows, n) if name in ("y", "dx") else results.get(name)
-            for name in OUTPUTS
-        ),
-    )
+    parameters = problem.gamma, problem.beta, problem.eps
+    all_rows = (flat.get(name) for name in OUTPUTS)
+    identities = row_identities(matrix.x, *parameters, matrix.dy, *all_rows) if finite else ()
     step("timing")
-    seconds, moved = _measure_time(problem)
-    return Findings(
-        problem,
-        outputs,
-        len(sample),
-        rows,
-        gradients,
-        len(few),
-        tuple(identities) if finite else (),
-        seconds,
-        moved,
-    )
+    _, cache = layer_norm_forward(problem.x, *parameters)
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": lambda: layer_norm_forward(problem.x, *parameters),
+        "backward": lambda: layer_norm_backward(problem.dy, cache),
+    }
+    # No pauses: both use our own threads, which do not spin.
+    timings = measure_interleaved(calls, rounds=7, limit=1.0, settle=0)
+    seconds = {direction: timing.median for direction, timing in timings.items()}
+    found = gradients, len(few), tuple(identities), seconds
+    return Findings(problem, outputs, len(sample), rows, *found)
 
 
-def _finite(array: Array) -> bool:
+def is_finite(array: Array) -> bool:
+    """Tell whether no element is NaN or infinite."""
     return bool(np.isfinite(array.astype(np.float64)).all())
 
 
 def _sample(rows: int, most: int) -> Array:
     """Evenly spaced rows, the first and the last among them."""
-    return np.unique(np.linspace(0, rows - 1, min(rows, most)).astype(np.intp))
+    return np.unique(np.linspace(0, rows - 1, min(rows, max(1, most))).astype(np.intp))
 
 
-def _of_rows(problem: Problem, sample: Array) -> Problem:
-    n = problem.x.shape[-1]
-    x, dy = (array.reshape(-1, n)[sample] for array in (problem.x, problem.dy))
-    return problem._replace(x=x, dy=dy)
+def _of_rows(matrix: Problem, sample: Array) -> Problem:
+    return matrix._replace(x=matrix.x[sample], dy=matrix.dy[sample])
 
 
 def _judge(
@@ -153,28 +133,20 @@ def _judge(
     errors = exact.ulp_errors(**judged)
     y, cache = plain_forward(part.x, part.gamma, part.beta, part.eps)
     plain = dict(zip(OUTPUTS, (y, *plain_backward(part.dy, cache)), strict=True))
-    plain = {name: plain[name].astype(judged[name].dtype) for name in judged}
-    plain_errors = exact.ulp_errors(**plain)
-    agreement = _agreement(problem)
+    plain_errors = exact.ulp_errors(**{k: plain[k].astype(a.dtype) for k, a in judged.items()})
+    agreement = _agreement(problem) if problem.expected else {}
     return {
-        name: Output(
-            results[name], contract[name], errors[name], plain_errors[name], agreement.get(name)
-        )
-        for name in results
+        k: Output(array, contract[k], errors[k], plain_errors[k], agreement.get(k))
+        for k, array in results.items()
     }
 
 
 def _agreement(problem: Problem) -> dict[str, float]:
     """Compare a float64 run with the results that the file holds: max|difference| / max|held|."""
-    if not problem.expected:
-        return {}
-    wide = problem._replace(
-        x=problem.x.astype(np.float64),
-        gamma=_wide(problem.gamma),
-        beta=_wide(problem.beta),
-        dy=problem.dy.astype(np.float64),
-    )
-    ours = compute(wide)
+    wide: dict[str, Any] = {
+        name: _wide(getattr(problem, name)) for name in ("x", "gamma", "beta", "dy")
+    }
+    ours = compute(problem._replace(**wide))
     return {
         name: float(np.abs(ours[name] - held.astype(np.float64)).max() / np.abs(held).max())
         for name, held in problem.expected.items()
@@ -200,14 +172,13 @@ def _check_gradients(part: Problem) -> Any:
         cache = layer_norm_forward(part.x, part.gamma, part.beta, part.eps)[1]
         return layer_norm_backward(dy.astype(part.dy.dtype), cache)
 
-    x = part.x.astype(np.float64)
-    scales = [_row_spread(x, part.eps), None, None]
+    args = [part.x.astype(np.float64), _wide(part.gamma), _wide(part.beta)]
     return check_gradients(
         forward,
         backward,
-        [x, _wide(part.gamma), _wide(part.beta)],
+        args,
         names=("x", "gamma", "beta"),
-        scales=scales,
+        scales=[_row_spread(part.x.astype(np.float64), part.eps), None, None],
         rng=0,
         max_elements=_DIFFERENCE_SAMPLE,
     )
@@ -220,24 +191,3 @@ def _row_spread(x: Array, eps: float) -> Array:
     largest = np.where(largest > 0, largest, 1.0)
     spread = np.hypot(largest * (x / largest).std(axis=-1, keepdims=True), np.sqrt(eps))
     return np.where(spread > 0, spread, 1.0)
-
-
-def _measure_time(problem: Problem) -> tuple[dict[str, float], dict[str, int]]:
-    """Median seconds of forward and backward, new outputs each time, and the bytes they move."""
-    forward: list[float] = []
-    backward: list[float] = []
-    end = time.perf_counter() + 1.0
-    while len(forward) < 3 or (time.perf_counter() < end and len(forward) < 50):
-        start = time.perf_counter()
-        y, cache = layer_norm_forward(problem.x, problem.gamma, problem.beta, problem.eps)
-        middle = time.perf_counter()
-        layer_norm_backward(problem.dy, cache)
-        forward.append(middle - start)
-        backward.append(time.perf_counter() - middle)
-    return (
-        {"forward": statistics.median(forward), "backward": statistics.median(backward)},
-        {
-            "forward": problem.x.nbytes + y.nbytes,
-            "backward": problem.dy.nbytes + 2 * problem.x.nbytes,
-        },
-    )
