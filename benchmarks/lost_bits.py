@@ -14,10 +14,11 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm import diagnose, exact_layer_norm
-from stablenorm.diagnosis.rows import TITLES, make_buffers, welford, working_dtype
-from stablenorm.testing.families import FAMILIES, format_of, make_case
+from stablenorm.diagnosis.rows import TITLES, working_format
+from stablenorm.formats import format_of, parse
+from stablenorm.testing.families import FAMILIES, make_case
 
-DTYPES = ("float16", ml_dtypes.bfloat16, "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # Of each family. The oracle takes 11 ms for a row of 768.
 ROWS = 4
@@ -35,7 +36,7 @@ class Case(NamedTuple):
 
 def cases(dtypes: Sequence[Any] = DTYPES, lengths: Sequence[int] = (127, 768)) -> Iterator[Case]:
     """Yield every family that exists for a dtype and a length."""
-    for dtype in dtypes:
+    for dtype in map(parse, dtypes):
         for n in lengths:
             for family in FAMILIES.values():
                 if not (family.finite and family.applies(dtype, n)):
@@ -49,7 +50,7 @@ def cases(dtypes: Sequence[Any] = DTYPES, lengths: Sequence[int] = (127, 768)) -
                 yield Case(family.name, x, case.eps, exact, predicted)
 
 
-def measure(case: Case, method: str, lanes: int = 0) -> Any:
+def measure(case: Case, method: str, lanes: int = 16) -> Any:
     """Return the bits lost on each row by a method; `lanes` as in `simulate`."""
     return measure_bits(simulate(method, case.x, case.eps, lanes), case)
 
@@ -62,8 +63,8 @@ def measure_bits(y: Any, case: Case) -> Any:
         error = _rms(y.astype(np.float64) - case.exact)
         size = np.where(constant, 1.0, np.maximum(_rms(case.exact), 2.0**form.emin))
         # Half of the smallest float64 is none.
-        bits = np.log2(error / np.maximum(2.0**-form.p * size, 5e-324))
-    return np.where(bits < form.p, np.maximum(bits, 0.0), form.p)
+        bits = np.log2(error / np.maximum(2.0**-form.digits * size, 5e-324))
+    return np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
 
 
 def _rms(v: Any) -> Any:
@@ -73,16 +74,16 @@ def _rms(v: Any) -> Any:
     return scale[:, 0] * np.sqrt(np.square(v / scale).mean(axis=1))
 
 
-def simulate(method: str, x: Any, eps: float, lanes: int = 0) -> Any:
+def simulate(method: str, x: Any, eps: float, lanes: int = 16) -> Any:
     """
     Return y of `x`, (rows, n), without gamma and beta, as a method computes it.
 
-    Sums are formed in the order that `diagnose` assumes or, with `lanes`, a power of two, in so
-    many running sums: element i goes into sum i mod `lanes`; in the end they are added by halves.
+    Sums are formed in as many running sums as `lanes`, a power of two, says: element i goes into sum
+    i mod `lanes`; in the end they are added by halves. As many as elements are pairwise summation.
     The saved statistics are correctly rounded, and y is what a backward would rebuild from them.
     """
     with np.errstate(all="ignore"):
-        working = x.astype(working_dtype(x.dtype))
+        working = x.astype(working_format(x.dtype).dtype)
         mean, rstd = _mean_rstd(method, working, eps, lanes)
         center, scale = (v[:, None].astype(working.dtype) for v in (mean, rstd))
         return ((working - center) * scale).astype(x.dtype)
@@ -120,8 +121,6 @@ def _exact_mean_rstd(x: Any, eps: float) -> tuple[Any, Any]:
 
 
 def _sum(v: Any, lanes: int) -> Any:
-    if not lanes:
-        return v.sum(axis=1)
     sums = np.zeros((len(v), lanes), v.dtype)
     for start in range(0, v.shape[1], lanes):
         part = v[:, start : start + lanes]
@@ -132,8 +131,6 @@ def _sum(v: Any, lanes: int) -> Any:
 
 
 def _welford(v: Any, lanes: int) -> tuple[Any, Any]:
-    if not lanes:
-        return welford(v, make_buffers(len(v), v.shape[1], v.dtype))
     mean, squares = np.zeros((2, len(v), lanes), v.dtype)
     counts = np.zeros(lanes, v.dtype)
     for start in range(0, v.shape[1], lanes):
@@ -146,7 +143,9 @@ def _welford(v: Any, lanes: int) -> tuple[Any, Any]:
     while (half := len(counts) // 2) > 0:
         a, b = counts[:half], counts[half:]
         apart = mean[:, half:] - mean[:, :half]
-        mean = mean[:, :half] + apart * (b / (a + b))
-        squares = squares[:, :half] + squares[:, half:] + apart * apart * (a * b / (a + b))
+        # Some are empty where there are more than elements.
+        both = np.maximum(a + b, 1)
+        mean = mean[:, :half] + apart * (b / both)
+        squares = squares[:, :half] + squares[:, half:] + apart * apart * (a * b / both)
         counts = a + b
     return mean[:, 0], squares[:, 0]

@@ -11,7 +11,8 @@ import pytest
 
 import stablenorm.diagnosis
 from stablenorm import diagnose, layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.diagnosis.rows import BITS, TITLES, describe_rows, make_buffers, welford
+from stablenorm.diagnosis import rows
+from stablenorm.diagnosis.rows import BITS, TITLES
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,8 @@ def cases(lost_bits):
     return [*lost_bits.cases(lengths=(127,)), *lost_bits.cases(("float32",), (768,))]
 
 
-# In the order of summation that the prediction assumes, and in sixteen running sums.
-@pytest.mark.parametrize("lanes", [0, 16])
+# In sixteen running sums, as vectorized code, and pairwise.
+@pytest.mark.parametrize("lanes", [16, 1024])
 @pytest.mark.parametrize("method", TITLES)
 def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases, lost_bits):
     predicted = np.concatenate([case.predicted[method] for case in cases])
@@ -48,29 +49,48 @@ def test_stablenorm_loses_none(cases, lost_bits):
         assert lost_bits.measure_bits(y, case).max() < 0.5, case.family
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 7, 64, 100, 769])
-def test_statistics_are_those_of_the_row(n):
-    x = (5 + np.random.default_rng(n).standard_normal((9, n))).astype(np.float32)
-    buffers = make_buffers(9, n, x.dtype)
-    buffers.x[:] = x
-    found, wide = describe_rows(9, buffers), x.astype(np.float64)
-    np.testing.assert_allclose(found.mean, wide.mean(axis=1), rtol=1e-14)
-    np.testing.assert_allclose(found.std, wide.std(axis=1), rtol=1e-13, atol=1e-15)
-    np.testing.assert_array_equal(found.total, x.sum(axis=1))
-    # Two roundings in each of log2(n) + 1 levels, three in the squares; apart there cancels to the
-    # rounding of x.
-    levels = 2 * (np.log2(n) + 2) * 2.0**-24
-    mean, squares = welford(x, buffers)
-    assert mean.dtype == squares.dtype == np.float32
-    np.testing.assert_allclose(mean, wide.mean(axis=1), rtol=levels)
-    expected = n * wide.var(axis=1)
-    np.testing.assert_allclose(squares, expected, rtol=2 * levels, atol=1e-30 + 20 * n * levels)
+@pytest.mark.parametrize("form", ["compiled", "numpy"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 769])
+def test_sums_are_those_of_the_row(n, dtype, form):
+    x = (5 + np.random.default_rng(n).standard_normal((9, n))).astype(dtype)
+    working, wide = np.empty((5, 9), dtype), np.empty((3, 9))
+    {"compiled": rows._sums_of(x.dtype), "numpy": rows.sum_rows}[form](x, working, wide)
+    exact = x.astype(np.longdouble)
+    squares = n * exact.var(axis=1)
+    np.testing.assert_allclose(wide[0], exact.mean(axis=1), rtol=1e-15)
+    np.testing.assert_allclose(wide[2], squares / n, rtol=1e-13, atol=1e-28)
+    # Each rounding is of what has been added up so far: at most n + 8 of them, on their way half.
+    u = np.finfo(dtype).eps * (n + 8) / 2
+    total = exact.sum(axis=1)
+    mean_square = np.square(exact).sum(axis=1)
+    # A mean that is off by u |mean| adds n (u mean)^2 to the squared deviations.
+    off = n * (u * total / n) ** 2
+    for actual, expected, more in (
+        (working[0], total, 0),
+        (working[1], mean_square, 0),
+        (working[2], squares, off),
+        (working[3], total / n, 0),
+        (working[4], squares, off),
+    ):
+        assert (np.abs(actual - expected) <= 2 * u * expected + more + 1e-30).all()
+
+
+def test_sums_are_compiled_where_numba_is_there():
+    assert "compiled" in rows._sums_of(np.dtype(np.float32)).__module__
+
+
+def test_without_numba_the_diagnosis_is_as_good(cases, monkeypatch):
+    monkeypatch.setattr(rows, "_sums_of", lambda _: rows.sum_rows)
+    for place, name in enumerate(TITLES):
+        found = np.concatenate([diagnose(case.x, case.eps).per_row.lost[place] for case in cases])
+        predicted = np.concatenate([case.predicted[name] for case in cases])
+        assert (np.abs(found - predicted) <= 2).mean() >= 0.95
 
 
 def test_welford_of_a_constant_row_is_exact():
-    x = np.full((1, 1000), 0.1, np.float32)
-    mean, squares = welford(x, make_buffers(1, 1000, x.dtype))
-    assert (mean[0], squares[0]) == (np.float32(0.1), 0)
+    found = rows.describe_rows(np.full((1, 1000), 0.1, np.float32))
+    assert (found.welford_mean[0], found.welford_squares[0]) == (np.float32(0.1), 0)
 
 
 def test_the_median_is_not_above_the_worst():
@@ -140,7 +160,7 @@ def test_one_element_has_no_condition_and_loses_nothing():
 
 def test_every_mark_is_set_by_its_row_alone():
     rng = np.random.default_rng(1)
-    rows = {
+    special = {
         "not finite": np.full(64, np.inf),
         "constant": np.full(64, 3.0),
         "var below eps": 1e-3 * rng.standard_normal(64),
@@ -151,9 +171,9 @@ def test_every_mark_is_set_by_its_row_alone():
         "squares underflow": 1e-30 * rng.standard_normal(64),
         "float16 overflows": 1e5 + rng.standard_normal(64),
     }
-    x = np.array(list(rows.values()), np.float32)
+    x = np.array(list(special.values()), np.float32)
     found = diagnose(x, top=0)
-    for place, name in enumerate(rows):
+    for place, name in enumerate(special):
         assert found.per_row.marks[place] & BITS[name], name
     assert found.summary.marks["undefined"] == 0
     assert diagnose(x, eps=0.0).summary.marks["undefined"] == 1
@@ -296,3 +316,9 @@ def test_json_is_whole_and_the_picture_is_drawn(tmp_path):
     for kind in ("png", "svg"):
         found.plot(tmp_path / f"d.{kind}")
         assert (tmp_path / f"d.{kind}").stat().st_size > 10_000
+
+
+def test_a_row_with_nan_does_not_hide_what_overflows_in_another():
+    x = np.array([[3e38, -3e38, 1e38, 2e38], [np.nan, 1, 2, 3]], np.float32)
+    alone, beside = diagnose(x[:1]).per_row.lost, diagnose(x).per_row.lost
+    np.testing.assert_array_equal(beside[:, 0], alone[:, 0])

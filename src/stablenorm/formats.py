@@ -16,6 +16,11 @@ class Format(NamedTuple):
     emin: int
     emax: int
 
+    @property
+    def largest(self) -> float:
+        """The largest finite number."""
+        return (2.0 - 2.0 ** (1 - self.digits)) * 2.0**self.emax
+
 
 FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = FORMATS = (
     Format(np.dtype(np.float16), 11, -14, 15),

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_dtype
+from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_format
 from stablenorm.figures import COLORS, new_figure
-from stablenorm.testing.families import format_of
+from stablenorm.formats import format_of, parse
 from stablenorm.types import Array
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
@@ -126,12 +126,12 @@ class Diagnosis:
     @property
     def bits(self) -> int:
         """The precision p of the dtype: what can be lost."""
-        return format_of(self.dtype).p
+        return format_of(parse(self.dtype)).digits
 
     @property
     def methods(self) -> dict[str, str]:
         """What each method is, by its name."""
-        return {name: title_of(name, self.dtype) for name in TITLES}
+        return {name: title_of(name, parse(self.dtype)) for name in TITLES}
 
     def as_dict(self) -> dict[str, Any]:
         """
@@ -244,7 +244,7 @@ def _advice(
         return f"constant ({wide[0]:.6g}) and eps is 0: y is 0/0, NaN in every layer norm"
     if "constant" in marks:
         return f"constant ({wide[0]:.6g}), so y is 0 before beta; {_losses(x.dtype, lost)}"
-    working = np.dtype(working_dtype(x.dtype)).name
+    working = working_format(x.dtype).dtype.name
     overflowing = [mark for mark in marks if mark.endswith(("sum overflows", "s overflow"))]
     said = []
     if overflowing:
@@ -270,7 +270,7 @@ def _advice(
 
 def _losses(dtype: Any, lost: dict[str, float]) -> str:
     """Say what a two-pass loses, and Welford's or the one-pass where one of them loses more."""
-    p = format_of(dtype).p
+    p = format_of(dtype).digits
 
     def bits(name: str) -> str:
         return f"{round(lost[name])} of {p} bits" if round(lost[name]) else "no bit"
@@ -309,7 +309,7 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
             f"{of_y:.2g} in the worst; of dx: {_median_power(summary.condition_dx, of_dx)}, "
             f"{of_dx:.2g}"
         )
-    working = np.dtype(working_dtype(diagnosis.dtype)).name
+    working = working_format(parse(diagnosis.dtype)).dtype.name
     for name, meaning in MARKS.items():
         if count := summary.marks[name]:
             said.append(f"{name}: {_count_rows(count)} ({meaning.format(working=working)})")

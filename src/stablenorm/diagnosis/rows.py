@@ -14,12 +14,13 @@ normalized data. RMS and not the worst element, which is a draw from the tail.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-from stablenorm.testing.families import format_of
+from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
 from stablenorm.types import Array
 
 # "{working}" stands for the dtype that the methods compute in: float32, or float64 for float64.
@@ -48,9 +49,8 @@ MARKS = {
 # How a row's marks are kept: one bit each.
 BITS = {name: np.uint16(1 << place) for place, name in enumerate(MARKS)}
 
-# Elements described at a time. Of fewer, calling NumPy takes as long as the arithmetic; the buffers
-# of more, 24 bytes each for float32, no longer stay near the second-level cache.
-_STRIP = 1 << 16
+# Elements of a part of Welford's: enough for vector instructions, few enough for a running sum.
+PART = 64
 
 # float64 data beyond these limits is scaled first: squares would overflow or lose digits. All data
 # of 32 and fewer bits lies within.
@@ -88,9 +88,9 @@ class Statistics(NamedTuple):
     What each row is described by; arrays of length rows.
 
     Exact, to float64: `mean + mean_lo`, the standard deviation `std`, the smallest and the largest
-    element; mean and std are NaN where a row is not finite. Then in the precision that a method
-    computes in, rounded at every step: the sums of x, of x^2 and of (x - mean)^2 in NumPy's order
-    (pairwise), and Welford's mean and sum of squared deviations.
+    element; mean and std are NaN where a row is not finite. Then in the dtype that methods compute
+    in, rounded at every step: the sums of x, of x^2 and of (x - mean)^2, and Welford's mean and sum
+    of squared deviations.
     """
 
     mean: Array
@@ -105,51 +105,18 @@ class Statistics(NamedTuple):
     welford_squares: Array
 
 
-class Buffers(NamedTuple):
-    """
-    Memory for the strips of rows, used again for each: new pages would cost more than arithmetic.
-
-    `x` is (rows, n) in the dtype that methods compute in, `deviations` the same in float64; the
-    others are as large as `x`.
-    """
-
-    x: Array
-    deviations: Array
-    products: Array
-    means: Array
-    squares: Array
-
-
-def make_buffers(rows: int, n: int, dtype: Any) -> Buffers:
-    """Return buffers for so many rows of `dtype`."""
-    kind = working_dtype(dtype)
-    return Buffers(
-        np.empty((rows, n), kind),
-        np.empty((rows, n)),
-        *(np.empty(rows * n, kind) for _ in range(3)),
-    )
-
-
-def measure_rows(x: Any, dtype: Any, eps: float) -> PerRow:
+def measure_rows(x: Any, dtype: np.dtype[Any], eps: float) -> PerRow:
     """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
-    rows, n = x.shape
-    step = min(max(1, _STRIP // n), rows)
-    buffers = make_buffers(step, n, dtype)
     with np.errstate(all="ignore"):
-        strips = []
-        for start in range(0, max(rows, 1), max(step, 1)):
-            strip = x[start : start + step]
-            # Contiguous, so that sums are formed in the same order whatever the layout. What is too
-            # large for a narrower dtype becomes infinite, and is reported as such.
-            buffers.x[: len(strip)] = strip.astype(dtype, copy=False)
-            strips.append(describe_rows(len(strip), buffers))
-        found = Statistics._make(map(np.concatenate, zip(*strips, strict=True)))
+        # What is too large for a narrower dtype becomes infinite, and is reported as such.
+        rows = np.ascontiguousarray(x.astype(dtype, copy=False), working_format(dtype).dtype)
+        found, n = describe_rows(rows), x.shape[1]
         root = _root(found.std, eps)
         return PerRow(
             found.mean,
             found.std,
             *_conditions(found, root, n, eps),
-            _lost_bits(found, root, n, dtype, eps),
+            _lost_bits(found, root, n, format_of(dtype), eps),
             _marks(found, n, eps),
         )
 
@@ -159,37 +126,27 @@ def names_of(marks: int) -> tuple[str, ...]:
     return tuple(name for name, bit in BITS.items() if marks & bit)
 
 
-def working_dtype(dtype: Any) -> Any:
-    """Return the type that layer norms of such data are computed in."""
-    return np.float64 if np.dtype(dtype) == np.float64 else np.float32
+def working_format(dtype: np.dtype[Any]) -> Format:
+    """Return the format that layer norms of such data are computed in."""
+    return FLOAT64 if dtype == FLOAT64.dtype else FLOAT32
 
 
-def title_of(method: str, dtype: Any) -> str:
+def title_of(method: str, dtype: np.dtype[Any]) -> str:
     """Return what a method is called, for data of a dtype."""
-    return TITLES[method].format(working=np.dtype(working_dtype(dtype)).name)
+    return TITLES[method].format(working=working_format(dtype).dtype.name)
 
 
 # ---- statistics ----
 
 
-def describe_rows(rows: int, buffers: Buffers) -> Statistics:
-    """Return the statistics of the first rows of ``buffers.x``."""
-    x, deviations = buffers.x[:rows], buffers.deviations[:rows]
-    deviations[:] = x
-    mean = deviations.mean(axis=1)
-    deviations -= mean[:, None]
-    mean_lo = deviations.mean(axis=1)
-    var = np.square(deviations, out=deviations).mean(axis=1) - mean_lo * mean_lo
+def describe_rows(x: Array) -> Statistics:
+    """Return the statistics of the rows of `x`, C-ordered float32 or float64."""
+    working, wide = np.empty((5, len(x)), x.dtype), np.empty((3, len(x)))
+    _sums_of(x.dtype)(x, working, wide)
+    mean, mean_lo, var = wide
+    var -= mean_lo * mean_lo
     std = np.sqrt(np.maximum(var, 0.0))
-
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
-    total = x.sum(axis=1)
-    products = buffers.products[: x.size].reshape(x.shape)
-    squares = np.square(x, out=products).sum(axis=1)
-    np.subtract(x, (total / x.dtype.type(x.shape[1]))[:, None], out=products)
-    centered_squares = np.square(products, out=products).sum(axis=1)
-    parts = welford(x, buffers)
-
     # Rounding of the mean leaves deviations in a row of one value: it has none.
     constant = lowest == highest
     spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
@@ -199,10 +156,51 @@ def describe_rows(rows: int, buffers: Buffers) -> Statistics:
         hard = np.flatnonzero(extreme)
         if hard.size:
             mean[hard], mean_lo[hard], std[hard] = _scaled(x[hard], largest[hard])
-    mean = np.where(spoilt, np.nan, np.where(constant, lowest, mean))
+    mean[constant] = lowest[constant]
     mean_lo[constant] = std[constant] = 0.0
-    std[spoilt] = np.nan
-    return Statistics(mean, mean_lo, std, lowest, highest, total, squares, centered_squares, *parts)
+    mean[spoilt] = std[spoilt] = np.nan
+    return Statistics(mean, mean_lo, std, lowest, highest, *working)
+
+
+@functools.cache
+def _sums_of(dtype: np.dtype[Any]) -> Callable[[Array, Array, Array], None]:
+    """Return `sum_rows`, compiled if Numba is there."""
+    try:
+        from stablenorm.diagnosis.compiled import compiled_sums  # noqa: PLC0415
+
+        return compiled_sums(dtype)
+    except Exception:  # noqa: BLE001  # a broken Numba raises whatever it likes
+        return sum_rows
+
+
+def sum_rows(x: Array, working: Array, wide: Array) -> None:
+    """
+    Write the sums over each row of `x`, in an order that is left to NumPy or the compiler.
+
+    `working`, of the dtype of x, gets the last five of `Statistics`; `wide`, float64, gets the
+    mean, and the means of ``x - mean`` and of its square.
+    """
+    n, kind = x.shape[1], x.dtype.type
+    total, squares, centered_squares, center, spread = working
+    x.sum(axis=1, out=total)
+    np.square(x).sum(axis=1, out=squares)
+    np.square(x - (total / kind(n))[:, None]).sum(axis=1, out=centered_squares)
+    x.mean(axis=1, dtype=np.float64, out=wide[0])
+    deviations = x - wide[0][:, None]
+    deviations.mean(axis=1, out=wide[1])
+    np.square(deviations, out=deviations).mean(axis=1, out=wide[2])
+    # Welford's update for parts of a row (Chan, Golub, LeVeque 1979).
+    for start in range(0, n, PART):
+        part = x[:, start : start + PART]
+        size = part.shape[1]
+        mean = part.mean(axis=1)
+        squares_of_part = np.square(part - mean[:, None]).sum(axis=1)
+        if start == 0:
+            center[:], spread[:] = mean, squares_of_part
+            continue
+        apart, both = mean - center, start + size
+        center += apart * kind(size / both)
+        spread += squares_of_part + apart * apart * kind(start * size / both)
 
 
 def _scaled(x: Array, largest: Array) -> tuple[Array, Array, Array]:
@@ -217,53 +215,6 @@ def _scaled(x: Array, largest: Array) -> tuple[Array, Array, Array]:
     small = np.ldexp(centered - mean_lo[:, None], -spread[:, None])
     std = np.ldexp(np.sqrt((small * small).mean(axis=1)), spread + power)
     return np.ldexp(mean, power), np.ldexp(mean_lo, power), std
-
-
-class _Part(NamedTuple):
-    """Mean and sum of squared deviations, each (parts, rows), of parts of so many elements."""
-
-    mean: Array
-    squares: Array
-    elements: int
-
-    def some(self, start: int, stop: int) -> _Part:
-        """Return some of the parts."""
-        return _Part(self.mean[start:stop], self.squares[start:stop], self.elements)
-
-
-def welford(x: Array, buffers: Buffers) -> tuple[Array, Array]:
-    """
-    Return the mean and the sum of squared deviations of each row of `x`, in its own precision.
-
-    Welford's update as parallel code applies it (Chan, Golub, LeVeque 1979): parts are merged in
-    pairs, first of one element each, then of two, and so on.
-    """
-    # Columns become rows, so that each half is one contiguous piece however short the rows are.
-    mean, squares = (each[: x.size].reshape(x.T.shape) for each in (buffers.means, buffers.squares))
-    mean[:], squares[:] = x.T, 0
-    parts, rest = _Part(mean, squares, 1), None
-    while (width := len(parts.mean)) > 1:
-        half = width // 2
-        if width % 2:
-            odd = parts.some(width - 1, width)
-            rest = odd if rest is None else _merged(odd, rest)
-        parts = _merged(parts.some(0, half), parts.some(half, 2 * half))
-    if rest is not None:
-        parts = _merged(parts, rest)
-    return parts.mean[0].copy(), parts.squares[0].copy()
-
-
-def _merged(a: _Part, b: _Part) -> _Part:
-    """Return both parts as one, in the memory of `a`; that of `b` is overwritten."""
-    kind, elements = a.mean.dtype.type, a.elements + b.elements
-    apart = np.subtract(b.mean, a.mean, out=b.mean)
-    a.squares[:] += b.squares
-    between = np.square(apart, out=b.squares)
-    between *= kind(a.elements * b.elements / elements)
-    a.squares[:] += between
-    apart *= kind(b.elements / elements)
-    a.mean[:] += apart
-    return a._replace(elements=elements)
 
 
 # ---- condition numbers ----
@@ -305,62 +256,58 @@ def _conditions(found: Statistics, root: Array, n: int, eps: float) -> tuple[Arr
 # ---- bits lost ----
 
 
-def _lost_bits(found: Statistics, root: Array, n: int, dtype: Any, eps: float) -> Array:
+def _lost_bits(found: Statistics, root: Array, n: int, form: Format, eps: float) -> Array:
     """
     Return the bits of y lost on each row by each method: (methods, rows), float32.
 
     NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
     """
-    form, working = format_of(dtype), working_dtype(dtype)
+    working, p = working_format(form.dtype), form.digits
     exact_rstd = 1 / root
     # Not std * rstd: of float64 subnormals, rstd overflows.
     size = found.std / root
     size[(found.std == 0) & (eps > 0)] = 1.0
     # Half of the smallest float64 is 0.
-    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.p, 5e-324)
+    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-p, 5e-324)
     without = np.isnan(size)
-    largest = max(found.highest.max(initial=0.0), -found.lowest.min(initial=0.0))
-    ends_overflow = largest > 0.49 * format_of(working).largest
-    methods = _methods(found, exact_rstd, n, eps)
+    # Deviations of these may overflow; then they are infinite in y.
+    long = np.flatnonzero(np.maximum(found.highest, -found.lowest) > 0.49 * working.largest)
     out = np.empty((len(TITLES), len(root)), np.float32)
-    for lost, name in zip(out, TITLES, strict=True):
-        mean, rstd = (each.astype(np.float64) for each in methods[name])
+    for lost, (mean, rstd) in zip(out, _methods(found, exact_rstd, n, eps), strict=True):
         shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
         scale = (rstd - exact_rstd) * found.std / unit
         # 1/4: the elements' own roundings, each up to a half, and the last one.
         bits = 0.5 * np.log2(shift * shift + scale * scale + 0.25)
         # Beyond p bits nothing is left, and NaN is less than that.
-        lost[:] = np.where(bits < form.p, np.maximum(bits, 0.0), form.p)
-        if ends_overflow:
-            # Deviations that overflow are infinite in y.
-            for end in (found.highest, found.lowest):
-                lost[~np.isfinite(end.astype(working) - mean.astype(working))] = form.p
+        lost[:] = np.where(bits < p, np.maximum(bits, 0.0), p)
+        for end in (found.highest, found.lowest) if long.size else ():
+            kind = working.dtype
+            deviation = end[long].astype(kind) - mean[long].astype(kind)
+            lost[long[~np.isfinite(deviation)]] = p
         lost[without] = np.nan
     return out
 
 
-def _methods(found: Statistics, rstd: Array, n: int, eps: float) -> dict[str, tuple[Array, Array]]:
-    """Return the mean and the rstd of each row that each method computes, or keeps."""
+def _methods(found: Statistics, rstd: Array, n: int, eps: float) -> list[tuple[Array, Array]]:
+    """Return the mean and rstd of each row that each method has, in float64; as in `TITLES`."""
     kind = found.total.dtype.type
     one, count, shift = kind(1), kind(n), kind(eps)
     mean = found.total / count
     var = found.centered_squares / count
     var_one_pass = found.squares / count - mean * mean
-    saved = [v.astype(np.float32) for v in (found.mean + found.mean_lo, rstd)]
+    saved = np.array((found.mean + found.mean_lo, rstd)).astype(np.float32)
     half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(eps)))
     # In float32, rounded after each operation: what float16 arithmetic returns, and faster.
     half_rstd = _to_half(np.float32(1) / _to_half(np.sqrt(_to_half(half_var + half_eps))))
-    return {
-        "two-pass": (mean, one / np.sqrt(var + shift)),
-        "welford": (found.welford_mean, one / np.sqrt(found.welford_squares / count + shift)),
-        "one-pass": (mean, one / np.sqrt(var_one_pass + shift)),
-        "saved float32": (saved[0], saved[1]),
-        "saved bfloat16": (
-            saved[0].astype(ml_dtypes.bfloat16),
-            saved[1].astype(ml_dtypes.bfloat16),
-        ),
-        "float16": (half_mean, half_rstd),
-    }
+    pairs: list[Any] = [
+        (mean, one / np.sqrt(var + shift)),
+        (found.welford_mean, one / np.sqrt(found.welford_squares / count + shift)),
+        (mean, one / np.sqrt(var_one_pass + shift)),
+        saved,
+        saved.astype(BFLOAT16.dtype),
+        (half_mean, half_rstd),
+    ]
+    return [(mean.astype(np.float64), rstd.astype(np.float64)) for mean, rstd in pairs]
 
 
 def _to_half(v: Any) -> Any:
@@ -373,7 +320,7 @@ def _to_half(v: Any) -> Any:
 
 def _marks(found: Statistics, n: int, eps: float) -> Array:
     """Return the marks of each row as bits of one uint16."""
-    smallest, half = 2.0 ** format_of(found.total.dtype).emin, format_of(np.float16).largest
+    smallest, half = 2.0 ** format_of(found.total.dtype).emin, FLOAT16.largest
     std, mean = found.std, found.mean
     # Where NaN or infinity has spoilt a row, nothing else can be said of it.
     spoilt, constant = np.isnan(std), std == 0
