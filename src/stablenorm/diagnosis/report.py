@@ -1,4 +1,4 @@
-"""A `Diagnosis`, and how it is shown: sentences, text, rich tables, plain data, a picture."""
+"""A `Diagnosis`, and how it is shown: sentences, text, plain data, a picture."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ from stablenorm.types import Array
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
 _OFFSET = 4.0
-
-# Besides their colors, the lines differ by their dashes.
-_DASHES = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)), (0, (3, 1)))
 
 
 @dataclass(frozen=True)
@@ -142,14 +139,6 @@ class Diagnosis:
         dict
             The attributes by name, with `bits` and `methods`. What JSON has no number for is a
             string, "nan", "inf" or "-inf".
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from stablenorm import diagnose
-        >>> held = diagnose(np.array([[1.0, 2.0, 4.0]])).as_dict()
-        >>> held["summary"]["rows"], held["worst"][0]["index"]
-        (1, 0)
         """
         names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods")
         held = {name: getattr(self, name) for name in names}
@@ -158,19 +147,7 @@ class Diagnosis:
         return {name: _plain(value) for name, value in held.items()}
 
     def to_json(self, path: Any = None) -> str:
-        """
-        Return `as_dict` as JSON text, and write it to a file if one is named.
-
-        Parameters
-        ----------
-        path : str or path-like, optional
-            The file to write, in UTF-8. Default: none.
-
-        Returns
-        -------
-        str
-            The text.
-        """
+        """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
         text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
@@ -197,6 +174,9 @@ class Diagnosis:
         losses, powers = figure.subplots(2, 1, height_ratios=[3, 2])
         _draw_losses(losses, self)
         _draw_conditions(powers, self)
+        for axes in (losses, powers):
+            axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+            axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path, format=format, dpi=150)
 
     def __str__(self) -> str:
@@ -221,51 +201,52 @@ def _plain(value: Any) -> Any:
 
 def describe_row(index: int, x: Array, found: PerRow, place: int, eps: float) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
-    mean, std, condition_y, condition_dx, share = (float(each[place]) for each in found[:5])
+    numbers = [float(each[place]) for each in found[:5]]
     lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
     marks = names_of(int(found.marks[place]))
-    said = f"row {index}: {_advice(x, mean, std, eps, marks, lost)}"
-    return Row(index, mean, std, condition_y, condition_dx, share, lost, marks, said)
+    working = working_format(x.dtype).dtype.name
+    said = _advice(x.astype(np.float64), working, *numbers[:2], eps, marks)
+    if "not finite" not in marks and "undefined" not in marks:
+        said += "; " + _losses(x.dtype, lost)
+    return Row(index, *numbers, lost, marks, f"row {index}: {said}")
 
 
 def _advice(
-    x: Array, mean: float, std: float, eps: float, marks: tuple[str, ...], lost: dict[str, float]
+    x: Array, working: str, mean: float, std: float, eps: float, marks: tuple[str, ...]
 ) -> str:
-    """Say what is special about the row, and what the usual methods lose on it."""
-    wide = x.astype(np.float64)
+    """Say what is special about the row."""
     if "not finite" in marks:
-        places = np.flatnonzero(~np.isfinite(wide))
-        many = "is" if places.size == 1 else "are"
+        places = np.flatnonzero(~np.isfinite(x))
+        are = "is" if places.size == 1 else "are"
         return (
-            f"{places.size} of {x.size} elements {many} NaN or infinite, the first at "
-            f"{places[0]}; y of the row is NaN in every layer norm"
+            f"{places.size} of {x.size} elements {are} NaN or infinite, the first at {places[0]}; "
+            "y of the row is NaN in every layer norm"
         )
     if "undefined" in marks:
-        return f"constant ({wide[0]:.6g}) and eps is 0: y is 0/0, NaN in every layer norm"
+        return f"constant ({x[0]:.6g}) and eps is 0: y is 0/0, NaN in every layer norm"
     if "constant" in marks:
-        return f"constant ({wide[0]:.6g}), so y is 0 before beta; {_losses(x.dtype, lost)}"
-    working = working_format(x.dtype).dtype.name
-    overflowing = [mark for mark in marks if mark.endswith(("sum overflows", "s overflow"))]
+        return f"constant ({x[0]:.6g}), so y is 0 before beta"
     said = []
-    if overflowing:
+    if any(mark in marks for mark in ("sum overflows", "squares overflow", "deviations overflow")):
         what = "its sum overflows" if "sum overflows" in marks else "squares overflow"
-        said.append(f"max|x| = {np.abs(wide).max():.2g}, {what} in {working}")
+        said.append(f"max|x| = {np.abs(x).max():.2g}, {what} in {working}")
     if "squares underflow" in marks:
         said.append(f"std = {std:.2g}, squares underflow in {working}")
+    ratio = f"|mean|/std = {abs(mean) / std:.2g}"
     if abs(mean) >= _OFFSET * std:
-        said.append(f"|mean|/std = {abs(mean) / std:.2g}")
+        said.append(ratio)
     if "dominating outlier" in marks:
-        away = np.abs(wide - mean)
+        away = np.abs(x - mean)
         place = int(away.argmax())
         share = (away[place] / std) ** 2 / x.size
         # Never all of it.
         part = f"{share:.0%}" if share < 0.99 else "over 99%"
-        said.append(f"element {place} ({wide[place]:.3g}) has {part} of the variance")
+        said.append(f"element {place} ({x[place]:.3g}) has {part} of the variance")
     if "var below eps" in marks:
         said.append(f"var = {std * std:.2g} is below eps = {eps:.2g}")
     if "float16 overflows" in marks and not said:
         said.append(f"mean = {mean:.2g}, std = {std:.2g}: its statistics overflow in float16")
-    return "; ".join([*(said or [f"|mean|/std = {abs(mean) / std:.2g}"]), _losses(x.dtype, lost)])
+    return "; ".join(said or [ratio])
 
 
 def _losses(dtype: Any, lost: dict[str, float]) -> str:
@@ -367,17 +348,20 @@ def _wrapped(line: str, width: int) -> list[str]:
 
 def _draw_losses(axes: Any, diagnosis: Diagnosis) -> None:
     """Draw, for each method, the share of rows that lose at least so many bits."""
-    lost = diagnosis.summary.lost.values()
-    for place, (title, counts) in enumerate(zip(diagnosis.methods.values(), lost, strict=True)):
+    # Besides their colors, the lines differ by their dashes, and the first ones are wide, so that
+    # one beneath another is seen.
+    dashes = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)), (0, (3, 1)))
+    lost = zip(
+        diagnosis.methods.values(), diagnosis.summary.lost.values(), COLORS, dashes, strict=True
+    )
+    for place, (title, counts, color, dash) in enumerate(lost):
         at_least = np.cumsum(_share(counts)[::-1])[::-1]
-        # The first ones wide, so that one beneath another is seen.
-        style = {"ls": _DASHES[place], "color": COLORS[place], "lw": 3.4 - 0.4 * place}
-        axes.plot(at_least, label=title, **style)
+        axes.plot(at_least, label=title, color=color, ls=dash, lw=3.4 - 0.4 * place)
     p = diagnosis.bits
     axes.set(xlim=(0, p), ylim=(0, 1.02), xlabel=f"bits of y lost, of {p}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
-    _finish(axes, "Share of rows that lose at least so many")
+    axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
 
 
 def _draw_conditions(axes: Any, diagnosis: Diagnosis) -> None:
@@ -389,25 +373,12 @@ def _draw_conditions(axes: Any, diagnosis: Diagnosis) -> None:
         left = np.arange(last + 1) + 0.1 + 0.4 * place
         share = _share(each)[: last + 1]
         axes.bar(left, share, width=0.4, align="edge", color=COLORS[place], label=name)
-    axes.axvline(p, color="0.3", lw=1, ls="--")
-    axes.annotate(
-        f"2^{p}: no bit left if\nx itself was rounded",
-        (p - 0.2, 0.97),
-        xycoords=axes.get_xaxis_transform(),
-        ha="right",
-        va="top",
-        fontsize=9,
-        color="0.3",
-    )
+    no_bit = f"2^{p}: no bit left if\nx itself was rounded"
+    axes.axvline(p, color="0.3", lw=1, ls="--", label=no_bit)
     label = "condition number, from 2^k to 2^(k + 1): k"
     axes.set(xlim=(0, last + 1), ylim=(0, None), xlabel=label)
-    _finish(axes, "How much larger a relative error of x is in y and dx")
-
-
-def _finish(axes: Any, title: str) -> None:
+    title = "How much larger a relative error of x is in y and dx"
     axes.set_title(title, fontsize=10, loc="left")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5), handlelength=4)
 
 
 def _share(counts: Array) -> Array:
