@@ -24,9 +24,9 @@ __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose", "diagnose_blocks
 # predict from the statistics of a block whatever its size.
 BLOCK = 1 << 19
 
-# Condition numbers are counted by so many powers of two; larger ones count with the last: float64
-# of 2**1000 and a spread of 1 is no rarer than that.
-_POWERS = 64
+# Condition numbers are counted by powers of two up to this one: float64 of 2**1000 and a spread of
+# 1 is no rarer than that.
+_POWERS = 63
 
 
 def diagnose(
@@ -76,7 +76,7 @@ def diagnose(
     -----
     Bits lost: log2 of the RMS error of y over the row, in units of ``2**-p max(rms(y), smallest
     normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
-    measured against 1. gamma and beta are left out: what they scale and shift is y.
+    measured against 1. gamma and beta are left out.
 
     The methods compute in float32, or in float64 for float64 data. "Saved" is y as a backward
     rebuilds it from a mean and an rstd rounded to that format; "float16" holds mean, var and eps in
@@ -154,13 +154,13 @@ def diagnose_blocks(
         Of all blocks together.
     """
     n = math.prod(shape[i] for i in axis)
-    totals = _Totals(format_of(dtype).digits)
+    nothing = measure_rows(np.empty((0, n), dtype), dtype, eps)
+    summary, kept = _summarize(nothing, dtype), [nothing]
     worst: list[tuple[float, Row]] = []
-    kept = [measure_rows(np.empty((0, n), dtype), dtype, eps)]
     for block, found in _measured(blocks, dtype, eps):
         if top:
-            worst = _worst(worst, totals.rows, block, found, dtype, eps, top)
-        totals.add(found)
+            worst = _worst(worst, summary.rows, block, found, dtype, eps, top)
+        summary = _together(summary, _summarize(found, dtype))
         if keep_rows:
             kept.append(found)
     return Diagnosis(
@@ -169,7 +169,7 @@ def diagnose_blocks(
         axis,
         n,
         eps,
-        totals.summary(),
+        summary,
         tuple(row for _, row in worst),
         PerRow._make(np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
         if keep_rows
@@ -229,48 +229,38 @@ def _worst(
     return sorted([*before, *new], key=lambda entry: -entry[0])[:top]
 
 
-class _Totals:
-    """What is counted of all rows."""
-
-    def __init__(self, p: int) -> None:
-        self.rows = 0
-        self._marks = dict.fromkeys(BITS, 0)
-        self._lost = {name: np.zeros(p + 1, np.int64) for name in TITLES}
-        self._largest_lost = dict.fromkeys(TITLES, 0.0)
-        self._conditions = [np.zeros(_POWERS, np.int64) for _ in range(2)]
-        self._largest_conditions = [0.0, 0.0]
-
-    def add(self, found: PerRow) -> None:
-        """Count some rows more."""
-        self.rows += len(found.marks)
-        for name, bit in BITS.items():
-            self._marks[name] += int(np.count_nonzero(found.marks & bit))
-        for name, lost in zip(TITLES, found.lost, strict=True):
-            known = lost[~np.isnan(lost)]
-            self._largest_lost[name] = float(known.max(initial=self._largest_lost[name]))
-            self._lost[name] += _counts(np.rint(known), len(self._lost[name]))
-        for place, condition in enumerate((found.condition_y, found.condition_dx)):
-            # Constant rows have none.
-            known = condition[np.isfinite(condition)]
-            largest = known.max(initial=self._largest_conditions[place])
-            self._largest_conditions[place] = float(largest)
-            power = np.frexp(np.maximum(known, 1.0))[1] - 1
-            self._conditions[place] += _counts(np.minimum(power, _POWERS - 1), _POWERS)
-
-    def summary(self) -> Summary:
-        """Return what was counted."""
-        return Summary(
-            self.rows,
-            self._marks,
-            self._lost,
-            condition_y=self._conditions[0],
-            condition_dx=self._conditions[1],
-            largest_condition_y=self._largest_conditions[0],
-            largest_condition_dx=self._largest_conditions[1],
-            largest_lost=self._largest_lost,
-        )
+def _summarize(found: PerRow, dtype: np.dtype[Any]) -> Summary:
+    """Return what is counted of some rows."""
+    p = format_of(dtype).digits
+    lost = {name: v[~np.isnan(v)] for name, v in zip(TITLES, found.lost, strict=True)}
+    # Constant rows have none.
+    in_y, in_dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
+    return Summary(
+        len(found.marks),
+        {name: int(np.count_nonzero(found.marks & bit)) for name, bit in BITS.items()},
+        {name: _counts(np.rint(v), p) for name, v in lost.items()},
+        _counts(np.frexp(np.maximum(in_y, 1.0))[1] - 1, _POWERS),
+        _counts(np.frexp(np.maximum(in_dx, 1.0))[1] - 1, _POWERS),
+        float(in_y.max(initial=0.0)),
+        float(in_dx.max(initial=0.0)),
+        {name: float(v.max(initial=0.0)) for name, v in lost.items()},
+    )
 
 
-def _counts(values: Array, length: int) -> Array:
-    """Return how often 0, 1, ... occur."""
-    return np.bincount(values.astype(np.intp), minlength=length)
+def _counts(values: Array, last: int) -> Array:
+    """Return how often 0, 1, ..., last occur; what is larger counts with the last."""
+    return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
+
+
+def _together(a: Summary, b: Summary) -> Summary:
+    """Return the summary of the rows of both."""
+    return Summary(
+        a.rows + b.rows,
+        {name: count + b.marks[name] for name, count in a.marks.items()},
+        {name: counts + b.lost[name] for name, counts in a.lost.items()},
+        a.condition_y + b.condition_y,
+        a.condition_dx + b.condition_dx,
+        max(a.largest_condition_y, b.largest_condition_y),
+        max(a.largest_condition_dx, b.largest_condition_dx),
+        {name: max(most, b.largest_lost[name]) for name, most in a.largest_lost.items()},
+    )

@@ -201,14 +201,14 @@ def _plain(value: Any) -> Any:
 
 def describe_row(index: int, x: Array, found: PerRow, place: int, eps: float) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
-    numbers = [float(each[place]) for each in found[:5]]
+    mean, std, of_y, of_dx, share = (float(each[place]) for each in found[:5])
     lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
     marks = names_of(int(found.marks[place]))
     working = working_format(x.dtype).dtype.name
-    said = _advice(x.astype(np.float64), working, *numbers[:2], eps, marks)
+    said = _advice(x.astype(np.float64), working, mean, std, eps, marks)
     if "not finite" not in marks and "undefined" not in marks:
         said += "; " + _losses(x.dtype, lost)
-    return Row(index, *numbers, lost, marks, f"row {index}: {said}")
+    return Row(index, mean, std, of_y, of_dx, share, lost, marks, f"row {index}: {said}")
 
 
 def _advice(
