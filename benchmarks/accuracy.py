@@ -2,7 +2,8 @@
 How far every element is from the exact one, over the families of hard inputs: `make accuracy`.
 
 Runs the families of `stablenorm.testing` through the package and through the plain two-pass formula,
-judges both by the exact oracle, and writes docs/evidence/accuracy.md and its heat map. Exit status 1 if an
+judges both by the exact oracle, keeps what it found in benchmarks/results/accuracy.json, and writes
+docs/evidence/accuracy.md and its heat map; with `--render` from the file alone. Exit status 1 if an
 element breaks the contract; the page is then written all the same, and says so. Four minutes.
 """
 
@@ -14,70 +15,81 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
+import figures
 import numpy as np
-from figures_page import FIGURES, SMALL, make_figure, save
-from page import DOCS, origin, origin_line, table, write
+from page import DOCS, keep, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.formats import parse
-from stablenorm.oracle import ContractResult, exact_layer_norm
+from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing import FAMILIES, make_case, plain_backward, plain_forward
 
-DTYPES = ("float16", "bfloat16", "float32", "float64")
+KINDS = ("float16", "bfloat16", "float32", "float64")
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 N, ROWS = 768, 4
 LENGTHS = (1, 2, 3, 17)
 LONG, MANY = 65_536, 10_000
 # Where a row of 65 536 has something that one of 768 has not: means, offsets, overflow, cancellation.
-TELLING = ("F01", "F04", "F09", "F13", "F16", "F18", "F20", "F28b", "F31", "F32")
-# Of rows that are sampled for elements that are not the nearest float: 1024 blocks of a mebi.
+TELLING = ("F01", "F04", "F09", "F13", "F16", "F18", "F20", "F28b", "F31")
+# Elements that are sampled for those that are not the nearest float.
 SAMPLED = 2**30
 FINITE = [family for family in FAMILIES.values() if family.finite]
 
 
+class Job(NamedTuple):
+    """A family in a dtype, and which of its outputs are judged."""
+
+    family: str
+    dtype: str
+    n: int
+    rows: int
+    outputs: tuple[str, ...]
+
+
 class Judged(NamedTuple):
-    """One output of one family: ours against the contract, and the plain formula beside it."""
+    """One output of a job: ours against the contract, the plain formula beside it."""
 
-    ours: ContractResult
-    # The worst of the elements within the limit; those beyond cancel, and keep the allowance.
+    family: str
+    dtype: str
+    n: int
+    rows: int
+    output: str
+    # Ours: the limit; the worst element within it, in ulp; how many cancel beyond it, and the
+    # largest share of c S that one of those used; how many are not the nearest float.
+    limit: float
+    passed: bool
     within: float
-    # Of the plain formula: the worst in ulp, and over the largest exact element of the row.
-    plain: float = math.nan
-    of_row: float = math.nan
-    # The same in ulp, without the elements that in ours needed the allowance.
-    plain_within: float = math.nan
+    beyond: int
+    share: float
+    wrong: int
+    # The plain formula: the worst in ulp, the same without the elements that in ours are beyond the
+    # limit, and the worst over the largest exact element of its row.
+    plain: float
+    plain_within: float
+    of_row: float
 
 
-Job = tuple[str, str, int, int, tuple[str, ...], bool]
-Results = dict[tuple[str, str], dict[str, Judged]]
-
-
-def judge(job: Job) -> dict[str, Judged]:
-    """Judge a family in a dtype, some of its outputs, with the plain formula or without."""
-    family, dtype, n, rows, outputs, with_plain = job
-    case = make_case(family, parse(dtype), n, rows)
+def judge(job: Job) -> list[Judged]:
+    """Judge one job."""
+    case = make_case(job.family, parse(job.dtype), job.n, job.rows)
     exact = exact_layer_norm(*case)
     y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
     ours = dict(zip(OUTPUTS, (y, *layer_norm_backward(case.dy, cache)), strict=True))
     y, kept = plain_forward(case.x, case.gamma, case.beta, case.eps)
     plain = dict(zip(OUTPUTS, (y, *plain_backward(case.dy, kept)), strict=True))
-    found = {}
-    for name in outputs:
+    found = []
+    for name in job.outputs:
         contract = exact.check_contract(**{name: ours[name]})[name]
         errors = exact.ulp_errors(**{name: ours[name]})[name]
+        ulps = exact.ulp_errors(**{name: plain[name]})[name]
         inside = errors <= contract.limit_ulp
-        found[name] = Judged(contract, float(np.max(errors, where=inside, initial=0)))
-        if with_plain:
-            ulps = exact.ulp_errors(**{name: plain[name]})[name]
-            found[name] = found[name]._replace(
-                plain=float(ulps.max()),
-                plain_within=float(np.max(ulps, where=inside, initial=0)),
-                of_row=_of_row(
-                    plain[name],
-                    exact.rounded(name, plain[name].dtype),
-                    exact.rounded(name, np.float64),
-                ),
-            )
+        off = [float(np.max(v, where=inside, initial=0)) for v in (errors, ulps)]
+        nearest, wide = (exact.rounded(name, kind) for kind in (plain[name].dtype, np.float64))
+        found.append(Judged(
+            *job[:4], name, contract.limit_ulp, contract.passed, off[0], contract.second_term,
+            contract.worst_excess, round(contract.misrounded * errors.size), float(ulps.max()), off[1],
+            _of_row(plain[name], nearest, wide),
+        ))  # fmt: skip
     return found
 
 
@@ -92,113 +104,109 @@ def _of_row(actual: Any, nearest: Any, exact: Any) -> float:
     return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max())
 
 
-def measure(jobs: Iterable[Job]) -> list[tuple[Job, dict[str, Judged]]]:
-    """Judge those that exist, two processes at a time."""
-    every = [job for job in jobs if not FAMILIES[job[0]].why_not(parse(job[1]), job[2], job[3])]
+def jobs() -> Iterable[Job]:
+    """Every family in every dtype; other lengths; sums over many rows."""
+    sums = ("dgamma", "dbeta")
+    for dtype in KINDS:
+        for family in FINITE:
+            least = max(ROWS, family.smallest_rows)
+            yield Job(family.name, dtype, N, ROWS, OUTPUTS)
+            yield from (Job(family.name, dtype, n, least, OUTPUTS) for n in LENGTHS)
+            if family.name in TELLING:
+                yield Job(family.name, dtype, LONG, 1, ("y", "dx"))
+            # No longer than the families with several marked elements need.
+            yield Job(family.name, dtype, 10, MANY, sums)
+
+
+def measure() -> dict[str, Any]:
+    """Judge the jobs that exist, two processes at a time, and take the sample."""
+    every = [job for job in jobs() if not FAMILIES[job[0]].why_not(parse(job[1]), job[2], job[3])]
     with ProcessPoolExecutor(2) as pool:
-        return list(zip(every, pool.map(judge, every, chunksize=4), strict=True))
+        judged = [judged for each in pool.map(judge, every, chunksize=4) for judged in each]
+    return {"origin": origin(), "judged": judged, "sampled": sample(SAMPLED)}
 
 
-def main_jobs() -> list[Job]:
-    """Every family in every dtype, beside the plain formula."""
-    return [(f.name, d, N, ROWS, OUTPUTS, True) for d in DTYPES for f in FINITE]
-
-
-def other_jobs() -> list[Job]:
-    """Other lengths, and sums over many rows."""
-    short = [
-        (f.name, d, n, max(ROWS, f.smallest_rows), OUTPUTS, False)
-        for n in LENGTHS for d in DTYPES for f in FINITE
-    ]  # fmt: skip
-    long = [(name, d, LONG, 1, ("y", "dx"), False) for d in DTYPES for name in TELLING[:-1]]
-    # No longer than the families with several marked elements need.
-    many = [(f.name, d, 10, MANY, ("dgamma", "dbeta"), False) for d in DTYPES for f in FINITE]
-    return [*short, *long, *many]
-
-
-def digits_of_ulp(ulp: float) -> str:
+def ulp_words(ulp: float) -> str:
     """Print an error that may be anything: two digits, or its order of magnitude."""
-    if not np.isfinite(ulp):
+    if not math.isfinite(ulp):
         return "**NaN, inf**"
     if ulp < 1:
         return f"{ulp:.3f}" if ulp else "0"
-    if ulp < 1e4:
-        return f"{float(f'{ulp:.2g}'):g}"
-    return f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
+    return (
+        f"{float(f'{ulp:.2g}'):g}"
+        if ulp < 1e4
+        else f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
+    )
 
 
-def relative(value: float) -> str:
+def row_words(value: float) -> str:
     """Print an error relative to its row."""
-    if not np.isfinite(value):
+    if not math.isfinite(value):
         return "**all of it**"
     return f"{value:.0e}".replace("e-0", "e-").replace("e+00", "") if value else "0"
 
 
-def verdicts(results: Results) -> str:
+def verdicts(main: Sequence[Judged]) -> str:
     """For each dtype and output: the worst, those that cancel, and what they used."""
     lines = []
-    sizes = {"y": ROWS * N, "dx": ROWS * N, "dgamma": N, "dbeta": N}
-    for dtype in DTYPES:
+    for dtype in KINDS:
         for output in OUTPUTS:
-            here = [r[output] for (_, kind), r in results.items() if kind == dtype]
-            ours = [judged.ours for judged in here]
-            beyond, total = sum(c.second_term for c in ours), len(here) * sizes[output]
-            share = max(c.worst_excess for c in ours)
-            wrong = sum(round(c.misrounded * sizes[output]) for c in ours)
-            lines.append(
-                (
-                    dtype, output, f"{max(j.within for j in here):.3f}", f"{ours[0].limit_ulp:g}",
-                    f"{beyond} of {total}" if beyond else "none",
-                    f"{share:.2g}" if beyond else "",
-                    "yes" if all(c.passed for c in ours) else "**NO**", wrong,
-                )
-            )  # fmt: skip
+            here = [j for j in main if (j.dtype, j.output) == (dtype, output)]
+            total = len(here) * (ROWS * N if output in ("y", "dx") else N)
+            beyond = sum(j.beyond for j in here)
+            lines.append((
+                dtype, output, f"{max(j.within for j in here):.3f}", f"{here[0].limit:g}",
+                f"{beyond} of {total}" if beyond else "none",
+                f"{max(j.share for j in here):.2g}" if beyond else "",
+                "yes" if all(j.passed for j in here) else "**NO**", sum(j.wrong for j in here),
+            ))  # fmt: skip
     head = ("dtype", "output", "worst error, ulp", "limit", "cancel beyond the limit",
             "largest share of c S", "contract kept", "not the nearest float")  # fmt: skip
     return table(head, lines)
 
 
-def family_table(results: Results, dtype: str) -> str:
-    """One line a family: ours, and the plain formula in ulp and relative to the row."""
+def family_table(main: Sequence[Judged]) -> str:
+    """One line a family: ours in each dtype, and the plain formula in float32."""
     lines = []
     for family in FINITE:
-        if (family.name, dtype) not in results:
-            continue
-        found = results[family.name, dtype]
-        beyond = sum(judged.ours.second_term for judged in found.values())
-        lines.append(
-            (
-                f"{family.title} <small>{family.name}</small>",
-                f"{max(judged.within for judged in found.values()):.3f}", beyond or "",
-                *(
-                    text
-                    for name in ("y", "dx")
-                    for text in (digits_of_ulp(found[name].plain), relative(found[name].of_row))
-                ),
-                digits_of_ulp(max(found[name].plain for name in ("dgamma", "dbeta"))),
-            )
-        )  # fmt: skip
-    head = ("x", "ours, worst of all outputs, ulp", "cancel beyond", "plain y, ulp", "of the row",
-            "plain dx, ulp", "of the row", "plain sums, ulp")  # fmt: skip
+        here = [j for j in main if j.family == family.name]
+        ours = [max((j.within for j in here if j.dtype == d), default=None) for d in KINDS]
+        plain = {j.output: j for j in here if j.dtype == "float32"}
+        cells = ["", "", "", "", ""]
+        if plain:
+            y, dx = plain["y"], plain["dx"]
+            sums = max(plain["dgamma"].plain, plain["dbeta"].plain)
+            cells = [ulp_words(y.plain), row_words(y.of_row), ulp_words(dx.plain)]
+            cells += [row_words(dx.of_row), ulp_words(sums)]
+        words = ["" if worst is None else f"{worst:.3f}" for worst in ours]
+        lines.append((f"{family.title} <small>{family.name}</small>", *words, *cells))
+    head = (
+        "x",
+        *KINDS,
+        "plain y, ulp",
+        "of the row",
+        "plain dx, ulp",
+        "of the row",
+        "plain sums, ulp",
+    )
     return table(head, lines)
 
 
-def other_table(found: Sequence[tuple[Job, dict[str, Judged]]]) -> str:
+def other_table(others: Sequence[Judged]) -> str:
     """One line a shape: the worst of all families, by dtype, and the largest share of c S."""
     lines = []
-    for n, rows in dict.fromkeys((job[2], job[3] if job[3] == MANY else 0) for job, _ in found):
-        here = [(j, r) for j, r in found if j[2] == n and (j[3] == MANY) == (rows == MANY)]
+    for n, many in dict.fromkeys((j.n, j.rows == MANY) for j in others):
+        here = [j for j in others if (j.n, j.rows == MANY) == (n, many)]
         cells = []
-        for dtype in DTYPES:
-            judged = [v for j, r in here if j[1] == dtype for v in r.values()]
-            text = f"{max(v.within for v in judged):.3f}"
-            if beyond := sum(v.ours.second_term for v in judged):
-                text += f" ({beyond}: {max(v.ours.worst_excess for v in judged):.2g})"
-            cells.append(text + ("" if all(v.ours.passed for v in judged) else " **FAILS**"))
-        outputs = ", ".join(here[0][0][4])
-        count = len({j[0] for j, _ in here})
-        lines.append((n, here[0][0][3], outputs, count, *cells))
-    return table(("n", "rows", "outputs", "families", *DTYPES), lines)
+        for dtype in KINDS:
+            each = [j for j in here if j.dtype == dtype]
+            text = f"{max(j.within for j in each):.3f}"
+            if beyond := sum(j.beyond for j in each):
+                text += f" ({beyond}: {max(j.share for j in each):.2g})"
+            cells.append(text + ("" if all(j.passed for j in each) else " **FAILS**"))
+        outputs = ", ".join(dict.fromkeys(j.output for j in here))
+        lines.append((n, here[0].rows, outputs, len({j.family for j in here}), *cells))
+    return table(("n", "rows", "outputs", "families", *KINDS), lines)
 
 
 def sample(elements: int) -> tuple[int, int, int]:
@@ -232,107 +240,99 @@ def sample(elements: int) -> tuple[int, int, int]:
             for actual, expected in zip(narrow[far], wide[far], strict=True):
                 near = [expected, expected * (1 - 2.0**-51), expected * (1 + 2.0**-51)]
                 rounded = {float(np.float32(value)) for value in near}
-                if len(rounded) > 1:
-                    undecided += 1
-                elif rounded != {float(actual)}:
-                    wrong[i] += 1
+                undecided += len(rounded) > 1
+                wrong[i] += len(rounded) == 1 and rounded != {float(actual)}
     return wrong[0], wrong[1], undecided
 
 
-def draw(results: Results) -> None:
+def draw(main: Sequence[Judged]) -> None:
     """The heat map: families down, dtypes across; the plain formula, and ours."""
-    figure = make_figure(8.4)
+    figure = figures.make_figure(8.4)
     panels = figure.subplots(1, 2, sharey=True)
     for axes, words in zip(panels, ("plain formula", "stablenorm"), strict=True):
-        image = np.full((len(FINITE), len(DTYPES)), np.nan)
-        for (name, dtype), found in results.items():
-            ours = words == "stablenorm"
-            worst = max(v.within if ours else v.plain_within for v in found.values())
-            row = [family.name for family in FINITE].index(name)
-            # 0 is as good as half an ulp here; whoever is off by more than 1e8 has nothing left.
-            image[row, DTYPES.index(dtype)] = np.log10(np.clip(worst, 0.5, 1e8))
+        image = np.full((len(FINITE), len(KINDS)), np.nan)
+        for row, family in enumerate(FINITE):
+            for column, dtype in enumerate(KINDS):
+                here = [j for j in main if (j.family, j.dtype) == (family.name, dtype)]
+                each = [j.within if words == "stablenorm" else j.plain_within for j in here]
+                # 0 is as good as half an ulp here; whoever is off by more than 1e8 has nothing left.
+                image[row, column] = np.log10(np.clip(max(each, default=np.nan), 0.5, 1e8))
         shown = axes.imshow(image, cmap="YlOrRd", vmin=-0.31, vmax=8, aspect="auto")
-        axes.set_xticks(range(len(DTYPES)), DTYPES, rotation=60)
+        axes.set_xticks(range(len(KINDS)), KINDS, rotation=60)
         axes.set_title(words)
     panels[0].set_yticks(range(len(FINITE)), [family.title for family in FINITE])
     bar = figure.colorbar(shown, ax=panels, location="bottom", aspect=25, pad=0.02)
     bar.set_ticks([-0.31, 2, 4, 6, 8], labels=["0.5", "100", "1e4", "1e6", "1e8+"])
-    bar.set_label("worst error, ulp (NaN: dark)", fontsize=SMALL)
-    save(figure, FIGURES / "accuracy.png")
+    bar.set_label("worst error, ulp (NaN: dark)", fontsize=figures.SMALL)
+    figures.save(figure, "accuracy.png")
 
 
-def page(
-    results: Results, others: Sequence[tuple[Job, dict[str, Judged]]], found: tuple[int, int, int]
-) -> str:
+def page(made: dict[str, Any], every: Sequence[Judged], sampled: Sequence[int]) -> str:
     """docs/evidence/accuracy.md."""
-    tables = "\n\n".join(f"### {dtype}\n\n{family_table(results, dtype)}" for dtype in DTYPES)
-    wrong_y, wrong_dx, undecided = found
+    main, others = ([j for j in every if (j.n == N) is here] for here in (True, False))
     return f"""# Accuracy
 
-{origin_line("make accuracy", origin())}
+{origin_line("make accuracy", made)}
 
-Every element of y, dx, dgamma and dbeta is within a limit of the exact result for the floats given:
-0.501 ulp, and for float64 0.75 (dx) and 0.51 (dgamma, dbeta). An element that cancels almost
-completely may be further off by a tiny multiple c of S, the sum of the magnitudes that it is made
-of ([the contract](../reference/accuracy-contract.md)). Here {len(FINITE)} families of hard inputs are
-held against that, by integer arithmetic; n = {N}, {ROWS} rows, one draw for each family and dtype.
-F36, NaN and infinity, has no exact result; the tests check instead that NaN does not leave its row.
+Every element of y, dx, dgamma and dbeta is within a limit of the exact result for the floats given.
+The limit is 0.501 ulp; for float64 it is 0.75 ulp for dx and 0.51 ulp for dgamma and dbeta. An element
+that cancels almost completely may be further off, by a tiny multiple c of S, the sum of the magnitudes
+that it is made of ([the contract](../reference/accuracy-contract.md)).
+
+This page tests that on {len(FINITE)} families of hard inputs, by integer arithmetic: n = {N}, {ROWS} rows, one
+draw for each family and dtype. F36, NaN and infinity, has no exact result; the tests check instead
+that NaN does not leave its row.
 
 ## Verdict
 
-{verdicts(results)}
+{verdicts(main)}
 
-The share is what the worst of the elements that cancel used of c S: 1 would be all of it. Where a
-family is about such elements (dy = y with eps 0, beta that cancels gamma xhat), most of them cancel.
+The share is the part of c S that the worst of the elements that cancel used; 1 would be all of it.
+Some families consist of such elements (dy = y with eps 0; beta that cancels gamma xhat). There, most
+elements cancel.
 
 ## Beside the plain formula
 
-The two-pass formula in NumPy, in float32 (float64 for float64 data). Elements that cancel beyond the
-limit are left out on both sides. The right half is pale: that is the message.
+The plain formula is the two-pass formula in NumPy, in float32 (float64 for float64 data). Elements
+that cancel beyond the limit are left out on both sides. The right half is pale: that is the message.
 
 ![worst error of each family and dtype, the plain formula and stablenorm](../figures/accuracy.png)
 
 ## Other lengths, and many rows
 
-The worst of all families, in ulp; in brackets, how many elements cancel beyond the limit, and the
-largest share of c S that one of them used.
+The worst error of all families, in ulp. In brackets: how many elements cancel beyond the limit, and
+the largest share of c S that one of them used.
 
 {other_table(others)}
 
 ## The nearest float, or nearly
 
-0.501 ulp is not 0.5: arithmetic in float64, rounded once, misses the nearest float32 where the exact
-value lies within about 2^-29 ulp of the middle between two. In a sample of {SAMPLED:.2g} elements of y and
-as many of dx (rows of 1024, N(0, 1), gamma 1 + 0.1 N, float32), {wrong_y} of y and {wrong_dx} of dx were not the
-nearest float32; {undecided} lay too near a midpoint for float64 to tell. One such element, found by a
-longer search, is [shown and tested](../reference/accuracy-contract.md):
-its error is 0.5000000006 ulp.
+0.501 ulp is not 0.5. Arithmetic in float64, rounded once, misses the nearest float32 where the exact
+value lies within about 2^-29 ulp of the middle between two. A sample had {SAMPLED:.2g} elements of y and as
+many of dx (rows of 1024, N(0, 1), gamma 1 + 0.1 N, float32). {sampled[0]} of y and {sampled[1]} of dx were not
+the nearest float32; {sampled[2]} lay too near a midpoint for float64 to tell. A longer search found one such
+element, which is [shown and tested](../reference/accuracy-contract.md); its error is 0.5000000006 ulp.
 
 ## All families
 
-"Of the row": the largest error of the plain formula, of elements that are not the nearest float, over the largest exact element of its row, which
-is how much of the row it spoils; an element near 0 may be off by many of its own ulp and matter
-little. "all of it": NaN, infinity, or something other than 0 where all of the row is exactly 0.
+First the worst error of all outputs of stablenorm, in ulp, for each dtype, without the elements that
+cancel beyond the limit. Then the plain formula in float32. "Of the row": its largest error over the
+largest exact element of the row, which is how much of the row it spoils. An element near 0 may be off
+by many of its own ulp and matter little. "all of it": NaN, infinity, or something other than 0 where
+all of the row is exactly 0.
 
-{tables}
+{family_table(main)}
 """
 
 
 def main() -> int:
-    """Measure, write, and report what failed."""
-    every = measure(main_jobs())
-    results = {(job[0], job[1]): found for job, found in every}
-    others = measure(other_jobs())
-    found = sample(SAMPLED)
-    draw(results)
-    write(DOCS / "evidence" / "accuracy.md", page(results, others, found), __file__)
-    print(verdicts(results), other_table(others), found, sep="\n")
-    failed = [
-        f"{job}: {output}: {judged.ours}"
-        for job, each in [*every, *others]
-        for output, judged in each.items()
-        if not judged.ours.passed
-    ]
+    """Measure or read, write, and report what failed."""
+    found = keep("accuracy", __doc__ or "", measure)
+    every = [Judged(*row) for row in found["judged"]]
+    draw([j for j in every if j.n == N])
+    text = page(found["origin"], every, found["sampled"])
+    write(DOCS / "evidence" / "accuracy.md", text, __file__)
+    failed = [judged for judged in every if not judged.passed]
     print(*failed, sep="\n")
     return 1 if failed else 0
 

@@ -2,7 +2,7 @@
 Speed, beside PyTorch, JAX, ONNX Runtime and plain NumPy: `make bench`.
 
 Checks agreement, times forward and backward, prints the targets. A full run writes
-benchmarks/results/bench.json, docs/evidence/performance.md with its pictures and the block of README;
+benchmarks/results/bench.json, docs/evidence/performance.md with its picture and the block of README;
 another one writes only where `--out` says. Exit status 1 if ours disagree with the reference; a
 target not met is printed, no error.
 """
@@ -21,28 +21,16 @@ from pathlib import Path
 from typing import Any
 
 from agreement import DisagreementError
-from cases import SUITES, Case, Effort, Record, make_cases, measure_case, measure_machine
+from cases import SUITES, Effort, Record, make_cases, measure_case, measure_machine
 from page import DOCS, HERE, ROOT, origin, put, write
 from peers import load_peers
-from speed_figures import draw_length, draw_size
-from speed_page import page, readme_block, summary
+from speed_page import draw, page, readme_block, summary
 
-from stablenorm.cli.parts import DTYPES, use_threads
+from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
-# Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run
-# against the limit of seconds; all of them together take less than ten minutes.
-EFFORTS = {
-    "call": Effort(51, 15, 10),
-    "shapes": Effort(21, 5, 3),
-    "kept": Effort(21, 5, 4),
-    "alone": Effort(9, 3, 3),
-    "dtypes": Effort(9, 3, 8),
-}
-SWEEP = Effort(9, 3, 2)
-QUICK = Effort(7, 3, 1)
-SMOKE = Effort(2, 1, 0.01)
+QUICK, SMOKE = Effort(7, 3, 1), Effort(2, 1, 0.01)
 # PyTorch's tuning guide has these, and long times of decay; without decay no page is ever returned:
 # https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html
 JEMALLOC = (
@@ -54,32 +42,14 @@ JEMALLOC = (
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="float32, no sweeps, few rounds")
+    parser.add_argument("--quick", action="store_true", help="float32, no sweep, few rounds")
     parser.add_argument("--smoke", action="store_true", help="tiny arrays: tries the script itself")
-    parser.add_argument(
-        "--only", nargs="+", default=[], choices=(*SUITES, *DTYPES), help="suites or dtypes"
-    )
     parser.add_argument("--threads", type=int, default=2, help="of all; default: 2")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write there, not into this tree")
     parser.add_argument(
-        "--render", action="store_true", help="no timing: write page and pictures of the last run"
+        "--render", action="store_true", help="no timing: write the pages of the last run"
     )
     return parser.parse_args(argv)
-
-
-def wanted(case: Case, options: argparse.Namespace) -> bool:
-    """Tell whether a case is to be run."""
-    if options.quick and (case.suite in ("n", "rows") or case.dtype not in ("float32", "all")):
-        return False
-    suites, dtypes = ([w for w in options.only if w in words] for words in (SUITES, DTYPES))
-    return (not suites or case.suite in suites) and (not dtypes or case.dtype in dtypes)
-
-
-def effort_for(case: Case, options: argparse.Namespace) -> Effort:
-    """How long to measure it."""
-    if options.smoke:
-        return SMOKE
-    return QUICK if options.quick else EFFORTS.get(case.suite, SWEEP)
 
 
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
@@ -90,33 +60,31 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
         set_idle_limit(0)
     use_threads(options.threads)
     peers, missing = load_peers(PEERS, options.threads)
-    # Those two suites are a process of their own, with another malloc.
-    cases = [
-        case
-        for case in make_cases(options.smoke)
-        if wanted(case, options) and kept == (case.suite in ("kept", "alone"))
-    ]
+    machine = measure_machine(options.threads, SMOKE if options.smoke else SUITES["n"])
     records: list[Record] = []
     agreement: dict[str, float] = {}
     refused: list[str] = []
-    machine = measure_machine(options.threads, SMOKE if options.smoke else SWEEP)
-    for case in cases:
-        print(case.label, file=sys.stderr, flush=True)
-        found, used = measure_case(
-            case, peers, options.threads, effort_for(case, options), max(machine.values())
-        )
+    for case in make_cases(options.smoke):
+        # Those two suites are a process of their own, with another malloc.
+        if kept != (case.suite in ("kept", "alone")):
+            continue
+        if options.quick and (case.suite == "n" or case.dtype != "float32"):
+            continue
+        print(*case, file=sys.stderr, flush=True)
+        effort = SMOKE if options.smoke else QUICK if options.quick else SUITES[case.suite]
+        found, used = measure_case(case, peers, options.threads, effort, max(machine.values()))
         records += found
         for peer, worst in used.items():
-            if worst > 1:
-                refused.append(f"{peer} on {case.label} ({worst:.3g} of its tolerance)")
-            else:
+            if worst <= 1:
                 agreement[peer] = max(worst, agreement.get(peer, 0.0))
+            else:
+                refused.append(
+                    f"{peer} on {' '.join(map(str, case))} ({worst:.3g} of its tolerance)"
+                )
     run = origin({peer.name: peer.version for peer in peers}) | {
-        "command": "make bench",
         "threads": options.threads,
         "real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "missing": missing,
-        "machine": machine,
         "agreement": agreement,
         "refused": refused,
         "kept": "",
@@ -136,7 +104,7 @@ def measure_kept(options: argparse.Namespace) -> tuple[str, list[Record]]:
     if library is None:
         return "jemalloc was not found; on Debian: apt-get install libjemalloc2", []
     with tempfile.TemporaryDirectory() as folder:
-        given = [f"--threads={options.threads}", f"--out={folder}", "--only", "kept", "alone"]
+        given = [f"--threads={options.threads}", f"--out={folder}"]
         given += [f"--{name}" for name in ("quick", "smoke") if getattr(options, name)]
         environment = os.environ | {"LD_PRELOAD": library, "MALLOC_CONF": JEMALLOC}
         done = subprocess.run(
@@ -150,16 +118,13 @@ def measure_kept(options: argparse.Namespace) -> tuple[str, list[Record]]:
 
 def save(path: Path, run: dict[str, Any], records: Sequence[Record]) -> None:
     """Write run and records; four digits are more than a timing has."""
-
-    def short(value: Any) -> Any:
-        return float(f"{value:.4g}") if isinstance(value, float) else value
-
-    rows = [json.dumps([short(value) for value in record]) for record in records]
-    content = json.dumps({"run": run, "columns": Record._fields}, indent=1)
-    # One line a record: half the size, and a difference that can be read.
-    text = content.rstrip("}\n") + ',\n "records": [\n  ' + ",\n  ".join(rows) + "\n ]\n}\n"
+    rows = [
+        [float(f"{value:.4g}") if isinstance(value, float) else value for value in record]
+        for record in records
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    text = json.dumps({"run": run, "columns": Record._fields, "records": rows})
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
@@ -168,28 +133,12 @@ def load(path: Path) -> tuple[dict[str, Any], list[Record]]:
     return content["run"], [Record(row[0], tuple(row[1]), *row[2:]) for row in content["records"]]
 
 
-def render(run: dict[str, Any], records: Sequence[Record], docs: Path) -> None:
-    """Write the page and its pictures."""
-    write(docs / "evidence" / "performance.md", page(run, records), __file__)
-    words = f"{run['processor']}, {run['threads']} threads"
-    for suite, name, draw in (
-        ("n", "throughput_n.png", draw_length),
-        ("rows", "throughput_size.png", draw_size),
-    ):
-        if any(record.suite == suite for record in records):
-            draw(records, docs / "figures" / name, words)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = arguments(argv)
-    full = not (options.quick or options.smoke or options.only or options.out)
-    results = options.out or HERE / "results"
+    results, docs = options.out or HERE / "results", options.out or DOCS
     try:
-        if options.render:
-            run, records = load(results / "bench.json")
-        else:
-            run, records = measure(options)
+        run, records = load(results / "bench.json") if options.render else measure(options)
     except DisagreementError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -199,11 +148,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.render:
         run["kept"], more = measure_kept(options)
         records += more
-    if full or options.out:
+    if options.out or not (options.quick or options.smoke):
         save(results / "bench.json", run, records)
-        render(run, records, options.out or DOCS)
-    if full:
-        put(ROOT / "README.md", {"speed": readme_block(run, records)}, __file__)
+        write(docs / "evidence" / "performance.md", page(run, records), __file__)
+        draw(run, records, docs / "figures" / "throughput_n.png")
+        if not options.out:
+            put(ROOT / "README.md", {"speed": readme_block(run, records)}, __file__)
     print(summary(records))
     return 0
 

@@ -27,28 +27,14 @@ NUMPY_COPY, TORCH_CALL = "copy, NumPy", "PyTorch F.layer_norm"
 # were used.
 IN_CACHE = ((1, 1, 64), (1, 1, 4096), (2, 128, 64), (2, 128, 1024), (4, 512, 1024))
 BEYOND = ((4, 512, 4096), (32, 512, 768), (16, 512, 1024), (64, 2048, 256))
+# Of the other types one shape of each kind.
+SOME = (*IN_CACHE[::2], IN_CACHE[3], BEYOND[1])
 # float32 of this many is 256 MiB.
 ELEMENTS = 2**26
 # As large as what the machine's copy is measured on; an odd n leaves a few elements over.
 LARGE = 0.99 * COPY_BYTES
 # Powers of two, and the n that broke others' padding (769).
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 769, 1024, 4096, 16384, 65536)
-ROWS = tuple(4**power for power in range(9))
-# kept: both sides on an allocator that keeps its pages. alone: one thread each.
-SUITES = ("call", "shapes", "kept", "alone", "n", "rows", "dtypes")
-
-
-class Case(NamedTuple):
-    """One problem to time."""
-
-    suite: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def label(self) -> str:
-        """The words for a case in progress."""
-        return f"{self.suite} {'x'.join(map(str, self.shape))} {self.dtype}"
 
 
 class Effort(NamedTuple):
@@ -59,8 +45,28 @@ class Effort(NamedTuple):
     limit: float
 
 
+# kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
+# Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run
+# against the limit of seconds; all of them together take less than ten minutes.
+SUITES = {
+    "call": Effort(51, 15, 10),
+    "shapes": Effort(21, 5, 3),
+    "kept": Effort(21, 5, 4),
+    "alone": Effort(9, 3, 3),
+    "n": Effort(9, 3, 2),
+}
+
+
+class Case(NamedTuple):
+    """One problem to time."""
+
+    suite: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class Record(NamedTuple):
-    """One candidate on one case: seconds a call with quartiles, the copy's bytes a second."""
+    """One candidate on one case: seconds per call with quartiles, the copy's bytes per second."""
 
     suite: str
     shape: tuple[int, ...]
@@ -81,33 +87,27 @@ class Record(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Bytes a second: those that must be read and written."""
+        """Bytes per second: those that must be read and written."""
         moved = 2 if self.candidate.startswith("copy") else PASSES[self.direction]
         return moved * self.nbytes / self.seconds
 
 
 def make_cases(smoke: bool = False) -> list[Case]:
-    """Return all cases; `smoke` makes the large ones tiny."""
-    elements, most = (2**12, 2**4) if smoke else (ELEMENTS, ROWS[-1])
-    every = [shape for shape in IN_CACHE + BEYOND if not smoke or math.prod(shape) <= 2**15]
-    # Of the other types one shape of each kind.
-    some = [shape for shape in every if shape in (*IN_CACHE[::2], IN_CACHE[3], BEYOND[1])]
-    kept = ((2, 8),) if smoke else (IN_CACHE[-1], *BEYOND)
-    alone = ((2, 8),) if smoke else (IN_CACHE[3], BEYOND[1])
-    return [
-        Case("call", IN_CACHE[0], "float32"),
-        *(Case("shapes", s, d) for d in DTYPES for s in (every if d == "float32" else some)),
-        *(Case("kept", shape, "float32") for shape in kept),
-        *(Case("alone", shape, "float32") for shape in alone),
-        *(Case("n", (elements // n, n), "float32") for n in LENGTHS if n <= elements),
-        *(Case("rows", (rows, 1024), "float32") for rows in ROWS if rows <= most),
-        # One case: all dtypes beside one another.
-        Case("dtypes", (elements // 1024, 1024), "all"),
+    """Return all cases; `smoke` leaves tiny ones."""
+    wide = [
+        *(Case("shapes", shape, "float32") for shape in IN_CACHE + BEYOND),
+        *(Case("shapes", shape, dtype) for dtype in DTYPES if dtype != "float32" for shape in SOME),
+        *(Case("kept", shape, "float32") for shape in (IN_CACHE[-1], *BEYOND)),
+        *(Case("alone", shape, "float32") for shape in (IN_CACHE[3], BEYOND[1])),
+        *(Case("n", (ELEMENTS // n, n), "float32") for n in LENGTHS),
     ]
+    tiny = [Case(suite, (2, 8), "float32") for suite in ("kept", "alone", "n")]
+    small = [case for case in wide if math.prod(case.shape) <= 2**15]
+    return [Case("call", IN_CACHE[0], "float32"), *(small + tiny if smoke else wide)]
 
 
 def measure_machine(threads: int, effort: Effort) -> dict[str, float]:
-    """Bytes a second of copies of 256 MiB, pages touched: NumPy's in threads, and PyTorch's."""
+    """Bytes per second of copies of 256 MiB, pages touched: NumPy's in threads, and PyTorch's."""
     source, target = np.ones((2, COPY_BYTES // 4), np.float32)
     timings = measure_interleaved(_copies(source, target, threads), **effort._asdict())
     return {name: 2 * COPY_BYTES / timing.median for name, timing in timings.items()}
@@ -122,8 +122,6 @@ def measure_case(
     Returns the records, and per peer the largest part of its tolerance that a result used; one
     that uses more than all of it does not agree and is not timed.
     """
-    if case.suite == "dtypes":
-        return _measure_dtypes(case, threads, effort, machine), {}
     problem = make_problem(case.shape, case.dtype)
     ways = _ours(problem, case)
     ours = check_ours(problem, choose(None))
@@ -142,15 +140,16 @@ def measure_case(
     # Held no longer: with large arrays it is the memory of one more candidate.
     ours.clear()
     beside = _copies(problem.x, problem.y, threads) if problem.x.nbytes >= LARGE else {}
-    records = []
     if case.suite == "alone":
         set_num_threads(1)
     try:
-        for direction, candidates in ways.items():
-            records += _measure(case, direction, candidates | beside, effort, machine)
+        return [
+            record
+            for direction, candidates in ways.items()
+            for record in _measure(case, direction, candidates | beside, effort, machine)
+        ], used
     finally:
         set_num_threads(threads)
-    return records, used
 
 
 def _wanted(peer: str, case: Case) -> bool:
@@ -163,7 +162,7 @@ def _ours(problem: Problem, case: Case) -> dict[str, dict[str, Callable[[], Any]
     default = choose(None)
     made = make_candidates(problem, default)
     ways = {direction: {OURS: calls["fresh"]} for direction, calls in made.items()}
-    if case.suite in ("shapes", "n", "rows"):
+    if case.suite in ("shapes", "n"):
         for direction, calls in made.items():
             ways[direction][OURS_OUT] = calls["out="]
     if case.suite == "call":
@@ -202,15 +201,12 @@ def _measure(
     effort: Effort,
     machine: float,
 ) -> list[Record]:
-    timings = measure_interleaved(candidates, **effort._asdict())
-    counted = case.suite in ("shapes", "kept") and case.dtype == "float32"
-    records = [
-        Record(
-            *case, direction, name, timing.median, timing.low, timing.high, 0.0,
-            count_faults(candidates[name]) if counted else -1,
-        )
-        for name, timing in timings.items()
-    ]  # fmt: skip
+    records = []
+    for name, timing in measure_interleaved(candidates, **effort._asdict()).items():
+        counted = case.suite in ("shapes", "kept") and case.dtype == "float32"
+        faults = count_faults(candidates[name]) if counted else -1
+        seconds = timing.median, timing.low, timing.high
+        records.append(Record(*case, direction, name, *seconds, 0.0, faults))
     # Beside a copy of the same arrays in the same rounds, where there is one; the machine's else.
     copy = max((r.speed for r in records if r.candidate.startswith("copy")), default=machine)
     return [record._replace(copy=copy) for record in records]
@@ -224,26 +220,3 @@ def count_faults(call: Callable[[], Any]) -> int:
         call()
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     return min(counts[1:])
-
-
-def _measure_dtypes(case: Case, threads: int, effort: Effort, machine: float) -> list[Record]:
-    """Time `out=` of one shape in all dtypes, interleaved, and the copy of the float32 arrays."""
-    problems = {dtype: make_problem(case.shape, dtype) for dtype in DTYPES}
-    for problem in problems.values():
-        check_ours(problem, choose(None))
-    every = {dtype: make_candidates(problem, None) for dtype, problem in problems.items()}
-    wide = problems["float32"]
-    records: list[Record] = []
-    for direction in PASSES:
-        candidates = {dtype: every[dtype][direction]["out="] for dtype in DTYPES}
-        if wide.x.nbytes >= LARGE:
-            candidates |= _copies(wide.x, wide.y, threads)
-        timings = measure_interleaved(candidates, **effort._asdict())
-        here = []
-        for name, timing in timings.items():
-            dtype, candidate = (name, OURS_OUT) if name in problems else ("float32", name)
-            figures = (timing.median, timing.low, timing.high, 0.0)
-            here.append(Record(case.suite, case.shape, dtype, direction, candidate, *figures))
-        copy = max((r.speed for r in here if r.candidate.startswith("copy")), default=machine)
-        records += [record._replace(copy=copy) for record in here]
-    return records

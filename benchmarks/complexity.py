@@ -10,8 +10,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import figures
 import numpy as np
-from figures_page import FIGURES, LARGE, make_axes, put_legend, save
 from page import DOCS, origin, origin_line, put, table
 
 from stablenorm import get_num_threads
@@ -42,11 +42,11 @@ def main() -> int:
     parts = {"times": times(found), "kept": kept(first), "rebuilt": rebuilt(first)}
     print(*parts.values(), sep="\n\n")
     if not quick:
-        figure, axes = make_axes(4.6)
+        figure, axes = figures.make_axes(4.6)
         draw_roofline(first, axes)
-        put_legend(figure, axes)
-        figure.suptitle(shape(first), fontsize=LARGE)
-        save(figure, FIGURES / "roofline.png")
+        figures.put_legend(figure, axes)
+        figure.suptitle(shape(first), fontsize=figures.LARGE)
+        figures.save(figure, "roofline.png")
         put(DOCS / "explanation" / "complexity.md", parts, __file__)
     return 0
 

@@ -1,16 +1,12 @@
 """
-How well `diagnose` predicts, how fast it reads, and how much memory it takes: docs/evidence/diagnose.md.
+How well `diagnose` predicts, how fast it reads, how much memory it takes: `make diagnose`.
 
-    python benchmarks/diagnose.py            all of it; needs 1 GB of disk
-    python benchmarks/diagnose.py --gigabytes 0.3
+Keeps its figures in benchmarks/results/diagnose.json and writes docs/evidence/diagnose.md. Needs 1 GB
+of disk and three minutes.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime as dt
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -20,19 +16,19 @@ from typing import Any
 
 import numpy as np
 from lost_bits import DTYPES, ROWS, cases, measure
-from page import processor
+from page import DOCS, digits, keep, origin, origin_line, table, write
 
 import stablenorm
 from stablenorm.diagnosis.rows import TITLES
-from stablenorm.formats import parse
 
-PAGE = Path(__file__).parent.parent / "docs" / "evidence" / "diagnose.md"
-# Running sums: of vectorized code, of pairwise summation (as many as elements), of a plain loop.
-LANES = (16, 1024, 1)
+# Running sums: 0 is the order that the prediction assumes, 16 that of vectorized code, 1 a loop's.
+LANES = {0: "NumPy's order", 16: "sixteen sums", 1: "one sum"}
 # Bytes of an array that is timed: as large as a last-level cache. Arithmetic takes the time, not memory.
 SIZE = 1 << 25
 LENGTHS = (64, 768, 4096)
 REPEATS = 3
+# Rows and n of the file: 1 GB of float32.
+FILE = (244_141, 1024)
 
 _PROGRAM = (
     "import sys, time; from stablenorm import cli; begin = time.process_time(); "
@@ -43,109 +39,106 @@ _PROGRAM = (
 )
 
 
-def prediction_table() -> list[str]:
-    """Return, for each method, the share of rows that are predicted within 2 bits."""
-    lines = [
-        "| method | rows | losing 8 bits or more | sixteen sums | pairwise | one sum |",
-        "|---|---|---|---|---|---|",
-    ]
+def measure_predictions() -> list[list[Any]]:
+    """Return, for each method, the rows, those that lose 8 bits, the shares predicted within 2."""
+    lines = []
     found = list(cases())
     for name, title in TITLES.items():
         predicted = np.concatenate([case.predicted[name] for case in found])
-        shares = []
-        for lanes in LANES:
-            lost = np.concatenate([measure(case, name, lanes) for case in found])
-            shares.append(f"{(np.abs(predicted - lost) <= 2).mean():.1%}")
-            if lanes == LANES[0]:
-                large = int((lost >= 8).sum())
-        cells = [title.format(working="float32"), str(len(predicted)), str(large), *shares]
-        lines.append(f"| {' | '.join(cells)} |")
+        every = [np.concatenate([measure(case, name, lanes) for case in found]) for lanes in LANES]
+        shares = [float((np.abs(predicted - lost) <= 2).mean()) for lost in every]
+        large = int((every[0] >= 8).sum())
+        lines.append([title.format(working="float32"), len(predicted), large, *shares])
     return lines
 
 
-def speed_table() -> list[str]:
-    """Return the GB read per second of processor time, which other programs take no part of."""
-    lines = [
-        f"| dtype | {' | '.join(f'n = {n}' for n in LENGTHS)} |",
-        "|---" * (1 + len(LENGTHS)) + "|",
-    ]
-    for kind in DTYPES:
-        dtype, speeds = parse(kind), []
-        for n in LENGTHS:
-            few: Any = np.random.default_rng(0).standard_normal((1024, n)).astype(dtype)
-            x = np.tile(few, (SIZE // few.nbytes, 1))
-            times = []
-            for _ in range(REPEATS):
-                begin = time.process_time()
-                stablenorm.diagnose(x)
-                times.append(time.process_time() - begin)
-            speeds.append(f"{x.nbytes / min(times) / 1e9:.2g}")
-        lines.append(f"| {dtype.name} | {' | '.join(speeds)} |")
-    return lines
+def measure_speed(kind: Any, n: int) -> float:
+    """Return the bytes read per second of processor time, which other programs take no part of."""
+    few: Any = np.random.default_rng(0).standard_normal((1024, n)).astype(kind)
+    x = np.tile(few, (SIZE // few.nbytes, 1))
+    times = []
+    for _ in range(REPEATS):
+        begin = time.process_time()
+        stablenorm.diagnose(x)
+        times.append(time.process_time() - begin)
+    return float(x.nbytes / min(times))
 
 
-def measure_file(gigabytes: float) -> tuple[float, float, float, float]:
-    """Diagnose a file of that size; return its bytes, peak memory, that of libraries, seconds."""
-    n, block = 1024, 4096
-    rows = round(gigabytes * 1e9 / 4 / n)
-    values = np.random.default_rng(0).standard_normal((block, n), np.float32)
+def measure_file() -> dict[str, float]:
+    """Diagnose a large file: bytes, peak memory, the part of libraries, processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.npy"
-        with path.open("wb") as file:
-            header = {"descr": "<f4", "fortran_order": False, "shape": (rows, n)}
-            np.lib.format.write_array_header_1_0(file, header)
-            for start in range(0, rows, block):
-                file.write(values[: min(block, rows - start)].tobytes())
+        file = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=FILE)
+        rng = np.random.default_rng(0)
+        for start in range(0, FILE[0], 4096):
+            part = file[start : start + 4096]
+            part[:] = rng.standard_normal(part.shape, np.float32)
+        file.flush()
         command = [sys.executable, "-c", _PROGRAM, "diagnose", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        status, peak, mapped, seconds = done.stderr.split()[-4:]
-        if status != "0":
+        status, peak, mapped, seconds = map(float, done.stderr.split()[-4:])
+        if status:
             raise RuntimeError(done.stderr)
-        return path.stat().st_size, 1024 * float(peak), 1024 * float(mapped), float(seconds)
+        size = path.stat().st_size
+    return {"size": size, "peak": 1024 * peak, "mapped": 1024 * mapped, "seconds": seconds}
 
 
-def main() -> None:
-    """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[1])
-    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the file; default: 1")
-    arguments = parser.parse_args()
-    predictions, speeds = "\n".join(prediction_table()), "\n".join(speed_table())
-    size, peak, mapped, seconds = measure_file(arguments.gigabytes)
-    PAGE.write_text(
-        f"""# How well `diagnose` predicts
+def measure_all() -> dict[str, Any]:
+    """Measure everything that the page says."""
+    return {
+        "origin": origin(),
+        "predictions": measure_predictions(),
+        "speeds": [[np.dtype(k).name, *(measure_speed(k, n) for n in LENGTHS)] for k in DTYPES],
+        "file": measure_file(),
+    }
 
-How to use it: [Diagnose your data](../how-to/diagnose-your-data.md). Generated by
-`benchmarks/diagnose.py` on {dt.datetime.now(dt.UTC):%Y-%m-%d}: {processor()}, {os.cpu_count()} cores, {platform.system()}, Python
-{platform.python_version()}, NumPy {np.__version__}, stablenorm {stablenorm.__version__}.
+
+def page(found: dict[str, Any]) -> str:
+    """docs/evidence/diagnose.md."""
+    predictions = table(
+        ("method", "rows", "losing 8 bits or more", *LANES.values()),
+        [(*line[:3], *(f"{share:.1%}" for share in line[3:])) for line in found["predictions"]],
+    )
+    speeds = table(
+        ("dtype", *(f"n = {n}" for n in LENGTHS)),
+        [(name, *(digits(speed / 1e9) for speed in line)) for name, *line in found["speeds"]],
+    )
+    file = found["file"]
+    return f"""# How well `diagnose` predicts
+
+{origin_line("make diagnose", found["origin"])} How to use it: [Diagnose your
+data](../how-to/diagnose-your-data.md).
 
 ## Predicted and lost
 
 The data are all [families of hard inputs](accuracy.md), in float16, bfloat16, float32 and float64
-where they exist, with n = 127 and 768, {ROWS} rows each. Each method is computed step by step, every
-operation rounded as the method rounds it, and its y is compared with the exact one. Bits lost: log2
-of the RMS error of y over a row, in units of 2^-p max(rms(y), smallest normal), between 0 and p.
+where they exist, with n = 127 and 768 and {ROWS} rows each. Each method is computed step by step. Every
+operation is rounded as the method rounds it, and y is compared with the exact y. The bits lost are
+log2 of the RMS error of y over a row, in units of 2^-p max(rms(y), smallest normal), between 0 and p.
 
 The last three columns are the shares of rows whose loss is predicted within 2 bits.
 
 {predictions}
 
-float64 data is computed in float64 where the title says float32. The prediction assumes the order
-of vectorized code, several running sums; an implementation that sums in another order loses about
-as much. "Pairwise" adds two by two, as NumPy does, and "one sum" is a plain loop, which loses more.
+float64 data is computed in float64 where the title says float32. The prediction assumes that sums are
+formed in NumPy's order, which is pairwise. Vectorized code keeps about sixteen running sums and loses
+about as much. A plain loop keeps one running sum and loses more. The rows that are off in NumPy's
+order are float64 subnormals (family F17): their mean and standard deviation are subnormal too, and as
+coarse.
 
 ## Speed and memory
 
-GB read per second of processor time, arrays of {SIZE >> 20} MiB, the best of {REPEATS} runs. k threads read up to k
-times as much per second of the clock.
+GB read per second of processor time, for arrays of {SIZE >> 20} MiB, the best of {REPEATS} runs. With k threads,
+`diagnose` reads up to k times as much per second.
 
 {speeds}
 
-A file of {size / 1e9:.1f} GB (float32, n = 1024) took {seconds:.1f} s of processor time. The peak memory was {peak / 1e6:.0f} MB,
-of which {mapped / 1e6:.0f} MB are pages of libraries; it does not depend on the size of the file.
+A file of {file["size"] / 1e9:.1f} GB (float32, n = {FILE[1]}) took {file["seconds"]:.1f} s of processor time. The peak memory
+was {file["peak"] / 1e6:.0f} MB, of which {file["mapped"] / 1e6:.0f} MB are pages of libraries. It does not depend on the
+size of the file.
 """
-    )
-    print(PAGE.read_text())
 
 
 if __name__ == "__main__":
-    main()
+    text = page(keep("diagnose", __doc__ or "", measure_all))
+    write(DOCS / "evidence" / "diagnose.md", text, __file__)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from figures_page import FIGURES
+import figures
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # Pixels: a telephone, the text of the report with its margins, and the top of both.
@@ -39,7 +39,7 @@ def main() -> int:
         pair.write_text(
             PAIR.format(gap=GAP, telephone=TELEPHONE, screen=SCREEN, height=HEIGHT), encoding="utf8"
         )
-        picture = FIGURES / "report_views.png"
+        picture = figures.FIGURES / "report_views.png"
         options = [
             "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
             f"--user-data-dir={folder / 'browser'}", f"--screenshot={picture}",

@@ -7,12 +7,14 @@ tests/test_pages.py fails where the script has changed since.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import datetime as dt
 import hashlib
+import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ import stablenorm
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DOCS = ROOT / "docs"
+# Modules that measure nothing.
+LAYOUT = ("page", "figures")
 
 
 def processor() -> str:
@@ -52,6 +56,18 @@ def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
+def keep(name: str, doc: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Measure, and keep it in benchmarks/results; with `--render` on the command line, read that."""
+    parser = argparse.ArgumentParser(description=doc.strip().partition("\n\n")[0])
+    parser.add_argument(
+        "--render", action="store_true", help="no measurement: write the pages of the last run"
+    )
+    path = HERE / "results" / f"{name}.json"
+    if not parser.parse_args().render:
+        path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def origin_line(command: str, made: Mapping[str, Any]) -> str:
     """Say where, when and with what the figures were made."""
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
@@ -73,12 +89,15 @@ def digits(value: float, count: int = 2) -> str:
     return f"{rounded:.0f}" if abs(rounded) >= 10 ** (count - 1) else f"{rounded:g}"
 
 
+def unit_of(value: float) -> tuple[float, str]:
+    """Return the unit that fits so many seconds, and its name."""
+    return next((u for u in ((1.0, "s"), (1e-3, "ms")) if value >= u[0]), (1e-6, "us"))
+
+
 def seconds(value: float) -> str:
     """Two digits, in the unit that fits."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{digits(value / size)} {unit}"
-    return f"{digits(value / 1e-6)} us"
+    size, unit = unit_of(value)
+    return f"{digits(value / size)} {unit}"
 
 
 def byte_words(nbytes: float) -> str:
@@ -131,8 +150,8 @@ def fingerprint(script: str) -> str:
     """
     Hash what a script does, together with the scripts beside it that it imports.
 
-    Comments, docstrings, blank lines and import lines do not count: they change no figure. Nor does
-    this module, which only lays out what others measured.
+    Comments, docstrings, blank lines and import lines do not count: they change no figure. Nor do
+    this module and `figures`, which only lay out what others measured.
     """
     sources: dict[str, str] = {}
     left = [Path(script).stem]
@@ -140,7 +159,7 @@ def fingerprint(script: str) -> str:
         name = left.pop()
         if name not in sources and (HERE / f"{name}.py").exists():
             sources[name], imported = _essence((HERE / f"{name}.py").read_text(encoding="utf-8"))
-            left += [other for other in imported if other != "page"]
+            left += [other for other in imported if other not in LAYOUT]
     text = "\n".join(sources[name] for name in sorted(sources))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -7,8 +7,9 @@ They are imported by name, so that the type checker's environment need not hold 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
 RESULTS = ("y", "dx", "dgamma", "dbeta")
+T = TypeVar("T")
 
 
 class Calls(NamedTuple):
@@ -42,16 +44,21 @@ class Peer(NamedTuple):
     make: Callable[[Problem, float], Calls]
 
 
-def load_peers(names: Iterable[str], threads: int = 0) -> tuple[list[Peer], dict[str, str]]:
-    """Return the peers that can be imported, and of each other one what was raised."""
-    peers, missing = [], {}
-    for name in names:
+def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[list[T], dict[str, str]]:
+    """Return what can be loaded, and of each other one what was raised."""
+    found, missing = [], {}
+    for name, load in loaders.items():
         try:
-            peers.append(LOADERS[name](threads))
+            found.append(load())
         # What a broken installation raises is not foreseen by its authors either.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return peers, missing
+    return found, missing
+
+
+def load_peers(names: Iterable[str], threads: int = 0) -> tuple[list[Peer], dict[str, str]]:
+    """Return the peers that can be imported, and of each other one what was raised."""
+    return load_all({name: partial(LOADERS[name], threads) for name in names})
 
 
 def _named(arrays: Iterable[Array]) -> dict[str, Array]:

@@ -8,12 +8,14 @@ its own step and tolerance. Packages are imported by name: the type checker does
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
+from peers import load_all
 
 from stablenorm.check import GradientReport, check_gradients, check_layer_norm
 from stablenorm.types import Array
@@ -66,14 +68,8 @@ def said(wrong: object) -> str:
 
 def load_tools() -> tuple[list[Tool], dict[str, str]]:
     """Return the tools whose package can be imported, and of each other one what was raised."""
-    tools, missing = _ours(), {}
-    for name, load in LOADERS.items():
-        try:
-            tools += load()
-        # What a broken installation raises is not foreseen by its authors either.
-        except Exception as error:  # noqa: BLE001
-            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return tools + _rules(), missing
+    found, missing = load_all(LOADERS)
+    return [*_ours(), *itertools.chain(*found), *_rules()], missing
 
 
 def _ours() -> list[Tool]:
@@ -262,13 +258,13 @@ LOADERS: dict[str, Callable[[], list[Tool]]] = {
 
 
 def _rules() -> list[Tool]:
-    forward = (
-        "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]; some element has both"
-    )
+    forward = "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]"
     central = "central, step 1e-5, every element; for some argument max|a - n| >= 1e-7 max|n|"
     imaginary = "step 1e-100 i, every element; worst |a - n| >= 1e-12 of the largest |n|"
     return [
-        Tool("Theano's rule", "", f"{forward} errors > 1e-4", False, _theano),
+        Tool(
+            "Theano's rule", "", f"{forward}; some element has both errors > 1e-4", False, _theano
+        ),
         Tool("rel < 1e-7", "", central, False, _central),
         Tool("complex step", "", imaginary, False, _complex),
     ]
@@ -278,25 +274,10 @@ def _join(arrays: Any) -> Array:
     return np.concatenate([np.asarray(a).reshape(-1) for a in arrays])
 
 
-def _differences(value: Callable[[Array], Any], at: Array, step: float, central: bool) -> Array:
-    """Difference the loss in every element, divided by the nominal step, as is usual."""
-    numeric = np.empty_like(at)
-    here = None if central else value(at)
-    for i in range(at.size):
-        moved = at.copy()
-        moved[i] = at[i] + step
-        ahead = value(moved)
-        if central:
-            moved[i] = at[i] - step
-            numeric[i] = (ahead - value(moved)) / (2 * step)
-        else:
-            numeric[i] = (ahead - here) / step
-    return numeric
-
-
 def _central(subject: Subject) -> str:
     value, at, actual = subject.loss()
-    numeric = _differences(value, at, 1e-5, central=True)
+    moves = 1e-5 * np.eye(at.size)
+    numeric = np.array([(value(at + m) - value(at - m)) / 2e-5 for m in moves])
     pairs = zip(subject.split(actual), subject.split(numeric), strict=True)
     # 0 against 0 is right.
     return said(any(np.any((abs(a - n) >= 1e-7 * np.max(abs(n))) & (a != n)) for a, n in pairs))
@@ -304,11 +285,7 @@ def _central(subject: Subject) -> str:
 
 def _complex(subject: Subject) -> str:
     value, at, actual = subject.loss()
-    numeric = np.empty_like(at)
-    for i in range(at.size):
-        moved = at.astype(np.complex128)
-        moved[i] += 1e-100j
-        numeric[i] = value(moved).imag / 1e-100
+    numeric = np.array([value(at + m).imag / 1e-100 for m in 1e-100j * np.eye(at.size)])
     return said(np.max(np.abs(actual - numeric)) >= 1e-12 * np.max(np.abs(numeric)))
 
 
@@ -317,7 +294,7 @@ def _theano(subject: Subject) -> str:
     wrong = False
     for _ in range(2):
         value, at, actual = subject.loss(rng.uniform(0.5, 1.5, subject.args[0].shape))
-        numeric = _differences(value, at, 1e-7, central=False)
+        numeric = np.array([(value(at + m) - value(at)) / 1e-7 for m in 1e-7 * np.eye(at.size)])
         absolute = np.abs(actual - numeric)
         relative = absolute / np.maximum(np.abs(actual) + np.abs(numeric), 1e-8)
         wrong |= bool(np.any((absolute > 1e-4) & (relative > 1e-4)))

@@ -9,17 +9,14 @@ again from the figures kept.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
-from page import DOCS, HERE, ROOT, origin, origin_line, put, table
+from page import DOCS, ROOT, keep, origin, origin_line, put, table
 
 PAGE = DOCS / "explanation" / "stability.md"
-RESULTS = HERE / "results" / "stability.json"
 # Tables whose cells are counts, or shares of all elements, and no errors.
 COUNTS, SHARES = ("contained",), ("narrow",)
 # Of the published rows the table is turned: they are more than the subjects.
@@ -49,28 +46,23 @@ def measure() -> dict[str, Any]:
     """Fill all tables."""
     # The libraries are loaded here: `--render` needs none of them.
     from peers import LOADERS, load_peers  # noqa: PLC0415
-    from stability_cases import flushing, load_ours, tables  # noqa: PLC0415
+    from stability_cases import load_ours, tables  # noqa: PLC0415
 
     peers, missing = load_peers(LOADERS)
-    subjects = [*peers, load_ours()]
-    settings = [flushing(peer) for peer in peers if peer.name == "PyTorch"]
     found: dict[str, Cells] = {}
-    for experiment in tables():
-        print(experiment.name, file=sys.stderr)
-        rows: Cells = {}
-        for subject in [*subjects, *(settings if experiment.name == "subnormal" else [])]:
-            if experiment.subjects is None or subject.name in experiment.subjects:
-                rows[subject.name] = {
-                    words: experiment.cell(subject, at) for words, at in experiment.columns.items()
-                }
-        for name, simulate in experiment.simulated.items():
-            rows[name] = {words: simulate(at) for words, at in experiment.columns.items()}
-        found[experiment.name] = rows
-    versions = {subject.name: subject.version for subject in subjects[:-1]}
+    for name, columns, cell, subjects, simulated in tables():
+        print(name, file=sys.stderr)
+        rows = found[name] = {}
+        for subject in [*peers, load_ours()]:
+            if subjects is None or subject.name in subjects:
+                rows[subject.name] = {words: cell(subject, at) for words, at in columns.items()}
+        for who, simulate in simulated.items():
+            rows[who] = {words: simulate(at) for words, at in columns.items()}
+    versions = {peer.name: peer.version for peer in peers}
     return {"origin": origin(versions) | {"missing": missing}, "tables": found}
 
 
-def cell(value: float, name: str) -> str:
+def figure(value: float, name: str) -> str:
     """Print one figure."""
     if name in COUNTS:
         return f"{value:.0f}"
@@ -92,7 +84,7 @@ def stability_table(name: str, rows: Cells) -> str:
         words = list(next(iter(rows.values())))
         rows = {word: {who: rows[who][word] for who in rows} for word in words}
     columns = list(next(iter(rows.values())))
-    lines = [[who, *(cell(cells[c], name) for c in columns)] for who, cells in rows.items()]
+    lines = [[who, *(figure(cells[c], name) for c in columns)] for who, cells in rows.items()]
     return table(["", *columns], lines)
 
 
@@ -135,19 +127,12 @@ def parts(results: Mapping[str, Any]) -> dict[str, str]:
     return every | {"origin": text}
 
 
-def main() -> int:
+def main() -> None:
     """Measure or read, and write the pages."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[1])
-    parser.add_argument("--render", action="store_true", help="measure nothing")
-    if parser.parse_args().render:
-        results = json.loads(RESULTS.read_text("utf8"))
-    else:
-        results = measure()
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf8")
+    results = keep("stability", __doc__ or "", measure)
     put(PAGE, parts(results), __file__)
     put(ROOT / "README.md", {"accuracy": readme_block(results)}, __file__)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,12 +14,12 @@ PAGE = ROOT / "docs" / "explanation" / "fusing.md"
 @pytest.fixture
 def counts(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield importlib.import_module("fusing_counts")
-    sys.modules.pop("fusing_counts")
+    yield importlib.import_module("fusing")
+    sys.modules.pop("fusing")
 
 
 def test_the_tables_are_what_is_counted_today(counts):
-    # A change of the launch plan changes them: benchmarks/fusing_counts.py writes them again.
+    # A change of the launch plan changes them: benchmarks/fusing.py writes them again.
     page = PAGE.read_text("utf8")
     assert [name for name, part in counts.tables().items() if part not in page] == []
 

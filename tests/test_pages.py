@@ -21,9 +21,7 @@ OLDER = {
     f"docs/{name}.md"
     for name in (
         "evidence/diagnose",
-        "evidence/gradient-checkers",
         "how-to/gpu",
-        "how-to/train",
     )
 }
 

@@ -43,13 +43,14 @@ def put_legend(figure: Any, axes: Any, columns: int = 2) -> None:
     )  # fmt: skip
 
 
-def save(figure: Any, path: Path) -> None:
-    """Write it, on white: legible on a dark page too."""
+def save(figure: Any, path: Path | str) -> None:
+    """Write it into docs/figures, on white: legible on a dark page too."""
     for axes in figure.axes:
         axes.title.set_fontsize(LARGE)
         if axes.axison and axes.name == "rectilinear":
             axes.xaxis.label.set_fontsize(LARGE)
             axes.yaxis.label.set_fontsize(LARGE)
             axes.tick_params(labelsize=SMALL)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DPI, facecolor="white")
+    place = FIGURES / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(place, dpi=DPI, facecolor="white")
