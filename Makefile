@@ -96,7 +96,6 @@ dlpack: $(BENCH)/.done  ## what other frameworks copy and share through DLPack, 
 
 $(BENCH)/.shootout: $(BENCH)/.done
 	-$(BENCH_PIP) autograd
-	-$(BENCH_PIP) numdifftools
 	@touch $@
 
 .PHONY: shootout

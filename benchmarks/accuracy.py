@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
@@ -62,11 +62,11 @@ class Judged(NamedTuple):
     beyond: int
     share: float
     wrong: int
-    # The plain formula: the worst in ulp, the same without the elements that in ours are beyond the
-    # limit, and the worst over the largest exact element of its row.
-    plain: float
-    plain_within: float
-    of_row: float
+    # The plain formula, where n = N: the worst in ulp, the same without the elements that in ours are
+    # beyond the limit, and the worst over the largest exact element of its row.
+    plain: float = math.nan
+    plain_within: float = math.nan
+    of_row: float = math.nan
 
 
 def judge(job: Job) -> list[Judged]:
@@ -81,15 +81,22 @@ def judge(job: Job) -> list[Judged]:
     for name in job.outputs:
         contract = exact.check_contract(**{name: ours[name]})[name]
         errors = exact.ulp_errors(**{name: ours[name]})[name]
-        ulps = exact.ulp_errors(**{name: plain[name]})[name]
         inside = errors <= contract.limit_ulp
-        off = [float(np.max(v, where=inside, initial=0)) for v in (errors, ulps)]
-        nearest, wide = (exact.rounded(name, kind) for kind in (plain[name].dtype, np.float64))
-        found.append(Judged(
-            *job[:4], name, contract.limit_ulp, contract.passed, off[0], contract.second_term,
-            contract.worst_excess, round(contract.misrounded * errors.size), float(ulps.max()), off[1],
-            _of_row(plain[name], nearest, wide),
-        ))  # fmt: skip
+        judged = Judged(
+            *job[:4], name, contract.limit_ulp, contract.passed,
+            float(np.max(errors, where=inside, initial=0)), contract.second_term,
+            contract.worst_excess, round(contract.misrounded * errors.size),
+        )  # fmt: skip
+        if job.n == N:
+            ulps = exact.ulp_errors(**{name: plain[name]})[name]
+            wide = exact.rounded(name, np.float64)
+            nearest = exact.rounded(name, plain[name].dtype)
+            judged = judged._replace(
+                plain=float(ulps.max()),
+                plain_within=float(np.max(ulps, where=inside, initial=0)),
+                of_row=_of_row(plain[name], nearest, wide),
+            )
+        found.append(judged)
     return found
 
 
@@ -109,9 +116,7 @@ def jobs() -> Iterable[Job]:
     sums = ("dgamma", "dbeta")
     for dtype in KINDS:
         for family in FINITE:
-            least = max(ROWS, family.smallest_rows)
-            yield Job(family.name, dtype, N, ROWS, OUTPUTS)
-            yield from (Job(family.name, dtype, n, least, OUTPUTS) for n in LENGTHS)
+            yield from (Job(family.name, dtype, n, ROWS, OUTPUTS) for n in (N, *LENGTHS))
             if family.name in TELLING:
                 yield Job(family.name, dtype, LONG, 1, ("y", "dx"))
             # No longer than the families with several marked elements need.
@@ -146,23 +151,24 @@ def row_words(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-").replace("e+00", "") if value else "0"
 
 
-def verdicts(main: Sequence[Judged]) -> str:
-    """For each dtype and output: the worst, those that cancel, and what they used."""
+def verdicts(
+    found: Sequence[Judged], heads: Sequence[str], key: Callable[[Judged], tuple[Any, ...]]
+) -> str:
+    """For each group: the worst, those that cancel, what they used, those not the nearest float."""
+    groups: dict[tuple[Any, ...], list[Judged]] = {}
+    for judged in found:
+        groups.setdefault(key(judged), []).append(judged)
     lines = []
-    for dtype in KINDS:
-        for output in OUTPUTS:
-            here = [j for j in main if (j.dtype, j.output) == (dtype, output)]
-            total = len(here) * (ROWS * N if output in ("y", "dx") else N)
-            beyond = sum(j.beyond for j in here)
-            lines.append((
-                dtype, output, f"{max(j.within for j in here):.3f}", f"{here[0].limit:g}",
-                f"{beyond} of {total}" if beyond else "none",
-                f"{max(j.share for j in here):.2g}" if beyond else "",
-                "yes" if all(j.passed for j in here) else "**NO**", sum(j.wrong for j in here),
-            ))  # fmt: skip
-    head = ("dtype", "output", "worst error, ulp", "limit", "cancel beyond the limit",
-            "largest share of c S", "contract kept", "not the nearest float")  # fmt: skip
-    return table(head, lines)
+    for words, here in groups.items():
+        beyond = sum(j.beyond for j in here)
+        lines.append((
+            *words, f"{max(j.within for j in here):.3f}", beyond or "",
+            f"{max(j.share for j in here):.2g}" if beyond else "", sum(j.wrong for j in here),
+            "yes" if all(j.passed for j in here) else "**NO**",
+        ))  # fmt: skip
+    head = ("worst error, ulp", "cancel beyond the limit", "largest share of c S",
+            "not the nearest float", "contract kept")  # fmt: skip
+    return table((*heads, *head), lines)
 
 
 def family_table(main: Sequence[Judged]) -> str:
@@ -190,23 +196,6 @@ def family_table(main: Sequence[Judged]) -> str:
         "plain sums, ulp",
     )
     return table(head, lines)
-
-
-def other_table(others: Sequence[Judged]) -> str:
-    """One line a shape: the worst of all families, by dtype, and the largest share of c S."""
-    lines = []
-    for n, many in dict.fromkeys((j.n, j.rows == MANY) for j in others):
-        here = [j for j in others if (j.n, j.rows == MANY) == (n, many)]
-        cells = []
-        for dtype in KINDS:
-            each = [j for j in here if j.dtype == dtype]
-            text = f"{max(j.within for j in each):.3f}"
-            if beyond := sum(j.beyond for j in each):
-                text += f" ({beyond}: {max(j.share for j in each):.2g})"
-            cells.append(text + ("" if all(j.passed for j in each) else " **FAILS**"))
-        outputs = ", ".join(dict.fromkeys(j.output for j in here))
-        lines.append((n, here[0].rows, outputs, len({j.family for j in here}), *cells))
-    return table(("n", "rows", "outputs", "families", *KINDS), lines)
 
 
 def sample(elements: int) -> tuple[int, int, int]:
@@ -269,7 +258,8 @@ def draw(main: Sequence[Judged]) -> None:
 
 def page(made: dict[str, Any], every: Sequence[Judged], sampled: Sequence[int]) -> str:
     """docs/evidence/accuracy.md."""
-    main, others = ([j for j in every if (j.n == N) is here] for here in (True, False))
+    main = [j for j in every if j.n == N]
+    others = sorted((j for j in every if j.n != N), key=lambda j: (j.rows, j.n))
     return f"""# Accuracy
 
 {origin_line("make accuracy", made)}
@@ -285,7 +275,7 @@ that NaN does not leave its row.
 
 ## Verdict
 
-{verdicts(main)}
+{verdicts(main, ("dtype", "output", "limit"), lambda j: (j.dtype, j.output, f"{j.limit:g}"))}
 
 The share is the part of c S that the worst of the elements that cancel used; 1 would be all of it.
 Some families consist of such elements (dy = y with eps 0; beta that cancels gamma xhat). There, most
@@ -300,15 +290,15 @@ that cancel beyond the limit are left out on both sides. The right half is pale:
 
 ## Other lengths, and many rows
 
-The worst error of all families, in ulp. In brackets: how many elements cancel beyond the limit, and
-the largest share of c S that one of them used.
+The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} telling families; \
+{MANY} rows: dgamma and dbeta).
 
-{other_table(others)}
+{verdicts(others, ("n", "rows", "dtype"), lambda j: (j.n, j.rows, j.dtype))}
 
 ## The nearest float, or nearly
 
 0.501 ulp is not 0.5. Arithmetic in float64, rounded once, misses the nearest float32 where the exact
-value lies within about 2^-29 ulp of the middle between two. A sample had {SAMPLED:.2g} elements of y and as
+value lies within about 2^-29 ulp of the middle between two. A sample had 2^{SAMPLED.bit_length() - 1} elements of y and as
 many of dx (rows of 1024, N(0, 1), gamma 1 + 0.1 N, float32). {sampled[0]} of y and {sampled[1]} of dx were not
 the nearest float32; {sampled[2]} lay too near a midpoint for float64 to tell. A longer search found one such
 element, which is [shown and tested](../reference/accuracy-contract.md); its error is 0.5000000006 ulp.

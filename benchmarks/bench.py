@@ -24,7 +24,7 @@ from agreement import DisagreementError
 from cases import SUITES, Effort, Record, make_cases, measure_case, measure_machine
 from page import DOCS, HERE, ROOT, origin, put, write
 from peers import load_peers
-from speed_page import draw, page, readme_block, summary
+from speed_page import draw, gate_table, page, readme_block
 
 from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
             continue
         print(*case, file=sys.stderr, flush=True)
         effort = SMOKE if options.smoke else QUICK if options.quick else SUITES[case.suite]
-        found, used = measure_case(case, peers, options.threads, effort, max(machine.values()))
+        found, used = measure_case(case, peers, options.threads, effort, machine)
         records += found
         for peer, worst in used.items():
             if worst <= 1:
@@ -83,7 +83,6 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], list[Record]]:
                 )
     run = origin({peer.name: peer.version for peer in peers}) | {
         "threads": options.threads,
-        "real_time": os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR),
         "missing": missing,
         "agreement": agreement,
         "refused": refused,
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(run, records, docs / "figures" / "throughput_n.png")
         if not options.out:
             put(ROOT / "README.md", {"speed": readme_block(run, records)}, __file__)
-    print(summary(records))
+    print(gate_table(records))
     return 0
 
 

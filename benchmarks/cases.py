@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from agreement import check_ours, check_peer
-from peers import EPS, Peer, copies
+from peers import EPS, Peer
 
 from stablenorm import layer_norm, set_num_threads
 from stablenorm.backends import choose
@@ -21,7 +21,7 @@ from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 
 # Ours: as called, with recycling of large results off, with results written into arrays given.
 OURS, OURS_OFF, OURS_OUT, CALL = "stablenorm", "recycling off", "out=", "layer_norm"
-NUMPY_COPY, TORCH_CALL = "copy, NumPy", "PyTorch F.layer_norm"
+COPY, TORCH_CALL = "copy", "PyTorch F.layer_norm"
 # Up to 8 MiB, x, y, dy and dx fit into the last-level cache of 32 MiB, and malloc keeps pages that
 # are freed: it returns blocks beyond 32 MiB to the system at once, and never smaller ones once some
 # were used.
@@ -88,7 +88,7 @@ class Record(NamedTuple):
     @property
     def speed(self) -> float:
         """Bytes per second: those that must be read and written."""
-        moved = 2 if self.candidate.startswith("copy") else PASSES[self.direction]
+        moved = 2 if self.candidate == COPY else PASSES[self.direction]
         return moved * self.nbytes / self.seconds
 
 
@@ -106,11 +106,11 @@ def make_cases(smoke: bool = False) -> list[Case]:
     return [Case("call", IN_CACHE[0], "float32"), *(small + tiny if smoke else wide)]
 
 
-def measure_machine(threads: int, effort: Effort) -> dict[str, float]:
-    """Bytes per second of copies of 256 MiB, pages touched: NumPy's in threads, and PyTorch's."""
+def measure_machine(threads: int, effort: Effort) -> float:
+    """Bytes per second of a copy of 256 MiB, pages touched."""
     source, target = np.ones((2, COPY_BYTES // 4), np.float32)
-    timings = measure_interleaved(_copies(source, target, threads), **effort._asdict())
-    return {name: 2 * COPY_BYTES / timing.median for name, timing in timings.items()}
+    timings = measure_interleaved({COPY: make_copy(source, target, threads)}, **effort._asdict())
+    return 2 * COPY_BYTES / timings[COPY].median
 
 
 def measure_case(
@@ -139,7 +139,9 @@ def measure_case(
                 ways["forward"] |= calls.other
     # Held no longer: with large arrays it is the memory of one more candidate.
     ours.clear()
-    beside = _copies(problem.x, problem.y, threads) if problem.x.nbytes >= LARGE else {}
+    beside: dict[str, Callable[[], Any]] = {}
+    if problem.x.nbytes >= LARGE:
+        beside[COPY] = make_copy(problem.x, problem.y, threads)
     if case.suite == "alone":
         set_num_threads(1)
     try:
@@ -190,10 +192,6 @@ def _without_recycling(call: Callable[[], Any]) -> Callable[[], Any]:
     return without
 
 
-def _copies(source: Any, target: Any, threads: int) -> dict[str, Callable[[], Any]]:
-    return {NUMPY_COPY: make_copy(source, target, threads), **copies(source, target)}
-
-
 def _measure(
     case: Case,
     direction: str,
@@ -208,7 +206,7 @@ def _measure(
         seconds = timing.median, timing.low, timing.high
         records.append(Record(*case, direction, name, *seconds, 0.0, faults))
     # Beside a copy of the same arrays in the same rounds, where there is one; the machine's else.
-    copy = max((r.speed for r in records if r.candidate.startswith("copy")), default=machine)
+    copy = next((r.speed for r in records if r.candidate == COPY), machine)
     return [record._replace(copy=copy) for record in records]
 
 

@@ -1,12 +1,11 @@
 """
 Flops, bytes and times of three layer norms, into docs/explanation/complexity.md, and the roofline.
 
-Measures as `stablenorm complexity` does, on arrays beyond the caches.
+Measures as `stablenorm complexity` does, on arrays beyond the caches: `make complexity`.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -26,29 +25,22 @@ from stablenorm.cost import (
 
 # 64 MiB each: twice the largest last-level cache that this has run on.
 MATRICES = {"float32": (16384, 1024), "bfloat16": (32768, 1024), "float64": (8192, 1024)}
-SMALL = (1024, 1024)
 
 
-def main() -> int:
+def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="print small arrays' times, no page")
-    quick = parser.parse_args().quick
     found = []
     for dtype, matrix in MATRICES.items():
         print(f"{dtype} ...", file=sys.stderr, flush=True)
-        found.append(measure_costs(SMALL if quick else matrix, dtype, get_num_threads()))
+        found.append(measure_costs(matrix, dtype, get_num_threads()))
     first = found[0]
+    figure, axes = figures.make_axes(4.6)
+    draw_roofline(first, axes)
+    figures.put_legend(figure, axes)
+    figure.suptitle(shape(first), fontsize=figures.LARGE)
+    figures.save(figure, "roofline.png")
     parts = {"times": times(found), "kept": kept(first), "rebuilt": rebuilt(first)}
-    print(*parts.values(), sep="\n\n")
-    if not quick:
-        figure, axes = figures.make_axes(4.6)
-        draw_roofline(first, axes)
-        figures.put_legend(figure, axes)
-        figure.suptitle(shape(first), fontsize=figures.LARGE)
-        figures.save(figure, "roofline.png")
-        put(DOCS / "explanation" / "complexity.md", parts, __file__)
-    return 0
+    put(DOCS / "explanation" / "complexity.md", parts, __file__)
 
 
 def shape(measured: Measured) -> str:
@@ -58,35 +50,31 @@ def shape(measured: Measured) -> str:
 
 def times(found: Sequence[Measured]) -> str:
     """Say what each program takes, beside what the roofline allows."""
-    head = (
-        "x", "program", "flops per element", "bytes per element", "roofline", "measured",
-        "measured / roofline",
-    )  # fmt: skip
-    body, ratios = [], []
+    head = ("x", "program", "flops per element", "bytes per element", "roofline", "measured",
+            "measured / roofline")  # fmt: skip
+    body, ratios, rates = [], [], []
     for each in found:
         size = each.matrix[0] * each.matrix[1]
         for line in each.lines:
-            median = line.measured.median
-            body.append((
-                shape(each), f"{line.program}, {line.direction}", f"{line.cost.flops / size:.0f}",
-                f"{line.cost.moved / size:.1f}", f"{1e3 * line.predicted:.1f} ms",
-                f"{1e3 * median:.1f} ms", f"{median / line.predicted:.1f}",
-            ))  # fmt: skip
+            spent = line.measured.median
+            counts = f"{line.cost.flops / size:.0f}", f"{line.cost.moved / size:.1f}"
+            both = f"{1e3 * line.predicted:.1f} ms", f"{1e3 * spent:.1f} ms"
+            name = f"{line.program}, {line.direction}"
+            body.append((shape(each), name, *counts, *both, f"{spent / line.predicted:.1f}"))
         for direction in DIRECTIONS:
             medians = [o.measured.median for o in each.lines if o.direction == direction]
             ratios.append(max(medians) / min(medians))
-    rates = "; ".join(
-        f"{each.dtype}, " + " and ".join(
+        rate = [
             f"{roof.copy / 1e9:.1f} GB/s, {roof.flops / 1e9:.0f} Gflop/s with {count}"
             for roof, count in ((each.one_thread, "one thread"), (each.all_threads, "all"))
-        )
-        for each in found
-    )  # fmt: skip
-    spread = (
-        f"The slowest takes {min(ratios):.0f} to {max(ratios):.0f} times as long as the fastest."
-    )
-    origins = origin_line("benchmarks/complexity.py", origin())
-    return "\n\n".join([origins, spread, table(head, body), f"Copy and arithmetic: {rates}."])
+        ]
+        rates.append(f"{each.dtype}, {' and '.join(rate)}")
+    return "\n\n".join([
+        origin_line("make complexity", origin()),
+        f"The slowest takes {min(ratios):.0f} to {max(ratios):.0f} times as long as the fastest.",
+        table(head, body),
+        f"Copy and arithmetic: {'; '.join(rates)}.",
+    ])  # fmt: skip
 
 
 def kept(first: Measured) -> str:
@@ -115,4 +103,4 @@ def rebuilt(first: Measured) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

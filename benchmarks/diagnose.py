@@ -1,5 +1,5 @@
 """
-How well `diagnose` predicts, how fast it reads, how much memory it takes: `make diagnose`.
+How well `diagnose` predicts, and what a large file takes: `make diagnose`.
 
 Keeps its figures in benchmarks/results/diagnose.json and writes docs/evidence/diagnose.md. Needs 1 GB
 of disk and three minutes.
@@ -10,23 +10,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lost_bits import DTYPES, ROWS, cases, measure
-from page import DOCS, digits, keep, origin, origin_line, table, write
+from lost_bits import ROWS, cases, measure
+from page import DOCS, keep, origin, origin_line, table, write
 
-import stablenorm
 from stablenorm.diagnosis.rows import TITLES
 
 # Running sums: 0 is the order that the prediction assumes, 16 that of vectorized code, 1 a loop's.
 LANES = {0: "NumPy's order", 16: "sixteen sums", 1: "one sum"}
-# Bytes of an array that is timed: as large as a last-level cache. Arithmetic takes the time, not memory.
-SIZE = 1 << 25
-LENGTHS = (64, 768, 4096)
-REPEATS = 3
 # Rows and n of the file: 1 GB of float32.
 FILE = (244_141, 1024)
 
@@ -52,18 +46,6 @@ def measure_predictions() -> list[list[Any]]:
     return lines
 
 
-def measure_speed(kind: Any, n: int) -> float:
-    """Return the bytes read per second of processor time, which other programs take no part of."""
-    few: Any = np.random.default_rng(0).standard_normal((1024, n)).astype(kind)
-    x = np.tile(few, (SIZE // few.nbytes, 1))
-    times = []
-    for _ in range(REPEATS):
-        begin = time.process_time()
-        stablenorm.diagnose(x)
-        times.append(time.process_time() - begin)
-    return float(x.nbytes / min(times))
-
-
 def measure_file() -> dict[str, float]:
     """Diagnose a large file: bytes, peak memory, the part of libraries, processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -85,12 +67,7 @@ def measure_file() -> dict[str, float]:
 
 def measure_all() -> dict[str, Any]:
     """Measure everything that the page says."""
-    return {
-        "origin": origin(),
-        "predictions": measure_predictions(),
-        "speeds": [[np.dtype(k).name, *(measure_speed(k, n) for n in LENGTHS)] for k in DTYPES],
-        "file": measure_file(),
-    }
+    return {"origin": origin(), "predictions": measure_predictions(), "file": measure_file()}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -98,10 +75,6 @@ def page(found: dict[str, Any]) -> str:
     predictions = table(
         ("method", "rows", "losing 8 bits or more", *LANES.values()),
         [(*line[:3], *(f"{share:.1%}" for share in line[3:])) for line in found["predictions"]],
-    )
-    speeds = table(
-        ("dtype", *(f"n = {n}" for n in LENGTHS)),
-        [(name, *(digits(speed / 1e9) for speed in line)) for name, *line in found["speeds"]],
     )
     file = found["file"]
     return f"""# How well `diagnose` predicts
@@ -128,14 +101,9 @@ coarse.
 
 ## Speed and memory
 
-GB read per second of processor time, for arrays of {SIZE >> 20} MiB, the best of {REPEATS} runs. With k threads,
-`diagnose` reads up to k times as much per second.
-
-{speeds}
-
-A file of {file["size"] / 1e9:.1f} GB (float32, n = {FILE[1]}) took {file["seconds"]:.1f} s of processor time. The peak memory
-was {file["peak"] / 1e6:.0f} MB, of which {file["mapped"] / 1e6:.0f} MB are pages of libraries. It does not depend on the
-size of the file.
+A file of {file["size"] / 1e9:.1f} GB (float32, n = {FILE[1]}) took {file["seconds"]:.1f} s of processor time, {file["size"] / file["seconds"] / 1e9:.2g} GB/s. With k
+threads it is read up to k times as fast. The peak memory was {file["peak"] / 1e6:.0f} MB, of which {file["mapped"] / 1e6:.0f} MB are
+pages of libraries. It does not depend on the size of the file.
 """
 
 

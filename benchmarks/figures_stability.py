@@ -102,7 +102,7 @@ def draw_offset() -> Any:
         [(offset + normal()).astype(np.float32) for offset in offsets],
         lambda x: layer_norm(x.astype(np.float64)),
         layer_norm,
-        {name: lambda x, m=m: normalize(x, m, EPS) for name, m in MOMENTS.items()}  # type: ignore[misc]
+        {name: lambda x, m=m: normalize(x, m, EPS) for name, m in MOMENTS.items()}
         | {"two passes, mean corrected": lambda x: corrected(x, EPS)},
     )
     return curves(

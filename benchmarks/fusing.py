@@ -49,15 +49,6 @@ class Stage(NamedTuple):
     partials: bool = False
 
 
-class Tail(NamedTuple):
-    """Bytes of the partial sums; the least seconds of the body, and of the sum by one block or all."""
-
-    partials: int
-    body: float
-    one_block: float
-    all_blocks: float
-
-
 class Counted(np.ndarray[Any, np.dtype[Any]]):
     """An array that notes every operation on arrays of its size, in `passes`."""
 
@@ -117,20 +108,9 @@ def count_chunks(n: int, dtype: Any) -> int:
     return cut(ROWS, make_kernel(n, dtype).slots).number
 
 
-def count_tail(n: int) -> Tail:
-    """Count for bfloat16: of partial sums a float64 for each chunk, column and sum."""
-    partials, one = 2 * 8 * n * count_chunks(n, bfloat16), CACHE_BYTES * CLOCK
-    body = 3 * ROWS * n * np.dtype(bfloat16).itemsize / BANDWIDTH
-    return Tail(partials, body, partials / one, partials / (one * PROCESSORS))
-
-
-def count_orders(orders: int = 1000, chunks: int = 256) -> tuple[int, float]:
-    """Add the same float32 partial sums in random orders; return how many results, and the spread."""
-    rng = np.random.default_rng(0)
-    partials = rng.standard_normal(chunks).astype(np.float32)
-    # The last of the running sums: one addition after another, as atomic additions arrive.
-    totals = [np.add.accumulate(rng.permutation(partials))[-1] for _ in range(orders)]
-    return len(set(totals)), float(max(totals) - min(totals)) / float(np.abs(partials).sum())
+def partial_bytes(n: int) -> int:
+    """Return the bytes of the partial sums of bfloat16: a float64 per chunk, column and sum."""
+    return 2 * 8 * n * count_chunks(n, bfloat16)
 
 
 def traffic_table() -> str:
@@ -147,7 +127,7 @@ def traffic_table() -> str:
     lines = []
     for stage in count_stages():
         moved = (stage.reads + stage.writes) * ROWS * N * np.dtype(bfloat16).itemsize
-        partials = f"{2 * count_tail(N).partials / 1e6:.1f} MB" if stage.partials else ""
+        partials = f"{2 * partial_bytes(N) / 1e6:.1f} MB" if stage.partials else ""
         times = f"{moved / 1e6:.0f} MB", partials, f"{moved / BANDWIDTH * 1e6:.0f} us"
         lines.append((*stage[:4], *times))
     return table(head, lines)
@@ -168,7 +148,7 @@ def map_table() -> str:
 
 
 def tail_table() -> str:
-    """The final sum, by one block and by all."""
+    """The least times of the body, and of the final sum by one block and by all."""
     head = (
         "n",
         "chunks",
@@ -179,25 +159,18 @@ def tail_table() -> str:
     )
     lines = []
     for n in TAILS:
-        partials, *times = count_tail(n)
+        partials, one = partial_bytes(n), CACHE_BYTES * CLOCK
+        body = 3 * ROWS * n * np.dtype(bfloat16).itemsize / BANDWIDTH
+        times = body, partials / one, partials / (one * PROCESSORS)
         words = [f"{1e6 * t:.1f} us" for t in times]
         lines.append((n, count_chunks(n, bfloat16), f"{partials / 1e6:.1f} MB", *words))
     return table(head, lines)
 
 
-def orders_line() -> str:
-    """What becomes of one sum of float32 numbers in different orders."""
-    distinct, spread = count_orders()
-    return (
-        f"256 float32 numbers, N(0, 1), added in 1000 random orders: **{distinct} different sums**, "
-        f"up to {spread:.0e} of the sum of magnitudes apart. In one fixed order: one."
-    )
-
-
 def limits_line() -> str:
     """Say what a thread holds and how long rows may be for that, as the plan has it."""
     words = []
-    for kind in map(np.dtype, (bfloat16, np.float32, np.float64)):
+    for kind in (np.dtype(d) for d in (bfloat16, np.float32, np.float64)):
         kernels = {n: make_kernel(n, kind) for n in range(256, 65_537, 256)}
         held = {n: kernel.vectors * 16 // kind.itemsize for n, kernel in kernels.items()}
         longest = max(n for n, elements in held.items() if elements)
@@ -212,7 +185,6 @@ def tables() -> dict[str, str]:
         "passes": table(("operation", "reads", "writes"), count_passes()),
         "map": map_table(),
         "tail": tail_table(),
-        "orders": orders_line(),
         "limits": limits_line(),
     }
 
@@ -293,33 +265,10 @@ def draw_butterfly() -> Any:
     return figure
 
 
-def draw_tail() -> Any:
-    """How long the final sum takes beside the body, by one block and by all."""
-    figure, axes = figures.make_axes(2.2)
-    _, body, one, every = (1e6 * value for value in count_tail(N))
-    words = ("sum by\nall blocks,\nafter a barrier", "sum by\nthe last\nblock")
-    for place, (tail, color) in enumerate(((every, figures.GREEN), (one, figures.RED))):
-        axes.barh(place, body, color=figures.SKY)
-        axes.barh(place, tail, left=body, color=color)
-        axes.text(body + tail + 2, place, f"+ {tail:.0f} us", va="center", fontsize=figures.SMALL)
-        axes.text(
-            body / 2,
-            place,
-            "rows: dx,\npartial sums",
-            ha="center",
-            va="center",
-            fontsize=figures.SMALL,
-        )
-    axes.set_yticks(range(2), words)
-    axes.tick_params(axis="y", length=0)
-    axes.set(xlabel=f"us, at least: ({ROWS}, {N}) bfloat16, H100, calculated", xlim=(0, 255))
-    return figure
-
-
 def main() -> None:
     """Write the tables, and draw."""
     put(DOCS / "explanation" / "fusing.md", tables(), __file__)
-    for draw in (draw_traffic, draw_map, draw_butterfly, draw_tail):
+    for draw in (draw_traffic, draw_map, draw_butterfly):
         figures.save(draw(), f"fusing_{draw.__name__.removeprefix('draw_')}.png")
 
 

@@ -202,14 +202,3 @@ LOADERS: dict[str, Callable[[int], Peer]] = {
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
 }
-
-
-def copies(source: Array, target: Array) -> dict[str, Callable[[], Any]]:
-    """Return PyTorch's own copy, if there is one, to be timed beside NumPy's."""
-    try:
-        torch: Any = importlib.import_module("torch")
-    except (ImportError, OSError):
-        return {}
-    # Only bytes are moved: integers, so that every dtype can be.
-    from_, to = (torch.from_numpy(array.reshape(-1).view(np.int16)) for array in (source, target))
-    return {"copy, PyTorch": lambda: to.copy_(from_)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -217,29 +216,6 @@ def _autograd() -> list[Tool]:
     ]
 
 
-def _numdifftools() -> list[Tool]:
-    nd: Any = importlib.import_module("numdifftools")
-
-    def check(subject: Subject) -> str:
-        value, at, actual = subject.loss()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = nd.Gradient(value, full_output=True)(at)
-        error = np.asarray(found.error_estimate).reshape(-1)
-        return said(bool(np.any(np.abs(actual - found.estimate) > error)))
-
-    return [
-        Tool(
-            "numdifftools",
-            f"numdifftools {nd.__version__}",
-            "Richardson and Wynn, adaptive, every element; its derivatives, and here: some element "
-            "differs by more than its error_estimate (it has no check of its own)",
-            False,
-            check,
-        )
-    ]
-
-
 def _asserts(check: Callable[[], Any]) -> str:
     """Run a check that raises AssertionError where it finds something."""
     try:
@@ -253,7 +229,6 @@ LOADERS: dict[str, Callable[[], list[Tool]]] = {
     "torch": _torch,
     "jax": _jax,
     "autograd": _autograd,
-    "numdifftools": _numdifftools,
 }
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from cases import BEYOND, CALL, IN_CACHE, OURS, OURS_OFF, OURS_OUT, TORCH_CALL, Record
-from gates import GATES, check_gates, ratios
+from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OFF, OURS_OUT, TORCH_CALL, Record
+from gates import GATES, check_gates
 from page import byte_words, digits, origin_line, seconds, table, unit_of
 
 from stablenorm.cli.bench import PASSES
@@ -27,7 +27,7 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
     wide = [r for r in shapes if r.dtype == "float32"]
     return f"""# Performance
 
-{origin_line("make bench", run)}{_circumstances(run)}
+{origin_line("make bench", run)}{_missing(run)}
 
 {HOW.format(threads=run["threads"], agreement=_agreement(run))}
 
@@ -168,7 +168,7 @@ def _shape_tables(records: Sequence[Record]) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (OURS, OURS_OFF, OURS_OUT) or name.startswith("copy")
+    return name in (OURS, OURS_OFF, OURS_OUT, COPY)
 
 
 def _types_table(records: Sequence[Record]) -> str:
@@ -332,13 +332,9 @@ def _words(shape: Iterable[int]) -> str:
     return f"({', '.join(map(str, shape))})"
 
 
-def _circumstances(run: dict[str, Any]) -> str:
+def _missing(run: dict[str, Any]) -> str:
     missing = "; ".join(f"{name} ({why})" for name, why in run["missing"].items())
-    text = f" Not measured, since they could not be imported: {missing}." if missing else ""
-    # Where others work on the machine, a run without precedence times them as well.
-    if run["real_time"]:
-        text += " Run with real-time priority (`chrt -r 10`): others worked on the machine."
-    return text
+    return f" Not measured, since they could not be imported: {missing}." if missing else ""
 
 
 def _agreement(run: dict[str, Any]) -> str:
@@ -346,14 +342,3 @@ def _agreement(run: dict[str, Any]) -> str:
     refused = "; ".join(run["refused"])
     last = f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
     return f"Largest part of that tolerance used: {used}. {last}"
-
-
-def summary(records: Sequence[Record]) -> str:
-    """What is printed at the end: the targets, and PyTorch beside ours."""
-    lines = [gate_table(records)]
-    for way in PASSES:
-        here = [r for r in records if r.direction == way]
-        for suite in ("shapes", "kept"):
-            found = ratios(here, suite, "PyTorch")
-            lines += [f"{way} {suite} {_words(s)}: {ratio:.2f}" for s, ratio in found.items()]
-    return "\n".join(lines)
