@@ -19,8 +19,8 @@ from page import DOCS, keep, origin, origin_line, table, write
 
 from stablenorm.diagnosis.rows import TITLES
 
-# Running sums: 0 is the order that the prediction assumes, 16 that of vectorized code, 1 a loop's.
-LANES = {0: "NumPy's order", 16: "sixteen sums", 1: "one sum"}
+# Running sums: of vectorized code, of pairwise summation (as many as elements), of a plain loop.
+LANES = {16: "sixteen sums", 1024: "pairwise", 1: "one sum"}
 # Rows and n of the file: 1 GB of float32.
 FILE = (244_141, 1024)
 
@@ -93,11 +93,9 @@ The last three columns are the shares of rows whose loss is predicted within 2 b
 
 {predictions}
 
-float64 data is computed in float64 where the title says float32. The prediction assumes that sums are
-formed in NumPy's order, which is pairwise. Vectorized code keeps about sixteen running sums and loses
-about as much. A plain loop keeps one running sum and loses more. The rows that are off in NumPy's
-order are float64 subnormals (family F17): their mean and standard deviation are subnormal too, and as
-coarse.
+float64 data is computed in float64 where the title says float32. The prediction assumes the order of
+vectorized code, several running sums. An implementation that sums in another order loses about as
+much. "Pairwise" adds two by two, as NumPy does. "One sum" is a plain loop, which loses more.
 
 ## Speed and memory
 
