@@ -25,11 +25,6 @@ def writes_x(x):
     return y, kept
 
 
-def writes_the_same(x):
-    x[...] = x + 0
-    return np.sin(x), x
-
-
 def doubles_dy(dy, x):
     dx = dy * np.cos(x)
     dy *= 2
@@ -91,12 +86,9 @@ def memory(x):
 
 FAULTS = [
     (writes_x, cosine, "forward leaves", "forward modifies x"),
-    (writes_the_same, cosine, "forward leaves", "read-only"),
     (sine, doubles_dy, "backward leaves", "backward modifies dy"),
     (sine, works_in_dy, "backward leaves", "backward modifies dy"),
     (sine, spoils_the_cache, "backward leaves", "backward modifies x, the cache"),
-    (lambda x: (np.sin(x), {"kept": [x.copy()]}), lambda dy, c: cosine(dy, c["kept"][0])
-     if c["kept"][0].flags.writeable else c["kept"][0].fill(0), "backward leaves", "read-only"),
     (lambda x: (np.sin(x), [x]), pops, "backward is deterministic", "IndexError"),
     (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
@@ -118,11 +110,6 @@ def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
 
 
 NOTES = [
-    (lambda x: (x.reshape(x.shape), x), lambda dy, _: (dy.copy(),), "share", "y with x"),
-    (lambda x: (2 * x, None), lambda dy, _: (np.multiply(dy, 2, out=dy.copy()) if dy.any() else dy,),
-     "share", None),
-    (lambda x: (x + 0, None), lambda dy, _: (dy,), "share", "the gradient of x with dy"),
-    (sine, lambda dy, x: ((dy * np.cos(x)).astype(np.float32),), "dtypes", "x: float64, its"),
     (lambda x: (np.sin(x) if x.strides[-1] > 0 else np.sin(x[None].view("S8")), x), cosine,
      "views", "reversed x"),
 ]  # fmt: skip
@@ -135,25 +122,6 @@ def test_what_is_worth_knowing_does_not_count(forward, backward, name, message):
     finding = found(report, name)
     assert finding.verdict == ("NOTE" if message else "PASS")
     assert (message or "") in finding.message
-
-
-def test_a_buffer_in_the_cache_stays_writable():
-    class Layer:
-        buffer = np.zeros(X.shape)
-
-        def forward(self, x):
-            self.buffer[...] = x
-            return np.sin(x), self
-
-        def backward(self, dy, _):
-            return (dy * np.cos(self.buffer),)
-
-    layer = Layer()
-    layer.kept = layer.buffer[:]
-    report = check(layer.forward, layer.backward)
-    assert report.passed, str(report)
-    assert layer.buffer.flags.writeable
-    assert layer.kept.flags.writeable
 
 
 def test_other_bits_in_another_layout_are_a_note():

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import FaultError, Operation, copies, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, copies, tiniest, unit_roundoff
+from stablenorm.formats import is_supported
 from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
@@ -127,71 +128,61 @@ class Expected:
         self.stats = statistics(x, case.eps)
         self.gamma, self.beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
         self.g = self.gamma * self.dy
-
-    def _slack(self, *, careless: bool) -> tuple[Array, Array]:
-        """Return how far off xhat may be shifted, and rstd relatively, (rows, 1)."""
-        each = unit(self.case.n, self.u)
-        shift = each * self.stats.offset
-        stretch = each + np.square(shift)
-        if careless:
-            stretch = each * (1 + np.square(self.stats.offset)) + np.square(shift)
-        # Half of it gone: first order says nothing any more.
-        hopeless = (shift > 0.5) | (stretch > 0.5)
-        return np.where(hopeless, np.inf, shift), np.where(hopeless, np.inf, stretch)
-
-    def _xhat_slack(self, *, careless: bool) -> Array:
-        shift, stretch = self._slack(careless=careless)
-        return shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.stats.xhat), 1e-300)
-
-    def bounds_of(self, name: str, dtype: Any) -> Bounds:
-        """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
-        find = {"y": self._y, "dx": self._dx, "dgamma": self._dgamma, "dbeta": self._dbeta}[name]
+        each, offset = unit(case.n, u), self.stats.offset
         with np.errstate(all="ignore"):
-            value, plain, magnitude = find(careless=False)
-            careless = find(careless=True)[1]
-        kind = np.dtype(dtype).type
-        tiniest = 4 * float(np.nextafter(kind(0), kind(1)))
-        return Bounds(value, _known(plain) + tiniest, _known(careless) + tiniest, magnitude)
+            shift = each * offset
+            # How far off xhat may be shifted, and rstd relatively, (rows, 1): plain and careless.
+            self._slacks = [
+                # Half of it gone: first order says nothing any more.
+                np.where((shift > 0.5) | (stretch > 0.5), np.inf, [shift, stretch])
+                for stretch in (each + shift**2, each * (1 + offset**2) + shift**2)
+            ]
 
-    def _y(self, *, careless: bool) -> tuple[Array, Array, Array]:
-        scaled = self.gamma * self.stats.xhat
-        magnitude = np.abs(scaled) + np.abs(self.beta)
-        slack = np.abs(self.gamma) * self._xhat_slack(careless=careless)
-        return scaled + self.beta, 4 * self.u * magnitude + slack, magnitude
+    def bounds_of(self, name: str, dtype: np.dtype[Any]) -> Bounds:
+        """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
+        with np.errstate(all="ignore"):
+            value, magnitude = self._value(name)
+            bounds = [self._bound(name, magnitude, *slack) for slack in self._slacks]
+        # What is not a number: nothing is known there.
+        plain, careless = (
+            np.where(np.isnan(bound), np.inf, bound) + 4 * tiniest(dtype) for bound in bounds
+        )
+        return Bounds(value, plain, careless, magnitude)
 
-    def _dx(self, *, careless: bool) -> tuple[Array, Array, Array]:
-        found = self.dx_from(self.g, self.stats.xhat, careless=careless)
-        value, bound, magnitude = (each / self.stats.s for each in found)
-        return value, bound, magnitude
+    def _value(self, name: str) -> tuple[Array, Array]:
+        """Return one output, and the sum of the magnitudes that its elements are made of."""
+        xhat = self.stats.xhat
+        if name == "y":
+            return self.gamma * xhat + self.beta, np.abs(self.gamma * xhat) + np.abs(self.beta)
+        if name == "dx":
+            first, second, third = dx_terms(self.g, xhat)
+            size, slope = row_mean(np.abs(self.g)), row_mean(np.abs(self.g * xhat))
+            magnitude = np.abs(self.g) + size + np.abs(xhat) * slope
+            return (first - second - third) / self.stats.s, magnitude / self.stats.s
+        terms = self.dy * xhat if name == "dgamma" else self.dy
+        return np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
 
-    def dx_from(
-        self, g: Array, xhat: Array, *, careless: bool = False
-    ) -> tuple[Array, Array, Array]:
-        """Return dx / rstd made of g and xhat, its bound and its magnitude."""
-        shift, stretch = self._slack(careless=careless)
-        first, second, third = dx_terms(g, xhat)
+    def _bound(self, name: str, magnitude: Array, shift: Array, stretch: Array) -> Array:
+        if name == "dx":
+            return self._dx_bound(self.g, self.stats.xhat, shift, stretch) / self.stats.s
+        of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.stats.xhat), 1e-300)
+        if name == "y":
+            return 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
+        rounding = unit(len(self.dy), self.u) * magnitude
+        return (
+            rounding + np.sum(np.abs(self.dy) * of_xhat, axis=0) if name == "dgamma" else rounding
+        )
+
+    def dx_bound(self, g: Array, xhat: Array) -> Array:
+        """Return how far off dx / rstd, made of g and xhat, may be in a plain program."""
+        return self._dx_bound(g, xhat, *self._slacks[0])
+
+    def _dx_bound(self, g: Array, xhat: Array, shift: Array, stretch: Array) -> Array:
         size, slope = row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
         magnitude = np.abs(g) + size + np.abs(xhat) * slope
         bound = (3 * stretch + unit(self.case.n, self.u)) * magnitude
         # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
-        bound = bound + shift * (slope + np.abs(xhat) * size + shift * size)
-        return first - second - third, bound, magnitude
-
-    def _dgamma(self, *, careless: bool) -> tuple[Array, Array, Array]:
-        terms = self.dy * self.stats.xhat
-        magnitude = np.sum(np.abs(terms), axis=0)
-        slack = np.sum(np.abs(self.dy) * self._xhat_slack(careless=careless), axis=0)
-        return np.sum(terms, axis=0), slack + unit(len(terms), self.u) * magnitude, magnitude
-
-    def _dbeta(self, *, careless: bool) -> tuple[Array, Array, Array]:
-        del careless
-        magnitude = np.sum(np.abs(self.dy), axis=0)
-        return np.sum(self.dy, axis=0), unit(len(self.dy), self.u) * magnitude, magnitude
-
-
-def _known(bound: Array) -> Array:
-    """Replace what is not a number by infinity: nothing is known there."""
-    return np.where(np.isnan(bound), np.inf, bound)
+        return bound + shift * (slope + np.abs(xhat) * size + shift * size)
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:
@@ -200,21 +191,6 @@ def excess(actual: Array, value: Array, bound: Array) -> Array:
         error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
         z = np.where(np.isinf(bound), 0.0, np.where(actual == value, 0.0, error))
     return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)
-
-
-class Outcome(NamedTuple):
-    """What a layer norm returned for a case; `error` says why there is nothing."""
-
-    y: Array | None = None
-    dx: Array | None = None
-    dgamma: Array | None = None
-    dbeta: Array | None = None
-    error: str = ""
-
-    def get(self, name: str) -> Array | None:
-        """Return y, dx, dgamma or dbeta."""
-        found: Array | None = getattr(self, name)
-        return found
 
 
 class Judged(NamedTuple):
@@ -226,6 +202,9 @@ class Judged(NamedTuple):
     u: float
     plain: Array
     careless: Array
+    # Of the output as it came; and how far a probe moves each element of the argument.
+    shape: tuple[int, ...]
+    scale: Array
 
     @property
     def right(self) -> bool:
@@ -267,87 +246,65 @@ class Candidate:
 
     def forward(self, case: Case) -> tuple[Array, Any]:
         """Return y and cache; FaultError if y is not one for this case."""
-        args = copies([case.x, case.gamma, case.beta])
         with np.errstate(all="ignore"):
-            y, cache = self._operation.forward(args, case.eps)
+            y, cache = self._operation.forward(copies(case[:3]), case.eps)
         if y.shape != case.x.shape:
             msg = f"the forward returns y of shape {y.shape}"
             raise FaultError(msg)
         return y, cache
 
-    def run(self, case: Case) -> Outcome:
-        """Call both functions, and return what came."""
-        try:
-            y, cache = self.forward(case)
-            args = [case.x, case.gamma, case.beta]
-            # What has another shape on the caller's own data is reported already, and judged by its
-            # values. What has one only here, of code for two axes say, is a restriction.
-            known = dict(self._operation.reshaped)
-            with np.errstate(all="ignore"):
-                gradients = self._operation.gradients(case.dy.copy(), cache, args)
-            only_here = self._operation.reshaped.keys() - known.keys()
-            shapes, self._operation.reshaped = self._operation.reshaped, known
-            if only_here:
-                i = min(only_here)
-                return Outcome(
-                    y, error=f"the backward returns {OUTPUTS[1 + i]} of shape {shapes[i]}"
-                )
-        except FaultError as fault:
-            return Outcome(error=str(fault))
-        found: list[Array | None] = []
-        for name, argument, gradient in zip(OUTPUTS[1:], args, gradients, strict=True):
+    def run(self, case: Case) -> dict[str, Array]:
+        """Call both functions, and return the outputs by name; FaultError says what came instead."""
+        y, cache = self.forward(case)
+        self._operation.reshaped.clear()
+        with np.errstate(all="ignore"):
+            gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
+        outputs = {"y": y}
+        for i, (name, argument) in enumerate(zip(OUTPUTS[1:], case[:3], strict=True)):
             # What there is no argument for has no gradient.
-            array = None if gradient is None or argument is None else np.asarray(gradient)
-            # bfloat16 is of kind "V" to NumPy.
-            floating = array is None or array.dtype.kind == "f" or array.dtype.name == "bfloat16"
-            like = None if argument is None else argument.shape
-            if array is not None and not (floating and array.shape == like):
-                what = f"shape {array.shape} and dtype {array.dtype}"
-                return Outcome(y, error=f"the backward returns {name} of {what}")
-            found.append(array)
-        return Outcome(y, found[0], found[1], found[2])
+            if gradients[i] is None or argument is None:
+                continue
+            array = np.asarray(gradients[i])
+            shape = self._operation.reshaped.get(i, array.shape)
+            if not is_supported(array.dtype) or shape != argument.shape:
+                msg = f"the backward returns {name} of shape {shape} and dtype {array.dtype}"
+                raise FaultError(msg)
+            outputs[name] = array
+        return outputs
 
-    def judge(self, case: Case, outcome: Outcome) -> dict[str, Judged]:
-        """Compare every output that is there."""
+    def judge(self, case: Case, outputs: dict[str, Array]) -> dict[str, Judged]:
+        """Compare outputs with the closed form."""
         # Most outputs are of one precision: the statistics once for all of them.
         known: dict[float, Expected] = {}
-        arrays = {name: outcome.get(name) for name in OUTPUTS}
-        return {
-            name: self.judge_one(case, name, actual, known)
-            for name, actual in arrays.items()
-            if actual is not None
-        }
-
-    def judge_one(
-        self, case: Case, name: str, actual: Array, known: dict[float, Expected] | None = None
-    ) -> Judged:
-        """Compare one output."""
-        # The coarsest of x, dy, the output, and what was found inside.
-        u = max(self.u, *(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual)))
-        known = {} if known is None else known
-        expected = known[u] = known[u] if u in known else Expected(case, u)
-        bounds = expected.bounds_of(name, actual.dtype)
-        flat = actual.astype(np.float64).reshape(bounds.value.shape)
-        plain, careless = (
-            excess(flat, bounds.value, each) for each in (bounds.plain, bounds.careless)
-        )
-        return Judged(name, flat, bounds, expected.u, plain, careless)
+        found = {}
+        for name, actual in outputs.items():
+            # The coarsest of x, dy, the output, and what was found inside.
+            u = max(self.u, *(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual)))
+            expected = known[u] = known[u] if u in known else Expected(case, u)
+            bounds = expected.bounds_of(name, actual.dtype)
+            wide = actual.astype(np.float64).reshape(bounds.value.shape)
+            plain, careless = (
+                excess(wide, bounds.value, each) for each in (bounds.plain, bounds.careless)
+            )
+            scale = expected.stats.s if name == "dx" else np.ones(())
+            found[name] = Judged(name, wide, bounds, u, plain, careless, actual.shape, scale)
+        return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:
         """Return the eps that the forward uses, and whether that is the one it is given."""
-        values = _SPREAD * np.resize([1.0, -1.0], case.n)
-        x = np.broadcast_to(values, (case.x.size // case.n, case.n)).reshape(case.x.shape)
-        probe = case._replace(x=x.astype(case.x.dtype))
+        row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
+        x = np.broadcast_to(row, (case.x.size // case.n, case.n)).reshape(case.x.shape)
+        probe = case._replace(x=x.copy())
         try:
-            first = self.forward(probe)[0]
-            second = self.forward(probe._replace(eps=4 * case.eps + 1))[0]
+            first, second = (
+                self.forward(probe._replace(eps=eps))[0] for eps in (case.eps, 4 * case.eps + 1)
+            )
         except FaultError:
             return case.eps, True
         if not np.array_equal(first, second) or case.n < 2:
             return case.eps, True
         beta, gamma = case.vector(case.beta, 0.0), case.vector(case.gamma, 1.0)
-        row = case.rows(probe.x)[0]
-        centered, keep = row - row.mean(), gamma != 0
+        centered, keep = row.astype(np.float64) - row.astype(np.float64).mean(), gamma != 0
         xhat = (case.rows(first)[0] - beta) / np.where(keep, gamma, 1.0)
         slope = float(xhat[keep] @ centered[keep]) / float(centered[keep] @ centered[keep])
         if not (np.isfinite(slope) and slope > 0):

@@ -206,10 +206,11 @@ class Comparer:
             self.loss,
             direction._replace(scale=scale * factor),
             gradient,
-            factor * rounding * unit,
+            rounding,
             self.noise(factor),
             self.rng,
-        ).divided(factor * unit)
+            factor * unit,
+        )
         size = norm(gradient * scale) if place is None else abs(found.numeric)
         return Comparison(place, direction, found, rounding + found.noise, size)
 
@@ -244,7 +245,12 @@ def judge(comparer: Comparer, comparisons: list[Comparison]) -> ArgumentResult:
     """Turn the comparisons of one argument into its result."""
     elements = [c for c in comparisons if c.place is not None]
     typical = _typical(comparer, elements)
-    resolution = max((_resolution(c, typical) for c in comparisons if not c.kink), default=np.inf)
+    seen = [
+        ratio(c.bound, c.size if c.place is None else max(typical, c.size)) if c.judged else np.inf
+        for c in comparisons
+        if not c.kink
+    ]
+    resolution = max(seen, default=np.inf)
     failing = sum(c.differs for c in comparisons)
     # Among those that cannot be judged, the farthest apart.
     worst = max(comparisons, key=lambda c: (c.judged, c.z, c.difference))
@@ -294,12 +300,6 @@ def kinks(name: str, comparisons: list[Comparison]) -> list[Finding]:
         seen.append(f"{probes} probes cross kinks")
     message = "; ".join(seen) + ": not judged there"
     return [Finding("smoothness", f"{name}: the forward is differentiable", "NOTE", message)]
-
-
-def _resolution(c: Comparison, typical: float) -> float:
-    if not c.judged:
-        return float("inf")
-    return ratio(c.bound, c.size if c.place is None else max(typical, c.size))
 
 
 def _doubt(comparer: Comparer, comparisons: list[Comparison], resolution: float) -> str:

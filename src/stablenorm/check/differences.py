@@ -95,14 +95,6 @@ class Estimate(NamedTuple):
     status: Status = "no limit"
     curve: tuple[Secant, ...] = ()
 
-    def divided(self, scale: float) -> Estimate:
-        """Return it in units of the gradient: exact, since a scale is a power of two."""
-        actual, numeric, bound, noise = (float(part / scale) for part in self[:4])
-        curve = tuple(
-            Secant(c.step, float(c.numeric / scale), float(c.noise / scale)) for c in self.curve
-        )
-        return Estimate(actual, numeric, abs(bound), abs(noise), self.status, curve)
-
 
 class _Row(NamedTuple):
     """One row of the tableau: what the secant at `step` says, and what disturbs it."""
@@ -166,9 +158,10 @@ def differentiate(
     enough: float,
     noises: Noise,
     rng: np.random.Generator,
+    unit: float = 1.0,
 ) -> Estimate:
     """
-    Compare <gradient, D> with secants along D.
+    Compare <gradient, D> with secants along D; all is divided by `unit`, a power of two.
 
     Stops early once the bound is below `enough` (the backward's own rounding: nothing finer can
     be judged) or two further steps have not improved it.
@@ -177,6 +170,7 @@ def differentiate(
     reach = np.zeros(loss.y.size)
     noise: tuple[float, float] | None = None
     best = Estimate(float(np.sum(gradient * direction.scale)), math.nan, math.inf, math.inf)
+    status: Status = "no limit"
     tableau: list[Array] = []
     curve: list[Secant] = []
     stale = 0
@@ -193,27 +187,26 @@ def differentiate(
         # forward (float16 inside, say), and a derivative of zero would be an artefact.
         if reach.any() and not moved.any():
             break
-        # The first step goes farthest; later ones seldom move an output that it did not.
-        farther = bool((moved & (reach == 0)).any())
-        if farther:
+        # The first step goes farthest: later ones seldom move an output that it did not.
+        if noise is None:
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
-        if noise is None or farther:
             noise = _bound_noise(loss, noises, reach)
         rows.append(row)
-        curve.append(Secant(step, row.numeric, noise[0] / row.step))
+        curve.append(Secant(step, float(row.numeric / unit), float(noise[0] / row.step / unit)))
         tableau, entry = _extend(tableau, rows, noise)
         stale = 0 if entry.bound < best.bound else stale + 1
         best = min(best, entry, key=lambda estimate: estimate.bound)
         # Never on a difference: beside a kink, only the steps that do not reach it are right.
         agrees = abs(best.actual - best.numeric) <= best.bound
-        if len(rows) >= 4 and agrees and (best.bound <= enough or stale >= 2):
+        if len(rows) >= 4 and agrees and (best.bound <= enough * abs(unit) or stale >= 2):
             break
-    best = best._replace(curve=tuple(curve))
-    if noise is None or len(rows) < 2 or not np.isfinite(best.bound):
-        return best
-    # How large the noise of all outputs usually is: that of the ones at a kink has the kink in it.
-    usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
-    return best._replace(status=_status(best, rows, noise[0], usual, noises.level))
+    if noise is not None and len(rows) > 1 and np.isfinite(best.bound):
+        # How large the noise of all outputs usually is: that of the ones at a kink has the kink
+        # in it.
+        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
+        status = _status(best, rows, noise[0], usual, noises.level)
+    actual, numeric, bound, each = (float(part / unit) for part in best[:4])
+    return Estimate(actual, numeric, abs(bound), abs(each), status, tuple(curve))
 
 
 def _status(best: Estimate, rows: list[_Row], noise: float, usual: float, level: float) -> Status:

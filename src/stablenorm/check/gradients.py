@@ -14,7 +14,7 @@ from stablenorm.check.compare import Comparer, compare, judge, kinks, sample
 from stablenorm.check.contract import Contract
 from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation
 from stablenorm.check.report import ArgumentResult, Finding, FindingVerdict, GradientReport
-from stablenorm.formats import check_dtype, format_of, is_supported
+from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
@@ -130,10 +130,34 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
-    operation = Operation(forward, backward)
-    rng = np.random.default_rng(rng)
-    report = check_operation(operation, args, names, scales, rng, probes, max_elements, progress)
-    return with_shapes(report, operation)
+    start = time.perf_counter()
+    rng, operation = np.random.default_rng(rng), Operation(forward, backward)
+    arrays = _check_args(args)
+    labels = _check_names(names, len(arrays))
+    spans = _check_scales(scales, arrays)
+    for label, array in zip(labels, arrays, strict=True):
+        if array is not None and not np.isfinite(array).all():
+            msg = f"{label} must be finite to be differentiated, got NaN or infinity"
+            raise ValueError(msg)
+    # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
+    with np.errstate(all="ignore"):
+        try:
+            loss = Loss(operation, arrays, rng)
+            results, findings = _check(loss, labels, spans, rng, probes, max_elements, progress)
+        except FaultError as fault:
+            name = "the forward returns (y, cache)"
+            verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
+            findings = [Finding("contract", name, verdict, str(fault))]
+            results = [_not_checked(label, "there is nothing to compare with") for label in labels]
+    for position, shape in operation.reshaped.items():
+        results[position] = _of_other_shape(results[position], shape)
+    return GradientReport(
+        tuple(results),
+        operation.forward_calls,
+        findings=tuple(findings),
+        backward_calls=operation.backward_calls,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def assert_gradients(
@@ -171,58 +195,15 @@ def assert_gradients(
         raise AssertionError(str(report))
 
 
-def check_operation(
-    operation: Operation,
-    args: Sequence[Any],
-    names: Sequence[str] | None,
-    scales: Sequence[Any] | None,
-    rng: np.random.Generator,
-    probes: int = 3,
-    max_elements: int = 64,
-    progress: Progress | None = None,
-) -> GradientReport:
-    """Check the contract, then every argument."""
-    start = time.perf_counter()
-    arrays = _check_args(args)
-    labels = _check_names(names, len(arrays))
-    spans = _check_scales(scales, arrays)
-    for label, array in zip(labels, arrays, strict=True):
-        if array is not None and not np.isfinite(array).all():
-            msg = f"{label} must be finite to be differentiated, got NaN or infinity"
-            raise ValueError(msg)
-    # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
-    with np.errstate(all="ignore"):
-        try:
-            loss = Loss(operation, arrays, rng)
-            results, findings = _check(loss, labels, spans, rng, probes, max_elements, progress)
-        except FaultError as fault:
-            name = "the forward returns (y, cache)"
-            verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
-            findings = [Finding("contract", name, verdict, str(fault))]
-            results = _not_checked(labels, "there is nothing to compare with")
-    return GradientReport(
-        tuple(results),
-        operation.forward_calls,
-        findings=tuple(findings),
-        backward_calls=operation.backward_calls,
-        seconds=time.perf_counter() - start,
-    )
+def _not_checked(name: str, message: str) -> ArgumentResult:
+    return ArgumentResult(name, "NOT CHECKED", message=message)
 
 
-def with_shapes(report: GradientReport, operation: Operation) -> GradientReport:
-    """Fail gradients with axes of length 1 too many or too few, and say how their values are."""
-    arguments = list(report.arguments)
-    for position, shape in operation.reshaped.items():
-        result = arguments[position]
-        values = {"PASS": "right", "FAIL": f"wrong, {result.pattern}"}
-        message = f"shape {shape}, must be {result.shape}; the values are "
-        message += values.get(result.verdict, "not clear")
-        arguments[position] = replace(result, verdict="FAIL", message=message)
-    return replace(report, arguments=tuple(arguments))
-
-
-def _not_checked(labels: list[str], message: str) -> list[ArgumentResult]:
-    return [ArgumentResult(name, "NOT CHECKED", message=message) for name in labels]
+def _of_other_shape(result: ArgumentResult, shape: tuple[int, ...]) -> ArgumentResult:
+    """Fail a gradient with axes of length 1 too many or too few, and say how its values are."""
+    values = {"PASS": "right", "FAIL": f"wrong, {result.pattern}"}.get(result.verdict, "not clear")
+    message = f"shape {shape}, must be {result.shape}; the values are {values}"
+    return replace(result, verdict="FAIL", message=message)
 
 
 def _check(
@@ -250,11 +231,8 @@ def _check(
     contract = Contract(loss, labels, sound, spans, rng)
     findings = contract.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
-        return _not_checked(labels, "the forward is not deterministic"), findings
-
-    def comparer(position: int, gradient: Array, allowance: Array | float) -> Comparer:
-        label, span = labels[position], spans[position]
-        return Comparer(loss, position, label, span, gradient, allowance, rng)
+        message = "the forward is not deterministic"
+        return [_not_checked(label, message) for label in labels], findings
 
     todo = []
     for position, label in enumerate(labels):
@@ -262,7 +240,8 @@ def _check(
             array, gradient = np.asarray(loss.args[position]), sound[label]
             where = sample(array, gradient, max_elements, rng)
             directions = probes if len(where) < array.size else 0
-            each = comparer(position, gradient, contract.allowance(label))
+            allowance = contract.allowance(label)
+            each = Comparer(loss, position, label, spans[position], gradient, allowance, rng)
             todo.append((each, where, directions))
     done, total = itertools.count(1), sum(len(where) + count for _, where, count in todo)
 
@@ -275,54 +254,30 @@ def _check(
         comparisons = compare(each, where, count, step)
         compared[each.position] = judge(each, comparisons)
         findings += kinks(each.name, comparisons)
-    for i, label in enumerate(labels):
-        if i not in compared:
-            compared[i] = _refused(label, loss.args[i], faults[i])
-            if _is_too_large(comparer, i, loss.args[i], gradients[i]):
-                message = (
-                    "the derivative is too large for the dtype of the gradient, or has no limit"
-                )
-                compared[i] = replace(compared[i], verdict="INCONCLUSIVE", message=message)
-    return [compared[i] for i in range(len(labels))], findings + _nearby(loss)
+    results = [
+        compared[i] if i in compared else _refused(label, loss.args[i], faults[i])
+        for i, label in enumerate(labels)
+    ]
+    for raised, message in loss.faults.items():
+        name = (
+            "the forward can be called near the arguments" if raised else "y always has one shape"
+        )
+        findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
+    return results, findings
 
 
 def _refused(name: str, array: Array | None, fault: str) -> ArgumentResult:
     """Say what makes a comparison pointless."""
+    if array is not None and fault:
+        size = array.size
+        return ArgumentResult(
+            name, "FAIL", total=size, failing=size, message=fault, shape=array.shape
+        )
     if array is None:
-        return ArgumentResult(name, "NOT CHECKED", message="the argument is None")
-    size, shape = array.size, array.shape
-    if fault:
-        return ArgumentResult(name, "FAIL", total=size, failing=size, message=fault, shape=shape)
-    message = "backward returned None for it" if size else "the argument is empty"
-    return ArgumentResult(name, "NOT CHECKED", total=size, message=message, shape=shape)
-
-
-def _is_too_large(
-    comparer: Callable[..., Comparer], position: int, array: Array | None, gradient: Any
-) -> bool:
-    """Tell whether a gradient is infinite because the derivative is too large for its dtype."""
-    if array is None or not isinstance(gradient, np.ndarray) or gradient.shape != array.shape:
-        return False
-    if not is_supported(gradient.dtype) or np.isnan(gradient).any():
-        return False
-    # Three are enough to tell a division by zero from a gradient without room in its dtype.
-    infinite = np.flatnonzero(np.isinf(gradient))[:3]
-    each = comparer(position, np.zeros(array.shape), 0.0)
-    numeric = [abs(each.element(int(place)).derivative.numeric) for place in infinite]
-    largest = 2.0 ** (format_of(gradient.dtype).emax - 1)
-    return bool(numeric) and not any(value < largest for value in numeric)
-
-
-def _nearby(loss: Loss) -> list[Finding]:
-    """Say what the forward did wrong near the arguments, though not at them."""
-    findings = []
-    if loss.other_shape:
-        name = "y always has one shape"
-        findings.append(Finding("contract", name, "FAIL", f"y has shape {loss.other_shape}"))
-    if loss.raised:
-        name = "the forward can be called near the arguments"
-        findings.append(Finding("contract", name, "NOTE", loss.raised))
-    return findings
+        return _not_checked(name, "the argument is None")
+    return _not_checked(
+        name, "backward returned None for it" if array.size else "the argument is empty"
+    )
 
 
 def _fault(array: Array | None, gradient: Any) -> str:

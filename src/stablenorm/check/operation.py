@@ -67,22 +67,18 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 class Operation:
-    """
-    A forward and its backward; counts the calls, and turns what they raise into a FaultError.
+    """A forward and its backward; counts the calls, and turns what they raise into a FaultError."""
 
-    `extra` is passed to the forward after the arguments: the eps of a layer norm.
-    """
-
-    def __init__(self, forward: Forward, backward: Backward, *extra: Any):
-        self._forward, self._backward, self._extra = forward, backward, extra
+    def __init__(self, forward: Forward, backward: Backward):
+        self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
         # By argument: the shape in which its gradient came, if that was not the argument's.
         self.reshaped: dict[int, tuple[int, ...]] = {}
 
     def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
-        """Return (y, cache) for `args` themselves: no copies are made."""
+        """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
         self.forward_calls += 1
-        result = _called("forward", self._forward, *args, *(extra or self._extra))
+        result = _called("forward", self._forward, *args, *extra)
         if isinstance(result, (tuple, list)) and len(result) == 2:
             return _as_y(result[0]), result[1]
         kind = type(result).__name__
@@ -146,8 +142,9 @@ class Loss:
         self.y_as_returned = y.copy()
         self.y = flat(y)
         self.u = draw(y.size, rng)
-        # What went wrong near x, each kind once: such a point is left out.
-        self.other_shape = self.raised = ""
+        # What went wrong near x, the first that was raised and the first other fault: such a point
+        # is left out.
+        self.faults: dict[bool, str] = {}
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
@@ -166,10 +163,10 @@ class Loss:
         try:
             y, _ = self.operation.forward(args)
         except FaultError as fault:
-            self.raised = self.raised or str(fault)
+            self.faults.setdefault(fault.raised, str(fault))
             return np.full(self.y.size, np.nan)
         if y.shape != self.shape:
-            self.other_shape = self.other_shape or f"{self.shape}, then {y.shape}"
+            self.faults.setdefault(False, f"y has shape {self.shape}, then {y.shape}")
             return np.full(self.y.size, np.nan)
         return flat(y)
 

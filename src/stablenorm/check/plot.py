@@ -28,7 +28,7 @@ def plot_report(report: GradientReport, file: Any, format_: str | None) -> None:
     """Draw the report into a file, or an open one."""
     judged = [result for result in report.arguments if result.judged]
     mapped = [result for result in judged if result.differences]
-    heights = [0.65 + min(0.17 * _grid(result)[0], 2.2) for result in mapped]
+    heights = [0.65 + min(0.17 * math.prod(r.shape[:-1]), 2.2) for r in mapped]
     figure = new_figure(9, 4.3 + sum(heights) + 0.9 * bool(mapped))
     about = f"{report.verdict}: {report.diagnosis[0]}" if report.diagnosis else headline(report)
     # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
@@ -40,46 +40,44 @@ def plot_report(report: GradientReport, file: Any, format_: str | None) -> None:
     drawn = [_draw_map(axes, result) for axes, result in zip(below, mapped, strict=True)]
     if drawn:
         below[-1].set_xlabel("place along the last axis")
-        bar = figure.colorbar(
-            drawn[-1], ax=below, location="bottom", extend="both", aspect=50, fraction=0.08
-        )
-        bar.set_label(
-            "z = |backward - numeric| / bound; more than 1: wrong. Grey: not compared one by one"
-        )
+        place = {"location": "bottom", "extend": "both", "aspect": 50, "fraction": 0.08}
+        words = "z = |backward - numeric| / bound; more than 1: wrong."
+        words += " Grey: not compared one by one"
+        figure.colorbar(drawn[-1], ax=below, label=words, **place)
     figure.savefig(file, format=format_, dpi=150)
 
 
 def _draw_curves(axes: Any, report: GradientReport, judged: list[ArgumentResult]) -> None:
     """Draw for each argument how far each plain difference is from `numeric`, and the bounds."""
+
+    def level(error: float, label: str, **style: Any) -> None:
+        if math.isfinite(error) and error:
+            axes.axhline(max(error, _FLOOR), label=label, **style)
+
     for place, result in enumerate(judged):
-        color, size = COLORS[place % len(COLORS)], _size(result)
-        points = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
-        points = [(step, max(error, _FLOOR)) for step, error in points if math.isfinite(error)]
+        color, name = COLORS[place % len(COLORS)], f"d{result.name}"
+        # Relative to the larger of the element and the RMS of all; hypot does not overflow.
+        known = [d.numeric for d in result.differences if math.isfinite(d.numeric)]
+        sizes = [abs(result.numeric), math.hypot(*known) / math.sqrt(max(len(known), 1))]
+        size = max(filter(math.isfinite, sizes), default=0.0) or 1.0
+        errors = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
+        points = sorted((s, max(error, _FLOOR)) for s, error in errors if math.isfinite(error))
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), "o-", color=color, ms=4, lw=1.5)
-        bound = (result.bound_numeric + result.bound_actual) / size
-        if math.isfinite(bound):
-            axes.axhline(max(bound, _FLOOR), color=color, lw=1, label=f"d{result.name}: bound")
-        difference = abs(result.actual - result.numeric) / size
-        if result.z > 1 and math.isfinite(difference):
-            label = f"d{result.name}: backward is off"
-            axes.axhline(max(difference, _FLOOR), color=color, ls=":", lw=2, label=label)
-    for layer, resolution in _resolutions(report).items():
-        axes.axhline(resolution, color="0.45", ls="-.", lw=1, label=f"{layer} would have seen")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="step, in units of the argument's own scale",
-        ylabel="relative error",
-    )
-    axes.set_title(
-        "Dots: plain central differences at the worst place. Lines: how far backward may be off,\n"
-        "and is; what the other layers would have seen",
-        fontsize=9,
-        loc="left",
-    )
+            axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
+        level((result.bound_numeric + result.bound_actual) / size, f"{name}: bound", color=color)
+        if result.z > 1:
+            difference = abs(result.actual - result.numeric) / size
+            level(difference, f"{name}: backward is off", color=color, ls=":", lw=2)
+    # The coarsest relative error that each other layer would have seen.
+    for layer in dict.fromkeys(finding.layer for finding in report.findings):
+        seen = [f.resolution for f in report.findings if f.layer == layer and f.resolution]
+        level(max(seen, default=0.0), f"{layer} would have seen", color="0.45", ls="-.", lw=1)
+    xlabel, ylabel = "step, in units of the argument's own scale", "relative error"
+    axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+    title = "Dots: plain central differences at the worst place. Lines: how far backward may be\n"
+    title += "off, and is; what the other layers would have seen"
+    axes.set_title(title, fontsize=9, loc="left")
     axes.grid(alpha=0.25)
-    axes.margins(x=0.02, y=0.08)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
     if not any(result.curve for result in judged):
@@ -88,34 +86,11 @@ def _draw_curves(axes: Any, report: GradientReport, judged: list[ArgumentResult]
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color="0.4")
 
 
-def _resolutions(report: GradientReport) -> dict[str, float]:
-    """Return for each other layer the coarsest relative error that it would have seen."""
-    coarsest: dict[str, float] = {}
-    for finding in report.findings:
-        if finding.resolution is not None and 0 < finding.resolution < math.inf:
-            coarsest[finding.layer] = max(coarsest.get(finding.layer, 0.0), finding.resolution)
-    return coarsest
-
-
-def _size(result: ArgumentResult) -> float:
-    """Return what errors are relative to: the larger of the element and the RMS of all."""
-    numeric = [d.numeric for d in result.differences if math.isfinite(d.numeric)]
-    # hypot neither overflows nor vanishes.
-    rms = math.hypot(*numeric) / math.sqrt(len(numeric)) if numeric else 0.0
-    known = abs(result.numeric) if math.isfinite(result.numeric) else 0.0
-    return max(known, rms if result.index is not None else 0.0) or 1.0
-
-
-def _grid(result: ArgumentResult) -> tuple[int, int]:
-    """Return (rows, n) of the argument."""
-    return max(1, math.prod(result.shape[:-1])), result.shape[-1] if result.shape else 1
-
-
 def _draw_map(axes: Any, result: ArgumentResult) -> Any:
     """Place each compared element on (rows, n), its color that of z."""
     from matplotlib.colors import LogNorm  # noqa: PLC0415
 
-    rows, n = _grid(result)
+    rows, n = math.prod(result.shape[:-1]), result.shape[-1] if result.shape else 1
     places = [d.place for d in result.differences]
     flat = [int(np.ravel_multi_index(place, result.shape)) if place else 0 for place in places]
     row, column = np.divmod(np.array(flat), n)
@@ -133,18 +108,15 @@ def _draw_map(axes: Any, result: ArgumentResult) -> Any:
     else:
         # The largest on top.
         order = np.argsort(z)
+        style |= {"s": 34, "marker": "s", "edgecolors": "black", "linewidths": 0.5, "zorder": 3}
         at = column[order] + 0.5, row[order] + 0.5
-        dots = {"s": 34, "marker": "s", "edgecolors": "black", "linewidths": 0.5, "zorder": 3}
-        drawn = axes.scatter(*at, c=z[order], clip_on=False, **dots, **style)
+        drawn = axes.scatter(*at, c=z[order], clip_on=False, **style)
     axes.set(xlim=(0, n), ylim=(rows, 0), ylabel="row" if rows > 1 else "")
     if rows == 1:
         axes.set_yticks([])
-    compared = f"{result.checked} of {result.total} compared"
-    if result.probes:
-        compared += f" and {result.probes} probes"
-    said: str = result.verdict
-    if result.verdict == "FAIL":
-        said = f"{result.failing} differ" + (f" ({result.pattern})" if result.pattern else "")
-    title = f"d{result.name}: {said}; {compared}"
+    probes = f" and {result.probes} probes" if result.probes else ""
+    pattern = f" ({result.pattern})" if result.pattern else ""
+    said = f"{result.failing} differ{pattern}" if result.verdict == "FAIL" else result.verdict
+    title = f"d{result.name}: {said}; {result.checked} of {result.total} compared{probes}"
     axes.set_title(title, fontsize=10, loc="left", parse_math=False)
     return drawn

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
+
+from stablenorm.text import plain, to_json
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
@@ -224,30 +223,12 @@ class GradientReport:
         >>> held["verdict"], held["arguments"][0]["checked"]
         ('PASS', 3)
         """
-        return {
-            "verdict": self.verdict,
-            "passed": self.passed,
-            "resolution": _plain(self.resolution),
-        } | _plain_fields(self)
+        held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
+        return plain(held | vars(self))
 
     def to_json(self, path: Any = None) -> str:
-        """
-        Return `as_dict` as JSON text, and write it to a file if one is named.
-
-        Parameters
-        ----------
-        path : str or path-like, optional
-            The file to write, in UTF-8. Default: none.
-
-        Returns
-        -------
-        str
-            The text. Numbers that are not finite are strings, as in `as_dict`.
-        """
-        text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
+        return to_json(self.as_dict(), path)
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
@@ -270,7 +251,7 @@ class GradientReport:
         Above, for each argument: how far a plain central difference at each step is from the
         extrapolated value, at the element with the largest z. It falls with the square of the
         step, until rounding takes over: the V. Errors are relative to the gradient's size there.
-        Below, every element that was compared, coloured by z, the difference in units of its
+        Below, every element that was compared, colored by z, the difference in units of its
         bound: more than 1 is wrong.
         """
         from stablenorm.check.plot import plot_report  # noqa: PLC0415 - it shows what is here
@@ -284,32 +265,10 @@ class GradientReport:
         return as_text(self)
 
     def __rich__(self) -> Any:
-        """Give the same text, its verdicts coloured."""
+        """Give the same text, its verdicts colored."""
         from stablenorm.check.text import as_rich  # noqa: PLC0415 - it shows what is here
 
         return as_rich(self)
-
-
-def _plain_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or NamedTuple as plain types, with z where there is one."""
-    names = getattr(record, "_fields", None) or [field.name for field in fields(record)]
-    found = {name: _plain(getattr(record, name)) for name in names}
-    return found | {"z": _plain(record.z)} if hasattr(record, "z") else found
-
-
-def _plain(value: Any) -> Any:
-    """Return a plain type; as a string what JSON has no number for, in words that float() reads."""
-    if value is None or isinstance(value, str):
-        return value
-    if hasattr(value, "_fields") or hasattr(value, "__dataclass_fields__"):
-        return _plain_fields(value)
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
-    # NumPy's scalars too.
-    value = value.item() if hasattr(value, "item") else value
-    if isinstance(value, (bool, int)) or math.isfinite(value):
-        return value
-    return str(value)
 
 
 def ratio(difference: float, bound: float) -> float:

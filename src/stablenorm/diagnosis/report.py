@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
-import textwrap
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +10,7 @@ import numpy as np
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_format
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
+from stablenorm.text import plain, to_json, wrapped
 from stablenorm.types import Array
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
@@ -142,16 +139,13 @@ class Diagnosis:
         """
         names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods")
         held = {name: getattr(self, name) for name in names}
-        held["summary"] = self.summary._asdict()
-        held["worst"] = [asdict(row) for row in self.worst]
-        return {name: _plain(value) for name, value in held.items()}
+        held["summary"] = self.summary
+        held["worst"] = self.worst
+        return plain(held)
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
-        text = json.dumps(self.as_dict(), indent=1, allow_nan=False) + "\n"
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        return to_json(self.as_dict(), path)
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
@@ -182,18 +176,6 @@ class Diagnosis:
     def __str__(self) -> str:
         """Give the summary, the methods, and the worst rows."""
         return "\n".join(lines_of(self, 100))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
 
 
 # ---- one row ----
@@ -335,12 +317,7 @@ def lines_of(diagnosis: Diagnosis, width: int) -> list[str]:
         for title, median, worst, several in rows:
             lines.append(f"    {title:{longest}} {median:>4} {worst:>4} {several:>9}")
         lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
-    return [part for line in lines for part in _wrapped(line, width)]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    indent = len(line) - len(line.lstrip()) + 4
-    return textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False)
+    return [part for line in lines for part in wrapped(line, width)]
 
 
 # ---- the picture ----
