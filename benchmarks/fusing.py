@@ -100,7 +100,7 @@ def count_stages() -> list[Stage]:
 def make_kernel(n: int, dtype: Any) -> Kernel:
     """Return the kernel of the backward."""
     kind = np.dtype(dtype)
-    return choose_kernel(False, n, kind, kind, kind.itemsize == 8)
+    return choose_kernel(n, kind, kind, kind, kind, kind.itemsize == 8)
 
 
 def count_chunks(n: int, dtype: Any) -> int:

@@ -10,7 +10,6 @@ for compute-sanitizer, say.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import itertools
 import math
@@ -18,6 +17,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -25,17 +25,11 @@ from gpu_peers import load_peers
 from page import DOCS, origin, origin_line, put, table
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm.cuda import CudaWorkspace
-from stablenorm.cuda.driver import Driver
+from stablenorm.cuda import CudaWorkspace, driver
+from stablenorm.formats import FORMATS
 from stablenorm.oracle import exact_layer_norm
 
-DTYPES = {
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype(np.float32),
-    "float64": np.dtype(np.float64),
-}
-OUTPUTS = ("y", "dx", "dgamma", "dbeta")
+DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
 # Around every boundary of the launch plan: lanes, vectors, warps, blocks, columns in a loop.
 LENGTHS = (
     1, 2, 3, 7, 8, 9, 31, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 768, 1000, 1023, 1024, 1025,
@@ -70,26 +64,19 @@ class Case(NamedTuple):
     dtype: str
     variant: str
 
-    def __str__(self) -> str:
-        """Return the words for it."""
-        return f"{self.rows}x{self.n} {self.dtype} {self.variant}"
-
 
 def make_cases() -> list[Case]:
     """Return every length and dtype with two numbers of rows and two variants, in rotation."""
     cases = []
     for k, (n, dtype, _) in enumerate(itertools.product(LENGTHS, DTYPES, range(2))):
-        rows, variant = (
-            ROWS[(5 * k + 3 * (k // 8)) % len(ROWS)],
-            VARIANTS[(k + k // 8) % len(VARIANTS)],
-        )
-        cases.append(Case(min(rows, MOST // n), n, dtype, variant))
+        rows = ROWS[(5 * k + 3 * (k // 8)) % len(ROWS)]
+        cases.append(Case(min(rows, MOST // n), n, dtype, VARIANTS[(k + k // 8) % len(VARIANTS)]))
     return cases
 
 
 def draw(case: Case) -> dict[str, Any]:
     """Draw the arrays of a case, on the host."""
-    rng = np.random.default_rng(zlib.crc32(str(case).encode()))
+    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
     dtype, shape = DTYPES[case.dtype], (case.rows, case.n)
     x, dy = (rng.standard_normal(shape) for _ in range(2))
     if case.variant == "mean 1e4":
@@ -100,10 +87,15 @@ def draw(case: Case) -> dict[str, Any]:
     if case.variant == "a NaN row":
         x[-1:] = np.nan
     of_gamma = np.dtype(np.float32) if case.variant == "gamma float32" else dtype
-    gamma, beta = (rng.standard_normal(case.n).astype(of_gamma) for _ in range(2))
-    nothing = case.variant == "no gamma"
-    made = {"gamma": None if nothing else gamma, "beta": None if nothing else beta}
-    return {"x": x.astype(dtype), **made, "dy": dy.astype(dtype)}
+    made: dict[str, Any] = {
+        "x": x.astype(dtype),
+        "gamma": None,
+        "beta": None,
+        "dy": dy.astype(dtype),
+    }
+    if case.variant != "no gamma":
+        made |= {name: rng.standard_normal(case.n).astype(of_gamma) for name in ("gamma", "beta")}
+    return made
 
 
 def to_device(cupy: Any, array: Any, variant: str) -> Any:
@@ -126,8 +118,8 @@ def run(arrays: dict[str, Any], backend: str | None = None) -> dict[str, Any]:
     """Return y and the gradients that there are."""
     x, gamma, beta, dy = (arrays[name] for name in ("x", "gamma", "beta", "dy"))
     y, cache = layer_norm_forward(x, gamma, beta, backend=backend)
-    found = dict(zip(OUTPUTS, (y, *layer_norm_backward(dy, cache)), strict=True))
-    return {name: array for name, array in found.items() if array is not None}
+    gradients = layer_norm_backward(dy, cache)._asdict()
+    return {"y": y} | {name: array for name, array in gradients.items() if array is not None}
 
 
 def check(cupy: Any, case: Case) -> str:
@@ -153,22 +145,10 @@ def check(cupy: Any, case: Case) -> str:
             if not np.allclose(actual[name].astype(float), expected[name].astype(float), 2**-7):
                 return f"{name} is not that of the CPU"
         actual = {name: actual[name][:some] for name in ("y", "dx")}
-        arrays = {**arrays, "x": arrays["x"][:some], "dy": arrays["dy"][:some]}
+        arrays |= {name: arrays[name][:some] for name in ("x", "dy")}
     exact = exact_layer_norm(arrays["x"], arrays["gamma"], arrays["beta"], 1e-5, arrays["dy"])
     results = exact.check_contract(**actual)
     return "; ".join(f"{name}: {result}" for name, result in results.items() if not result.passed)
-
-
-@contextlib.contextmanager
-def as_if(driver: Driver, facts: dict[str, Any]) -> Iterator[None]:
-    """Launch as on a device with other facts."""
-    changed = driver._replace(facts=lambda device: driver.facts(device)._replace(**facts))
-    original = cuda._driver
-    setattr(cuda, "_driver", lambda: changed)  # noqa: B010  # mypy: not the same type
-    try:
-        yield
-    finally:
-        setattr(cuda, "_driver", original)  # noqa: B010
 
 
 def check_invariance(cupy: Any, shape: tuple[int, int] = (4097, 1001)) -> Iterator[tuple[str, str]]:
@@ -176,19 +156,18 @@ def check_invariance(cupy: Any, shape: tuple[int, int] = (4097, 1001)) -> Iterat
     arrays = draw(Case(*shape, "bfloat16", "plain"))
     held = {name: cupy.asarray(array) for name, array in arrays.items()}
 
-    def bits() -> list[bytes]:
-        return [array.get().tobytes() for array in run(held).values()]
+    def bits(found: Any = None) -> list[bytes]:
+        return [array.get().tobytes() for array in found or run(held).values()]
+
+    def verdict(others: Iterator[list[bytes]]) -> str:
+        return "" if all(other == expected for other in others) else "other bits"
 
     expected = bits()
-
-    def verdict(same: bool) -> str:
-        return "" if same else "other bits"
-
-    yield "50 runs", verdict(all(bits() == expected for _ in range(50)))
-    driver = cuda._driver()
+    yield "50 runs", verdict(bits() for _ in range(50))
+    read = driver.read_facts
     for facts in ({"multiprocessors": 1}, {"multiprocessors": 7}, {"cooperative": False}):
-        with as_if(driver, facts):
-            yield f"on a device with {facts}", verdict(bits() == expected)
+        with patch.object(driver, "read_facts", lambda device, f=facts: read(device)._replace(**f)):
+            yield f"on a device with {facts}", verdict(bits() for _ in range(2))
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     found = []
@@ -196,20 +175,17 @@ def check_invariance(cupy: Any, shape: tuple[int, int] = (4097, 1001)) -> Iterat
         with stream:
             found.append(run(held))
     cupy.cuda.Device().synchronize()
-    same = [[a.get().tobytes() for a in one.values()] == expected for one in found]
-    yield "two streams at once", verdict(all(same))
-    y, out, replay, kept = _capture(cupy, held)
-    for array in (y, *out):
+    yield "two streams at once", verdict(bits(one.values()) for one in found)
+    results, replay, kept = _capture(cupy, held)
+    for array in results:
         array[...] = 0
     replay()
     cupy.cuda.Device().synchronize()
-    yield "a graph", verdict([a.get().tobytes() for a in (y, *out)] == expected and bool(kept))
+    yield "a graph", verdict(bits(results) for _ in kept[:1])
 
 
-def _capture(
-    cupy: Any, held: dict[str, Any], direction: str = "both"
-) -> tuple[Any, Any, Call, Any]:
-    """Return y, the gradients, the replay of a graph that writes them, and what must outlive it."""
+def _capture(cupy: Any, held: dict[str, Any], direction: str = "both") -> tuple[Any, Call, Any]:
+    """Return y and the gradients, the replay of a graph that writes them, and what must outlive it."""
     x, gamma, beta, dy = (held[name] for name in ("x", "gamma", "beta", "dy"))
     y, out = cupy.empty_like(x), tuple(map(cupy.empty_like, (x, gamma, beta)))
     stream, work = cupy.cuda.Stream(non_blocking=True), CudaWorkspace()
@@ -227,10 +203,10 @@ def _capture(
     with stream, work:
         step()
         stream.begin_capture()
-        kept = step(), work, held
+        kept = work, step(), held
         graph = stream.end_capture()
     stream.synchronize()
-    return y, out, graph.launch, kept
+    return (y, *out), graph.launch, kept
 
 
 def measure(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]:
@@ -240,7 +216,7 @@ def measure(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]:
     The sets take turns, so that the arrays of a call have left the cache since they were last used.
     """
     turns = {name: itertools.cycle(calls) for name, calls in candidates.items()}
-    for name in [name for name in candidates for _ in range(WARM_UPS)]:
+    for name in list(candidates) * WARM_UPS:
         next(turns[name])()
     begin, end = (cupy.cuda.Event() for _ in range(2))
     samples: dict[str, list[float]] = {name: [] for name in candidates}
@@ -266,7 +242,7 @@ def bench(cupy: Any, ceiling: float) -> tuple[list[list[str]], dict[str, str]]:
     """Return the rows of the table of times, and which peers are missing, and why."""
     peers, missing = load_peers()
     cache_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
-    lines = []
+    lines = [["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers]]
     for dtype, shape, direction in itertools.product(("bfloat16", "float32"), SHAPES, PASSES):
         nbytes = PASSES[direction] * math.prod(shape) * DTYPES[dtype].itemsize
         sets = max(3, min(16, math.ceil(3 * cache_bytes / nbytes)))
@@ -274,30 +250,24 @@ def bench(cupy: Any, ceiling: float) -> tuple[list[list[str]], dict[str, str]]:
         captured = [_capture(cupy, problem, direction) for problem in problems]
         candidates: dict[str, list[Call]] = {
             "eager": [_eager(problem, direction) for problem in problems],
-            "graph": [replay for _, _, replay, _ in captured],
+            "graph": [replay for _, replay, _ in captured],
         }
         for name, peer in peers.items():
             try:
-                calls = [peer(problem, direction) for problem in problems]
-                calls[0]()
+                candidates[name] = [peer(problem, direction) for problem in problems]
+                candidates[name][0]()
             except Exception as error:  # noqa: BLE001  # they raise whatever they like
+                candidates.pop(name, None)
                 missing[f"{name}, {direction} {shape} {dtype}"] = str(error)[:200]
-                continue
-            candidates[name] = calls
         times = measure(cupy, candidates)
         best = times["graph"]
-        cells = [
-            f"{1e6 * times['eager']:.0f}",
-            f"{1e6 * best:.0f}",
-            f"{nbytes / best / ceiling:.2f}",
-        ]
-        cells += [f"{times[name] / best:.2f}" if name in times else "-" for name in peers]
-        lines.append([direction, f"{shape}", dtype, *cells])
+        ours = f"{1e6 * times['eager']:.0f}", f"{1e6 * best:.0f}", f"{nbytes / best / ceiling:.2f}"
+        others = [f"{times[name] / best:.2f}" if name in times else "-" for name in peers]
+        lines.append([direction, f"{shape}", dtype, *ours, *others])
         print(lines[-1], file=sys.stderr)
         del candidates, captured, problems
         cupy.get_default_memory_pool().free_all_blocks()
-    head = ["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers]
-    return [head, *lines], missing
+    return lines, missing
 
 
 def _draw_on_device(cupy: Any, shape: tuple[int, int], dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -314,17 +284,16 @@ def _eager(held: dict[str, Any], direction: str) -> Call:
     return lambda: layer_norm_backward(held["dy"], cache, out=out)
 
 
-def page(
-    cupy: Any, checked: int, ceiling: float, lines: list[list[str]], missing: dict[str, str]
-) -> str:
-    """Return the part of docs/how-to/gpu.md that is measured."""
+def page(cupy: Any, checked: int) -> str:
+    """Measure, and return the part of docs/how-to/gpu.md that is measured."""
+    ceiling = measure_ceiling(cupy)
+    lines, missing = bench(cupy, ceiling)
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
     versions = {"CuPy": cupy.__version__, "driver": str(cupy.cuda.runtime.driverGetVersion())}
-    made = origin(versions)
     text = [
         f"Ran on {name}, compute capability {device.compute_capability}: all {checked} checks passed. "
-        + origin_line("make gpu", made),
+        + origin_line("make gpu", origin(versions)),
         f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
         f"The ceiling is {ceiling / 1e9:.0f} GB/s: two reads and one write in the same run.",
         "The last columns are a peer's time over ours in a graph.",
@@ -336,15 +305,9 @@ def page(
 
 def check_all(cupy: Any, cases: Sequence[Case]) -> tuple[int, list[str]]:
     """Return how many checks ran, and what failed."""
-    checks = itertools.chain(
-        ((str(case), check(cupy, case)) for case in cases), check_invariance(cupy)
-    )
-    count, failed = 0, []
-    for count, (label, wrong) in enumerate(checks, 1):  # noqa: B007  # counted
-        if wrong:
-            failed.append(f"{label}: {wrong}")
-            print(f"FAILED {failed[-1]}", file=sys.stderr)
-    return count, failed
+    found = [(" ".join(map(str, case)), check(cupy, case)) for case in cases]
+    found += check_invariance(cupy)
+    return len(found), [f"{label}: {wrong}" for label, wrong in found if wrong]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -359,16 +322,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     cupy: Any = importlib.import_module("cupy")
     count, failed = check_all(cupy, make_cases())
-    print(f"{count} checks, {len(failed)} failed")
-    if failed or options.check:
-        return 1 if failed else 0
-    ceiling = measure_ceiling(cupy)
-    put(
-        DOCS / "how-to" / "gpu.md",
-        {"gpu": page(cupy, count, ceiling, *bench(cupy, ceiling))},
-        __file__,
-    )
-    return 0
+    print(*(f"FAILED {each}" for each in failed), f"{count} checks, {len(failed)} failed", sep="\n")
+    if not failed and not options.check:
+        put(DOCS / "how-to" / "gpu.md", {"gpu": page(cupy, count)}, __file__)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

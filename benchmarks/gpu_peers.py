@@ -17,39 +17,19 @@ def load_peers() -> tuple[dict[str, Peer], dict[str, str]]:
     found, missing = {}, {}
     for name, load in loaders.items():
         try:
-            found[name] = load()
+            found[name] = _through_autograd(load)
         except Exception as error:  # noqa: BLE001  # they raise whatever they like
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return found, missing
 
 
-def _import_torch() -> Any:
+def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
+    """Time a differentiable function; its backward is the graph's, gradients not accumulated."""
     torch: Any = importlib.import_module("torch")
     if not torch.cuda.is_available():
         msg = "this PyTorch has no CUDA"
         raise RuntimeError(msg)
-    return torch
-
-
-def _torch() -> Peer:
-    torch = _import_torch()
-    native = torch.ops.aten
-
-    def peer(arrays: dict[str, Any], direction: str) -> Callable[[], Any]:
-        t = {name: torch.from_dlpack(arrays[name]) for name in ("x", "gamma", "beta", "dy")}
-        shape = (t["x"].shape[1],)
-        given = t["x"], shape, t["gamma"], t["beta"], 1e-5
-        if direction == "forward":
-            return lambda: native.native_layer_norm(*given)
-        _, mean, rstd = native.native_layer_norm(*given)
-        kept = (t["dy"], t["x"], shape, mean, rstd, t["gamma"], t["beta"], [True] * 3)
-        return lambda: native.native_layer_norm_backward(*kept)
-
-    return peer
-
-
-def _through_autograd(torch: Any, function: Callable[..., Any]) -> Peer:
-    """Time a differentiable function; its backward is the graph's, gradients not accumulated."""
+    function = load(torch)
 
     def peer(arrays: dict[str, Any], direction: str) -> Callable[[], Any]:
         leaves = [torch.from_dlpack(arrays[k]).requires_grad_() for k in ("x", "gamma", "beta")]
@@ -61,16 +41,19 @@ def _through_autograd(torch: Any, function: Callable[..., Any]) -> Peer:
     return peer
 
 
-def _compiled() -> Peer:
-    torch = _import_torch()
-
+def _torch(torch: Any) -> Callable[..., Any]:
     def function(x: Any, gamma: Any, beta: Any) -> Any:
         return torch.nn.functional.layer_norm(x, gamma.shape, gamma, beta, 1e-5)
 
-    return _through_autograd(torch, torch.compile(function, dynamic=False))
+    return function
 
 
-def _liger() -> Peer:
+def _compiled(torch: Any) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(_torch(torch), dynamic=False)
+    return compiled
+
+
+def _liger(_: Any) -> Callable[..., Any]:
     liger: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
     call = liger.apply
-    return _through_autograd(_import_torch(), lambda x, gamma, beta: call(x, gamma, beta, 1e-5))
+    return lambda x, gamma, beta: call(x, gamma, beta, 1e-5)

@@ -8,20 +8,14 @@ import host_shim
 import numpy as np
 import pytest
 
-from stablenorm import cuda, layer_norm_forward
+from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cuda import workspace
 
 needs_shim = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not() or "-")
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 # The bits of the CPU, without compiling anything.
 host_forward = functools.partial(layer_norm_forward, backend="numpy")
-
-
-def raising(error):
-    def call(*_, **__):
-        raise error
-
-    return call
 
 
 @pytest.fixture
@@ -29,21 +23,14 @@ def cupy(monkeypatch):
     module = fake.make_module()
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setattr(workspace, "_kept", type(workspace._kept)())
-    monkeypatch.setattr(cuda, "_driver", raising(AssertionError("no device was put in place")))
     return module
 
 
 @pytest.fixture
 def use(cupy, builds, monkeypatch):
     """Return a function that puts a device in place and returns the list of its launches."""
-
-    def put(**facts):
-        assert sys.modules["cupy"] is cupy
-        driver, launches = fake.make_driver(builds, **facts)
-        monkeypatch.setattr(cuda, "_driver", lambda: driver)
-        return launches
-
-    return put
+    assert sys.modules["cupy"] is cupy
+    return lambda **options: fake.FakeDevice(builds, **options).put(monkeypatch)
 
 
 @pytest.fixture
@@ -61,17 +48,17 @@ def problem(rng, shape, dtype, gamma_dtype=None):
     return x, gamma, beta, dy
 
 
+def both(case, place=on_device):
+    """Return y and the gradients of `case` (x, gamma, beta, eps, dy), computed where `place` puts it."""
+    eps = case[3]
+    x, gamma, beta, dy = (None if a is None else place(a) for a in (*case[:3], case[4]))
+    backend = "numpy" if isinstance(x, np.ndarray) else None
+    y, cache = layer_norm_forward(x, gamma, beta, eps, backend=backend)
+    found = zip(OUTPUTS, (y, *layer_norm_backward(dy, cache)), strict=True)
+    return {k: a.get() if isinstance(a, fake.ndarray) else a for k, a in found}
+
+
 def assert_bits(actual, expected):
     assert type(actual) is fake.ndarray
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
     assert actual.get().tobytes() == expected.tobytes()
-
-
-def failing(use, monkeypatch, error):
-    """Put a device in place whose launches fail with `error` after the first forward."""
-    launches = use(run=False)
-    ones = np.ones((300, 33), np.float32)
-    _, cache = layer_norm_forward(on_device(ones), on_device(ones[0]))
-    driver = cuda._driver()
-    monkeypatch.setattr(cuda, "_driver", lambda: driver._replace(launch=raising(error)))
-    return cache, launches, driver

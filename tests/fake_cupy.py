@@ -1,21 +1,25 @@
 """
 A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on memory of NumPy's.
 
-`make_module` returns one to put into sys.modules; `make_driver` a driver that runs the kernels of
-layer_norm.cu on the host shim and writes down every launch.
+`make_module` returns one to put into sys.modules; a `FakeDevice` takes the place of the functions of
+`stablenorm.cuda.driver`: it runs layer_norm.cu on the host shim and writes down every launch.
 """
 
+import ctypes
+import functools
 import struct
 import threading
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import host_shim
-import layer_norm_host as host
 import numpy as np
+from host_shim import READ, WRITE, Tensor
 
-from stablenorm.cuda.driver import Driver, Facts
+from stablenorm.cuda import driver
+from stablenorm.cuda.compile import sources
 from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
+from stablenorm.formats import FORMATS
 
 
 class CUDARuntimeError(RuntimeError):
@@ -29,23 +33,15 @@ class CUDADriverError(RuntimeError):
 _here = threading.local()
 
 
-def current():
-    return getattr(_here, "device", 0)
-
-
 class Device:
     def __init__(self, device=None):
-        self.id = current() if device is None else device
+        self.id = getattr(_here, "device", 0) if device is None else device
 
     def __enter__(self):
-        self.before, _here.device = current(), self.id
+        self.before, _here.device = getattr(_here, "device", 0), self.id
 
     def __exit__(self, *_):
         _here.device = self.before
-
-
-class Pointer(NamedTuple):
-    ptr: int
 
 
 class Stream:
@@ -74,7 +70,8 @@ class ndarray:  # CuPy's name
 
     @property
     def data(self):
-        return Pointer(self.host.__array_interface__["data"][0] if self.host.size else 0)
+        address = self.host.__array_interface__["data"][0] if self.host.size else 0
+        return types.SimpleNamespace(ptr=address)
 
     @property
     def __cuda_array_interface__(self):
@@ -92,9 +89,6 @@ class ndarray:  # CuPy's name
     def __setitem__(self, index, value):
         self.host[index] = value.host if isinstance(value, ndarray) else value
 
-    def __len__(self):
-        return len(self.host)
-
     def reshape(self, *shape):
         return ndarray(self.host.reshape(*shape), self.device.id)
 
@@ -103,16 +97,15 @@ for _name in ("shape", "dtype", "ndim", "size", "nbytes", "strides", "flags"):
     setattr(ndarray, _name, property(lambda self, name=_name: getattr(self.host, name)))
 
 
-def make_module(devices=1):
-    """Return a module to be `cupy`, with a list of every allocation."""
+def make_module():
+    """Return a module to be `cupy`, with lists of all allocations and copies."""
     cupy = types.ModuleType("cupy")
-    stream = Stream()
     cupy.ndarray, cupy.allocated, cupy.copied = ndarray, [], []
 
     def empty(shape, dtype=np.float64):
         array = np.empty(shape, dtype)
-        # What was not written must be seen.
-        array.view(np.uint8).reshape(-1)[...] = 0xFB if array.size else 0
+        # What was not written must be seen: NaN in every format.
+        array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
         cupy.allocated.append(array.nbytes)
         return ndarray(array)
 
@@ -126,56 +119,114 @@ def make_module(devices=1):
         return ndarray(np.ascontiguousarray(array.host), array.device.id)
 
     def from_dlpack(value):
-        made = value.__dlpack__()
-        return ndarray(made.host, value.__dlpack_device__()[1])
+        return ndarray(value.__dlpack__().host, value.__dlpack_device__()[1])
 
-    def asarray(value):
-        return ndarray(np.asarray(getattr(value, "host", value)))
-
-    cupy.empty, cupy.zeros, cupy.asarray, cupy.from_dlpack = empty, zeros, asarray, from_dlpack
+    cupy.empty, cupy.zeros, cupy.from_dlpack = empty, zeros, from_dlpack
+    cupy.asarray = lambda value: ndarray(np.asarray(getattr(value, "host", value)))
     cupy.ascontiguousarray = ascontiguousarray
     cupy.moveaxis = lambda a, old, new: ndarray(np.moveaxis(a.host, old, new), a.device.id)
     cupy.cuda = types.SimpleNamespace(
         Device=Device,
-        stream=stream,
+        stream=Stream(),
         get_current_stream=lambda: cupy.cuda.stream,
-        runtime=types.SimpleNamespace(
-            getDeviceCount=lambda: devices, driverGetVersion=lambda: 13000
-        ),
+        runtime=types.SimpleNamespace(getDeviceCount=lambda: 1, driverGetVersion=lambda: 13000),
         driver=types.SimpleNamespace(),
     )
     return cupy
 
 
+# ---- a device ----
+
+
+@functools.cache
+def source():
+    """Return the text of layer_norm.cu, its own headers put in their places."""
+    texts = {name: text.decode() for name, text in sources().items()}
+    main = texts.pop("layer_norm.cu")
+    for name, text in texts.items():
+        main = main.replace(f'#include "{name}"', text)
+    return main
+
+
 class Launch(NamedTuple):
     kernel: Kernel
     grid: int
-    parameters: bytes
+    values: dict[str, Any]
     cooperative: bool
-
-    @property
-    def values(self):
-        return dict(zip(PARAMETERS, struct.unpack(FORMAT, self.parameters), strict=True))
+    traffic: dict[str, Any]
 
 
-def make_driver(builds, *, cooperative=True, each=1, multiprocessors=3, run=True):
+class FakeDevice:
     """
-    Return a driver of a device with few multiprocessors, and the list of its launches.
+    A device that holds `resident` blocks, and the list of its launches; unless `run`, none is done.
 
-    Unless `run`, they are written down and not done.
+    `seed` decides the schedules. With `text`, the backward is another source, in which `planted` is
+    `fault`.
     """
-    launches = []
 
-    def load(kernel, _):
-        return host.build(builds, kernel) if run else None
+    def __init__(self, builds, *, cooperative=True, resident=3, run=True, seed=0, text="", fault=0):
+        self.builds, self.run, self.seed, self.text, self.fault = builds, run, seed, text, fault
+        self.facts = driver.Facts((9, 0), 1, cooperative)
+        self.resident, self.launches = resident, []
 
-    def launch(function, kernel, grid, parameters, together):
-        launches.append(Launch(kernel, grid, parameters, together))
-        if run:
-            sizes = grid, kernel.block, kernel.shared_bytes
-            options = {"seed": len(launches), "cooperative": together}
-            host_shim.launch(function, *sizes, parameters, None, **options)
+    def put(self, monkeypatch):
+        """Take the place of the functions of the driver."""
+        monkeypatch.setattr(driver, "read_facts", lambda _: self.facts)
+        monkeypatch.setattr(driver, "load", self.load)
+        monkeypatch.setattr(driver, "count_resident", lambda *_: self.resident)
+        monkeypatch.setattr(driver, "launch", self.launch)
+        return self.launches
 
-    facts = Facts(0, (9, 0), multiprocessors, cooperative)
-    of_device = lambda device: facts._replace(device=device)
-    return Driver(of_device, load, lambda *_: each, launch), launches
+    def load(self, _, kernel):
+        if not self.run:
+            return None
+        other = self.text if self.text and not kernel.forward else source()
+        library, entry = host_shim.build(other, self.builds, kernel.entry, kernel.defines)
+        if other is self.text:
+            ctypes.c_int.in_dll(library, "planted").value = self.fault
+        return library, entry
+
+    def launch(self, function, kernel, grid, parameters, cooperative):
+        values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
+        made = Launch(kernel, grid, values, cooperative, {})
+        self.launches.append(made)
+        if not self.run:
+            return
+        sizes = grid, kernel.block, kernel.shared_bytes
+        options = {"seed": self.seed + len(self.launches) - 1, "cooperative": cooperative}
+        for each in host_shim.launch(
+            function, *sizes, parameters, tensors(kernel, values), **options
+        ):
+            made.traffic[each.tensor.name] = each
+            if each.tensor.rights == WRITE:
+                assert (each.writes == 1).all(), (
+                    f"{each.tensor.name}: bytes are stored {np.unique(each.writes)} times"
+                )
+
+
+def tensors(kernel, values):
+    """Return the memory that a launch may touch, by its parameters; None if results lie over inputs."""
+    rows, n = values["rows"], values["n"]
+    if values["out"] and values["out"] in (values["x"], values["dy"]):
+        return None
+    sizes = {
+        name: FORMATS[getattr(kernel, name)].dtype.itemsize for name in ("x", "dy", "gamma", "beta")
+    }
+    kept = WRITE if kernel.forward else READ
+    found = []
+    for name, size, rights in (("x", "x", READ), ("dy", "dy", READ), ("out", "x", WRITE)):
+        begin, step, width = values[name], values[f"{name}_stride"], n * sizes[size]
+        if step == n:
+            found.append(Tensor(name, begin, rows * width, rights))
+        else:
+            pitch = step * sizes[size]
+            found += [Tensor(name, begin + row * pitch, width, rights) for row in range(rows)]
+    flat = {
+        "gamma": (n * sizes["gamma"], READ), "dgamma": (n * sizes["gamma"], WRITE),
+        "beta": (n * sizes["beta"], READ), "dbeta": (n * sizes["beta"], WRITE),
+        **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail"), (8 * rows, kept)),
+        "exponent": (4 * rows, kept), "counter": (4, READ | WRITE),
+        "partials": (2 * n * values["chunks"] * kernel.number_bytes, READ | WRITE),
+    }  # fmt: skip
+    found += [Tensor(name, values[name], *rest) for name, rest in flat.items()]
+    return [tensor for tensor in found if values[tensor.name]]

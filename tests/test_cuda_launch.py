@@ -11,74 +11,68 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import cuda, layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.cuda import CudaWorkspace, driver, errors, workspace
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.cuda import CudaWorkspace, driver, workspace
 from stablenorm.cuda.plan import choose_kernel
 
-fake = device.fake
 # Fixtures are found by their names in this module.
-cupy = device.cupy
-use = device.use
-launches = device.launches
-on_device = device.on_device
-problem = device.problem
-assert_bits = device.assert_bits
-host_forward = device.host_forward
-needs_shim = device.needs_shim
-failing = device.failing
+cupy, use, launches = device.cupy, device.use, device.launches
+fake, on_device, problem = device.fake, device.on_device, device.problem
 
 F32 = np.dtype(np.float32)
-ABOUT = driver.Facts(0, (9, 0), 132, True)
-KERNEL = choose_kernel(True, 6, F32, F32, False)
+KERNEL = choose_kernel(6, F32, None, F32, F32, pairs=False)
 
 
-def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(cupy, monkeypatch):
+def forward_of_ones(shape=(300, 33), device=0):
+    """Return dy, and the cache of a forward with gamma."""
+    dy = fake.ndarray(np.ones(shape, np.float32), device)
+    gamma = fake.ndarray(np.ones(shape[-1], np.float32), device)
+    return dy, layer_norm_forward(dy, gamma)[1]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A compiler whose code is what it is asked for."""
+    monkeypatch.setattr(driver, "_functions", {})
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
+    monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, True))
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(cupy):
     cupy.cuda.runtime.driverGetVersion = lambda: 12080
-    with pytest.raises(
-        RuntimeError, match=r"must support CUDA 13.*supports 12.8; update the driver"
-    ):
-        driver.make_driver(cupy).load(KERNEL, ABOUT)
+    with pytest.raises(RuntimeError, match=r"must support CUDA 13.*supports 12.8; update the driv"):
+        driver.load(0, KERNEL)
 
 
-def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy, monkeypatch):
+@pytest.mark.usefixtures("compiler")
+def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
     loaded, called, asked = [], [], []
-
-    class Module:
-        def load(self, code):
-            loaded.append(code)
-
-        def get_function(self, entry):
-            def function(*arguments, **options):
-                called.append((entry, arguments, options))
-
-            function.ptr = 77
-            return function
-
-    cupy.cuda.Module = Module
+    function = lambda *arguments, **options: called.append((arguments, options))
+    function.ptr = 77
+    module = types.SimpleNamespace(load=loaded.append, get_function=lambda _: function)
+    cupy.cuda.Module = lambda: module
     cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *a: (asked.append(a), 2)[1]
-    monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
-    monkeypatch.setattr(driver.compiling, "cubin", lambda *a: a)
-    made = driver.make_driver(cupy)
-    function = made.load(KERNEL, ABOUT)
-    assert made.load(KERNEL, ABOUT) is function
+    assert driver.load(0, KERNEL) is driver.load(0, KERNEL) is function
     assert loaded == [(KERNEL.defines, (9, 0))]
-    assert made.resident(function, KERNEL) == 2
+    assert driver.count_resident(0, function, KERNEL) == 2 * 132
     assert asked == [(77, 256, KERNEL.shared_bytes)]
-    made.launch(function, KERNEL, 3, b"abcdefgh", True)
-    ((entry, (grid, block, (value,), shared), options),) = called
-    assert (entry, grid, block) == ("layer_norm_forward", (3,), (256,))
-    assert shared == KERNEL.shared_bytes
+    driver.launch(function, KERNEL, 3, b"abcdefgh", True)
+    (((grid, block, (value,), shared), options),) = called
+    assert (grid, block, shared) == ((3,), (256,), KERNEL.shared_bytes)
     assert (value.size, value.nbytes, value.tobytes()) == (1, 8, b"abcdefgh")
     assert options == {"enable_cooperative_groups": True}
+    cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *_: 0
+    with pytest.raises(RuntimeError, match=r"none fits a multiprocessor"):
+        driver.count_resident(0, function, KERNEL)
 
 
 def test_facts_are_read_from_the_device(cupy):
     attributes = {"MultiProcessorCount": 148, "CooperativeLaunch": 1}
-    cupy.cuda.Device = lambda _: types.SimpleNamespace(
-        compute_capability="100", attributes=attributes
-    )
-    assert driver.make_driver(cupy).facts(3) == (3, (10, 0), 148, True)
+    about = types.SimpleNamespace(compute_capability="100", attributes=attributes)
+    cupy.cuda.Device = lambda _: about
+    assert driver.read_facts.__wrapped__(3) == ((10, 0), 148, True)
 
 
 @pytest.mark.parametrize(
@@ -94,19 +88,19 @@ def test_facts_are_read_from_the_device(cupy):
          "too little memory on CUDA device 0.*free_all_blocks"),
         (fake.CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument"), fake.CUDADriverError,
          "CUDA_ERROR_INVALID_VALUE"),
+        (RuntimeError("cudaErrorECCUncorrectable elsewhere"), RuntimeError, "^cudaError.*elsewhere$"),
     ],
 )  # fmt: skip
-def test_errors_of_cuda_name_the_cure_and_the_counters_are_made_anew(
-    use, monkeypatch, error, kind, message
-):
-    cache, launches, working = failing(use, monkeypatch, error)
-    dy = on_device(np.ones((300, 33), np.float32))
+def test_errors_of_cuda_name_the_cure(use, monkeypatch, error, kind, message):
+    use(run=False)
+    dy, cache = forward_of_ones()
+
+    def launch(*_):
+        raise error
+
+    monkeypatch.setattr(driver, "launch", launch)
     with pytest.raises(kind, match=message):
         layer_norm_backward(dy, cache)
-    assert not workspace._kept
-    monkeypatch.setattr(cuda, "_driver", lambda: working)
-    layer_norm_backward(dy, cache)
-    assert not launches[-1].kernel.forward
 
 
 def test_too_little_memory_is_said_wherever_it_is_missing(use, cupy):
@@ -120,64 +114,52 @@ def test_too_little_memory_is_said_wherever_it_is_missing(use, cupy):
         return enough(shape, dtype)
 
     cupy.empty = empty
-    with pytest.raises(MemoryError, match=r"too little memory on CUDA device 0.*fewer rows"):
-        layer_norm(on_device(np.ones((300, 33), np.float32)))
-    # y is given, the partial sums are not.
     x = on_device(np.ones((300, 33), np.float32))
+    with pytest.raises(MemoryError, match=r"too little memory on CUDA device 0.*fewer rows"):
+        layer_norm(x)
+    # y is given, the partial sums are not.
     cache = layer_norm_forward(x, on_device(np.ones(33, np.float32)), out=on_device(x.host))[1]
     with pytest.raises(MemoryError, match="too little memory"):
         layer_norm_backward(x, cache, out=(on_device(x.host), None, None))
 
 
-@needs_shim
-def test_a_barrier_refused_by_the_driver_becomes_a_last_block(use, monkeypatch, rng):
+@device.needs_shim
+def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypatch, rng):
     x, gamma, beta, dy = problem(rng, (64, 129), np.float32)
-    expected = layer_norm_backward(dy, host_forward(x, gamma, beta)[1])
-    launches = use()
-    working = cuda._driver()
+    case, working = (x, gamma, beta, 1e-5, dy), driver.launch
 
     def launch(*given):
         if given[-1]:
             msg = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks"
             raise fake.CUDADriverError(msg)
-        working.launch(*given)
+        working(*given)
 
-    monkeypatch.setattr(cuda, "_driver", lambda: working._replace(launch=launch))
-    _, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
-    for one, other in zip(layer_norm_backward(on_device(dy), cache), expected, strict=True):
-        assert_bits(one, other)
+    monkeypatch.setattr(driver, "launch", launch)
+    expected, actual = device.both(case, np.asarray), device.both(case)
+    assert {k: a.tobytes() for k, a in actual.items()} == {
+        k: a.tobytes() for k, a in expected.items()
+    }
     assert [launch.kernel.forward for launch in launches] == [True, False]
 
 
-def test_the_grid_is_never_more_than_is_resident_nor_than_there_is_work(use, rng):
-    x, gamma, beta, dy = map(on_device, problem(rng, (2000, 40), np.float32))
-    for facts, grids in (({"multiprocessors": 2}, [2, 2]), ({"each": 999}, [125, 125])):
-        launches = use(run=False, **facts)
-        _, cache = layer_norm_forward(x, gamma, beta)
-        layer_norm_backward(dy, cache)
+def test_the_grid_is_never_more_than_is_resident_nor_than_there_is_work(use):
+    for resident, grids in ((2, [2, 2]), (2997, [125, 125])):
+        launches = use(run=False, resident=resident)
+        layer_norm_backward(*forward_of_ones((2000, 40)))
         assert [launch.grid for launch in launches] == grids
-    use(each=0, run=False)
-    with pytest.raises(RuntimeError, match=r"none fits a multiprocessor"):
-        layer_norm(x)
-
-
-def test_an_error_that_is_none_of_cudas_stays_what_it_is():
-    error = RuntimeError("cudaSomething else")
-    assert errors.explained(error, 0) is error
 
 
 # ---- streams, graphs and memory ----
 
 
-def test_each_stream_has_counters_of_its_own(use, cupy):
+def test_each_stream_has_a_counter_of_its_own(use, cupy):
     launches = use(run=False)
-    dy = on_device(np.ones((300, 33), np.float32))
-    _, cache = layer_norm_forward(dy, on_device(np.ones(33, np.float32)))
+    dy, cache = forward_of_ones()
     places = []
     for ptr in (0, 7, 0, 7, 8):
         cupy.cuda.stream = fake.Stream(ptr)
         layer_norm_backward(dy, cache)
-        places.append(launches[-1].values["counters"])
+        places.append(launches[-1].values["counter"])
     assert places[0] == places[2] != places[1] == places[3] != places[4]
     for number in range(100, 100 + 2 * workspace._STREAMS):
         cupy.cuda.stream = fake.Stream(number)
@@ -187,15 +169,14 @@ def test_each_stream_has_counters_of_its_own(use, cupy):
 
 def test_a_graph_needs_a_workspace_that_is_large_enough(use, cupy):
     launches = use(run=False)
-    dy = on_device(np.ones((300, 33), np.float32))
-    _, cache = layer_norm_forward(dy, on_device(np.ones(33, np.float32)))
+    dy, cache = forward_of_ones()
     stream, work = cupy.cuda.stream, CudaWorkspace()
     stream.capturing = True
     with pytest.raises(
-        RuntimeError, match=r"partial sums need memory that outlives.*CudaWorkspace"
+        RuntimeError, match=r"need \d+ bytes that outlive the call, and there is no work"
     ):
         layer_norm_backward(dy, cache)
-    with work, pytest.raises(RuntimeError, match=r"workspace must hold \d+ bytes, and it holds 0"):
+    with work, pytest.raises(RuntimeError, match=r"and the workspace has 0: .*CudaWorkspace"):
         layer_norm_backward(dy, cache)
     stream.capturing = False
     with work:
@@ -208,36 +189,18 @@ def test_a_graph_needs_a_workspace_that_is_large_enough(use, cupy):
         layer_norm_backward(dy, cache, out=(out[0], out[1], None))
     # Captured: nothing allocated, the workspace's own addresses.
     assert cupy.allocated == before
-    held = {"partials": work._pieces[-1].data.ptr, "counters": work._counters.data.ptr}
-    assert launches[-1].values.items() >= held.items()
+    counter, partials = (piece.data.ptr for piece in work._pieces)
+    assert launches[-1].values.items() >= {"partials": partials, "counter": counter}.items()
     with pytest.raises(RuntimeError, match=r"x must have rows that are contiguous"):
         layer_norm_forward(on_device(np.ones((4, 6), np.float32)), axis=0)
     stream.capturing = False
     # It grows by another piece: a graph may still write into the first.
-    large = on_device(np.ones((300, 77), np.float32))
     with work:
-        _, cache = layer_norm_forward(large, on_device(np.ones(77, np.float32)))
-        layer_norm_backward(large, cache)
-    assert len(work._pieces) == 2
-    other = fake.ndarray(large.host, 1)
-    _, cache = layer_norm_forward(other, fake.ndarray(np.ones(77, np.float32), 1))
+        layer_norm_backward(*forward_of_ones((300, 77)))
+    assert len(work._pieces) == 3
+    other = forward_of_ones(device=1)
     with work, pytest.raises(ValueError, match=r"stay on one device: it is on 0, x is on 1"):
-        layer_norm_backward(other, cache)
-
-
-def test_a_workspace_spoiled_by_an_error_is_zeroed_and_keeps_its_memory(use, monkeypatch):
-    error = fake.CUDADriverError("CUDA_ERROR_LAUNCH_TIMEOUT: timed out")
-    cache, _, working = failing(use, monkeypatch, error)
-    work, dy = CudaWorkspace(), on_device(np.ones((300, 33), np.float32))
-    with work:
-        with pytest.raises(RuntimeError, match="lost to this process"):
-            layer_norm_backward(dy, cache)
-        work._counters[...] = 12345
-        place = work._counters.data.ptr
-        monkeypatch.setattr(cuda, "_driver", lambda: working)
-        layer_norm_backward(dy, cache)
-    assert not work._counters.host.any()
-    assert work._counters.data.ptr == place
+        layer_norm_backward(*other)
 
 
 def test_workspaces_nest():

@@ -7,12 +7,10 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import cuda
+from stablenorm.cuda import driver
 
 # Fixtures are found by their names in this module.
-cupy = device.cupy
-use = device.use
-launches = device.launches
+cupy, use, launches = device.cupy, device.use, device.launches
 pytestmark = device.needs_shim
 
 
@@ -43,23 +41,23 @@ def test_the_kernels_pass(gpu, cupy, variant):
     assert gpu.check(cupy, gpu.Case(0, 129, "float32", variant)) == ""
 
 
-def test_a_wrong_kernel_does_not_pass(gpu, cupy, use, monkeypatch):
-    use()
-    driver = cuda._driver()
+@pytest.mark.usefixtures("launches")
+def test_a_wrong_kernel_does_not_pass(gpu, cupy, monkeypatch):
+    working = driver.launch
 
     def launch(function, kernel, grid, parameters, together):
-        # eps, after 15 addresses and 6 integers.
-        wrong = parameters[:168] + np.float64(1.1e-5).tobytes() + parameters[176:]
-        driver.launch(function, kernel, grid, wrong, together)
+        # eps, before two integers.
+        wrong = parameters[:-16] + np.float64(1.1e-5).tobytes() + parameters[-8:]
+        working(function, kernel, grid, wrong, together)
 
-    monkeypatch.setattr(cuda, "_driver", lambda: driver._replace(launch=launch))
+    monkeypatch.setattr(driver, "launch", launch)
     for rows, judged in ((33, 2**15), (33, 129)):
         monkeypatch.setattr(gpu, "JUDGED", judged)
         assert "y: " in gpu.check(cupy, gpu.Case(rows, 129, "float32", "plain"))
 
 
-def test_a_leaking_nan_does_not_pass(gpu, cupy, use, monkeypatch):
-    use()
+@pytest.mark.usefixtures("launches")
+def test_a_leaking_nan_does_not_pass(gpu, cupy, monkeypatch):
     real = gpu.run
 
     def leaking(arrays, backend=None):
@@ -76,7 +74,7 @@ def test_failures_are_counted_and_named(gpu, cupy, monkeypatch):
     monkeypatch.setattr(gpu, "check", lambda _, case: "" if case.n == 1 else "wrong")
     monkeypatch.setattr(gpu, "check_invariance", lambda _: iter([("50 runs", "other bits")]))
     cases = [gpu.Case(1, n, "float32", "plain") for n in (1, 2)]
-    failed = ["1x2 float32 plain: wrong", "50 runs: other bits"]
+    failed = ["1 2 float32 plain: wrong", "50 runs: other bits"]
     assert gpu.check_all(cupy, cases) == (3, failed)
 
 

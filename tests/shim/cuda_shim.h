@@ -25,29 +25,24 @@ struct ShimPlace { ShimIndex thread, block, grid; };
 extern "C" {
 const ShimPlace& shim_place();
 unsigned char* shim_shared();
-void shim_syncthreads(int line);
+bool shim_syncthreads(bool value, int line);
 double shim_exchange(double value, unsigned mask, int lanes, int line);
 void shim_fence();
 void shim_sleep();
-// Adds, or counts up to `value` and begins at 0 again.
-unsigned shim_atomic(unsigned* word, unsigned value, bool wraps);
+unsigned shim_add(unsigned* word, unsigned value);
 }
 #define threadIdx (shim_place().thread)
 #define blockIdx (shim_place().block)
 #define gridDim (shim_place().grid)
-#define __syncthreads() shim_syncthreads(__LINE__)
+#define __syncthreads() shim_syncthreads(false, __LINE__)
+#define __syncthreads_or(value) shim_syncthreads(value, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) shim_exchange(value, mask, lanes, __LINE__)
 inline void __threadfence() { shim_fence(); }
 inline void __nanosleep(unsigned) { shim_sleep(); }
 // Integers only: a sum of floats by atomics depends on the schedule, so there is none to call.
-inline unsigned atomicAdd(unsigned* word, unsigned value) { return shim_atomic(word, value, false); }
-inline unsigned atomicInc(unsigned* word, unsigned last) { return shim_atomic(word, last, true); }
-
-struct alignas(16) double2 { double x, y; };
-inline double2 make_double2(double x, double y) { return {x, y}; }
+inline unsigned atomicAdd(unsigned* word, unsigned value) { return shim_add(word, value); }
 // Cache operators change the speed of an access alone.
-template <class T> inline T __ldcg(const T* p) { return *p; }
-template <class T> inline void __stcg(T* p, T value) { *p = value; }
+inline double __ldcg(const double* p) { return *p; }
 
 // ---- arithmetic, each operation rounded once ----
 
@@ -76,7 +71,6 @@ inline float __double2float_rz(double v) {
 // What layer_norm.cu has as instructions of the device.
 inline float half_to_float(unsigned short bits) { return float(shim_bits<_Float16>(bits)); }
 inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>((_Float16)v); }
-inline unsigned load_acquire(unsigned* word) { return atomicAdd(word, 0); }
 
 // ---- a kernel as a function of the bytes of its one parameter ----
 

@@ -24,9 +24,6 @@
 #include <ucontext.h>
 
 #include "cuda_shim.h"
-#undef threadIdx
-#undef blockIdx
-#undef gridDim
 
 using Address = std::uintptr_t;
 
@@ -57,19 +54,18 @@ struct Shadow { Touch write, read; };
 // For each block the barriers of it before which all is visible.
 using Known = std::vector<unsigned>;
 
-enum Wait { NOTHING, BARRIER, SHUFFLE };
-const char* const WAITS[] = {"", "__syncthreads", "a shuffle"};
-
 struct Block;
 struct Fiber {
     jmp_buf context;
     ucontext_t start;
     unsigned char* stack = nullptr;
     ShimPlace* place = nullptr; // at the top of the stack, which the thread may read
-    Block* block = nullptr;
     bool begun = false, done = false;
-    int thread = 0, line = 0, lanes = 0;
-    Wait wait = NOTHING;
+    Block* block = nullptr;
+    int thread = 0;
+    // What it waits for: "" for nothing, a barrier, a shuffle with partners so many lanes away.
+    const char* wait = "";
+    int line = 0, lanes = 0;
     double value = 0;
     // What it acquired since the last barrier; the word of its last atomic operation, which a fence
     // makes an acquire; whether a fence has made the next one a release.
@@ -100,7 +96,6 @@ struct Launch {
 unsigned char parameters[4096]; // what a device allows at most
 Region* regions;
 std::size_t region_count;
-Region* last_hit;
 std::vector<std::vector<Shadow>> shadows; // of the regions that are read and written
 std::map<const unsigned*, Known> published;
 Address modules[2][2]; // the libraries of the kernel and of this file: constants, and the above
@@ -111,14 +106,12 @@ std::vector<std::unique_ptr<Fiber>> pool;
 std::vector<Fiber*> free_fibers;
 
 [[noreturn]] void fail(const char* format, ...) {
-    int used = 0;
-    if (current)
-        used = std::snprintf(launch.message, sizeof launch.message, "block %u, thread %d: ",
-                             current->block->index, current->thread);
+    const std::size_t room = sizeof launch.message;
+    const int used = std::snprintf(launch.message, room, "block %u, thread %d: ",
+                                   current->block->index, current->thread);
     va_list arguments;
     va_start(arguments, format);
-    std::vsnprintf(launch.message + used, sizeof launch.message - std::size_t(used), format,
-                   arguments);
+    std::vsnprintf(launch.message + used, room - std::size_t(used), format, arguments);
     va_end(arguments);
     launch.failed = true;
     _longjmp(scheduler, 1);
@@ -153,8 +146,7 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
         fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
              where, other.block, wrote ? "wrote" : "read");
     }
-    const Block* block = current->block;
-    Touch now{int(block->index), current->thread, block->epoch};
+    Touch now{int(current->block->index), current->thread, current->block->epoch};
     if (write) {
         shadow = {now, Touch()};
         return;
@@ -184,28 +176,23 @@ void access(Address at, std::size_t size, bool write) {
     for (const auto& module : modules)
         if (at - module[0] < module[1] - module[0]) return;
     if (!regions) return; // the driver vouches for what the parameters point to
-    const auto holds = [&](const Region& r) { return at - r.begin < r.bytes; };
-    if (!last_hit || !holds(*last_hit))
-        last_hit = std::find_if(regions, regions + region_count, holds);
-    if (last_hit == regions + region_count || at + size > last_hit->begin + last_hit->bytes) {
-        last_hit = nullptr;
-        for (std::size_t i = 0; i < region_count; ++i) {
-            const Address end = regions[i].begin + regions[i].bytes;
-            if (at + size > end && at - end < 64)
-                fail("%s %zu bytes after the end of tensor %zu", write ? "writes" : "reads",
-                     std::size_t(at - end), i);
-        }
+    static Region* region;
+    const auto holds = [&](const Region& r) {
+        return at >= r.begin && at + size <= r.begin + r.bytes;
+    };
+    if (region < regions || region >= regions + region_count || !holds(*region))
+        region = std::find_if(regions, regions + region_count, holds);
+    if (region == regions + region_count)
         fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
-    }
-    const std::size_t index = std::size_t(last_hit - regions), byte = at - last_hit->begin;
-    if (!(last_hit->rights & (write ? WRITE : READ)))
-        fail("%s tensor %zu, byte %zu", write ? "writes into" : "reads from", index, byte);
-    (write ? last_hit->stored : last_hit->loaded) += size;
+    const std::size_t index = std::size_t(region - regions), byte = at - region->begin;
     char name[32];
     std::snprintf(name, sizeof name, "tensor %zu", index);
+    if (!(region->rights & (write ? WRITE : READ)))
+        fail("%s %s, byte %zu", write ? "writes into" : "reads from", name, byte);
+    (write ? region->stored : region->loaded) += size;
     for (std::size_t i = byte; i < byte + size; ++i) {
-        if (write && last_hit->writes) last_hit->writes[i] += last_hit->writes[i] < 255;
-        if (last_hit->rights == (READ | WRITE)) order(shadows[index][i], write, name, i);
+        if (write) region->writes[i] += region->writes[i] < 255;
+        if (region->rights == (READ | WRITE)) order(shadows[index][i], write, name, i);
     }
 }
 
@@ -225,11 +212,10 @@ void fiber_main() {
 
 void run(Fiber* fiber) {
     current = fiber;
-    if (!_setjmp(scheduler)) {
-        if (fiber->begun) _longjmp(fiber->context, 1);
-        fiber->begun = true;
-        setcontext(&fiber->start);
-    }
+    if (_setjmp(scheduler)) return;
+    if (fiber->begun) _longjmp(fiber->context, 1);
+    fiber->begun = true;
+    setcontext(&fiber->start);
 }
 
 void prepare(Fiber* fiber) {
@@ -247,6 +233,7 @@ void prepare(Fiber* fiber) {
     fiber->start.uc_link = nullptr;
     makecontext(&fiber->start, fiber_main, 0);
     fiber->begun = false;
+    free_fibers.push_back(fiber);
 }
 
 std::uint64_t draw() {
@@ -266,20 +253,21 @@ Fiber* pick() {
     return fiber;
 }
 
-void yield() {
+// Let the others run before memory is looked at again.
+void look() {
+    if (++launch.idle > PATIENCE)
+        fail("no thread makes progress: it waits for a block that does not run, or for a lost store");
     if (launch.seed == 1) runnable.push_front(current);
     else runnable.push_back(current);
     to_scheduler();
 }
 
-void look() {
-    if (++launch.idle > PATIENCE)
-        fail("no thread makes progress: it waits for a block that does not run, or for a lost store");
-    yield();
+void wait_at(const char* what, int line, int lanes, double value) {
+    current->wait = what, current->line = line, current->lanes = lanes, current->value = value;
 }
 
 void wake(Fiber* fiber) {
-    fiber->wait = NOTHING;
+    fiber->wait = "";
     runnable.push_back(fiber);
     launch.idle = 0;
 }
@@ -295,14 +283,13 @@ std::unique_ptr<Block> start_block(unsigned index) {
         if (free_fibers.empty()) {
             pool.push_back(std::make_unique<Fiber>());
             prepare(pool.back().get());
-            free_fibers.push_back(pool.back().get());
         }
         Fiber* fiber = free_fibers.back();
         free_fibers.pop_back();
         fiber->done = fiber->releases = false;
         fiber->block = block.get();
         fiber->thread = int(thread);
-        fiber->wait = NOTHING;
+        fiber->wait = "";
         fiber->known.clear();
         fiber->last_atomic = nullptr;
         *fiber->place = {{thread}, {index}, {launch.grid}};
@@ -321,43 +308,40 @@ const ShimPlace& shim_place() { return *current->place; }
 unsigned char* shim_shared() { return current->block->shared.data(); }
 void shim_sleep() { look(); }
 
-void shim_syncthreads(int line) {
+bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
-    current->wait = BARRIER;
-    current->line = line;
+    wait_at("__syncthreads", line, 0, value);
     if (++block->waiting == block->fibers.size()) {
-        block->waiting = 0;
-        ++block->epoch;
+        bool any = false;
         for (Fiber* fiber : block->fibers) {
             if (fiber->line != line)
                 fail("threads of one block wait at different __syncthreads, lines %d and %d", line,
                      fiber->line);
             join(block->known, fiber->known);
             fiber->known.clear();
-            wake(fiber);
+            any |= fiber->value != 0;
         }
+        for (Fiber* fiber : block->fibers) fiber->value = any, wake(fiber);
+        block->waiting = 0;
+        ++block->epoch;
     }
     to_scheduler();
+    return current->value != 0;
 }
 
 double shim_exchange(double value, unsigned mask, int lanes, int line) {
     if (mask != 0xffffffffu) fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
     Fiber** warp = current->block->fibers.data() + current->thread / 32 * 32;
-    current->wait = SHUFFLE;
-    current->line = line;
-    current->lanes = lanes;
-    current->value = value;
+    wait_at("a shuffle", line, lanes, value);
     double given[32];
-    for (int lane = 0; lane < 32; ++lane) {
-        if (warp[lane]->wait != SHUFFLE) {
-            to_scheduler();
-            return current->value;
-        }
-        if (warp[lane]->line != line || warp[lane]->lanes != lanes)
+    bool all = true;
+    for (int lane = 0; lane < 32 && all; ++lane) {
+        all = warp[lane]->wait == current->wait;
+        if (all && (warp[lane]->line != line || warp[lane]->lanes != lanes))
             fail("a shuffle at line %d, but lane %d is at line %d", line, lane, warp[lane]->line);
         given[lane] = warp[lane]->value;
     }
-    for (int lane = 0; lane < 32; ++lane) {
+    for (int lane = 0; lane < 32 && all; ++lane) {
         warp[lane]->value = given[lane ^ lanes];
         wake(warp[lane]);
     }
@@ -371,16 +355,11 @@ void shim_fence() {
     current->releases = true;
 }
 
-unsigned shim_atomic(unsigned* word, unsigned value, bool wraps) {
+unsigned shim_add(unsigned* word, unsigned value) {
     look();
-    const Region* end = regions + region_count;
-    if (regions && std::none_of(regions, const_cast<Region*>(end), [&](const Region& r) {
-            return Address(word) - r.begin < r.bytes && r.rights == (READ | WRITE);
-        }))
-        fail("an atomic operation outside of what is read and written");
     const unsigned old = *word;
-    *word = !wraps ? old + value : old >= value ? 0 : old + 1;
-    if (*word != old) launch.idle = 0;
+    *word = old + value;
+    if (value) launch.idle = 0;
     if (current->releases) {
         Known& known = published[word];
         join(known, current->block->known);
@@ -399,9 +378,7 @@ unsigned shim_atomic(unsigned* word, unsigned value, bool wraps) {
     void __tsan_read##bytes(void* at) { access(Address(at), bytes, false); }                   \
     void __tsan_write##bytes(void* at) { access(Address(at), bytes, true); }                   \
     void __tsan_unaligned_read##bytes(void* at) { access(Address(at), bytes, false); }         \
-    void __tsan_unaligned_write##bytes(void* at) { access(Address(at), bytes, true); }         \
-    void __tsan_volatile_read##bytes(void* at) { access(Address(at), bytes, false); }          \
-    void __tsan_volatile_write##bytes(void* at) { access(Address(at), bytes, true); }
+    void __tsan_unaligned_write##bytes(void* at) { access(Address(at), bytes, true); }
 SHIM_ACCESS(1)
 SHIM_ACCESS(2)
 SHIM_ACCESS(4)
@@ -441,7 +418,7 @@ int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
     library(modules[0]);
     modules[1][0] = Address(&__ehdr_start), modules[1][1] = Address(&_end);
     launch = {call, grid, threads, shared_bytes, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
-    regions = tensors, region_count = tensor_count, last_hit = nullptr, current = nullptr;
+    regions = tensors, region_count = tensor_count;
     published.clear();
     shadows.assign(region_count, {});
     for (std::size_t i = 0; i < region_count; ++i)
@@ -470,24 +447,18 @@ int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
     }
     if (!launch.failed && !alive.empty()) {
         launch.failed = true;
-        std::size_t used = 0;
-        for (auto& block : alive)
-            for (Fiber* fiber : block->fibers)
-                if (used < 300)
-                    used += std::snprintf(launch.message + used, 120,
-                                          "block %u, thread %d %s %s, line %d; ", block->index,
-                                          fiber->thread, fiber->done ? "has returned" : "waits at",
-                                          fiber->done ? "" : WAITS[fiber->wait], fiber->line);
+        const auto& fibers = alive[0]->fibers;
+        const Fiber* left = *std::find_if(fibers.begin(), fibers.end(), [](Fiber* f) { return !f->done; });
+        std::snprintf(launch.message, sizeof launch.message,
+                      "block %u, thread %d waits at %s, line %d, and others have returned",
+                      alive[0]->index, left->thread, left->wait, left->line);
     }
     current = nullptr;
     runnable.clear();
     if (launch.failed) {
         // Threads stand in the middle of the kernel: all begin anew next time.
         free_fibers.clear();
-        for (auto& fiber : pool) {
-            prepare(fiber.get());
-            free_fibers.push_back(fiber.get());
-        }
+        for (auto& fiber : pool) prepare(fiber.get());
     }
     std::snprintf(message, length, "%s", launch.message);
     return launch.failed;

@@ -13,7 +13,6 @@ import hashlib
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +48,7 @@ class Tensor(NamedTuple):
 class Traffic(NamedTuple):
     """What a launch did to one tensor: bytes loaded and stored, stores to each of its bytes."""
 
+    tensor: Tensor
     loaded: int
     stored: int
     writes: np.ndarray
@@ -73,7 +73,7 @@ def why_not() -> str:
     return "" if int(version.stdout.split(".")[0]) >= 12 else "the host shim needs g++ 12 or later"
 
 
-def _made(folder: Path, text: str, *options: str) -> Path:
+def _made(folder, text, *options):
     """Compile C++ text into a library; several processes that ask for it compile it once."""
     parts = [text, (HERE / "cuda_shim.h").read_text(), *options]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -84,13 +84,13 @@ def _made(folder: Path, text: str, *options: str) -> Path:
             written, made = path.with_suffix(".cpp"), path.with_suffix(".part")
             written.write_text(text)
             # In two steps: with its option, g++ would link ThreadSanitizer itself.
-            _run_compiler(["g++", *options, "-c", str(written), "-o", f"{made}.o"])
-            _run_compiler(["g++", "-shared", f"{made}.o", "-o", str(made)])
+            _run_compiler("g++", *options, "-c", str(written), "-o", f"{made}.o")
+            _run_compiler("g++", "-shared", f"{made}.o", "-o", str(made))
             made.replace(path)
     return path
 
 
-def _run_compiler(command: Sequence[str]) -> None:
+def _run_compiler(*command):
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     if process.returncode:
         msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
@@ -98,9 +98,7 @@ def _run_compiler(command: Sequence[str]) -> None:
 
 
 @functools.cache
-def build(
-    source: str, folder: Path, entry: str, defines: tuple[str, ...] = ()
-) -> tuple[ctypes.CDLL, str]:
+def build(source, folder, entry, defines=()):
     """Build the kernel `entry` of `source`, in `folder`, with options for the compiler."""
     # Dynamic shared memory becomes memory of the block.
     source = re.sub(
@@ -116,19 +114,9 @@ def build(
     return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines))), entry
 
 
-def launch(
-    kernel: tuple[ctypes.CDLL, str],
-    grid: int,
-    block: int,
-    shared_bytes: int,
-    parameters: bytes,
-    tensors: Sequence[Tensor] | None,
-    *,
-    seed: int = 0,
-    cooperative: bool = False,
-) -> dict[str, Traffic]:
+def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):
     """
-    Run one grid to its end, on memory of this process; return what it did to each tensor.
+    Run one grid to its end, on memory of this process; return the traffic of each tensor.
 
     `seed` decides the schedule: 0 first come, first served; 1 last first; others are drawn. All
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
@@ -140,23 +128,22 @@ def launch(
     if len(parameters) != size():
         msg = f"{entry} takes {size()} bytes of parameters, got {len(parameters)}"
         raise ValueError(msg)
-    unchecked, tensors = tensors is None, tensors or ()
-    regions = (_Region * max(1, len(tensors)))()
-    writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in tensors]
-    for region, tensor, counts in zip(regions, tensors, writes, strict=False):
-        region.begin, region.bytes, region.rights = tensor.address, tensor.nbytes, tensor.rights
-        region.writes = counts.ctypes.data
+    given = tensors or ()
+    writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
+    regions = (_Region * max(1, len(given)))(
+        *((*tensor[1:], counts.ctypes.data) for tensor, counts in zip(given, writes, strict=True))
+    )
     message = ctypes.create_string_buffer(1024)
     failed = ctypes.CDLL(None).shim_launch(
         getattr(library, f"shim_call_{entry}"), library.shim_library, parameters,
         ctypes.c_size_t(len(parameters)), grid, block, ctypes.c_size_t(shared_bytes),
-        ctypes.c_uint64(seed), int(cooperative), None if unchecked else regions, ctypes.c_size_t(len(tensors)), message,
-        ctypes.c_size_t(len(message)),
+        ctypes.c_uint64(seed), int(cooperative), None if tensors is None else regions,
+        ctypes.c_size_t(len(given)), message, ctypes.c_size_t(len(message)),
     )  # fmt: skip
     if failed:
-        text = re.sub(r"tensor (\d+)", lambda m: tensors[int(m[1])].name, message.value.decode())
+        text = re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, message.value.decode())
         raise LaunchError(text)
-    return {
-        tensor.name: Traffic(region.loaded, region.stored, counts)
-        for tensor, region, counts in zip(tensors, regions, writes, strict=False)
-    }
+    return [
+        Traffic(tensor, region.loaded, region.stored, counts)
+        for tensor, region, counts in zip(given, regions, writes, strict=False)
+    ]

@@ -8,21 +8,20 @@ NumPy: an array of NumPy's with the same address and strides, whose elements are
 from __future__ import annotations
 
 import math
+import types
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm import arrays as host
 from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
-from stablenorm.cuda.errors import misaligned
+from stablenorm.cuda.driver import import_cupy
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
-ON_DEVICE = "on a CUDA device"
-
 
 class Folded(NamedTuple):
-    """An array, and the axes that make up its rows: what `read` and `write` turn into a `Matrix`."""
+    """An array, and the axes that make up its rows: what can be seen as a `Matrix`."""
 
     array: Any
     axes: tuple[int, ...]
@@ -39,63 +38,75 @@ class Folded(NamedTuple):
         """Of the elements."""
         return self.array.dtype
 
+    def moved(self, cupy: Any) -> Any:
+        """Return a view with the axes of the rows last."""
+        ndim = self.array.ndim
+        return cupy.moveaxis(self.array, self.axes, tuple(range(ndim - len(self.axes), ndim)))
+
 
 class Matrix(NamedTuple):
     """
     Rows of contiguous elements on the device, `stride` elements apart, the first at `pointer`.
 
-    `array` holds the memory. It is a copy, (rows, n), if `copied`.
+    `copy` is what they are a copy in, (rows, n), if they are one.
     """
 
-    array: Any
     pointer: int
     stride: int
-    copied: bool
+    copy: Any = None
 
 
-class _Ghost:
-    """Lays claim to memory that NumPy is told about but must never read."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            # No device array begins at 0 but an empty one, for which any other address will do.
-            "data": (array.data.ptr or array.dtype.itemsize, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.dtype.itemsize}",
-        }
-
-
-def ghost(array: Any) -> Array:
+def _ghost(array: Any) -> Array:
     """Return an array of NumPy's with the address, shape and strides of one on the device."""
-    return np.asarray(_Ghost(array))
+    claim = {
+        "version": 3,
+        # No device array begins at 0 but an empty one, for which any other address will do.
+        "data": (array.data.ptr or array.dtype.itemsize, False),
+        "shape": array.shape,
+        "strides": array.strides,
+        "typestr": f"|V{array.dtype.itemsize}",
+    }
+    return np.asarray(types.SimpleNamespace(__array_interface__=claim))
 
 
 def overlap(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` share memory; where that is too hard to decide, whether they may."""
-    return host.overlap(ghost(a), ghost(b))
+    return host.overlap(_ghost(a), _ghost(b))
 
 
 def same_elements(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory."""
-    return a is b or (a.dtype == b.dtype and host.same_elements(ghost(a), ghost(b)))
+    return a is b or (a.dtype == b.dtype and host.same_elements(_ghost(a), _ghost(b)))
 
 
-def convert(cupy: Any, name: str, value: Any) -> Any:
+def convert(name: str, value: Any) -> Any:
     """Return `value`, which is on a device, as an array of CuPy's, its dtype checked."""
-    if type(value) is not cupy.ndarray and not isinstance(value, cupy.ndarray):
-        if not on_cuda_device(value):
-            raise TypeError(mixed(name, value, ON_DEVICE))
-        value = _imported(cupy, name, value)
+    value = _imported(name, value)
     check_dtype(name, value)
     if value.data.ptr % value.dtype.itemsize:
-        raise misaligned(name, value.data.ptr, value.dtype.itemsize)
+        msg = (
+            f"{name} must begin at a multiple of its {value.dtype.itemsize} bytes an element, got "
+            f"address {value.data.ptr:#x}; copy its bytes to an array of their own"
+        )
+        raise ValueError(msg)
     return value
 
 
-def _imported(cupy: Any, name: str, value: Any) -> Any:
-    """Return an array of CuPy's in the memory of another library's."""
+def target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+    """Return `array` as one of CuPy's to write a result of this shape and dtype into."""
+    array = _imported(name, array)
+    check_target(name, array, shape, dtype)
+    check_distinct(name, array)
+    return array
+
+
+def _imported(name: str, value: Any) -> Any:
+    """Return an array of CuPy's in the memory of `value`."""
+    cupy = import_cupy()
+    if isinstance(value, cupy.ndarray):
+        return value
+    if not on_cuda_device(value):
+        raise TypeError(mixed(name, value, "on a CUDA device"))
     try:
         if hasattr(value, "__dlpack__"):
             return cupy.from_dlpack(value)
@@ -113,44 +124,66 @@ def _imported(cupy: Any, name: str, value: Any) -> Any:
         raise TypeError(msg) from error
 
 
-def target(cupy: Any, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return `array` as one of CuPy's to write a result of this shape and dtype into."""
-    if not on_cuda_device(array):
-        raise TypeError(mixed(name, array, ON_DEVICE))
-    if not isinstance(array, cupy.ndarray):
-        array = _imported(cupy, name, array)
-    check_target(name, array, shape, dtype)
-    check_distinct(name, array)
-    return array
+# ---- arguments of a launch ----
 
 
-def view(folded: Folded) -> Matrix | None:
+def readable(cupy: Any, name: str, folded: Folded) -> Matrix:
+    """Return the rows of an array, or of a copy if only a copy has contiguous rows."""
+    found = _view(folded)
+    if found is None:
+        _check_copy(cupy, name)
+        rows = cupy.ascontiguousarray(folded.moved(cupy)).reshape(folded.shape)
+        found = Matrix(rows.data.ptr, rows.shape[1], rows)
+    return found
+
+
+def writable(cupy: Any, name: str, folded: Folded) -> Matrix:
+    """Return the rows of an array, or new memory for them, to be put back."""
+    found = _view(folded)
+    if found is None:
+        _check_copy(cupy, name)
+        rows = cupy.empty(folded.shape, folded.dtype)
+        found = Matrix(rows.data.ptr, rows.shape[1], rows)
+    return found
+
+
+def put_back(cupy: Any, rows: Matrix, folded: Folded) -> None:
+    """Write rows that were not the array's own to where they belong."""
+    if rows.copy is not None:
+        moved = folded.moved(cupy)
+        moved[...] = rows.copy.reshape(moved.shape)
+
+
+def flat(cupy: Any, name: str, array: Any) -> Any:
+    """Return gamma or beta, contiguous."""
+    if array is None or array.flags.c_contiguous:
+        return array
+    _check_copy(cupy, name)
+    return cupy.ascontiguousarray(array)
+
+
+def capturing(cupy: Any) -> bool:
+    """Tell whether a CUDA graph is being captured on the current stream."""
+    return bool(cupy.cuda.get_current_stream().is_capturing())
+
+
+def _view(folded: Folded) -> Matrix | None:
     """Return the rows in place, or None where only a copy has contiguous rows."""
-    array, axes = folded
-    n, itemsize = folded.shape[1], array.dtype.itemsize
-    if array.flags.c_contiguous and axes == tuple(range(array.ndim - len(axes), array.ndim)):
-        return Matrix(array, array.data.ptr, n, False)
-    rows = host.as_rows(ghost(array), axes)
+    array, itemsize = folded.array, folded.dtype.itemsize
+    rows = host.as_rows(_ghost(array), folded.axes)
     if not isinstance(rows, np.ndarray):
         return None
     between, within = rows.strides
-    if (n > 1 and within != itemsize) or between % itemsize:
+    if (rows.shape[1] > 1 and within != itemsize) or between % itemsize:
         return None
-    return Matrix(array, array.data.ptr, between // itemsize, False)
+    return Matrix(array.data.ptr, between // itemsize)
 
 
-def gathered(cupy: Any, folded: Folded) -> Any:
-    """Return a copy with contiguous rows, (rows, n)."""
-    moved = _moved(cupy, folded)
-    return cupy.ascontiguousarray(moved).reshape(folded.shape)
-
-
-def scatter(cupy: Any, rows: Any, folded: Folded) -> None:
-    """Write (rows, n) back to where they belong."""
-    moved = _moved(cupy, folded)
-    moved[...] = rows.reshape(moved.shape)
-
-
-def _moved(cupy: Any, folded: Folded) -> Any:
-    array, axes = folded
-    return cupy.moveaxis(array, axes, tuple(range(array.ndim - len(axes), array.ndim)))
+def _check_copy(cupy: Any, name: str) -> None:
+    if capturing(cupy):
+        msg = (
+            f"while a CUDA graph is captured, {name} must have rows that are contiguous along the "
+            "normalized axes, got others, which take a copy that would not outlive this call; "
+            "pass cupy.ascontiguousarray of it, made before capturing"
+        )
+        raise RuntimeError(msg)

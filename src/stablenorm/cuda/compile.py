@@ -17,17 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm.cuda.errors import compiler_missing, not_compiled, unknown_device
+from stablenorm.cuda.errors import INSTALL, first_line
 
 # Every operation that matters is an intrinsic with its rounding spelled out. These keep the
 # compiler from changing the others; they are its defaults but for the contraction to fma.
-OPTIONS = (
-    "--std=c++17",
-    "--ftz=false",
-    "--fmad=false",
-    "--prec-div=true",
-    "--prec-sqrt=true",
-)
+OPTIONS = ("--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
 
 _FOLDER = Path(__file__).parent
 _DIGEST = hashlib.sha256().digest_size
@@ -49,13 +43,30 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     kept = _read(path)
     if kept is not None:
         return kept
-    number = 10 * capability[0] + capability[1]
-    known = _checked(nvrtc.nvrtcGetSupportedArchs())
-    if number not in known:
-        raise unknown_device(capability, known, version)
+    _check_known(capability, _checked(nvrtc.nvrtcGetSupportedArchs()), version)
     code = compile_cubin(sources(), options)
     _write(path, code)
     return code
+
+
+def _check_known(
+    capability: tuple[int, int], known: Sequence[int], version: tuple[int, int]
+) -> None:
+    """Raise RuntimeError unless the compiler makes machine code for this device."""
+    number = 10 * capability[0] + capability[1]
+    if number in known:
+        return
+    cure = "pip install --upgrade nvidia-cuda-nvrtc cuda-bindings"
+    if number < min(known):
+        cure = (
+            "the device is older than this compiler: install nvidia-cuda-nvrtc and cuda-bindings of "
+            f"CUDA {version[0] - 1}, or pass NumPy arrays"
+        )
+    msg = (
+        f"NVRTC {version[0]}.{version[1]} must compile for compute capability {capability[0]}."
+        f"{capability[1]}, and does so for {', '.join(f'{one / 10:.1f}' for one in known)}; {cure}"
+    )
+    raise RuntimeError(msg)
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -68,14 +79,9 @@ def compile_cubin(texts: dict[str, bytes], options: Sequence[str]) -> bytes:
     """Compile the first of `texts`, the others being its headers; return machine code."""
     nvrtc = _nvrtc()
     (name, source), *headers = texts.items()
+    contents, names = [text for _, text in headers], [header.encode() for header, _ in headers]
     program = _checked(
-        nvrtc.nvrtcCreateProgram(
-            source,
-            name.encode(),
-            len(headers),
-            [text for _, text in headers],
-            [header.encode() for header, _ in headers],
-        )
+        nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names)
     )
     try:
         words = [option.encode() for option in options]
@@ -83,7 +89,10 @@ def compile_cubin(texts: dict[str, bytes], options: Sequence[str]) -> bytes:
         if failed:
             log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
             _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise not_compiled(log.decode(errors="replace").strip("\0\n"), options)
+            said = log.decode(errors="replace").strip("\0\n")
+            # A mistake of ours, so all that was said is passed on.
+            msg = f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{said}"
+            raise RuntimeError(msg)
         code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
@@ -102,13 +111,7 @@ def cache_folder() -> Path:
 
 def _key(texts: dict[str, bytes], version: tuple[int, int], options: Sequence[str]) -> str:
     """Return a digest of all that decides the machine code."""
-    digest = hashlib.sha256()
-    for part in (repr(version).encode(), *(option.encode() for option in options)):
-        digest.update(len(part).to_bytes(8, "little") + part)
-    for name, text in texts.items():
-        for part in (name.encode(), text):
-            digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
+    return hashlib.sha256(repr((version, options, texts)).encode()).hexdigest()
 
 
 def _read(path: Path) -> bytes | None:
@@ -144,7 +147,11 @@ def _nvrtc() -> Any:
         nvrtc.nvrtcVersion()
     except Exception as error:
         # ImportError, or what its loader raises where a library is missing.
-        raise compiler_missing(error) from error
+        msg = (
+            f'NVRTC is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
+            f"{INSTALL}"
+        )
+        raise ImportError(msg) from error
     return nvrtc
 
 

@@ -1,117 +1,119 @@
 """
 What a launch asks of CUDA: facts of a device, a kernel, how many blocks fit, the launch itself.
 
-`Driver` is the one place where they come together, so that tests hand in another one, which runs
-the same kernels on the CPU.
+Tests replace these functions by others, which run the same kernels on the CPU.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.cuda import compile as compiling
-from stablenorm.cuda.errors import driver_too_old, no_block_fits, no_device
+from stablenorm.cuda.errors import INSTALL, first_line
 from stablenorm.cuda.plan import Kernel
 
 
 class Facts(NamedTuple):
     """What decides how kernels are compiled for a device and launched on it."""
 
-    device: int
     capability: tuple[int, int]
     multiprocessors: int
     # Whether all blocks of a launch can be promised to run at once.
     cooperative: bool
 
 
-class Driver(NamedTuple):
-    """
-    `facts` (device), `load` (kernel, facts: its function), `resident` (function, kernel: blocks
-    that one multiprocessor holds), `launch` (function, kernel, grid, parameters, cooperative).
-    """
-
-    facts: Callable[[int], Facts]
-    load: Callable[[Kernel, Facts], Any]
-    resident: Callable[[Any, Kernel], int]
-    launch: Callable[[Any, Kernel, int, bytes, bool], None]
+_functions: dict[tuple[int, Kernel], Any] = {}
+_lock = threading.Lock()
 
 
-def check_device(cupy: Any) -> None:
+def import_cupy() -> Any:
+    """Return CuPy, or raise ImportError with the line that installs it."""
+    try:
+        import cupy  # noqa: PLC0415  # only where there is CUDA
+    except Exception as error:
+        # ImportError, or what CuPy raises where a library of CUDA's is missing.
+        msg = (
+            f'CuPy is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
+            f"{INSTALL}"
+        )
+        raise ImportError(msg) from error
+    return cupy
+
+
+def check_device() -> None:
     """Raise RuntimeError where CUDA finds no device."""
     try:
-        count = cupy.cuda.runtime.getDeviceCount()
+        count, reason = import_cupy().cuda.runtime.getDeviceCount(), "it finds none"
     except RuntimeError as error:
-        raise no_device(error) from error
+        count, reason = 0, first_line(error)
     if not count:
-        raise no_device(None)
+        msg = (
+            f'backend="cuda" needs a CUDA device, and CUDA says: {reason}; see whether nvidia-smi '
+            "lists one and CUDA_VISIBLE_DEVICES hides it, or pass NumPy arrays"
+        )
+        raise RuntimeError(msg)
 
 
-def count_resident(driver: Driver, facts: Facts, function: Any, kernel: Kernel) -> int:
-    """Return how many blocks of a kernel the device holds at once; RuntimeError if not one."""
-    resident = driver.resident(function, kernel) * facts.multiprocessors
-    if resident == 0:
-        raise no_block_fits(kernel.block)
-    return resident
-
-
-def make_driver(cupy: Any) -> Driver:
-    """Return CUDA's driver, as CuPy calls it."""
-    lock = threading.Lock()
-    facts_of: dict[int, Facts] = {}
-    functions: dict[tuple[int, Kernel], Any] = {}
-
-    def facts(device: int) -> Facts:
-        if device not in facts_of:
-            facts_of[device] = _read_facts(cupy, device)
-        return facts_of[device]
-
-    def load(kernel: Kernel, about: Facts) -> Any:
-        key = about.device, kernel
-        function = functions.get(key)
-        if function is None:
-            with lock:
-                function = functions.get(key) or _load(cupy, kernel, about)
-                functions[key] = function
-        return function
-
-    def resident(function: Any, kernel: Kernel) -> int:
-        ask = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-        return int(ask(function.ptr, kernel.block, kernel.shared_bytes))
-
-    def launch(
-        function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool
-    ) -> None:
-        # CuPy passes a NumPy array of one element by value.
-        value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
-        sizes = (grid,), (kernel.block,), (value,), kernel.shared_bytes
-        function(*sizes, enable_cooperative_groups=cooperative)
-
-    return Driver(facts, load, resident, launch)
-
-
-def _read_facts(cupy: Any, device: int) -> Facts:
+@functools.cache
+def read_facts(device: int) -> Facts:
+    """Ask a device."""
+    about = import_cupy().cuda.Device(device)
     # CuPy spells it "90", or "100" for 10.0.
-    capability = cupy.cuda.Device(device).compute_capability
-    attributes = cupy.cuda.Device(device).attributes
+    capability, attributes = about.compute_capability, about.attributes
     return Facts(
-        device,
         (int(capability[:-1]), int(capability[-1])),
         attributes["MultiProcessorCount"],
         bool(attributes["CooperativeLaunch"]),
     )
 
 
-def _load(cupy: Any, kernel: Kernel, about: Facts) -> Any:
-    """Compile and load."""
-    version, driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
+def load(device: int, kernel: Kernel) -> Any:
+    """Return the function of a kernel on a device, compiled and loaded the first time."""
+    key = device, kernel
+    if key not in _functions:
+        with _lock:
+            if key not in _functions:
+                _functions[key] = _load(read_facts(device).capability, kernel)
+    return _functions[key]
+
+
+def _load(capability: tuple[int, int], kernel: Kernel) -> Any:
+    cupy = import_cupy()
+    (major, minor), driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
-    if driver // 1000 < version[0]:
-        raise driver_too_old(driver, version)
+    if driver // 1000 < major:
+        msg = (
+            f"the NVIDIA driver must support CUDA {major}, which NVRTC {major}.{minor} compiles for, "
+            f"and supports {driver // 1000}.{driver % 1000 // 10}; update the driver, or install "
+            f"NVRTC and cuda-bindings of CUDA {driver // 1000}"
+        )
+        raise RuntimeError(msg)
     # Not RawModule, which keeps modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
-    module.load(compiling.cubin(kernel.defines, about.capability))
+    module.load(compiling.cubin(kernel.defines, capability))
     return module.get_function(kernel.entry)
+
+
+def count_resident(device: int, function: Any, kernel: Kernel) -> int:
+    """Return how many blocks of a kernel the device holds at once; RuntimeError if not one."""
+    ask = import_cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+    each = int(ask(function.ptr, kernel.block, kernel.shared_bytes))
+    if each == 0:
+        msg = (
+            f"a block of layer_norm.cu needs {kernel.block} threads and their registers, and none "
+            "fits a multiprocessor of this device; pass NumPy arrays, and report the device"
+        )
+        raise RuntimeError(msg)
+    return each * read_facts(device).multiprocessors
+
+
+def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool) -> None:
+    """Launch on the current stream."""
+    # CuPy passes a NumPy array of one element by value.
+    value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
+    sizes = (grid,), (kernel.block,), (value,), kernel.shared_bytes
+    function(*sizes, enable_cooperative_groups=cooperative)

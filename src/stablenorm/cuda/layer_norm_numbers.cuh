@@ -15,9 +15,8 @@ template <> struct Dtype<3> { using type = double; };
 
 using X = Dtype<LN_X>::type;
 using DY = Dtype<LN_DY>::type;
-
-constexpr bool WIDE = sizeof(X) == 8;
-constexpr unsigned ALL_LANES = 0xffffffffu;
+using Gamma = Dtype<LN_GAMMA>::type;
+using Beta = Dtype<LN_BETA>::type;
 
 // ---- float64, every rounding named ----
 
@@ -37,22 +36,21 @@ LN_INLINE bool is_finite(double a) {
 // 2**k, k from -1022 to 1023.
 LN_INLINE double power_of_two(int k) { return __longlong_as_double((long long)(k + 1023) << 52); }
 
-// Return e with |a| = f * 2**e, f in [1/2, 1); a is neither zero nor NaN.
+// Return e with |a| = f * 2**e, f in [1/2, 1). It is -1086 for 0, 1025 for an infinity or a NaN.
 LN_INLINE int exponent_of(double a) {
-    int field = (int)(__double_as_longlong(a) >> 52) & 0x7ff;
+    const int field = (int)(__double_as_longlong(a) >> 52) & 0x7ff;
     if (field != 0) return field - 1022;
     // A subnormal: its leading bit becomes an exponent once it is scaled up, exactly.
-    field = (int)(__double_as_longlong(mul(a, 0x1p64)) >> 52) & 0x7ff;
-    return field - 1022 - 64;
+    return ((int)(__double_as_longlong(mul(a, 0x1p64)) >> 52) & 0x7ff) - 1022 - 64;
 }
 
-// Return a * 2**k, rounded once where it does not fit; |a| is between 2**-300 and 2**300, or k
-// is such that nothing is lost. |k| <= 1500.
+LN_INLINE int clamped(int k, int limit) { return k < -limit ? -limit : k > limit ? limit : k; }
+
+// Return a * 2**k, rounded once where it does not fit, if |a| is between 2**-900 and 2**900. Two
+// factors, because 2**k alone may be out of range; beyond 2**+-2000 nothing is left anyway.
 LN_INLINE double scaled(double a, int k) {
-    const int first = k < -500 ? -500 : k > 500 ? 500 : k, rest = k - first;
-    // A second step of more than 2**+-1000 would not be one normal number.
-    const int second = rest < -500 ? -500 : rest > 500 ? 500 : rest;
-    return mul(mul(mul(a, power_of_two(first)), power_of_two(second)), power_of_two(rest - second));
+    const int whole = clamped(k, 2000), half = whole / 2;
+    return mul(mul(a, power_of_two(half)), power_of_two(whole - half));
 }
 
 // The neighbor of `a`, which is neither zero nor infinite, in the direction of the sign of `lo`.
@@ -60,7 +58,7 @@ LN_INLINE double neighbor(double a, double lo) {
     return __longlong_as_double(__double_as_longlong(a) + ((lo > 0.0) == (a > 0.0) ? 1 : -1));
 }
 
-// ---- pairs: hi + lo, |lo| at most half an ulp of hi unless said otherwise ----
+// ---- pairs: hi + lo, |lo| at most half an ulp of hi ----
 
 struct Pair { double hi, lo; };
 
@@ -81,8 +79,6 @@ LN_INLINE Pair product_of(double a, double b) {
     return {product, fma_rn(a, b, -product)};
 }
 
-LN_INLINE Pair negative(Pair a) { return {-a.hi, -a.lo}; }
-
 LN_INLINE Pair add(Pair a, Pair b) {
     Pair high = two_sum(a.hi, b.hi);
     const Pair low = two_sum(a.lo, b.lo);
@@ -92,18 +88,7 @@ LN_INLINE Pair add(Pair a, Pair b) {
 
 LN_INLINE Pair mul(Pair a, Pair b) {
     const Pair p = product_of(a.hi, b.hi);
-    return two_sum(p.hi, fma_rn(a.hi, b.lo, fma_rn(a.lo, b.hi, p.lo)));
-}
-
-// The low word may exceed half an ulp of the high one by a few bits: it is only summed.
-LN_INLINE Pair loose_product(Pair a, Pair b) {
-    const Pair p = product_of(a.hi, b.hi);
-    return {p.hi, fma_rn(a.hi, b.lo, fma_rn(a.lo, b.hi, p.lo))};
-}
-
-LN_INLINE Pair loose_product(double a, Pair b) {
-    const Pair p = product_of(a, b.hi);
-    return {p.hi, fma_rn(a, b.lo, p.lo)};
+    return fast_two_sum(p.hi, fma_rn(a.hi, b.lo, fma_rn(a.lo, b.hi, p.lo)));
 }
 
 LN_INLINE Pair shifted(Pair v, int k) { return {scaled(v.hi, k), scaled(v.lo, k)}; }
@@ -118,48 +103,47 @@ LN_INLINE Pair reciprocal_root(Pair v) {
     return fast_two_sum(start, mul(start, fma_rn(mul(0.375, delta), delta, mul(0.5, delta))));
 }
 
-// ---- numbers: what is summed along rows and over them ----
+// ---- numbers: what is summed along rows and over them; the equations are written in these ----
 
 #if LN_PAIRS
 using Number = Pair;
 LN_INLINE Number number(double a) { return {a, 0.0}; }
+LN_INLINE Number difference(double a, double b) { return two_sum(a, -b); }
+LN_INLINE Number product(double a, double b) { return product_of(a, b); }
 #else
 using Number = double;
 LN_INLINE Number number(double a) { return a; }
+LN_INLINE Number difference(double a, double b) { return add(a, -b); }
+// Exact, for data of 32 bits at most.
+LN_INLINE Number product(double a, double b) { return mul(a, b); }
 #endif
 
-LN_INLINE void accumulate(double& sum, double term) { sum = add(sum, term); }
+LN_INLINE double high(double a) { return a; }
+LN_INLINE double high(Pair a) { return a.hi; }
+
+LN_INLINE double negative(double a) { return -a; }
+LN_INLINE Pair negative(Pair a) { return {-a.hi, -a.lo}; }
 
 // The low word of a running sum gathers what rounding takes from the high one.
+LN_INLINE void accumulate(double& sum, double term) { sum = add(sum, term); }
 LN_INLINE void accumulate(Pair& sum, Pair term) {
     const Pair high = two_sum(sum.hi, term.hi);
     sum = {high.hi, add(sum.lo, add(high.lo, term.lo))};
 }
 LN_INLINE void accumulate(Pair& sum, double term) { accumulate(sum, Pair{term, 0.0}); }
 
+// A running sum as a number. The low word of an infinite one is a NaN.
 LN_INLINE double settled(double a) { return a; }
-LN_INLINE Pair settled(Pair a) { return two_sum(a.hi, a.lo); }
+LN_INLINE Pair settled(Pair a) { return is_finite(a.hi) ? two_sum(a.hi, a.lo) : Pair{a.hi, 0.0}; }
 
-template <class T> LN_INLINE T select(bool take, T a) { return take ? a : T{}; }
-
-LN_INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
-LN_INLINE Pair exchanged(Pair a, int lanes) {
-    return {exchanged(a.hi, lanes), exchanged(a.lo, lanes)};
+// Exact where the quotient is a float64, so that constant rows stay constant.
+LN_INLINE double over_n(double sum, double n) { return __ddiv_rn(sum, n); }
+LN_INLINE Pair over_n(Pair sum, double n) {
+    const double quotient = __ddiv_rn(sum.hi, n);
+    return two_sum(quotient, __ddiv_rn(add(fma_rn(-quotient, n, sum.hi), sum.lo), n));
 }
 
-// A division without its instructions: the quotient, and what its own remainder adds to it. It is
-// exact where the quotient is a float64, so that constant rows stay constant.
-LN_INLINE double over_n(double sum, double n, double inverse) {
-    const double quotient = mul(sum, inverse);
-    return fma_rn(fma_rn(-quotient, n, sum), inverse, quotient);
-}
-LN_INLINE Pair over_n(Pair sum, double n, double inverse) {
-    const double quotient = mul(sum.hi, inverse);
-    const double rest = add(fma_rn(-quotient, n, sum.hi), sum.lo);
-    return two_sum(quotient, mul(rest, inverse));
-}
-
-// ---- elements as bits, and as float64 ----
+// ---- elements as float64 ----
 
 #ifdef __CUDA_ARCH__
 LN_INLINE float half_to_float(unsigned short bits) {
@@ -175,33 +159,10 @@ LN_INLINE unsigned short float_to_half(float v) {
 }
 #endif
 
-LN_INLINE unsigned short bits_of(Float16 v) { return v.bits; }
-LN_INLINE unsigned short bits_of(Bfloat16 v) { return v.bits; }
-LN_INLINE unsigned bits_of(float v) { return __float_as_uint(v); }
-LN_INLINE unsigned long long bits_of(double v) {
-    return (unsigned long long)__double_as_longlong(v);
-}
-
-template <class T> LN_INLINE double widened(unsigned long long bits);
-template <> LN_INLINE double widened<Float16>(unsigned long long bits) {
-    return half_to_float((unsigned short)bits);
-}
-template <> LN_INLINE double widened<Bfloat16>(unsigned long long bits) {
-    return __uint_as_float((unsigned)bits << 16);
-}
-template <> LN_INLINE double widened<float>(unsigned long long bits) {
-    return __uint_as_float((unsigned)bits);
-}
-template <> LN_INLINE double widened<double>(unsigned long long bits) {
-    return __longlong_as_double((long long)bits);
-}
-
-LN_INLINE unsigned short bfloat16_bits(float v) {
-    const unsigned bits = __float_as_uint(v);
-    // The carry of a NaN with all bits set would make it a zero.
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
-    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
+LN_INLINE double lift(Float16 v) { return half_to_float(v.bits); }
+LN_INLINE double lift(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+LN_INLINE double lift(float v) { return v; }
+LN_INLINE double lift(double v) { return v; }
 
 // ---- rounding once ----
 
@@ -218,18 +179,20 @@ LN_INLINE double odd_sum(Pair v) {
     return even && v.lo != 0.0 && is_finite(v.hi) ? neighbor(v.hi, v.lo) : v.hi;
 }
 
+LN_INLINE unsigned short bfloat16_bits(float v) {
+    const unsigned bits = __float_as_uint(v);
+    // The carry of a NaN with all bits set would make it a zero.
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
+    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
 LN_INLINE void round_into(Float16& out, double v) { out.bits = float_to_half(odd_float(v)); }
 LN_INLINE void round_into(Bfloat16& out, double v) { out.bits = bfloat16_bits(odd_float(v)); }
 LN_INLINE void round_into(float& out, double v) { out = __double2float_rn(v); }
 LN_INLINE void round_into(double& out, double v) { out = v; }
 
-// Round a settled pair.
-template <class T> LN_INLINE void round_into(T& out, Pair v) {
-    round_into(out, sizeof(T) == 8 ? v.hi : odd_sum(v));
-}
-
-// v.hi * 2**k for a settled v. Where that is subnormal it may be a midpoint of their grid only
-// because v.lo is missing: then hi is moved to the side of lo before it is scaled down.
+// v * 2**k as a float64, rounded once. Where that is subnormal, v.hi may be a midpoint of their grid
+// only because v.lo is missing: then hi is moved to the side of lo before it is scaled down.
 LN_INLINE double scaled_once(Pair v, int k) {
     const double rounded = scaled(v.hi, k);
     if (!(magnitude(rounded) <= 0x1p-1022) || v.lo == 0.0) return rounded;
@@ -237,4 +200,10 @@ LN_INLINE double scaled_once(Pair v, int k) {
     // Half of the smallest subnormal, 2**-1075, in the scale of hi.
     if (lost == 0.0 || magnitude(lost) != scaled(1.0, -1075 - k)) return rounded;
     return scaled(neighbor(v.hi, v.lo), k);
+}
+
+// Round v * 2**k; only pairs have a k.
+template <class T> LN_INLINE void round_scaled(T& out, double v, int) { round_into(out, v); }
+template <class T> LN_INLINE void round_scaled(T& out, Pair v, int k) {
+    round_into(out, sizeof(T) == 8 ? scaled_once(v, k) : odd_sum(shifted(v, k)));
 }

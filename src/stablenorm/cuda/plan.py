@@ -9,24 +9,16 @@ and change no bit.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import bfloat16
+from stablenorm.formats import FORMATS
 
-# The codes that layer_norm.cu knows dtypes by.
-DTYPE_CODES = {
-    np.dtype(np.float16): 0,
-    bfloat16: 1,
-    np.dtype(np.float32): 2,
-    np.dtype(np.float64): 3,
-}
-_ITEMSIZES = (2, 2, 4, 8)
+Dtype = np.dtype[Any]
 
-# Unsigned 32-bit words, zero before the first launch that ever uses them: the grid barrier, and
-# the ticket of the last block.
-COUNTERS = 2
+# The numbers that layer_norm.cu knows dtypes by.
+_CODES = {each.dtype: code for code, each in enumerate(FORMATS)}
 
 _VECTOR_BYTES = 16
 _WARP = 32
@@ -39,21 +31,15 @@ _BLOCK, _LONGEST_BLOCK = 256, 512
 # the compiler spills at 128 registers a thread, in the backward (tests/test_cuda_compile.py).
 _ELEMENTS = {2: 8, 4: 8, 8: 2}
 
-# Rows whose projections the path for any n keeps in shared memory, and bytes of each at most.
-_GENERIC_ROWS, _PROJECTION_BYTES = 16, 128
-
-# A word of shared memory by which one thread tells its block that it is the last.
-_FLAG_BYTES = 16
-
-# Runs of chunks in the final sum: pairs of float64 in shared memory for each lane of a warp.
-_RUNS = 8
-
 # Chunks of the backward: two blocks on each of 128 multiprocessors (132 on an H100: 97 % busy).
 _CHUNKS = 256
 
 # Rows of a chunk at least, so that writing the partial sums stays below a tenth of the traffic;
 # and at most, for each row slot, so that a plain float64 sum errs by at most 2**-46 of its terms.
 _LEAST_ROWS, _MOST_ROWS_PER_SLOT = 16, 128
+
+# And at most in all, so that the projections of a chunk fit shared memory.
+_MOST_ROWS = 512
 
 
 class Kernel(NamedTuple):
@@ -63,6 +49,8 @@ class Kernel(NamedTuple):
     # Codes of dtypes. `dy` is that of x in a forward.
     x: int
     dy: int
+    gamma: int
+    beta: int
     # Pairs of float64 instead of float64.
     pairs: bool
     # Threads of a row, and rows that a block has in hand at a time.
@@ -91,7 +79,7 @@ class Kernel(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns that a row's threads hold."""
-        return self.row_threads * self.vectors * (_VECTOR_BYTES // _ITEMSIZES[self.x])
+        return self.row_threads * self.vectors * (_VECTOR_BYTES // FORMATS[self.x].dtype.itemsize)
 
     @property
     def number_bytes(self) -> int:
@@ -101,16 +89,12 @@ class Kernel(NamedTuple):
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block: less than the 48 KiB that every device grants."""
-        # Two turns of two sums for each warp.
-        always = _FLAG_BYTES + 2 * 2 * (self.block // _WARP) * self.number_bytes
-        # gamma, and beta.
-        staged = self.columns * (8 if self.pairs else 4)
-        if self.forward:
-            return always + 2 * staged
-        slots = self.slots * self.columns * self.number_bytes if self.slots > 1 else 0
-        chunk = staged + slots if self.vectors else _GENERIC_ROWS * _PROJECTION_BYTES
-        # The final sum takes the place of what the chunks needed.
-        return always + max(chunk, _RUNS * _WARP * 16)
+        # Two turns of a sum for each warp; the sums of the row slots, or two projections of a row.
+        numbers = 2 * (self.block // _WARP)
+        if not self.forward:
+            slots = self.slots * self.columns if self.slots > 1 else 0
+            numbers += slots if self.vectors else 2 * _MOST_ROWS
+        return numbers * self.number_bytes
 
 
 class Chunks(NamedTuple):
@@ -121,11 +105,12 @@ class Chunks(NamedTuple):
 
 
 def choose_kernel(
-    forward: bool, n: int, x: np.dtype[np.generic], dy: np.dtype[np.generic], pairs: bool
+    n: int, x: Dtype, dy: Dtype | None, gamma: Dtype, beta: Dtype, pairs: bool
 ) -> Kernel:
-    """Return how to compile for rows of `n` elements; `dy` is that of x in a forward."""
+    """Return how to compile for rows of `n` elements; there is no `dy` in a forward."""
     vector, most = _VECTOR_BYTES // x.itemsize, _ELEMENTS[x.itemsize] * x.itemsize // _VECTOR_BYTES
-    if dy != x or pairs != (x.itemsize == 8) or n > _LONGEST_BLOCK * most * vector:
+    mixed = dy not in (None, x) or pairs != (x.itemsize == 8)
+    if mixed or n > _LONGEST_BLOCK * most * vector:
         # Mixed dtypes, which are rare, are left to the path that takes anything.
         threads, vectors = _BLOCK, 0
     elif n <= _WARP * vector:
@@ -140,13 +125,13 @@ def choose_kernel(
     # for a vector of eight 16-bit elements take more.
     crowded = pairs and x.itemsize == 2
     least_blocks = 1 if crowded else max(1, _LONGEST_BLOCK // (threads * slots))
-    codes = DTYPE_CODES[x], DTYPE_CODES[dy]
-    return Kernel(forward, *codes, pairs, threads, slots, vectors, least_blocks)
+    codes = _CODES[x], _CODES[dy or x], _CODES[gamma], _CODES[beta]
+    return Kernel(dy is None, *codes, pairs, threads, slots, vectors, least_blocks)
 
 
 def cut(rows: int, slots: int) -> Chunks:
     """Cut `rows` into chunks for a kernel that has `slots` rows in hand."""
-    most = max(512, _MOST_ROWS_PER_SLOT * slots)
+    most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * slots)
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
     waves = max(1, -(-rows // (_CHUNKS * most)))
     least = max(_LEAST_ROWS, -(-rows // (_CHUNKS * waves)))
@@ -158,10 +143,10 @@ def cut(rows: int, slots: int) -> Chunks:
 PARAMETERS = {
     **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
     **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
-    **dict.fromkeys(("partials", "counters"), "Q"),
+    **dict.fromkeys(("partials", "counter"), "Q"),
     **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows"), "q"),
     "eps": "d",
-    **dict.fromkeys(("gamma_type", "beta_type", "chunks", "barrier"), "i"),
+    **dict.fromkeys(("chunks", "barrier"), "i"),
 }
 FORMAT = "<" + "".join(PARAMETERS.values())
 
