@@ -14,8 +14,8 @@ import pytest
 
 from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
-from stablenorm.cli.files import InputError
-from stablenorm.cli.stream import list_members, open_rows
+from stablenorm.cli.files import list_members, open_rows
+from stablenorm.cli.parts import InputError
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def expected(x, **options):
 
 @pytest.mark.parametrize("block", [700, 1 << 22])
 def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", block)
+    monkeypatch.setattr("stablenorm.cli.files._BLOCK", block)
     bf = x.astype(ml_dtypes.bfloat16)
     np.save(tmp_path / "c.npy", x)
     np.save(tmp_path / "f.npy", np.asfortranarray(x))
@@ -163,22 +163,22 @@ def damage(path, x):
         (["number.npy"], "must have at least one axis, got a single number"),
         (["norows.npy"], "must have at least one row and one element, got shape (0, 5, 32)"),
         (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
-        (["header.npy"], "must be a whole .npy file, got a damaged one"),
-        (["version.npy"], "must be a whole .npy file, got a damaged one"),
-        (["short.npz"], "must be an .npy, .npz or .safetensors file, got something else"),
+        (["header.npy"], "must be whole, got a damaged one"),
+        (["version.npy"], "must be whole, got a damaged one"),
+        (["short.npz"], "must be an .npy, .npz or .safetensors file, got another"),
         (["flipped.npz"], "damaged one"),
         (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
         (["whole.safetensors", "--member", "no"], "must name an array of"),
         (["short.safetensors"], "truncated"),
         (["wrong.safetensors"], "the place of w does not fit its shape"),
-        (["list.safetensors"], "got another, or a damaged one"),
-        (["huge.safetensors"], "its header does not fit"),
-        (["junk.bin"], "must be an .npy, .npz or .safetensors file, got something else"),
-        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got something else"),
+        (["list.safetensors"], "must be whole, got a damaged one"),
+        (["huge.safetensors"], "got another, or a truncated one"),
+        (["junk.bin"], "must be an .npy, .npz or .safetensors file, got another"),
+        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got another"),
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
         (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
         (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),
-        (["whole.npy", "--top", "-2"], "top must be at least 0, got -2"),
+        (["whole.npy", "--top", "-2"], "--top: must be >= 0, got -2"),
         (["whole.npy", "--json", "no/where.json"], "--json must be in an existing directory"),
         (["whole.npy", "--plot", "found.txt"], "--plot must be a"),
     ],
@@ -206,7 +206,7 @@ def test_a_file_cut_while_it_is_read_is_truncated(tmp_path):
     """Its length was right when it was opened."""
     # Two blocks, so that the second is not there.
     np.save(tmp_path / "c.npy", np.zeros((2**13, 128), np.float32))
-    (member,) = list_members(tmp_path / "c.npy")
+    member = list_members(tmp_path / "c.npy")[""]
 
     def read():
         with open_rows(member, (1,), print) as blocks:
@@ -228,7 +228,7 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
             return None
 
     monkeypatch.setattr(command, "progress_bar", lambda _: Bar())
-    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128 * 7)
+    monkeypatch.setattr("stablenorm.cli.files._BLOCK", 128 * 7)
     np.save(tmp_path / "c.npy", x)
     assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
     assert seen[-1] == (30, 30)
@@ -244,7 +244,7 @@ def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):
         if next(calls) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("stablenorm.cli.stream._BLOCK", 128)
+    monkeypatch.setattr("stablenorm.cli.files._BLOCK", 128)
     monkeypatch.setattr(command, "progress_bar", lambda _: contextlib.nullcontext(interrupted))
     before = threading.active_count()
     status, out, err = run(capsys, tmp_path / "c.npy", "--json", tmp_path / "found.json")

@@ -10,8 +10,7 @@ from typing import NoReturn
 
 import stablenorm
 from stablenorm.cli import bench, check, complexity, diagnose, report, run
-from stablenorm.cli.files import InputError
-from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED
+from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 
 
 class _Parser(argparse.ArgumentParser):

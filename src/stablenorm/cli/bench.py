@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,29 +12,28 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
 from stablenorm.backends import BACKENDS, choose
-from stablenorm.cli.files import InputError
 from stablenorm.cli.parts import (
     DTYPES,
     EXIT_FAILED,
-    Help,
-    add_outputs,
-    check_at_least,
-    check_outputs,
-    check_shape,
+    InputError,
+    add_command,
+    add_json,
+    add_plot,
+    at_least,
+    check_memory,
     step_bar,
     use_threads,
-    write_json,
     write_plot,
+    write_whole,
 )
-from stablenorm.cli.tables import as_json, is_narrow, print_table
+from stablenorm.cli.tables import print_lines, print_table, to_json
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.report import Table, quantity, shape_text
-from stablenorm.timing import Timing, measure_copy, measure_interleaved
+from stablenorm.timing import measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients
 
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
@@ -41,7 +41,6 @@ PASSES = {"forward": 2, "backward": 3}
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
-
 
 _EXAMPLES = """\
 examples:
@@ -63,65 +62,50 @@ exit status: 0 done, 1 two backends disagree beyond rounding, 2 it cannot be run
 
 def add(commands: Any) -> None:
     """Add `bench` to the commands."""
-    parser = commands.add_parser(
-        "bench",
-        help="time forward and backward on your shapes, beside a copy of memory",
-        description=(
-            "Time the forward and the backward of every backend on your shapes, in turn, and say "
-            "what fraction of this machine's memory speed they reach. The last axis is normalized. "
-            "Backends must agree on each shape before they are timed."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=Help,
+    parser = add_command(
+        commands,
+        run,
+        "time forward and backward on your shapes, beside a copy of memory",
+        "Time the forward and the backward of every backend on your shapes, in turn, and say what "
+        "fraction of the speed of a copy they reach. The last axis is normalized. Backends must "
+        "agree on each shape before they are timed.",
+        _EXAMPLES,
     )
-    parser.set_defaults(job=run)
+    several = "may be given several times; default: "
+    about = f"of x; {several}32 512 768"
     parser.add_argument(
-        "--shape",
-        nargs="+",
-        type=int,
-        action="append",
-        metavar="N",
-        help="of x; may be given several times; default: 32 512 768",
+        "--shape", nargs="+", type=at_least(1), action="append", metavar="N", help=about
     )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=DTYPES,
-        help="may be given several times; default: float32",
-    )
-    parser.add_argument(
-        "--backend",
-        action="append",
-        choices=tuple(BACKENDS),
-        help="may be given several times; default: all that can be loaded",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="default: as in any call")
-    add_outputs(parser, plot="draw the speeds")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help=f"{several}float32")
+    about = f"{several}all that can be loaded"
+    parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
+    about = "default: as in any call"
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help=about)
+    add_json(parser)
+    add_plot(parser, "draw the speeds")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
-    check_outputs(arguments)
     # Each once, in the order given: a backend that is named twice is one backend.
     shapes = list(dict.fromkeys(map(tuple, arguments.shape or [(32, 512, 768)])))
     dtypes = list(dict.fromkeys(arguments.dtype or ["float32"]))
     for shape in shapes:
-        check_shape(shape, max(map(bytes_per_element, dtypes)))
-    check_at_least("--threads", arguments.threads, 1)
+        # x, dy, y, dx; a fresh y or dx; the results of two backends.
+        check_memory(shape, 8 * max(parse(dtype).itemsize for dtype in dtypes))
     try:
         named = [choose(name) for name in arguments.backend or usable_backends()]
         threads = use_threads(arguments.threads)
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from None
-    backends = list(dict.fromkeys(named))
     try:
-        # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
-        with step_bar(2 + len(shapes) * len(dtypes), per_second=1) as step:
-            bench = measure(shapes, dtypes, backends, threads, step)
+        with step_bar(2 + len(shapes) * len(dtypes)) as step:
+            bench = measure(shapes, dtypes, list(dict.fromkeys(named)), threads, step)
     except ArithmeticError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
         return EXIT_FAILED
-    write_json(arguments.json, _as_json(bench))
+    content = bench._asdict() | {"rows": [row._asdict() for row in bench.rows]}
+    write_whole(arguments.json, lambda file: file.write(to_json(content)))
     write_plot(arguments.plot, lambda file, kind: _plot(bench, file, kind))
     _print(bench, Console())
     return 0
@@ -131,23 +115,25 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Row(NamedTuple):
-    """One line of the table."""
+    """One line of the table: medians, and the quartiles of seconds."""
 
     shape: tuple[int, ...]
     dtype: str
     direction: str
     backend: str
     outputs: str
-    timing: Timing
-    bytes_a_second: float
+    seconds: float
+    quartiles: tuple[float, float]
+    rounds: int
+    bytes_per_second: float
     of_copy: float
 
 
 class Bench(NamedTuple):
-    """All that `stablenorm bench` has to tell; `copy` is in bytes a second."""
+    """All that `stablenorm bench` has to tell."""
 
     rows: tuple[Row, ...]
-    copy: float
+    copy_bytes_per_second: float
     threads: int
 
 
@@ -193,23 +179,13 @@ def make_candidates(
     }
 
 
-def bytes_per_element(dtype: str) -> int:
-    """Bytes held at once while x is timed, roughly, per element of x."""
-    # x, dy, y, dx; a fresh y or dx; the results of two backends.
-    return 8 * parse(dtype).itemsize
-
-
 def usable_backends() -> list[str]:
     """Return the names of those that can be loaded here."""
-    return [name for name in BACKENDS if _loads(name)]
-
-
-def _loads(name: str) -> bool:
-    try:
-        choose(name)
-    except ImportError:
-        return False
-    return True
+    found = []
+    for name in BACKENDS:
+        with contextlib.suppress(ImportError):
+            found.append(choose(name))
+    return found
 
 
 def differing(one: Problem, backends: Sequence[str]) -> str | None:
@@ -249,133 +225,89 @@ def measure(
 ) -> Bench:
     """Time every backend on every shape; `step` is told what is going on."""
     step("copy")
-    before = measure_copy(threads)
-    timed = []
+    copy = measure_copy(threads)
+    rows: list[Row] = []
     for shape in shapes:
         for dtype in dtypes:
-            step(f"{'x'.join(map(str, shape))} {dtype}")
+            step(f"{shape_text(shape)} {dtype}")
             problem = make_problem(shape, dtype)
             if where := differing(problem, backends):
                 msg = f"backends must agree to be timed, got different {where} for {shape} {dtype}"
                 raise ArithmeticError(msg)
-            timed += [(shape, dtype, *row) for row in _measure_one(problem, backends)]
+            rows += _measure_one(problem, backends)
     # The memory of a shared machine is not as fast all the time: the larger of two.
     step("copy")
-    copy = max(before, measure_copy(threads))
-    rows = []
-    for shape, dtype, direction, backend, outputs, timing in timed:
-        nbytes = PASSES[direction] * math.prod(shape) * parse(dtype).itemsize
-        speed = nbytes / timing.median
-        rows.append(Row(shape, dtype, direction, backend, outputs, timing, speed, speed / copy))
+    copy = max(copy, measure_copy(threads))
+    rows = [row._replace(of_copy=row.bytes_per_second / copy) for row in rows]
     return Bench(tuple(rows), copy, threads)
 
 
-def _measure_one(problem: Problem, backends: Sequence[str]) -> list[tuple[str, str, str, Timing]]:
-    """Time all backends on one problem, interleaved: direction, backend, outputs, timing."""
+def _measure_one(problem: Problem, backends: Sequence[str]) -> Iterator[Row]:
+    """Time all backends on one problem, interleaved."""
     candidates = {backend: make_candidates(problem, backend) for backend in backends}
-    found = []
-    for direction in PASSES:
+    x = problem.x
+    for direction, arrays in PASSES.items():
         calls = {
             f"{backend} {outputs}": call
             for backend in backends
             for outputs, call in candidates[backend][direction].items()
         }
         timings = measure_interleaved(calls, rounds=_ROUNDS, least=1, limit=_LIMIT * len(calls))
-        for name, timing in timings.items():
+        for name, t in timings.items():
             backend, outputs = name.rsplit(" ", 1)
-            found.append((direction, backend, outputs, timing))
-    return found
+            what = x.shape, str(x.dtype), direction, backend, outputs
+            yield Row(*what, t.median, (t.low, t.high), t.rounds, arrays * x.nbytes / t.median, 0)
 
 
-# ---- table, file and picture ----
+# ---- table and picture ----
 
 
 def _print(bench: Bench, console: Console) -> None:
-    # Three columns would leave no room for the last on a narrow terminal.
-    narrow = is_narrow(console)
-    which = ("x",) if narrow else ("shape", "dtype", "direction")
-    columns = (*which, "backend", "outputs", "time", "GB/s", "of copy")
-    rows = list(_table_rows(bench, narrow))
-    print_table(console, Table("Medians of interleaved calls", columns, rows))
-    console.print(Text("\n".join(_notes(bench))))
-
-
-def _table_rows(bench: Bench, narrow: bool) -> Iterator[tuple[str, ...] | None]:
-    before = None
+    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
+    rows: list[tuple[str, ...] | None] = []
+    before = ""
     for row in bench.rows:
-        problem: tuple[str, ...] = (shape_text(row.shape), row.dtype, row.direction)
-        if narrow:
-            problem = (f"{problem[0]}\n{row.dtype} {row.direction}",)
-        # What is the same as in the line above is said once, on a narrow terminal.
-        shown = ("",) if narrow and problem == before else problem
-        if before is not None and problem != before:
-            yield None
+        problem = f"{shape_text(row.shape)}\n{row.dtype} {row.direction}"
+        if before not in ("", problem):
+            rows.append(None)
+        speeds = f"{row.bytes_per_second / 1e9:.2f}", f"{row.of_copy:.2f}"
+        # What is the same as in the line above is said once.
+        shown = "" if problem == before else problem
+        rows.append((shown, row.backend, row.outputs, quantity(row.seconds, "s"), *speeds))
         before = problem
-        speeds = (f"{row.bytes_a_second / 1e9:.2f}", f"{row.of_copy:.2f}")
-        yield (*shown, row.backend, row.outputs, quantity(row.timing.median, "s"), *speeds)
-
-
-def _notes(bench: Bench) -> Iterator[str]:
-    yield (
-        f"{bench.threads} threads; a copy of 256 MiB moves {bench.copy / 1e9:.1f} GB/s here, "
-        "measured before and after: of copy is relative to the faster."
+    print_table(console, Table("Medians of interleaved calls", columns, rows))
+    notes = (
+        f"{bench.threads} threads; a copy of 256 MiB moves "
+        f"{bench.copy_bytes_per_second / 1e9:.1f} GB/s here, measured before and after: of copy is "
+        "relative to the faster. fresh: results in new arrays; out=: in arrays that exist already. "
+        "GB/s counts x and y in the forward, dy, x and dx in the backward."
     )
-    yield (
-        "fresh: results in new arrays; out=: in arrays that exist already. GB/s counts x and y in "
-        "the forward, dy, x and dx in the backward."
-    )
-    if min(row.timing.rounds for row in bench.rows) < 3:
-        yield "Some calls are so long that they were timed once or twice only."
-
-
-def _as_json(bench: Bench) -> bytes:
-    rows = [
-        {name: getattr(row, name) for name in Row._fields if name != "timing"}
-        | {
-            "seconds": row.timing.median,
-            "quartiles": (row.timing.low, row.timing.high),
-            "rounds": row.timing.rounds,
-            "calls_a_round": row.timing.calls,
-        }
-        for row in bench.rows
-    ]
-    measured = {"threads": bench.threads, "copy_bytes_a_second": bench.copy}
-    return as_json(measured | {"rows": rows})
+    if min(row.rounds for row in bench.rows) < 3:
+        notes += " Some calls are so long that they were timed once or twice only."
+    print_lines(console, (notes,))
 
 
 def _plot(bench: Bench, file: Any, format_: str) -> None:
     """Draw GB/s of every backend and shape beside the copy, into an open file."""
-    groups = list(dict.fromkeys((shape_text(row.shape), row.dtype) for row in bench.rows))
-    kinds = list(dict.fromkeys((row.backend, row.outputs) for row in bench.rows))
-    backends = list(dict.fromkeys(backend for backend, _ in kinds))
-    # Half an inch a group for up to four bars, and room for title, labels and legend.
-    figure = new_figure(9, 2 + 0.55 * len(groups))
+    backends = list(dict.fromkeys(row.backend for row in bench.rows))
+    count = len(bench.rows) // len(PASSES)
+    figure = new_figure(9, 1.6 + 0.4 * count)
     every = figure.subplots(1, 2, sharey=True)
-    height = 0.8 / len(kinds)
     for axes, direction in zip(every, PASSES, strict=True):
-        for i, kind in enumerate(kinds):
-            rows = [
-                r for r in bench.rows if (r.direction, r.backend, r.outputs) == (direction, *kind)
-            ]
-            axes.barh(
-                [
-                    groups.index((shape_text(r.shape), r.dtype)) - 0.4 + (i + 0.5) * height
-                    for r in rows
-                ],
-                [row.bytes_a_second / 1e9 for row in rows],
-                height=0.9 * height,
-                color=COLORS[backends.index(kind[0])],
-                # Light for fresh outputs.
-                alpha=1 if kind[1] == "out=" else 0.45,
-                label=", ".join(kind),
-            )
-        axes.axvline(bench.copy / 1e9, color="0.2", lw=1, ls="--", label="copy of 256 MiB")
+        rows = [row for row in bench.rows if row.direction == direction]
+        speeds = [row.bytes_per_second / 1e9 for row in rows]
+        colors = [COLORS[backends.index(row.backend)] for row in rows]
+        for place, (row, speed, color) in enumerate(zip(rows, speeds, colors, strict=True)):
+            # Light for fresh outputs.
+            axes.barh(place, speed, color=color, alpha=1 if row.outputs == "out=" else 0.45)
+        copy = bench.copy_bytes_per_second / 1e9
+        axes.axvline(copy, color="0.2", lw=1, ls="--", label="copy of 256 MiB")
         axes.set(xlabel="GB/s", title=direction, axisbelow=True)
         axes.grid(alpha=0.25, axis="x")
-    every[0].set_yticks(range(len(groups)), ["\n".join(group) for group in groups])
-    # Once for both, which share the axis: the first group on top.
-    every[0].set_ylim(len(groups) - 0.5, -0.5)
-    figure.legend(
-        *every[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
-    )
+    labels = [f"{shape_text(r.shape)} {r.dtype}, {r.backend}, {r.outputs}" for r in rows]
+    every[0].set_yticks(range(count), labels)
+    # Once for both, which share the axis: the first on top.
+    every[0].set_ylim(count - 0.5, -0.5)
+    handles = every[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", frameon=False)
     figure.savefig(file, format=format_, dpi=120)

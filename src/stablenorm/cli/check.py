@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,18 @@ from rich.console import Console
 from rich.text import Text
 
 from stablenorm.cli.check_file import FileCheck, check_file
-from stablenorm.cli.files import InputError
 from stablenorm.cli.parts import (
     EXIT_FAILED,
     EXIT_INCONCLUSIVE,
-    Help,
-    add_outputs,
-    check_at_least,
-    check_outputs,
-    check_shape,
+    add_command,
+    add_json,
+    add_plot,
+    at_least,
+    check_memory,
+    eps,
     progress_bar,
-    write_json,
     write_plot,
+    write_whole,
 )
 from stablenorm.formats import parse
 from stablenorm.report import shape_text
@@ -58,66 +57,42 @@ exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (on
 
 def add(commands: Any) -> None:
     """Add `check` to the commands."""
-    parser = commands.add_parser(
-        "check",
-        help="check a layer norm that you have written: runs your file, names common mistakes",
-        description=(
-            "Run a Python file of yours and check the layer norm in it: its gradients against "
-            "finite differences and a closed form, its behavior on hard inputs. The report names "
-            "common mistakes, and the smallest error that would have been seen."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=Help,
+    parser = add_command(
+        commands,
+        run,
+        "check a layer norm that you have written: runs your file, names common mistakes",
+        "Run a Python file of yours and check the layer norm in it: its gradients against finite "
+        "differences and a closed form, its behavior on hard inputs. The report names common "
+        "mistakes, and the smallest error that would have been seen.",
+        _EXAMPLES,
     )
-    parser.set_defaults(job=run)
     parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
     parser.add_argument("--forward", metavar="NAME", help="default: layer_norm_forward")
     parser.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
-    parser.add_argument(
-        "--class",
-        dest="class_",
-        metavar="NAME",
-        help="with forward(x) and backward(dy); default: the only one there is",
-    )
-    parser.add_argument(
-        "--shape",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("float64", "float32"),
-        default="float64",
-        help="of x, gamma, beta; default: float64, which sees most",
-    )
-    parser.add_argument(
-        "--eps", type=float, help="default: the forward's own, or 1e-5 where it has none"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the data; default: 0")
-    add_outputs(parser, plot="draw what differs")
+    about = "with forward(x) and backward(dy); default: the only one there is"
+    parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
+    about = "of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for"
+    parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about)
+    about = "of x, gamma, beta; default: float64, which sees most"
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
+    about = "default: the forward's own, or 1e-5 where it has none"
+    parser.add_argument("--eps", type=eps, help=about)
+    parser.add_argument("--seed", type=at_least(0), default=0, help="of the data; default: 0")
+    add_json(parser)
+    add_plot(parser, "draw what differs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
-    check_outputs(arguments)
-    # The file's code may change the directory.
-    plot, file = (None if p is None else p.absolute() for p in (arguments.plot, arguments.json))
-    if arguments.shape is not None:
-        # x, dy, y, dx, and what the checks keep of them.
-        check_shape(arguments.shape, 8 * parse(arguments.dtype).itemsize)
-    check_at_least("--seed", arguments.seed, 0)
-    eps = arguments.eps
-    if eps is not None and not (math.isfinite(eps) and eps >= 0):
-        msg = f"--eps must be finite and >= 0, got {eps}"
-        raise InputError(msg)
+    # x, dy, y, dx, and what the checks keep of them.
+    check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
     with progress_bar("comparing") as progress:
         check = check_file(arguments, progress)
     content = check._asdict() | {"report": check.report.as_dict()}
-    write_json(file, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-    write_plot(plot, lambda file, kind: check.report.plot(file, format=kind))
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+    write_whole(arguments.json, lambda file: file.write(text.encode()))
+    write_plot(arguments.plot, lambda file, kind: check.report.plot(file, format=kind))
     _print(check, Console())
     return {"PASS": 0, "FAIL": EXIT_FAILED}.get(check.report.verdict, EXIT_INCONCLUSIVE)
 

@@ -13,7 +13,7 @@ import numpy as np
 from stablenorm.check import GradientReport, check_layer_norm
 from stablenorm.check.closed_form import Candidate, Case
 from stablenorm.check.operation import Operation
-from stablenorm.cli.files import InputError
+from stablenorm.cli.parts import InputError
 from stablenorm.cli.user_class import adapt_class
 from stablenorm.cli.user_file import UserFile, UserFileError, quiet
 from stablenorm.cli.user_functions import LayerNorm, adapt_functions

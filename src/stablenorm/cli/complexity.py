@@ -9,20 +9,20 @@ from typing import Any
 from rich.console import Console
 
 from stablenorm.backends import choose
-from stablenorm.cli.files import InputError
 from stablenorm.cli.parts import (
     DTYPES,
-    Help,
-    add_outputs,
-    check_at_least,
-    check_outputs,
-    check_shape,
+    InputError,
+    add_command,
+    add_json,
+    add_plot,
+    at_least,
+    check_memory,
     step_bar,
     use_threads,
-    write_json,
     write_plot,
+    write_whole,
 )
-from stablenorm.cli.tables import as_json, print_sections
+from stablenorm.cli.tables import print_sections, to_json
 from stablenorm.cost import Measured, count_kept, measure_costs
 from stablenorm.figures import new_figure
 from stablenorm.formats import parse
@@ -49,42 +49,38 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 
 def add(commands: Any) -> None:
     """Add `complexity` to the commands."""
-    parser = commands.add_parser(
-        "complexity",
-        help="count flops and bytes, and measure times beside the roofline of this machine",
-        description=(
-            "Count the flops and bytes of three layer norms, forward and backward: the plain "
-            "formula in NumPy, the reference, and the fused CPU kernel. Measure how fast this "
-            "machine copies and calculates, and how long the three take. The last axis is "
-            "normalized."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=Help,
+    parser = add_command(
+        commands,
+        run,
+        "count flops and bytes, and measure times beside the roofline of this machine",
+        "Count the flops and bytes of three layer norms, forward and backward: the plain formula in "
+        "NumPy, the reference, and the fused CPU kernel. Measure how fast this machine copies and "
+        "calculates, and how long the three take. The last axis is normalized.",
+        _EXAMPLES,
     )
-    parser.set_defaults(job=run)
+    shape, about = [32, 512, 768], "of x; default: 32 512 768"
     parser.add_argument(
-        "--shape", nargs="+", type=int, metavar="N", help="of x; default: 32 512 768"
+        "--shape", nargs="+", type=at_least(1), metavar="N", default=shape, help=about
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    parser.add_argument("--threads", type=int, metavar="N", help="default: as in any call")
-    add_outputs(parser, plot="draw the roofline")
+    about = "default: as in any call"
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help=about)
+    add_json(parser)
+    add_plot(parser, "draw the roofline")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm complexity` is asked."""
-    check_outputs(arguments)
-    shape = tuple(arguments.shape or (32, 512, 768))
+    shape = arguments.shape
     # x, dy, y, dx and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
-    check_shape(shape, 5 * s + 4 + 6 * max(s, 4))
-    check_at_least("--threads", arguments.threads, 1)
+    check_memory(shape, 5 * s + 4 + 6 * max(s, 4))
     try:
         choose("numba")
         threads = use_threads(arguments.threads)
     except (ImportError, ValueError) as error:
         raise InputError(str(error)) from None
-    # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
-    with step_bar(_ROUNDS * (6 + 2 * len({1, threads})), per_second=1) as step:
+    with step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         measured = measure_costs(
             (prod(shape[:-1]), shape[-1]),
             arguments.dtype,
@@ -92,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             rounds=_ROUNDS,
             step=lambda: step("programs, copies and arithmetic"),
         )
-    write_json(arguments.json, _as_json(measured))
+    write_whole(arguments.json, lambda file: file.write(_as_json(measured)))
     write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
     print_sections(Console(), (cost_section((measured,)),))
     return 0
@@ -111,7 +107,7 @@ def _as_json(measured: Measured) -> bytes:
         "lines": lines,
         "kept": count_kept(measured.matrix, measured.dtype),
     }
-    return as_json(content)
+    return to_json(content)
 
 
 def _plot(measured: Measured, file: Any, format_: str) -> None:

@@ -1,4 +1,4 @@
-"""What the commands share: help, checks of options, exit statuses, progress bars, files written."""
+"""What the commands share: options and their checks, files written whole, progress bars."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from stablenorm.cli.files import InputError, check_target, write_beside
+from stablenorm.formats import FORMATS
 from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.types import check_eps
 
-DTYPES = ("float32", "float16", "bfloat16", "float64")
+DTYPES = tuple(each.dtype.name for each in FORMATS)
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -29,7 +30,14 @@ EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
 _PATIENCE_S = 1.0
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
+class InputError(Exception):
+    """What the user gave cannot be used; the text is the one line to show."""
+
+
+# ---- options ----
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
     """Lines as they are written, but for those that the terminal is too narrow for."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -49,6 +57,18 @@ def _wrapped(line: str, width: int) -> str:
     return textwrap.fill(line, width, subsequent_indent=" " * start, break_on_hyphens=False)
 
 
+def add_command(
+    commands: Any, job: Callable[[argparse.Namespace], int], summary: str, about: str, more: str
+) -> argparse.ArgumentParser:
+    """Add a command that does `job`, called like the module that `job` is in."""
+    name = job.__module__.rpartition(".")[2]
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=about, epilog=more, formatter_class=_Help
+    )
+    parser.set_defaults(job=job)
+    return parser
+
+
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that reads one layer norm: file, eps, seed."""
     parser.add_argument(
@@ -59,74 +79,90 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         help="an .npz file, or a directory of .npy files, that holds x and, optionally, gamma, "
         "beta, dy, eps; default: the bundled data",
     )
-    parser.add_argument("--eps", type=float, help="default: eps of the file, or 1e-5")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of a random dy, if the file has none; default: 0"
-    )
+    parser.add_argument("--eps", type=eps, help="default: eps of the file, or 1e-5")
+    about = "seed of a random dy, if the file has none; default: 0"
+    parser.add_argument("--seed", type=at_least(0), default=0, help=about)
 
 
-def add_outputs(parser: argparse.ArgumentParser, *, plot: str) -> None:
-    """Add ``--json`` and ``--plot`` to a command."""
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE.json", help="write all figures to this file"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help=f"{plot} into this file")
+def add_output(
+    parser: argparse.ArgumentParser, option: str, suffixes: Sequence[str], about: str, **more: Any
+) -> None:
+    """Add an option that names a file to write."""
+
+    def check(text: str) -> Path:
+        """Refuse a file that could not be written or drawn, before any work is done for it."""
+        # The user's code, if any is run, may change the directory.
+        path = Path(text).absolute()
+        msg = ""
+        if path.suffix.lower() not in suffixes:
+            msg = f"a {' or '.join(suffixes)} file"
+        elif not path.parent.is_dir():
+            msg = "in an existing directory"
+        elif path.is_dir() or not os.access(path.parent, os.W_OK):
+            msg = "a file that can be written"
+        if msg:
+            msg = f"{option} must be {msg}, got {text}"
+            raise InputError(msg)
+        if option == "--plot":
+            require("matplotlib", option)
+        return path
+
+    metavar = f"FILE{suffixes[0]}"
+    parser.add_argument(option, type=check, metavar=metavar, help=about, **more)
 
 
-def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse files of ``--json`` and ``--plot`` that could not be written or drawn."""
-    check_target("--json", arguments.json, (".json",))
-    check_plot(arguments.plot)
+def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add ``--plot`` to a command."""
+    add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
 
 
-def check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be written or drawn."""
-    check_target("--plot", path, (".png", ".svg", ".pdf"))
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        msg = 'Matplotlib is needed for --plot: pip install "stablenorm[plot]"'
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json`` to a command."""
+    add_output(parser, "--json", (".json",), "write all figures to this file")
+
+
+def require(module: str, what: str) -> None:
+    """Refuse what needs a module that is not installed."""
+    if importlib.util.find_spec(module) is None:
+        msg = f'{module} is needed for {what}: pip install "stablenorm[plot]"'
         raise InputError(msg)
 
 
-def write_json(path: Path | None, content: bytes) -> None:
-    """Write the file of ``--json``, if it was asked for."""
-    if path is not None:
-        write_beside(path, lambda file: file.write(content))
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads an int and refuses one that is too small."""
+
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least:
+            msg = f"must be >= {least}, got {text}"
+            raise argparse.ArgumentTypeError(msg)
+        return value
+
+    # What argparse calls it, if it is no int.
+    read.__name__ = "int"
+    return read
 
 
-def write_plot(path: Path | None, plot: Callable[[Any, str], object]) -> None:
-    """Call ``plot(file, format)`` for the file of ``--plot``, if it was asked for."""
-    if path is not None:
-        kind = path.suffix[1:].lower()
-        write_beside(path, lambda file: plot(file, kind))
-
-
-def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a shape without elements, or one that does not fit in memory."""
-    given = " ".join(map(str, shape))
-    if min(shape) < 1:
-        msg = f"--shape must be of lengths >= 1, got {given}"
-        raise InputError(msg)
-    needed, there = bytes_per_element * math.prod(shape), _physical_memory()
-    if needed > there:
-        msg = (
-            f"--shape must fit in memory, got {given}, which takes {needed / 1e9:.1f} GB, of "
-            f"{there / 1e9:.1f} GB; take fewer rows"
-        )
-        raise InputError(msg)
-
-
-def _physical_memory() -> float:
-    """Bytes of memory in this machine; infinity where the system does not tell."""
+def eps(text: str) -> float:
+    """Read eps."""
     try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return check_eps(float(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
+    """Refuse a shape that does not fit in memory."""
+    try:
+        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     except (AttributeError, ValueError, OSError):
-        return math.inf
-
-
-def check_at_least(option: str, value: int | None, least: int) -> None:
-    """Refuse a number that is too small."""
-    if value is not None and value < least:
-        msg = f"{option} must be >= {least}, got {value}"
+        # The system does not tell.
+        return
+    if (needed := bytes_per_element * math.prod(shape)) > there:
+        msg = (
+            f"--shape must fit in memory, got {' '.join(map(str, shape))}, which takes "
+            f"{needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
+        )
         raise InputError(msg)
 
 
@@ -135,6 +171,33 @@ def use_threads(threads: int | None) -> int:
     if threads is not None:
         set_num_threads(threads)
     return get_num_threads()
+
+
+# ---- files written ----
+
+
+def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
+    """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
+    if path is None:
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("wb") as file:
+            write(file)
+        beside.replace(path)
+    except OSError as error:
+        msg = f"{path.name} must be writeable, got: {error.strerror or error}"
+        raise InputError(msg) from None
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_plot(path: Path | None, plot: Callable[[Any, str], object]) -> None:
+    """Call ``plot(file, format)`` for the file of ``--plot``, if it was asked for."""
+    write_whole(path, lambda file: plot(file, path.suffix[1:].lower() if path else ""))
+
+
+# ---- progress ----
 
 
 @contextmanager
@@ -150,32 +213,23 @@ def progress_bar(what: str, per_second: float = 10) -> Iterator[Callable[..., No
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task = bar.add_task(what, total=None)
-    begin, shown = time.monotonic(), False
+    task, begin = bar.add_task(what, total=None), time.monotonic()
 
     def progress(done: int, total: int, what: str | None = None) -> None:
-        nonlocal shown
-        if not shown and time.monotonic() - begin > _PATIENCE_S:
-            shown = True
+        if time.monotonic() - begin > _PATIENCE_S:
             bar.start()
         bar.update(task, completed=done, total=total, description=what)
 
     try:
         yield progress
     finally:
-        if shown:
-            bar.stop()
+        bar.stop()
 
 
 @contextmanager
-def step_bar(total: int, per_second: float = 10) -> Iterator[Callable[[str], None]]:
+def step_bar(total: int) -> Iterator[Callable[[str], None]]:
     """Give the function that is told what each of so many steps does when it begins."""
-    with progress_bar("", per_second) as progress:
-        done = 0
-
-        def step(what: str) -> None:
-            nonlocal done
-            progress(done, total, what)
-            done += 1
-
-        yield step
+    done = iter(range(total + 1))
+    # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
+    with progress_bar("", per_second=1) as progress:
+        yield lambda what: progress(next(done, total), total, what)

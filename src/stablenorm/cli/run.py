@@ -10,28 +10,23 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm.cli.files import (
-    InputError,
-    check_finite,
-    check_target,
-    read_problem,
-    write_beside,
-)
 from stablenorm.cli.parts import (
     EXIT_FAILED,
-    Help,
+    InputError,
+    add_command,
+    add_output,
+    add_plot,
     add_problem,
-    check_at_least,
-    check_plot,
     step_bar,
     write_plot,
+    write_whole,
 )
+from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.tables import print_lines, print_sections
 from stablenorm.figures import new_figure
 from stablenorm.report import (
     Findings,
     accuracy_section,
-    compute,
     draw_errors,
     gradients_section,
     inspect,
@@ -55,44 +50,28 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, on
 
 def add(commands: Any) -> None:
     """Add `run` to the commands."""
-    parser = commands.add_parser(
-        "run",
-        help="compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
-        description=(
-            "Compute y, dx, dgamma and dbeta, and check them against the exact result, against "
-            "finite differences and against identities. The error of the usual two-pass formula "
-            "on the same data is shown beside ours. x is normalized over its last axis."
-        ),
-        epilog=_EXAMPLES,
-        formatter_class=Help,
+    parser = add_command(
+        commands,
+        run,
+        "compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
+        "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
+        "differences and against identities. The error of the usual two-pass formula on the same "
+        "data is shown beside ours. x is normalized over its last axis.",
+        _EXAMPLES,
     )
-    parser.set_defaults(job=run)
     add_problem(parser)
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.npz", help="write y, dx, dgamma and dbeta to this file"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw the errors into this file"
-    )
+    add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
+    add_plot(parser, "draw the errors")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
-    check_target("--out", arguments.out, (".npz",))
-    check_plot(arguments.plot)
-    if _same_file(arguments.out, arguments.file):
-        msg = f"--out must not be the file that is read, got {arguments.out}"
+    out = arguments.out
+    if _same_file(out, arguments.file):
+        msg = f"--out must not be the file that is read, got {arguments.file}"
         raise InputError(msg)
-    check_at_least("--seed", arguments.seed, 0)
-    problem = read_problem(arguments.file, arguments.eps, arguments.seed)
-    try:
-        results: dict[str, Any] = compute(problem)
-    except (TypeError, ValueError) as error:
-        # What the package refuses is the user's input, said in the package's words.
-        raise InputError(str(error)) from None
-    check_finite(problem)
-    if arguments.out is not None:
-        write_beside(arguments.out, lambda file: np.savez(file, **results))
+    problem, results = compute_problem(arguments)
+    write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
     # The four steps of `inspect`.
     with step_bar(4) as step:
         findings = inspect(problem, results, step)
@@ -103,9 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _same_file(one: Path | None, other: Path | None) -> bool:
     """Tell whether both name one file, by whatever links."""
-    if one is None or other is None:
-        return False
-    return one.exists() and other.exists() and one.samefile(other)
+    both = [path for path in (one, other) if path is not None and path.exists()]
+    return len(both) == 2 and both[0].samefile(both[1])
 
 
 def _print(findings: Findings, console: Console) -> None:

@@ -69,7 +69,7 @@ def print_table(console: Console, table: Table) -> None:
     console.print(printed)
 
 
-def as_json(content: dict[str, Any]) -> bytes:
+def to_json(content: dict[str, Any]) -> bytes:
     """Write figures as JSON, with what they were measured on."""
     origin = {
         "stablenorm": stablenorm.__version__,

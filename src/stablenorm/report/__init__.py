@@ -2,7 +2,7 @@
 
 from stablenorm.report.figures import draw_costs, draw_errors
 from stablenorm.report.findings import Findings, Output, Problem, compute, inspect
-from stablenorm.report.html import STEPS, Facts, check_problem, gather, page, write_page
+from stablenorm.report.html import STEPS, Facts, gather, page
 from stablenorm.report.sections import (
     Picture,
     Section,
@@ -17,6 +17,6 @@ from stablenorm.report.sections import (
 
 __all__ = [
     "STEPS", "Facts", "Findings", "Output", "Picture", "Problem", "Section", "Table",
-    "accuracy_section", "check_problem", "compute", "cost_section", "draw_costs", "draw_errors", "gather", "gradients_section",
-    "inspect", "number", "page", "quantity", "shape_text", "write_page",
+    "accuracy_section", "compute", "cost_section", "draw_costs", "draw_errors", "gather", "gradients_section",
+    "inspect", "number", "page", "quantity", "shape_text",
 ]  # fmt: skip

@@ -118,19 +118,15 @@ def _tick(value: float) -> str:
 def draw_rows(figure: Any, columns: int, low: Array, high: Array, mean: Array, std: Array) -> None:
     """Draw the range of each row, and its mean and std; of many rows, of groups of them."""
     axes = figure.subplots()
-    finite = np.isfinite(std)
     every = -(-len(std) // COLUMNS)
     for first in range(0, len(std), every):
         here = slice(first, first + every)
-        at, known = (first + min(first + every, len(std)) - 1) / 2, finite[here]
-        if not known.all():
-            axes.text(at, 0, "\N{MULTIPLICATION SIGN}", color=_PLAIN, ha="center")
-        if known.any():
-            axes.vlines(at, low[here][known].min(), high[here][known].max(), color=_GRAY, lw=1)
-            middle, half = (float(np.median(v[here][known])) for v in (mean, std))
-            axes.vlines(at, middle - half, middle + half, color=_OURS, lw=2 * columns)
+        at = (first + min(first + every, len(std)) - 1) / 2
+        axes.vlines(at, low[here].min(), high[here].max(), color=_GRAY, lw=1)
+        middle, half = (float(np.median(each[here])) for each in (mean, std))
+        axes.vlines(at, middle - half, middle + half, color=_OURS, lw=2 * columns)
     # Linear where most elements are, logarithmic beyond; 1 if all rows are zeros.
-    unit = float(np.median(std[finite])) or float(np.abs(high[finite]).max()) or 1.0
+    unit = float(np.median(std)) or float(np.abs(high).max()) or 1.0
     axes.set_yscale("symlog", linthresh=10.0 ** round(math.log10(unit)))
     _finish(axes, xlabel="row", ylabel="elements of the row", xlim=(-0.5, len(std) - 0.5))
     axes.xaxis.get_major_locator().set_params(integer=True)

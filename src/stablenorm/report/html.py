@@ -18,7 +18,7 @@ import stablenorm
 from stablenorm.cost import Measured, measure_costs
 from stablenorm.diagnosis import diagnose
 from stablenorm.report.figures import as_svg
-from stablenorm.report.findings import Findings, Problem, compute, inspect, is_finite
+from stablenorm.report.findings import Problem, inspect
 from stablenorm.report.sections import (
     Section,
     accuracy_section,
@@ -30,10 +30,8 @@ from stablenorm.report.sections import (
     worst,
 )
 from stablenorm.threads import get_num_threads
+from stablenorm.types import Array
 
-# Elements that are computed and judged by identities, about a second of it; of a larger array
-# evenly spaced rows.
-_ELEMENTS = 2**24
 # Bytes of x beyond the caches of most machines: a copy reads and writes twice as much. Rounds and
 # seconds of each size: a reader waits for them, and a median of three tells a factor.
 _FAR, _ROUNDS, _SECONDS = 2**25, 9, 3.0
@@ -51,86 +49,41 @@ class Facts(NamedTuple):
     source: str
     abstract: str
     sections: tuple[Section, ...]
-    # What could not be checked did not fail.
     passed: bool
-    versions: str
-    machine: str
-    date: str
+    # Date, versions and machine.
+    origin: str
 
 
-def gather(problem: Problem, step: Callable[[str], None]) -> Facts:
-    """Compute and measure everything; `step` is told what is going on."""
+def gather(problem: Problem, results: dict[str, Array], step: Callable[[str], None]) -> Facts:
+    """Check and measure everything; `step` is told what is going on."""
     step("diagnosis")
     diagnosis = diagnose(problem.x, problem.eps)
-    part, choice = _judgeable(problem)
-    found: Findings | None = None
-    abstract = f"Nothing could be checked: {choice}."
-    accuracy, gradients = (Section(name, absent=choice) for name in ("Accuracy", "Gradient check"))
-    if part is not None:
-        found = inspect(part, compute(part), step)
-        accuracy, gradients = accuracy_section(found), gradients_section(found)
-        accuracy = accuracy._replace(notes=f"{accuracy.notes} {choice}")
-        ours, plain = (
-            number(max(worst(getattr(output, name)) for output in found.outputs.values()))
-            for name in ("error", "plain_error")
-        )
-        abstract = (
-            f"On these data the formula that everybody writes is off by up to {plain} ulp, units in "
-            f"the last place; stablenorm by {ours}, where 0.5 is correct rounding. "
-        )
-        abstract += "No check failed." if found.passed else "A check failed; its table says which."
+    found = inspect(problem, results, step)
     try:
         cost = cost_section(_measure(problem, step))
     except ImportError as error:
         cost = Section("Cost and time", absent=f"the fused kernel cannot be loaded: {error}")
+    ours, plain = (
+        number(max(worst(getattr(output, name)) for output in found.outputs.values()))
+        for name in ("error", "plain_error")
+    )
+    verdict = "No check failed." if found.passed else "A check failed; its table says which."
     return Facts(
         problem.source,
-        abstract,
-        (data_section(problem, diagnosis), accuracy, losses_section(diagnosis), gradients, cost),
-        found is None or found.passed,
-        f"stablenorm {stablenorm.__version__}, NumPy {np.__version__}, "
-        f"Python {platform.python_version()}",
-        f"{_processor()}, {os.cpu_count()} processors, {platform.system()}",
-        f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC",
+        f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
+        f"last place; stablenorm by {ours}, where 0.5 is correct rounding. {verdict}",
+        (
+            data_section(problem, diagnosis),
+            accuracy_section(found),
+            losses_section(diagnosis),
+            gradients_section(found),
+            cost,
+        ),
+        found.passed,
+        f"{dt.datetime.now(dt.UTC):%Y-%m-%d %H:%M} UTC. stablenorm {stablenorm.__version__}, NumPy "
+        f"{np.__version__}, Python {platform.python_version()}. {_processor()}, {os.cpu_count()} "
+        f"processors, {platform.system()}.",
     )
-
-
-def check_problem(problem: Problem) -> None:
-    """Refuse what the package refuses, in its words, before anything is computed."""
-    x, dy = problem.x, problem.dy
-    # Without rows: the checks alone. What differs in shape is refused whole.
-    whole = x.ndim < 2 or x.shape != dy.shape
-    compute(problem if whole else problem._replace(x=x[:0], dy=dy[:0]))
-    if x.size == 0:
-        msg = f"x must have at least one row, got shape {x.shape}"
-        raise ValueError(msg)
-
-
-def _judgeable(problem: Problem) -> tuple[Problem | None, str]:
-    """Return the rows that have an exact result, few enough, and which they are."""
-    for name in ("gamma", "beta"):
-        array = getattr(problem, name)
-        if array is not None and not is_finite(array):
-            return None, f"{name} is not finite, so that no row has an exact result"
-    n = problem.x.shape[-1]
-    x, dy = (array.reshape(-1, n) for array in (problem.x, problem.dy))
-    keep = np.isfinite(x).all(axis=1) & np.isfinite(dy).all(axis=1)
-    if problem.eps == 0:
-        keep &= (x != x[:, :1]).any(axis=1)
-    chosen, words = np.flatnonzero(keep), []
-    if not chosen.size:
-        return None, "no row of x and dy has an exact result: they hold NaN, infinity or 0/0"
-    if left_out := len(x) - chosen.size:
-        words.append(
-            f"{left_out} rows that hold NaN or infinity, or are constant with eps = 0, are left out"
-        )
-    most = max(1, _ELEMENTS // n)
-    if chosen.size > most:
-        words.append(f"{most} rows are taken, evenly spaced")
-        chosen = chosen[np.linspace(0, chosen.size - 1, most).astype(np.intp)]
-    if not words:
-        return problem, ""
-    return problem._replace(x=x[chosen], dy=dy[chosen], expected={}), f"{'; '.join(words)}."
 
 
 def _measure(problem: Problem, step: Callable[[str], None]) -> list[Measured]:
@@ -154,11 +107,6 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def write_page(facts: Facts, file: Any) -> None:
-    """Write the whole page, in UTF-8, into an open file."""
-    file.write(page(facts).encode())
 
 
 def page(facts: Facts) -> str:

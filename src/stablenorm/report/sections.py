@@ -80,8 +80,8 @@ def data_section(problem: Problem, diagnosis: Diagnosis) -> Section:
     # Without a file there are numbers for each row.
     assert per_row is not None
     mean, std = per_row.mean, per_row.std
+    low, high = (f(x, axis=1).astype(np.float64) for f in (np.min, np.max))
     with np.errstate(all="ignore"):
-        low, high = (f(x, axis=1).astype(np.float64) for f in (np.min, np.max))
         quantities = {
             "mean": mean,
             "standard deviation": std,
@@ -91,45 +91,36 @@ def data_section(problem: Problem, diagnosis: Diagnosis) -> Section:
         }
     spreads = []
     for name, values in quantities.items():
-        known = np.flatnonzero(np.isfinite(std) & ~np.isnan(values))
+        # 0/0 in a row of zeros.
+        known = np.flatnonzero(~np.isnan(values))
         if known.size:
-            least, median, most = (float(f(values[known])) for f in (np.min, np.median, np.max))
-            row = str(known[values[known].argmax()])
-            spreads.append((name, number(least), number(median), number(most), row))
-    marks, rows = diagnosis.summary.marks, len(x)
-    spreads += [
-        (f"rows that are {name}", "", "", str(marks[name]), "")
-        for name in ("constant", "not finite")
+            ends = (number(float(f(values[known]))) for f in (np.min, np.median, np.max))
+            spreads.append((name, *ends, str(known[values[known].argmax()])))
+    arrays = {name: getattr(problem, name) for name in ("gamma", "beta", "dy")}
+    others = [
+        (name, shape_text(a.shape), str(a.dtype), number(float(a.min())), number(float(a.max())))
+        for name, a in arrays.items()
+        if a is not None
     ]
-    others = []
-    for name in ("gamma", "beta", "dy"):
-        array = getattr(problem, name)
-        if array is not None:
-            wide = array.astype(np.float64)
-            # Of nothing but NaN, NaN.
-            known = wide[np.isfinite(wide)] if np.isfinite(wide).any() else wide
-            ends = (number(float(known.min())), number(float(known.max())))
-            others.append((name, shape_text(array.shape), str(array.dtype), *ends))
-    every = -(-rows // figures.COLUMNS)
+    every = -(-len(x) // figures.COLUMNS)
     group = "one row" if every == 1 else f"{every} rows"
     picture = Picture(
         partial(figures.draw_rows, low=low, high=high, mean=mean, std=std),
-        *(250, 1, f"Range, mean and standard deviation of {rows} rows"),
+        *(250, 1, f"Range, mean and standard deviation of {len(x)} rows"),
         f"Each line is {group}, from the least to the largest element; the bar is the mean ± one "
-        "standard deviation (the medians of a group). The scale is logarithmic away from zero. "
-        "Crosses mark rows that hold NaN or infinity.",
+        "standard deviation (the medians of a group). The scale is logarithmic away from zero.",
     )
     return Section(
         "The data",
-        f"x has the shape {shape_text(problem.x.shape)} in {problem.x.dtype}: {rows} rows of n = "
+        f"x has the shape {shape_text(problem.x.shape)} in {problem.x.dtype}: {len(x)} rows of n = "
         f"{x.shape[1]} elements ({quantity(problem.x.nbytes, 'B')}), each normalized by itself, "
         f"with eps = {number(problem.eps)}. The cotangent is {problem.dy_origin}.",
-        picture if np.isfinite(std).any() else None,
+        picture,
         (
             Table("Over the rows of x", ("", "least", "median", "largest", "in row"), spreads),
             Table("The other arrays", ("array", "shape", "dtype", "least", "largest"), others),
         ),
-        "Mean and standard deviation (biased, without eps) are float64, over all finite rows.",
+        "Mean and standard deviation (biased, without eps) are float64.",
     )
 
 
