@@ -148,9 +148,9 @@ def test_a_row_without_variance_and_eps_must_be_nan():
     assert exact.check_contract(dgamma=dgamma)["dgamma"].passed
     assert not exact.check_contract(dgamma=np.zeros(3))["dgamma"].passed
     np.testing.assert_array_equal(exact.rounded("dbeta", np.float32), 2.0)
-    with pytest.raises(ValueError, match="y must be defined at"):
+    with pytest.raises(ValueError, match="y must be defined"):
         exact.value("y", (1, 0))
-    with pytest.raises(ValueError, match="dgamma must be defined at"):
+    with pytest.raises(ValueError, match="dgamma must be defined"):
         exact.value("dgamma", (0,))
 
 

@@ -3,6 +3,7 @@
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -21,19 +22,16 @@ from stablenorm.oracle.rounding import (
 )
 from stablenorm.oracle.rows import Inputs, mean_var
 
-NAMES = ("y", "dx", "dgamma", "dbeta")
-
 # ---- the contract ----
 
 # The contract: |error| <= limit ulp + c * S. float64 arithmetic serves the three narrower formats;
 # float64 itself is served by pairs of float64 (u**2 = 2**-106), less what its tree sums lose.
+# By quantity: the limit and log2(c), those of float64 last.
 LIMITS = {
-    "narrow": {"y": 0.501, "dx": 0.501, "dgamma": 0.501, "dbeta": 0.501},
-    "float64": {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51},
-}
-SECOND = {
-    "narrow": {"y": -48, "dx": -48, "dgamma": -44, "dbeta": -44},
-    "float64": {"y": -98, "dx": -98, "dgamma": -94, "dbeta": -94},
+    "y": (0.501, -48, 0.501, -98),
+    "dx": (0.501, -48, 0.75, -98),
+    "dgamma": (0.501, -44, 0.51, -94),
+    "dbeta": (0.501, -44, 0.51, -94),
 }
 
 
@@ -71,10 +69,10 @@ class ContractResult:
     limit_ulp: float
 
 
-def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractResult:
+def _hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractResult:
     """Hold an array, judged and flattened, against the contract."""
-    kind = "float64" if actual.dtype.name == "float64" else "narrow"
-    limit, second = LIMITS[kind][name], SECOND[kind][name]
+    limits = LIMITS[name]
+    limit, second = limits[2:] if actual.dtype.name == "float64" else limits[:2]
     errors = judged.in_ulp()
     if not errors.size:
         return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
@@ -84,9 +82,9 @@ def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractRe
     finite = above[np.isfinite(judged.mantissa[above])]
     excess = np.where(np.isinf(judged.mantissa), math.inf, 0.0)
     for block in np.unique(finite // n).tolist():
-        places = finite[finite // n == block]
-        sizes = inputs.magnitudes(name, block, (places - block * n).tolist())
-        for i, size in zip(places, sizes, strict=True):
+        sizes = next(inputs.block(name, block).blocks(name, sizes=True)) or []
+        for i in finite[finite // n == block]:
+            size = sizes[i % n]
             mantissa, exponent = float(judged.mantissa[i]), int(judged.exponent[i])
             over = mantissa - math.ldexp(limit, int(judged.ulp[i]) - exponent)
             excess[i] = quotient(over, exponent, size.low, size.exponent + second)
@@ -135,36 +133,12 @@ class ExactLayerNorm:
         self._inputs = inputs
 
     def mean(self, row: int) -> Fraction:
-        """
-        Return the exact mean of one row.
-
-        Parameters
-        ----------
-        row : int
-            Index of the row in the matrix view.
-
-        Returns
-        -------
-        Fraction
-            The mean.
-        """
-        return mean_var(self._inputs.vector(row))[0]
+        """Return the exact mean of one row of the matrix view."""
+        return mean_var(next(read_rows(self._inputs.x[[row]])))[0]
 
     def var(self, row: int) -> Fraction:
-        """
-        Return the exact biased variance of one row, without eps.
-
-        Parameters
-        ----------
-        row : int
-            Index of the row in the matrix view.
-
-        Returns
-        -------
-        Fraction
-            The variance.
-        """
-        return mean_var(self._inputs.vector(row))[1]
+        """Return the exact biased variance of one row of the matrix view, without eps."""
+        return mean_var(next(read_rows(self._inputs.x[[row]])))[1]
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
@@ -182,20 +156,11 @@ class ExactLayerNorm:
         Returns
         -------
         Fraction
-            The element.
-
-        Raises
-        ------
-        ValueError
-            If the element is undefined: its row has no variance, and eps is 0.
+            The element; ValueError if it is undefined: its row has no variance, and eps is 0.
         """
         place = int(np.ravel_multi_index(index, self._shape_of(name)))
         block, column = divmod(place, self.n)
-        needed = {"dgamma": range(self.rows), "dbeta": range(0)}.get(name, [block])
-        if any(self._inputs.row(i) is None for i in needed):
-            msg = f"{name} must be defined at {index}, got a row of zero variance and eps = 0"
-            raise ValueError(msg)
-        return self._inputs.surds(name, block, [column])[0].value_to(bits)
+        return self._inputs.block(name, block).surds(name, [column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -214,13 +179,6 @@ class ExactLayerNorm:
             Rounded once, to nearest, ties to even; inf from halfway above the largest finite number
             on. An exact zero is +0; a nonzero value that rounds to zero keeps its sign. NaN where
             a row has no variance and eps is 0.
-
-        Raises
-        ------
-        TypeError
-            If `dtype` is not one of the four.
-        ValueError
-            If `name` is not one of the four, or needs a dy that was not given.
         """
         fmt = format_of(dtype, "dtype")
         out = np.full(self._shape_of(name), math.nan)
@@ -253,24 +211,14 @@ class ExactLayerNorm:
             value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
             undefined: there NaN counts 0 and all else inf.
 
-        Raises
-        ------
-        TypeError
-            If a dtype is not one of the four.
-        ValueError
-            If a shape is wrong, or dy was not given and is needed.
-
         Examples
         --------
         >>> exact = exact_layer_norm(np.array([[0.0, 2.0]]))
         >>> exact.ulp_errors(y=np.array([[-1.0, 1.0]], np.float16))["y"].round(3)
         array([[0.01, 0.01]])
         """
-        given = _given(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
-        return {
-            name: self._judge(name, actual).in_ulp().reshape(np.shape(actual))
-            for name, actual in given.items()
-        }
+        found = self._judge({"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta})
+        return {name: judged.in_ulp().reshape(actual.shape) for name, actual, judged in found}
 
     def check_contract(
         self,
@@ -292,13 +240,6 @@ class ExactLayerNorm:
         dict of str to ContractResult
             The verdict on each array given.
 
-        Raises
-        ------
-        TypeError
-            If a dtype is not one of the four.
-        ValueError
-            If a shape is wrong, or dy was not given and is needed.
-
         Notes
         -----
         The limit is 0.501 ulp, for float64 0.75 (dx) and 0.51 (dgamma, dbeta); c is ``2**-48`` for
@@ -313,40 +254,36 @@ class ExactLayerNorm:
         >>> exact.check_contract(y=exact.rounded("y", np.float32))["y"].passed
         True
         """
-        given = _given(y=y, dx=dx, dgamma=dgamma, dbeta=dbeta)
-        return {
-            name: hold(self._inputs, name, actual, self._judge(name, actual))
-            for name, actual in given.items()
-        }
+        found = self._judge({"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta})
+        return {name: _hold(self._inputs, name, actual, judged) for name, actual, judged in found}
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
-        if name not in NAMES:
-            msg = f"name must be one of {', '.join(NAMES)}, got {name!r}"
+        if name not in LIMITS:
+            msg = f"name must be one of {', '.join(LIMITS)}, got {name!r}"
             raise ValueError(msg)
         return self.shape if name in {"y", "dx"} else (self.n,)
 
-    def _judge(self, name: str, actual: Array) -> Judged:
-        """Judge an array, flattened."""
-        fmt = format_of(actual.dtype, name)
-        if actual.shape != self._shape_of(name):
-            msg = f"{name} must have shape {self._shape_of(name)}, got {actual.shape}"
-            raise ValueError(msg)
-        values = actual.astype(np.float64).reshape(-1, self.n)
-        parts = [
-            judge_undefined(values[i])
-            if block is None
-            else judge_block(block, values[i], fmt, self._inputs.exactly(name, i))
-            for i, block in enumerate(self._inputs.blocks(name))
-        ]
-        empty = np.zeros(0, np.int64)
-        parts.append(Judged(np.zeros(0), empty, np.zeros(0, bool), empty))
-        return Judged(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def _given(**arrays: Array | None) -> dict[str, Array]:
-    """Return the arrays that were given."""
-    return {name: np.asarray(a) for name, a in arrays.items() if a is not None}
+    def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, Judged]]:
+        """Yield the name of each array given, the array, and how it is judged, flattened."""
+        for name, array in arrays.items():
+            if array is None:
+                continue
+            actual = np.asarray(array)
+            fmt = format_of(actual.dtype, name)
+            if actual.shape != self._shape_of(name):
+                msg = f"{name} must have shape {self._shape_of(name)}, got {actual.shape}"
+                raise ValueError(msg)
+            values = actual.astype(np.float64).reshape(-1, self.n)
+            parts = [
+                judge_undefined(values[i])
+                if block is None
+                else judge_block(block, values[i], fmt, self._inputs.exactly(name, i))
+                for i, block in enumerate(self._inputs.blocks(name))
+            ]
+            # Where there are no rows, this makes the dtypes.
+            parts.append(judge_undefined(np.zeros(0)))
+            yield name, actual, Judged(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def exact_layer_norm(
@@ -378,10 +315,9 @@ def exact_layer_norm(
 
     Raises
     ------
-    TypeError
-        If a dtype is not one of the four.
-    ValueError
-        If a shape is wrong, a value is not finite, or eps is negative or not finite.
+    TypeError, ValueError
+        If a dtype is not one of the four; if a shape is wrong, a value is not finite, or eps is
+        negative or not finite.
 
     Notes
     -----

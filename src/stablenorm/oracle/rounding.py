@@ -75,11 +75,6 @@ class Interval(NamedTuple):
     width: int
     exponent: int
 
-    def times(self, factor: int, exponent: int = 0) -> Interval:
-        """Return ``factor * 2**exponent`` times these numbers."""
-        low = factor * (self.low if factor >= 0 else self.low + self.width)
-        return Interval(low, abs(factor) * self.width, self.exponent + exponent)
-
     def plus(self, other: Interval) -> Interval:
         """Return the sums of these numbers and those of another."""
         unit = min(self.exponent, other.exponent)
@@ -99,9 +94,9 @@ class Vector(NamedTuple):
         products = [a * b for a, b in zip(self.integers, other.integers, strict=True)]
         return Vector(products, self.exponent + other.exponent)
 
-    def at(self, column: int) -> Interval:
-        """Return one of the numbers, as an interval of no width."""
-        return Interval(self.integers[column], 0, self.exponent)
+    def magnitudes(self) -> Vector:
+        """Return the magnitudes."""
+        return Vector(list(map(abs, self.integers)), self.exponent)
 
 
 def split(values: Array) -> tuple[Array, Array]:

@@ -15,8 +15,9 @@ With ``g = gamma * dy = G 2**j``, using that C sums to zero and that ``n w**2 = 
 The factor of T = (...) is the same for a whole row: dx is zero, and has its sign, where T does.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -45,104 +46,85 @@ class Row:
         """Elements of the row."""
         return len(self.centered)
 
-    def root(self) -> Interval:
-        """Enclose w: the one square root of the row."""
+    def root(self, divisor: int) -> Interval:
+        """Enclose ``w / divisor``."""
         shift = ROOT_BITS + (self.radicand.bit_length() + 1) // 2
         ratio, rest = divmod(self.n << 2 * shift, self.radicand)
         lower = math.isqrt(ratio)
-        exact = rest == 0 and lower * lower == ratio
-        return Interval(lower, 0 if exact else 1, -shift - self.half)
+        if divisor == 1:
+            exact = rest == 0 and lower * lower == ratio
+            return Interval(lower, 0 if exact else 1, -shift - self.half)
+        # 2**more <= divisor, so that the width of w adds at most one unit to that of the floor.
+        more = divisor.bit_length() - 1
+        return Interval((lower << more) // divisor, 2, -shift - self.half - more)
 
-    def surd(self) -> tuple[int, Fraction]:
-        """Return (radicand, coefficient) with ``w = coefficient * sqrt(n / radicand)``."""
-        # Powers of four leave the radicand, so that rows that differ by a power of two share it.
-        fours = ((self.radicand & -self.radicand).bit_length() - 1) // 2
-        return self.radicand >> 2 * fours, power(-self.half - fours)
+    def affine(self, factor: Vector, offset: Vector | None = None) -> "Terms":
+        """Return ``factor * xhat + offset``."""
+        return Terms(self, factor.times(Vector(self.centered, self.scale)), 1, offset)
+
+    def dx(self, g: Vector) -> "Terms":
+        """Return dx."""
+        n, v, total = self.n, self.radicand, sum(g.integers)
+        inner = sum(a * c for a, c in zip(g.integers, self.centered, strict=True))
+        factor = n * inner << 2 * (self.scale - self.half)
+        pairs = zip(g.integers, self.centered, strict=True)
+        return Terms(
+            self, Vector([(n * a - total) * v - c * factor for a, c in pairs], g.exponent), v
+        )
 
     def deviations(self) -> list[int]:
         """Return ``n |C| + sum |C|``: n times ``|xhat| + mean|xhat|`` in the unit of C."""
         spread = sum(map(abs, self.centered))
         return [self.n * abs(c) + spread for c in self.centered]
 
-    def affine(self, factor: Vector, offset: Vector | None = None) -> "Terms":
-        """Return ``factor * xhat + offset``."""
-        products = factor.times(Vector(self.centered, self.scale))
-        return Terms(self, products, self.root(), 1, offset)
+    def affine_size(self, factor: Vector, offset: Vector | None = None) -> "Terms":
+        """Return ``|factor| (|xhat| + mean|xhat|) + |offset|``."""
+        products = factor.magnitudes().times(Vector(self.deviations(), self.scale))
+        return Terms(self, products, self.n, offset and offset.magnitudes())
 
-    def dx(self, g: Vector) -> "Terms":
-        """Return dx."""
-        n, v = self.n, self.radicand
-        total = sum(g.integers)
-        inner = sum(a * c for a, c in zip(g.integers, self.centered, strict=True))
-        factor = n * inner << 2 * (self.scale - self.half)
-        pairs = zip(g.integers, self.centered, strict=True)
-        integers = [(n * a - total) * v - c * factor for a, c in pairs]
-        return Terms(self, Vector(integers, g.exponent), self.root_over_radicand(), v)
-
-    def root_over_radicand(self) -> Interval:
-        """Enclose w / V."""
-        root = self.root()
-        # 2**shift <= V, so that the width of w adds less than one unit to that of the floor.
-        shift = self.radicand.bit_length() - 1
-        return Interval((root.low << shift) // self.radicand, 2, root.exponent - shift)
-
-    def xhat_magnitudes(self, factor: Vector, columns: Iterable[int]) -> list[Interval]:
-        """Return ``|factor| (|xhat| + mean|xhat|)``, to a relative 2**-200 or so."""
-        root, deviations = self.root(), self.deviations()
-        exponent = factor.exponent + self.scale
-        integers = (abs(factor.integers[i]) * deviations[i] for i in columns)
-        return [_divided(root.times(integer, exponent), self.n) for integer in integers]
-
-    def dx_magnitudes(self, g: Vector, columns: Iterable[int]) -> list[Interval]:
+    def dx_size(self, g: Vector) -> "Terms":
         """Return ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean g) xhat|)``."""
         n, v = self.n, self.radicand
         total, spread = sum(g.integers), sum(map(abs, g.integers))
         pairs = zip(g.integers, self.centered, strict=True)
-        mixed = sum(abs((n * a - total) * c) for a, c in pairs)
-        factor = mixed << 2 * (self.scale - self.half)
-        root, deviations = self.root_over_radicand(), self.deviations()
-        integers = (
-            (n * abs(g.integers[i]) + spread) * n * v + deviations[i] * factor for i in columns
-        )
-        return [_divided(root.times(integer, g.exponent), n) for integer in integers]
+        factor = sum(abs((n * a - total) * c) for a, c in pairs) << 2 * (self.scale - self.half)
+        both = zip(g.integers, self.deviations(), strict=True)
+        integers = [(n * abs(a) + spread) * n * v + d * factor for a, d in both]
+        return Terms(self, Vector(integers, g.exponent), n * v)
 
 
 class Terms(NamedTuple):
-    """Numbers ``multiples * w / divisor + offset`` of a row; `factor` encloses ``w / divisor``."""
+    """Numbers ``multiples * w / divisor + offset`` of a row."""
 
     row: Row
     multiples: Vector
-    factor: Interval
     divisor: int
     offset: Vector | None = None
 
     def intervals(self) -> list[Interval]:
         """Enclose each number."""
-        integers, place = self.multiples[0], self.multiples.exponent + self.factor.exponent
+        factor = self.row.root(self.divisor)
+        place = self.multiples.exponent + factor.exponent
         offset = self.offset or Vector([0] * self.row.n, place)
         unit = min(place, offset.exponent)
-        low, width = self.factor.low << place - unit, self.factor.width << place - unit
+        low, width = factor.low << place - unit, factor.width << place - unit
         high, shift = low + width, offset.exponent - unit
         return [
             Interval((t * low if t >= 0 else t * high) + (b << shift), abs(t) * width, unit)
-            for t, b in zip(integers, offset.integers, strict=True)
+            for t, b in zip(self.multiples.integers, offset.integers, strict=True)
         ]
 
-    def surds(self, columns: Iterable[int]) -> list[Surd]:
-        """Return some of the numbers exactly."""
-        radicand, coefficient = self.row.surd()
-        coefficient *= power(self.multiples.exponent) / self.divisor
-        integers, offset = self.multiples.integers, self.offset or Vector([0] * self.row.n, 0)
-        unit = power(offset.exponent)
-        return [
-            Surd(offset.integers[i] * unit, self.row.n, {radicand: integers[i] * coefficient})
-            for i in columns
-        ]
-
-
-def _divided(number: Interval, n: int) -> Interval:
-    """Return the lower end divided by n, rounded down."""
-    return Interval(number.low // n, 0, number.exponent)
+    def exactly(self, columns: list[int]) -> Iterator[tuple[Fraction, int, Fraction]]:
+        """Yield (offset, radicand, c): the number is ``offset + c sqrt(n / radicand)``."""
+        # w = 2**-half sqrt(n / V); what is a power of 4 in V leaves it, so that rows that differ
+        # by a power of two have the same root.
+        radicand = self.row.radicand
+        fours = ((radicand & -radicand).bit_length() - 1) // 2
+        unit = power(self.multiples.exponent - self.row.half - fours) / self.divisor
+        offset = self.offset or Vector([0] * self.row.n, 0)
+        for i in columns:
+            rational = offset.integers[i] * power(offset.exponent)
+            yield rational, radicand >> 2 * fours, self.multiples.integers[i] * unit
 
 
 def read_row(vector: Vector, eps: Fraction) -> Row | None:
@@ -170,8 +152,6 @@ def mean_var(vector: Vector) -> tuple[Fraction, Fraction]:
 
 # ---- all rows, block by block: a block of y or dx is a row; dgamma and dbeta are one each ----
 
-_ZERO = Interval(0, 0, 0)
-
 
 class Inputs(NamedTuple):
     """What a layer norm and its gradients are made of; x and dy are (rows, n) float64 matrices."""
@@ -182,13 +162,12 @@ class Inputs(NamedTuple):
     eps: Fraction
     dy: Array | None
 
-    def vector(self, index: int) -> Vector:
-        """Return one row of x."""
-        return next(read_rows(self.x[[index]]))
-
-    def row(self, index: int) -> Row | None:
-        """Return one row; None where it has no variance and eps is 0."""
-        return read_row(self.vector(index), self.eps)
+    def block(self, name: str, index: int) -> "Inputs":
+        """Return what one block of a quantity is made of."""
+        if name in {"dgamma", "dbeta"}:
+            return self
+        dy = None if self.dy is None else self.dy[[index]]
+        return self._replace(x=self.x[[index]], dy=dy)
 
     def cotangent(self) -> Array:
         """Return dy, which everything but y needs."""
@@ -197,96 +176,65 @@ class Inputs(NamedTuple):
             raise ValueError(msg)
         return self.dy
 
-    def g(self, index: int) -> Vector:
-        """Return ``gamma * dy`` of one row."""
-        return self.gamma.times(next(read_rows(self.cotangent()[[index]])))
+    def terms(self, name: str, sizes: bool = False) -> Iterator[Terms | None]:
+        """
+        Yield y, dx, or its part of dgamma, for each row; None where it is undefined.
 
-    def pairs(self) -> Iterator[tuple[Row | None, Vector]]:
-        """Yield each row with that of dy."""
-        for x, dy in zip(read_rows(self.x), read_rows(self.cotangent()), strict=True):
-            yield read_row(x, self.eps), dy
-
-    def blocks(self, name: str) -> Iterator[list[Interval] | None]:
-        """Enclose the elements of a quantity, block by block; None for one that is undefined."""
-        if name == "y":
-            for x in read_rows(self.x):
-                row = read_row(x, self.eps)
-                yield None if row is None else row.affine(self.gamma, self.beta).intervals()
-        elif name == "dx":
-            for row, dy in self.pairs():
-                yield None if row is None else row.dx(self.gamma.times(dy)).intervals()
-        elif name == "dgamma":
-            yield self._dgamma()
-        else:
-            yield self._dbeta()
-
-    def _dgamma(self) -> list[Interval] | None:
-        total = [_ZERO] * self.x.shape[1]
-        for row, dy in self.pairs():
+        Or, if `sizes`, S of the contract: the sum of the magnitudes that each is made of.
+        """
+        cotangents = itertools.repeat(None) if name == "y" else read_rows(self.cotangent())
+        for x, dy in zip(read_rows(self.x), cotangents, strict=False):
+            row = read_row(x, self.eps)
             if row is None:
+                yield None
+                continue
+            affine, dx = (row.affine_size, row.dx_size) if sizes else (row.affine, row.dx)
+            if dy is None:
+                yield affine(self.gamma, self.beta)
+            else:
+                yield affine(dy) if name == "dgamma" else dx(self.gamma.times(dy))
+
+    def blocks(self, name: str, sizes: bool = False) -> Iterator[list[Interval] | None]:
+        """Enclose what `terms` yields, block by block; None for one that is undefined."""
+        if name == "dbeta":
+            dy = self.cotangent()
+            columns = read_rows(np.abs(dy).T if sizes else dy.T)
+            yield [Interval(sum(integers), 0, exponent) for integers, exponent in columns]
+        elif name == "dgamma":
+            yield self._dgamma(sizes)
+        else:
+            for terms in self.terms(name, sizes):
+                yield None if terms is None else terms.intervals()
+
+    def _dgamma(self, sizes: bool) -> list[Interval] | None:
+        total = [Interval(0, 0, 0)] * self.x.shape[1]
+        for terms in self.terms("dgamma", sizes):
+            if terms is None:
                 return None
-            terms = row.affine(dy).intervals()
-            total = [one.plus(other) for one, other in zip(total, terms, strict=True)]
+            total = [one.plus(other) for one, other in zip(total, terms.intervals(), strict=True)]
         return total
 
-    def _dbeta(self) -> list[Interval]:
-        columns = read_rows(self.cotangent().T)
-        return [Interval(sum(integers), 0, exponent) for integers, exponent in columns]
+    def exactly(self, name: str, index: int) -> Exactly:
+        """Return the function that gives elements of a block, by their columns, exactly."""
+        return lambda columns: self.block(name, index).surds(name, columns) if columns else []
 
-    def exactly(self, name: str, block: int) -> Exactly:
-        """Return the function that gives elements of a block exactly."""
-        return lambda columns: self.surds(name, block, columns) if columns else []
-
-    def surds(self, name: str, block: int, columns: list[int]) -> list[Surd]:
-        """Return elements of a defined block exactly."""
+    def surds(self, name: str, columns: list[int]) -> list[Surd]:
+        """Return elements, by their columns, of the one block that is made of these inputs."""
         n = self.x.shape[1]
         if name == "dbeta":
-            sums = self._dbeta()
-            return [Surd(sums[i].low * power(sums[i].exponent), n, {}) for i in columns]
-        if name == "dgamma":
-            return self._dgamma_surds(columns)
-        row = _defined(self.row(block))
-        terms = row.affine(self.gamma, self.beta) if name == "y" else row.dx(self.g(block))
-        return terms.surds(columns)
-
-    def _dgamma_surds(self, columns: list[int]) -> list[Surd]:
-        """Return elements of dgamma; rows with the same square root share a term."""
+            dy = read_rows(self.cotangent().T[columns])
+            return [Surd(sum(integers) * power(exponent), n, {}) for integers, exponent in dy]
+        rationals = [Fraction(0)] * len(columns)
+        # Rows with the same square root share a term.
         sums: list[dict[int, Fraction]] = [{} for _ in columns]
-        for row, dy in self.pairs():
-            for found, term in zip(sums, _defined(row).affine(dy).surds(columns), strict=True):
-                for radicand, coefficient in term.terms.items():
-                    found[radicand] = found.get(radicand, 0) + coefficient
-        n = self.x.shape[1]
-        return [Surd(Fraction(0), n, {r: c for r, c in s.items() if c}) for s in sums]
-
-    def magnitudes(self, name: str, block: int, columns: list[int]) -> list[Interval]:
-        """
-        Return S of the contract for elements of a defined block, to a relative 2**-200 or so.
-
-        With m the mean of |xhat| over the row, S is ``|gamma| (|xhat| + m) + |beta|`` for y,
-        ``rstd (|g| + mean|g| + (|xhat| + m) mean|(g - mean g) xhat|)`` for dx, and the sums over
-        rows of ``|dy| (|xhat| + m)`` and ``|dy|`` for dgamma and dbeta.
-        """
-        if name == "dbeta":
-            rows = read_rows(np.abs(self.cotangent()).T[columns])
-            return [Interval(sum(integers), 0, exponent) for integers, exponent in rows]
-        if name == "dgamma":
-            sums = [_ZERO] * len(columns)
-            for row, dy in self.pairs():
-                parts = _defined(row).xhat_magnitudes(dy, columns)
-                sums = [one.plus(other) for one, other in zip(sums, parts, strict=True)]
-            return sums
-        row = _defined(self.row(block))
-        if name == "dx":
-            return row.dx_magnitudes(self.g(block), columns)
-        parts = row.xhat_magnitudes(self.gamma, columns)
-        beta = Vector(list(map(abs, self.beta.integers)), self.beta.exponent)
-        return [one.plus(beta.at(i)) for i, one in zip(columns, parts, strict=True)]
-
-
-def _defined(row: Row | None) -> Row:
-    """Return a row that the caller knows to be defined."""
-    if row is None:
-        msg = "var + eps must be positive, got a row where it is 0"
-        raise ValueError(msg)
-    return row
+        for terms in self.terms(name):
+            if terms is None:
+                msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
+                raise ValueError(msg)
+            for place, (offset, radicand, coefficient) in enumerate(terms.exactly(columns)):
+                rationals[place] += offset
+                sums[place][radicand] = sums[place].get(radicand, 0) + coefficient
+        return [
+            Surd(rational, n, {radicand: c for radicand, c in found.items() if c})
+            for rational, found in zip(rationals, sums, strict=True)
+        ]
