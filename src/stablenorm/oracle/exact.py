@@ -16,11 +16,11 @@ from stablenorm.oracle.rounding import (
     format_of,
     judge_block,
     judge_undefined,
-    quotient,
+    power,
     read_rows,
     round_block,
 )
-from stablenorm.oracle.rows import Inputs, mean_var
+from stablenorm.oracle.rows import Inputs
 
 # ---- the contract ----
 
@@ -84,10 +84,13 @@ def _hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractR
     for block in np.unique(finite // n).tolist():
         sizes = next(inputs.block(name, block).blocks(name, sizes=True)) or []
         for i in finite[finite // n == block]:
-            size = sizes[i % n]
             mantissa, exponent = float(judged.mantissa[i]), int(judged.exponent[i])
             over = mantissa - math.ldexp(limit, int(judged.ulp[i]) - exponent)
-            excess[i] = quotient(over, exponent, size.low, size.exponent + second)
+            low, _, unit = sizes[i % n]
+            try:
+                excess[i] = Fraction(over) * power(exponent - unit - second) / low
+            except (OverflowError, ZeroDivisionError):
+                excess[i] = math.inf
     worst = float(excess.max())
     where = np.argmax(errors if worst <= 1 else excess)
     return ContractResult(
@@ -111,13 +114,6 @@ class ExactLayerNorm:
     Nothing is computed before it is asked for, and only what is asked for: y needs no dx. Arrays
     handed in have the shape of the exact quantity: y, dx that of x, dgamma, dbeta ``(n,)``.
 
-    Parameters
-    ----------
-    shape : tuple of int
-        The shape of x.
-    inputs : Inputs
-        Checked inputs, in float64.
-
     Attributes
     ----------
     shape : tuple of int
@@ -134,29 +130,20 @@ class ExactLayerNorm:
 
     def mean(self, row: int) -> Fraction:
         """Return the exact mean of one row of the matrix view."""
-        return mean_var(next(read_rows(self._inputs.x[[row]])))[0]
+        integers, exponent = next(read_rows(self._inputs.x[[row]]))
+        return Fraction(sum(integers), self.n) * power(exponent)
 
     def var(self, row: int) -> Fraction:
         """Return the exact biased variance of one row of the matrix view, without eps."""
-        return mean_var(next(read_rows(self._inputs.x[[row]])))[1]
+        mean, elements = self.mean(row), self._inputs.x[row].tolist()
+        return sum(((Fraction(x) - mean) ** 2 for x in elements), Fraction(0)) / self.n
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
-        Return one element to any precision.
+        Return one element to a relative ``2**-bits``, and as it is if it is rational.
 
-        Parameters
-        ----------
-        name : {"y", "dx", "dgamma", "dbeta"}
-            The quantity.
-        index : tuple of int
-            The element: one index for each axis.
-        bits : int, default: 256
-            The relative error is at most ``2**-bits``; none if the element is rational.
-
-        Returns
-        -------
-        Fraction
-            The element; ValueError if it is undefined: its row has no variance, and eps is 0.
+        `name` is that of the quantity, `index` has one index for each axis. ValueError if the
+        element is undefined: its row has no variance, and eps is 0.
         """
         place = int(np.ravel_multi_index(index, self._shape_of(name)))
         block, column = divmod(place, self.n)
@@ -164,21 +151,11 @@ class ExactLayerNorm:
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
-        Return the correctly rounded exact values.
+        Return the exact values of a quantity, rounded once to one of the four dtypes.
 
-        Parameters
-        ----------
-        name : {"y", "dx", "dgamma", "dbeta"}
-            The quantity.
-        dtype : dtype
-            float16, bfloat16, float32 or float64.
-
-        Returns
-        -------
-        array
-            Rounded once, to nearest, ties to even; inf from halfway above the largest finite number
-            on. An exact zero is +0; a nonzero value that rounds to zero keeps its sign. NaN where
-            a row has no variance and eps is 0.
+        To nearest, ties to even; inf from halfway above the largest finite number on. An exact zero
+        is +0; a nonzero value that rounds to zero keeps its sign. NaN where a row has no variance
+        and eps is 0.
         """
         fmt = format_of(dtype, "dtype")
         out = np.full(self._shape_of(name), math.nan)
@@ -234,11 +211,6 @@ class ExactLayerNorm:
         ----------
         y, dx, dgamma, dbeta : array, optional
             What an implementation returned; the dtype of each chooses its limit.
-
-        Returns
-        -------
-        dict of str to ContractResult
-            The verdict on each array given.
 
         Notes
         -----

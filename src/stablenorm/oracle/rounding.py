@@ -1,8 +1,8 @@
 """
-The four binary formats, the way between arrays of floats and integers, and roundings of intervals.
+The four binary formats, the way between arrays of floats and integers, and verdicts on intervals.
 
-A format is recognised by the name of the dtype, so that bfloat16 needs no import here. Elements that
-an interval does not decide are counted and handed to exact `Surd` arithmetic.
+A format is recognised by the name of the dtype, so that bfloat16 needs no import here. A verdict that
+an interval leaves open is None; the element is then known exactly, as a `Surd`, and enclosed anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from stablenorm.oracle.surds import Surd
 
+T = TypeVar("T")
 Array = npt.NDArray[Any]
 # Some elements of a block by their columns, exactly.
 Exactly = Callable[[list[int]], "list[Surd]"]
@@ -143,69 +145,46 @@ def to_parts(integer: int, exponent: int) -> tuple[float, int]:
     return float(integer >> excess), exponent + excess
 
 
-def quotient(mantissa: float, exponent: int, divisor: int, unit: int) -> float:
-    """Return ``mantissa * 2**exponent / (divisor * 2**unit)``; 0 / 0 is 0."""
-    if mantissa == 0 or divisor == 0:
-        return 0.0 if mantissa == 0 else math.inf
-    lower, place = to_parts(divisor, unit)
-    try:
-        return math.ldexp(mantissa / lower, exponent - place)
-    except OverflowError:
-        return math.inf
+# ---- verdicts ----
 
 
-# ---- rounding ----
+def decide(
+    block: Sequence[Interval], verdict: Callable[[int, Interval], T | None], exactly: Exactly
+) -> list[T]:
+    """Return the verdict on each element of a block, given its place and an enclosure."""
+    found = [verdict(i, interval) for i, interval in enumerate(block)]
+    left_open = [i for i, each in enumerate(found) if each is None]
+    for i, number in zip(left_open, exactly(left_open), strict=True):
+        found[i] = number.decide(partial(verdict, i))
+    return [each for each in found if each is not None]
 
 
-def top_exponent(value: Fraction, fmt: Format) -> int:
-    """Return the integer with ``2**(top-1) <= |value| < 2**top``; for 0 below all of `fmt`."""
-    if value == 0:
-        return fmt.finest
-    top = value.numerator.bit_length() - value.denominator.bit_length() + 1
-    return top if abs(value) >= power(top - 1) else top - 1
-
-
-def finish(steps: int, exponent: int, fmt: Format, *, negative: bool) -> float:
-    """Return ``steps * 2**exponent``, on the grid of `fmt`, as a float; inf above its range."""
+def nearest(interval: Interval, fmt: Format) -> float | None:
+    """Round to `fmt`, ties to even; None where the interval leaves that open."""
+    low, width, exponent = interval
+    ulp = fmt.ulp_exponent(low.bit_length() + exponent)
+    shift = ulp - exponent
+    if shift <= 0:
+        steps, rest, half = low << -shift, 0, 1
+    else:
+        steps = low >> shift
+        rest, half = low - (steps << shift), 1 << shift - 1
+    # Open: a width that reaches a midpoint, or zero with its sign. Another binade is none of these:
+    # on either grid the nearest is the power of two between them.
+    sign_open = low < 0 <= low + width
+    if width and (sign_open or shift <= 0 or width >= half or rest <= half <= rest + width):
+        return None
+    steps += rest > half or (rest == half and steps & 1)
     if steps == 0:
-        return -0.0 if negative else 0.0
-    if abs(steps) >> fmt.precision and exponent >= fmt.coarsest:
-        return -math.inf if negative else math.inf
-    return math.ldexp(steps, exponent)
-
-
-def round_ratio(value: Fraction, fmt: Format) -> float:
-    """Round a rational to `fmt`, ties to even; the result is exact as a Python float."""
-    exponent = fmt.ulp_exponent(top_exponent(value, fmt))
-    return finish(round(value / power(exponent)), exponent, fmt, negative=value < 0)
+        return -0.0 if low < 0 else 0.0
+    if abs(steps) >> fmt.precision and ulp >= fmt.coarsest:
+        return -math.inf if steps < 0 else math.inf
+    return math.ldexp(steps, ulp)
 
 
 def round_block(block: Sequence[Interval], fmt: Format, exactly: Exactly) -> list[float]:
     """Round each element of a block to `fmt`, ties to even."""
-    rounded = [0.0] * len(block)
-    left_open = []
-    for i, (low, width, exponent) in enumerate(block):
-        ulp = fmt.ulp_exponent(low.bit_length() + exponent)
-        shift = ulp - exponent
-        if shift <= 0:
-            steps, rest, half = low << -shift, 0, 1
-        else:
-            steps = low >> shift
-            rest, half = low - (steps << shift), 1 << shift - 1
-        # Left open: a width that reaches a midpoint, or zero with its sign. Another binade is none
-        # of these: on either grid the nearest is the power of two between them.
-        sign_open = low < 0 <= low + width
-        if width and (sign_open or shift <= 0 or width >= half or rest <= half <= rest + width):
-            left_open.append(i)
-            continue
-        steps += rest > half or (rest == half and steps & 1)
-        rounded[i] = finish(steps, ulp, fmt, negative=low < 0)
-    for i, number in zip(left_open, exactly(left_open), strict=True):
-        rounded[i] = number.nearest(fmt)
-    return rounded
-
-
-# ---- errors ----
+    return decide(block, lambda _, interval: nearest(interval, fmt), exactly)
 
 
 class Judged(NamedTuple):
@@ -226,48 +205,35 @@ class Judged(NamedTuple):
             return np.ldexp(self.mantissa, self.exponent - self.ulp)
 
 
+def judge(value: float, interval: Interval, fmt: Format) -> tuple[float, int, bool, int] | None:
+    """Judge a number of `fmt` as `Judged` says; None where the interval leaves that open."""
+    if math.isnan(value):
+        return math.inf, 0, True, 0
+    rounded = nearest(interval, fmt)
+    if rounded is None:
+        return None
+    if math.isinf(value):
+        # Right where the exact value rounds to it.
+        return 0.5 if rounded == value else math.inf, fmt.coarsest, rounded != value, fmt.coarsest
+    low, width, unit = interval
+    top = low.bit_length()
+    fraction, exponent = math.frexp(value)
+    exponent -= 53
+    finer = max(unit - exponent, 0)
+    error = abs((int(math.ldexp(fraction, 53)) << max(exponent - unit, 0)) - (low << finer))
+    # Open: another binade, or an error that the width blurs.
+    if width and ((low + width).bit_length() != top or error <= width << ERROR_BITS + finer):
+        return None
+    # Zero lies in no binade: its ulp is the smallest subnormal.
+    ulp = fmt.ulp_exponent(top + unit) if low else fmt.finest
+    return *to_parts(error, unit - finer), rounded != value, ulp
+
+
 def judge_block(block: Sequence[Interval], actual: Array, fmt: Format, exactly: Exactly) -> Judged:
     """Judge float64 `actual`, which holds numbers of `fmt`, against a block."""
-    size, missing = len(block), np.isnan(actual)
-    judged = Judged(np.zeros(size), *(np.zeros(size, kind) for kind in (np.int64, bool, np.int64)))
-    # Left open: another binade or sign, or an error that the width blurs.
-    blurred = np.isinf(actual)
-    mantissas, exponents = split(np.where(np.isfinite(actual), actual, 0.0))
-    columns = zip(block, mantissas.tolist(), exponents.tolist(), strict=True)
-    for i, ((low, width, unit), mantissa, exponent) in enumerate(columns):
-        top = low.bit_length()
-        # Zero lies in no binade: its ulp is the smallest subnormal.
-        judged.ulp[i] = fmt.ulp_exponent(top + unit) if low else fmt.finest
-        finer = max(unit - exponent, 0)
-        error = abs((mantissa << max(exponent - unit, 0)) - (low << finer))
-        judged.mantissa[i], judged.exponent[i] = to_parts(error, unit - finer)
-        blurred[i] |= width > 0 and (
-            (low + width).bit_length() != top
-            or low < 0 <= low + width
-            or error <= width << ERROR_BITS + finer
-        )
-    ratio = judged.in_ulp()
-    judged.misrounded[:] = ratio > 0.5
-    # A ratio is known to a relative 2**-52: one this near to a half may be a tie.
-    left_open = np.flatnonzero((blurred | (np.abs(ratio - 0.5) < 1e-12)) & ~missing).tolist()
-    for i, number in zip(left_open, exactly(left_open), strict=True):
-        _settle(judged, i, number, float(actual[i]), fmt)
-    # NaN equals nothing.
-    judged.mantissa[missing] = math.inf
-    judged.misrounded[missing] = True
-    return judged
-
-
-def _settle(judged: Judged, i: int, number: Surd, value: float, fmt: Format) -> None:
-    """Judge one element anew by exact arithmetic."""
-    if math.isfinite(value):
-        error, misrounded, ulp = number.judge(Fraction(value), fmt)
-    else:
-        # An infinity is right where the exact value rounds to it.
-        misrounded = number.nearest(fmt) != value
-        error, ulp = (math.inf if misrounded else 0.5, fmt.coarsest), fmt.coarsest
-    judged.mantissa[i], judged.exponent[i] = error
-    judged.misrounded[i], judged.ulp[i] = misrounded, ulp
+    values = actual.tolist()
+    found = decide(block, lambda i, interval: judge(values[i], interval, fmt), exactly)
+    return Judged(*map(np.array, zip(*found, strict=True)))
 
 
 def judge_undefined(actual: Array) -> Judged:

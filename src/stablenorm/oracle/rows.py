@@ -142,14 +142,6 @@ def read_row(vector: Vector, eps: Fraction) -> Row | None:
     return Row(centered, scale, (squares << 2 * (scale - half)) + offset, half)
 
 
-def mean_var(vector: Vector) -> tuple[Fraction, Fraction]:
-    """Return mean and variance."""
-    integers, scale = vector
-    n, total = len(integers), sum(integers)
-    squares = sum((n * v - total) ** 2 for v in integers)
-    return Fraction(total, n) * power(scale), Fraction(squares, n**3) * power(2 * scale)
-
-
 # ---- all rows, block by block: a block of y or dx is a row; dgamma and dbeta are one each ----
 
 

@@ -12,18 +12,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TypeVar
 
-from stablenorm.oracle.rounding import (
-    ERROR_BITS,
-    Format,
-    power,
-    round_ratio,
-    to_parts,
-    top_exponent,
-)
-
-T = TypeVar("T")
+from stablenorm.oracle.rounding import Interval, T, power
 
 # A first try that nearly always decides; it doubles until it does.
 FIRST_BITS = 512
@@ -37,8 +27,8 @@ class Surd:
     n: int
     terms: dict[int, Fraction]
 
-    def bounds(self, bits: int) -> tuple[Fraction, Fraction]:
-        """Enclose the number; each square root is known to about `bits` bits."""
+    def enclose(self, bits: int) -> Interval:
+        """Enclose the number, each square root to about `bits` bits; exactly if it is dyadic."""
         low = high = self.rational
         for radicand, coefficient in self.terms.items():
             shift = bits + (radicand.bit_length() + 1) // 2
@@ -46,7 +36,12 @@ class Surd:
             ends = [coefficient * Fraction(root + k, 1 << shift) for k in (0, 1)]
             low += min(ends)
             high += max(ends)
-        return low, high
+        size, places = max(abs(low), abs(high)), low.denominator.bit_length() - 1
+        if low == high and low.denominator == 1 << places:
+            return Interval(low.numerator, 0, -places)
+        unit = size.numerator.bit_length() - size.denominator.bit_length() - bits
+        first = math.floor(low / power(unit))
+        return Interval(first, math.ceil(high / power(unit)) - first, unit)
 
     def settled(self) -> "Surd":
         """Merge the terms that differ by a rational factor, and those that are rational."""
@@ -68,58 +63,29 @@ class Surd:
                 merged[radicand] = coefficient
         return Surd(rational, self.n, {r: c for r, c in merged.items() if c})
 
-    def decide(self, verdict: Callable[[Fraction, Fraction], T | None]) -> T:
+    def decide(self, verdict: Callable[[Interval], T | None]) -> T:
         """Raise the precision until `verdict` of the enclosure is not None."""
-        bits = FIRST_BITS
-        found = verdict(*self.bounds(bits))
+        found = verdict(self.enclose(FIRST_BITS))
         if found is not None:
             return found
-        number = self.settled()
-        while found is None:
-            found = verdict(*number.bounds(bits))
+        number, bits = self.settled(), FIRST_BITS
+        while (found := verdict(number.enclose(bits))) is None:
             bits *= 2
         return found
-
-    def nearest(self, fmt: Format) -> float:
-        """Return the correctly rounded number."""
-        return self.decide(lambda low, high: _agreed(low, high, fmt))
-
-    def judge(self, actual: Fraction, fmt: Format) -> tuple[tuple[float, int], bool, int]:
-        """Return the error of `actual` in two parts, whether misrounded, the exponent of the ulp."""
-
-        def verdict(low: Fraction, high: Fraction) -> tuple[tuple[float, int], bool, int] | None:
-            ulp = fmt.ulp_exponent(top_exponent(low, fmt))
-            rounded = _agreed(low, high, fmt)
-            error = abs(actual - low)
-            settled = (high - low) * power(ERROR_BITS) <= error
-            if rounded is None or ulp != fmt.ulp_exponent(top_exponent(high, fmt)) or not settled:
-                return None
-            misrounded = math.isinf(rounded) or Fraction(rounded) != actual
-            # 64 bits or more of the quotient, more than its float will hold.
-            shift = 64 + error.denominator.bit_length() - error.numerator.bit_length()
-            return to_parts(int(error * power(shift)), -shift), misrounded, ulp
-
-        return self.decide(verdict)
 
     def value_to(self, bits: int) -> Fraction:
         """Return a rational within a relative ``2**-bits``, and the number itself if rational."""
 
-        def verdict(low: Fraction, high: Fraction) -> Fraction | None:
-            close = (high - low) * power(bits) <= min(abs(low), abs(high)) and low * high >= 0
-            return low if close else None
+        def verdict(interval: Interval) -> Fraction | None:
+            low, width, exponent = interval
+            close = width << bits <= min(abs(low), abs(low + width)) and low * (low + width) >= 0
+            return low * power(exponent) if close else None
 
-        # Settled at once, so that a rational comes out as itself.
-        return self.settled().decide(verdict)
+        number = self.settled()
+        return number.decide(verdict) if number.terms else number.rational
 
 
 def _exact_root(integer: int) -> int | None:
     """Return the square root of `integer` if it is a perfect square."""
     root = math.isqrt(integer)
     return root if root * root == integer else None
-
-
-def _agreed(low: Fraction, high: Fraction, fmt: Format) -> float | None:
-    """Round both ends; None if they differ, be it in the sign of a zero."""
-    first, second = round_ratio(low, fmt), round_ratio(high, fmt)
-    same = first == second and math.copysign(1.0, first) == math.copysign(1.0, second)
-    return first if same else None
