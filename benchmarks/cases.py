@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import resource
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -16,11 +15,10 @@ from stablenorm.backends import choose
 from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
 from stablenorm.cli.parts import DTYPES
 from stablenorm.formats import parse
-from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 
-# Ours: as called, with recycling of large results off, with results written into arrays given.
-OURS, OURS_OFF, OURS_OUT, CALL = "stablenorm", "recycling off", "out=", "layer_norm"
+# Ours: as called, and with results written into arrays given.
+OURS, OURS_OUT, CALL = "stablenorm", "out=", "layer_norm"
 COPY, TORCH_CALL = "copy", "PyTorch F.layer_norm"
 # Up to 8 MiB, x, y, dy and dx fit into the last-level cache of 32 MiB, and malloc keeps pages that
 # are freed: it returns blocks beyond 32 MiB to the system at once, and never smaller ones once some
@@ -77,8 +75,6 @@ class Record(NamedTuple):
     low: float
     high: float
     copy: float
-    # Page faults of a call; -1 where they were not counted.
-    faults: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -171,25 +167,10 @@ def _ours(problem: Problem, case: Case) -> dict[str, dict[str, Callable[[], Any]
         x, gamma, beta, *_ = problem
         ways["forward"][CALL] = lambda: layer_norm(x, gamma, beta)
     if case.suite == "shapes" and case.dtype == "float32":
-        for direction, calls in made.items():
-            ways[direction][OURS_OFF] = _without_recycling(calls["fresh"])
         for backend in set(usable_backends()) - {default}:
             for direction, calls in make_candidates(problem, backend).items():
                 ways[direction][f"backend {backend}"] = calls["fresh"]
     return ways
-
-
-def _without_recycling(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the call with recycling of large results switched off meanwhile: 1 us more."""
-    limit = get_idle_limit()
-
-    def without() -> Any:
-        set_idle_limit(0)
-        result = call()
-        set_idle_limit(limit)
-        return result
-
-    return without
 
 
 def _measure(
@@ -199,22 +180,11 @@ def _measure(
     effort: Effort,
     machine: float,
 ) -> list[Record]:
-    records = []
-    for name, timing in measure_interleaved(candidates, **effort._asdict()).items():
-        counted = case.suite in ("shapes", "kept") and case.dtype == "float32"
-        faults = count_faults(candidates[name]) if counted else -1
-        seconds = timing.median, timing.low, timing.high
-        records.append(Record(*case, direction, name, *seconds, 0.0, faults))
+    timings = measure_interleaved(candidates, **effort._asdict())
+    records = [
+        Record(*case, direction, name, timing.median, timing.low, timing.high, 0.0)
+        for name, timing in timings.items()
+    ]
     # Beside a copy of the same arrays in the same rounds, where there is one; the machine's else.
     copy = next((r.speed for r in records if r.candidate == COPY), machine)
     return [record._replace(copy=copy) for record in records]
-
-
-def count_faults(call: Callable[[], Any]) -> int:
-    """Return the page faults of a call, the fewest of three."""
-    counts = []
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        call()
-        counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return min(counts[1:])

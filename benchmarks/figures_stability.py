@@ -60,11 +60,10 @@ def exact_dx(x: Array, g: Array) -> Array:
     return dx_of(x.astype(np.float64), g.astype(np.float64))
 
 
-def error(actual: Array, expected: Array, size: float | None = None) -> float:
-    """Return max|error| over max|expected|, or over `size`; NaN counts as nothing left."""
+def error(actual: Array, expected: Array) -> float:
+    """Return max|error| over max|expected|; NaN counts as nothing left."""
     worst = float(np.abs(actual.astype(np.float64) - expected).max())
-    scale = float(np.abs(expected).max()) if size is None else size
-    return worst / scale if math.isfinite(worst) else NOTHING
+    return worst / float(np.abs(expected).max()) if math.isfinite(worst) else NOTHING
 
 
 def errors(
@@ -166,37 +165,6 @@ def draw_constant() -> Any:
     )  # fmt: skip
 
 
-def draw_outlier() -> Any:
-    """Error of dx over the size of one outlier: of its own element, and of the row."""
-    powers = np.arange(2, 31)
-    g = normal(2, seed=1).astype(np.float32)
-    found: dict[tuple[str, str], list[float]] = {}
-    for power in powers:
-        x = normal(2)
-        x[:, 5] = 2.0**power
-        x = x.astype(np.float32)
-        dx = exact_dx(x, g)
-        mean, var = two_pass(x)
-        rstd = 1 / np.sqrt(var + np.float32(EPS))
-        size = float((rstd * np.abs(g).max()).max())
-        plain = plain_form(g, (x - mean) * rstd, rstd)
-        for who, actual in (("plain", plain), ("stablenorm", dx_of(x, g))):
-            found.setdefault((who, "its own dx"), []).append(error(actual[:, 5], dx[:, 5]))
-            found.setdefault((who, "the row"), []).append(error(actual, dx, size))
-    lines: list[Line] = [
-        (
-            f"{who}: {what}", values,
-            {"color": figures.RED if who == "plain" else figures.BLUE, "ls": ":" if what == "the row" else "-"},
-        )
-        for (who, what), values in found.items()
-    ]  # fmt: skip
-    return curves(
-        powers, lines, "semilogy",
-        xlabel="log2 of the outlier, among N(0, 1)", ylabel="relative error of dx",
-        ylim=(1e-9, 1e8), title=f"one element is the outlier, float32, n = {N}",
-    )  # fmt: skip
-
-
 def draw_cotangent() -> Any:
     """Error of dx over how nearly dy is constant, for three ways to write the same dx."""
     sizes = np.logspace(0, -6, 25)
@@ -273,25 +241,6 @@ def draw_spacing() -> Any:
     for axes, place in ((above, "upper left"), (below, "center right")):
         axes.legend(frameon=False, fontsize=figures.SMALL, loc=place)
         axes.grid(alpha=0.25)
-    return figure
-
-
-def draw_contained() -> Any:
-    """Which elements one NaN reaches: its row of y and dx, all columns of dgamma, none of dbeta."""
-    x = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
-    x[3, 5] = np.nan
-    y, cache = layer_norm_forward(x, *np.ones((2, 24), np.float32))
-    parts = {"x": x, "y": y, **layer_norm_backward(np.ones_like(x), cache)._asdict()}
-    figure = figures.make_figure(1.9)
-    every = figure.subplot_mosaic(
-        [["x", "y", "dx"], ["dgamma", "dbeta", "."]], height_ratios=[3, 1]
-    )
-    for name, array in parts.items():
-        axes, image = every[name], np.atleast_2d(array)
-        axes.imshow(~np.isfinite(image), cmap="Blues", vmin=0, vmax=1.4, aspect="equal")
-        axes.set(xticks=np.arange(-0.5, 24), yticks=np.arange(-0.5, len(image)), title=name)
-        axes.tick_params(length=0, labelbottom=False, labelleft=False)
-        axes.grid(color="0.8", lw=0.5)
     return figure
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def byte_words(nbytes: float) -> str:
 def write(path: Path, text: str, script: str) -> None:
     """Write a page that a script makes as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, stamped(text, script))
+    path.write_text(stamped(text, script), encoding="utf-8")
 
 
 def put(path: Path, parts: Mapping[str, str], script: str) -> None:
@@ -124,26 +125,16 @@ def put(path: Path, parts: Mapping[str, str], script: str) -> None:
             raise ValueError(msg)
         before, rest = page.split(begin)
         page = f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}"
-    _replace(path, stamped(page, script))
+    path.write_text(stamped(page, script), encoding="utf-8")
 
 
 def stamped(text: str, script: str) -> str:
     """Return the text with the stamp of the script as its last line, or in place of an older one."""
     name = f"<!-- written by benchmarks/{Path(script).name} "
-    lines = text.rstrip().splitlines()
-    rest = [line for line in lines if not line.startswith(name)]
-    while rest and not rest[-1]:
-        rest.pop()
+    rest = re.sub(rf"^{name}.*\n", "", text, flags=re.MULTILINE).rstrip()
     # Stamps of other scripts stay together.
-    gap = [] if rest and rest[-1].startswith("<!-- written by ") else [""]
-    return "\n".join([*rest, *gap, f"{name}{fingerprint(script)} -->"]) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write beside, then rename: an interrupted run leaves the old page."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    gap = "\n" if rest.rpartition("\n")[2].startswith("<!-- written by ") else "\n\n"
+    return f"{rest}{gap}{name}{fingerprint(script)} -->\n"
 
 
 def fingerprint(script: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from peers import load_all
 
-from stablenorm.check import GradientReport, check_gradients, check_layer_norm
+from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.types import Array
 
 NAMES = ("x", "gamma", "beta")
@@ -78,8 +78,7 @@ def _ours() -> list[Tool]:
 
     def plain(subject: Subject) -> str:
         forward, backward, args, seed = subject
-        report: GradientReport = check_gradients(forward, backward, args, names=NAMES, rng=seed)
-        return _WORDS[report.verdict]
+        return _WORDS[check_gradients(forward, backward, args, names=NAMES, rng=seed).verdict]
 
     made = f"stablenorm {version('stablenorm')}"
     none = "no tolerance to choose: differs by more than the estimated errors of both sides"
@@ -117,23 +116,16 @@ def _torch() -> list[Tool]:
         right = torch.autograd.gradcheck(wrap(subject), args, fast_mode=fast, raise_exception=False)
         return said(not right)
 
+    made = f"torch {torch.__version__}"
+    slow = "central, step 1e-6, full Jacobian; |a - n| > 1e-5 + 1e-3 |n|"
+    fast = (
+        "central, step 1e-6, one direction u and cotangent v, both positive and of norm 1; "
+        "|a - n| > 1e-5 sum(u) sum(v) + 1e-3 |n| (here without the slow mode that writes the "
+        "message of a failure)"
+    )
     return [
-        Tool(
-            "torch slow",
-            f"torch {torch.__version__}",
-            "central, step 1e-6, full Jacobian; |a - n| > 1e-5 + 1e-3 |n|",
-            False,
-            lambda subject: check(subject, fast=False),
-        ),
-        Tool(
-            "torch fast",
-            f"torch {torch.__version__}",
-            "central, step 1e-6, one direction u and cotangent v, both positive and of norm 1; "
-            "|a - n| > 1e-5 sum(u) sum(v) + 1e-3 |n| (here without the slow mode that writes "
-            "the message of a failure)",
-            True,
-            lambda subject: check(subject, fast=True),
-        ),
+        Tool("torch slow", made, slow, False, lambda subject: check(subject, fast=False)),
+        Tool("torch fast", made, fast, True, lambda subject: check(subject, fast=True)),
     ]
 
 
@@ -204,16 +196,11 @@ def _autograd() -> list[Tool]:
         check_grads = test_util.check_grads(layer_norm, (0, 1, 2), modes=["rev"], order=1)
         return _asserts(lambda: check_grads(*subject.args))
 
-    return [
-        Tool(
-            "HIPS",
-            f"autograd {version('autograd')}",
-            "central, step 1e-6, one N(0, 1) direction and cotangent; "
-            "|a - n| >= 1e-6 and |a - n| / |a + n| >= 1e-6",
-            True,
-            check,
-        )
-    ]
+    criterion = (
+        "central, step 1e-6, one N(0, 1) direction and cotangent; "
+        "|a - n| >= 1e-6 and |a - n| / |a + n| >= 1e-6"
+    )
+    return [Tool("HIPS", f"autograd {version('autograd')}", criterion, True, check)]
 
 
 def _asserts(check: Callable[[], Any]) -> str:

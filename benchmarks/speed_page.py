@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
-from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OFF, OURS_OUT, TORCH_CALL, Record
+from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OUT, TORCH_CALL, Record
 from gates import GATES, check_gates
 from page import byte_words, digits, origin_line, seconds, table, unit_of
 
@@ -17,6 +17,8 @@ from stablenorm.cli.bench import PASSES
 # What README compares with, and the shapes it has a row for.
 RIVALS = ("PyTorch", "plain NumPy")
 README_SHAPES = (*IN_CACHE[:1], *IN_CACHE[2:], BEYOND[1], BEYOND[3])
+# What is no peer.
+OWN = (OURS, OURS_OUT, COPY)
 # The candidates of one shape, dtype and direction, by name.
 At = dict[str, Record]
 
@@ -25,11 +27,17 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
     """Write the whole page; `run` says of the run what is not in its records."""
     shapes = [r for r in records if r.suite == "shapes"]
     wide = [r for r in shapes if r.dtype == "float32"]
+    missing = "".join(f" Not measured: {name} ({why})." for name, why in run["missing"].items())
+    used = "; ".join(f"{peer} {worst:.2g}" for peer, worst in run["agreement"].items())
+    refused = "; ".join(run["refused"])
+    agreement = f"Largest part of that tolerance used: {used}. " + (
+        f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
+    )
     return f"""# Performance
 
-{origin_line("make bench", run)}{_missing(run)}
+{origin_line("make bench", run)}{missing}
 
-{HOW.format(threads=run["threads"], agreement=_agreement(run))}
+{HOW.format(threads=run["threads"], agreement=agreement)}
 
 ## Targets
 
@@ -49,7 +57,7 @@ float32; ratios of medians within this run.
 
 ## float32, beyond
 
-{_beyond_text([r for r in wide if r.shape in BEYOND])}
+{BEYOND_TEXT}
 
 {_shape_tables([r for r in wide if r.shape in BEYOND])}
 
@@ -78,8 +86,8 @@ HOW = """How to read it:
   as long as theirs. "level": the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
-  more come from recycled memory ([Reusing memory](../how-to/workspace.md)). "recycling off": the same
-  with `set_idle_limit(0)`. "out=": results are written into arrays that exist.
+  more come from recycled memory ([Reusing memory](../how-to/workspace.md)). "out=": results are
+  written into arrays that exist.
 - "of copy": the bytes that must be read and written (forward x and y; backward dy, x and dx) per
   second, as a part of what a plain copy moves with as many threads. Where x is 256 MiB, the copy is
   of the same arrays in the same rounds; otherwise it is of 256 MiB. Arrays in cache may exceed 1.
@@ -97,6 +105,11 @@ same allocator."""
 
 IN_CACHE_TEXT = """x has at most 8 MiB: x, y, dy and dx fit into the 32 MiB of the last-level cache, and malloc keeps
 the pages that are freed, for everybody."""
+
+BEYOND_TEXT = """Most of the gap to PyTorch and NumPy here is memory management. malloc returns blocks beyond
+32 MiB to the system, and the system clears new pages in the next call. stablenorm recycles results,
+ONNX Runtime keeps an arena. The arithmetic alone is compared
+[below](#both-on-an-allocator-that-keeps-its-pages)."""
 
 
 def gate_table(records: Sequence[Record]) -> str:
@@ -152,23 +165,17 @@ def _shape_tables(records: Sequence[Record]) -> str:
     parts = []
     for way in PASSES:
         groups = _group(records, way)
-        others = dict.fromkeys(name for at in groups.values() for name in at if not _is_ours(name))
+        others = dict.fromkeys(name for at in groups.values() for name in at if name not in OWN)
         lines = []
         for (shape, _), at in groups.items():
             ours, out = at[OURS], at[OURS_OUT]
-            # Small results are not recycled: there is nothing to switch off.
-            off = seconds(at[OURS_OFF].seconds) if ours.nbytes >= 2**20 else "-"
-            times = _spread(ours), off, seconds(out.seconds), _of_copy(out)
+            times = _spread(ours), seconds(out.seconds), _of_copy(out)
             peers = [compared(at.get(name), ours) for name in others]
             lines.append([_words(shape), byte_words(ours.nbytes), *times, *peers])
         named = [o.partition(",")[0].replace("backend numpy", "NumPy backend") for o in others]
-        head = ("x", "size", "stablenorm", "recycling off", "out=", "of copy, out=", *named)
+        head = ("x", "size", "stablenorm", "out=", "of copy, out=", *named)
         parts += [f"{way.capitalize()}:", table(head, lines)]
     return "\n\n".join(parts)
-
-
-def _is_ours(name: str) -> bool:
-    return name in (OURS, OURS_OFF, OURS_OUT, COPY)
 
 
 def _types_table(records: Sequence[Record]) -> str:
@@ -189,24 +196,6 @@ def _types_table(records: Sequence[Record]) -> str:
         f"{way}, {what}" for way in PASSES for what in ("stablenorm", "of copy, out=", "PyTorch")
     ]
     return table(("dtype", "x", *head), lines)
-
-
-def _beyond_text(records: Sequence[Record]) -> str:
-    # One shape, to name the faults of.
-    at = _group(records, "forward").get((BEYOND[1], "float32"), {})
-    text = (
-        "Most of the gap to PyTorch and NumPy here is memory management. malloc returns blocks beyond "
-        "32 MiB to the system, and the system clears new pages in the next call"
-    )
-    if {OURS, OURS_OFF, "PyTorch"} <= set(at):
-        text += (
-            f" (page faults per forward of {_words(BEYOND[1])}: PyTorch {at['PyTorch'].faults}, ours "
-            f"{at[OURS].faults}, with recycling off {at[OURS_OFF].faults})"
-        )
-    return (
-        f"{text}. stablenorm recycles results, ONNX Runtime keeps an arena. The arithmetic alone is "
-        "compared [below](#both-on-an-allocator-that-keeps-its-pages)."
-    )
 
 
 def _kept(run: dict[str, Any], records: Sequence[Record]) -> str:
@@ -330,15 +319,3 @@ def readme_block(run: dict[str, Any], records: Sequence[Record]) -> str:
 
 def _words(shape: Iterable[int]) -> str:
     return f"({', '.join(map(str, shape))})"
-
-
-def _missing(run: dict[str, Any]) -> str:
-    missing = "; ".join(f"{name} ({why})" for name, why in run["missing"].items())
-    return f" Not measured, since they could not be imported: {missing}." if missing else ""
-
-
-def _agreement(run: dict[str, Any]) -> str:
-    used = "; ".join(f"{peer} {worst:.2g}" for peer, worst in run["agreement"].items())
-    refused = "; ".join(run["refused"])
-    last = f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
-    return f"Largest part of that tolerance used: {used}. {last}"

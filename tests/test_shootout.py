@@ -13,7 +13,11 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 @pytest.fixture
 def shootout(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("shootout")
+    module = importlib.import_module("shootout")
+    # The tests of check_layer_norm have the offsets; here they would take two minutes.
+    counts = {"float64, (4, 8)": {"0": {"PASS": 1}}}
+    monkeypatch.setattr(module, "measure_offsets", lambda _: counts)
+    yield module
     for name in ("shootout", "shootout_tools", "page", "peers"):
         sys.modules.pop(name, None)
 
