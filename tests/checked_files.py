@@ -7,6 +7,9 @@ def stats(x, eps):
     centered = x - x.mean(-1, keepdims=True)
     rstd = 1 / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps)
     return centered * rstd, rstd
+def norm(x, gamma, beta, eps):
+    xhat, rstd = stats(x, eps)
+    return gamma * xhat + beta, (xhat, rstd, gamma)
 def grads(dy, xhat, rstd, gamma):
     g = dy * gamma
     mean = g.mean(-1, keepdims=True)

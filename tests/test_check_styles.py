@@ -15,21 +15,18 @@ STYLES = {
     "dict cache, dict of gradients, prints": """
 def layer_norm_forward(x, gamma, beta, eps=1e-6):
     print("shape", x.shape)
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat + beta, {"xhat": xhat, "rstd": rstd, "gamma": gamma}
+    y, (xhat, rstd, _) = norm(x, gamma, beta, eps)
+    return y, {"xhat": xhat, "rstd": rstd, "gamma": gamma}
 def layer_norm_backward(dout, cache):
-    dx, dw, db = grads(dout, **cache) if 0 else grads(dout, cache["xhat"], cache["rstd"], cache["gamma"])
+    dx, dw, db = grads(dout, cache["xhat"], cache["rstd"], cache["gamma"])
     return {"dbias": db, "dx": dx, "dweight": dw}
 """,
     "CS231n: rows only, ln_param": """
 def layernorm_forward(x, gamma, beta, ln_param):
     N, D = x.shape
-    xhat, rstd = stats(x, ln_param.get("eps", 1e-5))
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(x, gamma, beta, ln_param.get("eps", 1e-5))
 def layernorm_backward(dout, cache):
-    xhat, rstd, gamma = cache
-    dx, dgamma, dbeta = grads(dout, xhat, rstd, gamma)
-    return dx, dgamma, dbeta
+    return grads(dout, *cache)
 """,
     "NamedTuples, in another order": """
 from typing import NamedTuple
@@ -42,8 +39,8 @@ class Grads(NamedTuple):
     grad_weight: object
     grad_input: object
 def layer_norm_forward(input, weight, bias, epsilon):
-    xhat, rstd = stats(input, epsilon)
-    return weight * xhat + bias, Cache(xhat, rstd, weight)
+    y, cache = norm(input, weight, bias, epsilon)
+    return y, Cache(*cache)
 def layer_norm_backward(grad_output, ctx):
     return Grads(*grads(grad_output, ctx.xhat, ctx.rstd, ctx.weight)[::-1])
 """,
@@ -57,9 +54,8 @@ class Gradients:
     dx: object
 def layer_norm_forward(x, gamma, beta, eps):
     saved = Saved()
-    saved.xhat, saved.rstd = stats(x, eps)
-    saved.gamma = gamma
-    return gamma * saved.xhat + beta, saved
+    y, (saved.xhat, saved.rstd, saved.gamma) = norm(x, gamma, beta, eps)
+    return y, saved
 def layer_norm_backward(saved, dy):
     dx, dgamma, dbeta = grads(dy, saved.xhat, saved.rstd, saved.gamma)
     return Gradients(dgamma, dbeta, dx)
@@ -72,8 +68,8 @@ def layer_norm_backward(gamma, x, dy, eps=1e-5):
 """,
     "statistics returned one by one": """
 def layer_norm_forward(x, scale, shift, eps=1e-5):
-    xhat, rstd = stats(x, eps)
-    return scale * xhat + shift, xhat, rstd
+    y, (xhat, rstd, _) = norm(x, scale, shift, eps)
+    return y, xhat, rstd
 def layer_norm_backward(dy, xhat, rstd, scale):
     return grads(dy, xhat, rstd, scale)
 """,
@@ -86,75 +82,65 @@ def layer_norm_backward(upstream, gamma, normalized, inverse):
     "backward(dy, *cache)": USUAL,
     "names from the cache": """
 def layer_norm_forward(x, gamma, beta, eps):
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat + beta, dict(xhat=xhat, rstd=rstd)
+    y, (xhat, rstd, _) = norm(x, gamma, beta, eps)
+    return y, dict(xhat=xhat, rstd=rstd)
 def layer_norm_backward(dy, rstd, xhat, gamma):
     return grads(dy, xhat, rstd, gamma)
 """,
     "eps fixed inside": """
 def layer_norm_forward(x, gamma, beta):
-    xhat, rstd = stats(x, 1e-3)
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(x, gamma, beta, 1e-3)
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)
 """,
     "keyword-only eps, dx last": """
 def layer_norm_forward(x, gamma, beta, *, axis=-1, eps):
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(x, gamma, beta, eps)
 def layer_norm_backward(dy, cache):
     dx, dgamma, dbeta = grads(dy, *cache)
     return dgamma, dbeta, dx
 """,
     "an axis in the middle": """
 def layer_norm_forward(x, axis=-1, weight=None, bias=None, eps=1e-5):
-    xhat, rstd = stats(x, eps)
-    return weight * xhat + bias, (xhat, rstd, weight)
+    return norm(x, weight, bias, eps)
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)
 """,
     "float32 inside": """
 def layer_norm_forward(x, gamma, beta, eps=1e-5):
-    x, gamma, beta = (a.astype(np.float32) for a in (x, gamma, beta))
-    xhat, rstd = stats(x, np.float32(eps))
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(*(a.astype(np.float32) for a in (x, gamma, beta)), np.float32(eps))
 def layer_norm_backward(dy, cache):
     return grads(dy.astype(np.float32), *cache)
 """,
     "three axes only": """
 def layer_norm_forward(x, gamma, beta, eps):
     B, T, D = x.shape
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(x, gamma, beta, eps)
 def layer_norm_backward(dy, cache):
     assert dy.ndim == 3
     return grads(dy, *cache)
 """,
     "a dict of parameters": """
 def layer_norm_forward(x, params):
-    xhat, rstd = stats(x, params["eps"])
-    return params["weight"] * xhat + params["bias"], (xhat, rstd, params)
+    return norm(x, params["weight"], params["bias"], params["eps"])
 def layer_norm_backward(dy, cache):
-    xhat, rstd, params = cache
-    return grads(dy, xhat, rstd, params["weight"])
+    return grads(dy, *cache)
 """,
     "no beta": """
 def layer_norm_forward(x, gamma, eps):
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat, (xhat, rstd, gamma)
+    return norm(x, gamma, 0, eps)
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)[:2]
 """,
     "no parameters": """
 def layer_norm_forward(x, eps):
-    return stats(x, eps)[0], stats(x, eps)
+    return norm(x, 1.0, 0, eps)
 def layer_norm_backward(dy, cache):
-    return grads(dy, *cache, 1.0)[0]
+    return grads(dy, *cache)[0]
 """,
     "names that say nothing": """
 def layer_norm_forward(p1, p2, p3, p4):
-    xhat, rstd = stats(p1, p4)
-    return p2 * xhat + p3, (xhat, rstd, p2)
+    return norm(p1, p2, p3, p4)
 def layer_norm_backward(p1, p2):
     return grads(p1, *p2)
 """,
@@ -168,8 +154,7 @@ sys.stdout.reconfigure(encoding="utf-8")
 sys.stdout.write("imported as " + __name__ + " with " + repr(len(sys.argv)) + " argument")
 def layer_norm_forward(x, gamma, beta, eps):
     warnings.warn("slow")
-    xhat, rstd = stats(x, eps)
-    return gamma * xhat + beta, (xhat, rstd, gamma)
+    return norm(x, gamma, beta, eps)
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)
 if __name__ == "__main__":

@@ -119,8 +119,10 @@ def page(facts: Facts) -> str:
     environment.filters["prose"] = _prose
     bundled = facts.source.startswith("bundled data")
     pictures = [
-        as_svg(p.draw, p.height, p.label, stacked=p.stacked) if p else {}
-        for p in (section.picture for section in facts.sections)
+        as_svg(one.picture.draw, one.picture.height, one.heading, stacked=one.picture.stacked)
+        if one.picture
+        else {}
+        for one in facts.sections
     ]
     text = environment.from_string(_read("page.html")).render(
         facts=facts,

@@ -30,7 +30,6 @@ class Picture(NamedTuple):
     draw: Callable[[Any, int], None]
     height: int
     stacked: int
-    label: str
     caption: str
 
 
@@ -106,7 +105,7 @@ def data_section(problem: Problem, diagnosis: Diagnosis) -> Section:
     group = "one row" if every == 1 else f"{every} rows"
     picture = Picture(
         partial(figures.draw_rows, low=low, high=high, mean=mean, std=std),
-        *(250, 1, f"Range, mean and standard deviation of {len(x)} rows"),
+        *(250, 1),
         f"Each line is {group}, from the least to the largest element; the bar is the mean ± one "
         "standard deviation (the medians of a group). The scale is logarithmic away from zero.",
     )
@@ -155,10 +154,9 @@ def accuracy_section(findings: Findings) -> Section:
             " File's own values: their largest difference from a float64 run, over the largest "
             "value."
         )
-    worsts = (f"{k}: {_worst(o)}, plain {number(worst(o.plain_error))}" for k, o in outputs.items())
     picture = Picture(
         partial(figures.draw_errors, outputs=outputs),
-        *(230 * -(-len(outputs) // 2), 2, f"Elements by error in ulp; worst: {'; '.join(worsts)}"),
+        *(230 * -(-len(outputs) // 2), 2),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
         "right edge, elements are NaN or infinite and should not be.",
     )
@@ -190,11 +188,10 @@ def verdict(passed: bool) -> str:
 
 def losses_section(found: Diagnosis) -> Section:
     """Tell how many bits common methods lose, and on which rows."""
-    lost = {found.methods[name]: counts for name, counts in found.summary.lost.items()}
-    most = (f"{title} up to {np.flatnonzero(c).max(initial=0)}" for title, c in lost.items())
+    lost = found.summary.lost
     picture = Picture(
         partial(figures.draw_losses, found=found),
-        *(46 * len(lost) + 46, 1, f"Bits of y lost: {'; '.join(most)}"),
+        *(46 * len(lost) + 46, 1),
         f"How many rows lose how many of the {found.bits} bits of y, by method; the height of a bar "
         "is the share of rows. At 0 nothing is lost beyond one rounding.",
     )
@@ -254,7 +251,7 @@ def gradients_section(findings: Findings) -> Section:
     )
     picture = Picture(
         partial(figures.draw_gradients, results=judged),
-        *(250, 2, "Finite differences: error by step, and differences in units of their bounds"),
+        *(250, 2),
         "At the worst place of each gradient: how far a plain central difference is from the "
         "extrapolated value, by its step. Then every element compared, its difference over its own "
         "bound; beyond 1 it would be wrong.",
@@ -305,7 +302,7 @@ def cost_section(costs: Sequence[Measured]) -> Section:
         roofs += f" Of the other two programs: {_rates(last.one_thread)}"
     picture = Picture(
         partial(figures.draw_costs, costs=costs),
-        *(290, 2, f"Roofline, and bytes per second of each program. {roofs}"),
+        *(290, 2),
         "Flops per second, over flops per byte moved: the copy (the slope) and the arithmetic (the "
         "level part) of this machine bound every program. Filled: forward, hollow: backward. Then "
         "how fast each program reads and writes what any must, in units of a copy; where all stays "
