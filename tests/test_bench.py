@@ -153,9 +153,11 @@ def test_a_table_a_file_and_a_picture(capsys):
 
 
 @pytest.mark.usefixtures("quick")
-def test_one_backend_every_dtype(capsys, dtype, backend):
-    shown = run(capsys, "--shape", 4, 5, "--dtype", dtype, "--backend", backend)
-    assert shown.out.count(f" {backend} ") == 4
+def test_every_dtype_of_one_backend(capsys):
+    dtypes = [word for dtype in job.DTYPES for word in ("--dtype", dtype)]
+    shown = run(capsys, "--shape", 4, 5, *dtypes, "--backend", "numpy")
+    assert shown.out.count(" numpy ") == 4 * len(job.DTYPES)
+    assert "numba" not in shown.out
 
 
 @pytest.mark.usefixtures("quick")
@@ -182,12 +184,8 @@ def test_a_narrow_terminal(capsys, monkeypatch, width):
     [
         (["--shape", 3, 0], "--shape: must be >= 1, got 0"),
         (["--shape", 10**6, 10**6], "--shape must fit in memory, got 1000000 1000000, which takes"),
-        (["--shape", "a"], "--shape: invalid int value: 'a'; see stablenorm bench --help"),
         (["--shape", 1, "--threads", 0], "--threads: must be >= 1, got 0"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
         (["--backend", "fast"], "invalid choice: 'fast'"),
-        (["--json", "r.txt"], "--json must be a .json file, got r.txt"),
-        (["--plot", "nowhere/r.png"], "--plot must be in an existing directory"),
     ],
 )
 def test_what_cannot_be_run_is_one_line(capsys, arguments, message):
@@ -196,12 +194,6 @@ def test_what_cannot_be_run_is_one_line(capsys, arguments, message):
     assert shown.out == ""
     assert shown.err.count("\n") == 1
     assert not list(Path().iterdir())
-
-
-def test_plot_without_matplotlib(capsys, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    shown = run(capsys, "--plot", "r.png", status=2)
-    assert 'pip install "stablenorm[plot]"' in shown.err
 
 
 @pytest.mark.parametrize("output", ["y", "dx", "dgamma", "dbeta"])
@@ -254,15 +246,6 @@ def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
     assert job.usable_backends() == [name for name in BACKENDS if name != "numba"]
     shown = run(capsys, "--backend", "numba", status=2)
     assert shown.err == 'stablenorm: Numba is needed for backend="numba": pip install numba\n'
-
-
-def test_help_teaches(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["bench", "--help"])
-    assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    for words in ("examples:", "how to read it:", "exit status:"):
-        assert words in shown
 
 
 # Of the targets of `make bench`: figures that just reach them, and one that just does not.

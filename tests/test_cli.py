@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+import stablenorm
 import stablenorm.report.findings as job
 from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
@@ -76,30 +77,6 @@ def test_large_data_is_sampled_and_said_so(tmp_path, capsys):
     assert "Exact results for 65 of 400 rows" in " ".join(capsys.readouterr().out.split())
 
 
-def object_file(path):
-    np.savez(path, x=np.array([{}, 1], dtype=object))
-
-
-def truncated_file(path):
-    np.savez(path, x=X)
-    path.write_bytes(path.read_bytes()[:200])
-
-
-def damaged_file(path):
-    np.savez(path, x=np.zeros((50, 50)))
-    content = bytearray(path.read_bytes())
-    content[300:600] = b"?" * 300
-    path.write_bytes(content)
-
-
-def flipped_file(path):
-    """Compressed data that zlib cannot undo: an error of its own, no ValueError."""
-    np.savez_compressed(path, x=np.arange(200.0))
-    content = bytearray(path.read_bytes())
-    content[100:140] = b"\xff" * 40
-    path.write_bytes(content)
-
-
 def unknown_method(path):
     """Compression method 77, in both headers of the archive."""
     np.savez(path, x=X)
@@ -112,11 +89,10 @@ def unknown_method(path):
 
 BAD_FILES = {
     "missing": (None, "must be an .npy, .npz or .safetensors file.*not there"),
-    "text": (lambda p: p.write_text("hello"), "must be an .npy, .npz or .safetensors file"),
-    "truncated": (truncated_file, "must be an .npy, .npz .* or a truncated one"),
-    "damaged": (damaged_file, "must be whole, got a damaged one"),
-    "pickled": (object_file, "must hold plain numbers, got pickled objects"),
-    "bit flips": (flipped_file, "must be whole, got a damaged one"),
+    "pickled": (
+        lambda p: np.savez(p, x=np.array([{}, 1])),
+        "must hold plain numbers, got pickled objects",
+    ),
     "method": (unknown_method, "must be whole, got a damaged one"),
     "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
     "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
@@ -237,7 +213,7 @@ def test_a_narrow_terminal_cuts_no_word_in_two(capsys, monkeypatch, width):
         assert words.count(word) >= least, word
 
 
-def test_a_terminal_without_unicode(tmp_path):
+def test_python_dash_m_on_a_terminal_without_unicode(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "stablenorm", "run", save(tmp_path, x=X)],
         check=False,
@@ -248,6 +224,7 @@ def test_a_terminal_without_unicode(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
     assert result.stdout.isascii()
+    assert "All checks passed." in result.stdout
 
 
 def test_pickles_are_never_loaded(tmp_path):
@@ -279,20 +256,14 @@ def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch,
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_plot_is_a_picture(tmp_path):
-    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1]), "--plot", "p.png"]) == 0
-    content = (tmp_path / "p.png").read_bytes()
-    assert content.startswith(b"\x89PNG")
-    assert len(content) > 10_000
-
-
 def test_a_plot_says_what_is_not_finite(tmp_path):
     """A constant row and eps 1e-60, which is 0 in float32: the plain formula has 0/0."""
     path = save(tmp_path, x=np.full((2, 8), 3, np.float32), eps=1e-60, dy=np.zeros((2, 8), "f4"))
     assert main(["run", path, "--plot", "p.svg"]) == 0
     # Matplotlib writes each text as a comment above its outlines.
     assert "<!-- NaN or inf -->" in (tmp_path / "p.svg").read_text()
-    assert main(["run", save(tmp_path, x=X), "--plot", "p.svg"]) == 0
+    path = save(tmp_path, x=X, gamma=X[0], beta=X[1])
+    assert main(["run", path, "--plot", "p.svg"]) == 0
     assert "<!-- NaN or inf -->" not in (tmp_path / "p.svg").read_text()
 
 
@@ -351,31 +322,22 @@ def test_a_wrong_backward_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     assert "FAIL" in shown
 
 
-def test_help_teaches_and_version_is_said(capsys):
-    for arguments, words in ((["run", "--help"], "examples:"), (["--version"], "0.1.0")):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == 0
-        assert words in capsys.readouterr().out
-
-
-def test_python_dash_m(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "stablenorm", "run", save(tmp_path, x=X)],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
-    assert "All checks passed." in result.stdout
+def test_the_version_is_said(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"{stablenorm.__version__}\n"
 
 
 @pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench", "complexity", "report"])
-def test_help_fits_a_narrow_terminal(command, capsys, monkeypatch):
+def test_help_teaches_and_fits_a_narrow_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
-    lines = capsys.readouterr().out.splitlines()
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "examples:" in shown
+    assert "exit status:" in shown
+    assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     # A choice in braces is one word.
-    assert [line for line in lines if len(line) > 60 and "{" not in line] == []
+    assert [line for line in shown.splitlines() if len(line) > 60 and "{" not in line] == []
