@@ -22,7 +22,7 @@ host_forward = functools.partial(layer_norm_forward, backend="numpy")
 def cupy(monkeypatch):
     module = fake.make_module()
     monkeypatch.setitem(sys.modules, "cupy", module)
-    monkeypatch.setattr(workspace, "_kept", type(workspace._kept)())
+    workspace._counter.cache_clear()
     return module
 
 

@@ -33,7 +33,7 @@ def forward_of_ones(shape=(300, 33), device=0):
 @pytest.fixture
 def compiler(monkeypatch):
     """A compiler whose code is what it is asked for."""
-    monkeypatch.setattr(driver, "_functions", {})
+    driver.load.cache_clear()
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
     monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, True))
@@ -164,7 +164,7 @@ def test_each_stream_has_a_counter_of_its_own(use, cupy):
     for number in range(100, 100 + 2 * workspace._STREAMS):
         cupy.cuda.stream = fake.Stream(number)
         layer_norm_backward(dy, cache)
-    assert len(workspace._kept) == workspace._STREAMS
+    assert workspace._counter.cache_info().currsize == workspace._STREAMS
 
 
 def test_a_graph_needs_a_workspace_that_is_large_enough(use, cupy):

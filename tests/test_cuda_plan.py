@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm.cuda.plan import FORMAT, PARAMETERS, choose_kernel, cut, pack_parameters
+from stablenorm.cuda.plan import FORMAT, PARAMETERS, choose_kernel, cut
 
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
@@ -73,11 +73,6 @@ def test_the_page_says_how_long_rows_are_read_once(pytestconfig):
 def test_mixed_dtypes_take_the_path_for_anything():
     assert choose_kernel(64, BF16, F32, BF16, BF16, pairs=False).vectors == 0
     assert choose_kernel(64, F32, None, F64, F32, pairs=True).vectors == 0
-
-
-def test_a_parameter_that_the_kernel_does_not_have():
-    with pytest.raises(ValueError, match=r"must be those of layer_norm.cu, got \['gama'\]"):
-        pack_parameters(gama=0)
 
 
 def test_parameters_are_those_of_the_source(pytestconfig):

@@ -16,23 +16,19 @@ import numpy as np
 
 from stablenorm.arrays import Arrays
 from stablenorm.cuda import arrays, driver, workspace
+from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.errors import explained
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
 from stablenorm.types import Array, Gradients, Statistics, any_float64
 
-__all__ = ["CudaWorkspace"]
+__all__ = ["CudaWorkspace", "check_usable"]
 
 # What the driver says when blocks that wait for one another would not all fit, whatever was
 # computed before: another process, or a share of the device, may take multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
-
-
-def check_usable() -> None:
-    """Raise ImportError or RuntimeError unless there are CuPy and a device."""
-    driver.check_device()
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
@@ -43,15 +39,16 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
         statistics = _new_statistics(cupy, rows, pairs)
         if rows == 0:
             return statistics
-        source, target = arrays.readable(cupy, "x", x), arrays.writable(cupy, "out", y)
+        source = arrays.matrix(cupy, "x", x, read=True)
+        target = arrays.matrix(cupy, "out", y, read=False)
         scale, shift = (arrays.flat(cupy, *each) for each in (("gamma", gamma), ("beta", beta)))
-        kernel = _choose_kernel(n, x.dtype, None, _dtype(gamma, x), _dtype(beta, x), pairs)
+        dtypes = (getattr(a, "dtype", None) for a in (x, None, gamma, beta))
+        kernel = _choose_kernel(n, *dtypes, pairs)
         values = {
             **_addresses(gamma=scale, beta=shift, **statistics._asdict()),
             **_matrices(x=source, out=target),
         }
-        grid = -(-rows // kernel.slots)
-        _launch(device, kernel, grid, barrier=False, rows=rows, n=n, eps=eps, **values)
+        _launch(device, kernel, -(-rows // kernel.slots), False, rows=rows, n=n, eps=eps, **values)
         arrays.put_back(cupy, target, y)
         return statistics
 
@@ -72,11 +69,11 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
             return
         pairs = any_float64(x, dy, gamma, *wanted.values()) or statistics.rstd_lo is not None
         # beta itself is no argument of the backward: its dtype is that of dbeta.
-        dtypes = x.dtype, dy.dtype, _dtype(gamma, x), _dtype(out.dbeta, x)
+        dtypes = (getattr(a, "dtype", None) for a in (x, dy, gamma, out.dbeta))
         kernel = _choose_kernel(n, *dtypes, pairs)
         chunks = cut(rows, kernel.slots)
-        target = None if dx is None else arrays.writable(cupy, "out.dx", dx)
-        sources = {"x": arrays.readable(cupy, "x", x), "dy": arrays.readable(cupy, "dy", dy)}
+        target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
+        sources = [arrays.matrix(cupy, *each, read=True) for each in (("x", x), ("dy", dy))]
         # A strided dgamma or dbeta is written to memory of its own first.
         made = {
             name: total if total.flags.c_contiguous else cupy.empty(n, total.dtype)
@@ -85,24 +82,23 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         scale = arrays.flat(cupy, "gamma", gamma)
         values = {
             **_addresses(gamma=scale, **made, **statistics._asdict()),
-            **_matrices(**sources, out=target),
+            **_matrices(x=sources[0], dy=sources[1], out=target),
         }
         if wanted:
             nbytes = 2 * n * chunks.number * kernel.number_bytes
             room = workspace.room(cupy, device, nbytes, arrays.capturing(cupy))
-            values |= _addresses(**room._asdict())
+            values |= _addresses(**room)
         sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
         # Blocks wait for one another only where all are promised to run at once.
         barrier = bool(wanted) and driver.read_facts(device).cooperative
-        _launch(device, kernel, chunks.number, barrier=barrier, **sizes, **values)
-        if target is not None:
-            arrays.put_back(cupy, target, dx)
+        _launch(device, kernel, chunks.number, barrier, **sizes, **values)
+        arrays.put_back(cupy, target, dx)
         for name, total in wanted.items():
             if made[name] is not total:
                 total[...] = made[name].reshape(total.shape)
 
 
-def _launch(device: int, kernel: Kernel, work: int, *, barrier: bool, **values: Any) -> None:
+def _launch(device: int, kernel: Kernel, work: int, barrier: bool, **values: Any) -> None:
     """Launch once, at most a block for each piece of `work`."""
     function = driver.load(device, kernel)
     grid = min(work, driver.count_resident(device, function, kernel))
@@ -148,11 +144,6 @@ def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
 
 
 # ---- arguments as parameters of a kernel ----
-
-
-def _dtype(array: Any, x: Any) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = x.dtype if array is None else array.dtype
-    return dtype
 
 
 def _addresses(**found: Any) -> dict[str, int]:

@@ -45,14 +45,11 @@ class Folded(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """
-    Rows of contiguous elements on the device, `stride` elements apart, the first at `pointer`.
-
-    `copy` is what they are a copy in, (rows, n), if they are one.
-    """
+    """Rows of contiguous elements on the device, `stride` elements apart."""
 
     pointer: int
     stride: int
+    # (rows, n), if they are a copy.
     copy: Any = None
 
 
@@ -127,29 +124,22 @@ def _imported(name: str, value: Any) -> Any:
 # ---- arguments of a launch ----
 
 
-def readable(cupy: Any, name: str, folded: Folded) -> Matrix:
-    """Return the rows of an array, or of a copy if only a copy has contiguous rows."""
+def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
+    """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
     found = _view(folded)
-    if found is None:
-        _check_copy(cupy, name)
+    if found is not None:
+        return found
+    _check_copy(cupy, name)
+    if read:
         rows = cupy.ascontiguousarray(folded.moved(cupy)).reshape(folded.shape)
-        found = Matrix(rows.data.ptr, rows.shape[1], rows)
-    return found
-
-
-def writable(cupy: Any, name: str, folded: Folded) -> Matrix:
-    """Return the rows of an array, or new memory for them, to be put back."""
-    found = _view(folded)
-    if found is None:
-        _check_copy(cupy, name)
+    else:
         rows = cupy.empty(folded.shape, folded.dtype)
-        found = Matrix(rows.data.ptr, rows.shape[1], rows)
-    return found
+    return Matrix(rows.data.ptr, rows.shape[1], rows)
 
 
-def put_back(cupy: Any, rows: Matrix, folded: Folded) -> None:
+def put_back(cupy: Any, rows: Matrix | None, folded: Folded) -> None:
     """Write rows that were not the array's own to where they belong."""
-    if rows.copy is not None:
+    if rows is not None and rows.copy is not None:
         moved = folded.moved(cupy)
         moved[...] = rows.copy.reshape(moved.shape)
 

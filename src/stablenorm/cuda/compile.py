@@ -13,18 +13,17 @@ import functools
 import hashlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm.cuda.errors import INSTALL, first_line
+from stablenorm.cuda.errors import not_loaded
 
 # Every operation that matters is an intrinsic with its rounding spelled out. These keep the
 # compiler from changing the others; they are its defaults but for the contraction to fma.
 OPTIONS = ("--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
 
 _FOLDER = Path(__file__).parent
-_DIGEST = hashlib.sha256().digest_size
 
 
 @functools.cache
@@ -39,12 +38,15 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     nvrtc = _nvrtc()
     version = nvrtc_version()
     options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
-    path = cache_folder() / f"{_key(sources(), version, options)}.cubin"
+    # All that decides the machine code.
+    key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
+    path = cache_folder() / f"{key}.cubin"
     kept = _read(path)
     if kept is not None:
         return kept
     _check_known(capability, _checked(nvrtc.nvrtcGetSupportedArchs()), version)
-    code = compile_cubin(sources(), options)
+    with compiled(sources(), options) as read:
+        code = read("CUBIN")
     _write(path, code)
     return code
 
@@ -75,29 +77,31 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def compile_cubin(texts: dict[str, bytes], options: Sequence[str]) -> bytes:
-    """Compile the first of `texts`, the others being its headers; return machine code."""
+@contextlib.contextmanager
+def compiled(texts: dict[str, bytes], options: Sequence[str]) -> Iterator[Callable[[str], bytes]]:
+    """Compile the first of `texts`, the others being its headers; lend what reads a result by name."""
     nvrtc = _nvrtc()
     (name, source), *headers = texts.items()
     contents, names = [text for _, text in headers], [header.encode() for header, _ in headers]
     program = _checked(
         nvrtc.nvrtcCreateProgram(source, name.encode(), len(headers), contents, names)
     )
+
+    def read(what: str) -> bytes:
+        held = bytes(_checked(getattr(nvrtc, f"nvrtcGet{what}Size")(program)))
+        _checked(getattr(nvrtc, f"nvrtcGet{what}")(program, held))
+        return held
+
     try:
         words = [option.encode() for option in options]
-        failed = nvrtc.nvrtcCompileProgram(program, len(words), words)[0]
-        if failed:
-            log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            said = log.decode(errors="replace").strip("\0\n")
+        if nvrtc.nvrtcCompileProgram(program, len(words), words)[0]:
             # A mistake of ours, so all that was said is passed on.
+            said = read("ProgramLog").decode(errors="replace").strip("\0\n")
             msg = f"NVRTC did not compile layer_norm.cu with {' '.join(options)}:\n{said}"
             raise RuntimeError(msg)
-        code = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        yield read
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return code
 
 
 def cache_folder() -> Path:
@@ -109,18 +113,13 @@ def cache_folder() -> Path:
     return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
 
 
-def _key(texts: dict[str, bytes], version: tuple[int, int], options: Sequence[str]) -> str:
-    """Return a digest of all that decides the machine code."""
-    return hashlib.sha256(repr((version, options, texts)).encode()).hexdigest()
-
-
 def _read(path: Path) -> bytes | None:
     """Return what `_write` wrote there, or None if there is nothing, or it is damaged."""
     try:
         held = path.read_bytes()
     except OSError:
         return None
-    digest, code = held[:_DIGEST], held[_DIGEST:]
+    digest, code = held[:32], held[32:]
     return code if code and hashlib.sha256(code).digest() == digest else None
 
 
@@ -147,11 +146,7 @@ def _nvrtc() -> Any:
         nvrtc.nvrtcVersion()
     except Exception as error:
         # ImportError, or what its loader raises where a library is missing.
-        msg = (
-            f'NVRTC is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
-            f"{INSTALL}"
-        )
-        raise ImportError(msg) from error
+        raise not_loaded(error, "NVRTC") from error
     return nvrtc
 
 

@@ -7,13 +7,12 @@ Tests replace these functions by others, which run the same kernels on the CPU.
 from __future__ import annotations
 
 import functools
-import threading
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.cuda import compile as compiling
-from stablenorm.cuda.errors import INSTALL, first_line
+from stablenorm.cuda.errors import first_line, not_loaded
 from stablenorm.cuda.plan import Kernel
 
 
@@ -26,26 +25,18 @@ class Facts(NamedTuple):
     cooperative: bool
 
 
-_functions: dict[tuple[int, Kernel], Any] = {}
-_lock = threading.Lock()
-
-
 def import_cupy() -> Any:
     """Return CuPy, or raise ImportError with the line that installs it."""
     try:
         import cupy  # noqa: PLC0415  # only where there is CUDA
     except Exception as error:
         # ImportError, or what CuPy raises where a library of CUDA's is missing.
-        msg = (
-            f'CuPy is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
-            f"{INSTALL}"
-        )
-        raise ImportError(msg) from error
+        raise not_loaded(error, "CuPy") from error
     return cupy
 
 
-def check_device() -> None:
-    """Raise RuntimeError where CUDA finds no device."""
+def check_usable() -> None:
+    """Raise ImportError or RuntimeError unless there are CuPy and a device."""
     try:
         count, reason = import_cupy().cuda.runtime.getDeviceCount(), "it finds none"
     except RuntimeError as error:
@@ -71,17 +62,9 @@ def read_facts(device: int) -> Facts:
     )
 
 
+@functools.cache
 def load(device: int, kernel: Kernel) -> Any:
     """Return the function of a kernel on a device, compiled and loaded the first time."""
-    key = device, kernel
-    if key not in _functions:
-        with _lock:
-            if key not in _functions:
-                _functions[key] = _load(read_facts(device).capability, kernel)
-    return _functions[key]
-
-
-def _load(capability: tuple[int, int], kernel: Kernel) -> Any:
     cupy = import_cupy()
     (major, minor), driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
@@ -94,7 +77,7 @@ def _load(capability: tuple[int, int], kernel: Kernel) -> Any:
         raise RuntimeError(msg)
     # Not RawModule, which keeps modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
-    module.load(compiling.cubin(kernel.defines, capability))
+    module.load(compiling.cubin(kernel.defines, read_facts(device).capability))
     return module.get_function(kernel.entry)
 
 

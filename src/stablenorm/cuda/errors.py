@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-INSTALL = 'pip install "stablenorm[cuda]"'
-
 # CUDA's names of errors after which its context is lost: every later call of the process fails.
 _LOST = (
     "ILLEGALADDRESS", "LAUNCHFAILURE", "LAUNCHFAILED", "LAUNCHTIMEOUT", "ECCUNCORRECTABLE",
@@ -11,6 +9,14 @@ _LOST = (
     "INVALIDPC", "DEVICELOST", "DEVICEUNAVAILABLE", "DEVICESUNAVAILABLE", "NVLINKUNCORRECTABLE",
     "CONTEXTISDESTROYED", "ASSERT", "CONTAINED", "UNKNOWN",
 )  # fmt: skip
+
+
+def not_loaded(error: Exception, name: str) -> ImportError:
+    """Return the error to raise where a library of the extra `cuda` cannot be imported."""
+    return ImportError(
+        f'{name} is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
+        'pip install "stablenorm[cuda]"'
+    )
 
 
 def explained(error: Exception, device: int) -> Exception:

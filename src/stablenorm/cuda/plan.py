@@ -105,9 +105,9 @@ class Chunks(NamedTuple):
 
 
 def choose_kernel(
-    n: int, x: Dtype, dy: Dtype | None, gamma: Dtype, beta: Dtype, pairs: bool
+    n: int, x: Dtype, dy: Dtype | None, gamma: Dtype | None, beta: Dtype | None, pairs: bool
 ) -> Kernel:
-    """Return how to compile for rows of `n` elements; there is no `dy` in a forward."""
+    """Return how to compile for rows of `n` elements. A forward has no `dy`."""
     vector, most = _VECTOR_BYTES // x.itemsize, _ELEMENTS[x.itemsize] * x.itemsize // _VECTOR_BYTES
     mixed = dy not in (None, x) or pairs != (x.itemsize == 8)
     if mixed or n > _LONGEST_BLOCK * most * vector:
@@ -125,7 +125,11 @@ def choose_kernel(
     # for a vector of eight 16-bit elements take more.
     crowded = pairs and x.itemsize == 2
     least_blocks = 1 if crowded else max(1, _LONGEST_BLOCK // (threads * slots))
-    codes = _CODES[x], _CODES[dy or x], _CODES[gamma], _CODES[beta]
+
+    def code(dtype: Dtype | None) -> int:
+        return _CODES[x if dtype is None else dtype]
+
+    codes = code(x), code(dy), code(gamma), code(beta)
     return Kernel(dy is None, *codes, pairs, threads, slots, vectors, least_blocks)
 
 
@@ -153,7 +157,5 @@ FORMAT = "<" + "".join(PARAMETERS.values())
 
 def pack_parameters(**values: float) -> bytes:
     """Return the bytes of the one argument of a kernel; what `values` lacks is 0."""
-    if unknown := values.keys() - PARAMETERS:
-        msg = f"parameters must be those of layer_norm.cu, got {sorted(unknown)}"
-        raise ValueError(msg)
-    return struct.pack(FORMAT, *(values.get(name, 0) for name in PARAMETERS))
+    # struct refuses one too many, if `values` has an unknown name.
+    return struct.pack(FORMAT, *(dict.fromkeys(PARAMETERS, 0) | values).values())

@@ -11,11 +11,13 @@ that outlives it.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections import OrderedDict
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
+
+from stablenorm.cuda.driver import import_cupy
 
 # Streams whose counters are kept: more than a program has at once. The stream is kept with them,
 # so that no other can be given its address while they are.
@@ -24,16 +26,7 @@ _STREAMS = 64
 # The stream that is another one in each thread: cudaStreamPerThread.
 _PER_THREAD = 2
 
-_kept: OrderedDict[tuple[int, int, int], tuple[Any, Any]] = OrderedDict()
-_lock = threading.Lock()
 _entered = threading.local()
-
-
-class Room(NamedTuple):
-    """Arrays on the device: bytes for the partial sums, and the counter."""
-
-    partials: Any
-    counter: Any
 
 
 class CudaWorkspace:
@@ -87,7 +80,7 @@ class CudaWorkspace:
         """Let them use what they used before."""
         _entered.work = self._before.pop()
 
-    def _room(self, cupy: Any, device: int, nbytes: int) -> Room:
+    def _room(self, cupy: Any, device: int, nbytes: int) -> dict[str, Any]:
         if self._pieces and self._pieces[0].device.id != device:
             msg = (
                 f"a CudaWorkspace must stay on one device: it is on {self._pieces[0].device.id}, "
@@ -100,15 +93,15 @@ class CudaWorkspace:
                 # Zero before any stream uses it: a graph is replayed on one of its own.
                 cupy.cuda.get_current_stream().synchronize()
             self._pieces.append(cupy.empty(nbytes, np.uint8))
-        return Room(self._pieces[-1], self._pieces[0])
+        return {"partials": self._pieces[-1], "counter": self._pieces[0]}
 
     @property
     def _largest(self) -> int:
         return int(self._pieces[-1].nbytes) if self._pieces else 0
 
 
-def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> Room:
-    """Return room for `nbytes` of partial sums, and a counter, for a launch on the current stream."""
+def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> dict[str, Any]:
+    """Return arrays for `nbytes` of partial sums and for the counter of a launch."""
     work: CudaWorkspace | None = getattr(_entered, "work", None)
     held = 0 if work is None else work._largest
     if capturing and nbytes > held:
@@ -121,18 +114,15 @@ def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> Room:
         raise RuntimeError(msg)
     if work is not None:
         return work._room(cupy, device, nbytes)
-    return Room(cupy.empty(nbytes, np.uint8), _counter(cupy, device))
+    stream = int(cupy.cuda.get_current_stream().ptr)
+    thread = threading.get_ident() if stream == _PER_THREAD else 0
+    counter, _ = _counter(device, stream, thread)
+    return {"partials": cupy.empty(nbytes, np.uint8), "counter": counter}
 
 
-def _counter(cupy: Any, device: int) -> Any:
-    stream = cupy.cuda.get_current_stream()
-    thread = threading.get_ident() if stream.ptr == _PER_THREAD else 0
-    key = device, int(stream.ptr), thread
-    with _lock:
-        if key not in _kept:
-            # Zeroed on this stream, and so before the launch that follows on it.
-            _kept[key] = cupy.zeros(1, np.uint32), stream
-            if len(_kept) > _STREAMS:
-                _kept.popitem(last=False)
-        _kept.move_to_end(key)
-        return _kept[key][0]
+@functools.lru_cache(_STREAMS)
+def _counter(*_: int) -> tuple[Any, Any]:
+    """Return a counter for the current stream, given its device, address and thread; and the stream."""
+    cupy = import_cupy()
+    # Zeroed on this stream, and so before the launch that follows on it.
+    return cupy.zeros(1, np.uint32), cupy.cuda.get_current_stream()
