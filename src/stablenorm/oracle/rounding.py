@@ -29,21 +29,16 @@ ERROR_BITS = 60
 
 
 class Format(NamedTuple):
-    """A binary format: `precision` in bits, exponents of its smallest and largest binade."""
+    """
+    A binary format: its `precision` in bits, and exponents of ulps.
+
+    No ulp is below that of the subnormals, `finest`; `coarsest` is that of the largest finite
+    numbers, with which the grid goes on above.
+    """
 
     precision: int
-    emin: int
-    emax: int
-
-    @property
-    def finest(self) -> int:
-        """Exponent of the smallest subnormal: no ulp is below it."""
-        return self.emin - self.precision + 1
-
-    @property
-    def coarsest(self) -> int:
-        """Exponent of the ulp of the largest finite numbers; the grid goes on with it above."""
-        return self.emax - self.precision + 1
+    finest: int
+    coarsest: int
 
     def ulp_exponent(self, top: int) -> int:
         """Exponent of the ulp at a number in [2**(top-1), 2**top)."""
@@ -51,10 +46,10 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "float16": Format(11, -14, 15),
-    "bfloat16": Format(8, -126, 127),
-    "float32": Format(24, -126, 127),
-    "float64": Format(53, -1022, 1023),
+    "float16": Format(11, -24, 5),
+    "bfloat16": Format(8, -133, 120),
+    "float32": Format(24, -149, 104),
+    "float64": Format(53, -1074, 971),
 }
 
 
