@@ -10,9 +10,6 @@ import pytest
 from rationals import BFLOAT16, DTYPES, NAMES, fractions, neighbours, sample
 
 from stablenorm.oracle import exact_layer_norm
-from stablenorm.oracle.rounding import FORMATS
-from stablenorm.oracle.rounding import nearest as round_interval
-from stablenorm.oracle.surds import Surd
 
 UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Digits of the square root in the tests' own arithmetic, which sees it through a few operations.
@@ -100,18 +97,6 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, out, rng):
         np.testing.assert_array_equal(actual.ravel(), wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rationals_round_to_the_nearest(dtype, rng):
-    for _ in range(50):
-        numerator, denominator = (int(v) for v in rng.integers(1, 2**40, 2))
-        value = Fraction(numerator, denominator) * Fraction(2) ** int(rng.integers(-14, 15))
-        if value < 60000:
-            for sign in (1, -1):
-                number = Surd(sign * value, 1, {})
-                rounded = number.decide(lambda i: round_interval(i, FORMATS[dtype.name]))
-                assert rounded == sign * nearest(value, dtype)
-
-
 @pytest.mark.parametrize("span", range(5, 14))
 def test_rows_of_about_64_bits_are_read_exactly(span):
     x = np.array([[1 - 2.0**-53, -(2.0**span) * (1 - 2.0**-53), 0.0]])
@@ -140,29 +125,6 @@ def test_errors_are_the_differences_over_the_ulp(dtype, rng):
                 if gap:
                     wanted = abs(Fraction(float(given)) - value) / gap
                     assert error == pytest.approx(float(wanted), rel=4 * 2**-52)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_ulp_off_is_an_error_of_about_one_ulp_and_breaks_the_contract(dtype, rng):
-    x, gamma, beta, dy = sample(dtype, 5, 33, rng)
-    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    for name in NAMES:
-        actual = exact.rounded(name, dtype)
-        good = exact.check_contract(**{name: actual})[name]
-        assert good.passed
-        assert good.misrounded == 0
-        assert good.worst_ulp <= 0.5
-        # Of the largest elements no half-cancelled one could hide behind the second term.
-        index = np.unravel_index(np.argmax(np.abs(actual.astype(float))), actual.shape)
-        actual[index] = np.nextafter(actual[index], dtype.type(0))
-        error = exact.ulp_errors(**{name: actual})[name][index]
-        assert 0.5 <= error <= 1.5
-        bad = exact.check_contract(**{name: actual})[name]
-        assert bad.misrounded == pytest.approx(1 / actual.size)
-        if error > bad.limit_ulp:
-            assert not bad.passed
-            assert bad.second_term == 1
-            assert bad.worst_index == tuple(map(int, index))
 
 
 # ------------------------------------------------------- the gradient formulas, independently
@@ -212,12 +174,11 @@ def test_a_tie_in_dx_goes_to_even():
     # var = 9, xhat = -1, 1, -1, 1; dy is orthogonal to it and to the ones, so dx = dy / 3.
     x = np.array([[-3.0, 3.0, -3.0, 3.0]])
     exact = exact_layer_norm(x, eps=0.0, dy=np.array([[6147.0, 6153.0, -6147.0, -6153.0]]))
-    dx = exact.rounded("dx", np.float16)
-    np.testing.assert_array_equal(dx, [[2048.0, 2052.0, -2048.0, -2052.0]])
-    result = exact.check_contract(dx=dx)["dx"]
-    assert (result.worst_ulp, result.misrounded) == (0.5, 0.0)
-    other = exact.check_contract(dx=np.array([[2050.0, 2050.0, -2050.0, -2050.0]], np.float16))
-    assert (other["dx"].worst_ulp, other["dx"].misrounded) == (0.5, 1.0)
+    dx = np.array([[2048.0, 2052.0, -2048.0, -2052.0]], np.float16)
+    np.testing.assert_array_equal(exact.rounded("dx", np.float16), dx)
+    for actual, misrounded in ((dx, 0), (np.copysign(np.float16(2050), dx), 1)):
+        result = exact.check_contract(dx=actual)["dx"]
+        assert (result.worst_ulp, result.misrounded) == (0.5, misrounded)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
@@ -295,18 +256,7 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
     assert not np.signbit(small).any()
 
 
-def test_dgamma_that_nearly_cancels_is_resolved():
-    # Two rows of irrational and different rstd, dy large and opposite, the difference tiny.
-    x = np.array([[0.0, 1.0, 5.0], [0.0, 1.0, 5.0 * (1 + 2.0**-50)]])
-    dy = np.array([[1.0, 1.0, 1.0], [-1.0, -1.0, -1.0]])
-    expected = textbook(x, np.ones(3), np.zeros(3), 1e-5, dy)["dgamma"]
-    actual = exact_layer_norm(x, dy=dy).rounded("dgamma", np.float64)
-    np.testing.assert_array_equal(actual, [nearest(v, np.dtype("float64")) for v in expected])
-    assert (np.abs(actual) < 1e-14).all()
-    assert (actual != 0).all()
-
-
-@pytest.mark.parametrize("exponent", range(630, 680))
+@pytest.mark.parametrize("exponent", range(630, 680, 7))
 def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
     # Two rows cancel exactly; the third is 2**-270 to 2**-220 of them, about the 2**-256 to which
     # their square roots are known at first.

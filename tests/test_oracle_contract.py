@@ -9,25 +9,6 @@ from rationals import BFLOAT16, DTYPES, NAMES, fractions, neighbours, sample
 
 from stablenorm.oracle import exact_layer_norm
 
-
-def float64_layer_norm(x, gamma, beta, eps, dy):
-    """A corrected two-pass layer norm in float64, rounded at the end to x's dtype."""
-    wide = [np.asarray(a).astype(np.float64) for a in (x, gamma, beta, dy)]
-    centered = wide[0] - wide[0].mean(-1, keepdims=True)
-    centered -= centered.mean(-1, keepdims=True)
-    rstd = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + eps)
-    xhat = centered * rstd
-    g = wide[1] * wide[3]
-    q = g - g.mean(-1, keepdims=True)
-    results = {
-        "y": xhat * wide[1] + wide[2],
-        "dx": rstd * (q - xhat * (q * xhat).mean(-1, keepdims=True)),
-        "dgamma": (wide[3] * xhat).sum(0),
-        "dbeta": wide[3].sum(0),
-    }
-    return {name: value.astype(x.dtype) for name, value in results.items()}
-
-
 # ------------------------------------------------------------------------------- the contract
 
 
@@ -53,11 +34,14 @@ def test_the_excess_is_in_units_of_the_second_term(dtype, name, rng):
     x, gamma, beta, dy = (a.astype(np.float64) for a in sample(dtype, 4, 6, rng))
     exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
     actual = exact.rounded(name, dtype)
+    good = exact.check_contract(**{name: actual})[name]
+    assert (good.passed, good.misrounded, good.second_term) == (True, 0, 0)
     index = (1, 2) if actual.ndim == 2 else (2,)
     actual[index] *= dtype.type(1.5)
     result = exact.check_contract(**{name: actual})[name]
     assert result.worst_index == index
     assert result.second_term == 1
+    assert result.misrounded == pytest.approx(1 / actual.size)
     value = exact.value(name, index)
     below, above = neighbours(value, dtype)
     ulp = float(Fraction(float(above)) - Fraction(float(below)))
@@ -106,15 +90,6 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     assert exact.check_contract(dbeta=np.array([1e-28]))["dbeta"].passed
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 129, 768])
-def test_float64_arithmetic_keeps_the_contract_of_float32(n, rng):
-    x, gamma, beta, dy = sample(np.dtype("float32"), 6, n, rng)
-    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    results = exact.check_contract(**float64_layer_norm(x, gamma, beta, 1e-5, dy))
-    for result in results.values():
-        assert result.passed, result
-
-
 def test_a_one_pass_variance_breaks_the_contract(rng):
     x = (100 + rng.standard_normal((3, 256))).astype(np.float32)
     mean = x.mean(-1, keepdims=True)
@@ -124,13 +99,6 @@ def test_a_one_pass_variance_breaks_the_contract(rng):
     assert not result.passed
     assert result.worst_ulp > 100
     assert result.misrounded > 0.9
-
-
-def test_gamma_after_the_projection_breaks_the_contract(rng):
-    x, gamma, beta, dy = sample(np.dtype("float32"), 3, 64, rng)
-    wide = [a.astype(np.float64) for a in (x, np.ones_like(gamma), beta, dy)]
-    wrong = (float64_layer_norm(*wide[:3], 1e-5, wide[3])["dx"] * gamma).astype(np.float32)
-    assert not exact_layer_norm(x, gamma, beta, dy=dy).check_contract(dx=wrong)["dx"].passed
 
 
 # --------------------------------------------------------------------- shapes, dtypes, rows
