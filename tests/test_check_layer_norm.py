@@ -71,13 +71,11 @@ def test_no_false_alarm(name, dtype):
 
 @pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 8), (4, 1), (4, 3)])
 def test_other_shapes(shape):
-    report = check_layer_norm(*OURS["ours"], *data(0, shape), rng=0)
-    assert report.verdict != "FAIL", str(report)
-
-
-def test_without_gamma_and_beta():
-    report = check_layer_norm(*OURS["ours"], data(0)[0], rng=0)
-    assert report.passed, str(report)
+    args = data(0, shape)
+    # Without gamma and beta as well.
+    for given in (args, args[:1]):
+        report = check_layer_norm(*OURS["ours"], *given, rng=0)
+        assert report.verdict != "FAIL", str(report)
 
 
 # ---- the layers ----
@@ -86,7 +84,7 @@ def test_without_gamma_and_beta():
 def test_resolutions_are_at_rounding_level():
     report = check_layer_norm(forward, backward, *data(0), rng=0)
     seen = [f.resolution for f in findings(report, "closed form", "PASS")]
-    assert len(seen) >= 12
+    assert len(seen) >= 10
     assert max(seen) < 1e-13
 
 
@@ -112,24 +110,23 @@ def places(dy, cache):
     return dx + 1e-9 * (mean(cache.x) > 3), dgamma, dbeta
 
 
+def mixing(dy, cache):
+    dx, dgamma, dbeta = backward(dy, cache)
+    return dx + 1e-9 * dx.sum(axis=0), dgamma, dbeta
+
+
 @pytest.mark.parametrize(
     ("front", "back", "name"),
-    [(batch_norm, backward, "first rows alone"), (forward, places, "x + 4")],
-    ids=["batch norm", "places"],
+    [(batch_norm, backward, "first rows alone"), (forward, places, "x + 4"), (forward, mixing, "")],
+    ids=["batch norm", "places", "rows that see one another"],
 )
 def test_what_is_right_on_ordinary_data_alone_is_found(front, back, name):
     report = check_layer_norm(front, back, *data(0), rng=0)
     assert report.verdict == "FAIL"
-    assert [f for f in findings(report, "closed form", "FAIL") if name in f.name]
-
-
-def test_rows_that_see_one_another_are_found():
-    def mixing(dy, cache):
-        dx, dgamma, dbeta = backward(dy, cache)
-        return dx + 1e-9 * dx.sum(axis=0), dgamma, dbeta
-
-    report = check_layer_norm(forward, mixing, *data(0), rng=0)
-    assert failed(report) == {"x"}
+    if name:
+        assert [f for f in findings(report, "closed form", "FAIL") if name in f.name]
+    else:
+        assert failed(report) == {"x"}
 
 
 # ---- hard inputs: inaccurate is not wrong ----
@@ -157,14 +154,14 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
     assert findings(ours, "hard inputs", "NOTE") == []
 
 
-def test_float32_inside_is_judged_as_float32():
-    def single(dy, cache):
-        narrow = Kept(*(a.astype(np.float32) if np.ndim(a) else a for a in cache))
-        return tuple(a.astype(np.float64) for a in backward(dy.astype(np.float32), narrow))
+def test_float32_inside_float64_is_wrong_and_told():
+    def single(x, gamma, beta, eps):
+        y, cache = forward(*(a.astype(np.float32) for a in (x, gamma, beta)), eps)
+        return y.astype(np.float64), cache
 
-    report = check_layer_norm(forward, single, *data(0), rng=0)
-    assert report.passed, str(report)
-    assert any("judged as float32" in f.message for f in report.findings)
+    report = check_layer_norm(single, backward, *data(0), rng=0)
+    messages = [f.message for f in findings(report, "closed form", "FAIL")]
+    assert any("as if something were kept in float32" in message for message in messages)
 
 
 def test_a_division_by_gamma_is_wrong_where_gamma_is_zero():
@@ -180,15 +177,19 @@ def test_a_division_by_gamma_is_wrong_where_gamma_is_zero():
     }
 
 
-def test_a_program_for_one_length_alone_is_told():
+def test_what_a_program_does_not_take_is_a_note():
     def fixed(x, gamma, beta, eps):
         # As people write it, and as the checker must be able to take it.
         assert x.shape[-1] == 8, "8 only"
         return forward(x, gamma, beta, eps)
 
-    report = check_layer_norm(fixed, backward, *data(0), rng=0)
+    def for_two_axes(dy, cache):
+        return backward(dy, cache)[0], (dy * cache.xhat).sum(axis=0), dy.sum(axis=0)
+
+    report = check_layer_norm(fixed, for_two_axes, *data(0), rng=0)
     assert report.passed, str(report)
     assert "8 only" in findings(report, "hard inputs", "NOTE")[0].message
+    assert any("of shape (1, 8)" in f.message for f in findings(report, "closed form", "NOTE"))
 
 
 # ---- the oracle ----
@@ -216,10 +217,6 @@ def spoiled(make):
     return lambda dy, cache: make(dy, cache, *backward(dy, cache))
 
 
-def drop_row(dy, cache, dx, dgamma, dbeta):
-    return dx, dgamma - dy[1] * cache.xhat[1], dbeta - dy[1]
-
-
 def natural(rstd_of):
     """Build a backward that uses its own rstd everywhere, as people write it."""
 
@@ -232,58 +229,39 @@ def natural(rstd_of):
     return wrong
 
 
-def gamma_after(dy, cache, _dx, dgamma, dbeta):
-    dx = cache.rstd * (dy - mean(dy) - cache.xhat * mean(dy * cache.xhat))
-    return cache.gamma * dx, dgamma, dbeta
+def drop_row(dy, c, dx, dgamma, dbeta):
+    return dx, dgamma - dy[1] * c.xhat[1], dbeta - dy[1]
 
 
-def mean_nine_tenths(dy, cache, dx, dgamma, dbeta):
-    return dx + 0.1 * cache.rstd * mean(cache.gamma * dy), dgamma, dbeta
+def gamma_after(dy, c, _dx, dgamma, dbeta):
+    dx = c.rstd * (dy - mean(dy) - c.xhat * mean(dy * c.xhat))
+    return c.gamma * dx, dgamma, dbeta
 
 
-def two_faults(dy, cache, _dx, dgamma, dbeta):
-    g, rstd = cache.gamma * dy, cache.var**-0.5
-    xhat = (cache.x - cache.mean) * rstd
+def two_faults(dy, c, _dx, dgamma, dbeta):
+    g, rstd = c.gamma * dy, c.var**-0.5
+    xhat = (c.x - c.mean) * rstd
     return rstd * (g - xhat * mean(g * xhat)), dgamma, dbeta
 
 
-NAMED = {
-    "rows": (
-        spoiled(drop_row),
-        ("row 1 is not accumulated in dgamma and dbeta",),
+NAMED = [
+    (spoiled(drop_row), "row 1 is not accumulated in dgamma and dbeta"),
+    (spoiled(lambda _, __, a, b, c: (a, c, b)), "dgamma and dbeta are swapped"),
+    (spoiled(lambda _, __, a, b, c: (a, b / 4, c)), "dgamma is averaged over the rows, not summed"),
+    (spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)), "dx is off by a factor of 1.01"),
+    (natural(lambda c: c.var**-0.5), "eps is missing from rstd in dx and dgamma"),
+    (natural(lambda c: (c.var + 2 * c.eps) ** -0.5), "eps was applied twice in dx and dgamma"),
+    (spoiled(gamma_after), "gamma is applied after the projection in dx"),
+    (
+        spoiled(lambda dy, k, a, b, c: (a + 0.1 * k.rstd * mean(k.gamma * dy), b, c)),
+        "the mean of g enters dx 0.9 times, not once",
     ),
-    "swapped": (spoiled(lambda _, __, a, b, c: (a, c, b)), ("dgamma and dbeta are swapped",)),
-    "eps everywhere": (
-        natural(lambda c: c.var**-0.5),
-        ("eps is missing from rstd in dx and dgamma",),
-    ),
-    "eps twice": (
-        natural(lambda c: (c.var + 2 * c.eps) ** -0.5),
-        ("eps was applied twice in dx and dgamma",),
-    ),
-    "gamma after": (
-        spoiled(gamma_after),
-        ("gamma is applied after the projection in dx",),
-    ),
-    "0.9": (spoiled(mean_nine_tenths), ("the mean of g enters dx 0.9 times, not once",)),
-    "1.01": (
-        spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)),
-        ("dx is off by a factor of 1.01",),
-    ),
-    "two": (
-        spoiled(two_faults),
-        ("eps is missing from rstd in dx", "the mean of g is missing from dx"),
-    ),
-    "averaged": (
-        spoiled(lambda _, __, a, b, c: (a, b / 4, c)),
-        ("dgamma is averaged over the rows, not summed",),
-    ),
-}
+    (spoiled(two_faults), "eps is missing from rstd in dx", "the mean of g is missing from dx"),
+]
 
 
-@pytest.mark.parametrize("name", NAMED)
-def test_more_causes_are_named(name):
-    wrong, expected = NAMED[name]
+@pytest.mark.parametrize(("wrong", "expected"), [(w, tuple(e)) for w, *e in NAMED])
+def test_more_causes_are_named(wrong, expected):
     report = check_layer_norm(forward, wrong, *data(0), rng=0)
     assert report.verdict == "FAIL"
     assert report.diagnosis == expected
@@ -406,17 +384,3 @@ def test_differences_that_contradict_the_closed_form_still_fail():
     )  # fmt: skip
     assert cleared(result, right).verdict == "PASS"
     assert cleared(replace(result, numeric=2.0), right).verdict == "FAIL"
-
-
-def test_sums_over_the_first_axis_alone_are_a_restriction():
-    """Code for x of two axes is right there; what it returns for three is said in a note."""
-
-    def for_two_axes(dy, cache):
-        dx, _, _ = backward(dy, cache)
-        return dx, (dy * cache.xhat).sum(axis=0), dy.sum(axis=0)
-
-    report = check_layer_norm(forward, for_two_axes, rng=0)
-    assert report.verdict == "PASS"
-    assert any(
-        "of shape (1, 8)" in note.message for note in findings(report, "closed form", "NOTE")
-    )

@@ -254,8 +254,8 @@ ONE = [np.ones(3)]
     [
         ([], {}, ValueError, "args must be a tuple or list of at least one array"),
         (np.ones(3), {}, ValueError, "args must be a tuple or list of at least one array"),
-        (ONE, {"names": ["a", "b"]}, ValueError, "names must have one name for each of 1"),
-        (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be different from one another"),
+        (ONE, {"names": ["a", "b"]}, ValueError, "names must be one name for each of 1"),
+        (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
         (ONE, {"scales": []}, ValueError, "scales must have one entry for each of 1"),
         (ONE, {"scales": [-1]}, ValueError, r"scales\[0\] must be finite and > 0"),
         ([np.arange(3)], {}, TypeError, r"args\[0\] must be float16, .* got int64"),

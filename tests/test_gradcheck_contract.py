@@ -1,4 +1,4 @@
-"""What `check_gradients` says of code that breaks the contract, of kinks, and of where it differs."""
+"""What `check_gradients` says of code that breaks the contract, and of what is no operation at all."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,7 @@ def test_right_code_keeps_the_contract():
 
 
 def writes_x(x):
-    y = np.sin(x)
-    kept = x.copy()
+    y, kept = np.sin(x), x.copy()
     x *= 2
     return y, kept
 
@@ -40,27 +39,6 @@ def spoils_the_cache(dy, x):
 def works_in_dy(dy, x):
     dy *= np.cos(x)
     return (dy,)
-
-
-def pops(dy, cache):
-    return (dy * np.cos(cache.pop()),)
-
-
-def jump(dy, x):
-    return (dy * np.cos(x) + 1e-9,)
-
-
-def clipped(dy, x):
-    return (np.clip(dy, -2, 2) * np.cos(x),)
-
-
-def leaky(dy, x):
-    # Homogeneous, but not linear.
-    return ((dy + 1e-9 * np.abs(dy)) * np.cos(x),)
-
-
-def bends_a_little(dy, x):
-    return (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),)
 
 
 class Drifting:
@@ -89,13 +67,15 @@ FAULTS = [
     (sine, doubles_dy, "backward leaves", "backward modifies dy"),
     (sine, works_in_dy, "backward leaves", "backward modifies dy"),
     (sine, spoils_the_cache, "backward leaves", "backward modifies x, the cache"),
-    (lambda x: (np.sin(x), [x]), pops, "backward is deterministic", "IndexError"),
+    (lambda x: (np.sin(x), [x]), lambda dy, cache: cosine(dy, cache.pop()),
+     "backward is deterministic", "IndexError"),
     (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
-    (sine, jump, "dy = 0", "that of x has 1e-09"),
-    (sine, clipped, "linear in dy", "gradient of x differs by"),
-    (sine, bends_a_little, "linear in dy", "gradient of x differs by"),
-    (sine, leaky, "linear in dy", "gradient of x differs by"),
+    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "dy = 0", "that of x has 1e-09"),
+    (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
+    (sine, lambda dy, x: (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),), "linear", "differs"),
+    # Homogeneous, but not linear.
+    (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
     (memory, cosine, "views", "Fortran-ordered x: y differs by"),
 ]  # fmt: skip
 
@@ -109,22 +89,12 @@ def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
     assert message in finding.message
 
 
-NOTES = [
-    (lambda x: (np.sin(x) if x.strides[-1] > 0 else np.sin(x[None].view("S8")), x), cosine,
-     "views", "reversed x"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("forward", "backward", "name", "message"), NOTES, ids=range(len(NOTES)))
-def test_what_is_worth_knowing_does_not_count(forward, backward, name, message):
-    report = check(forward, backward)
+def test_a_layout_that_is_refused_or_changes_the_last_bits_is_a_note():
+    report = check(lambda x: (np.sin(x) if x.strides[-1] > 0 else np.sin(x[None].view("S8")), x))
     assert report.passed, str(report)
-    finding = found(report, name)
-    assert finding.verdict == ("NOTE" if message else "PASS")
-    assert (message or "") in finding.message
+    assert found(report, "views").verdict == "NOTE"
+    assert "reversed x" in found(report, "views").message
 
-
-def test_other_bits_in_another_layout_are_a_note():
     # A sum in memory order: other roundings, as any sum has.
     def forward(x):
         return np.add.reduce(x.ravel(order="K"))[None] * np.ones(1), x.shape
@@ -175,7 +145,6 @@ def test_a_bad_forward_is_a_sentence_not_a_traceback(forward, verdict, message):
     report = check(forward)
     assert report.verdict == verdict, str(report)
     assert any(message in f"{f.name}: {f.message}" for f in report.findings), report.findings
-    assert str(report)
     with pytest.raises(AssertionError):
         assert_gradients(forward, cosine, [X], rng=0)
 
@@ -189,21 +158,19 @@ BAD_BACKWARDS = [
     (lambda *_: (), "must return 1 gradients, one for each argument, got 0"),
     (lambda dy, x: (dy[0] * np.cos(x[0]),), "must have shape (3, 4)"),
     (lambda dy, _: (dy * np.nan,), "must be finite, got nan at (0, 0) (12 such)"),
-    (lambda dy, _: (dy / 0,), "must be finite"),
-    (lambda *_: ("no",), "must have shape"),
+    (lambda dy, _: (dy * np.inf,), "must be finite"),
+    (lambda *_: ("no",), "must be float16"),
     (lambda *_: ([[1], [1, 2]],), "must be an array, got list"),
     (lambda dy, _: (dy.astype(int),), "got int64"),
 ]
 
 
 @pytest.mark.parametrize(("backward", "message"), BAD_BACKWARDS, ids=range(len(BAD_BACKWARDS)))
-@pytest.mark.filterwarnings("ignore:divide by zero")
 def test_a_bad_backward_is_a_sentence_not_a_traceback(backward, message):
     report = check(backward=backward)
     assert report.verdict == "FAIL"
-    (result,) = report.arguments
-    assert message in result.message
-    assert "\n" not in result.message
+    assert message in report.arguments[0].message
+    assert "\n" not in report.arguments[0].message
 
 
 def test_a_backward_that_breaks_later_fails():
@@ -226,14 +193,10 @@ def test_a_forward_that_raises_near_x_is_left_out_there():
     assert check(root, lambda dy, x: (dy / np.sqrt(x),), args).verdict == "FAIL"
 
 
-@pytest.mark.parametrize("y", [lambda x: x.sum(), lambda x: float(x.sum())], ids=["0-d", "float"])
-def test_a_scalar_y(y):
-    report = check(lambda x: (y(x), None), lambda dy, _: (np.full(X.shape, dy),))
-    assert report.passed, str(report)
-
-
-def test_arguments_without_axes_or_elements():
-    report = check(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.array(3.0)])
-    assert report.passed, str(report)
-    report = check(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.zeros((0, 3))])
-    assert report.verdict == "INCONCLUSIVE"
+def test_a_scalar_y_and_arguments_without_axes_or_elements():
+    for y in (np.sum, lambda x: float(x.sum())):
+        report = check(lambda x, y=y: (y(x), None), lambda dy, _: (np.full(X.shape, dy),))
+        assert report.passed, str(report)
+    square = (lambda x: (x * x, x), lambda dy, x: (2 * x * dy,))
+    assert check(*square, [np.array(3.0)]).passed
+    assert check(*square, [np.zeros((0, 3))]).verdict == "INCONCLUSIVE"

@@ -87,29 +87,26 @@ SMOOTH = {
     "nearly a kink": (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
     "flat": (lambda x: x**3, lambda x: 3 * x**2),
 }
-SPOILS = {
-    "percent": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, 1.01, 1) * dx,
-    "sign": lambda dx: np.where(np.arange(dx.size).reshape(dx.shape) == 5, -1, 1) * dx,
-    "float32": lambda dx: dx.astype(np.float32).astype(np.float64),
-}
+FIFTH = np.arange(X.size).reshape(X.shape) == 5
+SPOILS = (
+    lambda dx: np.where(FIFTH, 1.01, 1) * dx,
+    lambda dx: np.where(FIFTH, -1, 1) * dx,
+    lambda dx: dx.astype(np.float32).astype(np.float64),
+)
 
 
 @pytest.mark.parametrize("name", SMOOTH)
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name, spoil):
+def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name):
     function, slope = SMOOTH[name]
     for seed in range(3):
-        right = check_gradients(
-            lambda x: (function(x), x), lambda dy, x: (dy * slope(x),), [X], rng=seed
-        )
-        assert right.verdict == "PASS", str(right)
-        report = check_gradients(
-            lambda x: (function(x), x),
-            lambda dy, x: (SPOILS[spoil](dy * slope(x)),),
-            [X],
-            rng=seed,
-        )
-        assert report.verdict == "FAIL", str(report)
+        for spoil in (lambda dx: dx, *SPOILS):
+            report = check_gradients(
+                lambda x: (function(x), x),
+                lambda dy, x, spoil=spoil: (spoil(dy * slope(x)),),
+                [X],
+                rng=seed,
+            )
+            assert report.verdict == ("FAIL" if spoil in SPOILS else "PASS"), str(report)
 
 
 # ---- a deep network with a ReLU: kinks everywhere ----

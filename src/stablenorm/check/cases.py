@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.check.closed_form import Candidate, Case, statistics, unit
+from stablenorm.check.closed_form import Candidate, Case, unit
 from stablenorm.check.operation import FaultError
 from stablenorm.check.report import FindingVerdict
 from stablenorm.formats import format_of
@@ -70,7 +70,7 @@ def _parameter(like: Array | None, n: int, rng: np.random.Generator) -> Array | 
 
 
 def invariances(base: Case, rng: np.random.Generator, *, takes_eps: bool) -> Iterator[Trial]:
-    """Yield equivalent problems: shifted, scaled, permuted, some of the rows."""
+    """Yield equivalent problems: shifted, scaled, some of the rows, other leading axes."""
     kind, row = base.x.dtype.type, base.row_shape
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.clip(rng.standard_normal(base.x.shape), -3, 3)
@@ -78,21 +78,11 @@ def invariances(base: Case, rng: np.random.Generator, *, takes_eps: bool) -> Ite
     yield Trial("x + 4", here._replace(x=here.x + kind(4)))
     if takes_eps and base.eps > 0:
         yield Trial("4 x and 16 eps", here._replace(x=kind(4) * here.x, eps=16 * base.eps))
-    order = rng.permutation(base.n)
-    x, gamma, beta, dy = (
-        None if a is None else a.reshape(-1, base.n)[:, order].reshape(a.shape)
-        for a in (base.x, base.gamma, base.beta, base.dy)
-    )
-    yield Trial("permuted columns", Case(np.asarray(x), gamma, beta, base.eps, np.asarray(dy)))
     x, dy = (a.reshape(-1, *row) for a in (base.x, base.dy))
     if len(x) > 1:
-        last, half = len(x) - 1, (len(x) + 1) // 2
-        for name, chosen in (
-            ("the last row alone", np.arange(last, last + 1)),
-            ("the first rows alone", np.arange(half)),
-            ("rows in another order", np.roll(np.arange(len(x))[::-1], 1)),
-        ):
-            yield Trial(name, base._replace(x=x[chosen], dy=dy[chosen]))
+        half = (len(x) + 1) // 2
+        yield Trial("the last row alone", base._replace(x=x[-1:], dy=dy[-1:]))
+        yield Trial("the first rows alone", base._replace(x=x[:half], dy=dy[:half]))
     if base.x.ndim == 1 + len(row):
         extra = base._replace(x=x[:, None], dy=dy[:, None])
         yield Trial("one more leading axis", extra)
@@ -117,9 +107,6 @@ def hard_inputs(like: Case, rng: np.random.Generator) -> Iterator[Trial]:
         for name, factor in (("gamma with zeros", zeros), ("gamma = 0", 0 * zeros)):
             gamma = base.gamma * factor.astype(base.gamma.dtype)
             yield Trial(name, base._replace(gamma=gamma))
-    for name, dy in _hard_dy(base, rng).items():
-        shaped = dy.reshape(base.dy.shape).astype(base.dy.dtype)
-        yield Trial(name, base._replace(dy=shaped))
 
 
 def _hard_x(base: Case) -> dict[str, Array]:
@@ -139,20 +126,6 @@ def _hard_x(base: Case) -> dict[str, Array]:
         constant[1::2] = 123.456
         found["constant rows"] = constant.astype(dtype)
     return found
-
-
-def _hard_dy(base: Case, rng: np.random.Generator) -> dict[str, Array]:
-    shape, n = base.dy.shape, base.n
-    hot = np.zeros((base.dy.size // n, n))
-    hot[:, n // 3] = 1
-    return {
-        "one-hot dy": hot,
-        "dy = 1": np.ones(shape),
-        "dy = xhat": statistics(base.rows(base.x), base.eps).xhat,
-        "dy = 1 + 1e-3 N": 1 + 1e-3 * rng.standard_normal(shape),
-        "lognormal dy": np.exp(2 * rng.standard_normal(shape)),
-        "dy = 0": np.zeros(shape),
-    }
 
 
 def judge_trial(

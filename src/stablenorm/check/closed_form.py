@@ -241,8 +241,6 @@ class Candidate:
 
     def __init__(self, operation: Operation):
         self._operation = operation
-        # The precision inside, where that is less than that of the arrays.
-        self.u = 0.0
 
     def forward(self, case: Case) -> tuple[Array, Any]:
         """Return y and cache; FaultError if y is not one for this case."""
@@ -278,8 +276,8 @@ class Candidate:
         known: dict[float, Expected] = {}
         found = {}
         for name, actual in outputs.items():
-            # The coarsest of x, dy, the output, and what was found inside.
-            u = max(self.u, *(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual)))
+            # The coarsest of x, dy and the output.
+            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual))
             expected = known[u] = known[u] if u in known else Expected(case, u)
             bounds = expected.bounds_of(name, actual.dtype)
             wide = actual.astype(np.float64).reshape(bounds.value.shape)
@@ -314,23 +312,3 @@ class Candidate:
         written = float(f"{found:.3g}")
         same = abs(found - case.eps) <= 1e-3 * case.eps
         return (case.eps if same or written < 0 else written), False
-
-
-def narrowed(gradient: Any) -> Any:
-    """
-    Return a float64 gradient that holds nothing but float32 values as float32.
-
-    Then it is judged as what it is, the product of single precision: less accurate, not wrong.
-    """
-    if gradient is None:
-        return None
-    values = np.asarray(gradient)
-    if values.dtype != np.float64 or values.size == 0 or not np.isfinite(values).all():
-        return gradient
-    with np.errstate(over="ignore", under="ignore"):
-        single = values.astype(np.float32)
-    # Sums of few-bit numbers, as dbeta of this checker's dy is, are no evidence.
-    coarse = np.round(np.frexp(values)[0] * 2.0**16) == np.frexp(values)[0] * 2.0**16
-    if np.array_equal(single, values) and not coarse.all():
-        return single
-    return gradient

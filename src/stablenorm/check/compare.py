@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -43,11 +42,6 @@ class Comparison:
         return self.derivative.bound + self.bound_actual
 
     @property
-    def difference(self) -> float:
-        """How far the two sides are apart."""
-        return abs(self.derivative.actual - self.derivative.numeric)
-
-    @property
     def kink(self) -> bool:
         """Whether left and right slopes keep their distance: there is no derivative."""
         return self.derivative.status == "kink"
@@ -60,7 +54,8 @@ class Comparison:
     @property
     def z(self) -> float:
         """The difference in units of the bounds; 0 where nothing is known."""
-        return ratio(self.difference, self.bound) if self.judged else 0.0
+        difference = abs(self.derivative.actual - self.derivative.numeric)
+        return ratio(difference, self.bound) if self.judged else 0.0
 
     @property
     def differs(self) -> bool:
@@ -145,15 +140,13 @@ class Comparer:
             self._noises[factor] = measure_noise(self.loss, self.position, scale, self.rng)
         return self._noises[factor]
 
-    def element(self, place: int) -> Comparison:
-        """Compare one element, given by its flat index."""
+    def compare(self, place: int | None) -> Comparison:
+        """Compare one element, given by its flat index, or along random signs for all (None)."""
+        if place is None:
+            scale = self.span * self.rng.choice([-1.0, 1.0], size=self.span.size)
+            return self._shortened(None, Direction(self.position, slice(None), scale))
         index = tuple(int(i) for i in np.unravel_index(place, self.shape))
         return self._shortened(index, Direction(self.position, place, self.span[place]))
-
-    def probe(self) -> Comparison:
-        """Compare along random signs for all elements."""
-        scale = self.span * self.rng.choice([-1.0, 1.0], size=self.span.size)
-        return self._shortened(None, Direction(self.position, slice(None), scale))
 
     def _shortened(self, place: tuple[int, ...] | None, direction: Direction) -> Comparison:
         """
@@ -215,17 +208,6 @@ class Comparer:
         return Comparison(place, direction, found, rounding + found.noise, size)
 
 
-def compare(
-    comparer: Comparer, where: list[int], probes: int, report: Callable[[], None]
-) -> list[Comparison]:
-    """Differentiate along every chosen element and probe of one argument."""
-    found = []
-    for place in [*where, *[None] * probes]:
-        found.append(comparer.probe() if place is None else comparer.element(place))
-        report()
-    return found
-
-
 def _wavers(derivative: Estimate) -> bool:
     """
     Tell whether secants change more, by more than their noise, though steps have become shorter.
@@ -252,8 +234,7 @@ def judge(comparer: Comparer, comparisons: list[Comparison]) -> ArgumentResult:
     ]
     resolution = max(seen, default=np.inf)
     failing = sum(c.differs for c in comparisons)
-    # Among those that cannot be judged, the farthest apart.
-    worst = max(comparisons, key=lambda c: (c.judged, c.z, c.difference))
+    worst = max(comparisons, key=lambda c: (c.judged, c.z))
     message = "" if failing else _doubt(comparer, comparisons, resolution)
     return ArgumentResult(
         name=comparer.name,
@@ -271,12 +252,7 @@ def judge(comparer: Comparer, comparisons: list[Comparison]) -> ArgumentResult:
         message=message,
         pattern=_pattern(comparer, elements) if failing else "",
         differences=tuple(
-            Difference(
-                c.place,
-                c.derivative.actual,
-                c.derivative.numeric,
-                c.bound if c.judged else float("inf"),
-            )
+            Difference(c.place, *c.derivative[:2], c.bound if c.judged else float("inf"))
             for c in elements
             if c.place is not None
         ),
@@ -289,17 +265,13 @@ def kinks(name: str, comparisons: list[Comparison]) -> list[Finding]:
     """Say where the forward is not differentiable, if it is not."""
     places = [c.place for c in comparisons if c.place is not None and c.kink]
     probes = sum(c.place is None and c.kink for c in comparisons)
-    if not places and not probes:
-        return []
-    seen = []
-    if places:
-        # Three are enough to see which.
-        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-        seen.append("not differentiable at " + ", ".join(map(str, places[:3])) + more)
-    if probes:
-        seen.append(f"{probes} probes cross kinks")
+    # Three are enough to see which.
+    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+    seen = [f"not differentiable at {', '.join(map(str, places[:3]))}{more}"] if places else []
+    seen += [f"{probes} probes cross kinks"] if probes else []
     message = "; ".join(seen) + ": not judged there"
-    return [Finding("smoothness", f"{name}: the forward is differentiable", "NOTE", message)]
+    name = f"{name}: the forward is differentiable"
+    return [Finding("smoothness", name, "NOTE", message)] if seen else []
 
 
 def _doubt(comparer: Comparer, comparisons: list[Comparison], resolution: float) -> str:

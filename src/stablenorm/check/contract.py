@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.compare import natural_size, rms, rounding_bound
-from stablenorm.check.operation import FaultError, Loss, draw, unit_roundoff
+from stablenorm.check.compare import natural_size, rms
+from stablenorm.check.operation import FaultError, Loss, draw, flat, unit_roundoff
 from stablenorm.check.report import Finding, FindingVerdict
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -100,27 +100,7 @@ class Contract:
             gradients[name] = np.array(now) if copy else np.asarray(now)
         return gradients
 
-    # ---- bounds ----
-
-    def _y_bound(self) -> Array:
-        """Bound what another order of summation does to y."""
-        y, u = self._loss.y, unit_roundoff(self._loss.dtype)
-        largest = np.max(np.abs(y), initial=0.0)
-        return np.full(y.size, 16 * u * np.sqrt(max(y.size, 1)) * largest) + 2.0**-1074
-
-    def _bound(self, gradient: Array) -> Array:
-        """Bound what rounding does to a gradient."""
-        # The RMS of all of it: a row whose terms cancel has their rounding errors all the same.
-        whole = rounding_bound(gradient.reshape(-1), self._loss)
-        largest = np.max(whole, initial=0.0)
-        return np.maximum(rounding_bound(gradient, self._loss), largest) + 2.0**-1074
-
-    def _parts(self, actual: dict[str, Array], expected: dict[str, Array]) -> list[Part]:
-        """Pair gradients with what they must be, and with what rounding may do to them."""
-        return [
-            (f"the gradient of {name}", actual[name], e, self._bound(e))
-            for name, e in expected.items()
-        ]
+    # ---- what a backward rounds ----
 
     @cached_property
     def _departures(self) -> dict[str, Array]:
@@ -184,14 +164,20 @@ class Contract:
     # ---- the same call, the same bits; gradients, and their linearity in dy ----
 
     def _forward_repeats(self) -> Outcome:
-        first, bound = self._loss.y_as_returned, self._y_bound()
+        first = self._loss.y_as_returned
         runs = [self._forward()[0].copy() for _ in range(_RUNS)]
-        return _compared([("y", y, first, bound) for y in runs])
+        return _compared([("y", y, first, _bound(first)) for y in runs])
 
     def _repeats(self) -> Outcome:
         cache = self._forward()[1]
         first, *again = (self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS))
-        return _compared([part for other in again for part in self._parts(other, first)])
+        return _compared(
+            [
+                (f"the gradient of {name}", other[name], expected, _bound(expected))
+                for other in again
+                for name, expected in first.items()
+            ]
+        )
 
     def _zero(self) -> Outcome:
         gradients = self._pull(np.zeros_like(self._loss.cotangent()), self._forward()[1])
@@ -216,7 +202,7 @@ class Contract:
             expected = 2 * a.astype(np.float64) + b.astype(np.float64)
             # Nearer to the end of the range, the sum may overflow.
             good = np.abs(expected) < 2.0 ** format_of(total.dtype).emax
-            bound = 2 * self._bound(a) + self._bound(b) + self._bound(total)
+            bound = 2 * _bound(a) + _bound(b) + _bound(total)
             bound = (bound + 4 * self.allowance(name))[good.reshape(-1)]
             parts.append((f"the gradient of {name}", total[good], expected[good], bound))
         verdict, message = _compared(parts)
@@ -228,13 +214,16 @@ class Contract:
     def _layouts(self) -> Outcome:
         arguments, dy = self._arguments(), self._loss.cotangent()
         expected = self._results(dy, arguments)
+        bounds = self._dither(dy, expected)
         notes = []
         for layout, change in LAYOUTS.items():
             inputs = [("dy", change(dy), arguments)]
             inputs += [(name, dy, arguments | {name: change(a)}) for name, a in arguments.items()]
             for name, seen, given in inputs:
                 try:
-                    verdict, message = self._alike(self._results(seen, given), expected)
+                    found = self._results(seen, given)
+                    parts = [(n, found[n], expected[n], bounds[n]) for n in expected]
+                    verdict, message = _compared(parts)
                 except FaultError as fault:
                     # To refuse a layout is a limit, not a wrong result.
                     verdict, message = "NOTE" if fault.raised else "FAIL", str(fault)
@@ -250,14 +239,27 @@ class Contract:
         gradients = self._pull(dy, cache)
         return {"y": y.copy()} | {f"the gradient of {name}": g for name, g in gradients.items()}
 
-    def _alike(self, found: dict[str, Array], expected: dict[str, Array]) -> Outcome:
-        parts = []
-        for name, e in expected.items():
-            # NumPy sums another layout in another order, and an offset may leave few digits of
-            # a sum; whoever reads other elements is off by as much as they differ.
-            bound = np.max(np.abs(e.astype(np.float64)), initial=2.0**-1074) / 4
-            parts.append((name, found[name], e, np.full(e.size, bound)))
-        return _compared(parts)
+    def _dither(self, dy: Array, expected: dict[str, Array]) -> dict[str, Array]:
+        """
+        Bound what another order of summation may do: n times what an ulp in every input does.
+
+        A layout makes NumPy sum in another order, whose error is that of moving each term by up to
+        n roundings, n the length of the sum.
+        """
+        terms = max([16, *(n for a in self._arguments().values() for n in a.shape)])
+        bounds = {name: _bound(e) for name, e in expected.items()}
+        for _ in range(2):
+            moved = {}
+            for name, a in self._arguments().items():
+                ulps = self._rng.choice([-1.0, 1.0], size=a.shape) * 2 * unit_roundoff(a.dtype)
+                moved[name] = (a.astype(np.float64) * (1 + ulps)).astype(a.dtype)
+            for name, now in self._results(dy, moved).items():
+                # Of the whole array: one draw of an element may be small by chance. What is not
+                # finite knows no rounding: it is compared as it is.
+                apart = np.abs(flat(now) - flat(expected[name]))
+                largest = np.max(apart[np.isfinite(apart)], initial=0.0)
+                bounds[name] = np.maximum(bounds[name], 2 * terms * largest)
+        return bounds
 
 
 def _arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
@@ -279,6 +281,13 @@ def _left_alone(what: str, arrays: Iterable[tuple[str, Array]], before: list[byt
     pairs = zip(arrays, before, strict=True)
     changed = dict.fromkeys(name for (name, array), old in pairs if array.tobytes() != old)
     return ("FAIL", f"{what} modifies {', '.join(changed)}") if changed else _FINE
+
+
+def _bound(a: Array) -> Array:
+    """Bound what another order of summation does to an array, flat."""
+    largest = float(np.max(np.abs(flat(a)), initial=0.0))
+    bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
+    return np.full(a.size, (bound if np.isfinite(bound) else 0.0) + 2.0**-1074)
 
 
 def _compared(parts: Iterable[Part]) -> Outcome:

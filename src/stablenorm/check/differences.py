@@ -4,16 +4,12 @@ Derivatives of a program by differences of the program itself, each with its own
 L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
 two in proportion to that argument's own scale, to x + step D and x - step D. Both are *formed in
 floating point*, and L(x+) - L(x-) is compared with <gradient, x+ - x->: that difference of the
-two arrays is exact, whereas 2 step D is not what the program saw once x has an offset.
+two arrays is exact, whereas 2 step D is not what the program saw once x has an offset. L itself is
+never formed: <u, y+ - y-> is, since the subtraction of neighbours is exact (Sterbenz).
 
-L itself is never formed. <u, y+ - y-> is: the subtraction of neighbours is exact (Sterbenz), and
-outputs that did not move contribute nothing, not even their rounding errors. The sum is NumPy's
-pairwise one; its error, at most (log2(size) + 8) roundings of sum|u (y+ - y-)|, is part of the
-bound.
-
-The secants at steps of about 2^-2 .. 2^-9 go through a Richardson tableau in step^2 (L. F.
-Richardson 1911; the stopping idea is that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75).
-For every entry the weights of the secants it is made of are kept, so that the bound of an entry is
+The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
+that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). For every entry the weights of the
+secants it is made of are kept, so that the bound of an entry is
 
     disagreement with its two parents + sum |weight| * noise / step
 

@@ -1,12 +1,11 @@
 r"""
 Equations that the gradients of layer normalization satisfy exactly.
 
-They need no step and hold to rounding, so they show errors far below any finite difference. In
-every row, with xhat, rstd = (var + eps)^(-1/2) and g = gamma dy:
+In every row, with xhat, rstd = (var + eps)^(-1/2) and g = gamma dy:
 
 - sum(dx) = 0, since adding a constant to x changes nothing;
 - sum(dx xhat) / rstd = eps rstd^2 sum(g xhat): stretching x about its mean changes y only as far
-  as eps matters. It is the one that sees eps: left out of the backward, the right side is 0;
+  as eps matters. Where eps is left out of the backward, the right side is 0;
 
 and over all rows <gamma, dgamma> + <beta, dbeta> = <dy, y>, since y is linear in (gamma, beta)
 (Euler's theorem). They are necessary, not sufficient: a row of dx that is zero satisfies the

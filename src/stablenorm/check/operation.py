@@ -80,7 +80,7 @@ class Operation:
         self.forward_calls += 1
         result = _called("forward", self._forward, *args, *extra)
         if isinstance(result, (tuple, list)) and len(result) == 2:
-            return _as_y(result[0]), result[1]
+            return as_array("the y that forward returns", result[0]), result[1]
         kind = type(result).__name__
         kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         msg = f"forward must return (y, cache), got {kind}"
@@ -113,15 +113,15 @@ class Operation:
         return gradients
 
 
-def _as_y(y: Any) -> Array:
-    """Return y as an array of one of the four dtypes; FaultError if it is not one."""
+def as_array(name: str, value: Any) -> Array:
+    """Return what a function gave as an array of one of the four dtypes, or raise FaultError."""
     try:
-        array = np.asarray(y)
-        check_dtype("the y that forward returns", array)
+        array = np.asarray(value)
+        check_dtype(name, array)
     except TypeError as error:
         raise FaultError(str(error)) from None
     except ValueError as error:
-        msg = f"the y that forward returns must be an array, got {one_line(error)}"
+        msg = f"{name} must be an array, got {type(value).__name__}: {one_line(error)}"
         raise FaultError(msg) from None
     return array
 

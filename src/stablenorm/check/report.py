@@ -213,15 +213,6 @@ class GradientReport:
             The attributes by name, with `verdict`, `passed`, `resolution`, and `z` where there
             is one. What JSON has no number for is a string, "nan", "inf" or "-inf", so that
             ``float(value)`` reads every number back.
-
-        Examples
-        --------
-        >>> import numpy as np
-        >>> from stablenorm.check import check_gradients
-        >>> report = check_gradients(lambda x: (x * x, x), lambda dy, x: (2 * x * dy,), [np.ones(3)])
-        >>> held = report.as_dict()
-        >>> held["verdict"], held["arguments"][0]["checked"]
-        ('PASS', 3)
         """
         held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
         return plain(held | vars(self))
