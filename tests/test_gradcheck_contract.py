@@ -71,7 +71,7 @@ FAULTS = [
      "backward is deterministic", "IndexError"),
     (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
-    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "dy = 0", "that of x has 1e-09"),
+    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "dy = 0", "gradient of x has 1e-09"),
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
     (sine, lambda dy, x: (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),), "linear", "differs"),
     # Homogeneous, but not linear.

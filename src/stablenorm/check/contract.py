@@ -29,8 +29,8 @@ _FACTORS = (3, 5, 7, 11)
 
 # Verdict and message.
 Outcome = tuple[FindingVerdict, str]
-# What is compared: name, actual, expected, and how far they may be apart, flat.
-Part = tuple[str, Array, Array, Array]
+# Arrays by what a message calls them: "y", "the gradient of x".
+Arrays = dict[str, Array]
 _FINE: Outcome = ("PASS", "")
 
 
@@ -46,7 +46,8 @@ class Contract:
         rng: np.random.Generator,
     ):
         self._loss, self._names, self._rng = loss, names, rng
-        self._gradients, self._spans = gradients, dict(zip(names, spans, strict=True))
+        self._gradients = {_label(name): gradient for name, gradient in gradients.items()}
+        self._spans = dict(zip(names, spans, strict=True))
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
@@ -74,36 +75,40 @@ class Contract:
 
     # ---- calls ----
 
-    def _arguments(self) -> dict[str, Array]:
-        """Return copies of the arguments that are there."""
+    def _arguments(self) -> Arrays:
+        """Return copies of the arguments that are there, by name."""
         pairs = zip(self._names, self._loss.args, strict=True)
         return {name: array.copy() for name, array in pairs if array is not None}
 
-    def _forward(self, arguments: dict[str, Array] | None = None) -> tuple[Array, Any]:
+    def _forward(self, arguments: Arrays | None = None) -> tuple[Array, Any]:
         """Call the forward, on copies unless arguments are given."""
         arguments = self._arguments() if arguments is None else arguments
         return self._loss.operation.forward([arguments.get(name) for name in self._names])
 
-    def _pull(self, dy: Array, cache: Any, *, copy: bool = True) -> dict[str, Array]:
+    def _pull(self, dy: Array, cache: Any) -> Arrays:
         """Return gradients, copied: a backward may fill a buffer of its own again."""
         returned = self._loss.operation.gradients(dy, cache, self._loss.args)
         gradients = {}
-        for name, now in zip(self._names, returned, strict=True):
+        for label, now in zip(map(_label, self._names), returned, strict=True):
             # What was not fit to be compared the first time is not looked at again.
-            first = self._gradients.get(name)
-            if first is None:
-                continue
-            if now is None or np.shape(now) != first.shape:
+            first = self._gradients.get(label)
+            if first is not None and (now is None or np.shape(now) != first.shape):
                 got = "None" if now is None else f"shape {np.shape(now)}"
-                msg = f"the gradient of {name} had shape {first.shape}, then came {got}"
+                msg = f"{label} had shape {first.shape}, then came {got}"
                 raise FaultError(msg)
-            gradients[name] = np.array(now) if copy else np.asarray(now)
+            if first is not None:
+                gradients[label] = np.array(now)
         return gradients
+
+    def _results(self, dy: Array, arguments: Arrays) -> Arrays:
+        """Return y and the gradients."""
+        y, cache = self._forward(arguments)
+        return {"y": y.copy()} | self._pull(dy, cache)
 
     # ---- what a backward rounds ----
 
     @cached_property
-    def _departures(self) -> dict[str, Array]:
+    def _departures(self) -> Arrays:
         """
         How far multiples of dy are from giving multiples of the gradients, divided by the factor.
 
@@ -126,15 +131,15 @@ class Contract:
 
         The root mean square along the last axis: a single element may be lucky.
         """
-        gradient = np.atleast_1d(self._gradients[name].astype(np.float64))
+        gradient = np.atleast_1d(self._gradients[_label(name)].astype(np.float64))
         try:
-            departures = self._departures[name].reshape(-1, *gradient.shape)
+            departures = self._departures[_label(name)].reshape(-1, *gradient.shape)
         except FaultError:
             # Found, and said, by the contract.
             return np.zeros(gradient.size)
         measured = rms(rms(departures, 0)[0], -1)
         # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
-        u = unit_roundoff(self._gradients[name].dtype)
+        u = unit_roundoff(self._gradients[_label(name)].dtype)
         measured = np.maximum(measured - 1.5 * u * rms(gradient, -1), 0.0)
         # Never more than rounding what the gradient is made of can explain: the gradient itself,
         # or y changing by its own size over the argument's scale. A backward that keeps float32
@@ -164,26 +169,19 @@ class Contract:
     # ---- the same call, the same bits; gradients, and their linearity in dy ----
 
     def _forward_repeats(self) -> Outcome:
-        first = self._loss.y_as_returned
-        runs = [self._forward()[0].copy() for _ in range(_RUNS)]
-        return _compared([("y", y, first, _bound(first)) for y in runs])
+        first, runs = self._loss.y_as_returned, range(_RUNS)
+        return _worst(_compared({"y": self._forward()[0]}, {"y": first}) for _ in runs)
 
     def _repeats(self) -> Outcome:
         cache = self._forward()[1]
         first, *again = (self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS))
-        return _compared(
-            [
-                (f"the gradient of {name}", other[name], expected, _bound(expected))
-                for other in again
-                for name, expected in first.items()
-            ]
-        )
+        return _worst(_compared(other, first) for other in again)
 
     def _zero(self) -> Outcome:
         gradients = self._pull(np.zeros_like(self._loss.cotangent()), self._forward()[1])
         wrong = [
-            f"that of {name} has {float(np.max(np.abs(gradient.astype(np.float64)))):.3g}"
-            for name, gradient in gradients.items()
+            f"{label} has {float(np.max(np.abs(flat(gradient)))):.3g}"
+            for label, gradient in gradients.items()
             if not (gradient == 0).all()
         ]
         return ("FAIL", "; ".join(wrong)) if wrong else _FINE
@@ -196,16 +194,16 @@ class Contract:
         # be homogeneous. The sum is exact in every dtype, see `draw`.
         dys = (each.astype(loss.dtype) for each in (dy, other, 2 * dy + other))
         first, second, both = (self._pull(each, cache) for each in dys)
-        parts = []
-        for name, a in first.items():
-            b, total = second[name], both[name]
-            expected = 2 * a.astype(np.float64) + b.astype(np.float64)
-            # Nearer to the end of the range, the sum may overflow.
-            good = np.abs(expected) < 2.0 ** format_of(total.dtype).emax
-            bound = 2 * _bound(a) + _bound(b) + _bound(total)
-            bound = (bound + 4 * self.allowance(name))[good.reshape(-1)]
-            parts.append((f"the gradient of {name}", total[good], expected[good], bound))
-        verdict, message = _compared(parts)
+        expected, bounds = {}, {}
+        for name in self._names:
+            if (label := _label(name)) in first:
+                a, b, total = (flat(each[label]) for each in (first, second, both))
+                # Nearer to the end of the range, the sum may overflow.
+                far = np.abs(2 * a + b) >= 2.0 ** format_of(both[label].dtype).emax
+                expected[label] = np.where(far, total, 2 * a + b)
+                bound = sum(_bound(each[label]) for each in (first, first, second, both))
+                bounds[label] = bound + 4 * self.allowance(name)
+        verdict, message = _compared({n: flat(g) for n, g in both.items()}, expected, bounds)
         # Three results, each rounded: equal bits are not to be had.
         return _FINE if verdict == "NOTE" else (verdict, message)
 
@@ -215,31 +213,20 @@ class Contract:
         arguments, dy = self._arguments(), self._loss.cotangent()
         expected = self._results(dy, arguments)
         bounds = self._dither(dy, expected)
-        notes = []
+        outcomes: list[Outcome] = []
         for layout, change in LAYOUTS.items():
             inputs = [("dy", change(dy), arguments)]
             inputs += [(name, dy, arguments | {name: change(a)}) for name, a in arguments.items()]
             for name, seen, given in inputs:
                 try:
-                    found = self._results(seen, given)
-                    parts = [(n, found[n], expected[n], bounds[n]) for n in expected]
-                    verdict, message = _compared(parts)
+                    verdict, message = _compared(self._results(seen, given), expected, bounds)
                 except FaultError as fault:
                     # To refuse a layout is a limit, not a wrong result.
                     verdict, message = "NOTE" if fault.raised else "FAIL", str(fault)
-                if verdict == "FAIL":
-                    return verdict, f"{layout} {name}: {message}"
-                if verdict == "NOTE":
-                    notes.append(f"{layout} {name}: {message}")
-        return ("NOTE", "; ".join(notes[:2])) if notes else _FINE
+                outcomes.append((verdict, f"{layout} {name}: {message}"))
+        return _worst(outcomes)
 
-    def _results(self, dy: Array, arguments: dict[str, Array]) -> dict[str, Array]:
-        """Return y and the gradients, by what a message calls them."""
-        y, cache = self._forward(arguments)
-        gradients = self._pull(dy, cache)
-        return {"y": y.copy()} | {f"the gradient of {name}": g for name, g in gradients.items()}
-
-    def _dither(self, dy: Array, expected: dict[str, Array]) -> dict[str, Array]:
+    def _dither(self, dy: Array, expected: Arrays) -> Arrays:
         """
         Bound what another order of summation may do: n times what an ulp in every input does.
 
@@ -290,15 +277,26 @@ def _bound(a: Array) -> Array:
     return np.full(a.size, (bound if np.isfinite(bound) else 0.0) + 2.0**-1074)
 
 
-def _compared(parts: Iterable[Part]) -> Outcome:
-    """Compare parts: equal bits PASS, a difference within the bound is a NOTE, else FAIL."""
+def _label(name: str) -> str:
+    return f"the gradient of {name}"
+
+
+def _worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the first failure; without one, the first note."""
+    found = list(outcomes)
+    return next((o for verdict in ("FAIL", "NOTE") for o in found if o[0] == verdict), _FINE)
+
+
+def _compared(found: Arrays, expected: Arrays, bounds: Arrays | None = None) -> Outcome:
+    """Compare: equal bits PASS, a difference within the bound, flat, is a NOTE, else FAIL."""
     note = ""
-    for name, actual, expected, bound in parts:
-        if actual.shape != expected.shape:
-            return "FAIL", f"{name} has shape {expected.shape}, then {actual.shape}"
-        if actual.dtype == expected.dtype and actual.tobytes() == expected.tobytes():
+    for name, e in expected.items():
+        actual = found[name]
+        if actual.shape != e.shape:
+            return "FAIL", f"{name} has shape {e.shape}, then {actual.shape}"
+        if actual.dtype == e.dtype and actual.tobytes() == e.tobytes():
             continue
-        a, b = (v.astype(np.float64).reshape(-1) for v in (actual, expected))
+        a, b, bound = flat(actual), flat(e), _bound(e) if bounds is None else bounds[name]
         alike = (a == b) | (np.isnan(a) & np.isnan(b))
         # NaN where only one of them is NaN.
         excess = float(np.max(np.where(alike, 0.0, np.abs(a - b) / bound), initial=0.0))
