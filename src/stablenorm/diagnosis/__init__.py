@@ -68,10 +68,6 @@ def diagnose(
         If `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
         `top` is negative.
 
-    See Also
-    --------
-    layer_norm : Loses none of them.
-
     Notes
     -----
     Bits lost: log2 of the RMS error of y over the row, in units of ``2**-p max(rms(y), smallest
@@ -133,25 +129,9 @@ def diagnose_blocks(
     """
     Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
 
-    Parameters
-    ----------
-    blocks : iterable of array
-        Shape (rows, n) each, in order; any of the four dtypes. Two per thread are held at a time.
-    shape, axis : tuple of int
-        Of the whole data.
-    dtype : dtype
-        What the data is judged as.
-    eps : float
-        Added to the variance.
-    top : int, default: 10
-        How many of the worst rows to describe.
-    keep_rows : bool, default: False
-        Whether to keep the numbers of every row: about 65 bytes each.
-
-    Returns
-    -------
-    Diagnosis
-        Of all blocks together.
+    The blocks are (rows, n) each, in order, of any of the four dtypes; two per thread are held at a
+    time. `shape` and `axis` are of the whole data, `dtype` is what it is judged as. The numbers of
+    every row, which `keep_rows` asks for, take about 65 bytes each.
     """
     n = math.prod(shape[i] for i in axis)
     nothing = measure_rows(np.empty((0, n), dtype), dtype, eps)
@@ -211,15 +191,14 @@ def _worst(
 ) -> list[tuple[float, Row]]:
     """Return the rows of the highest rank with their ranks, of `before` and of a block at `first`."""
     with np.errstate(all="ignore"):
-        # Bits first: less than a bit for the condition number. Constant rows have none.
+        # Bits first; the condition number counts less than a bit. Constant rows have none.
         rank = np.rint(found.lost[0].astype(np.float64))
         known = np.isfinite(found.condition_y)
         rank[known] += 1.0 - 1.0 / np.maximum(found.condition_y[known], 1.0)
         # What has no y at all comes before any number of bits.
-        for name, above in (("undefined", 2048.0), ("not finite", 4096.0)):
-            rank[(found.marks & BITS[name]) != 0] = above
-        least = before[-1][0] if len(before) == top else -1.0
-        candidates = np.flatnonzero(rank > least)
+        rank[(found.marks & BITS["undefined"]) != 0] = 2048.0
+        rank[(found.marks & BITS["not finite"]) != 0] = 4096.0
+        candidates = np.flatnonzero(rank > (before[-1][0] if len(before) == top else -1.0))
         # Of equals, the first ones: stable.
         candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
         new = [

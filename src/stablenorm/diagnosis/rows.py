@@ -6,10 +6,8 @@ a shift, from the error of the mean, and a factor, from the error of rstd. The d
 sum to zero, so the RMS error over the row is exactly ``hypot((mean_hat - mean) rstd_hat, std
 (rstd_hat - rstd))``. Rounding the elements one by one adds less than a bit.
 
-Bits lost: log2 of the RMS error of the row over ``u max(rms(y), smallest normal)``, where u = 2**-p
-is the rounding unit of the data's p-bit dtype, between 0 and p. One correct rounding loses none; p
-means that nothing of y is left. A constant row, whose y is 0, is measured against 1, the size of
-normalized data. RMS and not the worst element, which is a draw from the tail.
+Bits lost are log2 of that, in rounding errors of y: see `stablenorm.diagnose`. RMS and not the worst
+element, which is a draw from the tail.
 """
 
 from __future__ import annotations
