@@ -21,11 +21,11 @@ def four_threads():
 
 
 @pytest.fixture
-def crew(monkeypatch):
-    """Replace the helpers of this process by a crew that has started nobody yet."""
-    helpers = pytest.importorskip("stablenorm.kernels._helpers")
-    fresh = helpers._Crew()
-    monkeypatch.setattr(helpers, "_crew", fresh)
+def pool(monkeypatch):
+    """Replace the helpers of this process by a pool that has started nobody yet."""
+    module = pytest.importorskip("stablenorm.cpu.pool")
+    fresh = module._Pool()
+    monkeypatch.setattr(module, "_pool", fresh)
     return fresh
 
 

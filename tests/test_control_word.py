@@ -15,7 +15,7 @@ from stablenorm import (
     reference,
     set_num_threads,
 )
-from stablenorm.kernels import _helpers
+from stablenorm.cpu import pool
 from stablenorm.threads import SMALL
 
 # Where the control word is in C's fenv_t, and its bits: to flush results and to take subnormal
@@ -147,11 +147,11 @@ def test_helpers_that_such_a_thread_starts(control, rng, monkeypatch):
     before = get_num_threads()
     set_num_threads(2)
     control.set_bits(control.bits)
-    crew = _helpers._Crew()
-    monkeypatch.setattr(_helpers, "_crew", crew)
+    fresh = pool._Pool()
+    monkeypatch.setattr(pool, "_pool", fresh)
     found = [compute(case, 0.0, "numba") for _ in range(20)]
     set_num_threads(before)
-    assert len(crew.helpers) == 1
+    assert len(fresh.alarms) == 1
     for actual in found:
         for one, other in zip(expected, actual, strict=True):
             assert one.tobytes() == other.tobytes()

@@ -14,11 +14,10 @@ def test_no_two_compiled_functions_have_one_name():
     """Of two of one name and types, the first that is loaded from disk would do for both."""
     from numba.core.dispatcher import Dispatcher  # noqa: PLC0415  # skipped where Numba is missing
 
-    for module in ("_jobs", "_plain_jobs", "_float64"):
-        importlib.import_module(f"stablenorm.kernels.{module}")
+    importlib.import_module("stablenorm.cpu")
     # Not isinstance, which asks the objects: some are proxies of what is no more.
     functions = {made.py_func for made in gc.get_objects() if issubclass(type(made), Dispatcher)}
-    ours = [f for f in functions if f.__module__.startswith("stablenorm.kernels.")]
+    ours = [f for f in functions if f.__module__.startswith("stablenorm.cpu.")]
     names = Counter((f.__module__, f.__qualname__) for f in ours)
     assert len(names) > 50
     assert [name for name, count in names.items() if count > 1] == []
@@ -28,21 +27,21 @@ FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
 
 
 @pytest.mark.parametrize(
-    ("module", "maker", "arguments"),
+    ("maker", "arguments"),
     [
-        ("_jobs", "total_job", (FLOAT32,)),
-        ("_jobs", "forward_job", (FLOAT16, FLOAT16, False)),
-        ("_plain_jobs", "_backward_job", (2, True)),
+        ("total_job", (FLOAT32,)),
+        ("_forward_job", (FLOAT16, FLOAT16, FLOAT16)),
+        ("_backward_job", (FLOAT16, FLOAT32, FLOAT32, False)),
     ],
 )
-def test_what_threads_make_at_the_same_time_is_compiled_once(module, maker, arguments):
+def test_what_threads_make_at_the_same_time_is_compiled_once(maker, arguments):
     """`functools.cache` lets all of them in until the first has come back."""
-    make = getattr(importlib.import_module(f"stablenorm.kernels.{module}"), maker)
+    make = getattr(importlib.import_module("stablenorm.cpu.jobs"), maker)
     assert make.__wrapped__(*arguments) is make.__wrapped__(*arguments) is make(*arguments)
 
 
 def test_another_function_of_the_same_name_is_itself():
-    compiling = importlib.import_module("stablenorm.kernels._compiling")
+    compiling = importlib.import_module("stablenorm.cpu.compiling")
 
     def made(number):
         def answer():

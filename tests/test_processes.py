@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarni
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
 # Fixtures.
-four_threads, crew = shared_calls.four_threads, shared_calls.crew
+four_threads, pool = shared_calls.four_threads, shared_calls.pool
 
 
 def in_child(work, seconds=30):
@@ -54,10 +54,10 @@ def in_child(work, seconds=30):
 
 
 @forking
-def test_a_child_after_a_fork_has_helpers_of_its_own(crew):
+def test_a_child_after_a_fork_has_helpers_of_its_own(pool):
     arguments = make(7)
     expected = run(*arguments)
-    assert len(crew.helpers) == 3
+    assert len(pool.alarms) == 3
 
     def work():
         assert helpers_alive() == []
@@ -219,7 +219,7 @@ INTERRUPTED = """
 import os, random, signal, threading, time
 import numpy as np
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
-from stablenorm.kernels import _helpers, _sharing
+from stablenorm.cpu import pool
 
 set_num_threads(3)
 x, dy = np.random.default_rng(0).standard_normal((2, 2048, 130)).astype(np.float32)
@@ -247,10 +247,10 @@ for _ in range(100):
         left = out.tobytes(), dx.tobytes()
         time.sleep(0.0005)
         assert left == (out.tobytes(), dx.tobytes()), "still writing"
-        assert _helpers._crew.words[_sharing._LENT] == 0, "kept"
+        assert pool._pool.words[pool._TAKEN] == 0, "kept"
         y, cache = layer_norm_forward(x, gamma)
         assert expected == [v.tobytes() for v in (y, *layer_norm_backward(dy, cache)[:2])]
-print(len(_helpers._crew.helpers), flush=True)
+print(len(pool._pool.alarms), flush=True)
 # A shell starts what runs in its background with SIGINT ignored, and Python leaves that so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -5,14 +5,19 @@ import pytest
 
 from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
 
-tiles = pytest.importorskip("stablenorm.kernels._tiles")
+jobs = pytest.importorskip("stablenorm.cpu.jobs")
 
 
 @pytest.fixture(params=[True, False], ids=["streaming", "plain"])
 def streaming(request, monkeypatch):
     """Everything goes past the caches, or nothing."""
-    monkeypatch.setattr(tiles, "_streamed_from", lambda: 0 if request.param else 1 << 60)
-    return request.param
+    plans = jobs.forward_plan, jobs.backward_plan
+    monkeypatch.setattr(jobs, "PAST_CACHES", 0 if request.param else 1 << 60)
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
 
 
 def place(shape, dtype, offset, gap):

@@ -15,11 +15,11 @@ import stablenorm
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, threads
 
 numba = pytest.importorskip("numba")
-_helpers = pytest.importorskip("stablenorm.kernels._helpers")
-_sharing = pytest.importorskip("stablenorm.kernels._sharing")
+module = pytest.importorskip("stablenorm.cpu.pool")
+memory = pytest.importorskip("stablenorm.cpu.memory")
 
 # Fixtures.
-four_threads, crew = shared_calls.four_threads, shared_calls.crew
+four_threads, pool = shared_calls.four_threads, shared_calls.pool
 
 
 # ---- the number of threads ----
@@ -40,84 +40,61 @@ def test_the_number_of_threads_changes_no_bit(dtype, shape):
     assert results.count(results[0]) == 4
 
 
-@numba.njit(error_model="numpy")
-def count_tiles(crew, me, tiles, taken, patience, failing):
+@numba.njit
+def at(place, index):
+    return memory.pointer_at(place + 8 * index, np.int64)
+
+
+@numba.cfunc(numba.void(numba.int64, numba.int64, numba.int64))
+def count_tiles(record, words, me):
     """Count the tiles that each takes; the first of all waits for another to take one."""
-    tile = _sharing.take(crew, me, -1)
+    tiles, patience = at(record, 0)[0], at(record, 1)[0]
+    tile = module.take(words, -1)
     while tile < tiles:
-        _sharing.add_atomically(_sharing._at(taken, me), 1)
-        if failing == me:
-            raise MemoryError
+        memory.atomic_add(at(record, 2 + me), 1)
+        memory.atomic_add(at(record, 10 + tile), 1)
         for _ in range(patience):
             others = 0
             for part in range(8):
-                others += part != me and _sharing.read_atomically(_sharing._at(taken, part)) > 0
+                others += part != me and memory.atomic_load(at(record, 2 + part)) > 0
             if others:
                 break
-            _sharing.pause()
-        tile = _sharing.take(crew, me, tile)
+            memory.pause()
+        tile = module.take(words, tile)
 
 
-share_counting = _sharing.sharing(count_tiles)
+@numba.njit("void(int64, int64[::1], int64[::1], int64)", nogil=True)
+def counted(function, record, words, helpers):
+    module.run(function, memory.address(memory.pointer(record)), words, helpers)
 
 
-@numba.njit(nogil=True)
-def counted(tiles, taken, patience, failing, crew, helpers):
-    arguments = (tiles, _sharing.pointer(taken), patience, failing)
-    share_counting(arguments, tiles, _sharing.pointer(crew), helpers)
-
-
-def taken_by(count, tiles, *, failing=-1):
-    """Return how many tiles each takes, of the caller and `count` helpers."""
-    taken = np.zeros(8, np.int64)
+def taken_by(helpers, tiles, patience=50_000_000):
+    """Return how many tiles each takes, and how often each tile is taken, by so many helpers."""
+    record = np.zeros(10 + tiles, np.int64)
     # Some seconds: far more than a thread takes to come.
-    counted(tiles, taken, 50_000_000, failing, *crew_of(count))
-    return list(taken)
-
-
-def crew_of(helpers):
+    record[:2] = tiles, patience
     stablenorm.set_num_threads(helpers + 1)
-    words, count = _helpers.crew_for(1 << 20, 100)
+    words, count = module.pool_for(1 << 20, 100)
     assert count == helpers
-    return words, count
+    counted(count_tiles.address, record, words, count)
+    return list(record[2:10]), list(record[10:])
 
 
-def test_helpers_really_take_part(crew):
+def test_helpers_really_take_part(pool):
     """Without this, the tests of this file could pass on one thread."""
     assert run(*make(2))
-    assert len(crew.helpers) == 3
-    taken = taken_by(3, 7)
+    assert len(pool.alarms) == 3
+    taken, _ = taken_by(3, 7)
     assert sum(taken) == 7
     assert sum(count > 0 for count in taken) >= 2
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 31, 1000])
 @pytest.mark.parametrize("helpers", [0, 1, 2, 5])
-def test_every_tile_is_taken_once(crew, tiles, helpers):
-    seen = np.zeros((20, tiles), np.int64)
-    words, count = crew_of(helpers)
-    for calls in seen:
-        counted_each(calls, words, count)
-    assert (seen == 1).all()
-    assert words[_sharing._LENT] == 0
-    assert crew.words is words
-
-
-@numba.njit(error_model="numpy")
-def mark_tiles(crew, me, tiles, seen):
-    tile = _sharing.take(crew, me, -1)
-    while tile < tiles:
-        _sharing.add_atomically(_sharing._at(seen, tile), 1)
-        tile = _sharing.take(crew, me, tile)
-
-
-share_marking = _sharing.sharing(mark_tiles)
-
-
-@numba.njit(nogil=True)
-def counted_each(seen, crew, helpers):
-    arguments = (seen.size, _sharing.pointer(seen))
-    share_marking(arguments, seen.size, _sharing.pointer(crew), helpers)
+def test_every_tile_is_taken_once(pool, tiles, helpers):
+    for _ in range(20):
+        assert taken_by(helpers, tiles, patience=0)[1] == [1] * tiles
+    assert pool.words[module._TAKEN] == pool.words[module._WORKING] == 0
 
 
 @pytest.mark.parametrize(
@@ -174,60 +151,51 @@ def test_numba_num_threads_of_a_fresh_process():
     )
 
 
-def test_a_small_input_starts_nobody(crew, dtype, monkeypatch):
-    # Calls are never so dense.
-    monkeypatch.setattr(_helpers, "DENSE", 0.0)
+def test_a_small_input_starts_and_wakes_nobody(pool, dtype):
     # A float64 element takes four times as long.
     few = 4 if dtype == np.float64 else 1
     run(*make(3, (60 // few, 1024), dtype))
     layer_norm(make(3, (1023 // few, 64), dtype)[0])
-    assert crew.helpers == []
+    assert pool.alarms == []
+    run(*make(3))
+    # Longer than they spin.
+    time.sleep(0.05)
+    asleep = [pool.words[module._ASLEEP + me * module._APART] for me in (1, 2, 3)]
+    run(*make(3, (60 // few, 1024), dtype))
+    assert asleep == [1, 1, 1]
+    assert asleep == [pool.words[module._ASLEEP + me * module._APART] for me in (1, 2, 3)]
 
 
-def test_dense_small_calls_are_shared(crew, monkeypatch):
-    monkeypatch.setattr(_helpers, "DENSE", np.inf)
-    arguments = make(3, (60, 1024))
-    stablenorm.set_num_threads(1)
-    expected = run(*arguments)
-    stablenorm.set_num_threads(2)
-    assert run(*arguments) == expected
-    assert len(crew.helpers) == 1
-    # Not worth the 10 microseconds of any thread.
-    monkeypatch.setattr(_helpers, "LEAST_SHARED", 1 << 17)
-    stablenorm.set_num_threads(3)
-    assert run(*arguments) == expected
-    assert len(crew.helpers) == 1
-
-
-def test_one_thread_means_one(crew):
+def test_one_thread_means_one(pool):
     stablenorm.set_num_threads(1)
     run(*make(3))
-    assert crew.helpers == []
+    assert pool.alarms == []
 
 
-def test_without_new_threads_the_caller_does_it_all(crew, monkeypatch):
+def test_without_new_threads_the_caller_does_it_all(pool, monkeypatch):
     expected = run(*make(4))
-    assert crew.helpers
+    assert pool.alarms
 
     def start(_self):
         msg = "can't start new thread"
         raise RuntimeError(msg)
 
-    other = _helpers._Crew()
-    monkeypatch.setattr(_helpers, "_crew", other)
+    other = module._Pool()
+    monkeypatch.setattr(module, "_pool", other)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert run(*make(4)) == expected
-    assert other.helpers == []
+    assert other.alarms == []
 
 
 # ---- threads of the caller ----
 
 
-def test_calls_from_many_threads_at_once(crew):
+@pytest.mark.usefixtures("pool")
+def test_calls_from_many_threads_at_once():
     stablenorm.set_num_threads(3)
+    before, most = set(helpers_alive()), []
     data = [make(seed, (700 + 300 * seed, 130)) for seed in range(8)]
     expected = [run(*arguments) for arguments in data]
-    before, most = set(helpers_alive()) - {h.thread for h in crew.helpers}, []
     barrier = threading.Barrier(8)
     wrong = []
 
@@ -260,29 +228,9 @@ def test_helpers_let_go_of_the_arrays():
     assert all(r() is None for r in references)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_failing_tile_is_an_error_not_a_hang(crew, who):
-    """A compiled job can run out of memory, with a tile taken that nobody will finish."""
-    for _ in range(20):
-        with pytest.raises(MemoryError):
-            taken_by(1, 50, failing=who)
-    assert crew.words[_sharing._LENT] == crew.words[_sharing._INSIDE] == 0
-    assert run(*make(6)) == run(*make(6))
-    assert [h.thread.is_alive() for h in crew.helpers] == [True]
-
-
-@pytest.mark.usefixtures("crew")
+@pytest.mark.usefixtures("pool")
 def test_a_sleeping_helper_is_woken():
     for _ in range(3):
         # Longer than it spins.
         time.sleep(0.02)
-        assert sum(count > 0 for count in taken_by(1, 2)) == 2
-
-
-def test_without_a_pipe_the_caller_does_it_all(crew, monkeypatch):
-    def pipe():
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(os, "pipe", pipe)
-    assert run(*make(4)) == run(*make(4))
-    assert crew.helpers == []
+        assert sum(count > 0 for count in taken_by(1, 2)[0]) == 2

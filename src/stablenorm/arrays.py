@@ -11,17 +11,24 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
 
 from stablenorm import memory
-from stablenorm.formats import check_dtype
+from stablenorm.formats import FORMATS, check_dtype
 from stablenorm.types import Array
 
 # Of DLPack: memory of a CUDA device, and memory that CUDA moves between host and device.
 _CUDA_KINDS = frozenset((2, 13))
+
+
+# Results of fewer elements are never recycled, whatever their dtype.
+_FEW = memory.LEAST // 8
+
+# In this machine's byte order.
+_FLOATING = frozenset(each.dtype for each in FORMATS)
 
 
 class Arrays(NamedTuple):
@@ -51,6 +58,20 @@ def on_cuda_device(value: Any) -> bool:
     with contextlib.suppress(Exception):
         return value.__cuda_array_interface__ is not None
     return False
+
+
+def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
+    """
+    Tell whether that is NumPy's own array, in C order, of a dtype computed with, needing no check.
+
+    If so, it has elements, and `shape`, if that is given.
+    """
+    return bool(
+        type(array) is np.ndarray
+        and array.dtype in _FLOATING
+        and (array.shape == shape or (shape is None and array.size and array.ndim))
+        and array.flags.c_contiguous
+    )
 
 
 def _convert(name: str, value: Any) -> Array:
@@ -116,7 +137,10 @@ def mixed(name: str, value: Any, others: str) -> str:
     )
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], _: Any) -> Array:
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Array:
+    # No result has more elements than x, which can tell its number at once.
+    if like.size < _FEW:
+        return np.empty(shape, dtype)
     return memory.empty(shape, dtype)
 
 

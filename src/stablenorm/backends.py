@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 import warnings
 from typing import Any
-
-import numpy as np
 
 from stablenorm import reference
 from stablenorm.arrays import HOST, Arrays
 from stablenorm.threads import get_num_threads, starting
-from stablenorm.types import Array, any_float64
 
 # A backend is a module with a function for each operation. These are for NumPy's arrays.
-BACKENDS = {"numpy": "stablenorm.reference", "numba": "stablenorm.kernels.cpu"}
+BACKENDS = {"numpy": "stablenorm.reference", "numba": "stablenorm.cpu"}
 
 # And all of them.
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
-
-# Whether the user has been told what float64 parameters cost.
-_told = False
 
 
 @functools.cache
@@ -30,11 +23,7 @@ def implementation(operation: str, backend: str) -> Any:
     """
     Return what a backend, or else the reference, defines under this name; None if neither does.
 
-    `forward` and `backward` have the parameters of those in `reference`. `forward_small` and
-    `backward_small` are for float32 arrays of any shape, fewer than `SMALL` elements, with no time
-    to lose: the first returns the first three statistics, the second takes the arrays of the
-    gradients one by one and returns True. What they return is false, and nothing is written, if
-    the arrays are not for them: if results overlap what they must not, say.
+    `forward` and `backward` have the parameters of those in `reference`.
     """
     # Numba takes half a second to load, so not before it is needed.
     with starting:
@@ -101,29 +90,6 @@ def choose_cuda(backend: str | None) -> str:
         )
         raise ValueError(msg)
     return "cuda"
-
-
-def warn_if_slow(backend: str, x: Array, gamma: Array | None, beta: Array | None) -> None:
-    """Warn, once per process, of a float64 gamma or beta beside narrower x."""
-    if backend == "numba" and x.dtype.type is not np.float64 and any_float64(gamma, beta):
-        _warn_of_float64(str(x.dtype))
-
-
-def _warn_of_float64(x_dtype: str) -> None:
-    global _told  # noqa: PLW0603  # once per process
-    if _told:
-        return
-    level, frame = 1, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] == "stablenorm":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
-        f"gamma and beta should be no wider than float32 beside a {x_dtype} x, got float64, with "
-        "which a call takes a hundred times as long. Cure: np.ones(768, np.float32), say, and "
-        "gamma.astype(np.float32)",
-        RuntimeWarning,
-        stacklevel=level,
-    )
-    _told = True
 
 
 def arrays_of(backend: str) -> Arrays:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-# Tiles are whole groups of rows: what `_narrow` has in flight, and twice that.
+from stablenorm.types import Array
+
+# Rows of a tile are a multiple of this: the kernels take two at a time.
 _ROWS_TOGETHER = 8
 
 # Elements of a tile of the forward: 4 microseconds of work, so that the last tile does not leave
@@ -23,8 +24,15 @@ _FORWARD_TILE, _LEAST_FORWARD_TILE = 1 << 14, 1 << 12
 _BACKWARD_TILE, _LEAST_BACKWARD_TILE, _LEAST_ROWS, _FEW = 1 << 16, 1 << 13, 16, 4
 _MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
 
+# Results of so many bytes go past the caches. Half of them would be gone before anybody reads them;
+# what the system says of a cache that is shared with others is not to be believed (480 MB).
+PAST_CACHES = 1 << 25
+
 # Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
 _GATHERED = 1 << 16
+
+# Up to this length, gammas of ones and betas of -0 are made once: 1 microsecond of a small call.
+_NEUTRAL_KEPT = 1 << 12
 
 
 @functools.lru_cache(1024)
@@ -50,36 +58,22 @@ def blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def has_contiguous_rows(array: Any) -> bool:
-    """Tell whether a kernel can be given `array` as it is."""
-    return isinstance(array, np.ndarray) and (
-        array.flags.c_contiguous or array.strides[1] == array.itemsize or array.shape[1] == 1
-    )
+def flat(parameter: Array | None, n: int, neutral: float, dtype: np.dtype[Any]) -> Array:
+    """Return `parameter` as n contiguous elements; without one, what changes nothing, not -0."""
+    if parameter is None:
+        return _neutral(n, neutral, dtype) if n <= _NEUTRAL_KEPT else np.full(n, neutral, dtype)
+    if parameter.ndim == 1 and parameter.flags.c_contiguous:
+        return parameter
+    return np.ascontiguousarray(parameter).reshape(-1)
 
 
-def past_caches(out: Any, other: Any) -> bool:
-    """Tell whether `out` is to go past the caches: large, and not written over `other`."""
-    return out.nbytes >= _streamed_from() and not np.may_share_memory(out, other)
-
-
-@functools.cache
-def _streamed_from() -> int:
-    """
-    Return from how many bytes on results go past the caches.
-
-    Half of the last-level cache: a smaller result is likely to be read from there by whatever
-    comes next.
-    """
-    try:
-        size = os.sysconf("SC_LEVEL3_CACHE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        size = 0
-    # Where the system does not tell: 32 MiB.
-    return (size if size > 0 else 1 << 25) // 2
+@functools.lru_cache(16)
+def _neutral(n: int, value: float, dtype: np.dtype[Any]) -> Array:
+    return np.full(n, value, dtype)
 
 
 def joined(words: Any) -> Any:
-    """Return arrays of one number a row as one array: the one they are views of, if so."""
+    """Return arrays of one number per row as one array: the one they are views of, if so."""
     base = words[0].base
     if isinstance(base, np.ndarray) and base.shape == (len(words), len(words[0])):
         # Not all(...): its generator takes as long as a small layer norm's arithmetic.

@@ -1,0 +1,400 @@
+"""
+What Numba lacks: pointers, 16-bit floats, fused multiply-add, stores past the caches, atomics.
+
+Compiled functions here take pointers, not arrays: an array argument costs two atomic reference
+counts per call, which halved the speed of rows of 64 elements.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+
+# Bytes of a cache line, on x86-64 and most of arm64.
+LINE = 64
+
+_ARCHITECTURE = llvm.get_process_triple().split("-")[0]
+
+# Without these instructions LLVM calls a library function that need not exist. What counts is the
+# processor that Numba compiles for: NUMBA_CPU_FEATURES may leave out what this one has.
+HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
+    2
+] or _ARCHITECTURE in ("aarch64", "arm64")
+
+# Low bits of a float64 that rounding to odd drops: two bits more than the narrow type has are
+# kept, 8 + 2 and 11 + 2. So few pass through float32 exactly, where that matters even among its
+# subnormals.
+_DROPPED = {types.uint16: 53 - 10, types.int16: 53 - 13}
+
+inner = njit(error_model="numpy")
+inlined = njit(error_model="numpy", forceinline=True)
+
+
+def named(function: Any, *variant: Any) -> Any:
+    """
+    Give a function that is made more than once a name that no other one has.
+
+    Machine code is linked by module, name, types and a number that counts what the process has
+    compiled: of two functions of one name, from the caches of two processes, the one loaded first
+    would take the place of the other.
+    """
+    function.__name__ = "_".join(map(str, (function.__name__, *variant)))
+    function.__qualname__ = function.__name__
+    return function
+
+
+# ---- pointers ----
+
+
+@intrinsic
+def pointer(_typing: Any, array: Any) -> Any:
+    """Return where `array` begins; the pointer does not keep it alive."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return context.make_array(sig.args[0])(context, builder, args[0]).data
+
+    return types.CPointer(array.dtype)(array), generate
+
+
+@intrinsic
+def address(_typing: Any, p: Any) -> Any:
+    """Return the address that `p` points to."""
+    return types.intp(p), lambda _context, builder, _sig, args: builder.ptrtoint(args[0], _I64)
+
+
+@intrinsic
+def pointer_at(_typing: Any, number: Any, dtype: Any) -> Any:
+    """Return the address `number` as a pointer to elements of `dtype`."""
+    kind = types.CPointer(dtype.dtype)
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(sig.return_type))
+
+    return kind(types.intp, dtype), generate
+
+
+@intrinsic
+def further(_typing: Any, p: Any, count: Any) -> Any:
+    """Return the pointer `count` bytes on."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        bytes_ = builder.bitcast(args[0], _I8.as_pointer())
+        return builder.bitcast(builder.gep(bytes_, [args[1]]), args[0].type)
+
+    return p(p, types.intp), generate
+
+
+@intrinsic
+def width(_typing: Any, p: Any) -> Any:
+    """Return the bytes of an element of what `p` points to."""
+    return types.intp(p), lambda _c, _b, sig, _a: _I64(sig.args[0].dtype.bitwidth // 8)
+
+
+# ---- elements ----
+
+
+@intrinsic
+def get(_typing: Any, p: Any, j: Any) -> Any:
+    """Return element j as float64, of float32 or float64, of uint16 that hold bfloat16, of int16 that hold float16."""
+
+    def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        kind = sig.args[0].dtype
+        # NumPy's arrays need not be aligned; on the processors of today that costs nothing.
+        v = builder.load(builder.gep(args[0], [args[1]]), align=1)
+        if kind is types.uint16:
+            v = builder.bitcast(builder.shl(builder.zext(v, _I32), _I32(16)), _F32)
+        if kind is types.int16:
+            v = _half_to_float(builder, v)
+        return v if v.type == _F64 else builder.fpext(v, _F64)
+
+    return types.float64(p, types.intp), generate
+
+
+@intrinsic
+def put(_typing: Any, p: Any, j: Any, value: Any) -> Any:
+    """Round a float64 once, to nearest even, into element j."""
+
+    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        v, kind = args[2], sig.args[0].dtype
+        if kind in _DROPPED:
+            # Truncated, with the last kept bit set if anything was lost, a number is never a
+            # midpoint of the narrow type: it can be rounded again (Boldo and Melquiond 2008).
+            dropped = _DROPPED[kind]
+            bits, mask = builder.bitcast(v, _I64), (1 << dropped) - 1
+            lost = builder.icmp_unsigned("!=", builder.and_(bits, _I64(mask)), _I64(0))
+            kept = builder.and_(bits, _I64(-1 - mask))
+            odd = builder.select(lost, builder.or_(kept, _I64(1 << dropped)), kept)
+            v = builder.bitcast(odd, _F64)
+        if kind is not types.float64:
+            v = builder.fptrunc(v, _F32)
+        if kind is types.int16:
+            v = _float_to_half(builder, v)
+        if kind is types.uint16:
+            v = _float_to_bfloat(builder, v)
+        builder.store(v, builder.gep(args[0], [args[1]]), align=1)
+        return context.get_dummy_value()
+
+    return types.none(p, types.intp, types.float64), generate
+
+
+def _float_to_bfloat(builder: Any, v: Any) -> Any:
+    bits = builder.bitcast(v, _I32)
+    last = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    near = builder.add(builder.add(bits, _I32(0x7FFF)), last)
+    # The carry of a NaN with all bits set would make it a zero.
+    near = builder.select(builder.fcmp_unordered("uno", v, v), _I32(0x7FC00000), near)
+    return builder.trunc(builder.lshr(near, _I32(16)), _I16)
+
+
+def _half_to_float(builder: Any, v: Any) -> Any:
+    if HALF_IN_HARDWARE:
+        return builder.fpext(builder.bitcast(v, _F16), _F32)
+    # The bits shifted into a float32 are 2**112 too small, those of subnormals as well.
+    wide = builder.zext(v, _I32)
+    rest = builder.shl(builder.and_(wide, _I32(0x7FFF)), _I32(13))
+    small = builder.fpext(builder.bitcast(rest, _F32), _F64)
+    scaled = builder.fptrunc(builder.fmul(small, _F64(2.0**112)), _F32)
+    special = builder.icmp_unsigned(">=", rest, _I32(0x7C00 << 13))
+    infinite = builder.bitcast(builder.or_(rest, _I32(0x7F800000)), _F32)
+    value = builder.bitcast(builder.select(special, infinite, scaled), _I32)
+    sign = builder.shl(builder.and_(wide, _I32(0x8000)), _I32(16))
+    return builder.bitcast(builder.or_(value, sign), _F32)
+
+
+def _float_to_half(builder: Any, v: Any) -> Any:
+    if HALF_IN_HARDWARE:
+        return builder.bitcast(builder.fptrunc(v, _F16), _I16)
+    bits = builder.bitcast(v, _I32)
+    sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
+    size = builder.and_(bits, _I32(0x7FFFFFFF))
+    # Normal results: the exponent less 127 - 15; the carry rounds.
+    last = builder.and_(builder.lshr(size, _I32(13)), _I32(1))
+    result = builder.lshr(builder.add(builder.sub(size, _I32((112 << 23) - 0xFFF)), last), _I32(13))
+    # Subnormal results: adding 0.5, whose ulp is 2**-24, rounds to their grid.
+    half = builder.fadd(builder.bitcast(size, _F32), _F32(0.5))
+    tiny = builder.sub(builder.bitcast(half, _I32), _I32(0x3F000000))
+    result = builder.select(builder.icmp_unsigned("<", size, _I32(113 << 23)), tiny, result)
+    # From the midpoint between the largest, 65504, and 65536 on.
+    above = builder.icmp_unsigned(">=", size, _I32(0x477FF000))
+    result = builder.select(above, _I32(0x7C00), result)
+    nan = builder.icmp_unsigned(">", size, _I32(0x7F800000))
+    result = builder.select(nan, _I32(0x7E00), result)
+    return builder.trunc(builder.or_(result, sign), _I16)
+
+
+@intrinsic
+def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return ``a * b + c`` of float64, rounded once."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.fma.f64", _F64, args)
+
+    return types.float64(types.float64, types.float64, types.float64), generate
+
+
+@intrinsic
+def bits_of(_typing: Any, a: Any) -> Any:
+    """Return the bits of a float64 as an unsigned integer."""
+    return types.uint64(types.float64), lambda _c, builder, _s, args: builder.bitcast(args[0], _I64)
+
+
+@intrinsic
+def float_of(_typing: Any, bits: Any) -> Any:
+    """Return the float64 of these bits."""
+    return types.float64(types.int64), lambda _c, builder, _s, args: builder.bitcast(args[0], _F64)
+
+
+@intrinsic
+def minus(_typing: Any, a: Any, b: Any) -> Any:
+    """
+    Return ``a - b``, made by the units that multiply.
+
+    On many processors (AMD Zen) those that add convert between formats as well, and are the ones
+    that all wait for. The bits are the same.
+    """
+    # 1.0, from where LLVM cannot see it: it would leave out a product with 1. "readnone" lets it be
+    # made once, before the loop that uses it.
+    hidden = ir.InlineAsm(ir.FunctionType(_I64, [_I64]), "", "=r,0")
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
+        one = builder.bitcast(bits, _F64)
+        return _call(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
+
+    return types.float64(types.float64, types.float64), generate
+
+
+@intrinsic
+def odd_sum(_typing: Any, hi: Any, lo: Any) -> Any:
+    """
+    Return ``hi + lo`` rounded to odd, given that `hi` is the sum rounded to nearest.
+
+    Where `hi` is even and `lo` is not zero, that is the neighbour of `hi` on the side of `lo`.
+    """
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        hi, lo = args
+        bits = builder.bitcast(hi, _I64)
+        exact = builder.fcmp_ordered("==", lo, _F64(0.0))
+        odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
+        signs = builder.xor(bits, builder.bitcast(lo, _I64))
+        away = builder.icmp_signed(">=", signs, _I64(0))
+        moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
+        size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
+        special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
+        stays = builder.or_(builder.or_(exact, odd), special)
+        return builder.bitcast(builder.select(stays, bits, moved), _F64)
+
+    return types.float64(types.float64, types.float64), generate
+
+
+# ---- loops ----
+
+
+@intrinsic
+def wide_vectors(_typing: Any) -> Any:
+    """
+    Vectorize the calling function's loops by 512 bits if the processor can; its pointers never meet.
+
+    LLVM prefers 256 bits, from the days when wider ones slowed processors down (2.7 against
+    3.1 * 10^9 elements per second). Without the promise about pointers, it compiles a test and a
+    second loop: 5 to 10 % at n up to 128.
+    """
+
+    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
+        # llvmlite knows the names of no attributes with values.
+        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        # The first two are Numba's own: where to put the result, and the exception.
+        for arg in builder.function.args[2:]:
+            if isinstance(arg.type, ir.PointerType):
+                arg.add_attribute("noalias")
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+# ---- caches ----
+
+
+def _line_copy(past_caches: bool) -> Any:
+    @intrinsic
+    def copy_line(_typing: Any, to: Any, source: Any) -> Any:
+        """Copy a line between addresses that are multiples of 64."""
+        kind = ir.VectorType(_I64, LINE // 8).as_pointer()
+
+        def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            to, source = (builder.inttoptr(arg, kind) for arg in args)
+            stored = builder.store(builder.load(source, align=LINE), to, align=LINE)
+            if past_caches:
+                hint = builder.module.add_metadata([_I32(1)])
+                stored.set_metadata("nontemporal", hint)
+            return context.get_dummy_value()
+
+        return types.none(types.intp, types.intp), generate
+
+    return copy_line
+
+
+copy_line, stream_line = _line_copy(False), _line_copy(True)
+
+
+@intrinsic
+def _copy_byte(_typing: Any, to: Any, source: Any) -> Any:
+    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        to, source = (builder.inttoptr(arg, _I8.as_pointer()) for arg in args)
+        builder.store(builder.load(source), to)
+        return context.get_dummy_value()
+
+    return types.none(types.intp, types.intp), generate
+
+
+@inlined
+def copy_bytes(to, source, count):
+    """Copy a few bytes between addresses."""
+    for at in range(count):
+        _copy_byte(to + at, source + at)
+
+
+@intrinsic
+def fence(_typing: Any) -> Any:
+    """Order everything stored so far, lines past the caches included, before what follows."""
+
+    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+# ---- threads ----
+
+
+@intrinsic
+def atomic_add(_typing: Any, p: Any, amount: Any) -> Any:
+    """Add to the int64 that `p` points to; return what was there before."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", args[0], args[1], "seq_cst")
+
+    return types.intp(p, types.intp), generate
+
+
+@intrinsic
+def exchange(_typing: Any, p: Any, value: Any) -> Any:
+    """Write to the int64 that `p` points to; return what was there before."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", args[0], args[1], "seq_cst")
+
+    return types.intp(p, types.intp), generate
+
+
+@intrinsic
+def atomic_load(_typing: Any, p: Any) -> Any:
+    """Return the int64 that `p` points to as other threads last left it."""
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        return builder.load_atomic(args[0], "seq_cst", 8)
+
+    return types.intp(p), generate
+
+
+@intrinsic
+def pause(_typing: Any) -> Any:
+    """Tell the processor that this thread is waiting."""
+
+    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
+        # On other processors, nothing: the wait is as right, and a little hotter.
+        if _ARCHITECTURE == "x86_64":
+            _call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+        elif _ARCHITECTURE in ("aarch64", "arm64"):
+            _call(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@intrinsic
+def call(_typing: Any, function: Any, record: Any, pool: Any, me: Any) -> Any:
+    """Call the C function of three int64 whose address is `function`."""
+    kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
+
+    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        builder.call(builder.inttoptr(args[0], kind), args[1:])
+        return context.get_dummy_value()
+
+    return types.none(*[types.intp] * 4), generate

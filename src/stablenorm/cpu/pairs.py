@@ -1,0 +1,89 @@
+"""
+Double-double arithmetic: a number is a pair, ``high + low``, with |low| at most half an ulp of high.
+
+Sums and products use the error-free transformations of Knuth and Dekker, the latter with the fused
+multiply-add, and are exact to about 2**-104; Joldes, Muller and Popescu, ACM TOMS 44 (2017) 15, has
+the bounds. Nothing here may be reassociated or contracted.
+"""
+
+from __future__ import annotations
+
+import math
+
+from stablenorm.cpu.memory import fma, inlined, minus, odd_sum, put, width
+
+
+@inlined
+def two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error."""
+    total = a + b
+    b_part = total - a
+    return total, minus(a, total - b_part) + minus(b, b_part)
+
+
+@inlined
+def fast_two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error, given ``|a| >= |b|``."""
+    total = a + b
+    return total, b - (total - a)
+
+
+@inlined
+def two_product(a, b):
+    """Return ``fl(a * b)`` and its exact error."""
+    product = a * b
+    return product, fma(a, b, -product)
+
+
+@inlined
+def add(a, a_low, b, b_low):
+    """Return the sum of two pairs."""
+    total, error = two_sum(a, b)
+    low, low_error = two_sum(a_low, b_low)
+    total, error = fast_two_sum(total, error + low)
+    return fast_two_sum(total, error + low_error)
+
+
+@inlined
+def accumulate(a, a_low, b, b_low):
+    """Add a pair to a running sum, whose low part gathers what rounding takes from the high one."""
+    total, error = two_sum(a, b)
+    return total, a_low + (error + b_low)
+
+
+@inlined
+def multiply(a, a_low, b, b_low):
+    """Return the product of two pairs."""
+    product, error = two_product(a, b)
+    return fast_two_sum(product, fma(a, b_low, fma(a_low, b, error)))
+
+
+@inlined
+def divide(a, a_low, n):
+    """Return a pair divided by the float64 `n`."""
+    quotient = a / n
+    rest = fma(-quotient, n, a) + a_low
+    return fast_two_sum(quotient, rest / n)
+
+
+@inlined
+def reciprocal_root(v, v_low):
+    """Return ``(v + v_low)**-0.5``: a Newton step of second order from float64's own."""
+    start = 1.0 / math.sqrt(v)
+    square, square_low = two_product(start, start)
+    product, error = two_product(v, square)
+    error += fma(v, square_low, v_low * square)
+    # About 2**-52; the subtraction is exact.
+    delta = (1.0 - product) - error
+    correction = fma(0.375 * delta, delta, 0.5 * delta)
+    return fast_two_sum(start, start * correction)
+
+
+@inlined
+def put_pair(y, j, high, low):
+    """Round ``high + low`` once into element j."""
+    if width(y) == 8:
+        put(y, j, high + low)
+    else:
+        total, rest = fast_two_sum(high, low)
+        put(y, j, odd_sum(total, rest))

@@ -1,0 +1,208 @@
+"""
+Threads that share the tiles of one call: started when first needed, lent to one call at a time.
+
+A call writes what is to be done into the pool's words, and adds one to a counter, GENERATION, which
+is odd while there is work. Everyone who takes part, the caller included, takes tile after tile from
+an atomic counter. So it does not matter how many helpers come, when, or whether at all; the caller
+waits only for those that have begun. Helpers compute without the GIL. One that has just worked spins
+a while, since the next call of a loop comes soon; then it sleeps in a queue.
+
+- Python threads that call at the same time: one has the helpers, the others work alone, so that a
+  program with threads of its own is not oversubscribed.
+- A child after a fork has no helpers, and starts its own when it first needs them.
+- A helper that does not get to run costs nothing.
+
+Numba's own threads are not used: with OpenMP a child after a fork is aborted, with workqueue the
+process is, when two Python threads enter at once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from stablenorm.cpu.compiling import STAMP, compiled
+from stablenorm.cpu.control import restore, set_default
+from stablenorm.cpu.memory import (
+    address,
+    atomic_add,
+    atomic_load,
+    call,
+    exchange,
+    inner,
+    pause,
+    pointer,
+    pointer_at,
+)
+from stablenorm.threads import SMALL, get_num_threads
+
+# int64 between words that threads write: two cache lines, so that they do not disturb one another.
+_APART = 16
+
+# Taken by one call at a time; odd while there is work; how many helpers are at work; the next tile.
+_TAKEN, _GENERATION, _WORKING, _NEXT = (i * _APART for i in range(4))
+# What the work is, written before the generation changes.
+_FUNCTION, _RECORD, _HELPERS = (4 * _APART + i for i in range(3))
+# Of each helper: whether it sleeps.
+_ASLEEP = 5 * _APART
+
+# More would find no tiles: the backward has at most 64.
+_MOST_HELPERS = 63
+
+# Stands for a pool where there are no helpers.
+NO_POOL = np.zeros(1, np.int64)
+
+# Turns of some 40 cycles: about 100 microseconds. Waking a thread takes 50 and more.
+_TURNS = 10_000
+
+_YIELDS = hasattr(os, "sched_yield")
+_yield = types.ExternalFunction("sched_yield", types.intc())
+
+# Fewer elements than this, 2 microseconds of work, are shared with nobody.
+_LEAST_SHARED = 1 << 13
+
+
+@inner
+def _word(pool, index):
+    return pointer_at(pool + 8 * index, np.int64)
+
+
+@inner
+def take(pool, previous):
+    """Return the next tile, after `previous` or, of the first, -1; without a pool, in order."""
+    if pool == 0:
+        return previous + 1
+    return atomic_add(_word(pool, _NEXT), 1)
+
+
+@inner
+def run(function, record, words, helpers):
+    """Call ``function(record, pool, me)`` on this thread, 0, and on so many helpers, if they are to be had."""
+    pool = address(pointer(words))
+    if helpers == 0 or exchange(_word(pool, _TAKEN), 1) != 0:
+        call(function, record, 0, 0)
+        return
+    words[_FUNCTION], words[_RECORD], words[_HELPERS], words[_NEXT] = function, record, helpers, 0
+    atomic_add(_word(pool, _GENERATION), 1)
+    call(function, record, pool, 0)
+    # Nobody begins any more.
+    atomic_add(_word(pool, _GENERATION), 1)
+    turns = 0
+    while atomic_load(_word(pool, _WORKING)) != 0:
+        turns += 1
+        # A helper may have lost its processor to another thread: to this one, on a single processor.
+        if turns > _TURNS // 5 and _YIELDS:
+            _yield()
+        pause()
+    exchange(_word(pool, _TAKEN), 0)
+
+
+def _helping() -> Any:
+    stamp = STAMP
+
+    def help_out(words, me, seen):  # type: ignore[no-untyped-def]
+        """Work on whatever comes; return the last generation seen when nothing has come for a while."""
+        pool = address(pointer(words))
+        generation, working = _word(pool, _GENERATION), _word(pool, _WORKING)
+        asleep = _word(pool, _ASLEEP + me * _APART)
+        turns = 0 if stamp != "" else _TURNS
+        word = set_default()
+        while turns <= _TURNS:
+            # About to sleep: said first, so that whoever comes after the last look wakes this one.
+            if turns == _TURNS:
+                exchange(asleep, 1)
+            now = atomic_load(generation)
+            if now % 2 == 0 or now == seen:
+                turns += 1
+                pause()
+                continue
+            exchange(asleep, 0)
+            atomic_add(working, 1)
+            # As long as this one works, the words stay what they are.
+            if atomic_load(generation) == now and me <= words[_HELPERS]:
+                call(words[_FUNCTION], words[_RECORD], pool, me)
+            atomic_add(working, -1)
+            seen, turns = now, 0
+        restore(word)
+        return seen
+
+    return compiled(help_out, types.int64(types.int64[::1], types.int64, types.int64))
+
+
+help_out = _helping()
+
+
+class _Pool:
+    """The helpers of this process."""
+
+    def __init__(self) -> None:
+        self.words = np.zeros(_ASLEEP + (1 + _MOST_HELPERS) * _APART, np.int64)
+        self.alarms: list[SimpleQueue[None]] = []
+        self._starting = threading.Lock()
+
+    def start(self, count: int) -> int:
+        """Start helpers until there are `count`, if that is possible; return how many there are."""
+        # Whoever comes while another thread is starting them goes on with those there are.
+        if self._starting.acquire(blocking=False):
+            try:
+                while len(self.alarms) < count:
+                    alarm: SimpleQueue[None] = SimpleQueue()
+                    arguments = (self.words, 1 + len(self.alarms), alarm)
+                    thread = threading.Thread(
+                        target=_serve, args=arguments, name="stablenorm", daemon=True
+                    )
+                    thread.start()
+                    self.alarms.append(alarm)
+            except RuntimeError:
+                # No more threads to be had, here or at the end of the interpreter: those that
+                # there are, or the caller alone, will do.
+                pass
+            finally:
+                self._starting.release()
+        return min(count, len(self.alarms))
+
+    def wake(self, count: int) -> None:
+        words = self.words
+        for helper in range(1, count + 1):
+            if words[_ASLEEP + helper * _APART]:
+                words[_ASLEEP + helper * _APART] = 0
+                self.alarms[helper - 1].put(None)
+
+
+def _serve(words: Any, me: int, alarm: SimpleQueue[None]) -> None:
+    seen = 0
+    while True:
+        seen = help_out(words, me, seen)
+        alarm.get()
+
+
+_pool = _Pool()
+
+
+def _forget() -> None:
+    global _pool  # noqa: PLW0603  # threads do not survive a fork, and the pool may be taken for good
+    _pool = _Pool()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def pool_for(elements: int, tiles: int) -> tuple[Any, int]:
+    """Return the words of the pool, and how many of its helpers so much work is worth."""
+    if elements < _LEAST_SHARED or tiles < 2:
+        return NO_POOL, 0
+    count = min(get_num_threads() - 1, tiles - 1, _MOST_HELPERS)
+    pool = _pool
+    if elements < SMALL:
+        # Not worth starting or waking anybody: shared with those that still spin.
+        return pool.words, min(count, len(pool.alarms))
+    if count > len(pool.alarms):
+        count = pool.start(count)
+    pool.wake(count)
+    return pool.words, count

@@ -1,0 +1,237 @@
+"""
+Rows of float16, bfloat16 and float32: the equations of `reference` in float64, in two passes.
+
+Two rows at a time: one's chain of additions, division and root overlaps with the other's, and both
+share what is read of gamma, beta and the sums over rows. No element of a row depends on the other.
+
+Forward
+-------
+`reference` subtracts the mean, then averages the squares of what is left: three passes over a row.
+Here a guess k of the mean is subtracted in its place. With d = mean(x - k)::
+
+    mean = k + d        var = mean((x - k)**2) - d**2
+
+so that one pass gives both, and the second writes y. This is exact algebra for any k. In float64
+it loses nothing either, as long as d**2 is no larger than a few var:
+
+- k is the mean of eight elements, rounded to float32. So x - k has at most 25 significant bits
+  where x and k are near each other, and is exact; where they are not, it is rounded to 53 bits.
+- The guard: if d**2 > 2 var, k was a bad guess (the eight elements are not like the others), and
+  the difference of squares has lost more than log2(3) bits. Then k + d, rounded to float32, is
+  the new k, and the pass is made once more.
+
+Backward
+--------
+In ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))`` the second mean may be taken of
+``(g - m) * xhat`` for any constant m, since mean(xhat) = 0. With m = mean(g), as in `reference`, that
+needs a pass of its own. Here m is the smallest of four elements of g: where g is constant along
+the row, g - m is exactly zero, and where mean(g) is large against the spread of g, so is m.
+With A = mean(g - m), B = mean((g - m) * xhat)::
+
+    dx = rstd * ((g - m) - A - xhat * B)
+
+Error bounds
+------------
+u = 2**-53; H is the longest chain of additions in a sum along a row, n/32 + 20 where LLVM adds
+32 elements at a time; D = |d| rstd, q = rstd**2 mean((x - k)**2), w = (1 + q)/2.
+
+- The computed xhat is within a |xhat| + b of the exact one, with
+  e = (H + 6) u q + 2 D (H + 4) u w + u (D**2 + 1), a = 1.01 (e/2 + 6.5 u) and
+  b = 1.01 ((H + 4) u w + 3 u D). The guard keeps D**2 below 2 and q below 3.
+- y, before it is rounded: |gamma| (a |xhat| + b) + 2 u |y|.
+- dx, with B as above, G = rms(g), X >= max|xhat|: (a + 8 u) |dx| + rstd ((H + 3) u G +
+  2 |A| (a + 4 u) + b |B| + (X + 1.5) ((a + b + (H + 5) u) G + |B| (3 a + 8 u))).
+- dgamma: sum |dy| ((a + 64 u) |xhat| + b) + 3 u |dgamma|; dbeta: 64 u sum |dy| + 3 u |dbeta|. Sums
+  over rows are plain within 64 rows, and compensated between such parts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from stablenorm.cpu.memory import get, named, put, wide_vectors
+
+# Columns of a row that are summed in one go: it bounds the longest chain of additions.
+BLOCK = 2048
+
+# LLVM makes vector instructions of loops. For a sum it must be allowed to add in another order
+# ("reassoc"), which is fixed when it compiles and depends on n alone; "contract" makes a * b + c
+# one rounding.
+_summing = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "contract"})
+_exactly = njit(error_model="numpy", forceinline=True, fastmath={"contract"})
+
+
+# ---- forward ----
+
+
+@_exactly
+def _guess(x, n):
+    """Return about the mean of a row."""
+    if n < 8:
+        return get(x, 0)
+    s = n // 8
+    a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
+    b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
+    return np.float64(np.float32((a + b) * 0.125))
+
+
+@_summing
+def _measure(x, x2, n, k, k2):
+    """Return the sums of x - k and of its squares, of two rows."""
+    wide_vectors()
+    total, squares, total2, squares2 = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, n, BLOCK):
+        a, b, a2, b2 = 0.0, 0.0, 0.0, 0.0
+        for j in range(start, min(start + BLOCK, n)):
+            c, c2 = get(x, j) - k, get(x2, j) - k2
+            a += c
+            b += c * c
+            a2 += c2
+            b2 += c2 * c2
+        total += a
+        squares += b
+        total2 += a2
+        squares2 += b2
+    return total, squares, total2, squares2
+
+
+@_exactly
+def _root(var, eps):
+    # Rounding can make the difference of two equal squares negative.
+    return 1.0 / math.sqrt((max(var, 0.0)) + eps)
+
+
+@_exactly
+def _two_sum(a, b):
+    """Return ``fl(a + b)`` and its exact error."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+@_exactly
+def statistics(x, x2, n, eps):
+    """Return mean, rest and rstd of two rows; the mean is mean + rest."""
+    k, k2 = _guess(x, n), _guess(x2, n)
+    total, squares, total2, squares2 = _measure(x, x2, n, k, k2)
+    d, d2 = total / n, total2 / n
+    var, var2 = squares / n - d * d, squares2 / n - d2 * d2
+    if d * d > 2.0 * var or d2 * d2 > 2.0 * var2:
+        if d * d > 2.0 * var:
+            k = np.float64(np.float32(k + d))
+        if d2 * d2 > 2.0 * var2:
+            k2 = np.float64(np.float32(k2 + d2))
+        total, squares, total2, squares2 = _measure(x, x2, n, k, k2)
+        d, d2 = total / n, total2 / n
+        var, var2 = squares / n - d * d, squares2 / n - d2 * d2
+    (mean, rest), (mean2, rest2) = _two_sum(k, d), _two_sum(k2, d2)
+    return (mean, rest, _root(var, eps)), (mean2, rest2, _root(var2, eps))
+
+
+@_exactly
+def normalize(x, y, x2, y2, n, gamma, beta, one, two):
+    """Write two rows of y."""
+    wide_vectors()
+    (mean, rest, rstd), (mean2, rest2, rstd2) = one, two
+    shift, shift2 = -rest * rstd, -rest2 * rstd2
+    for j in range(n):
+        scale, offset = gamma[j], beta[j]
+        put(y, j, ((get(x, j) - mean) * rstd + shift) * scale + offset)
+        put(y2, j, ((get(x2, j) - mean2) * rstd2 + shift2) * scale + offset)
+
+
+@_exactly
+def normalize_piece(x, y, start, stop, gamma, beta, one):
+    """Write columns ``[start, stop)`` of one row to the front of `y`."""
+    wide_vectors()
+    mean, rest, rstd = one
+    shift = -rest * rstd
+    for j in range(start, stop):
+        put(y, j - start, ((get(x, j) - mean) * rstd + shift) * gamma[j] + beta[j])
+
+
+# ---- backward ----
+
+
+@_exactly
+def pivot(dy, gamma, n):
+    """Return the smallest of four g = gamma * dy."""
+    a = get(dy, 0) * gamma[0]
+    if n < 4:
+        return a
+    s = n // 4
+    b = get(dy, s) * gamma[s]
+    c = get(dy, 2 * s) * gamma[2 * s]
+    d = get(dy, 3 * s) * gamma[3 * s]
+    a = a if abs(a) < abs(b) else b
+    c = c if abs(c) < abs(d) else d
+    return a if abs(a) < abs(c) else c
+
+
+def _pulling(summing):
+    def pull(one, two, n, gamma, dgamma, dbeta):
+        """
+        Return the sums of g - m and of (g - m) * xhat of two rows.
+
+        Adds both rows to the sums over rows, if so compiled.
+        """
+        wide_vectors()
+        dy, x, mean, s, rstd, m = one
+        dy2, x2, mean2, s2, rstd2, m2 = two
+        total, along, total2, along2 = 0.0, 0.0, 0.0, 0.0
+        for start in range(0, n, BLOCK):
+            a, b, a2, b2 = 0.0, 0.0, 0.0, 0.0
+            for j in range(start, min(start + BLOCK, n)):
+                d, d2 = get(dy, j), get(dy2, j)
+                h, h2 = (get(x, j) - mean) * rstd + s, (get(x2, j) - mean2) * rstd2 + s2
+                g, g2 = d * gamma[j] - m, d2 * gamma[j] - m2
+                a += g
+                b += g * h
+                a2 += g2
+                b2 += g2 * h2
+                if summing:
+                    dbeta[j] = (dbeta[j] + d) + d2
+                    dgamma[j] = (dgamma[j] + d * h) + d2 * h2
+            total += a
+            along += b
+            total2 += a2
+            along2 += b2
+        return total, along, total2, along2
+
+    return _summing(named(pull, summing))
+
+
+pull, pull_summing = _pulling(False), _pulling(True)
+
+
+@_exactly
+def coefficients(row, a, b):
+    """Return p and q of ``dx = rstd * (g - m) + (x - mean) * p + q``, from the means of `pull`'s sums."""
+    _, _, _, s, rstd, _ = row
+    # xhat = (x - mean) * rstd + s
+    return -b * rstd * rstd, -(a + b * s) * rstd
+
+
+@_exactly
+def write_dx(one, dx, p, q, two, dx2, p2, q2, n, gamma):
+    """Write two rows of dx."""
+    wide_vectors()
+    dy, x, mean, _, rstd, m = one
+    dy2, x2, mean2, _, rstd2, m2 = two
+    for j in range(n):
+        g, g2 = get(dy, j) * gamma[j] - m, get(dy2, j) * gamma[j] - m2
+        put(dx, j, (get(x, j) - mean) * p + (g * rstd + q))
+        put(dx2, j, (get(x2, j) - mean2) * p2 + (g2 * rstd2 + q2))
+
+
+@_exactly
+def write_dx_piece(row, dx, p, q, start, stop, gamma):
+    """Write columns ``[start, stop)`` of one row to the front of `dx`."""
+    wide_vectors()
+    dy, x, mean, _, rstd, m = row
+    for j in range(start, stop):
+        g = get(dy, j) * gamma[j] - m
+        put(dx, j - start, (get(x, j) - mean) * p + (g * rstd + q))

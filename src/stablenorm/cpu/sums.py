@@ -1,0 +1,48 @@
+"""Vectors of float64: gamma and beta widened, sums over rows cleared, merged and rounded."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from stablenorm.cpu.memory import get, wide_vectors
+from stablenorm.cpu.pairs import put_pair, two_sum
+
+_inlined = njit(error_model="numpy", forceinline=True)
+
+
+@_inlined
+def clear(sums, n):
+    """Set n sums to zero."""
+    wide_vectors()
+    for j in range(n):
+        sums[j] = 0.0
+
+
+@_inlined
+def widen(parameter, out, n):
+    """Copy n elements into float64."""
+    wide_vectors()
+    for j in range(n):
+        out[j] = get(parameter, j)
+
+
+@_inlined
+def merge(part, total, low, n):
+    """Add `part` to the compensated sums ``total + low``."""
+    wide_vectors()
+    for j in range(n):
+        high, error = two_sum(total[j], part[j])
+        # Of an infinite sum, what is left over is NaN.
+        finite = abs(high) < np.inf
+        error = error + low[j] if finite else 0.0
+        total[j] = high + error
+        low[j] = error - (total[j] - high) if finite else 0.0
+
+
+@_inlined
+def round_sums(total, low, n, out):
+    """Round ``total + low`` once into `out`."""
+    wide_vectors()
+    for j in range(n):
+        put_pair(out, j, total[j], low[j])

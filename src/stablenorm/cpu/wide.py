@@ -1,0 +1,350 @@
+"""
+Rows of which something is float64: the equations of `rows` in double-double, in two passes.
+
+As there, a guess k of the mean is subtracted first, and one of four elements of g. Here x - k is exact
+as a pair, whatever k is. The mean is then written as ``mean + rest + tail``, three float64 that do
+not overlap, of which the last matters only where the row is far off zero against its spread.
+
+LLVM may not split sums of pairs by itself. So the source does: column j is added to lane j % 32, and
+at the end the lanes are added by halves.
+
+Pairs have the range of float64, so that squares of 1e200 overflow, and the low parts of products below
+1e-290 vanish. Rows that could come near either are extreme: they are left alone and reported, and the
+reference, whose numbers carry exponents, computes them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stablenorm.cpu.memory import (
+    bits_of,
+    fma,
+    further,
+    get,
+    inlined,
+    named,
+    wide_vectors,
+)
+from stablenorm.cpu.pairs import (
+    accumulate,
+    add,
+    divide,
+    fast_two_sum,
+    multiply,
+    put_pair,
+    reciprocal_root,
+    two_product,
+    two_sum,
+)
+
+# gamma, beta and eps, and cotangents but for zeros, are between these in size, or extreme. Then no
+# product of three numbers, nor its last 106 bits, leaves the range of float64:
+# 3 * 200 + 3 * 53 + 106 < 1022.
+LARGEST, SMALLEST = 2.0**200, 2.0**-200
+
+_SMALLEST_BITS = np.uint64(2 * int(np.float64(SMALLEST).view(np.uint64)) - 1)
+
+# Lanes of a sum, and columns of a lane until its low part is brought back below half an ulp of the
+# high one: as it grows, it loses digits of its own.
+LANES, DEPTH = 32, 8
+
+# The tail of the mean is kept where it exceeds 2**-100 of the least that mean|x - mean| can be,
+# sqrt(var / n): a quarter of what the contract allows (2**-98).
+_TAIL_MATTERS = 2.0**200
+
+
+@inlined
+def _fold(lanes):
+    """Return the sum of the lanes of a pair."""
+    wide_vectors()
+    half = LANES // 2
+    while half > 0:
+        for lane in range(half):
+            lanes[lane], lanes[LANES + lane] = add(
+                lanes[lane], lanes[LANES + lane], lanes[lane + half], lanes[LANES + lane + half]
+            )
+        half //= 2
+    return lanes[0], lanes[LANES]
+
+
+@inlined
+def _clear(lanes, count):
+    wide_vectors()
+    for lane in range(count):
+        lanes[lane] = 0.0
+
+
+# ---- forward ----
+
+
+@inlined
+def _guess(x, n):
+    """Return about the mean of a row."""
+    if n < 8:
+        return get(x, 0)
+    s = n // 8
+    a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
+    b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
+    return (a + b) * 0.125
+
+
+def _measuring(whole):
+    def measure(x, start, count, k, lanes):
+        """Add x - k and its square, from column `start` on, to all lanes, or to the first `count`."""
+        wide_vectors()
+        for lane in range(LANES if whole else count):
+            c, c_low = two_sum(get(x, start + lane), -k)
+            lanes[lane], lanes[LANES + lane] = accumulate(
+                lanes[lane], lanes[LANES + lane], c, c_low
+            )
+            # 2 c c_low; c_low**2 is below the last bit of a pair.
+            square, error = two_product(c, c)
+            lanes[2 * LANES + lane], lanes[3 * LANES + lane] = accumulate(
+                lanes[2 * LANES + lane], lanes[3 * LANES + lane], square, fma(c + c, c_low, error)
+            )
+
+    return inlined(named(measure, whole))
+
+
+_measure_round, _measure_rest = _measuring(True), _measuring(False)
+
+
+@inlined
+def _settle_lanes(lanes):
+    """Bring the two sums of each lane back to where the low part is half an ulp of the high one."""
+    wide_vectors()
+    for lane in range(LANES):
+        lanes[lane], lanes[LANES + lane] = fast_two_sum(lanes[lane], lanes[LANES + lane])
+        lanes[2 * LANES + lane], lanes[3 * LANES + lane] = fast_two_sum(
+            lanes[2 * LANES + lane], lanes[3 * LANES + lane]
+        )
+
+
+@inlined
+def _measure(x, n, k, lanes):
+    """Return the means of x - k and of its square, as pairs."""
+    _clear(lanes, 4 * LANES)
+    whole = n - n % LANES
+    for start in range(0, whole, LANES):
+        _measure_round(x, start, LANES, k, lanes)
+        if start % (LANES * DEPTH) == 0:
+            _settle_lanes(lanes)
+    if whole < n:
+        _measure_rest(x, whole, n - whole, k, lanes)
+    _settle_lanes(lanes)
+    count = float(n)
+    total, total_low = _fold(lanes)
+    square, square_low = _fold(further(lanes, 16 * LANES))
+    total, total_low = divide(total, total_low, count)
+    square, square_low = divide(square, square_low, count)
+    return total, total_low, square, square_low
+
+
+@inlined
+def _variance(d, d_low, square, square_low):
+    product, product_low = multiply(d, d_low, d, d_low)
+    return add(square, square_low, -product, -product_low)
+
+
+@inlined
+def _is_constant(x, n, k):
+    same = True
+    for j in range(n):
+        same = same and get(x, j) == k
+    return same
+
+
+@inlined
+def statistics(x, n, eps, lanes):
+    """Return whether the row is extreme; and mean, rest, tail, rstd and its low part."""
+    k = _guess(x, n)
+    d, d_low, square, square_low = _measure(x, n, k, lanes)
+    var, var_low = _variance(d, d_low, square, square_low)
+    if d * d > 2.0 * var:
+        # Elsewhere than the eight elements: the difference has lost two bits or more.
+        k += d
+        d, d_low, square, square_low = _measure(x, n, k, lanes)
+        var, var_low = _variance(d, d_low, square, square_low)
+    # A square of zero may be one that has vanished.
+    moderate = SMALLEST * SMALLEST <= square <= LARGEST * LARGEST
+    if not moderate and not (square == 0.0 and _is_constant(x, n, k)):
+        return True, (0.0, 0.0, 0.0, 0.0, 0.0)
+    v, v_low = add(var, var_low, eps, 0.0)
+    if not v > 0.0:
+        return True, (0.0, 0.0, 0.0, 0.0, 0.0)
+    rstd, rstd_low = reciprocal_root(v, v_low)
+    mean, error = two_sum(k, d)
+    rest, tail = two_sum(error, d_low)
+    if tail * tail * _TAIL_MATTERS * n <= var:
+        tail = 0.0
+    return False, (mean, rest, tail, rstd, rstd_low)
+
+
+@inlined
+def _xhat(v, mean, rest, tail, rstd, rstd_low):
+    """
+    Return ``(v - mean - rest - tail) * (rstd + rstd_low)`` as a pair.
+
+    Here and in `_shifted_g` the low part may exceed half an ulp of the high one, by a few bits: what
+    follows takes products and sums of these, where that costs nothing.
+    """
+    c, c_low = two_sum(v, -mean)
+    # |rest| is at most half an ulp of the mean: c is 0, or no smaller.
+    c, error = fast_two_sum(c, -rest)
+    c_low = (error + c_low) - tail
+    product, error = two_product(c, rstd)
+    return product, fma(c, rstd_low, fma(c_low, rstd, error))
+
+
+@inlined
+def normalize(x, y, start, stop, gamma, beta, row):
+    """Write columns ``[start, stop)`` to the front of `y`."""
+    wide_vectors()
+    mean, rest, tail, rstd, rstd_low = row
+    for j in range(start, stop):
+        h, h_low = _xhat(get(x, j), mean, rest, tail, rstd, rstd_low)
+        product, error = two_product(h, gamma[j])
+        error = fma(h_low, gamma[j], error)
+        total, left = two_sum(product, beta[j])
+        put_pair(y, j - start, total, left + error)
+
+
+# ---- backward ----
+
+
+@inlined
+def _smallest(dy, gamma, n):
+    """Return the smallest of four g = gamma * dy, as a pair."""
+    s = max(n // 4, 1)
+    m, m_low = two_product(get(dy, 0), gamma[0])
+    for j in range(s, min(4 * s, n), s):
+        g, g_low = two_product(get(dy, j), gamma[j])
+        if abs(g) < abs(m):
+            m, m_low = g, g_low
+    return m, m_low
+
+
+@inlined
+def _least(dy, n):
+    """Return the smallest |dy| of a row but for zeros; if there are only zeros, NaN or infinity is larger."""
+    wide_vectors()
+    # The bits of a float order like its size. Less one, those of zero are the largest.
+    least = np.uint64(0xFFFFFFFFFFFFFFFF)
+    for j in range(n):
+        least = min(least, (bits_of(get(dy, j)) << np.uint64(1)) - np.uint64(1))
+    return least
+
+
+def _pulling(whole, summing):
+    def pull_columns(dy, x, start, count, gamma, row, m, m_low, sums, factors, lanes):
+        """Do the work of `pull` from column `start` on, in all lanes, or in the first `count`."""
+        wide_vectors()
+        mean, rest, tail, rstd, rstd_low = row
+        dgamma, dgamma_low, dbeta, dbeta_low = sums
+        shifted, shifted_low, xhat, xhat_low = factors
+        for lane in range(LANES if whole else count):
+            j = start + lane
+            d = get(dy, j)
+            h, h_low = _xhat(get(x, j), mean, rest, tail, rstd, rstd_low)
+            g, g_low = two_product(d, gamma[j])
+            c, error = two_sum(g, -m)
+            c_low = error + (g_low - m_low)
+            shifted[j], shifted_low[j], xhat[j], xhat_low[j] = c, c_low, h, h_low
+            lanes[lane], lanes[LANES + lane] = accumulate(
+                lanes[lane], lanes[LANES + lane], c, c_low
+            )
+            product, error = two_product(c, h)
+            lanes[2 * LANES + lane], lanes[3 * LANES + lane] = accumulate(
+                lanes[2 * LANES + lane], lanes[3 * LANES + lane],
+                product, fma(c, h_low, fma(c_low, h, error)),
+            )  # fmt: skip
+            if summing:
+                product, error = two_product(d, h)
+                dgamma[j], dgamma_low[j] = accumulate(
+                    dgamma[j], dgamma_low[j], product, fma(d, h_low, error)
+                )
+                dbeta[j], error = two_sum(dbeta[j], d)
+                dbeta_low[j] += error
+
+    return inlined(named(pull_columns, whole, summing))
+
+
+_pull_round, _pull_rest = _pulling(True, False), _pulling(False, False)
+_pull_round_summing, _pull_rest_summing = _pulling(True, True), _pulling(False, True)
+
+
+@inlined
+def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
+    """
+    Return whether the row is extreme, and the means of g - m and of (g - m) * xhat, as pairs.
+
+    Leaves g - m and xhat in `factors`, four words per column: to read them back takes a third of the
+    time of computing them again. Adds the row to the sums over rows if `summing`.
+    """
+    m, m_low = _smallest(dy, gamma, n)
+    _clear(lanes, 4 * LANES)
+    whole = n - n % LANES
+    for start in range(0, whole, LANES):
+        if summing:
+            _pull_round_summing(dy, x, start, LANES, gamma, row, m, m_low, sums, factors, lanes)
+        else:
+            _pull_round(dy, x, start, LANES, gamma, row, m, m_low, sums, factors, lanes)
+        if start % (LANES * DEPTH) == 0:
+            _settle_lanes(lanes)
+    if whole < n and summing:
+        _pull_rest_summing(dy, x, whole, n - whole, gamma, row, m, m_low, sums, factors, lanes)
+    elif whole < n:
+        _pull_rest(dy, x, whole, n - whole, gamma, row, m, m_low, sums, factors, lanes)
+    _settle_lanes(lanes)
+    count = float(n)
+    a, a_low = _fold(lanes)
+    b, b_low = _fold(further(lanes, 16 * LANES))
+    a, a_low = divide(a, a_low, count)
+    b, b_low = divide(b, b_low, count)
+    # NaN and infinity show in the sums.
+    most = LARGEST * LARGEST
+    moderate = _least(dy, n) >= _SMALLEST_BITS and abs(a) <= most and abs(b) <= most
+    return not moderate, (a, a_low, b, b_low)
+
+
+@inlined
+def write_dx(factors, dx, start, stop, means, row):
+    """Write ``rstd * (g - m - a - xhat * b)`` of columns ``[start, stop)`` to the front of `dx`."""
+    wide_vectors()
+    shifted, shifted_low, xhat, xhat_low = factors
+    a, a_low, b, b_low = means
+    _, _, _, rstd, rstd_low = row
+    for j in range(start, stop):
+        c, c_low, h, h_low = shifted[j], shifted_low[j], xhat[j], xhat_low[j]
+        along, error = two_product(h, b)
+        along_low = fma(h, b_low, fma(h_low, b, error))
+        c, error = two_sum(c, -a)
+        c_low = error + (c_low - a_low)
+        c, error = two_sum(c, -along)
+        c_low = error + (c_low - along_low)
+        product, error = two_product(c, rstd)
+        put_pair(dx, j - start, product, fma(c, rstd_low, fma(c_low, rstd, error)))
+
+
+# ---- sums over rows ----
+
+
+@inlined
+def settle(sums, n):
+    """Bring pairs of sums back to where the low part is at most half an ulp of the high one."""
+    wide_vectors()
+    dgamma, dgamma_low, dbeta, dbeta_low = sums
+    for j in range(n):
+        dgamma[j], dgamma_low[j] = fast_two_sum(dgamma[j], dgamma_low[j])
+        dbeta[j], dbeta_low[j] = fast_two_sum(dbeta[j], dbeta_low[j])
+
+
+@inlined
+def is_moderate(parameter, n, least):
+    """Tell whether all of n elements are 0 or between `least` and `LARGEST` in size."""
+    moderate = True
+    for j in range(n):
+        size = abs(get(parameter, j))
+        moderate = moderate and (size == 0.0 or least <= size <= LARGEST)
+    return moderate
