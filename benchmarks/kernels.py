@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 BEFORE = "e3ec68d"
 
 LENGTHS = (64, 128, 256, 768, 1024, 4096, 16384)
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 # Of x: in the second-level cache with y beside it, or nearly.
 BYTES = 1 << 20
 
@@ -89,7 +90,7 @@ def compare(one: Package, other: Package, turns: int, *case: object) -> tuple[fl
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(turns):
         for times, package in zip(found, (one, other), strict=True):
-            times += package.times(*case, 0.01)
+            times.extend(package.times(*case, 0.01))
     return statistics.median(found[0]), statistics.median(found[1])
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     parser.add_argument("commit", nargs="?", default=BEFORE)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "float16", "bfloat16", "float64"])
+    parser.add_argument("--dtypes", nargs="*", default=SIZES)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(
@@ -112,7 +113,7 @@ def main() -> None:
                 ratios = []
                 for direction in ("forward", "backward"):
                     old, new = compare(before, now, given.turns, direction, dtype, dtype, n, BYTES)
-                    rate = BYTES / (8 if dtype == "float64" else 4 if dtype == "float32" else 2) / new / 1e9
+                    rate = BYTES / SIZES[dtype] / new / 1e9
                     ratios.append(f"{direction} {old / new:5.2f} ({rate:.2f} G/s)")
                 print(f"{dtype:8} n = {n:5}  " + "  ".join(ratios), flush=True)
         for package in (before, now):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
+from stablenorm.cpu.compiling import compiled
 from stablenorm.diagnosis.rows import PART
-from stablenorm.kernels._compiling import compiled
 from stablenorm.types import Array
 
 
