@@ -117,6 +117,7 @@ def test_a_read_only_install_without_a_home_works_quietly(tmp_path):
     # The tests may run as root, whom no permission stops; nobody makes a folder in a file.
     shutil.rmtree(cached, ignore_errors=True)
     cached.write_text("a file")
+    shutil.rmtree(tmp_path / "stablenorm" / "diagnosis" / "__pycache__", ignore_errors=True)
     nowhere = cached / "below a file"
     environment |= {"HOME": nowhere, "XDG_CACHE_HOME": nowhere, "NUMBA_CACHE_DIR": nowhere}
     python(FIRST_CALL, **environment)
