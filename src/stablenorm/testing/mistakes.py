@@ -127,21 +127,17 @@ def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
 
 
 def _wrong_dx(make: Callable[[Array, Kept], Array]) -> Backward:
-    """Build a backward whose dx is that of `make`, with the right dgamma and dbeta."""
-
-    def wrong(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-        return make(dy, cache), *_parameters(dy, cache.xhat)
-
-    return wrong
+    """Build a backward whose dx is what `make` returns for g, with the right dgamma and dbeta."""
+    return lambda dy, cache: (make(cache.gamma * dy, cache), *_parameters(dy, cache.xhat))
 
 
-def _spoiled_dx(spoil: Callable[[Array], None]) -> Backward:
-    """Build a backward that changes the right dx in place."""
+def _spoiled_dx(where: Any, factor: float) -> Backward:
+    """Build a backward that multiplies a part of the right dx, seen as (rows, n)."""
 
-    def make(dy: Array, cache: Kept) -> Array:
-        # In C order, whatever that of dy: to be spoiled through a flat view.
-        dx = np.ascontiguousarray(backward(dy, cache)[0])
-        spoil(dx)
+    def make(g: Array, cache: Kept) -> Array:
+        # In C order, whatever that of dy: to be spoiled through a view.
+        dx = np.ascontiguousarray(_dx(g, cache.xhat, cache.rstd))
+        dx.reshape(-1, dx.shape[-1])[where] *= factor
         return dx
 
     return _wrong_dx(make)
@@ -150,25 +146,11 @@ def _spoiled_dx(spoil: Callable[[Array], None]) -> Backward:
 def _wrong_rstd(make: Callable[[Kept], Array]) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
 
-    def wrong(dy: Array, cache: Kept) -> Array:
+    def wrong(g: Array, cache: Kept) -> Array:
         rstd = make(cache)
-        return _dx(cache.gamma * dy, (cache.x - cache.mean) * rstd, rstd)
+        return _dx(g, (cache.x - cache.mean) * rstd, rstd)
 
     return _wrong_dx(wrong)
-
-
-def _without_mean(dy: Array, cache: Kept) -> Array:
-    g = cache.gamma * dy
-    return cache.rstd * (g - cache.xhat * _mean(g * cache.xhat))
-
-
-def _without_xhat(dy: Array, cache: Kept) -> Array:
-    g = cache.gamma * dy
-    return cache.rstd * (g - _mean(g))
-
-
-def _gamma_twice(dy: Array, cache: Kept) -> Array:
-    return _dx(cache.gamma * cache.gamma * dy, cache.xhat, cache.rstd)
 
 
 def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
@@ -176,21 +158,8 @@ def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     return dx, _sum_rows(dy * (cache.x - cache.mean)), dbeta
 
 
-def _zero_last_row(dx: Array) -> None:
-    dx.reshape(-1, dx.shape[-1])[-1] = 0
-
-
-def _flip_first(dx: Array) -> None:
-    dx.reshape(-1)[0] *= -1
-
-
-def _scale_first(dx: Array) -> None:
-    dx.reshape(-1)[0] *= 1.01
-
-
-def _biased_mean_of_g(dy: Array, cache: Kept) -> Array:
-    g, n = cache.gamma * dy, dy.shape[-1]
-    wrong_mean = g.sum(axis=-1, keepdims=True) / (n - 1)
+def _biased_mean_of_g(g: Array, cache: Kept) -> Array:
+    wrong_mean = g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1)
     return cache.rstd * (g - wrong_mean - cache.xhat * _mean(g * cache.xhat))
 
 
@@ -199,34 +168,32 @@ def _rstd_of_n_minus_1(cache: Kept) -> Array:
     return 1 / np.sqrt(cache.var * (n / (n - 1)) + cache.eps)
 
 
-def _eps_outside(cache: Kept) -> Array:
-    return 1 / (np.sqrt(cache.var) + cache.eps)
-
-
-def _eps_omitted(cache: Kept) -> Array:
-    return 1 / np.sqrt(cache.var)
-
-
-def _rstd_in_float32(cache: Kept) -> Array:
-    return cache.rstd.astype(np.float32).astype(cache.rstd.dtype)
-
-
-def _mean_in_bfloat16(dy: Array, cache: Kept) -> Array:
+def _mean_in_bfloat16(g: Array, cache: Kept) -> Array:
     mean = cache.mean.astype(bfloat16).astype(cache.x.dtype)
-    return _dx(cache.gamma * dy, (cache.x - mean) * cache.rstd, cache.rstd)
+    return _dx(g, (cache.x - mean) * cache.rstd, cache.rstd)
 
 
 MISTAKES: dict[str, Mistake] = {
-    "mean(g) missing": Mistake(_wrong_dx(_without_mean), "x", "the mean of g is missing from dx"),
-    "xhat term missing": Mistake(_wrong_dx(_without_xhat), "x", "the xhat term is missing from dx"),
-    "gamma applied twice": Mistake(_wrong_dx(_gamma_twice), "x", "gamma is applied twice in dx"),
+    "mean(g) missing": Mistake(
+        _wrong_dx(lambda g, c: c.rstd * (g - c.xhat * _mean(g * c.xhat))),
+        "x",
+        "the mean of g is missing from dx",
+    ),
+    "xhat term missing": Mistake(
+        _wrong_dx(lambda g, c: c.rstd * (g - _mean(g))), "x", "the xhat term is missing from dx"
+    ),
+    "gamma applied twice": Mistake(
+        _wrong_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)),
+        "x",
+        "gamma is applied twice in dx",
+    ),
     "dgamma without rstd": Mistake(_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
-    "last row of dx is 0": Mistake(_spoiled_dx(_zero_last_row), "x", "the last row of dx is zero"),
+    "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "x", "the last row of dx is zero"),
     "dx[0, 0] sign": Mistake(
-        _spoiled_dx(_flip_first), "x", "element (0, 0) of dx has the wrong sign"
+        _spoiled_dx((0, 0), -1), "x", "element (0, 0) of dx has the wrong sign"
     ),
     "dx[0, 0] * 1.01": Mistake(
-        _spoiled_dx(_scale_first), "x", "element (0, 0) of dx is off by a factor of 1.01"
+        _spoiled_dx((0, 0), 1.01), "x", "element (0, 0) of dx is off by a factor of 1.01"
     ),
     "n-1 in var": Mistake(
         _wrong_rstd(_rstd_of_n_minus_1), "x", "the variance is divided by n - 1 in dx"
@@ -235,11 +202,17 @@ MISTAKES: dict[str, Mistake] = {
         _wrong_dx(_biased_mean_of_g), "x", "the mean of g is divided by n - 1 in dx"
     ),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
-        _wrong_rstd(_eps_outside), "x", "rstd is 1 / (sqrt(var) + eps) in dx"
+        _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)),
+        "x",
+        "rstd is 1 / (sqrt(var) + eps) in dx",
     ),
-    "eps omitted": Mistake(_wrong_rstd(_eps_omitted), "x", "eps is missing from rstd in dx"),
+    "eps omitted": Mistake(
+        _wrong_rstd(lambda c: 1 / np.sqrt(c.var)), "x", "eps is missing from rstd in dx"
+    ),
     "rstd rounded to f32": Mistake(
-        _wrong_rstd(_rstd_in_float32), "x", "rstd is kept in float32 in dx"
+        _wrong_rstd(lambda c: c.rstd.astype(np.float32).astype(c.rstd.dtype)),
+        "x",
+        "rstd is kept in float32 in dx",
     ),
     "mean rounded to bf16": Mistake(
         _wrong_dx(_mean_in_bfloat16), "x", "the mean is kept in bfloat16 in dx"

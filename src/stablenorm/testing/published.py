@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from stablenorm.formats import format_of, parse
 from stablenorm.types import Array
 
 
@@ -33,8 +33,7 @@ class Published(NamedTuple):
 
     def fits(self, dtype: Any) -> bool:
         """Tell whether the range of `dtype` holds the rows and gamma."""
-        info: Any = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
-        return max(np.abs(self.x).max(), abs(self.gamma)) <= float(info.max)
+        return bool(max(np.abs(self.x).max(), abs(self.gamma)) <= format_of(parse(dtype)).largest)
 
     def arguments(self, dtype: Any) -> tuple[Array, Array, Array, float]:
         """Return x, gamma, beta and eps, the arrays rounded to `dtype`, which must fit."""
