@@ -233,17 +233,6 @@ def drop_row(dy, c, dx, dgamma, dbeta):
     return dx, dgamma - dy[1] * c.xhat[1], dbeta - dy[1]
 
 
-def gamma_after(dy, c, _dx, dgamma, dbeta):
-    dx = c.rstd * (dy - mean(dy) - c.xhat * mean(dy * c.xhat))
-    return c.gamma * dx, dgamma, dbeta
-
-
-def two_faults(dy, c, _dx, dgamma, dbeta):
-    g, rstd = c.gamma * dy, c.var**-0.5
-    xhat = (c.x - c.mean) * rstd
-    return rstd * (g - xhat * mean(g * xhat)), dgamma, dbeta
-
-
 NAMED = [
     (spoiled(drop_row), "row 1 is not accumulated in dgamma and dbeta"),
     (spoiled(lambda _, __, a, b, c: (a, c, b)), "dgamma and dbeta are swapped"),
@@ -251,20 +240,18 @@ NAMED = [
     (spoiled(lambda _, __, a, b, c: (1.01 * a, b, c)), "dx is off by a factor of 1.01"),
     (natural(lambda c: c.var**-0.5), "eps is missing from rstd in dx and dgamma"),
     (natural(lambda c: (c.var + 2 * c.eps) ** -0.5), "eps was applied twice in dx and dgamma"),
-    (spoiled(gamma_after), "gamma is applied after the projection in dx"),
     (
         spoiled(lambda dy, k, a, b, c: (a + 0.1 * k.rstd * mean(k.gamma * dy), b, c)),
         "the mean of g enters dx 0.9 times, not once",
     ),
-    (spoiled(two_faults), "eps is missing from rstd in dx", "the mean of g is missing from dx"),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "expected"), [(w, tuple(e)) for w, *e in NAMED])
+@pytest.mark.parametrize(("wrong", "expected"), NAMED)
 def test_more_causes_are_named(wrong, expected):
     report = check_layer_norm(forward, wrong, *data(0), rng=0)
     assert report.verdict == "FAIL"
-    assert report.diagnosis == expected
+    assert report.diagnosis == (expected,)
 
 
 def test_what_is_not_sure_is_not_named():
@@ -280,16 +267,19 @@ def test_what_is_not_sure_is_not_named():
         assert report.diagnosis == ()
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_pairs_of_mistakes_are_never_told_as_others(seed):
-    rng = np.random.default_rng(seed)
-    x, gamma, beta = data(seed, (6, 12))
-    first, second = (CHANGES[i] for i in rng.choice(len(CHANGES), 2, replace=False))
-    planted = (first,) if first.kind == second.kind else (first, second)
-    case = ordinary(Case(x, gamma, beta, 1e-5, x), rng)
-    evidence = Evidence(case, 2.0**-53)
-    said = set(diagnose_dx(evidence, evidence.dx(planted)[0]))
-    assert said <= {change.words for change in planted}
+def test_every_change_of_dx_is_named_and_pairs_are_never_told_as_others(rng):
+    x, gamma, beta = data(0, (6, 12))
+    evidence = Evidence(ordinary(Case(x, gamma, beta, 1e-5, x), rng), 2.0**-53)
+    for change in CHANGES:
+        assert diagnose_dx(evidence, evidence.dx([change])[0]) == (change.words,)
+    named = 0
+    for _ in range(10):
+        pair = [CHANGES[i] for i in rng.choice(len(CHANGES), 2, replace=False)]
+        planted = pair[: 1 + (pair[0].kind != pair[1].kind)]
+        said = diagnose_dx(evidence, evidence.dx(planted)[0])
+        assert set(said) <= {change.words for change in planted}
+        named += len(said) == 2
+    assert named >= 3
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check.closed_form import Case, Expected, Judged, dx_terms, excess, row_mean
+from stablenorm.check.compare import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
 
-# Isolated elements that are told one by one; more of them are a pattern of their own.
-_ELEMENTS = 2
 # Rows on which a candidate is tried before all: enough for the one wrong row not to decide.
 _FEW = 4
 # Below it, three coefficients have nothing left to be contradicted by.
@@ -202,47 +201,30 @@ def _only(explanations: list[Causes]) -> Causes:
     return different[0] if len(different) == 1 else ()
 
 
-def _unexplained(actual: Array, value: Array, bound: Array, lead: tuple[int, ...]) -> Causes | None:
-    """Name the few rows and elements that `value` does not explain; None if there are many."""
+def _unexplained(
+    actual: Array, value: Array, bound: Array, shape: tuple[int, ...]
+) -> Causes | None:
+    """Name the element, row or column that `value` does not explain; None if there is more."""
     # Twice: the bound is the program's own rounding, and the checker has some as well.
     wrong = excess(actual, value, 2 * bound) > 1
     if not wrong.any():
         return ()
+    place = name_pattern(wrong.reshape(shape))
     # Evidence for the formula are the other rows and elements: most of them.
-    rows, columns = (np.flatnonzero(wrong.any(axis=axis)) for axis in (1, 0))
-    if wrong.sum() <= _ELEMENTS and wrong.size >= 8 * _ELEMENTS:
-        return tuple(
-            _element(np.unravel_index(place, lead), actual.flat[place], value.flat[place])
-            for place in np.flatnonzero(wrong)
-        )
-    if len(rows) == 1 and len(wrong) >= 3 and wrong[rows[0]].mean() > 0.5:
-        return (_line("row", int(rows[0]), actual, value),)
-    if len(columns) == 1 and wrong.shape[1] >= 8 and wrong.sum() > len(wrong) / 2:
-        return (_line("column", int(columns[0]), actual.T, value.T),)
-    return None
-
-
-def _element(place: Sequence[Any], actual: float, value: float) -> str:
-    factor = actual / value if value else np.inf
-    about = f"element {tuple(int(i) for i in place)} of {{}}"
-    if abs(factor + 1) < 1e-6:
-        return f"{about} has the wrong sign"
+    most = {"element": 8, "column": 8, "row": 3, "last": 3}.get(place.split()[0], np.inf)
+    if most * wrong.sum() > wrong.size:
+        return None
+    about = f"{'the ' * place.startswith('last')}{place} of {{}}"
+    a, v = actual[wrong], value[wrong]
+    if not a.any():
+        return (f"{about} is zero",)
+    factor = float(a @ v) / float(v @ v) if v.any() else 0.0
     # A factor with few digits was meant as such.
-    meant = np.isfinite(factor) and abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor)
-    how = "zero" if actual == 0 else f"off by a factor of {factor:.4g}" if meant else "wrong"
-    return f"{about} is {how}"
-
-
-def _line(kind: str, place: int, actual: Array, value: Array) -> str:
-    """Name the one row (or column, of transposed arrays) that is wrong, and how."""
-    which = f"the last {kind}" if place == len(actual) - 1 else f"{kind} {place}"
-    line, right = actual[place], value[place]
-    if not line.any():
-        return f"{which} of {{}} is zero"
-    factor = float(line @ right) / float(right @ right) if right.any() else 0.0
-    same = np.allclose(line, factor * right, rtol=0, atol=1e-6 * float(np.abs(right).max()))
-    how = f"off by a factor of {factor:.4g}" if same else "wrong, the others are not"
-    return f"{which} of {{}} is {how}"
+    meant = abs(factor - float(f"{factor:.4g}")) < 1e-8 * abs(factor)
+    if not meant or not np.allclose(a, factor * v, rtol=0, atol=1e-6 * float(np.abs(v).max())):
+        return (f"{about} is wrong, the rest is not",)
+    how = "has the wrong sign" if abs(factor + 1) < 1e-6 else f"is off by a factor of {factor:.4g}"
+    return (f"{about} {how}",)
 
 
 def _regression(evidence: Evidence, actual: Array) -> Causes:
@@ -284,9 +266,8 @@ def _guessed(evidence: Evidence, judged: Judged) -> Causes:
                 found.append((words,))
     if found or judged.name == "y":
         return _only(found)
-    wrong = np.flatnonzero(excess(actual, value, 2 * bound) > 1)
-    if len(wrong) == 1 and len(actual) >= 4:
-        return (_element(list(wrong), actual[wrong[0]], value[wrong[0]]),)
+    if faults := _unexplained(actual, value, bound, actual.shape):
+        return faults
     # Fewer columns than that can be on a line by chance.
     if len(actual) < _SMALLEST_N or not value.any():
         return ()

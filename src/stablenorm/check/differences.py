@@ -330,11 +330,8 @@ def _bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
 
     `reach` is the largest magnitude that each of them had, 0 for those that did not move.
     """
-    if not reach.any():
-        reach = np.abs(loss.y)
-        places = np.arange(reach.size)
-    else:
-        places = np.flatnonzero(reach)
+    reach = reach if reach.any() else np.abs(loss.y) + 2.0**-1074
+    places = np.flatnonzero(reach)
     if not np.isfinite(loss.y[places]).all():
         return math.inf, math.inf
     summed = apart = 0.0

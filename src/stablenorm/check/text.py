@@ -9,17 +9,14 @@ from stablenorm.check.report import ArgumentResult, GradientReport
 from stablenorm.text import wrapped
 
 _COLORS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
-# By layer: its name, how much passed, and (verdict, sentence) of the rest.
-_Layers = list[tuple[str, int, list[tuple[str, str]]]]
 
 
 def as_text(report: GradientReport) -> str:
     """Return the report in lines of at most 100 columns, the verdict first."""
-    layers = _layers(report)
-    lines = [_headline(report, layers), *(f"  {sentence}" for sentence in report.diagnosis)]
+    lines = [headline(report), *(f"  {sentence}" for sentence in report.diagnosis)]
     for result in report.arguments:
         lines += [f"  {line}" for line in argument_lines(result)]
-    for layer, passed, rest in layers:
+    for layer, passed, rest in _layers(report):
         lines.append(f"  {_summary(layer, passed, rest)}")
         # Where something is wrong, what is merely worth knowing stands in the way.
         shown = [each for each in rest if each[0] != "NOTE" or report.passed]
@@ -64,10 +61,6 @@ def argument_lines(result: ArgumentResult) -> list[str]:
 
 def headline(report: GradientReport) -> str:
     """Return the verdict and what it is about."""
-    return _headline(report, _layers(report))
-
-
-def _headline(report: GradientReport, layers: _Layers) -> str:
     verdict = report.verdict
     if verdict == "PASS":
         if not math.isfinite(report.resolution):
@@ -77,7 +70,7 @@ def _headline(report: GradientReport, layers: _Layers) -> str:
     if names:
         about = "wrong gradient" if verdict == "FAIL" else "no verdict on the gradient"
         return f"{verdict}: {about} of {_list(names)}"
-    open_ = [layer for layer, _, rest in layers if verdict in dict(rest)]
+    open_ = [layer for layer, _, rest in _layers(report) if verdict in dict(rest)]
     return f"{verdict}: {_list(open_) or 'nothing was compared'}"
 
 
@@ -86,7 +79,8 @@ def _list(names: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def _layers(report: GradientReport) -> _Layers:
+def _layers(report: GradientReport) -> list[tuple[str, int, list[tuple[str, str]]]]:
+    """Return by layer its name, how much passed, and (verdict, sentence) of the rest."""
     seen = [
         (
             "identities",
