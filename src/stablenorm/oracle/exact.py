@@ -22,6 +22,8 @@ from stablenorm.oracle.rounding import (
 )
 from stablenorm.oracle.rows import Inputs
 
+Given = Array | None
+
 # ---- the contract ----
 
 # The contract: |error| <= limit ulp + c * S. float64 arithmetic serves the three narrower formats;
@@ -166,11 +168,7 @@ class ExactLayerNorm:
         return out.astype(dtype)
 
     def ulp_errors(
-        self,
-        y: Array | None = None,
-        dx: Array | None = None,
-        dgamma: Array | None = None,
-        dbeta: Array | None = None,
+        self, y: Given = None, dx: Given = None, dgamma: Given = None, dbeta: Given = None
     ) -> dict[str, Array]:
         """
         Return the error of every element of the given arrays, in ulp.
@@ -198,11 +196,7 @@ class ExactLayerNorm:
         return {name: judged.in_ulp().reshape(actual.shape) for name, actual, judged in found}
 
     def check_contract(
-        self,
-        y: Array | None = None,
-        dx: Array | None = None,
-        dgamma: Array | None = None,
-        dbeta: Array | None = None,
+        self, y: Given = None, dx: Given = None, dgamma: Given = None, dbeta: Given = None
     ) -> dict[str, ContractResult]:
         """
         Hold the given arrays against the contract ``|error| <= limit ulp + c * S``.

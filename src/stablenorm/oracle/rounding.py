@@ -7,10 +7,11 @@ an interval leaves open is None; the element is then known exactly, as a `Surd`,
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -96,36 +97,17 @@ class Vector(NamedTuple):
         return Vector(list(map(abs, self.integers)), self.exponent)
 
 
-def split(values: Array) -> tuple[Array, Array]:
-    """Split finite float64 `values` into odd int64 mantissas (or 0) and exponents."""
-    fraction, exponent = np.frexp(values)
-    mantissa = np.ldexp(fraction, 53).astype(np.int64)
-    # The lowest set bit is a power of two, which frexp reads exactly; 0 counts as having bit 0.
-    lowest = np.where(mantissa == 0, 1, mantissa & -mantissa)
-    zeros = np.frexp(lowest.astype(np.float64))[1].astype(np.int64) - 1
-    return mantissa >> zeros, np.where(mantissa == 0, 0, exponent - 53 + zeros)
-
-
 def read_rows(matrix: Array) -> Iterator[Vector]:
     """Yield each row of a (rows, n) float64 matrix as integers and one exponent of two."""
-    # 2**15 elements: enough to forget NumPy's overhead on short rows, little memory on long ones.
-    block = max(1, 2**15 // max(1, matrix.shape[1]))
-    for start in range(0, matrix.shape[0], block):
-        mantissa, exponent = split(matrix[start : start + block])
-        # A zero has no say in the common exponent.
-        lifted = np.where(mantissa == 0, np.iinfo(np.int64).max, exponent)
-        lowest = lifted.min(axis=1, initial=np.iinfo(np.int64).max)
-        common = np.where((mantissa == 0).all(axis=1), 0, lowest)
-        shift = np.where(mantissa == 0, 0, exponent - common[:, None])
-        top = np.frexp(mantissa.astype(np.float64))[1] + shift
-        # 63 bits and a sign fit into int64; then NumPy shifts, else Python's integers do.
-        small = top.max(axis=1, initial=0) <= 63
-        for row in range(mantissa.shape[0]):
-            if small[row]:
-                yield Vector((mantissa[row] << shift[row]).tolist(), int(common[row]))
-            else:
-                pairs = zip(mantissa[row].tolist(), shift[row].tolist(), strict=True)
-                yield Vector([m << s for m, s in pairs], int(common[row]))
+    for row in matrix:
+        # The denominators are powers of two.
+        ratios = [v.as_integer_ratio() for v in row.tolist()]
+        places = max((q.bit_length() - 1 for _, q in ratios), default=0)
+        integers = [p << places + 1 - q.bit_length() for p, q in ratios]
+        # Without the zeros that all of them end in: short integers are quicker.
+        ends = functools.reduce(operator.or_, integers, 0)
+        zeros = max((ends & -ends).bit_length() - 1, 0)
+        yield Vector([v >> zeros for v in integers], zeros - places)
 
 
 def power(exponent: int) -> Fraction:
@@ -150,7 +132,7 @@ def decide(
     found = [verdict(i, interval) for i, interval in enumerate(block)]
     left_open = [i for i, each in enumerate(found) if each is None]
     for i, number in zip(left_open, exactly(left_open), strict=True):
-        found[i] = number.decide(partial(verdict, i))
+        found[i] = number.decide(functools.partial(verdict, i))
     return [each for each in found if each is not None]
 
 
