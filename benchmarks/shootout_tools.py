@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from peers import load_all
 
+from stablenorm import __version__
 from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.types import Array
 
@@ -80,7 +81,7 @@ def _ours() -> list[Tool]:
         forward, backward, args, seed = subject
         return _WORDS[check_gradients(forward, backward, args, names=NAMES, rng=seed).verdict]
 
-    made = f"stablenorm {version('stablenorm')}"
+    made = f"stablenorm {__version__}"
     none = "no tolerance to choose: differs by more than the estimated errors of both sides"
     return [
         Tool("check_layer_norm", made, f"{none}; closed form", True, whole),

@@ -25,30 +25,21 @@ FETCHED = re.compile(
     r"""|url\(\s*["']?(?:https?:)?//|@import\s+["'](?:https?:)?//""",
     re.IGNORECASE,
 )
-CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
-
-
-def prose(path):
-    """Return the text of a page without its code blocks and code spans."""
-    text = CODE.sub("", path.read_text(encoding="utf-8"))
-    return re.sub(r"`[^`\n]*`", "`code`", text)
-
-
-def anchors(path):
-    """Return what a link into a page may end in, as GitHub and MyST both make it of headings."""
-    headings = re.findall(
-        r"^#{1,3} +(.+)$", CODE.sub("", path.read_text(encoding="utf-8")), re.MULTILINE
-    )
-    words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip() for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
-
-
+CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 # README's links are absolute, so that they also work on the package index: what they show is here.
 HOSTED = {
     "https://stablenorm.readthedocs.io/en/latest/": DOCS,
     "https://github.com/stablenorm/stablenorm/blob/main/": ROOT,
     "https://raw.githubusercontent.com/stablenorm/stablenorm/main/": ROOT,
 }
+
+
+def anchors(path):
+    """Return what a link into a page may end in, as GitHub and MyST both make it of headings."""
+    text = re.sub(r"^```.*?^```", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#{1,3} +(.+?) *$", text, re.MULTILINE)
+    words = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in words}
 
 
 def local(target, path):
@@ -64,16 +55,14 @@ def local(target, path):
 
 def dead_links(path):
     """Return the links of a page, to other pages and files of this project, that lead nowhere."""
-    dead = []
-    text = prose(path)
+    text = CODE.sub("", path.read_text("utf-8"))
     links = re.findall(r"\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)", text)
+    dead = []
     for target in links + re.findall(r'(?:src|srcset|href)="([^"]+)"', text):
         file, _, anchor = target.partition("#")
         there = local(file, path)
-        if there is None:
-            continue
-        if not there.exists() or (
-            anchor and there.suffix == ".md" and anchor not in anchors(there)
+        if there and not (
+            there.exists() and (not anchor or there.suffix != ".md" or anchor in anchors(there))
         ):
             dead.append(target)
     return dead
@@ -143,15 +132,15 @@ def test_the_names_of_a_subpackage_are_in_the_reference(package):
     assert public - documented == set()
 
 
+def run(*module):
+    command = [sys.executable, "-m", *module]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 def test_every_word_is_spelled_as_codespell_knows_it():
     pytest.importorskip("codespell_lib")
-    command = [sys.executable, "-m", "codespell_lib", "--ignore-words", str(DOCS / "words.txt")]
-    done = subprocess.run(
-        [*command, *READ_ON_THE_WEB, ROOT / "src", ROOT / "examples"],
-        text=True,
-        capture_output=True,
-        check=False,
-    )
+    command = ["codespell_lib", "--ignore-words", DOCS / "words.txt"]
+    done = run(*command, *READ_ON_THE_WEB, ROOT / "src", ROOT / "examples")
     assert done.returncode == 0, done.stdout
 
 
@@ -160,11 +149,8 @@ def site(tmp_path_factory):
     """The built pages; every warning is an error."""
     pytest.importorskip("sphinx")
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html"]
     # No proxy leads anywhere: a build that fetched something would fail.
-    done = subprocess.run(
-        [*command, str(DOCS), str(out)], capture_output=True, text=True, check=False
-    )
+    done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, out)
     assert done.returncode == 0, done.stderr
     yield out
     shutil.rmtree(out)
