@@ -15,7 +15,7 @@ import pytest
 import stablenorm.cli.bench as job
 import stablenorm.timing as instrument
 from stablenorm.backends import BACKENDS
-from stablenorm.cli import main
+from stablenorm.cli import main, parts
 from stablenorm.timing import make_copy, measure_copy, measure_interleaved
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -154,19 +154,19 @@ def test_a_table_a_file_and_a_picture(capsys):
 
 @pytest.mark.usefixtures("quick")
 def test_every_dtype_of_one_backend(capsys):
-    dtypes = [word for dtype in job.DTYPES for word in ("--dtype", dtype)]
+    dtypes = [word for dtype in parts.DTYPES for word in ("--dtype", dtype)]
     shown = run(capsys, "--shape", 4, 5, *dtypes, "--backend", "numpy")
-    assert shown.out.count(" numpy ") == 4 * len(job.DTYPES)
+    assert shown.out.count(" numpy ") == 4 * len(parts.DTYPES)
     assert "numba" not in shown.out
 
 
 @pytest.mark.usefixtures("quick")
 def test_threads_are_what_was_asked_for(capsys):
-    before = job.use_threads(None)
+    before = parts.use_threads(None)
     try:
         assert "3 threads" in run(capsys, "--shape", 4, 5, "--threads", 3).out
     finally:
-        job.use_threads(before)
+        parts.use_threads(before)
 
 
 @pytest.mark.parametrize("width", [60, 80])

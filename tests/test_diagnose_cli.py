@@ -225,7 +225,7 @@ def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
         def __exit__(self, *_):
             return None
 
-    monkeypatch.setattr(command, "progress_bar", lambda _: Bar())
+    monkeypatch.setattr(command.parts, "progress_bar", lambda _: Bar())
     monkeypatch.setattr("stablenorm.cli.files._BLOCK", 128 * 7)
     np.save(tmp_path / "c.npy", x)
     assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
@@ -243,7 +243,9 @@ def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr("stablenorm.cli.files._BLOCK", 128)
-    monkeypatch.setattr(command, "progress_bar", lambda _: contextlib.nullcontext(interrupted))
+    monkeypatch.setattr(
+        command.parts, "progress_bar", lambda _: contextlib.nullcontext(interrupted)
+    )
     before = threading.active_count()
     status, out, err = run(capsys, tmp_path / "c.npy", "--json", tmp_path / "found.json")
     assert (status, out, err) == (130, "", "stablenorm: interrupted\n")

@@ -14,20 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from stablenorm.backends import BACKENDS, choose
-from stablenorm.cli.parts import (
-    DTYPES,
-    EXIT_FAILED,
-    InputError,
-    add_command,
-    add_json,
-    add_plot,
-    at_least,
-    check_memory,
-    step_bar,
-    use_threads,
-    write_plot,
-    write_whole,
-)
+from stablenorm.cli import parts
 from stablenorm.cli.tables import print_lines, print_table, to_json
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import parse
@@ -62,7 +49,7 @@ exit status: 0 done, 1 two backends disagree beyond rounding, 2 it cannot be run
 
 def add(commands: Any) -> None:
     """Add `bench` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "time forward and backward on your shapes, beside a copy of memory",
@@ -74,15 +61,15 @@ def add(commands: Any) -> None:
     several = "may be given several times; default: "
     about = f"of x; {several}32 512 768"
     parser.add_argument(
-        "--shape", nargs="+", type=at_least(1), action="append", metavar="N", help=about
+        "--shape", nargs="+", type=parts.at_least(1), action="append", metavar="N", help=about
     )
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help=f"{several}float32")
+    parser.add_argument("--dtype", action="append", choices=parts.DTYPES, help=f"{several}float32")
     about = f"{several}all that can be loaded"
     parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
     about = "default: as in any call"
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help=about)
-    add_json(parser)
-    add_plot(parser, "draw the speeds")
+    parser.add_argument("--threads", type=parts.at_least(1), metavar="N", help=about)
+    parts.add_json(parser)
+    parts.add_plot(parser, "draw the speeds")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,21 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = list(dict.fromkeys(arguments.dtype or ["float32"]))
     for shape in shapes:
         # x, dy, y, dx; a fresh y or dx; the results of two backends.
-        check_memory(shape, 8 * max(parse(dtype).itemsize for dtype in dtypes))
+        parts.check_memory(shape, 8 * max(parse(dtype).itemsize for dtype in dtypes))
     try:
         named = [choose(name) for name in arguments.backend or usable_backends()]
-        threads = use_threads(arguments.threads)
+        threads = parts.use_threads(arguments.threads)
     except (ImportError, ValueError) as error:
-        raise InputError(str(error)) from None
+        raise parts.InputError(str(error)) from None
     try:
-        with step_bar(2 + len(shapes) * len(dtypes)) as step:
+        with parts.step_bar(2 + len(shapes) * len(dtypes)) as step:
             bench = measure(shapes, dtypes, list(dict.fromkeys(named)), threads, step)
     except ArithmeticError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return parts.EXIT_FAILED
     content = bench._asdict() | {"rows": [row._asdict() for row in bench.rows]}
-    write_whole(arguments.json, lambda file: file.write(to_json(content)))
-    write_plot(arguments.plot, lambda file, kind: _plot(bench, file, kind))
+    parts.write_whole(arguments.json, lambda file: file.write(to_json(content)))
+    parts.write_plot(arguments.plot, lambda file, kind: _plot(bench, file, kind))
     _print(bench, Console())
     return 0
 

@@ -11,20 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from stablenorm.cli import parts
 from stablenorm.cli.check_file import FileCheck, check_file
-from stablenorm.cli.parts import (
-    EXIT_FAILED,
-    EXIT_INCONCLUSIVE,
-    add_command,
-    add_json,
-    add_plot,
-    at_least,
-    check_memory,
-    eps,
-    progress_bar,
-    write_plot,
-    write_whole,
-)
 from stablenorm.formats import parse
 from stablenorm.report import shape_text
 
@@ -57,7 +45,7 @@ exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (on
 
 def add(commands: Any) -> None:
     """Add `check` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "check a layer norm that you have written: runs your file, names common mistakes",
@@ -72,29 +60,29 @@ def add(commands: Any) -> None:
     about = "with forward(x) and backward(dy); default: the only one there is"
     parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
     about = "of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for"
-    parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about)
+    parser.add_argument("--shape", nargs="+", type=parts.at_least(1), metavar="N", help=about)
     about = "of x, gamma, beta; default: float64, which sees most"
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
     about = "default: the forward's own, or 1e-5 where it has none"
-    parser.add_argument("--eps", type=eps, help=about)
-    parser.add_argument("--seed", type=at_least(0), default=0, help="of the data; default: 0")
-    add_json(parser)
-    add_plot(parser, "draw what differs")
+    parser.add_argument("--eps", type=parts.eps, help=about)
+    parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
+    parts.add_json(parser)
+    parts.add_plot(parser, "draw what differs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
+    parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
-    with progress_bar("comparing") as progress:
+    with parts.progress_bar("comparing") as progress:
         check = check_file(arguments, progress)
     content = check._asdict() | {"report": check.report.as_dict()}
     text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    write_whole(arguments.json, lambda file: file.write(text.encode()))
-    write_plot(arguments.plot, lambda file, kind: check.report.plot(file, format=kind))
+    parts.write_whole(arguments.json, lambda file: file.write(text.encode()))
+    parts.write_plot(arguments.plot, lambda file, kind: check.report.plot(file, format=kind))
     _print(check, Console())
-    return {"PASS": 0, "FAIL": EXIT_FAILED}.get(check.report.verdict, EXIT_INCONCLUSIVE)
+    return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(check.report.verdict, parts.EXIT_INCONCLUSIVE)
 
 
 def _print(check: FileCheck, console: Console) -> None:

@@ -9,19 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from stablenorm.backends import choose
-from stablenorm.cli.parts import (
-    DTYPES,
-    InputError,
-    add_command,
-    add_json,
-    add_plot,
-    at_least,
-    check_memory,
-    step_bar,
-    use_threads,
-    write_plot,
-    write_whole,
-)
+from stablenorm.cli import parts
 from stablenorm.cli.tables import print_sections, to_json
 from stablenorm.cost import Measured, count_kept, measure_costs
 from stablenorm.figures import new_figure
@@ -49,7 +37,7 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 
 def add(commands: Any) -> None:
     """Add `complexity` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "count flops and bytes, and measure times beside the roofline of this machine",
@@ -60,13 +48,13 @@ def add(commands: Any) -> None:
     )
     shape, about = [32, 512, 768], "of x; default: 32 512 768"
     parser.add_argument(
-        "--shape", nargs="+", type=at_least(1), metavar="N", default=shape, help=about
+        "--shape", nargs="+", type=parts.at_least(1), metavar="N", default=shape, help=about
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    parser.add_argument("--dtype", choices=parts.DTYPES, default="float32", help="default: float32")
     about = "default: as in any call"
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help=about)
-    add_json(parser)
-    add_plot(parser, "draw the roofline")
+    parser.add_argument("--threads", type=parts.at_least(1), metavar="N", help=about)
+    parts.add_json(parser)
+    parts.add_plot(parser, "draw the roofline")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -74,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     shape = arguments.shape
     # x, dy, y, dx and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
-    check_memory(shape, 5 * s + 4 + 6 * max(s, 4))
+    parts.check_memory(shape, 5 * s + 4 + 6 * max(s, 4))
     try:
         choose("numba")
-        threads = use_threads(arguments.threads)
+        threads = parts.use_threads(arguments.threads)
     except (ImportError, ValueError) as error:
-        raise InputError(str(error)) from None
-    with step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
+        raise parts.InputError(str(error)) from None
+    with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         measured = measure_costs(
             (prod(shape[:-1]), shape[-1]),
             arguments.dtype,
@@ -88,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
             rounds=_ROUNDS,
             step=lambda: step("programs, copies and arithmetic"),
         )
-    write_whole(arguments.json, lambda file: file.write(_as_json(measured)))
-    write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
+    parts.write_whole(arguments.json, lambda file: file.write(_as_json(measured)))
+    parts.write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
     print_sections(Console(), (cost_section((measured,)),))
     return 0
 

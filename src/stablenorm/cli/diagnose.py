@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from stablenorm.arrays import normalize_axes, normalized_shape
+from stablenorm.cli import parts
 from stablenorm.cli.files import (
     Member,
     bundled_file,
@@ -19,18 +20,6 @@ from stablenorm.cli.files import (
     list_members,
     load_number,
     open_rows,
-)
-from stablenorm.cli.parts import (
-    DTYPES,
-    InputError,
-    add_command,
-    add_json,
-    add_plot,
-    at_least,
-    eps,
-    progress_bar,
-    write_plot,
-    write_whole,
 )
 from stablenorm.cli.tables import print_lines, print_table
 from stablenorm.diagnosis import Diagnosis, diagnose_blocks
@@ -61,7 +50,7 @@ exit status: 0 done; 2 the file cannot be read, or it holds several arrays and -
 
 def add(commands: Any) -> None:
     """Add `diagnose` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "say what a layer norm would lose on the data in a file, and on which rows",
@@ -77,12 +66,12 @@ def add(commands: Any) -> None:
         "--axis", nargs="+", type=int, default=[-1], metavar="K", help="normalized; default: -1"
     )
     about = "default: eps of the .npz file, if it has one, or 1e-5"
-    parser.add_argument("--eps", type=eps, help=about)
-    parser.add_argument("--dtype", choices=DTYPES, help="judge the data as; default: its own")
+    parser.add_argument("--eps", type=parts.eps, help=about)
+    parser.add_argument("--dtype", choices=parts.DTYPES, help="judge the data as; default: its own")
     about = "worst rows to describe; default: 10"
-    parser.add_argument("--top", type=at_least(0), default=10, metavar="K", help=about)
-    add_json(parser)
-    add_plot(parser, "draw the losses")
+    parser.add_argument("--top", type=parts.at_least(0), default=10, metavar="K", help=about)
+    parts.add_json(parser)
+    parts.add_plot(parser, "draw the losses")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -95,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         if given is None:
             given = load_number(members["eps"]) if "eps" in members else 1e-5
         diagnosis = _diagnose(arguments, member, given)
-    write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
-    write_plot(arguments.plot, lambda file, kind: diagnosis.plot(file, format=kind))
+    parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
+    parts.write_plot(arguments.plot, lambda file, kind: diagnosis.plot(file, format=kind))
     console = Console()
     first, *others = lines_of(diagnosis, console.width)
     print_lines(console, (f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}",))
@@ -117,12 +106,12 @@ def _choose(members: dict[str, Member], name: str | None) -> Member:
         ]
         print_table(Console(), Table("Arrays", ("member", "shape", "dtype", "size"), rows))
         msg = f"{path} holds {len(members)} arrays: choose one with --member NAME"
-        raise InputError(msg)
+        raise parts.InputError(msg)
     if name not in members:
         held = ", ".join(list(members)[:8]) or "one array, without a name"
         more = f" and {len(members) - 8} more" if len(members) > 8 else ""
         msg = f"--member must name an array of {path}, got {name}; it holds {held}{more}"
-        raise InputError(msg)
+        raise parts.InputError(msg)
     return members[name]
 
 
@@ -132,9 +121,9 @@ def _diagnose(arguments: argparse.Namespace, member: Member, eps: float) -> Diag
         axes = normalize_axes(tuple(arguments.axis), len(member.shape))
         lengths = normalized_shape(member.shape, axes)
     except ValueError as error:
-        raise InputError(str(error)) from None
+        raise parts.InputError(str(error)) from None
     rows, done = math.prod(member.shape) // math.prod(lengths), 0
-    with progress_bar("reading") as progress:
+    with parts.progress_bar("reading") as progress:
 
         def more(count: int) -> None:
             nonlocal done

@@ -7,15 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from stablenorm.cli.parts import (
-    EXIT_FAILED,
-    add_command,
-    add_output,
-    add_problem,
-    require,
-    step_bar,
-    write_whole,
-)
+from stablenorm.cli import parts
 from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.tables import print_lines
 from stablenorm.report import STEPS, gather, page
@@ -37,7 +29,7 @@ the page cannot be written, one line says why.
 
 def add(commands: Any) -> None:
     """Add `report` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "write one HTML page on a layer norm: accuracy, hazards, gradients, cost, speed",
@@ -46,21 +38,21 @@ def add(commands: Any) -> None:
         "HTML page. x is normalized over its last axis.",
         _EXAMPLES,
     )
-    add_problem(parser)
+    parts.add_problem(parser)
     about = f"the page to write; an existing file is replaced; default: {_OUT}"
-    add_output(parser, "--out", (".html", ".htm"), about, default=_OUT)
+    parts.add_output(parser, "--out", (".html", ".htm"), about, default=_OUT)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm report` is asked."""
     for module in ("jinja2", "matplotlib"):
-        require(module, "the report")
+        parts.require(module, "the report")
     problem, results = compute_problem(arguments)
-    with step_bar(STEPS) as step:
+    with parts.step_bar(STEPS) as step:
         facts = gather(problem, results, step)
-    write_whole(arguments.out, lambda file: file.write(page(facts).encode()))
+    parts.write_whole(arguments.out, lambda file: file.write(page(facts).encode()))
     verdict = "no check failed" if facts.passed else "A CHECK FAILED"
     where = f"Open it in any browser: {arguments.out.as_uri()}"
     # An address that is broken into lines cannot be clicked.
     print_lines(Console(soft_wrap=True), (f"{arguments.out.name}: {verdict}. {where}",))
-    return 0 if facts.passed else EXIT_FAILED
+    return 0 if facts.passed else parts.EXIT_FAILED

@@ -10,17 +10,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm.cli.parts import (
-    EXIT_FAILED,
-    InputError,
-    add_command,
-    add_output,
-    add_plot,
-    add_problem,
-    step_bar,
-    write_plot,
-    write_whole,
-)
+from stablenorm.cli import parts
 from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.tables import print_lines, print_sections
 from stablenorm.figures import new_figure
@@ -50,7 +40,7 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, on
 
 def add(commands: Any) -> None:
     """Add `run` to the commands."""
-    parser = add_command(
+    parser = parts.add_command(
         commands,
         run,
         "compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
@@ -59,9 +49,9 @@ def add(commands: Any) -> None:
         "data is shown beside ours. x is normalized over its last axis.",
         _EXAMPLES,
     )
-    add_problem(parser)
-    add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
-    add_plot(parser, "draw the errors")
+    parts.add_problem(parser)
+    parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
+    parts.add_plot(parser, "draw the errors")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,15 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out
     if _same_file(out, arguments.file):
         msg = f"--out must not be the file that is read, got {arguments.file}"
-        raise InputError(msg)
+        raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
-    write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
+    parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
     # The four steps of `inspect`.
-    with step_bar(4) as step:
+    with parts.step_bar(4) as step:
         findings = inspect(problem, results, step)
-    write_plot(arguments.plot, lambda file, kind: _plot(findings, file, kind))
+    parts.write_plot(arguments.plot, lambda file, kind: _plot(findings, file, kind))
     _print(findings, Console())
-    return 0 if findings.passed else EXIT_FAILED
+    return 0 if findings.passed else parts.EXIT_FAILED
 
 
 def _same_file(one: Path | None, other: Path | None) -> bool:

@@ -11,9 +11,9 @@ import functools
 import inspect
 import io
 import os
+import runpy
 import sys
 import traceback
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,7 +59,8 @@ class UserFile:
         self.path = path.resolve()
         self.name = path.name
         self._printed = _Muted()
-        self._names = self._run()
+        self._names: dict[str, Any] = {}
+        self._run()
         own = {n: v for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE}
         self.functions = _functions(own) or _functions(self._names)
         self.classes = [
@@ -139,8 +140,8 @@ class UserFile:
             line += " (exit in the file; put it under if __name__ == '__main__':)"
         return type(kind, (UserFileError,), {})(line, f"{text} ({place})".lstrip())
 
-    def _run(self) -> dict[str, Any]:
-        """Run the file as an import would; return the names in it."""
+    def _run(self) -> None:
+        """Run the file as an import would, and keep the names in it."""
         if self.path.is_dir() or not self.path.exists():
             what = "a directory" if self.path.is_dir() else "which is not there"
             msg = f"FILE must be a Python file, got {self.path}, {what}"
@@ -148,12 +149,9 @@ class UserFile:
         if self.path.suffix.lower() in (".ipynb", ".npz", ".npy"):
             msg = f"FILE must be a Python file, got {self.name}; save the functions as a .py file"
             raise UserFileError(msg)
-        module = types.ModuleType(_MODULE)
-        module.__file__ = str(self.path)
-        with quiet(), self._inside(), _as_a_program(self.path, module):
-            # Compiled here, so that nothing is written beside the user's file.
-            exec(compile(self.path.read_bytes(), str(self.path), "exec"), module.__dict__)  # noqa: S102
-        return dict(module.__dict__)
+        with quiet(), self._inside(), _as_a_program(self.path):
+            # It writes nothing beside the user's file.
+            self._names = runpy.run_path(str(self.path), run_name=_MODULE)
 
 
 def _functions(names: dict[str, Any]) -> list[str]:
@@ -180,11 +178,9 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as_a_program(path: Path, module: types.ModuleType) -> Iterator[None]:
+def _as_a_program(path: Path) -> Iterator[None]:
     """Give the file what ``python FILE`` would give it: its directory, its name, no input."""
     argv, where, stdin = sys.argv, Path.cwd(), sys.stdin
-    # Data classes and pickle look a module up by its name.
-    sys.modules[module.__name__] = module
     # It stays: functions may import when they are called.
     sys.path.insert(0, str(path.parent))
     sys.argv = [str(path)]
