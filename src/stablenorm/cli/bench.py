@@ -91,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ArithmeticError as error:
         print(f"stablenorm: {error}", file=sys.stderr)
         return parts.EXIT_FAILED
-    content = bench._asdict() | {"rows": [row._asdict() for row in bench.rows]}
-    parts.write_whole(arguments.json, lambda file: file.write(to_json(content)))
+    parts.write_whole(arguments.json, lambda file: file.write(to_json(bench._asdict())))
     parts.write_plot(arguments.plot, lambda file, kind: _plot(bench, file, kind))
     _print(bench, Console())
     return 0

@@ -76,26 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
             rounds=_ROUNDS,
             step=lambda: step("programs, copies and arithmetic"),
         )
-    parts.write_whole(arguments.json, lambda file: file.write(_as_json(measured)))
+    content = measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)}
+    parts.write_whole(arguments.json, lambda file: file.write(to_json(content)))
     parts.write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
     print_sections(Console(), (cost_section((measured,)),))
     return 0
-
-
-def _as_json(measured: Measured) -> bytes:
-    lines = [
-        line._asdict() | {"cost": line.cost._asdict(), "measured": line.measured._asdict()}
-        for line in measured.lines
-    ]
-    content = {
-        "matrix": measured.matrix,
-        "dtype": measured.dtype,
-        "one_thread": measured.one_thread._asdict(),
-        "all_threads": measured.all_threads._asdict(),
-        "lines": lines,
-        "kept": count_kept(measured.matrix, measured.dtype),
-    }
-    return to_json(content)
 
 
 def _plot(measured: Measured, file: Any, format_: str) -> None:

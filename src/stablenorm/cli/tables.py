@@ -78,4 +78,13 @@ def to_json(content: dict[str, Any]) -> bytes:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
-    return (json.dumps(origin | content, indent=1) + "\n").encode()
+    return (json.dumps(_plain(origin | content), indent=1) + "\n").encode()
+
+
+def _plain(value: Any) -> Any:
+    """Write what has named fields as a dict."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value
