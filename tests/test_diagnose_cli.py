@@ -86,6 +86,8 @@ def test_files_of_the_safetensors_package_are_read(x, tmp_path, capsys):
     package = pytest.importorskip("safetensors.numpy")
     package.save_file({"h": x}, tmp_path / "h.safetensors")
     assert found_in(capsys, tmp_path, tmp_path / "h.safetensors") == expected(x)
+    package.save_file({"x": x}, tmp_path / "x.safetensors")
+    assert cli.main(["run", str(tmp_path / "x.safetensors")]) == 0
 
 
 def test_x_and_eps_of_an_npz_are_taken(x, tmp_path, capsys):

@@ -76,8 +76,8 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         type=Path,
         metavar="FILE",
-        help="an .npz file, or a directory of .npy files, that holds x and, optionally, gamma, "
-        "beta, dy, eps; default: the bundled data",
+        help="an .npz or .safetensors file, or a directory of .npy files, that holds x and, "
+        "optionally, gamma, beta, dy, eps; default: the bundled data",
     )
     parser.add_argument("--eps", type=eps, help="default: eps of the file, or 1e-5")
     about = "seed of a random dy, if the file has none; default: 0"
