@@ -333,9 +333,12 @@ class _Battery:
             message = "seen by the closed form, too small for finite differences"
             changes: dict[str, Any] = {"message": message, "pattern": pattern, "verdict": "FAIL"}
             return replace(result, **_worst(wrong, wrong.careless), **changes)
-        if name in self._right and result.verdict != "PASS":
-            return cleared(result, self._right[name])
-        return result
+        if name not in self._right:
+            return result
+        right = self._right[name]
+        if result.verdict == "PASS":
+            return replace(result, resolution=min(result.resolution, right.resolution))
+        return cleared(result, right)
 
 
 def cleared(result: ArgumentResult, right: Judged) -> ArgumentResult:
