@@ -70,14 +70,6 @@ def test_a_leaking_nan_does_not_pass(gpu, cupy, monkeypatch):
     assert gpu.check(cupy, gpu.Case(3, 129, "float32", "a NaN row")) == "a NaN leaves its row"
 
 
-def test_failures_are_counted_and_named(gpu, cupy, monkeypatch):
-    monkeypatch.setattr(gpu, "check", lambda _, case: "" if case.n == 1 else "wrong")
-    monkeypatch.setattr(gpu, "check_invariance", lambda _: iter([("50 runs", "other bits")]))
-    cases = [gpu.Case(1, n, "float32", "plain") for n in (1, 2)]
-    failed = ["1 2 float32 plain: wrong", "50 runs: other bits"]
-    assert gpu.check_all(cupy, cases) == (3, failed)
-
-
 def test_without_a_device_it_says_so(gpu, cupy, capsys):
     cupy.cuda.runtime.getDeviceCount = lambda: 0
     assert gpu.main([]) == 2

@@ -247,7 +247,8 @@ def layer_norm_backward(
         raise TypeError(_not_a_cache(dy, cache))
     x_shape = cache.x.shape
     arrays = arrays_of(cache.backend)
-    if not is_plain(dy, x_shape):
+    # What is plain is in host memory: no dy for a cache that is on a device.
+    if cache.backend == "cuda" or not is_plain(dy, x_shape):
         dy = arrays.convert("dy", dy)
     if dy.shape != x_shape:
         msg = f"dy must have shape {x_shape} to match the y of this cache, got {dy.shape}"
