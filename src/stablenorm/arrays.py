@@ -1,8 +1,8 @@
 """
-What the public functions do with the arrays they are given, for each place that arrays live in.
+How arrays are converted, checked, allocated and seen as rows: NumPy's here, CuPy's in `stablenorm.cuda`.
 
-NumPy's are here; those on a CUDA device have the same six functions in `stablenorm.cuda`. A CUDA array
-is recognised by its protocols, so that nothing of CUDA is loaded to find that there is none.
+A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded to find that there is
+none.
 """
 
 from __future__ import annotations

@@ -122,13 +122,10 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
-        strides, either byte order. Not modified; the cache refers to it, or, if it was in the
-        other byte order, to a copy.
+        As for `layer_norm`. Not modified; the cache refers to it, or, if it was in the other byte
+        order, to a copy.
     gamma, beta : array, optional
-        Scale and shift, of the shape of the normalized axes, in the order in which `x` has
-        them; each of its own floating dtype. Default: 1 and 0. Float64 ones make all
-        of the call float64, at a third of the speed: ``np.ones(768, np.float32)`` does not.
+        As for `layer_norm`, and so are `eps`, `axis` and `backend`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     axis : int or tuple of int, default: -1
@@ -136,12 +133,7 @@ def layer_norm_forward(
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
     backend : {"numba", "numpy", "cuda"}, optional
-        "numba", the default, is compiled: the first call of a process takes half a second, the
-        first ever several, for each dtype. "numpy" is the reference, which it falls back
-        on, with a warning, where Numba cannot be loaded. Both keep the accuracy contract. Of what
-        does not cancel almost completely, y and dx of up to 32 bits have the same bits in all but
-        a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
-        is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
+        Which implementation computes it.
 
     Returns
     -------
@@ -153,13 +145,8 @@ def layer_norm_forward(
 
     Raises
     ------
-    TypeError
-        If a dtype is not one of the four, or `out` does not have that of `x`.
-    ValueError
-        If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has
-        length zero, `eps` is negative or not finite, or `out` overlaps another argument.
-    ImportError
-        If ``backend="numba"`` was asked for and Numba cannot be loaded.
+    TypeError, ValueError, ImportError
+        As `layer_norm` does.
 
     See Also
     --------

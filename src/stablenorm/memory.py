@@ -36,8 +36,7 @@ LEAST_OF_WORKSPACE, LEAST = 1 << 16, 1 << 20
 _PAGE, _APART = 4096, 25 * 64
 _starts = itertools.count(0, _APART)
 
-# How many large results back is recent: a forward and a backward of 32 layers, so that a size that
-# comes once per step is still recent when it comes again.
+# So many large results back is recent: a forward and a backward of 32 layers, hence a whole step.
 _RECENT = 64
 
 # At most this is idle: as much as ten results of (16, 1024, 768) in float32. More than a sixteenth
