@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import stablenorm.diagnosis
-from stablenorm import diagnose, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import diagnose, layer_norm
 from stablenorm.diagnosis import rows
 from stablenorm.diagnosis.rows import BITS, TITLES
 
@@ -220,21 +220,6 @@ def test_float64_of_extreme_size_is_described_exactly():
         found = diagnose(x, eps=0.0).per_row
         assert math.isclose(found.std[0], math.ldexp(base.std(), power), rel_tol=1e-13)
         assert math.isclose(found.condition_y[0], diagnose(base, eps=0.0).per_row.condition_y[0])
-
-
-def test_saved_bfloat16_mean_loses_what_the_backward_loses():
-    """The rebuilt xhat is not a fiction: dx by our backward with that mean is off as much."""
-    x = (40 + np.random.default_rng(7).standard_normal((1, 768))).astype(np.float32)
-    lost = diagnose(x).worst[0].lost["saved bfloat16"]
-    dy = np.random.default_rng(8).standard_normal(x.shape).astype(np.float32)
-    _, cache = layer_norm_forward(x, backend="numpy")
-    kept = cache.statistics
-    mean, rstd = (v.astype(ml_dtypes.bfloat16).astype(float) for v in (kept.mean, kept.rstd))
-    spoilt = cache._replace(statistics=kept._replace(mean=mean, rstd=rstd, mean_lo=0 * mean))
-    exact, actual = (layer_norm_backward(dy, each).dx for each in (cache, spoilt))
-    error = np.sqrt(np.mean((actual - exact) ** 2) / np.mean(exact**2))
-    # The shift reaches dx only as far as dy projects on xhat, the factor whole: less, not nothing.
-    assert 0 < lost - 24 - math.log2(error) < 9
 
 
 @pytest.mark.parametrize(
