@@ -102,12 +102,14 @@ def data_section(problem: Problem, diagnosis: Diagnosis) -> Section:
         if a is not None
     ]
     every = -(-len(x) // figures.COLUMNS)
-    group = "one row" if every == 1 else f"{every} rows"
+    group, medians = (
+        ("one row", "") if every == 1 else (f"{every} rows", ", the medians of these rows")
+    )
     picture = Picture(
         partial(figures.draw_rows, low=low, high=high, mean=mean, std=std),
         *(250, 1),
         f"Each line is {group}, from the least to the largest element; the bar is the mean ± one "
-        "standard deviation (the medians of a group). The scale is logarithmic away from zero.",
+        f"standard deviation{medians}. The scale is logarithmic away from zero.",
     )
     return Section(
         "The data",
