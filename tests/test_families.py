@@ -20,14 +20,15 @@ NARROW = ("float16", "bfloat16", "float32")
 LONG_FLOAT64 = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F28b", "F32", "F35")
 # The cheapest for the oracle, one for each way of losing digits in a long sum.
 LONGEST = ("F01", "F03", "F07", "F09", "F14", "F27")
+MANY_ROWS = ("F01", "F03", "F13", "F16", "F35")
 # More elements than a block of the reference has, and no multiple of any vector.
 LONGER = 2**15 + 101
 
 
-def combinations(names, lengths, dtypes=tuple(DTYPES)):
+def combinations(names, lengths, rows, dtypes=tuple(DTYPES)):
     """The families that exist, for these dtypes and lengths, as parameters."""
     return [
-        pytest.param(name, dtype, n, id=f"{name}-{dtype}-{n}")
+        pytest.param(name, dtype, n, rows, id=f"{name}-{dtype}-{n}")
         for name in names
         for dtype in dtypes
         for n in lengths
@@ -66,41 +67,24 @@ def assert_contract(name, dtype, n, rows):
             )
 
 
-@pytest.mark.parametrize(("name", "dtype", "n"), combinations(FINITE, (1, 2, 3, 127, 768)))
-def test_contract(name, dtype, n):
-    assert_contract(name, dtype, n, 2)
-
-
-# 128 elements are one block of NumPy's pairwise summation.
-@pytest.mark.parametrize(("name", "dtype", "n"), combinations(("F03", "F07", "F14"), (128, 129)))
-def test_contract_at_the_edges_of_a_summation_block(name, dtype, n):
-    assert_contract(name, dtype, n, 3)
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype", "n"),
-    combinations(FINITE, (8193,), NARROW) + combinations(LONG_FLOAT64, (8193,), ("float64",)),
+    ("name", "dtype", "n", "rows"),
+    [
+        *combinations(FINITE, (1, 2, 3, 127, 768), 2),
+        # 128 elements are one block of NumPy's pairwise summation.
+        *combinations(("F03", "F07", "F14"), (128, 129), 3),
+        *combinations(FINITE, (8193,), 1, NARROW),
+        *combinations(LONG_FLOAT64, (8193,), 1, ("float64",)),
+        *combinations(LONGEST, (LONGER,), 1, ("float32", "float64")),
+        # Of the 16-bit dtypes, whose errors are those of float64 rounded once more, two families.
+        *combinations(("F09", "F27"), (LONGER,), 1, ("float16", "bfloat16")),
+        # More rows than one block of the reference holds at n = 7.
+        *combinations(MANY_ROWS, (7,), LONGER // 7, NARROW),
+        *combinations(MANY_ROWS, (7,), 700, ("float64",)),
+    ],
 )
-def test_contract_on_long_rows(name, dtype, n):
-    assert_contract(name, dtype, n, 1)
-
-
-# Of the 16-bit dtypes, whose errors are those of float64 rounded once more, two families.
-@pytest.mark.parametrize(
-    ("name", "dtype", "n"),
-    combinations(LONGEST, (LONGER,), ("float32", "float64"))
-    + combinations(("F09", "F27"), (LONGER,), ("float16", "bfloat16")),
-)
-def test_contract_on_very_long_rows(name, dtype, n):
-    assert_contract(name, dtype, n, 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "n"), combinations(("F01", "F03", "F13", "F16", "F35"), (7,))
-)
-def test_contract_of_sums_over_many_rows(name, dtype, n):
-    """More rows than one block of the reference holds at n = 7."""
-    assert_contract(name, dtype, n, 700 if dtype == "float64" else LONGER // n)
+def test_contract(name, dtype, n, rows):
+    assert_contract(name, dtype, n, rows)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
