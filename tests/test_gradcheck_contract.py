@@ -56,12 +56,6 @@ class Drifting:
         return (dy * np.cos(x) * (1 + 1e-6 * self.calls),)
 
 
-def memory(x):
-    """Read what lies in memory, not what the array says."""
-    data = x if x.flags.c_contiguous else x.T if x.flags.f_contiguous else x.copy()
-    return np.sin(np.array(data).reshape(x.shape)), x.copy()
-
-
 FAULTS = [
     (writes_x, cosine, "forward leaves", "forward modifies x"),
     (sine, doubles_dy, "backward leaves", "backward modifies dy"),
@@ -71,12 +65,11 @@ FAULTS = [
      "backward is deterministic", "IndexError"),
     (Drifting().forward, cosine, "forward is deterministic", "y differs by"),
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
-    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "dy = 0", "gradient of x has 1e-09"),
+    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "linear", "of x differs by"),
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
     (sine, lambda dy, x: (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),), "linear", "differs"),
     # Homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
-    (memory, cosine, "views", "Fortran-ordered x: y differs by"),
 ]  # fmt: skip
 
 
@@ -87,22 +80,6 @@ def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
     finding = found(report, name)
     assert finding.verdict == "FAIL"
     assert message in finding.message
-
-
-def test_a_layout_that_is_refused_or_changes_the_last_bits_is_a_note():
-    report = check(lambda x: (np.sin(x) if x.strides[-1] > 0 else np.sin(x[None].view("S8")), x))
-    assert report.passed, str(report)
-    assert found(report, "views").verdict == "NOTE"
-    assert "reversed x" in found(report, "views").message
-
-    # A sum in memory order: other roundings, as any sum has.
-    def forward(x):
-        return np.add.reduce(x.ravel(order="K"))[None] * np.ones(1), x.shape
-
-    x = np.random.default_rng(0).standard_normal((9, 11)) * 1e3
-    report = check(forward, lambda dy, shape: (np.full(shape, dy[0]),), [x])
-    assert report.passed, str(report)
-    assert found(report, "views").verdict in ("NOTE", "PASS")
 
 
 # ---- bad input ----

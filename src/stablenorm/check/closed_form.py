@@ -254,18 +254,16 @@ class Candidate:
     def run(self, case: Case) -> dict[str, Array]:
         """Call both functions, and return the outputs by name; FaultError says what came instead."""
         y, cache = self.forward(case)
-        self._operation.reshaped.clear()
         with np.errstate(all="ignore"):
             gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
         outputs = {"y": y}
-        for i, (name, argument) in enumerate(zip(OUTPUTS[1:], case[:3], strict=True)):
+        for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
             # What there is no argument for has no gradient.
-            if gradients[i] is None or argument is None:
+            if gradient is None or argument is None:
                 continue
-            array = np.asarray(gradients[i])
-            shape = self._operation.reshaped.get(i, array.shape)
-            if not is_supported(array.dtype) or shape != argument.shape:
-                msg = f"the backward returns {name} of shape {shape} and dtype {array.dtype}"
+            array = np.asarray(gradient)
+            if not is_supported(array.dtype) or array.shape != argument.shape:
+                msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
                 raise FaultError(msg)
             outputs[name] = array
         return outputs

@@ -72,8 +72,6 @@ class Operation:
     def __init__(self, forward: Forward, backward: Backward):
         self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
-        # By argument: the shape in which its gradient came, if that was not the argument's.
-        self.reshaped: dict[int, tuple[int, ...]] = {}
 
     def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
         """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
@@ -87,11 +85,7 @@ class Operation:
         raise FaultError(msg)
 
     def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
-        """
-        Return the gradients as a list, one for each of `args`; FaultError says what came instead.
-
-        One with axes of length 1 too many or too few gets the right shape; `reshaped` holds its own.
-        """
+        """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
         if not isinstance(returned, (tuple, list)):
@@ -102,15 +96,7 @@ class Operation:
             got, count = len(returned), len(args)
             msg = f"backward must return {count} gradients, one for each argument, got {got}"
             raise FaultError(msg)
-        gradients = list(returned)
-        for i, (gradient, array) in enumerate(zip(gradients, args, strict=True)):
-            if not isinstance(gradient, np.ndarray) or array is None:
-                continue
-            lengths = [[n for n in a.shape if n != 1] for a in (gradient, array)]
-            if gradient.shape != array.shape and lengths[0] == lengths[1]:
-                self.reshaped[i] = gradient.shape
-                gradients[i] = gradient.reshape(array.shape)
-        return gradients
+        return list(returned)
 
 
 def as_array(name: str, value: Any) -> Array:

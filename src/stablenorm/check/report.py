@@ -33,7 +33,7 @@ class Finding(NamedTuple):
     Attributes
     ----------
     layer : str
-        "contract", "closed form", "hard inputs", "smoothness" or "oracle".
+        "contract", "closed form", "hard inputs" or "smoothness".
     name : str
         What was to hold, as a sentence: "x is not modified by the forward".
     verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOTE"}
@@ -166,7 +166,7 @@ class GradientReport:
     forward_calls, backward_calls : int
         How often each was called.
     findings : tuple of Finding
-        What the other layers saw: the contract, the closed form, hard inputs, the oracle.
+        What the other layers saw: the contract, the closed form, hard inputs, kinks.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
     seconds : float
@@ -224,7 +224,7 @@ class GradientReport:
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
-        Draw error against step, and the map of where gradients differ.
+        Draw error against step.
 
         Parameters
         ----------
@@ -240,11 +240,9 @@ class GradientReport:
 
         Notes
         -----
-        Above, for each argument: how far a plain central difference at each step is from the
+        For each argument: how far a plain central difference at each step is from the
         extrapolated value, at the element with the largest z. It falls with the square of the
         step, until rounding takes over: the V. Errors are relative to the gradient's size there.
-        Below, every element that was compared, colored by z, the difference in units of its
-        bound: more than 1 is wrong.
         """
         from stablenorm.check.plot import plot_report  # noqa: PLC0415 - it shows what is here
 
@@ -255,12 +253,6 @@ class GradientReport:
         from stablenorm.check.text import as_text  # noqa: PLC0415 - it shows what is here
 
         return as_text(self)
-
-    def __rich__(self) -> Any:
-        """Give the same text, its verdicts colored."""
-        from stablenorm.check.text import as_rich  # noqa: PLC0415 - it shows what is here
-
-        return as_rich(self)
 
 
 def ratio(difference: float, bound: float) -> float:

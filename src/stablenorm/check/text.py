@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from stablenorm.check.report import ArgumentResult, GradientReport
 from stablenorm.text import wrapped
-
-_COLORS = {"PASS": "green", "FAIL": "red", "INCONCLUSIVE": "yellow"}
 
 
 def as_text(report: GradientReport) -> str:
@@ -25,17 +22,6 @@ def as_text(report: GradientReport) -> str:
     # Below a second, how long it took interests nobody, and equal checks give equal texts.
     lines.append(f"  {calls}, {report.seconds:.1f} s" if report.seconds >= 1 else f"  {calls}")
     return "\n".join(part for line in lines for part in wrapped(line))
-
-
-def as_rich(report: GradientReport) -> Any:
-    """Return the text for a rich console, its verdicts colored."""
-    from rich.text import Text  # noqa: PLC0415
-
-    text = Text(as_text(report))
-    for verdict, color in _COLORS.items():
-        text.highlight_words([verdict], color)
-    text.stylize("bold", 0, len(report.verdict))
-    return text
 
 
 def argument_lines(result: ArgumentResult) -> list[str]:

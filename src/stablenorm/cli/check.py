@@ -67,7 +67,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--eps", type=parts.eps, help=about)
     parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
     parts.add_json(parser)
-    parts.add_plot(parser, "draw what differs")
+    parts.add_plot(parser, "draw error against step")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -93,4 +93,5 @@ def _print(check: FileCheck, console: Console) -> None:
     for note in check.notes:
         console.print(Text(f"note: {note}"))
     console.print()
-    console.print(check.report)
+    first, *others = str(check.report).splitlines(keepends=True)
+    console.print(Text.assemble((first, "bold"), *others))
