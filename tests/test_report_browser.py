@@ -114,7 +114,7 @@ def test_the_page_fits_and_can_be_read(views, view):
     found = views[0][view]
     assert found["needed"] <= found["width"] == view[0]
     assert found["loaded"] == []
-    assert found["drawn"] == 5
+    assert found["drawn"] == 2
     assert found["outside"] == []
     assert found["faint"] == []
     assert (sum(found["paper"]) > 600) == (view[1] == "light")

@@ -16,7 +16,6 @@ from rich.console import Console
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.cli.tables import print_lines, print_table, to_json
-from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.report import Table, quantity, shape_text
@@ -34,7 +33,7 @@ examples:
   stablenorm bench                                          one common shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768      shapes of your own
   stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
-  stablenorm bench --threads 1 --json res.json --plot res.png
+  stablenorm bench --threads 1 --json res.json
 
 how to read it:
   fresh     a new array for every result, as a plain call has it; large ones cost page faults
@@ -69,7 +68,6 @@ def add(commands: Any) -> None:
     about = "default: as in any call"
     parser.add_argument("--threads", type=parts.at_least(1), metavar="N", help=about)
     parts.add_json(parser)
-    parts.add_plot(parser, "draw the speeds")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -92,7 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"stablenorm: {error}", file=sys.stderr)
         return parts.EXIT_FAILED
     parts.write_whole(arguments.json, lambda file: file.write(to_json(bench._asdict())))
-    parts.write_plot(arguments.plot, lambda file, kind: _plot(bench, file, kind))
     _print(bench, Console())
     return 0
 
@@ -245,7 +242,7 @@ def _measure_one(problem: Problem, backends: Sequence[str]) -> Iterator[Row]:
             yield Row(*what, t.median, (t.low, t.high), t.rounds, arrays * x.nbytes / t.median, 0)
 
 
-# ---- table and picture ----
+# ---- table ----
 
 
 def _print(bench: Bench, console: Console) -> None:
@@ -271,29 +268,3 @@ def _print(bench: Bench, console: Console) -> None:
     if min(row.rounds for row in bench.rows) < 3:
         notes += " Some calls are so long that they were timed once or twice only."
     print_lines(console, (notes,))
-
-
-def _plot(bench: Bench, file: Any, format_: str) -> None:
-    """Draw GB/s of every backend and shape beside the copy, into an open file."""
-    backends = list(dict.fromkeys(row.backend for row in bench.rows))
-    count = len(bench.rows) // len(PASSES)
-    figure = new_figure(9, 1.6 + 0.4 * count)
-    every = figure.subplots(1, 2, sharey=True)
-    for axes, direction in zip(every, PASSES, strict=True):
-        rows = [row for row in bench.rows if row.direction == direction]
-        speeds = [row.bytes_per_second / 1e9 for row in rows]
-        colors = [COLORS[backends.index(row.backend)] for row in rows]
-        for place, (row, speed, color) in enumerate(zip(rows, speeds, colors, strict=True)):
-            # Light for fresh outputs.
-            axes.barh(place, speed, color=color, alpha=1 if row.outputs == "out=" else 0.45)
-        copy = bench.copy_bytes_per_second / 1e9
-        axes.axvline(copy, color="0.2", lw=1, ls="--", label="copy of 256 MiB")
-        axes.set(xlabel="GB/s", title=direction, axisbelow=True)
-        axes.grid(alpha=0.25, axis="x")
-    labels = [f"{shape_text(r.shape)} {r.dtype}, {r.backend}, {r.outputs}" for r in rows]
-    every[0].set_yticks(range(count), labels)
-    # Once for both, which share the axis: the first on top.
-    every[0].set_ylim(count - 0.5, -0.5)
-    handles = every[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", frameon=False)
-    figure.savefig(file, format=format_, dpi=120)

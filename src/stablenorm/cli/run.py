@@ -13,15 +13,12 @@ from rich.text import Text
 from stablenorm.cli import parts
 from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.tables import print_lines, print_sections
-from stablenorm.figures import new_figure
 from stablenorm.report import (
     Findings,
     accuracy_section,
-    draw_errors,
     gradients_section,
     inspect,
     quantity,
-    shape_text,
 )
 
 _EXAMPLES = """\
@@ -29,7 +26,7 @@ examples:
   stablenorm run                          the bundled data: a real layer norm of a language model
   stablenorm run mine.npz                 x and, if held, gamma, beta, dy, eps from a file
   stablenorm run arrays/                  the same from x.npy, gamma.npy, ... in a directory
-  stablenorm run mine.npz --out res.npz --plot res.png
+  stablenorm run mine.npz --out res.npz
 
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
@@ -51,7 +48,6 @@ def add(commands: Any) -> None:
     )
     parts.add_problem(parser)
     parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
-    parts.add_plot(parser, "draw the errors")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -65,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     # The four steps of `inspect`.
     with parts.step_bar(4) as step:
         findings = inspect(problem, results, step)
-    parts.write_plot(arguments.plot, lambda file, kind: _plot(findings, file, kind))
     _print(findings, Console())
     return 0 if findings.passed else parts.EXIT_FAILED
 
@@ -93,14 +88,3 @@ def _print(findings: Findings, console: Console) -> None:
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
     print_lines(console, (*lines, verdict if findings.passed else "A CHECK FAILED."))
-
-
-def _plot(findings: Findings, file: Any, format_: str) -> None:
-    """Draw the share of elements with at least a given error."""
-    figure = new_figure(9, 6)
-    draw_errors(figure, 2, findings.outputs)
-    problem = findings.problem
-    # Not parsed: a file may have dollar signs in its name.
-    title = f"{problem.source}: x {shape_text(problem.x.shape)} {problem.x.dtype}"
-    figure.suptitle(title, parse_math=False)
-    figure.savefig(file, format=format_, dpi=150)

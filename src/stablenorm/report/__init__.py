@@ -1,6 +1,6 @@
 """What was found about a user's layer norm: computed, told in sections, written as a page."""
 
-from stablenorm.report.figures import draw_costs, draw_errors
+from stablenorm.report.figures import draw_costs
 from stablenorm.report.findings import Findings, Output, Problem, compute, inspect
 from stablenorm.report.html import STEPS, Facts, gather, page
 from stablenorm.report.sections import (
@@ -17,6 +17,6 @@ from stablenorm.report.sections import (
 
 __all__ = [
     "STEPS", "Facts", "Findings", "Output", "Picture", "Problem", "Section", "Table",
-    "accuracy_section", "compute", "cost_section", "draw_costs", "draw_errors", "gather", "gradients_section",
+    "accuracy_section", "compute", "cost_section", "draw_costs", "gather", "gradients_section",
     "inspect", "number", "page", "quantity", "shape_text",
 ]  # fmt: skip

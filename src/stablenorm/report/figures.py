@@ -1,4 +1,4 @@
-"""The pictures of `run`, `complexity` and the report, each on a Matplotlib figure; and as SVG."""
+"""The pictures of the report and of `complexity`, each on a Matplotlib figure; and as SVG."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 
 from stablenorm.cost import STYLES, Measured, draw_roofline
-from stablenorm.diagnosis import Diagnosis
 from stablenorm.figures import COLORS
 from stablenorm.report.findings import Output
-from stablenorm.types import Array
 
-# Pixels of a page and of a telephone, and panels side by side; a picture is drawn for each, so that
-# letters keep their size.
-_WIDTHS = {"wide": (720, 2), "narrow": (344, 1)}
+# Pixels of a page; where there are fewer the picture scrolls, so that letters keep their size.
+_WIDTH = 720
 # The style sheet says what each color is on light and on dark paper; "0.2" is how `draw_roofline`
 # writes the dark gray.
 _OURS, _PLAIN, _THIRD = COLORS[:3]
@@ -32,38 +29,26 @@ _STYLE: Any = {
     "axes.labelcolor": _GRAY, "xtick.color": _GRAY, "ytick.color": _GRAY, "text.color": _INK,
     "axes.titlecolor": _INK, "grid.color": _GRAY, "grid.linewidth": 0.7,
 }  # fmt: skip
-# Groups of rows side by side: 3 pixels each on a telephone.
-COLUMNS = 96
 # Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
 _LEAST = 1e-3
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def as_svg(
-    draw: Callable[[Any, int], None], height: int, label: str, *, stacked: int = 1
-) -> dict[str, str]:
-    """
-    Return a picture as SVG for each width; `draw` is given a figure, and how many panels fit beside.
-
-    A narrow picture is `stacked` times as high: its panels stand one below the other.
-    """
+def as_svg(draw: Callable[[Any], None], height: int, label: str) -> str:
+    """Return what `draw` draws on the figure that it is given, so many pixels high, as SVG."""
     import matplotlib as mpl  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    pictures = {}
-    for name, (width, columns) in _WIDTHS.items():
-        tall = height * (stacked if columns == 1 else 1)
-        with mpl.rc_context(_STYLE):
-            # 72 units per inch: a unit of the picture is a pixel of the page.
-            figure = Figure(figsize=(width / 72, tall / 72), layout="constrained")
-            draw(figure, columns)
-            file = io.StringIO()
-            figure.savefig(file, format="svg", transparent=True)
-        pictures[name] = _inlined(file.getvalue(), (width, tall), f"{name}-{label[:12]}", label)
-    return pictures
+    with mpl.rc_context(_STYLE):
+        # 72 units per inch: a unit of the picture is a pixel of the page.
+        figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True)
+    return _inlined(file.getvalue(), height, label)
 
 
-def _inlined(text: str, size: tuple[int, int], name: str, label: str) -> str:
+def _inlined(text: str, height: int, label: str) -> str:
     """Cut an SVG file down to what may stand in a page beside others, in the page's colors."""
     from markupsafe import escape  # noqa: PLC0415
 
@@ -71,26 +56,18 @@ def _inlined(text: str, size: tuple[int, int], name: str, label: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     # Only what is referred to keeps its id, made one that no other picture has.
     used = set(re.findall(r'(?:href="|url\()#([^")]+)', text))
-    prefix = re.sub(r"\W+", "-", name)
+    prefix = re.sub(r"\W+", "-", label)
     text = re.sub(
         r' id="([^"]*)"', lambda m: f' id="{prefix}-{m[1]}"' if m[1] in used else "", text
     )
     text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
     for color, variable in _VARIABLES.items():
         text = text.replace(color, f"var(--{variable})")
-    width, height = size
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" '
+        f'width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-label="{escape(label)}">{text}'
     )
-
-
-def _panels(figure: Any, columns: int, count: int) -> list[Any]:
-    """Return so many axes, side by side or one below the other."""
-    columns = min(columns, count)
-    axes = figure.subplots(-(-count // columns), columns, squeeze=False)
-    return list(axes.ravel()[:count])
 
 
 def _finish(axes: Any, **settings: Any) -> None:
@@ -115,31 +92,16 @@ def _tick(value: float) -> str:
     return ("-" if value < 0 else "") + "10" + str(exponent).translate(_SUPERSCRIPTS)
 
 
-def draw_rows(figure: Any, columns: int, low: Array, high: Array, mean: Array, std: Array) -> None:
-    """Draw the range of each row, and its mean and std; of many rows, of groups of them."""
-    axes = figure.subplots()
-    every = -(-len(std) // COLUMNS)
-    for first in range(0, len(std), every):
-        here = slice(first, first + every)
-        at = (first + min(first + every, len(std)) - 1) / 2
-        axes.vlines(at, low[here].min(), high[here].max(), color=_GRAY, lw=1)
-        middle, half = (float(np.median(each[here])) for each in (mean, std))
-        axes.vlines(at, middle - half, middle + half, color=_OURS, lw=2 * columns)
-    # Linear where most elements are, logarithmic beyond; 1 if all rows are zeros.
-    unit = float(np.median(std)) or float(np.abs(high).max()) or 1.0
-    axes.set_yscale("symlog", linthresh=10.0 ** round(math.log10(unit)))
-    _finish(axes, xlabel="row", ylabel="elements of the row", xlim=(-0.5, len(std) - 0.5))
-    axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def draw_errors(figure: Any, columns: int, outputs: Mapping[str, Output]) -> None:
+def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
     """Draw, of each output, the share of elements with at least a given error."""
     errors = [each for o in outputs.values() for each in (o.error, o.plain_error)]
     largest = max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
     # Where NaN and inf are drawn: beyond all numbers, and said to be so.
     beyond = 10.0 ** (math.ceil(math.log10(largest)) + 1)
-    every = _panels(figure, columns, len(outputs))
-    for axes, (name, output) in zip(every, outputs.items(), strict=True):
+    every = figure.subplots(-(-len(outputs) // 2), 2).ravel()
+    for axes in every[len(outputs) :]:
+        axes.remove()
+    for axes, (name, output) in zip(every, outputs.items(), strict=False):
         for array, color, style, label in (
             (output.error, _OURS, "-", "stablenorm"),
             (output.plain_error, _PLAIN, "--", "plain formula"),
@@ -162,51 +124,9 @@ def draw_errors(figure: Any, columns: int, outputs: Mapping[str, Output]) -> Non
     )
 
 
-def draw_losses(figure: Any, _: int, found: Diagnosis) -> None:
-    """Draw a row of bars for each method: the share of rows by bits lost."""
-    lost = found.summary.lost
-    every = figure.subplots(len(lost), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (name, counts) in zip(every, lost.items(), strict=True):
-        # A single row among millions is still to be seen.
-        share = np.where(counts > 0, np.maximum(counts / max(1, counts.sum()), 0.06), 0)
-        colors = [_OURS if bits < 1 else _PLAIN for bits in range(len(counts))]
-        axes.bar(range(len(counts)), share, color=colors, width=0.84)
-        axes.set_title(found.methods[name], fontsize=11, fontweight="normal", pad=1, color=_GRAY)
-        axes.set(ylim=(0, 1), yticks=[], xlim=(-0.6, found.bits + 0.6))
-        axes.spines["left"].set_visible(False)
-        axes.grid(alpha=0.3, axis="x")
-        axes.tick_params(bottom=False, labelbottom=axes is every[-1])
-    every[-1].set(xlabel="bits lost", xticks=range(0, found.bits + 1, found.bits // 6))
-
-
-def draw_gradients(figure: Any, columns: int, results: Sequence[Any]) -> None:
-    """Draw error against step, and every compared element in units of its bound."""
-    left, right = _panels(figure, columns, 2)
-    marks = zip((_OURS, _PLAIN, _THIRD), ("o-", "s--", "^:"), results, strict=False)
-    for row, (color, style, result) in enumerate(marks):
-        size = abs(result.numeric) or 1.0
-        points = sorted((s.step, abs(s.numeric - result.numeric) / size) for s in result.curve)
-        # A float64 says no more than 1e-17.
-        errors = [max(e, 1e-17) if math.isfinite(e) else math.nan for _, e in points]
-        name = f"d{result.name}"
-        left.plot([step for step, _ in points], errors, style, ms=4, color=color, label=name)
-        z = [d.z for d in result.differences if 0 < d.z < math.inf]
-        right.plot(z, [row] * len(z), "o", ms=5, color=color, alpha=0.8)
-    right.axvline(1, color=_INK, lw=1, ls=":")
-    place = {"xycoords": right.get_xaxis_transform(), "textcoords": "offset points", "ha": "right"}
-    right.annotate("wrong beyond", (1, 0.02), xytext=(-4, 0), color=_GRAY, **place)
-    scales, step = {"xscale": "log", "yscale": "log"}, "step, in units of the row's spread"
-    _finish(left, **scales, xlabel=step, title="relative error")
-    bottom, title = (len(results) - 0.5, -0.5), "every compared element"
-    _finish(right, xscale="log", xlabel="difference / its bound", title=title, ylim=bottom)
-    right.set_xlim(right=10)
-    right.set_yticks(range(len(results)), [f"d{result.name}" for result in results])
-    figure.legend(loc="outside lower center", ncols=3)
-
-
-def draw_costs(figure: Any, columns: int, costs: Sequence[Measured]) -> None:
+def draw_costs(figure: Any, costs: Sequence[Measured]) -> None:
     """Draw the roofline of the largest size, and bars of bytes per second for each size."""
-    first, second = _panels(figure, columns, 2)
+    first, second = figure.subplots(1, 2)
     draw_roofline(costs[-1], first)
     _finish(first, title="roofline: operations per second")
     place, names = 0.0, []

@@ -23,10 +23,11 @@ from stablenorm.report.sections import (
     Section,
     accuracy_section,
     cost_section,
-    data_section,
     gradients_section,
     losses_section,
     number,
+    quantity,
+    shape_text,
     worst,
 )
 from stablenorm.threads import get_num_threads
@@ -67,13 +68,18 @@ def gather(problem: Problem, results: dict[str, Array], step: Callable[[str], No
         number(max(worst(getattr(output, name)) for output in found.outputs.values()))
         for name in ("error", "plain_error")
     )
+    x = problem.x
+    data = (
+        f"x has the shape {shape_text(x.shape)} in {x.dtype}: {found.rows} rows of n = {x.shape[-1]} "
+        f"elements ({quantity(x.nbytes, 'B')}), each normalized by itself, with eps = "
+        f"{number(problem.eps)}. The cotangent is {problem.dy_origin}."
+    )
     verdict = "No check failed." if found.passed else "A check failed; its table says which."
     return Facts(
         problem.source,
         f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
-        f"last place; stablenorm by {ours}, where 0.5 is correct rounding. {verdict}",
+        f"last place; stablenorm by {ours}, where 0.5 is correct rounding. {verdict} {data}",
         (
-            data_section(problem, diagnosis),
             accuracy_section(found),
             losses_section(diagnosis),
             gradients_section(found),
@@ -119,9 +125,7 @@ def page(facts: Facts) -> str:
     environment.filters["prose"] = _prose
     bundled = facts.source.startswith("bundled data")
     pictures = [
-        as_svg(one.picture.draw, one.picture.height, one.heading, stacked=one.picture.stacked)
-        if one.picture
-        else {}
+        as_svg(one.picture.draw, one.picture.height, one.heading) if one.picture else ""
         for one in facts.sections
     ]
     text = environment.from_string(_read("page.html")).render(

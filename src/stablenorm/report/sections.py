@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from stablenorm.cost import Measured, Roofline, count_kept
 from stablenorm.diagnosis import Diagnosis
 from stablenorm.diagnosis.report import method_rows, sentences
 from stablenorm.report import figures
-from stablenorm.report.findings import Findings, Output, Problem, is_finite
+from stablenorm.report.findings import Findings, Output, is_finite
 from stablenorm.types import Array
 
 
@@ -25,11 +23,10 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """`draw` is given a figure, and how many panels fit side by side; see `figures.as_svg`."""
+    """What `figures.as_svg` draws, so many pixels high, and what it shows."""
 
-    draw: Callable[[Any, int], None]
+    draw: Callable[[Any], None]
     height: int
-    stacked: int
     caption: str
 
 
@@ -42,9 +39,9 @@ class Section(NamedTuple):
 
     heading: str
     text: str = ""
-    picture: Picture | None = None
     tables: Sequence[Table] = ()
     notes: str = ""
+    picture: Picture | None = None
     absent: str = ""
 
 
@@ -71,58 +68,6 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 # ---- sections ----
-
-
-def data_section(problem: Problem, diagnosis: Diagnosis) -> Section:
-    """Tell shapes, ranges and spreads."""
-    x, per_row = problem.x.reshape(-1, problem.x.shape[-1]), diagnosis.per_row
-    # Without a file there are numbers for each row.
-    assert per_row is not None
-    mean, std = per_row.mean, per_row.std
-    low, high = (f(x, axis=1).astype(np.float64) for f in (np.min, np.max))
-    with np.errstate(all="ignore"):
-        quantities = {
-            "mean": mean,
-            "standard deviation": std,
-            "|mean| / standard deviation": np.abs(mean) / std,
-            "variance / eps": std**2 / problem.eps,
-            "farthest element, in standard deviations": np.maximum(high - mean, mean - low) / std,
-        }
-    spreads = []
-    for name, values in quantities.items():
-        # 0/0 in a row of zeros.
-        known = np.flatnonzero(~np.isnan(values))
-        if known.size:
-            ends = (number(float(f(values[known]))) for f in (np.min, np.median, np.max))
-            spreads.append((name, *ends, str(known[values[known].argmax()])))
-    arrays = {name: getattr(problem, name) for name in ("gamma", "beta", "dy")}
-    others = [
-        (name, shape_text(a.shape), str(a.dtype), number(float(a.min())), number(float(a.max())))
-        for name, a in arrays.items()
-        if a is not None
-    ]
-    every = -(-len(x) // figures.COLUMNS)
-    group, medians = (
-        ("one row", "") if every == 1 else (f"{every} rows", ", the medians of these rows")
-    )
-    picture = Picture(
-        partial(figures.draw_rows, low=low, high=high, mean=mean, std=std),
-        *(250, 1),
-        f"Each line is {group}, from the least to the largest element; the bar is the mean ± one "
-        f"standard deviation{medians}. The scale is logarithmic away from zero.",
-    )
-    return Section(
-        "The data",
-        f"x has the shape {shape_text(problem.x.shape)} in {problem.x.dtype}: {len(x)} rows of n = "
-        f"{x.shape[1]} elements ({quantity(problem.x.nbytes, 'B')}), each normalized by itself, "
-        f"with eps = {number(problem.eps)}. The cotangent is {problem.dy_origin}.",
-        picture,
-        (
-            Table("Over the rows of x", ("", "least", "median", "largest", "in row"), spreads),
-            Table("The other arrays", ("array", "shape", "dtype", "least", "largest"), others),
-        ),
-        "Mean and standard deviation (biased, without eps) are float64.",
-    )
 
 
 def accuracy_section(findings: Findings) -> Section:
@@ -158,7 +103,7 @@ def accuracy_section(findings: Findings) -> Section:
         )
     picture = Picture(
         partial(figures.draw_errors, outputs=outputs),
-        *(230 * -(-len(outputs) // 2), 2),
+        230 * -(-len(outputs) // 2),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
         "right edge, elements are NaN or infinite and should not be.",
     )
@@ -166,7 +111,7 @@ def accuracy_section(findings: Findings) -> Section:
     tables = (Table("Against the exact result", columns, rows),)
     shares = (f"{100 * o.contract.misrounded:.2g} % of {name}" for name, o in outputs.items())
     text = f"Of the elements compared, {', '.join(shares)} are not correctly rounded."
-    return Section("Accuracy", text, picture, tables, notes)
+    return Section("Accuracy", text, tables, notes, picture)
 
 
 def worst(errors: Array) -> float:
@@ -190,19 +135,11 @@ def verdict(passed: bool) -> str:
 
 def losses_section(found: Diagnosis) -> Section:
     """Tell how many bits common methods lose, and on which rows."""
-    lost = found.summary.lost
-    picture = Picture(
-        partial(figures.draw_losses, found=found),
-        *(46 * len(lost) + 46, 1),
-        f"How many rows lose how many of the {found.bits} bits of y, by method; the height of a bar "
-        "is the share of rows. At 0 nothing is lost beyond one rounding.",
-    )
     columns = ("method", "median row", "worst row", "rows losing 4 or more")
     hardest = [(one.advice,) for one in found.worst[:6]]
     return Section(
         "Where others would lose digits",
         " ".join(f"{said[0].upper()}{said[1:]}." for said in sentences(found)),
-        picture if any(counts.any() for counts in lost.values()) else None,
         (
             Table(f"Bits of y lost, of {found.bits}", columns, method_rows(found)),
             Table("The rows that are hardest", ("the hardest first",), hardest),
@@ -226,7 +163,6 @@ def gradients_section(findings: Findings) -> Section:
             "compare; the exact results judge infinities too"
         )
         return Section(heading, absent=reason)
-    judged = [result for result in report.arguments if result.judged]
     rows = [
         (
             f"d{result.name}",
@@ -236,7 +172,8 @@ def gradients_section(findings: Findings) -> Section:
             number(result.resolution),
             result.verdict,
         )
-        for result in judged
+        for result in report.arguments
+        if result.judged
     ]
     columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
     identities = [
@@ -251,17 +188,9 @@ def gradients_section(findings: Findings) -> Section:
         "Gradients of this dtype are too coarse, or too small, to be judged by finite differences; "
         "the exact results do not depend on it.",
     )
-    picture = Picture(
-        partial(figures.draw_gradients, results=judged),
-        *(250, 2),
-        "At the worst place of each gradient: how far a plain central difference is from the "
-        "extrapolated value, by its step. Then every element compared, its difference over its own "
-        "bound; beyond 1 it would be wrong.",
-    )
     return Section(
         heading,
         f"Finite differences: {report.verdict}. {text}",
-        picture if any(result.differences for result in judged) else None,
         (
             Table("Against finite differences", columns, rows),
             Table("Identities of the rows", ("identity", "worst error", "bound", ""), identities),
@@ -304,7 +233,7 @@ def cost_section(costs: Sequence[Measured]) -> Section:
         roofs += f" Of the other two programs: {_rates(last.one_thread)}"
     picture = Picture(
         partial(figures.draw_costs, costs=costs),
-        *(290, 2),
+        290,
         "Flops per second, over flops per byte moved: the copy (the slope) and the arithmetic (the "
         "level part) of this machine bound every program. Filled: forward, hollow: backward. Then "
         "how fast each program reads and writes what any must, in units of a copy; where all stays "
@@ -314,12 +243,12 @@ def cost_section(costs: Sequence[Measured]) -> Section:
         "Cost and time",
         f"On {shape_text(last.matrix)} elements of {last.dtype} the fused forward takes {ratios[0]} "
         f"times, the fused backward {ratios[1]} times as long as the roofline of this machine allows.",
-        picture,
         tables,
         "Flops and bytes are counted by formulas. Times are medians of interleaved calls on random "
         "numbers, with out= for the reference and the fused kernel; the quartiles of a time are at "
         f"most a factor {number(spread)} apart. Roofline: the longer of moved / copy and flops / "
         f"arithmetic. {roofs}",
+        picture,
     )
 
 
