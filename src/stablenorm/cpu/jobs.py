@@ -27,7 +27,7 @@ from stablenorm.cpu.compiling import (
 )
 from stablenorm.cpu.control import restore, set_default
 from stablenorm.cpu.layout import PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import LINE, address, bits_of, further, inner, pointer, width
+from stablenorm.cpu.memory import LINE, address, bits_of, further, pasted, pointer, width
 from stablenorm.cpu.pool import run
 from stablenorm.cpu.record import SIZE, Call, float64_at, write_record
 from stablenorm.cpu.stage import STAGED, way_of
@@ -79,17 +79,17 @@ def _plan(
     return Plan(job, wide, tile_rows, -(-rows // tile_rows), shared, each // 8, words)
 
 
-@inner
+@pasted
 def _has_contiguous_rows(array):
     return array.strides[1] == width(pointer(array)) or array.shape[1] == 1
 
 
-@inner
+@pasted
 def _has_gaps(array):
     return array.strides[0] != array.shape[1] * width(pointer(array)) and array.shape[0] > 1
 
 
-@inner
+@pasted
 def _begin(scratch):
     """Return the address of the first line of `scratch`."""
     return (address(pointer(scratch)) + LINE - 1) & -LINE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from stablenorm.cpu.memory import fma, inlined, minus, odd_sum, put, width
+from stablenorm.cpu.memory import fma, inlined, minus, odd_sum, pasted, put, width
 
 
 @inlined
@@ -79,7 +79,7 @@ def reciprocal_root(v, v_low):
     return fast_two_sum(start, start * correction)
 
 
-@inlined
+@pasted
 def put_pair(y, j, high, low):
     """Round ``high + low`` once into element j."""
     if width(y) == 8:

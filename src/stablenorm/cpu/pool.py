@@ -34,7 +34,7 @@ from stablenorm.cpu.memory import (
     atomic_load,
     call,
     exchange,
-    inner,
+    pasted,
     pause,
     pointer,
     pointer_at,
@@ -67,12 +67,12 @@ _yield = types.ExternalFunction("sched_yield", types.intc())
 _LEAST_SHARED = 1 << 13
 
 
-@inner
+@pasted
 def _word(pool, index):
     return pointer_at(pool + 8 * index, np.int64)
 
 
-@inner
+@pasted
 def take(pool, previous):
     """Return the next tile, after `previous` or, of the first, -1; without a pool, in order."""
     if pool == 0:
@@ -80,7 +80,7 @@ def take(pool, previous):
     return atomic_add(_word(pool, _NEXT), 1)
 
 
-@inner
+@pasted
 def run(function, record, words, helpers):
     """Call ``function(record, pool, me)`` on this thread, 0, and on so many helpers, if they are to be had."""
     pool = address(pointer(words))

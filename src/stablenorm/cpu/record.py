@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cpu.memory import inlined, inner, pointer_at
+from stablenorm.cpu.memory import pasted, pointer_at
 
 
 class Call(NamedTuple):
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 SIZE = 8 * len(Call._fields)
 
 
-@inner
+@pasted
 def write_record(call, record):
     """Write the words of `call` to the address `record`."""
     words = pointer_at(record, np.int64)
@@ -61,7 +61,7 @@ def write_record(call, record):
         words[i] = call[i]
 
 
-@inlined
+@pasted
 def read_record(record):
     """Return the `Call` at the address `record`."""
     w = pointer_at(record, np.int64)
@@ -71,7 +71,7 @@ def read_record(record):
     )  # fmt: skip
 
 
-@inlined
+@pasted
 def float64_at(place):
     """Return a pointer to float64 at an address."""
     return pointer_at(place, np.float64)

@@ -52,7 +52,7 @@ import math
 import numpy as np
 from numba import njit
 
-from stablenorm.cpu.memory import get, named, put, wide_vectors
+from stablenorm.cpu.memory import get, named, pasted, put, wide_vectors
 
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
@@ -62,6 +62,8 @@ BLOCK = 2048
 # one rounding.
 _summing = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "contract"})
 _exactly = njit(error_model="numpy", forceinline=True, fastmath={"contract"})
+# Of many columns at a time, where a call costs nothing: compiled once, not again where it is used.
+_apart = njit(error_model="numpy", fastmath={"contract"})
 
 
 # ---- forward ----
@@ -98,13 +100,13 @@ def _measure(x, x2, n, k, k2):
     return total, squares, total2, squares2
 
 
-@_exactly
+@pasted
 def _root(var, eps):
     # Rounding can make the difference of two equal squares negative.
     return 1.0 / math.sqrt((max(var, 0.0)) + eps)
 
 
-@_exactly
+@pasted
 def _two_sum(a, b):
     """Return ``fl(a + b)`` and its exact error."""
     total = a + b
@@ -143,7 +145,7 @@ def normalize(x, y, x2, y2, n, gamma, beta, one, two):
         put(y2, j, ((get(x2, j) - mean2) * rstd2 + shift2) * scale + offset)
 
 
-@_exactly
+@_apart
 def normalize_piece(x, y, start, stop, gamma, beta, one):
     """Write columns ``[start, stop)`` of one row to the front of `y`."""
     wide_vectors()
@@ -207,7 +209,7 @@ def _pulling(summing):
 pull, pull_summing = _pulling(False), _pulling(True)
 
 
-@_exactly
+@pasted
 def coefficients(row, a, b):
     """Return p and q of ``dx = rstd * (g - m) + (x - mean) * p + q``, from the means of `pull`'s sums."""
     _, _, _, s, rstd, _ = row
@@ -227,7 +229,7 @@ def write_dx(one, dx, p, q, two, dx2, p2, q2, n, gamma):
         put(dx2, j, (get(x2, j) - mean2) * p2 + (g2 * rstd2 + q2))
 
 
-@_exactly
+@_apart
 def write_dx_piece(row, dx, p, q, start, stop, gamma):
     """Write columns ``[start, stop)`` of one row to the front of `dx`."""
     wide_vectors()

@@ -7,7 +7,7 @@ Results that are too many for the caches, or that overwrite an input, are first 
 
 from __future__ import annotations
 
-from stablenorm.cpu.memory import LINE, copy_bytes, copy_line, fence, inlined, inner, stream_line
+from stablenorm.cpu.memory import LINE, copy_bytes, copy_line, fence, inner, pasted, stream_line
 
 # Columns of a row that are staged at a time.
 PIECE = 256
@@ -19,7 +19,7 @@ STAGE = 8 * PIECE + 2 * LINE
 STRAIGHT, STAGED, STREAMED = range(3)
 
 
-@inner
+@pasted
 def way_of(out, source, past_caches):
     """Return the way of results to the address `out` from the input at `source`."""
     if out == source:
@@ -27,7 +27,7 @@ def way_of(out, source, past_caches):
     return STREAMED if past_caches else STRAIGHT
 
 
-@inlined
+@pasted
 def open_stage(out):
     """
     Return the state of a stage for results that begin at the address `out`.
@@ -39,7 +39,7 @@ def open_stage(out):
     return out - before, before, before
 
 
-@inlined
+@inner
 def empty_stage(state, stage, way):
     """Copy the whole lines of the stage, and move the rest of a line to its front."""
     line, filled, before = state
@@ -60,7 +60,7 @@ def empty_stage(state, stage, way):
     return line + whole, filled - whole, 0
 
 
-@inlined
+@pasted
 def close_stage(state, stage):
     """Copy what is left, and order everything stored before what follows."""
     line, filled, before = state

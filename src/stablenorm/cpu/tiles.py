@@ -9,9 +9,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import numpy as np
+
 from stablenorm.cpu import rows as equations
 from stablenorm.cpu.compiling import STAMP, compiled_c
-from stablenorm.cpu.memory import LINE, float_of, inlined, inner, named, pointer_at, width
+from stablenorm.cpu.memory import LINE, float_of, inlined, named, pasted, pointer_at, width
 from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
 from stablenorm.cpu.stage import PIECE, STAGE, STRAIGHT, close_stage, empty_stage, open_stage
@@ -21,7 +23,7 @@ from stablenorm.cpu.sums import clear, merge
 ROWS_OF_PART = 64
 
 
-@inner
+@pasted
 def padded(n):
     """
     Return at least n, for arrays of float64 that lie one behind the other.
@@ -53,7 +55,8 @@ def _forward_tile(p, first, stop, element, stage):
             y2 = pointer_at(p.out + j * p.out_stride, element)
             equations.normalize(x, y, x2, y2, n, gamma, beta, one, two)
         elif p.way == STRAIGHT:
-            equations.normalize_piece(x, y, 0, n, gamma, beta, one)
+            # Not 0, for which Numba would compile another one.
+            equations.normalize_piece(x, y, np.int64(0), n, gamma, beta, one)
         else:
             for _ in range(i, j + 1):
                 for start in range(0, n, PIECE):
@@ -90,7 +93,7 @@ def forward_tiles(element: Any) -> int:
 # ---- backward ----
 
 
-@inlined
+@pasted
 def _row(p, i, gamma, dy_element, x_element):
     """Return what the equations need of row i."""
     dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
@@ -136,7 +139,7 @@ def _backward_tile(summing: bool) -> Any:
                 dx2 = pointer_at(p.out + (i + 1) * p.out_stride, x_element)
                 equations.write_dx(one, dx, p1, q1, two, dx2, p2, q2, n, gamma)
             elif p.way == STRAIGHT:
-                equations.write_dx_piece(one, dx, p1, q1, 0, n, gamma)
+                equations.write_dx_piece(one, dx, p1, q1, np.int64(0), n, gamma)
             else:
                 for _ in range(i, min(i + 2, stop)):
                     for start in range(0, n, PIECE):
@@ -155,7 +158,7 @@ def _backward_tile(summing: bool) -> Any:
     return inlined(named(backward_tile, summing))
 
 
-@inlined
+@pasted
 def _end_part(part, sums, n):
     """Add the sums of a part to the totals, and clear them."""
     apart = 8 * padded(n)

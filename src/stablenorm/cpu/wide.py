@@ -24,6 +24,7 @@ from stablenorm.cpu.memory import (
     get,
     inlined,
     named,
+    pasted,
     wide_vectors,
 )
 from stablenorm.cpu.pairs import (
@@ -68,7 +69,7 @@ def _fold(lanes):
     return lanes[0], lanes[LANES]
 
 
-@inlined
+@pasted
 def _clear(lanes, count):
     wide_vectors()
     for lane in range(count):
@@ -78,7 +79,7 @@ def _clear(lanes, count):
 # ---- forward ----
 
 
-@inlined
+@pasted
 def _guess(x, n):
     """Return about the mean of a row."""
     if n < 8:
@@ -141,13 +142,13 @@ def _measure(x, n, k, lanes):
     return total, total_low, square, square_low
 
 
-@inlined
+@pasted
 def _variance(d, d_low, square, square_low):
     product, product_low = multiply(d, d_low, d, d_low)
     return add(square, square_low, -product, -product_low)
 
 
-@inlined
+@pasted
 def _is_constant(x, n, k):
     same = True
     for j in range(n):

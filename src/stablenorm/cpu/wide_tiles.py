@@ -13,7 +13,7 @@ import numpy as np
 
 from stablenorm.cpu import wide as equations
 from stablenorm.cpu.compiling import STAMP, compiled_c
-from stablenorm.cpu.memory import LINE, float_of, inlined, pointer_at, width
+from stablenorm.cpu.memory import LINE, float_of, inlined, pasted, pointer_at, width
 from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
 from stablenorm.cpu.stage import PIECE, STAGE, STRAIGHT, close_stage, empty_stage, open_stage
@@ -24,7 +24,7 @@ from stablenorm.cpu.tiles import ROWS_OF_PART, padded
 _LANES = 8 * 4 * equations.LANES
 
 
-@inlined
+@pasted
 def _four(place, apart):
     """Return four pointers to float64, so many bytes from one another."""
     second, third = place + apart, place + 2 * apart
@@ -53,7 +53,7 @@ def _forward_tile(p, first, stop, element, scratch):
             continue
         y = pointer_at(p.out + i * p.out_stride, element)
         if p.way == STRAIGHT:
-            equations.normalize(x, y, 0, n, gamma, beta, row)
+            equations.normalize(x, y, np.int64(0), n, gamma, beta, row)
             continue
         if not is_open:
             state, is_open = open_stage(p.out + i * p.out_stride), True
@@ -117,7 +117,7 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
             continue
         dx = pointer_at(p.out + i * p.out_stride, x_element)
         if p.way == STRAIGHT:
-            equations.write_dx(factors, dx, 0, n, means, row)
+            equations.write_dx(factors, dx, np.int64(0), n, means, row)
             continue
         if not is_open:
             state, is_open = open_stage(p.out + i * p.out_stride), True
