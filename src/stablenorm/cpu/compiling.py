@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numba import cfunc, config, njit, types
+from numba import cfunc, config, from_dtype, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
 
+from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.threads import starting
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]
@@ -21,19 +21,13 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
     msg = "NUMBA_DISABLE_JIT switches its compiler off; unset it"
     raise ImportError(msg)
 
-# How the kernels are told the element type: 16-bit types by the integers that hold their bits.
-ELEMENTS = {
-    np.dtype(np.float64): types.float64,
-    np.dtype(np.float32): types.float32,
-    np.dtype(np.float16): types.int16,
-    np.dtype(ml_dtypes.bfloat16): types.uint16,
-}
-# The same as NumPy's types, whose identity is the same in every process.
-NUMPY_ELEMENTS: dict[Any, Any] = {
-    np.dtype(np.float64): np.float64,
-    np.dtype(np.float32): np.float32,
-    np.dtype(np.float16): np.int16,
-    np.dtype(ml_dtypes.bfloat16): np.uint16,
+# How the kernels are told the element type: 16-bit types by the integers that hold their bits. These are
+# NumPy's types, whose identity is the same in every process.
+ELEMENTS: dict[Any, Any] = {
+    FLOAT64.dtype: np.float64,
+    FLOAT32.dtype: np.float32,
+    FLOAT16.dtype: np.int16,
+    BFLOAT16.dtype: np.uint16,
 }
 
 
@@ -46,8 +40,7 @@ def _stamp() -> str:
     """
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
-        if "cuda" not in source.name:
-            digest.update(source.read_bytes())
+        digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
@@ -147,21 +140,7 @@ def _compile_or_load(dispatcher: Any, signature: Any) -> None:
         dispatcher.compile(signature)
 
 
-def matrix(element: Any) -> types.Array:
-    """Return the type of a (rows, n) input of any row stride and alignment."""
-    return types.Array(element, 2, "A", readonly=True, aligned=False)
-
-
-def matrix_out(element: Any) -> types.Array:
-    """Return the type of a (rows, n) output of any row stride and alignment."""
-    return types.Array(element, 2, "A", aligned=False)
-
-
-def vector(element: Any) -> types.Array:
-    """Return the type of an (n,) input."""
-    return types.Array(element, 1, "A", readonly=True, aligned=False)
-
-
-def vector_out(element: Any) -> types.Array:
-    """Return the type of an (n,) output."""
-    return types.Array(element, 1, "A", aligned=False)
+def array_type(dtype: Any, ndim: int, out: bool = False) -> types.Array:
+    """Return the type of an array of any strides and alignment."""
+    element = from_dtype(np.dtype(ELEMENTS[dtype]))
+    return types.Array(element, ndim, "A", readonly=not out, aligned=False)

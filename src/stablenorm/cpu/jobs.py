@@ -15,16 +15,7 @@ import numpy as np
 from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
-from stablenorm.cpu.compiling import (
-    ELEMENTS,
-    NUMPY_ELEMENTS,
-    STAMP,
-    compiled,
-    matrix,
-    matrix_out,
-    vector,
-    vector_out,
-)
+from stablenorm.cpu.compiling import ELEMENTS, STAMP, array_type, compiled
 from stablenorm.cpu.control import restore, set_default
 from stablenorm.cpu.layout import PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, address, bits_of, further, pasted, pointer, width
@@ -34,8 +25,8 @@ from stablenorm.cpu.stage import STAGED, way_of
 from stablenorm.cpu.sums import clear, merge, round_sums, widen
 from stablenorm.cpu.tiles import padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
+from stablenorm.formats import FLOAT64
 
-_FLOAT64 = np.dtype(np.float64)
 _padded: Any = padded.py_func
 _VECTOR, _WORDS, _MARKS = types.float64[::1], types.int64[::1], types.uint8[::1]
 
@@ -101,7 +92,7 @@ def _begin(scratch):
 @functools.lru_cache(1024)
 def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: tuple[int, int]) -> Plan:
     """Return how the forward of such arrays is done."""
-    wide = _FLOAT64 in (x_dtype, gamma_dtype, beta_dtype)
+    wide = FLOAT64.dtype in (x_dtype, gamma_dtype, beta_dtype)
     of = wide_tiles if wide else tiles
     return _plan(
         _forward_job(x_dtype, gamma_dtype, beta_dtype),
@@ -109,14 +100,14 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: tuple[i
         x_dtype.itemsize,
         shape,
         forward_rows(*shape),
-        of.forward_tiles(NUMPY_ELEMENTS[x_dtype]),
+        of.forward_tiles(ELEMENTS[x_dtype]),
         of.scratch_bytes(shape[1], False),
     )
 
 
 @functools.cache
 def _forward_job(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any) -> Any:
-    stamp, wide = STAMP, _FLOAT64 in (x_dtype, gamma_dtype, beta_dtype)
+    stamp, wide = STAMP, FLOAT64.dtype in (x_dtype, gamma_dtype, beta_dtype)
 
     def forward(x, gamma, beta, eps, y, numbers, tails, marks, scratch, plan, pool, helpers):
         rows, n = x.shape
@@ -152,8 +143,8 @@ def _forward_job(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any) -> Any:
     return compiled(
         forward,
         types.int64(
-            matrix(ELEMENTS[x_dtype]), vector(ELEMENTS[gamma_dtype]), vector(ELEMENTS[beta_dtype]),
-            types.float64, matrix_out(ELEMENTS[x_dtype]), types.float64[:, :], _VECTOR, _MARKS,
+            array_type(x_dtype, 2), array_type(gamma_dtype, 1), array_type(beta_dtype, 1),
+            types.float64, array_type(x_dtype, 2, out=True), types.float64[:, :], _VECTOR, _MARKS,
             _VECTOR, _WORDS, _WORDS, types.int64,
         ),
     )  # fmt: skip
@@ -174,7 +165,7 @@ def backward_plan(
         x_dtype.itemsize,
         shape,
         backward_rows(*shape),
-        of.backward_tiles(NUMPY_ELEMENTS[dy_dtype], NUMPY_ELEMENTS[x_dtype], summing),
+        of.backward_tiles(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
         of.scratch_bytes(shape[1], True),
     )
 
@@ -215,8 +206,8 @@ def _backward_job(dy_dtype: Any, x_dtype: Any, gamma_dtype: Any, wide: bool) -> 
     return compiled(
         backward,
         types.int64(
-            matrix(ELEMENTS[dy_dtype]), matrix(ELEMENTS[x_dtype]), vector(ELEMENTS[gamma_dtype]),
-            types.float64[:, :], _VECTOR, _MARKS, matrix_out(ELEMENTS[x_dtype]), types.int64,
+            array_type(dy_dtype, 2), array_type(x_dtype, 2), array_type(gamma_dtype, 1),
+            types.float64[:, :], _VECTOR, _MARKS, array_type(x_dtype, 2, out=True), types.int64,
             _VECTOR, _VECTOR, _WORDS, _WORDS, types.int64,
         ),
     )  # fmt: skip
@@ -257,5 +248,5 @@ def total_job(dtype: Any) -> Any:
 
     return compiled(
         total,
-        types.void(_VECTOR, types.int64, types.int64, types.int64, vector_out(ELEMENTS[dtype])),
+        types.void(_VECTOR, types.int64, types.int64, types.int64, array_type(dtype, 1, out=True)),
     )

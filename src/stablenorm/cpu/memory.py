@@ -292,15 +292,14 @@ def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
 # ---- caches ----
 
 
-def _line_copy(past_caches: bool) -> Any:
+def _copying(kind: Any, align: int, past_caches: bool = False) -> Any:
     @intrinsic
-    def copy_line(_typing: Any, to: Any, source: Any) -> Any:
-        """Copy a line between addresses that are multiples of 64."""
-        kind = ir.VectorType(_I64, LINE // 8).as_pointer()
+    def copy(_typing: Any, to: Any, source: Any) -> Any:
+        """Copy a number of this kind between addresses."""
 
         def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            to, source = (builder.inttoptr(arg, kind) for arg in args)
-            stored = builder.store(builder.load(source, align=LINE), to, align=LINE)
+            to, source = (builder.inttoptr(arg, kind.as_pointer()) for arg in args)
+            stored = builder.store(builder.load(source, align=align), to, align=align)
             if past_caches:
                 hint = builder.module.add_metadata([_I32(1)])
                 stored.set_metadata("nontemporal", hint)
@@ -308,20 +307,12 @@ def _line_copy(past_caches: bool) -> Any:
 
         return types.none(types.intp, types.intp), generate
 
-    return copy_line
+    return copy
 
 
-copy_line, stream_line = _line_copy(False), _line_copy(True)
-
-
-@intrinsic
-def _copy_byte(_typing: Any, to: Any, source: Any) -> Any:
-    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        to, source = (builder.inttoptr(arg, _I8.as_pointer()) for arg in args)
-        builder.store(builder.load(source), to)
-        return context.get_dummy_value()
-
-    return types.none(types.intp, types.intp), generate
+_LINE_OF_WORDS = ir.VectorType(_I64, LINE // 8)
+_copy_byte, copy_line = _copying(_I8, 1), _copying(_LINE_OF_WORDS, LINE)
+stream_line = _copying(_LINE_OF_WORDS, LINE, past_caches=True)
 
 
 @pasted
@@ -345,24 +336,20 @@ def fence(_typing: Any) -> Any:
 # ---- threads ----
 
 
-@intrinsic
-def atomic_add(_typing: Any, p: Any, amount: Any) -> Any:
-    """Add to the int64 that `p` points to; return what was there before."""
+def _atomic(operation: str) -> Any:
+    @intrinsic
+    def change(_typing: Any, p: Any, value: Any) -> Any:
+        """Change the int64 that `p` points to; return what was there before."""
 
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", args[0], args[1], "seq_cst")
+        def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+            return builder.atomic_rmw(operation, args[0], args[1], "seq_cst")
 
-    return types.intp(p, types.intp), generate
+        return types.intp(p, types.intp), generate
+
+    return change
 
 
-@intrinsic
-def exchange(_typing: Any, p: Any, value: Any) -> Any:
-    """Write to the int64 that `p` points to; return what was there before."""
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.atomic_rmw("xchg", args[0], args[1], "seq_cst")
-
-    return types.intp(p, types.intp), generate
+atomic_add, exchange = _atomic("add"), _atomic("xchg")
 
 
 @intrinsic

@@ -40,12 +40,13 @@ def open_stage(out):
 
 
 @inner
-def empty_stage(state, stage, way):
-    """Copy the whole lines of the stage, and move the rest of a line to its front."""
+def empty_stage(state, added, stage, way):
+    """Copy the whole lines of the stage, so many bytes more, and move the rest of a line to its front."""
     line, filled, before = state
+    filled += added
     whole = filled - filled % LINE
     if whole == 0:
-        return state
+        return line, filled, before
     begin = 0
     if before > 0:
         copy_bytes(line + before, stage + before, LINE - before)

@@ -61,11 +61,9 @@ def _forward_tile(p, first, stop, element, stage):
             for _ in range(i, j + 1):
                 for start in range(0, n, PIECE):
                     end = min(start + PIECE, n)
-                    line, filled, before = state
-                    to = pointer_at(stage + filled, element)
+                    to = pointer_at(stage + state[1], element)
                     equations.normalize_piece(x, to, start, end, gamma, beta, one)
-                    filled += (end - start) * width(to)
-                    state = empty_stage((line, filled, before), stage, p.way)
+                    state = empty_stage(state, (end - start) * width(to), stage, p.way)
                 x, one = x2, two
     if p.way != STRAIGHT:
         close_stage(state, stage)
@@ -144,11 +142,9 @@ def _backward_tile(summing: bool) -> Any:
                 for _ in range(i, min(i + 2, stop)):
                     for start in range(0, n, PIECE):
                         end = min(start + PIECE, n)
-                        line, filled, before = state
-                        to = pointer_at(stage + filled, x_element)
+                        to = pointer_at(stage + state[1], x_element)
                         equations.write_dx_piece(one, to, p1, q1, start, end, gamma)
-                        filled += (end - start) * width(to)
-                        state = empty_stage((line, filled, before), stage, p.way)
+                        state = empty_stage(state, (end - start) * width(to), stage, p.way)
                     one, p1, q1 = two, p2, q2
         if summing and deep:
             _end_part(part, sums, n)

@@ -59,11 +59,9 @@ def _forward_tile(p, first, stop, element, scratch):
             state, is_open = open_stage(p.out + i * p.out_stride), True
         for start in range(0, n, PIECE):
             end = min(start + PIECE, n)
-            line, filled, before = state
-            to = pointer_at(stage + filled, element)
+            to = pointer_at(stage + state[1], element)
             equations.normalize(x, to, start, end, gamma, beta, row)
-            filled += (end - start) * width(to)
-            state = empty_stage((line, filled, before), stage, p.way)
+            state = empty_stage(state, (end - start) * width(to), stage, p.way)
     if is_open:
         close_stage(state, stage)
 
@@ -123,11 +121,9 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
             state, is_open = open_stage(p.out + i * p.out_stride), True
         for start in range(0, n, PIECE):
             end = min(start + PIECE, n)
-            line, filled, before = state
-            to = pointer_at(stage + filled, x_element)
+            to = pointer_at(stage + state[1], x_element)
             equations.write_dx(factors, to, start, end, means, row)
-            filled += (end - start) * width(to)
-            state = empty_stage((line, filled, before), stage, p.way)
+            state = empty_stage(state, (end - start) * width(to), stage, p.way)
     if summing:
         equations.settle(sums, n)
     if is_open:
