@@ -114,7 +114,7 @@ def _forward_job(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any) -> Any:
         way = way_of(address(pointer(y)), address(pointer(x)), plan[1] != 0 and not _has_gaps(y))
         if not (_has_contiguous_rows(x) and _has_contiguous_rows(y)) or stamp == "":
             return COPY
-        if way == STAGED and _has_gaps(y):
+        if way == STAGED and (wide or _has_gaps(y)):
             return COPY
         word, done = set_default(), DONE
         if wide and not (
@@ -181,7 +181,7 @@ def _backward_job(dy_dtype: Any, x_dtype: Any, gamma_dtype: Any, wide: bool) -> 
         way = way_of(address(pointer(dx)), address(pointer(dy)), plan[1] != 0 and not _has_gaps(dx))
         if not (_has_contiguous_rows(dy) and _has_contiguous_rows(x)) or stamp == "":
             return COPY
-        if not _has_contiguous_rows(dx) or (way == STAGED and _has_gaps(dx)):
+        if not _has_contiguous_rows(dx) or (way == STAGED and not wide and _has_gaps(dx)):
             return COPY
         word, done = set_default(), DONE
         if wide and not is_moderate(pointer(gamma), n, SMALLEST):

@@ -199,16 +199,16 @@ def _xhat(v, mean, rest, tail, rstd, rstd_low):
 
 
 @inlined
-def normalize(x, y, start, stop, gamma, beta, row):
-    """Write columns ``[start, stop)`` to the front of `y`."""
+def normalize(x, y, n, gamma, beta, row):
+    """Write a row of y."""
     wide_vectors()
     mean, rest, tail, rstd, rstd_low = row
-    for j in range(start, stop):
+    for j in range(n):
         h, h_low = _xhat(get(x, j), mean, rest, tail, rstd, rstd_low)
         product, error = two_product(h, gamma[j])
         error = fma(h_low, gamma[j], error)
         total, left = two_sum(product, beta[j])
-        put_pair(y, j - start, total, left + error)
+        put_pair(y, j, total, left + error)
 
 
 # ---- backward ----
@@ -310,13 +310,13 @@ def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
 
 
 @inlined
-def write_dx(factors, dx, start, stop, means, row):
-    """Write ``rstd * (g - m - a - xhat * b)`` of columns ``[start, stop)`` to the front of `dx`."""
+def write_dx(factors, dx, n, means, row):
+    """Write ``rstd * (g - m - a - xhat * b)``."""
     wide_vectors()
     shifted, shifted_low, xhat, xhat_low = factors
     a, a_low, b, b_low = means
     _, _, _, rstd, rstd_low = row
-    for j in range(start, stop):
+    for j in range(n):
         c, c_low, h, h_low = shifted[j], shifted_low[j], xhat[j], xhat_low[j]
         along, error = two_product(h, b)
         along_low = fma(h, b_low, fma(h_low, b, error))
@@ -325,7 +325,7 @@ def write_dx(factors, dx, start, stop, means, row):
         c, error = two_sum(c, -along)
         c_low = error + (c_low - along_low)
         product, error = two_product(c, rstd)
-        put_pair(dx, j - start, product, fma(c, rstd_low, fma(c_low, rstd, error)))
+        put_pair(dx, j, product, fma(c, rstd_low, fma(c_low, rstd, error)))
 
 
 # ---- sums over rows ----
