@@ -17,6 +17,7 @@ from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, thre
 numba = pytest.importorskip("numba")
 module = pytest.importorskip("stablenorm.cpu.pool")
 memory = pytest.importorskip("stablenorm.cpu.memory")
+processor = pytest.importorskip("stablenorm.cpu.processor")
 
 # Fixtures.
 four_threads, pool = shared_calls.four_threads, shared_calls.pool
@@ -51,15 +52,15 @@ def count_tiles(record, words, me):
     tiles, patience = at(record, 0)[0], at(record, 1)[0]
     tile = module.take(words, -1)
     while tile < tiles:
-        memory.atomic_add(at(record, 2 + me), 1)
-        memory.atomic_add(at(record, 10 + tile), 1)
+        processor.atomic_add(at(record, 2 + me), 1)
+        processor.atomic_add(at(record, 10 + tile), 1)
         for _ in range(patience):
             others = 0
             for part in range(8):
-                others += part != me and memory.atomic_load(at(record, 2 + part)) > 0
+                others += part != me and processor.atomic_load(at(record, 2 + part)) > 0
             if others:
                 break
-            memory.pause()
+            processor.pause()
         tile = module.take(words, tile)
 
 

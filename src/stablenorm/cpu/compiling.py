@@ -49,6 +49,9 @@ STAMP = _stamp()
 
 # They own the machine code.
 _DISPATCHERS: list[Any] = []
+_C_FUNCTIONS: list[Any] = []
+
+_C_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 
 def compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
@@ -70,22 +73,15 @@ def compiled(function: Callable[..., None], signature: Any) -> Callable[..., Non
 
 
 def _dispatcher(function: Any, signature: Any) -> Any:
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-    try:
-        dispatcher = njit(cache=True, **options)(function)
-        _compile_or_load(dispatcher, signature)
-    except Exception:  # noqa: BLE001  # whatever a forbidden cache raises
-        # An error of the function itself comes again, here.
-        dispatcher = njit(**options)(function)
+    def make(cache: bool) -> Any:
+        dispatcher = njit(nogil=True, error_model="numpy", cache=cache)(function)
         dispatcher.compile(signature)
+        return dispatcher
+
+    dispatcher = _cached(make, function)
     dispatcher.disable_compile()
     _DISPATCHERS.append(dispatcher)
     return dispatcher
-
-
-_C_SIGNATURE = types.void(types.int64, types.int64, types.int64)
-# They own the machine code.
-_C_FUNCTIONS: list[Any] = []
 
 
 def compiled_c(function: Callable[..., None], name: str) -> Any:
@@ -93,20 +89,23 @@ def compiled_c(function: Callable[..., None], name: str) -> Any:
     with starting:
         function.__name__ = name
         function.__qualname__ = f"{name}.{_key(_C_SIGNATURE)}"
-        options: dict[str, Any] = {"error_model": "numpy"}
-        for _ in range(2):
-            try:
-                made = cfunc(_C_SIGNATURE, cache=True, **options)(function)
-                break
-            except Exception:  # noqa: BLE001  # whatever a forbidden cache or damaged files raise
-                with contextlib.suppress(Exception):
-                    # Damaged files: forgotten by this, and written anew.
-                    FunctionCache(function).flush()
-        else:
-            made = cfunc(_C_SIGNATURE, **options)(function)
+        make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
+        made = _cached(make, function)
         _C_FUNCTIONS.append(made)
-    address: Any = made.address
-    return address
+    return made.address
+
+
+def _cached(make: Callable[[bool], Any], function: Any) -> Any:
+    """Return what `make` makes with the cache on disk; without it if that is forbidden."""
+    for _ in range(2):
+        try:
+            return make(True)
+        except Exception:  # noqa: BLE001  # whatever a forbidden cache or damaged files raise
+            with contextlib.suppress(Exception):
+                # Damaged files: forgotten by this, and written anew.
+                FunctionCache(function).flush()
+    # An error of the function itself comes again, here.
+    return make(False)
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -126,18 +125,6 @@ def _key(signature: Any) -> str:
     """
     processor = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((str(signature), processor)).encode()).hexdigest()[:16]
-
-
-def _compile_or_load(dispatcher: Any, signature: Any) -> None:
-    try:
-        dispatcher.compile(signature)
-    except Exception:  # noqa: BLE001  # whatever damaged files raise
-        # Compiled, and only not written, to a full disk say: as good for this process.
-        if dispatcher.signatures:
-            return
-        # Damaged files: forgotten by this, and written anew.
-        dispatcher.recompile()
-        dispatcher.compile(signature)
 
 
 def array_type(dtype: Any, ndim: int, out: bool = False) -> types.Array:

@@ -16,14 +16,13 @@ from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, STAMP, array_type, compiled
-from stablenorm.cpu.control import restore, set_default
 from stablenorm.cpu.layout import PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, address, bits_of, further, pasted, pointer, width
 from stablenorm.cpu.pool import run
+from stablenorm.cpu.processor import restore, set_default
 from stablenorm.cpu.record import SIZE, Call, float64_at, write_record
-from stablenorm.cpu.stage import STAGED, way_of
 from stablenorm.cpu.sums import clear, merge, round_sums, widen
-from stablenorm.cpu.tiles import padded
+from stablenorm.cpu.tiles import STAGED, padded, way_of
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
 from stablenorm.formats import FLOAT64
 

@@ -1,5 +1,5 @@
 """
-What Numba lacks: pointers, 16-bit floats, fused multiply-add, stores past the caches, atomics.
+What Numba lacks: pointers, 16-bit floats, fused multiply-add, stores past the caches.
 
 Compiled functions here take pointers, not arrays: an array argument costs two atomic reference
 counts per call, which halved the speed of rows of 64 elements.
@@ -22,13 +22,13 @@ _F16, _F32, _F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 # Bytes of a cache line, on x86-64 and most of arm64.
 LINE = 64
 
-_ARCHITECTURE = llvm.get_process_triple().split("-")[0]
+ARCHITECTURE = llvm.get_process_triple().split("-")[0]
 
 # Without these instructions LLVM calls a library function that need not exist. What counts is the
 # processor that Numba compiles for: NUMBA_CPU_FEATURES may leave out what this one has.
 HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
     2
-] or _ARCHITECTURE in ("aarch64", "arm64")
+] or ARCHITECTURE in ("aarch64", "arm64")
 
 # Low bits of a float64 that rounding to odd drops: two bits more than the narrow type has are
 # kept, 8 + 2 and 11 + 2. So few pass through float32 exactly, where that matters even among its
@@ -198,7 +198,7 @@ def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Return ``a * b + c`` of float64, rounded once."""
 
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.fma.f64", _F64, args)
+        return call_llvm(builder, "llvm.fma.f64", _F64, args)
 
     return types.float64(types.float64, types.float64, types.float64), generate
 
@@ -230,7 +230,7 @@ def minus(_typing: Any, a: Any, b: Any) -> Any:
     def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
         bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
         one = builder.bitcast(bits, _F64)
-        return _call(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
+        return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
 
     return types.float64(types.float64, types.float64), generate
 
@@ -284,7 +284,7 @@ def wide_vectors(_typing: Any) -> Any:
     return types.none(), generate
 
 
-def _call(builder: Any, name: str, result: Any, args: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, args: Any) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
@@ -331,59 +331,3 @@ def fence(_typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(), generate
-
-
-# ---- threads ----
-
-
-def _atomic(operation: str) -> Any:
-    @intrinsic
-    def change(_typing: Any, p: Any, value: Any) -> Any:
-        """Change the int64 that `p` points to; return what was there before."""
-
-        def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            return builder.atomic_rmw(operation, args[0], args[1], "seq_cst")
-
-        return types.intp(p, types.intp), generate
-
-    return change
-
-
-atomic_add, exchange = _atomic("add"), _atomic("xchg")
-
-
-@intrinsic
-def atomic_load(_typing: Any, p: Any) -> Any:
-    """Return the int64 that `p` points to as other threads last left it."""
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.load_atomic(args[0], "seq_cst", 8)
-
-    return types.intp(p), generate
-
-
-@intrinsic
-def pause(_typing: Any) -> Any:
-    """Tell the processor that this thread is waiting."""
-
-    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
-        # On other processors, nothing: the wait is as right, and a little hotter.
-        if _ARCHITECTURE == "x86_64":
-            _call(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        elif _ARCHITECTURE in ("aarch64", "arm64"):
-            _call(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
-@intrinsic
-def call(_typing: Any, function: Any, record: Any, pool: Any, me: Any) -> Any:
-    """Call the C function of three int64 whose address is `function`."""
-    kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
-
-    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        builder.call(builder.inttoptr(args[0], kind), args[1:])
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * 4), generate

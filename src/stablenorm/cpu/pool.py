@@ -27,17 +27,15 @@ import numpy as np
 from numba import types
 
 from stablenorm.cpu.compiling import STAMP, compiled
-from stablenorm.cpu.control import restore, set_default
-from stablenorm.cpu.memory import (
-    address,
+from stablenorm.cpu.memory import address, pasted, pointer, pointer_at
+from stablenorm.cpu.processor import (
     atomic_add,
     atomic_load,
     call,
     exchange,
-    pasted,
     pause,
-    pointer,
-    pointer_at,
+    restore,
+    set_default,
 )
 from stablenorm.threads import SMALL, get_num_threads
 

@@ -1,7 +1,9 @@
 """
 The tiles of a call of float16, bfloat16 and float32: rows two by two, from memory to memory.
 
-Each function that is compiled for given types takes tile after tile until none is left.
+Each function that is compiled for given types takes tile after tile until none is left. Results that
+are too many for the caches, or that overwrite an input, are first written to a stage of 1 KiB in the
+first-level cache, and copied from there in whole cache lines.
 """
 
 from __future__ import annotations
@@ -13,11 +15,85 @@ import numpy as np
 
 from stablenorm.cpu import rows as equations
 from stablenorm.cpu.compiling import STAMP, compiled_c
-from stablenorm.cpu.memory import LINE, float_of, inlined, named, pasted, pointer_at, width
+from stablenorm.cpu.memory import (
+    LINE,
+    copy_bytes,
+    copy_line,
+    fence,
+    float_of,
+    inlined,
+    inner,
+    named,
+    pasted,
+    pointer_at,
+    stream_line,
+    width,
+)
 from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
-from stablenorm.cpu.stage import PIECE, STAGE, STRAIGHT, close_stage, empty_stage, open_stage
 from stablenorm.cpu.sums import clear, merge
+
+# Columns of a row that are staged at a time.
+PIECE = 256
+
+# Bytes of the stage: a piece of float32, and a line before and after.
+STAGE = 4 * PIECE + 2 * LINE
+
+# Straight; through the stage; through it and past the caches, by non-temporal stores.
+STRAIGHT, STAGED, STREAMED = range(3)
+
+
+@pasted
+def way_of(out, source, past_caches):
+    """Return the way of results to the address `out` from the input at `source`."""
+    if out == source:
+        return STAGED
+    return STREAMED if past_caches else STRAIGHT
+
+
+@pasted
+def _open_stage(out):
+    """
+    Return the state of a stage for results that begin at the address `out`.
+
+    That is the address of a line, the bytes in the stage that go there, and how many of the first
+    line's bytes are not ours.
+    """
+    before = out % LINE
+    return out - before, before, before
+
+
+@inner
+def _empty_stage(state, added, stage, way):
+    """Copy the whole lines of the stage, so many bytes more, and move the rest of a line to its front."""
+    line, filled, before = state
+    filled += added
+    whole = filled - filled % LINE
+    if whole == 0:
+        return line, filled, before
+    begin = 0
+    if before > 0:
+        copy_bytes(line + before, stage + before, LINE - before)
+        begin = LINE
+    if way == STREAMED:
+        for at in range(begin, whole, LINE):
+            stream_line(line + at, stage + at)
+    else:
+        for at in range(begin, whole, LINE):
+            copy_line(line + at, stage + at)
+    copy_line(stage, stage + whole)
+    return line + whole, filled - whole, 0
+
+
+@pasted
+def _close_stage(state, stage):
+    """Copy what is left, and order everything stored before what follows."""
+    line, filled, before = state
+    copy_bytes(line + before, stage + before, filled - before)
+    fence()
+
+
+# ---- tiles ----
 
 # Rows whose dgamma and dbeta are summed plainly.
 ROWS_OF_PART = 64
@@ -41,7 +117,7 @@ def _forward_tile(p, first, stop, element, stage):
     n, gamma, beta = p.n, float64_at(p.gamma), float64_at(p.beta)
     mean, rest = float64_at(p.numbers), float64_at(p.numbers + p.words_apart)
     rstds, eps = float64_at(p.numbers + 2 * p.words_apart), float_of(p.eps)
-    state = open_stage(p.out + first * p.out_stride)
+    state = _open_stage(p.out + first * p.out_stride)
     for i in range(first, stop, 2):
         # A last odd row is measured with itself: measured alone, its sums could have other bits.
         j = min(i + 1, stop - 1)
@@ -63,10 +139,10 @@ def _forward_tile(p, first, stop, element, stage):
                     end = min(start + PIECE, n)
                     to = pointer_at(stage + state[1], element)
                     equations.normalize_piece(x, to, start, end, gamma, beta, one)
-                    state = empty_stage(state, (end - start) * width(to), stage, p.way)
+                    state = _empty_stage(state, (end - start) * width(to), stage, p.way)
                 x, one = x2, two
     if p.way != STRAIGHT:
-        close_stage(state, stage)
+        _close_stage(state, stage)
 
 
 @functools.cache
@@ -117,7 +193,7 @@ def _backward_tile(summing: bool) -> Any:
         if summing and deep:
             clear(dgamma, n)
             clear(dbeta, n)
-        state = open_stage(p.out + first * p.out_stride)
+        state = _open_stage(p.out + first * p.out_stride)
         # A last odd row goes with one of zeros, which adds nothing.
         dy, x = pointer_at(zeros, dy_element), pointer_at(zeros, x_element)
         nothing = dy, x, 0.0, 0.0, 0.0, 0.0
@@ -144,12 +220,12 @@ def _backward_tile(summing: bool) -> Any:
                         end = min(start + PIECE, n)
                         to = pointer_at(stage + state[1], x_element)
                         equations.write_dx_piece(one, to, p1, q1, start, end, gamma)
-                        state = empty_stage(state, (end - start) * width(to), stage, p.way)
+                        state = _empty_stage(state, (end - start) * width(to), stage, p.way)
                     one, p1, q1 = two, p2, q2
         if summing and deep:
             _end_part(part, sums, n)
         if p.wanted and p.way != STRAIGHT:
-            close_stage(state, stage)
+            _close_stage(state, stage)
 
     return inlined(named(backward_tile, summing))
 

@@ -38,6 +38,7 @@ from stablenorm.cpu.pairs import (
     two_product,
     two_sum,
 )
+from stablenorm.cpu.sums import clear
 
 # gamma, beta and eps, and cotangents but for zeros, are between these in size, or extreme. Then no
 # product of three numbers, nor its last 106 bits, leaves the range of float64:
@@ -67,13 +68,6 @@ def _fold(lanes):
             )
         half //= 2
     return lanes[0], lanes[LANES]
-
-
-@pasted
-def _clear(lanes, count):
-    wide_vectors()
-    for lane in range(count):
-        lanes[lane] = 0.0
 
 
 # ---- forward ----
@@ -112,20 +106,23 @@ _measure_round, _measure_rest = _measuring(True), _measuring(False)
 
 
 @inlined
-def _settle_lanes(lanes):
-    """Bring the two sums of each lane back to where the low part is half an ulp of the high one."""
+def settle(high, low, n):
+    """Bring n pairs back to where the low part is at most half an ulp of the high one."""
     wide_vectors()
-    for lane in range(LANES):
-        lanes[lane], lanes[LANES + lane] = fast_two_sum(lanes[lane], lanes[LANES + lane])
-        lanes[2 * LANES + lane], lanes[3 * LANES + lane] = fast_two_sum(
-            lanes[2 * LANES + lane], lanes[3 * LANES + lane]
-        )
+    for j in range(n):
+        high[j], low[j] = fast_two_sum(high[j], low[j])
+
+
+@pasted
+def _settle_lanes(lanes):
+    settle(lanes, further(lanes, 8 * LANES), LANES)
+    settle(further(lanes, 16 * LANES), further(lanes, 24 * LANES), LANES)
 
 
 @inlined
 def _measure(x, n, k, lanes):
     """Return the means of x - k and of its square, as pairs."""
-    _clear(lanes, 4 * LANES)
+    clear(lanes, 4 * LANES)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
         _measure_round(x, start, LANES, k, lanes)
@@ -284,7 +281,7 @@ def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
     time of computing them again. Adds the row to the sums over rows if `summing`.
     """
     m, m_low = _smallest(dy, gamma, n)
-    _clear(lanes, 4 * LANES)
+    clear(lanes, 4 * LANES)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
         if summing:
@@ -326,19 +323,6 @@ def write_dx(factors, dx, n, means, row):
         c_low = error + (c_low - along_low)
         product, error = two_product(c, rstd)
         put_pair(dx, j, product, fma(c, rstd_low, fma(c_low, rstd, error)))
-
-
-# ---- sums over rows ----
-
-
-@inlined
-def settle(sums, n):
-    """Bring pairs of sums back to where the low part is at most half an ulp of the high one."""
-    wide_vectors()
-    dgamma, dgamma_low, dbeta, dbeta_low = sums
-    for j in range(n):
-        dgamma[j], dgamma_low[j] = fast_two_sum(dgamma[j], dgamma_low[j])
-        dbeta[j], dbeta_low[j] = fast_two_sum(dbeta[j], dbeta_low[j])
 
 
 @inlined

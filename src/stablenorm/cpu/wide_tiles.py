@@ -72,6 +72,13 @@ def forward_tiles(element: Any) -> int:
 # ---- backward ----
 
 
+@pasted
+def _settle(sums, n):
+    dgamma, dgamma_low, dbeta, dbeta_low = sums
+    equations.settle(dgamma, dgamma_low, n)
+    equations.settle(dbeta, dbeta_low, n)
+
+
 @inlined
 def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch):
     n, gamma = p.n, float64_at(p.gamma)
@@ -82,7 +89,7 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
     for i in range(first, stop):
         # As the low parts of the sums grow, they lose digits of their own.
         if summing and i > first and (i - first) % ROWS_OF_PART == 0:
-            equations.settle(sums, n)
+            _settle(sums, n)
         tail = tails[i] if p.tails else 0.0
         row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
         extreme, means = marks[i] != 0, (0.0, 0.0, 0.0, 0.0)
@@ -95,7 +102,7 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
             dx = pointer_at(p.out + i * p.out_stride, x_element)
             equations.write_dx(factors, dx, n, means, row)
     if summing:
-        equations.settle(sums, n)
+        _settle(sums, n)
 
 
 @functools.cache
