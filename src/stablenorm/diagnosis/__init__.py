@@ -139,7 +139,7 @@ def diagnose_blocks(
     worst: list[tuple[float, Row]] = []
     for block, found in _measured(blocks, dtype, eps):
         if top:
-            worst = _worst(worst, summary.rows, block, found, dtype, eps, top)
+            worst = _worst(worst, summary.rows, block, found, dtype, top)
         summary = _together(summary, _summarize(found, dtype))
         if keep_rows:
             kept.append(found)
@@ -186,7 +186,6 @@ def _worst(
     block: Array,
     found: PerRow,
     dtype: np.dtype[Any],
-    eps: float,
     top: int,
 ) -> list[tuple[float, Row]]:
     """Return the rows of the highest rank with their ranks, of `before` and of a block at `first`."""
@@ -202,7 +201,7 @@ def _worst(
         # Of equals, the first ones: stable.
         candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
         new = [
-            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i, eps))
+            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i))
             for i in map(int, candidates)
         ]
     return sorted([*before, *new], key=lambda entry: -entry[0])[:top]

@@ -149,7 +149,7 @@ class Diagnosis:
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
-        Draw how many rows lose how many bits, and the condition numbers.
+        Draw how many rows lose how many bits.
 
         Parameters
         ----------
@@ -163,14 +163,9 @@ class Diagnosis:
         ImportError
             If Matplotlib is not there.
         """
-        figure = new_figure(10, 6.4)
+        figure = new_figure(10, 4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
-        losses, powers = figure.subplots(2, 1, height_ratios=[3, 2])
-        _draw_losses(losses, self)
-        _draw_conditions(powers, self)
-        for axes in (losses, powers):
-            axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-            axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+        _draw_losses(figure.subplots(), self)
         figure.savefig(path, format=format, dpi=150)
 
     def __str__(self) -> str:
@@ -181,69 +176,36 @@ class Diagnosis:
 # ---- one row ----
 
 
-def describe_row(index: int, x: Array, found: PerRow, place: int, eps: float) -> Row:
+def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
     mean, std, of_y, of_dx, share = (float(each[place]) for each in found[:5])
     lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
     marks = names_of(int(found.marks[place]))
     working = working_format(x.dtype).dtype.name
-    said = _advice(x.astype(np.float64), working, mean, std, eps, marks)
+    said = _advice(x, working, mean, std, marks)
     if "not finite" not in marks and "undefined" not in marks:
         said += "; " + _losses(x.dtype, lost)
     return Row(index, mean, std, of_y, of_dx, share, lost, marks, f"row {index}: {said}")
 
 
-def _advice(
-    x: Array, working: str, mean: float, std: float, eps: float, marks: tuple[str, ...]
-) -> str:
+def _advice(x: Array, working: str, mean: float, std: float, marks: tuple[str, ...]) -> str:
     """Say what is special about the row."""
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
-        are = "is" if places.size == 1 else "are"
-        return (
-            f"{places.size} of {x.size} elements {are} NaN or infinite, the first at {places[0]}; "
-            "y of the row is NaN in every layer norm"
-        )
-    if "undefined" in marks:
-        return f"constant ({x[0]:.6g}) and eps is 0: y is 0/0, NaN in every layer norm"
-    if "constant" in marks:
-        return f"constant ({x[0]:.6g}), so y is 0 before beta"
-    said = []
-    if any(mark in marks for mark in ("sum overflows", "squares overflow", "deviations overflow")):
-        what = "its sum overflows" if "sum overflows" in marks else "squares overflow"
-        said.append(f"max|x| = {np.abs(x).max():.2g}, {what} in {working}")
-    if "squares underflow" in marks:
-        said.append(f"std = {std:.2g}, squares underflow in {working}")
-    ratio = f"|mean|/std = {abs(mean) / std:.2g}"
-    if abs(mean) >= _OFFSET * std:
-        said.append(ratio)
-    if "dominating outlier" in marks:
-        away = np.abs(x - mean)
-        place = int(away.argmax())
-        share = (away[place] / std) ** 2 / x.size
-        # Never all of it.
-        part = f"{share:.0%}" if share < 0.99 else "over 99%"
-        said.append(f"element {place} ({x[place]:.3g}) has {part} of the variance")
-    if "var below eps" in marks:
-        said.append(f"var = {std * std:.2g} is below eps = {eps:.2g}")
-    if "float16 overflows" in marks and not said:
-        said.append(f"mean = {mean:.2g}, std = {std:.2g}: its statistics overflow in float16")
-    return "; ".join(said or [ratio])
+        return f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"
+    # An undefined row is constant as well, but its y is not beta.
+    told = ("undefined",) if "undefined" in marks else marks
+    said = [f"{mark} ({MARKS[mark].format(working=working)})" for mark in told]
+    if not said or abs(mean) >= _OFFSET * std > 0:
+        said.insert(0, f"|mean|/std = {abs(mean) / std:.2g}")
+    return "; ".join(said)
 
 
 def _losses(dtype: Any, lost: dict[str, float]) -> str:
-    """Say what a two-pass loses, and Welford's or the one-pass where one of them loses more."""
-    p = format_of(dtype).digits
-
-    def bits(name: str) -> str:
-        return f"{round(lost[name])} of {p} bits" if round(lost[name]) else "no bit"
-
-    said = f"a {title_of('two-pass', dtype)} loses {bits('two-pass')} of y"
-    # Not the others, which keep fewer bits on every row.
-    worst = max(("welford", "one-pass"), key=lambda name: lost[name])
-    if round(lost[worst]) > round(lost["two-pass"]):
-        said += f"; {title_of(worst, dtype)}: {bits(worst)}"
-    return f"{said}; stablenorm loses none"
+    """Say what a two-pass and a one-pass lose: the others are near one of them, or keep less."""
+    two_pass, one_pass = (round(lost[name]) for name in ("two-pass", "one-pass"))
+    title, p = title_of("two-pass", dtype), format_of(dtype).digits
+    return f"a {title} loses {two_pass} of {p} bits of y, E[x^2] - E[x]^2 {one_pass}"
 
 
 # ---- all rows: text and tables ----
@@ -332,31 +294,12 @@ def _draw_losses(axes: Any, diagnosis: Diagnosis) -> None:
         diagnosis.methods.values(), diagnosis.summary.lost.values(), COLORS, dashes, strict=True
     )
     for place, (title, counts, color, dash) in enumerate(lost):
-        at_least = np.cumsum(_share(counts)[::-1])[::-1]
+        at_least = np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1)
         axes.plot(at_least, label=title, color=color, ls=dash, lw=3.4 - 0.4 * place)
     p = diagnosis.bits
     axes.set(xlim=(0, p), ylim=(0, 1.02), xlabel=f"bits of y lost, of {p}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
-
-
-def _draw_conditions(axes: Any, diagnosis: Diagnosis) -> None:
-    """Draw the share of rows by condition number, of y and of dx."""
-    summary, p = diagnosis.summary, diagnosis.bits
-    counts = {"y": summary.condition_y, "dx": summary.condition_dx}
-    last = max(p, *(int(np.flatnonzero(each).max(initial=0)) for each in counts.values()))
-    for place, (name, each) in enumerate(counts.items()):
-        left = np.arange(last + 1) + 0.1 + 0.4 * place
-        share = _share(each)[: last + 1]
-        axes.bar(left, share, width=0.4, align="edge", color=COLORS[place], label=name)
-    no_bit = f"2^{p}: no bit left if\nx itself was rounded"
-    axes.axvline(p, color="0.3", lw=1, ls="--", label=no_bit)
-    label = "condition number, from 2^k to 2^(k + 1): k"
-    axes.set(xlim=(0, last + 1), ylim=(0, None), xlabel=label)
-    title = "How much larger a relative error of x is in y and dx"
-    axes.set_title(title, fontsize=10, loc="left")
-
-
-def _share(counts: Array) -> Array:
-    return counts / max(int(counts.sum()), 1)
+    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
