@@ -51,22 +51,18 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
 	$(BIN)/python benchmarks/figures_derivation.py
-	$(BIN)/python benchmarks/figures_stability.py
 	$(BIN)/python benchmarks/figures_report.py
 	$(BIN)/python benchmarks/fusing.py
 
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 4 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: complexity diagnose workspace
+.PHONY: complexity diagnose
 complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1 min
 	$(BIN)/python benchmarks/complexity.py
 
 diagnose: $(VENV)/.dev  ## how fast diagnose reads and how well it predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
-
-workspace: $(VENV)/.dev  ## what reused memory saves, into docs
-	$(BIN)/python benchmarks/workspace.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.

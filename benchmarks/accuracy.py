@@ -3,8 +3,8 @@ How far every element is from the exact one, over the families of hard inputs: `
 
 Runs the families of `stablenorm.testing` through the package and through the plain two-pass formula,
 judges both by the exact oracle, keeps what it found in benchmarks/results/accuracy.json, and writes
-docs/evidence/accuracy.md and its heat map; with `--render` from the file alone. Exit status 1 if an
-element breaks the contract; the page is then written all the same, and says so. Four minutes.
+docs/evidence/accuracy.md; with `--render` from the file alone. Exit status 1 if an element breaks the
+contract; the page is then written all the same, and says so. Four minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any, NamedTuple
 
-import figures
 import numpy as np
 from page import DOCS, keep, origin, origin_line, table, write
 
@@ -60,10 +59,8 @@ class Judged(NamedTuple):
     beyond: int
     share: float
     wrong: int
-    # The plain formula, where n = N: the worst in ulp, the same without the elements that in ours are
-    # beyond the limit, and the worst over the largest exact element of its row.
+    # The plain formula, where n = N: the worst in ulp, and over the largest exact element of its row.
     plain: float = math.nan
-    plain_within: float = math.nan
     of_row: float = math.nan
 
 
@@ -91,7 +88,6 @@ def judge(job: Job) -> list[Judged]:
             nearest = exact.rounded(name, plain[name].dtype)
             judged = judged._replace(
                 plain=float(ulps.max()),
-                plain_within=float(np.max(ulps, where=inside, initial=0)),
                 of_row=_of_row(plain[name], nearest, wide),
             )
         found.append(judged)
@@ -135,11 +131,9 @@ def ulp_words(ulp: float) -> str:
         return "**NaN, inf**"
     if ulp < 1:
         return f"{ulp:.3f}" if ulp else "0"
-    return (
-        f"{float(f'{ulp:.2g}'):g}"
-        if ulp < 1e4
-        else f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
-    )
+    if ulp < 1e4:
+        return f"{float(f'{ulp:.2g}'):g}"
+    return f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
 
 
 def row_words(value: float) -> str:
@@ -196,28 +190,6 @@ def family_table(main: Sequence[Judged]) -> str:
     return table(head, lines)
 
 
-def draw(main: Sequence[Judged]) -> None:
-    """The heat map: families down, dtypes across; the plain formula, and ours."""
-    figure = figures.make_figure(8.4)
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, words in zip(panels, ("plain formula", "stablenorm"), strict=True):
-        image = np.full((len(FINITE), len(KINDS)), np.nan)
-        for row, family in enumerate(FINITE):
-            for column, dtype in enumerate(KINDS):
-                here = [j for j in main if (j.family, j.dtype) == (family.name, dtype)]
-                each = [j.within if words == "stablenorm" else j.plain_within for j in here]
-                # 0 is as good as half an ulp here; whoever is off by more than 1e8 has nothing left.
-                image[row, column] = np.log10(np.clip(max(each, default=np.nan), 0.5, 1e8))
-        shown = axes.imshow(image, cmap="YlOrRd", vmin=-0.31, vmax=8, aspect="auto")
-        axes.set_xticks(range(len(KINDS)), KINDS, rotation=60)
-        axes.set_title(words)
-    panels[0].set_yticks(range(len(FINITE)), [family.title for family in FINITE])
-    bar = figure.colorbar(shown, ax=panels, location="bottom", aspect=25, pad=0.02)
-    bar.set_ticks([-0.31, 2, 4, 6, 8], labels=["0.5", "100", "1e4", "1e6", "1e8+"])
-    bar.set_label("worst error, ulp (NaN: dark)", fontsize=figures.SMALL)
-    figures.save(figure, "accuracy.png")
-
-
 def page(made: dict[str, Any], every: Sequence[Judged]) -> str:
     """docs/evidence/accuracy.md."""
     main = [j for j in every if j.n == N]
@@ -243,13 +215,6 @@ The share is the part of c S that the worst of the elements that cancel used; 1 
 Some families consist of such elements (dy = y with eps 0; beta that cancels gamma xhat). There, most
 elements cancel.
 
-## Beside the plain formula
-
-The plain formula is the two-pass formula in NumPy, in float32 (float64 for float64 data). Elements
-that cancel beyond the limit are left out on both sides. The right half is pale: that is the message.
-
-![worst error of each family and dtype, the plain formula and stablenorm](../figures/accuracy.png)
-
 ## Other lengths, and many rows
 
 The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} telling families; \
@@ -266,7 +231,7 @@ ordinary data. [The contract](../reference/accuracy-contract.md) shows one and d
 ## All families
 
 First the worst error of all outputs of stablenorm, in ulp, for each dtype, without the elements that
-cancel beyond the limit. Then the plain formula in float32. "Of the row": its largest error over the
+cancel beyond the limit. Then the plain formula: two passes in NumPy, in float32. "Of the row": its largest error over the
 largest exact element of the row, which is how much of the row it spoils. An element near 0 may be off
 by many of its own ulp and matter little. "all of it": NaN, infinity, or something other than 0 where
 all of the row is exactly 0.
@@ -279,7 +244,6 @@ def main() -> int:
     """Measure or read, write, and report what failed."""
     found = keep("accuracy", __doc__ or "", measure)
     every = [Judged(*row) for row in found["judged"]]
-    draw([j for j in every if j.n == N])
     write(DOCS / "evidence" / "accuracy.md", page(found["origin"], every), __file__)
     failed = [judged for judged in every if not judged.passed]
     print(*failed, sep="\n")

@@ -2,7 +2,7 @@
 Speed, beside PyTorch, JAX, ONNX Runtime and plain NumPy: `make bench`.
 
 Checks agreement, times forward and backward, prints the targets. A full run writes
-benchmarks/results/bench.json, docs/evidence/performance.md with its picture and the block of README;
+benchmarks/results/bench.json, docs/evidence/performance.md and the block of README;
 another one writes only where `--out` says. Exit status 1 if ours disagree with the reference; a
 target not met is printed, no error.
 """
@@ -24,7 +24,7 @@ from agreement import DisagreementError
 from cases import SUITES, Effort, Record, make_cases, measure_case, measure_machine
 from page import DOCS, HERE, ROOT, origin, put, write
 from peers import load_peers
-from speed_page import draw, gate_table, page, readme_block
+from speed_page import gate_table, page, readme_block
 
 from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
@@ -150,7 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.out or not (options.quick or options.smoke):
         save(results / "bench.json", run, records)
         write(docs / "evidence" / "performance.md", page(run, records), __file__)
-        draw(run, records, docs / "figures" / "throughput_n.png")
         if not options.out:
             put(ROOT / "README.md", {"speed": readme_block(run, records)}, __file__)
     print(gate_table(records))

@@ -27,23 +27,22 @@ def make_figure(height: float) -> Any:
     return figure
 
 
-def make_axes(height: float, count: int = 1) -> tuple[Any, Any]:
-    """Return a figure and its axes, one below the other: beside one another each is too narrow."""
+def make_axes(height: float) -> tuple[Any, Any]:
+    """Return a figure and its axes."""
     figure = make_figure(height)
-    every = figure.subplots(count, 1, squeeze=False)[:, 0]
-    return figure, every if count > 1 else every[0]
+    return figure, figure.subplots()
 
 
-def put_legend(figure: Any, axes: Any, columns: int = 2) -> None:
+def put_legend(figure: Any, axes: Any) -> None:
     """Put the legend below, where it hides no curve."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
-        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=SMALL,
+        handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL,
         columnspacing=1.2, handlelength=1.8,
     )  # fmt: skip
 
 
-def save(figure: Any, path: Path | str) -> None:
+def save(figure: Any, name: str) -> None:
     """Write it into docs/figures, on white: legible on a dark page too."""
     for axes in figure.axes:
         axes.title.set_fontsize(LARGE)
@@ -51,6 +50,4 @@ def save(figure: Any, path: Path | str) -> None:
             axes.xaxis.label.set_fontsize(LARGE)
             axes.yaxis.label.set_fontsize(LARGE)
             axes.tick_params(labelsize=SMALL)
-    place = FIGURES / path
-    place.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(place, dpi=DPI, facecolor="white")
+    figure.savefig(FIGURES / name, dpi=DPI, facecolor="white")

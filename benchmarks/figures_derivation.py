@@ -1,8 +1,5 @@
 """
-The measured pictures of docs/explanation/derivation.md: no peer, a few seconds.
-
-The projection for a row of three; the spectrum of the Jacobian, whose columns are what
-`layer_norm_backward` returns for one-hot cotangents.
+The measured picture of docs/explanation/derivation.md: the projection for a row of three.
 """
 
 from __future__ import annotations
@@ -21,30 +18,15 @@ X, GAMMA, DY = np.array([1.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]), np.array([1
 PLANE = np.array([[1.0, -1.0, 0.0], [-1.0, -1.0, 2.0]]) / np.sqrt([[2.0], [6.0]])
 TURN = np.linspace(0, 2 * np.pi, 200)
 CIRCLE = np.sqrt(3) * np.stack([np.cos(TURN), np.sin(TURN)])
-# Elements of the row whose spectrum is drawn.
-N = 12
-
-
-def backward(x: Array, dy: Array, eps: float) -> tuple[Array, Array]:
-    """Return xhat and dx of some rows, gamma being 1."""
-    xhat, cache = layer_norm_forward(x, eps=eps)
-    dx = layer_norm_backward(dy, cache, wrt="x").dx
-    assert dx is not None
-    return xhat, dx
-
-
-def spectrum(x: Array, ratio: float) -> Array:
-    """Return the eigenvalues of d xhat / d x over rstd, in order, for eps = `ratio` var."""
-    # Row i of the Jacobian, which is symmetric, is the dx of a one-hot cotangent at i.
-    _, jacobian = backward(np.tile(x, (len(x), 1)), np.eye(len(x)), ratio * float(np.var(x)))
-    return np.linalg.eigvalsh(jacobian) * np.sqrt(np.var(x) * (1 + ratio))
 
 
 def draw_projection() -> Any:
     """Above: from x to xhat in three dimensions. Below: the plane across the ones, and dx."""
     figure = figures.make_figure(7.6)
     g = GAMMA * DY
-    xhat, dx = backward(X[None], g[None], eps=0.0)
+    xhat, cache = layer_norm_forward(X[None], eps=0.0)
+    dx = layer_norm_backward(g[None], cache, wrt="x").dx
+    assert dx is not None
     _draw_space(figure.add_subplot(2, 1, 1, projection="3d"), xhat[0])
     _draw_plane(figure.add_subplot(2, 1, 2), xhat[0], g, dx[0])
     return figure
@@ -102,35 +84,5 @@ def _draw_plane(axes: Any, xhat: Array, g: Array, dx: Array) -> None:
     axes.set_axis_off()
 
 
-def draw_spectrum() -> Any:
-    """Above: the eigenvalues for three eps. Below: the one along xhat, beside the formula."""
-    figure, (above, below) = figures.make_axes(6.2, 2)
-    x = np.random.default_rng(0).standard_normal(N)
-    for ratio, color, marker in zip(
-        (0.0, 0.1, 1.0), (figures.BLUE, figures.GREEN, figures.RED), "os^", strict=True
-    ):
-        style = {"color": color, "ms": 6, "label": f"eps = {ratio:g} var"}
-        above.plot(range(1, N + 1), spectrum(x, ratio), marker, **style)
-    above.axhline(1, color=figures.GRAY, lw=0.8, zorder=0)
-    above.set(
-        xlabel="eigenvalue, in order", ylabel="eigenvalue / rstd", ylim=(-0.08, 1.15),
-        title=f"n = {N}: one 0, one eps rstd$^2$, ten of 1",
-    )  # fmt: skip
-    ratios, points = np.logspace(-6, 3, 100), np.logspace(-6, 3, 10)
-    below.loglog(
-        ratios, ratios / (1 + ratios), color=figures.GRAY, lw=1.3, label="eps / (var + eps)"
-    )
-    # The second: the first is the 0 along the ones.
-    below.loglog(
-        points, [spectrum(x, r)[1] for r in points], "o", color=figures.BLUE, label="measured"
-    )
-    below.set(xlabel="eps / var", ylabel="eigenvalue along xhat / rstd", title="along xhat")
-    for axes in (above, below):
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=figures.SMALL, loc="lower right")
-    return figure
-
-
 if __name__ == "__main__":
     figures.save(draw_projection(), "derivation_projection.png")
-    figures.save(draw_spectrum(), "derivation_spectrum.png")

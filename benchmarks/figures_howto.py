@@ -1,9 +1,8 @@
 """
-The picture of the first page, and what docs/how-to/train.md shows of training.
+The picture of the first page, and the table of docs/how-to/train.md.
 
-Writes docs/_static/offset-light.svg and -dark.svg, docs/figures/loss_digits.png and the table
-of docs/how-to/train.md. Two minutes. The losses depend on the order of sums in the BLAS: run it with
-OPENBLAS_NUM_THREADS=1, as `make figures` does.
+Writes docs/_static/offset-light.svg and -dark.svg, and the table. Two minutes. The losses depend on
+the order of sums in the BLAS: run it with OPENBLAS_NUM_THREADS=1, as `make figures` does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import figures
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -107,26 +105,6 @@ def train_all(example: Any) -> Runs:
     return results
 
 
-def draw_losses(results: Runs, names: list[str], rates: list[float]) -> None:
-    """One curve for each run: color says where the norms are, the dash which rate."""
-    figure, axes = figures.make_axes(4.4)
-    for color, name in zip((figures.BLUE, figures.GREEN, figures.RED), names, strict=True):
-        axes.plot([], [], color=color, label=f"norm {name}")
-        for dash, rate in zip((":", "-", "--"), rates, strict=True):
-            losses, _ = results[name, rate]
-            # Means of 20 steps: a single batch says little.
-            smooth = losses[: len(losses) // 20 * 20].reshape(-1, 20).mean(axis=1)
-            axes.plot(np.arange(len(smooth)) * 20 + 10, smooth, dash, color=color)
-    for dash, rate in zip((":", "-", "--"), rates, strict=True):
-        axes.plot([], [], dash, color="0.4", label=f"rate {rate}")
-    axes.axhline(np.log(10), color="0.7", lw=1)
-    axes.annotate("guessing", (axes.get_xlim()[1] * 0.95, np.log(10)), ha="right", va="bottom")
-    axes.set(xlabel="step", ylabel="loss", ylim=(0, 3.2))
-    axes.grid(alpha=0.25)
-    figures.put_legend(figure, axes, 3)
-    figures.save(figure, "loss_digits.png")
-
-
 def train_table(results: Runs, names: list[str], rates: list[float]) -> str:
     """Return the table of the page."""
     lines = []
@@ -142,15 +120,14 @@ def train_table(results: Runs, names: list[str], rates: list[float]) -> str:
 
 
 def main() -> None:
-    """Measure, train, draw, write."""
+    """Measure, draw, train, write."""
     curves = measure_offsets()
     for theme in INKS:
         draw_offsets(curves, theme)
     example = load(ROOT / "examples" / "train_digits.py")
     results = train_all(example)
-    given = results, list(example.NORMS), list(example.RATES)
-    draw_losses(*given)
-    put(DOCS / "how-to" / "train.md", {"train": train_table(*given)}, __file__)
+    text = train_table(results, list(example.NORMS), list(example.RATES))
+    put(DOCS / "how-to" / "train.md", {"train": text}, __file__)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,11 @@ PAIR = """<!doctype html><meta charset="utf-8"><title>Two screens</title>
 """
 
 
-def main() -> int:
+def main() -> None:
     """Write a report, and take the picture."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        print(f"figures_report: one of {', '.join(BROWSERS)} is needed", file=sys.stderr)
-        return 2
+        sys.exit(f"figures_report: one of {', '.join(BROWSERS)} is needed")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = ["-m", "stablenorm", "report", "--out", str(folder / "report.html")]
@@ -46,9 +45,7 @@ def main() -> int:
             f"--window-size={TELEPHONE + GAP + SCREEN},{HEIGHT}", pair.as_uri(),
         ]  # fmt: skip
         subprocess.run([browser, *options], check=True, capture_output=True, timeout=120)
-    print(f"docs/figures/{picture.name}")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
-import figures
 from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OUT, TORCH_CALL, Record
 from gates import GATES, check_gates
 from page import byte_words, digits, origin_line, seconds, table, unit_of
@@ -70,8 +68,6 @@ float32; ratios of medians within this run.
 {_types_table([r for r in shapes if r.dtype != "float32"])}
 
 ## Over n, at 256 MiB
-
-![throughput over n](../figures/throughput_n.png)
 
 {_sweep([r for r in records if r.suite == "n"])}
 """
@@ -254,37 +250,6 @@ def _sweep(records: Sequence[Record]) -> str:
         cells = [digits(speeds[key] / 1e9) if key in speeds else "-" for key in columns]
         lines.append([shape[-1], *cells])
     return "GB/s:\n\n" + table(["n", *(f"{way}, {name}" for way, name in columns)], lines)
-
-
-def draw(run: dict[str, Any], records: Sequence[Record], path: Path) -> None:
-    """GB/s over n, at constant size; candidates are told apart without color too, by their markers."""
-    figure, every = figures.make_axes(6.6, 2)
-    every[1].sharey(every[0])
-    styles = {
-        OURS_OUT: ("stablenorm, out=", figures.BLUE, "o"),
-        OURS: ("stablenorm", figures.SKY, "s"),
-    }
-    styles["PyTorch"] = ("PyTorch", figures.RED, "^")
-    for axes, way in zip(every, PASSES, strict=True):
-        here = [r for r in records if (r.suite, r.direction) == ("n", way)]
-        for candidate, (words, color, marker) in styles.items():
-            line = [(r.shape[-1], r.speed / 1e9) for r in here if r.candidate == candidate]
-            axes.plot(*zip(*line, strict=True), color=color, marker=marker, ms=4, label=words)
-        # A line, since the machine is not always as fast.
-        copies = sorted({r.shape[-1]: r.copy / 1e9 for r in here}.items())
-        axes.plot(*zip(*copies, strict=True), "--", color="0.25", lw=1.2, label="copy of memory")
-        axes.set_xscale("log", base=2)
-        powers = [n for n, _ in copies if n & (n - 1) == 0]
-        axes.set_xticks(powers[::2], [str(n) for n in powers[::2]])
-        axes.minorticks_off()
-        axes.set(ylabel="GB/s", ylim=(0, None))
-        axes.grid(alpha=0.25)
-        axes.set_title(f"{way}; counted: {'x, y' if way == 'forward' else 'dy, x, dx'}")
-    every[-1].set_xlabel("n, elements per row")
-    figures.put_legend(figure, every[0])
-    words = f"float32, 256 MiB; {run['processor']}, {run['threads']} threads"
-    figure.suptitle(words, fontsize=figures.LARGE)
-    figures.save(figure, path)
 
 
 def readme_block(run: dict[str, Any], records: Sequence[Record]) -> str:

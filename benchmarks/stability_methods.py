@@ -1,5 +1,5 @@
 """
-The common ways to normalize a row, in float32 and in NumPy: what the pictures compare.
+The common ways to normalize a row, in float32 and in NumPy: what the tables and a picture compare.
 
 Each is a way to get the statistics, or to go back, and nothing else; every operation rounds to
 float32. Sums over a row are NumPy's pairwise ones, but for Welford's, which is sequential.
@@ -75,19 +75,6 @@ def centered_form(g: Array, xhat: Array, rstd: Array) -> Array:
     return rstd * (q - xhat * mean_of(q * xhat))
 
 
-def plain_form(g: Array, xhat: Array, rstd: Array) -> Array:
-    """The dx that sums g xhat as it is."""
-    return rstd * (g - mean_of(g) - xhat * mean_of(g * xhat))
-
-
-def expanded_form(g: Array, x: Array, mean: Array, rstd: Array) -> Array:
-    """The dx as a g + b x + c: three numbers a row, from sums of g and of g x."""
-    n = x.dtype.type(x.shape[1])
-    sums = (g * x).sum(axis=-1, keepdims=True), g.sum(axis=-1, keepdims=True)
-    b = (sums[1] * mean - sums[0]) * rstd**3 / n
-    return rstd * g + b * x - b * mean - sums[1] * rstd / n
-
-
 # What may be kept of the mean between forward and backward, and who keeps that.
 KEPT: dict[str, Callable[[Array], Array]] = {
     "bfloat16": lambda mean: mean.astype(bfloat16).astype(np.float64),
@@ -102,11 +89,6 @@ def backward_from(kept: Callable[[Array], Array], x: Array, g: Array, eps: float
     mean, var = two_pass(wide)
     rstd = 1 / np.sqrt(var + eps)
     return centered_form(g, (wide - kept(mean)) * rstd, rstd).astype(x.dtype)
-
-
-def sum_rows_in_order(v: Array) -> Array:
-    """Add row after row, as `sum(axis=0)` does."""
-    return np.add.reduce(v, axis=0)
 
 
 def masked_by_product(x: Array, n: int, eps: float) -> Array:
