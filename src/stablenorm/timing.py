@@ -54,7 +54,6 @@ def measure_interleaved(
     rounds: int = 15,
     least: int = 3,
     limit: float = math.inf,
-    burst: float = BURST,
     settle: float = SETTLE,
     step: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
@@ -71,8 +70,6 @@ def measure_interleaved(
         At least so many, whatever `limit`.
     limit : float, optional
         Seconds after which no further round begins. Default: no limit.
-    burst : float, default: 3e-4
-        A sample is as many calls as last this many seconds, and at least one.
     settle : float, default: 2e-2
         Seconds of sleep before each candidate, until the threads of the one before stop spinning.
     step : callable, optional
@@ -88,7 +85,7 @@ def measure_interleaved(
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     Before each sample the candidate is called without being timed: twice and for 10 ms at least;
     once if a call is longer than 20 ms; not at all if longer than 0.2 s. The garbage collector is
-    off, as in `timeit`.
+    off, as in `timeit`. A sample is as many calls as last 0.3 ms, and at least one.
 
     Examples
     --------
@@ -107,7 +104,7 @@ def measure_interleaved(
         counts = {}
         for name, function in candidates.items():
             time.sleep(settle)
-            counts[name] = _calibrate(function, burst)
+            counts[name] = _calibrate(function)
         order = list(candidates)
         end = time.perf_counter() + limit
         for i in range(max(rounds, least)):
@@ -167,7 +164,7 @@ def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
     return copy
 
 
-def measure_copy(threads: int, nbytes: int = COPY_BYTES, rounds: int = 7) -> float:
+def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
     """
     Measure what the memory can move: bytes read and written a second by a plain copy.
 
@@ -177,13 +174,11 @@ def measure_copy(threads: int, nbytes: int = COPY_BYTES, rounds: int = 7) -> flo
         How many threads copy, each a part of its own.
     nbytes : int, default: 2**28
         Bytes copied, from arrays and to arrays whose pages exist already.
-    rounds : int, default: 7
-        The median of so many copies is taken.
 
     Returns
     -------
     float
-        ``2 * nbytes`` over the median time, in bytes a second.
+        ``2 * nbytes`` over the median time of seven copies, in bytes a second.
 
     Examples
     --------
@@ -193,17 +188,17 @@ def measure_copy(threads: int, nbytes: int = COPY_BYTES, rounds: int = 7) -> flo
     """
     source, target = np.ones((2, nbytes), np.int8)
     copy = make_copy(source, target, threads)
-    return 2 * nbytes / measure_interleaved({"copy": copy}, rounds=rounds)["copy"].median
+    return 2 * nbytes / measure_interleaved({"copy": copy}, rounds=7)["copy"].median
 
 
-def _calibrate(function: Callable[[], Any], burst: float) -> tuple[int, int]:
+def _calibrate(function: Callable[[], Any]) -> tuple[int, int]:
     """Call without counting; return how many calls make a burst, and how many warm it up."""
     # The first call may compile something, and touches the pages of its outputs.
     function()
     count, seconds = 1, _least(function, 1)
-    while count * seconds < burst:
+    while count * seconds < BURST:
         # At most tenfold at a time: the estimate from few calls is too high, never far too low.
-        count = min(10 * count, math.ceil(1.1 * burst / max(seconds, 1e-9)))
+        count = min(10 * count, math.ceil(1.1 * BURST / max(seconds, 1e-9)))
         seconds = _least(function, count)
     if seconds > _VERY_LONG:
         return count, 0

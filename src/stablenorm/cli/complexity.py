@@ -84,9 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plot(measured: Measured, file: Any, format_: str) -> None:
-    """Draw the roofline, and how fast each program reads and writes."""
-    figure = new_figure(11, 4.6)
-    draw_costs(figure, (measured,))
+    """Draw the roofline."""
+    figure = new_figure(8, 5)
+    draw_costs(figure, measured)
     rows, n = measured.matrix
     figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
     figure.savefig(file, format=format_, dpi=120)

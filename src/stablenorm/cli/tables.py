@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 import stablenorm
+from stablenorm import text
 from stablenorm.report import Section, Table
 
 # Terminals narrower than this get tables without rules between the columns.
@@ -78,13 +78,4 @@ def to_json(content: dict[str, Any]) -> bytes:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
     }
-    return (json.dumps(_plain(origin | content), indent=1) + "\n").encode()
-
-
-def _plain(value: Any) -> Any:
-    """Write what has named fields as a dict."""
-    if hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (tuple, list)) else value
+    return text.to_json(text.plain(origin | content)).encode()

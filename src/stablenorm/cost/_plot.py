@@ -10,7 +10,7 @@ from stablenorm.cost._measure import Measured
 from stablenorm.figures import COLORS
 
 # A color and a marker for each program.
-STYLES = {
+_STYLES = {
     "plain NumPy": (COLORS[1], "^"),
     "reference": (COLORS[2], "s"),
     "fused CPU kernel": (COLORS[0], "o"),
@@ -36,7 +36,7 @@ def draw_roofline(measured: Measured, axes: Any) -> None:
             label="the same, one thread",
         )  # fmt: skip
     for line in lines:
-        color, marker = STYLES[line.program]
+        color, marker = _STYLES[line.program]
         axes.plot(
             line.cost.intensity, line.cost.flops / line.measured.median / 1e9, marker, ms=7,
             color=color, mfc=color if line.direction == "forward" else "none", ls="none",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from stablenorm.cost import STYLES, Measured, draw_roofline
+from stablenorm.cost import Measured, draw_roofline
 from stablenorm.figures import COLORS
 from stablenorm.report.findings import Output
 
@@ -124,29 +124,9 @@ def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
     )
 
 
-def draw_costs(figure: Any, costs: Sequence[Measured]) -> None:
-    """Draw the roofline of the largest size, and bars of bytes per second for each size."""
-    first, second = figure.subplots(1, 2)
-    draw_roofline(costs[-1], first)
-    _finish(first, title="roofline: operations per second")
-    place, names = 0.0, []
-    for measured in costs:
-        for direction in ("forward", "backward"):
-            lines = [line for line in measured.lines if line.direction == direction]
-            least = min(line.cost.moved for line in lines)
-            for line in lines:
-                rate = least / line.measured.median / measured.all_threads.copy
-                second.barh(place, rate, color=STYLES[line.program][0], height=0.85)
-                place += 1
-            names.append((place - 2, f"{measured.matrix[0]} rows\n{direction}"))
-            place += 0.8
-    second.axvline(1, color=_INK, lw=1, ls=":")
-    _finish(second, title="speed, of a copy", xlabel="bytes in and out per second / copy")
-    second.invert_yaxis()
-    second.set_yticks([at for at, _ in names], [name for _, name in names])
-    second.tick_params(left=False)
-    second.grid(visible=False, axis="y")
-    shown = zip(*first.get_legend_handles_labels(), strict=True)
-    handles = {name.removesuffix(", forward"): h for h, name in shown if name.endswith("forward")}
-    where = {"loc": "outside lower center", "ncols": 3, "handletextpad": 0.1, "frameon": False}
-    figure.legend(handles.values(), handles.keys(), **where)
+def draw_costs(figure: Any, measured: Measured) -> None:
+    """Draw the roofline, and each program below it."""
+    axes = figure.subplots()
+    draw_roofline(measured, axes)
+    _finish(axes)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)

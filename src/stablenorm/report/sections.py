@@ -232,12 +232,10 @@ def cost_section(costs: Sequence[Measured]) -> Section:
     if last.all_threads.threads > 1:
         roofs += f" Of the other two programs: {_rates(last.one_thread)}"
     picture = Picture(
-        partial(figures.draw_costs, costs=costs),
-        290,
+        partial(figures.draw_costs, measured=last),
+        360,
         "Flops per second, over flops per byte moved: the copy (the slope) and the arithmetic (the "
-        "level part) of this machine bound every program. Filled: forward, hollow: backward. Then "
-        "how fast each program reads and writes what any must, in units of a copy; where all stays "
-        "in the caches it may exceed 1.",
+        "level part) of this machine bound every program. Filled: forward, hollow: backward.",
     )
     return Section(
         "Cost and time",
