@@ -39,7 +39,7 @@ class Norm:
     def __init__(self, d_model):
         self.gamma, self.beta = np.ones((1, 1, d_model)), np.zeros((1, 1, d_model))
         self.dgamma, self.dbeta = np.zeros((1, 1, d_model)), np.zeros((1, 1, d_model))
-    def __call__(self, x):
+    def forward(self, x):
         self.cache = stats(x, 1e-6)
         return self.gamma * self.cache[0] + self.beta
     def backward(self, dout):
@@ -54,40 +54,13 @@ class LayerNorm:
         self.params = {"gamma": np.ones(n), "beta": np.zeros(n)}
         self.grads = {}
     def forward(self, x):
-        xhat, rstd = stats(x, 1e-5)
-        return self.params["gamma"] * xhat + self.params["beta"], (xhat, rstd)
-    def backward(self, dy, cache):
-        dx, self.grads["gamma"], self.grads["beta"] = grads(dy, *cache, self.params["gamma"])
-        return dx
-""",
-    "wrappers": """
-class Parameter:
-    def __init__(self, data):
-        self.data, self.grad = data, None
-class LayerNorm:
-    def __init__(self, shape):
-        (n,) = shape
-        self.gamma, self.beta = Parameter(np.ones(n)), Parameter(np.zeros(n))
-    def forward(self, x):
-        self.xhat, self.rstd = stats(x, 1e-5)
-        return self.gamma.data * self.xhat + self.beta.data
+        self.cache = stats(x, 1e-5)
+        return self.params["gamma"] * self.cache[0] + self.params["beta"]
     def backward(self, dy):
-        dx, self.gamma.grad, self.beta.grad = grads(dy, self.xhat, self.rstd, self.gamma.data)
+        dx, self.grads["gamma"], self.grads["beta"] = grads(dy, *self.cache, self.params["gamma"])
         return dx
 """,
-    "given its parameters": """
-class LayerNorm:
-    def __init__(self, gamma, beta, eps=1e-5):
-        self.gamma, self.beta, self.eps = gamma, beta, eps
-    def forward(self, x):
-        self.xhat, self.rstd = stats(x, self.eps)
-        return self.gamma * self.xhat + self.beta
-    def backward(self, dy):
-        dx, dgamma, dbeta = grads(dy, self.xhat, self.rstd, self.gamma)
-        self.grads = [dgamma, dbeta]
-        return dx
-""",
-    "a tuple in a tuple": """
+    "a list of gradients, eps to be given": """
 class LayerNorm:
     def __init__(self, size, epsilon):
         self.scale, self.shift, self.epsilon = np.ones(size), np.zeros(size), epsilon
@@ -95,8 +68,8 @@ class LayerNorm:
         self.xhat, self.rstd = stats(x, self.epsilon)
         return self.scale * self.xhat + self.shift
     def backward(self, dy):
-        dx, dscale, dshift = grads(dy, self.xhat, self.rstd, self.scale)
-        return dx, {"scale": dscale, "shift": dshift}
+        dx, *self.grads = grads(dy, self.xhat, self.rstd, self.scale)
+        return dx
 """,
     "no parameters": """
 class LayerNorm:
@@ -114,7 +87,7 @@ class LayerNorm:
 def test_a_right_class_passes(style, capsys):
     assert main(["check", write(CORE + CLASSES[style])]) == 0, capsys.readouterr()
     out, _ = shown(capsys)
-    assert ".forward(x), .backward(dy)" in out or ".__call__(x), .backward(dy)" in out
+    assert ".forward(x), .backward(dy)" in out
     assert "PASS" in out
     if style != "no parameters":
         assert "gamma: PASS" in out
@@ -129,7 +102,7 @@ def test_a_wrong_class_fails_and_is_diagnosed(style, capsys):
     assert "the mean of g is missing from dx" in shown(capsys)[0]
 
 
-@pytest.mark.parametrize("style", ["returned", "in attributes, a shape", "wrappers"])
+@pytest.mark.parametrize("style", ["returned", "in attributes, a shape", "dicts"])
 def test_a_wrong_dgamma_is_found_wherever_it_is(style, capsys):
     wrong = CORE.replace("(dy * xhat).sum(lead)", "(dy * xhat).mean(lead)")
     assert main(["check", write(wrong + CLASSES[style])]) == 1, capsys.readouterr()

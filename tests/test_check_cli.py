@@ -58,7 +58,7 @@ BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
         (
             f"{FORWARD}return x, x\ndef layer_norm_backward(dy, xhat, rstd, var): ...",
             "",
-            "must ask for dy, a cache, x, gamma, beta, eps or what the forward returned, got rstd\n",
+            "must ask for dy, a cache, x, gamma, beta or eps, got xhat\n",
         ),
     ],
 )

@@ -66,39 +66,18 @@ def layer_norm_forward(x, gamma, beta, eps):
 def layer_norm_backward(gamma, x, dy, eps=1e-5):
     return grads(dy, *stats(x, eps), gamma)
 """,
-    "statistics returned one by one": """
-def layer_norm_forward(x, scale, shift, eps=1e-5):
-    y, (xhat, rstd, _) = norm(x, scale, shift, eps)
-    return y, xhat, rstd
-def layer_norm_backward(dy, xhat, rstd, scale):
-    return grads(dy, xhat, rstd, scale)
-""",
-    "backward(dy, *cache), spelled out": """
-def layer_norm_forward(x, gamma, beta, eps):
-    return gamma * stats(x, eps)[0] + beta, (gamma, *stats(x, eps))
-def layer_norm_backward(upstream, gamma, normalized, inverse):
-    return grads(upstream, normalized, inverse, gamma)
-""",
     "backward(dy, *cache)": USUAL,
-    "names from the cache": """
-def layer_norm_forward(x, gamma, beta, eps):
-    y, (xhat, rstd, _) = norm(x, gamma, beta, eps)
-    return y, dict(xhat=xhat, rstd=rstd)
-def layer_norm_backward(dy, rstd, xhat, gamma):
-    return grads(dy, xhat, rstd, gamma)
-""",
     "eps fixed inside": """
 def layer_norm_forward(x, gamma, beta):
     return norm(x, gamma, beta, 1e-3)
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)
 """,
-    "keyword-only eps, dx last": """
+    "keyword-only eps": """
 def layer_norm_forward(x, gamma, beta, *, axis=-1, eps):
     return norm(x, gamma, beta, eps)
 def layer_norm_backward(dy, cache):
-    dx, dgamma, dbeta = grads(dy, *cache)
-    return dgamma, dbeta, dx
+    return grads(dy, *cache)
 """,
     "an axis in the middle": """
 def layer_norm_forward(x, axis=-1, weight=None, bias=None, eps=1e-5):

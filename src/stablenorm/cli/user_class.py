@@ -7,8 +7,8 @@ Every call works on a copy of its own, so that a cache can be used twice and not
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -25,26 +25,16 @@ from stablenorm.types import Array
 
 # Attributes that hold all gradients, by name or in order.
 _ALL = ("grads", "gradients", "grad", "dparams", "paramgrads", "gradparams")
-# Where a class of parameters, with its gradient beside it, keeps the array.
-_VALUES, _GRADIENTS = ("data", "value", "val"), ("grad", "gradient")
 _PARAMETERS = ("gamma", "beta")
-
-
-class _State(NamedTuple):
-    """The cache of a class: the instance after forward, and what forward returned besides y."""
-
-    instance: Any
-    cache: Any
 
 
 def adapt_class(file: UserFile, name: str) -> LayerNorm:
     """Give a class of the file the form that the check takes."""
     class_ = file.find_class(name)
-    method = next(m for m in ("forward", "__call__") if callable(getattr(class_, m, None)))
     made = parameters_of(class_)
     takes_eps = [name for name in made if role_of(name) == "eps"]
 
-    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, _State]:
+    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         instance, _ = _make(file, class_, x.shape[-1], dict.fromkeys(takes_eps, eps))
         for attribute in ("eps", "epsilon"):
             if isinstance(getattr(instance, attribute, None), (int, float)):
@@ -55,17 +45,13 @@ def adapt_class(file: UserFile, name: str) -> LayerNorm:
                 holder, key = place
                 # In the shape that the class gave it.
                 holder[key] = np.array(value).reshape(holder[key].shape)
-        result = file.guard(getattr(instance, method))(x)
-        y, cache = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        return y, _State(instance, cache)
+        return file.guard(instance.forward)(x), instance
 
-    def backward(dy: Array, state: _State) -> Any:
-        instance = copy.deepcopy(state.instance)
-        required = [p for p in parameters_of(instance.backward).values() if is_required(p)]
-        more = (state.cache,) if len(required) > 1 else ()
-        returned = file.guard(instance.backward)(dy, *more)
+    def backward(dy: Array, cache: Any) -> Any:
+        instance = copy.deepcopy(cache)
+        returned = file.guard(instance.backward)(dy)
         found = {r: g for name, g in _gradients(instance) if (r := gradient_role(name))}
-        found |= _returned(returned, ("x", *_PARAMETERS))
+        found |= _returned(returned)
         if "x" not in found:
             return returned
         for role, (holder, key) in _find(instance, dy.shape[-1]).items():
@@ -83,19 +69,14 @@ def adapt_class(file: UserFile, name: str) -> LayerNorm:
         tuple(role for role in _PARAMETERS if role in _find(instance, 8)),
         float(eps) if isinstance(eps, (int, float)) else None,
         bool(takes_eps) or eps is not None,
-        f"{spelled}, .{method}(x), .backward(dy)",
+        f"{spelled}, .forward(x), .backward(dy)",
     )
 
 
 def _make(file: UserFile, class_: type, n: int, options: dict[str, float]) -> tuple[Any, str]:
     """Return an instance for rows of n, and how it was made; UserFileError says what was tried."""
-    # Ones and zeros: what is checked is written into the attributes.
-    fill = {"gamma": np.ones, "beta": np.zeros}
     parameters = parameters_of(class_)
-    given = options | {
-        name: fill[role](n) for name in parameters if (role := role_of(name)) in fill
-    }
-    unknown = [name for name in parameters if name not in given]
+    unknown = [name for name in parameters if name not in options]
     required = [name for name in unknown if is_required(parameters[name])]
     attempts: list[dict[str, Any]] = [] if required else [{}]
     attempts += [{name: length} for name in required or unknown for length in (n, (n,))]
@@ -103,7 +84,7 @@ def _make(file: UserFile, class_: type, n: int, options: dict[str, float]) -> tu
     for attempt in attempts:
         spelled = f"{class_.__name__}({', '.join(map(str, attempt.values()))})"
         try:
-            instance = file.guard(class_)(**attempt, **given)
+            instance = file.guard(class_)(**attempt, **options)
         except UserFileError as error:
             said.append(f"{spelled}: {error.line}")
             continue
@@ -119,13 +100,10 @@ def _make(file: UserFile, class_: type, n: int, options: dict[str, float]) -> tu
 def _arrays(instance: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Yield the name of each array in an attribute, and the dict and the key that hold it."""
     for name, value in vars(instance).items():
-        holder = value if isinstance(value, dict) else getattr(value, "__dict__", {})
-        labels = dict.fromkeys(_VALUES, name) | dict.fromkeys(_GRADIENTS, f"grad_{name}")
-        if holder is value:
+        if isinstance(value, dict):
             prefix = "grad_" if key_of(name) in _ALL else ""
-            labels = {key: f"{prefix}{key}" for key in value}
-        yield from ((label, holder, key) for key, label in labels.items() if _holds(holder, key))
-        if _holds(vars(instance), name):
+            yield from ((f"{prefix}{key}", value, key) for key in value if _holds(value, key))
+        elif _holds(vars(instance), name):
             yield name, vars(instance), name
 
 
@@ -151,12 +129,10 @@ def _gradients(instance: Any) -> Iterator[tuple[str, Any]]:
             yield from zip(("grad_gamma", "grad_beta"), value, strict=False)
 
 
-def _returned(returned: Any, order: tuple[str, ...]) -> dict[str, Any]:
+def _returned(returned: Any) -> dict[str, Any]:
     """Return by role what was returned: one array, several in order, or some by name."""
     if found := named_gradients(returned):
         return found
-    if not isinstance(returned, (tuple, list)):
-        return {} if returned is None else {order[0]: returned}
-    if len(returned) == 2 and isinstance(returned[1], (Mapping, tuple, list)):
-        return {order[0]: returned[0]} | _returned(returned[1], order[1:])
-    return dict(zip(order, returned, strict=False))
+    if isinstance(returned, (tuple, list)):
+        return dict(zip(("x", *_PARAMETERS), returned, strict=False))
+    return {} if returned is None else {"x": returned}

@@ -66,9 +66,7 @@ class UserFile:
         self.classes = [
             name
             for name, value in own.items()
-            if inspect.isclass(value)
-            and hasattr(value, "backward")
-            and ("forward" in dir(value) or "__call__" in vars(value))
+            if inspect.isclass(value) and hasattr(value, "backward") and hasattr(value, "forward")
         ]
 
     @property
@@ -98,7 +96,7 @@ class UserFile:
     def find_class(self, name: str) -> type:
         """Return the class of that name."""
         value = self._names.get(name)
-        if inspect.isclass(value) and hasattr(value, "backward"):
+        if inspect.isclass(value) and hasattr(value, "backward") and hasattr(value, "forward"):
             return value
         held = ", ".join(self.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"

@@ -68,24 +68,21 @@ def adapt_functions(
     # A dict of settings holds eps and, where the forward takes no gamma or beta, these as well.
     in_settings = "settings" in roles and not {"gamma", "beta"} & roles
     present = tuple(role for role in ("gamma", "beta") if role in roles or in_settings)
-    # Where dx is among gradients without names: settled once, by its shape; some write it last.
-    places: list[int] = []
 
     def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Array, Any]:
         given = dict(zip(_POSITIONAL, (x, gamma, beta, eps), strict=True))
         held = ("eps", "gamma", "beta") if in_settings else ("eps",)
         given["settings"] = {name: given[role] for role in held for name in NAMES[role]}
-        result = _call(forward, takes, given, None) if takes else forward(x, gamma, beta, eps)
+        result = _call(forward, takes, given) if takes else forward(x, gamma, beta, eps)
         if not (isinstance(result, (tuple, list)) and len(result) >= 2):
             return result, _Kept(None, given)
         return result[0], _Kept(result[1] if len(result) == 2 else tuple(result[1:]), given)
 
     def call_backward(dy: Array, kept: _Kept) -> Any:
-        fields = _fields(kept.theirs)
         if wants:
-            given = kept.given | {"dy": dy, "cache": kept.theirs}
-            returned = _call(backward, wants, given, fields)
+            returned = _call(backward, wants, kept.given | {"dy": dy, "cache": kept.theirs})
         else:
+            fields = _fields(kept.theirs)
             returned = backward(dy, *(fields.values() if isinstance(fields, Mapping) else fields))
         found = named_gradients(returned)
         if found.keys() & {"x", "gamma", "beta"}:
@@ -94,13 +91,8 @@ def adapt_functions(
             returned = (returned,)
         if not isinstance(returned, (tuple, list)) or len(returned) != 1 + len(present):
             return tuple(returned) if isinstance(returned, list) else returned
-        like_x = [i for i, g in enumerate(returned) if np.shape(g) == np.shape(kept.given["x"])]
-        if not places and len(like_x) == 1:
-            places.append(like_x[0])
-        others = list(returned)
-        dx = others.pop(places[0] if places else 0)
-        found = dict(zip(present, others, strict=True))
-        return dx, found.get("gamma"), found.get("beta")
+        found = dict(zip(present, returned[1:], strict=True))
+        return returned[0], found.get("gamma"), found.get("beta")
 
     parameters = parameters_of(forward)
     eps = next((parameters[name].default for name, role in takes.items() if role == "eps"), None)
@@ -190,35 +182,16 @@ def _backward_roles(function: Callable[..., Any]) -> dict[str, str]:
     return roles
 
 
-def _call(
-    function: Callable[..., Any], roles: dict[str, str], given: dict[str, Any], fields: Any
-) -> Any:
-    """Call with what each parameter asks for: by name in the cache, by role, or in order."""
+def _call(function: Callable[..., Any], roles: dict[str, str], given: dict[str, Any]) -> Any:
+    """Call with what each parameter asks for."""
     parameters = parameters_of(function)
-    asked = [n for n, role in roles.items() if is_required(parameters[n]) and role != "dy"]
-    in_order = list(fields) if isinstance(fields, Sequence) else []
-    by_name = dict(fields) if isinstance(fields, Mapping) else {}
-    # backward(dy, *cache), spelled out: the cache has one value for each.
-    spread = len(asked) == len(in_order) and "cache" not in roles.values()
-    if spread and any(roles[name] not in given for name in asked):
-        by_name, in_order = dict(zip(asked, in_order, strict=True)), []
     bound = inspect.signature(function).bind_partial()
     for name, role in roles.items():
-        if name in by_name and role not in ("dy", "cache"):
-            value = by_name[name]
-        elif role in given:
-            value = given[role]
-        elif not is_required(parameters[name]):
-            continue
-        elif in_order:
-            value = in_order.pop(0)
-        else:
-            msg = (
-                f"{name_of(function)} must ask for dy, a cache, x, gamma, beta, eps or what the "
-                f"forward returned, got {name}"
-            )
+        if role in given:
+            bound.arguments[name] = given[role]
+        elif is_required(parameters[name]):
+            msg = f"{name_of(function)} must ask for dy, a cache, x, gamma, beta or eps, got {name}"
             raise UserFileError(msg)
-        bound.arguments[name] = value
     return function(*bound.args, **bound.kwargs)
 
 
