@@ -80,14 +80,6 @@ def test_sums_are_compiled_where_numba_is_there():
     assert "compiled" in rows._sums_of(np.dtype(np.float32)).__module__
 
 
-def test_without_numba_the_diagnosis_is_as_good(cases, monkeypatch):
-    monkeypatch.setattr(rows, "_sums_of", lambda _: rows.sum_rows)
-    for place, name in enumerate(TITLES):
-        found = np.concatenate([diagnose(case.x, case.eps).per_row.lost[place] for case in cases])
-        predicted = np.concatenate([case.predicted[name] for case in cases])
-        assert (np.abs(found - predicted) <= 2).mean() >= 0.95
-
-
 def test_welford_of_a_constant_row_is_exact():
     found = rows.describe_rows(np.full((1, 1000), 0.1, np.float32))
     assert (found.welford_mean[0], found.welford_squares[0]) == (np.float32(0.1), 0)

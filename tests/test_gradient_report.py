@@ -9,7 +9,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from stablenorm.check import GradientReport, check_layer_norm
+from stablenorm.check import GradientReport
 from stablenorm.check.report import (
     ArgumentResult,
     Difference,
@@ -17,7 +17,6 @@ from stablenorm.check.report import (
     Identity,
     Secant,
 )
-from stablenorm.testing.mistakes import backward, forward
 
 # Four steps of a plain difference: truncation in step^2, noise in 1/step.
 CURVE = tuple(Secant(2.0**-k, 1.0 + 4.0**-k, 1e-15 * 2.0**k) for k in range(2, 6))
@@ -186,16 +185,3 @@ def test_without_matplotlib_the_cure_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "stablenorm\[plot\]"'):
         REPORT.plot(tmp_path / "report.png")
-
-
-def test_a_real_report_through_every_door(tmp_path):
-    def wrong(dy, cache):
-        dx, dgamma, dbeta = backward(dy, cache)
-        dx[2] *= 1.02
-        return dx, dgamma, dbeta
-
-    for function, verdict in ((backward, "PASS"), (wrong, "FAIL")):
-        report = check_layer_norm(forward, function, rng=0)
-        assert str(report).startswith(verdict)
-        assert json.loads(report.to_json())["verdict"] == verdict
-        report.plot(tmp_path / f"{verdict}.png")
