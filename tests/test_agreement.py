@@ -6,7 +6,6 @@ import pytest
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.backends import BACKENDS
-from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.families import FAMILIES, make_case
 
 NARROW = {
@@ -47,15 +46,3 @@ def test_bits_of_the_reference(name, dtype, n, backend):
                 actual[output].astype(np.float64),
                 err_msg=recipe,
             )
-
-
-@pytest.mark.parametrize("backend", sorted(BACKENDS.keys() - {"numpy"}))
-def test_where_bits_may_differ_the_contract_allows_it(backend):
-    case = make_case("F32", np.dtype(np.float32), 768, 5)
-    expected, actual = compute(case, "numpy")["y"], compute(case, backend)["y"]
-    exact = exact_layer_norm(*case)
-    assert exact.check_contract(y=expected)["y"].passed
-    assert exact.check_contract(y=actual)["y"].passed
-    # The family does cancel, or the exceptions above would be excuses.
-    wrong = np.count_nonzero(actual != exact.rounded("y", np.float32))
-    assert 0 < wrong < actual.size / 10

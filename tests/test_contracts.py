@@ -33,20 +33,6 @@ def test_importing_loads_nothing_heavy():
     assert result.stdout.split() == []
 
 
-def test_the_import_contract_holds():
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "from importlinter.cli import lint_imports_command as c; c(['--no-cache'])",
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_one_version_everywhere():
     held = {
         "pyproject.toml": r'^version = "(.*)"$',
@@ -78,22 +64,6 @@ def test_backends_share_signatures(operation):
         inspect.signature(implementation(operation, name)).parameters.keys() for name in BACKENDS
     ]
     assert all(name == names[0] for name in names)
-
-
-def frozen(array):
-    array.flags.writeable = False
-    return array
-
-
-def test_inputs_are_never_modified(rng, dtype, backend):
-    x, dy = (frozen(rng.standard_normal((3, 4, 50)).astype(dtype)) for _ in range(2))
-    gamma, beta = (frozen(rng.standard_normal(50).astype(dtype)) for _ in range(2))
-    before = [v.tobytes() for v in (x, gamma, beta, dy)]
-    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
-    kept = [s.tobytes() for s in cache.statistics if s is not None]
-    layer_norm_backward(dy, cache)
-    assert [v.tobytes() for v in (x, gamma, beta, dy)] == before
-    assert [s.tobytes() for s in cache.statistics if s is not None] == kept
 
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

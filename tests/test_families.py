@@ -92,21 +92,18 @@ def test_the_plain_formula_fails_the_contract(dtype):
     """The suite can fail: the formula that everybody writes breaks nearly every family."""
     names = [name for name in FINITE if FAMILIES[name].applies(dtype, 768)]
     outcomes = {
-        name: judge(make_case(name, dtype, 768), None, plain_forward, plain_backward)
+        name: judge(
+            make_case(name, dtype, 768, max(2, FAMILIES[name].smallest_rows)),
+            None, plain_forward, plain_backward,
+        )
         for name in names
-    }
+    }  # fmt: skip
     kept = [name for name in names if all(r.passed for r in outcomes[name].values())]
     assert not kept
     # Of the 26 families that are about x, 14 lose more than 4e4 ulp of y, or all of it; two of
     # these are near that limit, where the draw and the order of NumPy's sums decide.
     ulp = [outcomes[f"F{i:02}"]["y"].worst_ulp for i in range(1, 27)]
     assert sum(not value < 4e4 for value in ulp) >= 12
-
-
-def test_an_uncentred_cotangent_fails_where_ours_passes(backend):
-    case = make_case("F27", "float64", 768)
-    assert not judge(case, None, plain_forward, plain_backward)["dx"].passed
-    assert judge(case, backend)["dx"].worst_ulp == 0
 
 
 def test_the_table_holds_every_family():
@@ -204,19 +201,6 @@ def test_a_million_positive_rows_do_not_drift(backend):
     # Below 2^21, of multiples of 2^-24: exact in float64.
     expected = dy.sum(axis=0, dtype=np.float64)
     np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
-
-
-def test_dgamma_of_many_rows_far_from_zero(rng, backend):
-    """4096 rows of 100 + 0.01 N: the two-pass formula is off by 2e-5, a saved a*x+b by 4e-5."""
-    n = 8
-    x = (100 + 0.01 * rng.standard_normal((4096, n))).astype(np.float32)
-    dy = rng.standard_normal(x.shape).astype(np.float32)
-    gamma, beta = np.ones(n, np.float32), np.zeros(n, np.float32)
-    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
-    _, dgamma, dbeta = layer_norm_backward(dy, cache, wrt=("gamma", "beta"))
-    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    results = exact.check_contract(dgamma=dgamma, dbeta=dbeta)
-    assert all(result.passed for result in results.values()), results
 
 
 def test_the_same_numbers_in_another_order(dtype, backend):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 
 
 def make(rng, dtype, rows, n):
@@ -82,39 +82,6 @@ def test_layout_does_not_change_bits(rng, dtype, backend, layout):
     assert_same_results(run(x, gamma, beta, dy, backend), viewed)
 
 
-def test_parameters_in_any_layout(rng, dtype):
-    """Also where everything else is as plain as can be."""
-    x, gamma, beta, dy = make(rng, dtype, 5, 64)
-    strange = [np.stack([v, v])[:, ::-1].T[::-1, 1] for v in (gamma, beta)]
-    assert_same_results(run(x, gamma, beta, dy), run(x, *strange, dy))
-
-
-def test_broadcast_dy_of_stride_zero(rng, dtype, backend):
-    """y.sum().backward() hands over such a dy; others crash or go wrong (quack 88)."""
-    x, gamma, beta, _ = make(rng, dtype, 5, 64)
-    ones = np.broadcast_to(np.ones((), dtype), x.shape)
-    expected = run(x, gamma, beta, ones.copy(), backend)
-    assert_same_results(expected, run(x, gamma, beta, ones, backend))
-
-
-@pytest.mark.parametrize("axis", [0, 1, 2, (0, 1), (0, 2), (1, 2), (-1, 0), (0, 1, 2)])
-def test_any_axes_are_those_axes_moved_last(rng, dtype, backend, axis):
-    x, dy = (rng.standard_normal((4, 5, 6)).astype(dtype) for _ in range(2))
-    axes = tuple(sorted(a % 3 for a in (axis if isinstance(axis, tuple) else (axis,))))
-    lengths = tuple(x.shape[a] for a in axes)
-    gamma, beta = (rng.standard_normal(lengths).astype(dtype) for _ in range(2))
-    last = tuple(range(3 - len(axes), 3))
-    flat = [np.moveaxis(v, axes, last).reshape(-1, gamma.size) for v in (x, dy)]
-    y, gradients = run(x, gamma, beta, dy, backend, axis)
-    expected, of_flat = run(flat[0], gamma.ravel(), beta.ravel(), flat[1], backend)
-    assert y.shape == x.shape
-    assert_same_bits(expected, np.moveaxis(y, axes, last).reshape(expected.shape))
-    assert_same_bits(of_flat.dx, np.moveaxis(gradients.dx, axes, last).reshape(expected.shape))
-    assert_same_bits(of_flat.dgamma, gradients.dgamma.ravel())
-    assert_same_bits(of_flat.dbeta, gradients.dbeta.ravel())
-    assert gradients.dgamma.shape == lengths
-
-
 def test_channels_of_an_image_in_place_of_a_permuted_copy(rng, backend):
     """NCHW over the channels (pytorch 71465): a layout that has no (rows, n) view."""
     x = rng.standard_normal((2, 3, 40, 50)).astype(np.float32)
@@ -122,21 +89,6 @@ def test_channels_of_an_image_in_place_of_a_permuted_copy(rng, backend):
     out = np.empty_like(x)
     assert layer_norm(x, axis=1, out=out, backend=backend) is out
     assert_same_bits(np.ascontiguousarray(expected), out)
-
-
-def test_out_has_the_same_bits_in_any_layout(rng, dtype, backend):
-    x, gamma, beta, dy = make(rng, dtype, 37, 129)
-    expected = run(x, gamma, beta, dy, backend)
-    for view in LAYOUTS.values():
-        y, dx = view(np.zeros_like(x)), view(np.zeros_like(x))
-        out = Gradients(dx, np.zeros_like(gamma), np.zeros_like(beta))
-        returned, cache = layer_norm_forward(x, gamma, beta, out=y, backend=backend)
-        assert returned is y
-        for array, given in zip(layer_norm_backward(dy, cache, out=out), out, strict=True):
-            assert array is given
-        assert_same_results(
-            expected, (np.ascontiguousarray(y), out._replace(dx=np.ascontiguousarray(dx)))
-        )
 
 
 def test_in_place_where_it_is_safe(rng, dtype, backend):

@@ -255,8 +255,9 @@ def test_a_workspace_and_the_process_do_not_share(work, known):
 def test_layers_share_one_and_keep_what_backward_needs(rng, dtype, work):
     """The first layer's y is the second's x: it stays in use until the backward."""
     x, dy = (rng.standard_normal((128, 1024)).astype(dtype) for _ in range(2))
-    plain = [LayerNorm(1024), LayerNorm(1024)]
-    shared = [LayerNorm(1024, workspace=work), LayerNorm(1024, workspace=work)]
+    # Parameters of x's own type: no kernel has to be compiled for this test alone.
+    plain = [LayerNorm(1024, dtype=dtype) for _ in range(2)]
+    shared = [LayerNorm(1024, dtype=dtype, workspace=work) for _ in range(2)]
     sizes = []
     for _ in range(3):
         results = []

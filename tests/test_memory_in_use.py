@@ -1,8 +1,6 @@
 """Memory that something still holds, in any thread or process, is let be; the rest comes again."""
 
-import copy
 import gc
-import io
 import mmap
 import os
 import pickle
@@ -130,30 +128,6 @@ def test_arrays_are_like_any_other(source, dtype):
         array.flags.writeable = True
     # Apart within a page, so that a load is not taken for one of what was just stored.
     assert len({place(array) % 4096 // 256 for array in arrays}) >= 4
-
-
-def test_copies_own_their_memory(source):
-    array = source.new()
-    array[:] = np.arange(256)
-    file = io.BytesIO()
-    np.save(file, array)
-    file.seek(0)
-    buffers = []
-    stream = pickle.dumps(array, protocol=5, buffer_callback=buffers.append)
-    copies = [
-        pickle.loads(pickle.dumps(array)),
-        pickle.loads(stream, buffers=[bytes(buffer) for buffer in buffers]),
-        copy.copy(array),
-        copy.deepcopy(array),
-        root(array).copy().view(np.float32)[: array.size].reshape(SHAPE),
-        np.load(file),
-    ]
-    expected, where = array.tobytes(), place(array)
-    del buffers, array
-    other = source.new()
-    assert place(other) == where
-    other.fill(-1)
-    assert all(each.tobytes() == expected for each in copies)
 
 
 # ---- threads, processes, the system ----

@@ -90,17 +90,6 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     assert exact.check_contract(dbeta=np.array([1e-28]))["dbeta"].passed
 
 
-def test_a_one_pass_variance_breaks_the_contract(rng):
-    x = (100 + rng.standard_normal((3, 256))).astype(np.float32)
-    mean = x.mean(-1, keepdims=True)
-    var = (x * x).mean(-1, keepdims=True) - mean * mean
-    y = (x - mean) / np.sqrt(var + np.float32(1e-5))
-    result = exact_layer_norm(x).check_contract(y=y)["y"]
-    assert not result.passed
-    assert result.worst_ulp > 100
-    assert result.misrounded > 0.9
-
-
 # --------------------------------------------------------------------- shapes, dtypes, rows
 
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.check import row_identities
 
 U = 2.0**-53
 
@@ -57,20 +58,6 @@ def test_an_exact_shift_changes_no_bit(seed, rows, n, shift):
 
 @quick
 @given(seeds, rows_sizes, sizes, offsets)
-def test_permuting_a_row_permutes_the_result(seed, rows, n, offset):
-    x, gamma, beta, dy = make(seed, rows, n, offset)
-    order = np.random.default_rng(seed).permutation(n)
-    y, cache = layer_norm_forward(x, gamma, beta)
-    y_permuted, of_permuted = layer_norm_forward(x[:, order], gamma[order], beta[order])
-    # Both are correctly rounded up to c * S: one ulp apart at most, unless they cancel.
-    np.testing.assert_allclose(y_permuted, y[:, order], rtol=2 * U, atol=2.0**-90)
-    dx = layer_norm_backward(dy, cache).dx
-    permuted = layer_norm_backward(dy[:, order], of_permuted).dx
-    np.testing.assert_allclose(permuted, dx[:, order], rtol=4 * U, atol=2.0**-80)
-
-
-@quick
-@given(seeds, rows_sizes, sizes, offsets)
 def test_the_backward_is_linear_in_dy(seed, rows, n, offset):
     x, gamma, beta, dy = make(seed, rows, n, offset)
     other = make(seed + 1, rows, n)[3]
@@ -89,22 +76,11 @@ def test_the_backward_is_linear_in_dy(seed, rows, n, offset):
 def test_row_identities(seed, rows, n, offset):
     """sum(dx) = 0; <gamma, dgamma> + <beta, dbeta> = <dy, y>; sum(dx xhat) sees eps."""
     x, gamma, beta, dy = make(seed, rows, n, offset)
-    eps = 0.1
-    y, cache = layer_norm_forward(x, gamma, beta, eps)
-    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
-    # Each dx is within 0.75 ulp: half an ulp is at most u |dx|; as much for the sum here.
-    room = 4 * U * np.abs(dx).sum(axis=-1) * n
-    assert (np.abs(dx.sum(axis=-1)) <= room).all()
-    euler = (gamma * dgamma + beta * dbeta).sum() - (dy * y).sum()
-    assert abs(euler) <= 8 * U * rows * n * (
-        np.abs(gamma * dgamma).sum() + np.abs(beta * dbeta).sum() + np.abs(dy * y).sum()
-    )
-    xhat, kept = layer_norm_forward(x, eps=eps)
-    rstd = kept.statistics.rstd
-    g = gamma * dy
-    expected = eps * rstd**3 * (g * xhat).sum(axis=-1)
-    size = np.abs(dx * xhat).sum(axis=-1) + np.abs(rstd) * np.abs(g * xhat).sum(axis=-1)
-    assert (np.abs((dx * xhat).sum(axis=-1) - expected) <= 16 * n * U * size).all()
+    y, cache = layer_norm_forward(x, gamma, beta, 0.1)
+    results = y, *layer_norm_backward(dy, cache)
+    found = row_identities(x, gamma, beta, 0.1, dy, *results)
+    assert len(found) == 3
+    assert all(identity.passed for identity in found), found
 
 
 def test_real_data_agrees_with_another_implementation():
