@@ -3,7 +3,6 @@
 import gc
 import importlib
 import json
-import re
 import sys
 import time
 from functools import partial
@@ -164,16 +163,6 @@ def test_threads_are_what_was_asked_for(capsys):
         assert "3 threads" in run(capsys, "--shape", 4, 5, "--threads", 3).out
     finally:
         parts.use_threads(before)
-
-
-@pytest.mark.parametrize("width", [60, 80])
-@pytest.mark.usefixtures("quick")
-def test_a_narrow_terminal(capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    shown = run(capsys, "--shape", 4, 5).out
-    assert max(map(len, shown.splitlines())) <= width
-    assert re.search("GB/s of copy *$", shown, re.MULTILINE)
-    assert shown.count("float32 backward") == 1
 
 
 @pytest.mark.parametrize(

@@ -157,16 +157,8 @@ def test_the_command_counts_measures_and_writes(command, capsys):
     assert Path("c.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--shape", "4", "0"), "--shape: must be >= 1, got 0"),
-        (("--shape", "1000000", "1000000"), "--shape must fit in memory, got 1000000 1000000"),
-        (("--threads", "0"), "--threads: must be >= 1, got 0"),
-    ],
-)
-def test_bad_input_is_one_line(command, capsys, arguments, words):
-    assert command(*arguments) == 2
+def test_a_shape_beyond_memory_is_one_line(command, capsys):
+    assert command("--shape", "1000000", "1000000") == 2
     error = capsys.readouterr().err
-    assert words in error
+    assert "--shape must fit in memory, got 1000000 1000000" in error
     assert error.count("\n") == 1

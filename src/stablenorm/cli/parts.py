@@ -41,20 +41,15 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """Lines as they are written, but for those that the terminal is too narrow for."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # Prose, which is not indented, is set anew; lists and tables line by line.
-        lines = re.sub(r"(?<=\S)\n(?=\S)", " ", super()._fill_text(text, width, indent))
-        return "\n".join(_wrapped(line, width) for line in lines.splitlines())
-
-
-def _wrapped(line: str, width: int) -> str:
-    """Go on below where the line began, or what is explained beside it, if there is room."""
-    if len(line) <= width:
-        return line
-    beside = re.search(r"\S {2,}(?=\S)", line)
-    start = len(line) - len(line.lstrip())
-    if beside is not None and beside.end() < 3 * width // 4:
-        start = beside.end()
-    return textwrap.fill(line, width, subsequent_indent=" " * start, break_on_hyphens=False)
+        # Prose, which is not indented, is set anew; an entry of a list goes on further in.
+        text = re.sub(r"(?<=\S)\n(?=\S)", " ", super()._fill_text(text, width, indent))
+        lines = []
+        for line in text.splitlines():
+            further = "    " if line.startswith(" ") else ""
+            lines += textwrap.wrap(
+                line, width, subsequent_indent=further, break_on_hyphens=False
+            ) or [""]
+        return "\n".join(lines)
 
 
 def add_command(

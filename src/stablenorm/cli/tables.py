@@ -21,11 +21,6 @@ from stablenorm.report import Section, Table
 _NARROW = 90
 
 
-def is_narrow(console: Console) -> bool:
-    """Whether there is little room for columns."""
-    return console.width < _NARROW
-
-
 def print_sections(console: Console, sections: Iterable[Section]) -> None:
     """Print what sections say: their tables, and below all of them how the numbers were obtained."""
     lines: list[str] = []
@@ -43,7 +38,7 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 def print_table(console: Console, table: Table) -> None:
     """Print rows of cells below their columns, the first one flush left."""
-    narrow = is_narrow(console)
+    narrow = console.width < _NARROW
     printed = RichTable(
         title=table.title,
         title_justify="left",
