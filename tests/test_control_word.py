@@ -134,12 +134,6 @@ def test_a_row_and_a_gamma_of_subnormals(control, backend):
     assert y.all()
 
 
-@pytest.mark.usefixtures("threads")
-def test_rows_that_are_gathered(control, rng, backend):
-    x, gamma, beta, dy = hostile(rng, (700, 96), F4, F4)
-    check(control, (x.T.copy().T, gamma, beta, dy[:, ::-1]), 0.0, backend)
-
-
 def test_helpers_that_such_a_thread_starts(control, rng, monkeypatch):
     """A thread begins with the control word of the one that starts it."""
     case = hostile(rng, (1 + SMALL // 64, 64), F4, F4)
