@@ -64,6 +64,10 @@ complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1
 diagnose: $(VENV)/.dev  ## how fast diagnose reads and how well it predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
+.PHONY: kernels
+kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
+	$(BIN)/python benchmarks/kernels.py
+
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.
 BENCH := .venv-bench

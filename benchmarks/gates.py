@@ -49,10 +49,9 @@ def _called(records: list[Record]) -> Ratios:
     return forward or ratios(records, "call", "PyTorch")
 
 
-def _copied(records: list[Record]) -> Ratios:
-    """n below 64 has a target of its own: 24 bytes of statistics per row are then no trifle."""
+def _copied(records: list[Record], lengths: Callable[[int], bool]) -> Ratios:
     here = [r for r in records if (r.suite, r.candidate) == ("n", OURS_OUT)]
-    return {r.shape: r.speed / r.copy for r in here if r.shape[-1] >= 64 and r.nbytes >= LARGE}
+    return {r.shape: r.speed / r.copy for r in here if lengths(r.shape[-1]) and r.nbytes >= LARGE}
 
 
 GATES = (
@@ -85,12 +84,22 @@ GATES = (
         why="at 1 MiB plain NumPy does not wait for memory either.",
     ),
     Gate(
-        "`out=` on 256 MiB, part of the speed of a copy, n from 64",
-        _copied,
-        0.9,
-        why="rows of 64 to 256 elements pay for what a row costs besides its elements: three sums "
-        "over lanes, a division and a root; longer ones, where the processor is slow against its "
-        "memory, for arithmetic in float64.",
+        "`out=` on 256 MiB, part of the speed of a copy, n of 128 and more",
+        lambda records: _copied(records, lambda n: n >= 128),
+        0.95,
+        why="where the processor is slow against its memory, arithmetic in float64 is what is waited "
+        "for.",
+    ),
+    Gate(
+        "the same, n = 64",
+        lambda records: _copied(records, lambda n: n == 64),
+        0.85,
+        why="short rows pay for a division and a root per row, and for 24 bytes of statistics.",
+    ),
+    Gate(
+        "the same, n of 16 and less: stated, without a target",
+        lambda records: _copied(records, lambda n: n <= 16),
+        0.0,
     ),
     Gate(
         "a call on (1, 1, 64): `F.layer_norm` over `layer_norm`, ATen's backward over ours", _called, 1.0

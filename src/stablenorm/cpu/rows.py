@@ -20,6 +20,8 @@ it loses nothing either, as long as d**2 is no larger than a few var:
   the difference of squares has lost more than log2(3) bits. Then k + d, rounded to float32, is
   the new k, and the pass is made once more.
 
+k + d is kept as two float64, as in `reference`: mean, the nearest float64, and the rest.
+
 Backward
 --------
 In ``dx = rstd * (g - mean(g) - xhat * mean(g * xhat))`` the second mean may be taken of
@@ -32,12 +34,12 @@ With A = mean(g - m), B = mean((g - m) * xhat)::
 
 Error bounds
 ------------
-u = 2**-53; H is the longest chain of additions in a sum along a row, n/32 + 20 where LLVM adds
-32 elements at a time; D = |d| rstd, q = rstd**2 mean((x - k)**2), w = (1 + q)/2.
+u = 2**-53; H is the longest chain of additions in a sum along a row: ``BLOCK / 32 + n / BLOCK + 20`` at
+most, where LLVM adds 32 elements at a time, as with AVX-512.
 
-- The computed xhat is within a |xhat| + b of the exact one, with
-  e = (H + 6) u q + 2 D (H + 4) u w + u (D**2 + 1), a = 1.01 (e/2 + 6.5 u) and
-  b = 1.01 ((H + 4) u w + 3 u D). The guard keeps D**2 below 2 and q below 3.
+- The computed xhat is within a |xhat| + b of the exact one. With D = |d| rstd, q = rstd**2 mean((x - k)**2),
+  w = (1 + q) / 2 and e = (H + 6) u q + 2 D (H + 4) u w + u (D**2 + 1): a = 1.01 (e/2 + 6.5 u) and
+  b = 1.01 (H + 4) u w. The guard keeps D**2 below 2 and q below 3.
 - y, before it is rounded: |gamma| (a |xhat| + b) + 2 u |y|.
 - dx, with B as above, G = rms(g), X >= max|xhat|: (a + 8 u) |dx| + rstd ((H + 3) u G +
   2 |A| (a + 4 u) + b |B| + (X + 1.5) ((a + b + (H + 5) u) G + |B| (3 a + 8 u))).
