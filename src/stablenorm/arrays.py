@@ -62,15 +62,14 @@ def on_cuda_device(value: Any) -> bool:
 
 def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
     """
-    Tell whether that is NumPy's own array, in C order, of a dtype computed with, needing no check.
+    Tell whether `convert` would return this array as it is, and it has this shape.
 
-    If so, it has elements, and `shape`, if that is given.
+    Without a shape, whether it has elements.
     """
     return bool(
         type(array) is np.ndarray
         and array.dtype in _FLOATING
         and (array.shape == shape or (shape is None and array.size and array.ndim))
-        and array.flags.c_contiguous
     )
 
 

@@ -102,8 +102,7 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    y, _ = _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)
-    return y
+    return _forward(x, gamma, beta, eps, axis, out, backend, in_place=True)[0]
 
 
 def layer_norm_forward(
@@ -162,7 +161,8 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    return _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
+    y, *kept = _forward(x, gamma, beta, eps, axis, out, backend, in_place=False)
+    return y, Cache(*kept)
 
 
 def layer_norm_backward(
@@ -262,7 +262,8 @@ def _forward(
     out: Array | None,
     backend: str | None,
     in_place: bool,
-) -> tuple[Array, Cache]:
+) -> Any:
+    """Return y, and what `Cache` is made of."""
     name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
     arrays = arrays_of(name)
     if axis == -1 and is_plain(x, None):
@@ -289,7 +290,7 @@ def _forward(
     statistics: Statistics = implementation("forward", name)(
         arrays.rows(x, axes), gamma, beta, eps, arrays.rows(y, axes)
     )
-    return y, Cache(x, gamma, None if beta is None else beta.dtype, axes, statistics, name)
+    return y, x, gamma, None if beta is None else beta.dtype, axes, statistics, name
 
 
 def _not_a_cache(dy: Any, cache: Any) -> str:
@@ -358,26 +359,37 @@ def _gradients(
     out: Sequence[Array | None] | None,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
-    given = (None, None, None) if out is None else tuple(out)
+    like, gamma, beta_dtype = cache.x, cache.gamma, cache.beta_dtype
+    gamma = gamma if "gamma" in asked else None
+    beta_dtype = beta_dtype if "beta" in asked else None
+    shape = normalized_shape(like.shape, cache.axis)
+    if out is None:
+        return Gradients(
+            arrays.empty(like.shape, like.dtype, like) if "x" in asked else None,
+            None if gamma is None else arrays.empty(shape, gamma.dtype, like),
+            None if beta_dtype is None else arrays.empty(shape, beta_dtype, like),
+        )
+    given = tuple(out)
     if len(given) != len(_NAMES):
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
         raise ValueError(msg)
-    shape = normalized_shape(cache.x.shape, cache.axis)
-    targets = (
-        (cache.x.shape, cache.x.dtype),
-        None if cache.gamma is None else (shape, cache.gamma.dtype),
-        None if cache.beta_dtype is None else (shape, cache.beta_dtype),
+    dtypes = (
+        like.dtype if "x" in asked else None,
+        None if gamma is None else gamma.dtype,
+        beta_dtype,
     )
-    others: dict[str, Array | None] = {"x": cache.x, "gamma": cache.gamma, "dy": dy}
+    others: dict[str, Array | None] = {"x": like, "gamma": cache.gamma, "dy": dy}
     found: list[Array | None] = []
-    for name, target, array in zip(_NAMES, targets, given, strict=True):
-        if name not in asked or target is None:
+    for name, lengths, dtype, array in zip(
+        _NAMES, (like.shape, shape, shape), dtypes, given, strict=True
+    ):
+        if dtype is None:
             found.append(None)
         elif array is None:
-            found.append(arrays.empty(target[0], target[1], cache.x))
+            found.append(arrays.empty(lengths, dtype, like))
         else:
             called = f"out.d{name}"
-            checked = arrays.target(called, array, *target)
+            checked = arrays.target(called, array, lengths, dtype)
             _refuse_overlap(arrays, called, checked, others, but="dy" if name == "x" else None)
             # New ones are not among these: nothing that was given can share memory with them.
             others[called] = checked

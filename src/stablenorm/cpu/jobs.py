@@ -224,10 +224,10 @@ def sums_from(sums: Any, tile: int, n: int) -> Any:
 
 @functools.cache
 def total_job(dtype: Any) -> Any:
-    """Return what adds up the tiles' dgamma (0) or dbeta (1), and rounds it once."""
+    """Return what adds up the tiles' dgamma and dbeta, those that have elements, and rounds them."""
     stamp = STAMP
 
-    def total(sums, which, n, tiles, out):
+    def total(sums, n, tiles, dgamma, dbeta):
         if stamp == "":
             return
         word = set_default()
@@ -236,16 +236,17 @@ def total_job(dtype: Any) -> Any:
         low = further(high, 8 * _BLOCK)
         for start in range(0, n, _BLOCK):
             count = min(_BLOCK, n - start)
-            clear(high, 2 * _BLOCK)
-            for tile in range(tiles):
-                part = first + (4 * tile + 2 * which) * apart + 8 * start
-                merge(float64_at(part), high, low, count)
-                merge(float64_at(part + apart), high, low, count)
-            to = pointer(out)
-            round_sums(high, low, count, further(to, start * width(to)))
+            for which in range(2):
+                to = pointer(dbeta) if which else pointer(dgamma)
+                if (dbeta.size if which else dgamma.size) == 0:
+                    continue
+                clear(high, 2 * _BLOCK)
+                for tile in range(tiles):
+                    part = first + (4 * tile + 2 * which) * apart + 8 * start
+                    merge(float64_at(part), high, low, count)
+                    merge(float64_at(part + apart), high, low, count)
+                round_sums(high, low, count, further(to, start * width(to)))
         restore(word)
 
-    return compiled(
-        total,
-        types.void(_VECTOR, types.int64, types.int64, types.int64, array_type(dtype, 1, out=True)),
-    )
+    out = array_type(dtype, 1, out=True)
+    return compiled(total, types.void(_VECTOR, types.int64, types.int64, out, out))
