@@ -187,7 +187,7 @@ _OVERLAP_WORK: Any = 10_000
 
 class Rows:
     """
-    An array seen as (rows, n): slices of rows are read and written as C-ordered blocks.
+    An array seen as (rows, n): slices of rows, or rows by number, are read and written as C-ordered blocks.
 
     Only for layouts that have no such view: one row block is gathered at a time, so the extra
     memory is one block, where a reshape would copy the whole array.
@@ -199,13 +199,15 @@ class Rows:
         self.dtype = moved.dtype
         self.shape = (math.prod(self._lead), math.prod(moved.shape[leading:]))
 
-    def _index(self, rows: slice) -> tuple[Array, ...]:
-        return np.unravel_index(np.arange(*rows.indices(self.shape[0])), self._lead)
+    def _index(self, rows: slice | Array) -> tuple[Array, ...]:
+        if isinstance(rows, slice):
+            rows = np.arange(*rows.indices(self.shape[0]))
+        return np.unravel_index(rows, self._lead)
 
-    def __getitem__(self, rows: slice) -> Array:
+    def __getitem__(self, rows: slice | Array) -> Array:
         return self._moved[self._index(rows)].reshape(-1, self.shape[1])
 
-    def __setitem__(self, rows: slice, block: Array) -> None:
+    def __setitem__(self, rows: slice | Array, block: Array) -> None:
         index = self._index(rows)
         self._moved[index] = block.reshape(len(block), *self._moved.shape[len(self._lead) :])
 

@@ -37,8 +37,8 @@ def forward(
     exponent = np.zeros((x.shape[0], 2), np.int16)
     for part in _chunks(np.flatnonzero(marks), x.shape[1]):
         result: Any = np.empty((len(part), x.shape[1]), x.dtype)
-        some = reference.forward(_rows(x, part), gamma, beta, eps, result)
-        _put(y, part, result)
+        some = reference.forward(x[part], gamma, beta, eps, result)
+        y[part] = result
         for row, word in zip(kept[:5], some[:5], strict=True):
             row[part] = 0.0 if word is None else word
         if some.exponent is not None:
@@ -68,25 +68,10 @@ def write_dx(
         some = Statistics(*words)
         result = np.empty((len(part), x.shape[1]), x.dtype)
         out = Gradients(result, None, None)
-        reference.backward(_rows(dy, part), _rows(x, part), gamma, some, out)
-        _put(dx, part, result)
+        reference.backward(dy[part], x[part], gamma, some, out)
+        dx[part] = result
 
 
 def _chunks(rows: Array, n: int) -> Iterator[Array]:
     step = max(_GATHERED // n, 1)
     return (rows[start : start + step] for start in range(0, len(rows), step))
-
-
-def _rows(array: Any, rows: Array) -> Any:
-    """Return a copy of some rows, of an array or of what can only be sliced."""
-    if isinstance(array, np.ndarray):
-        return array[rows]
-    return np.concatenate([array[slice(row, row + 1)] for row in rows])
-
-
-def _put(array: Any, rows: Array, values: Array) -> None:
-    if isinstance(array, np.ndarray):
-        array[rows] = values
-        return
-    for row, value in zip(rows, values, strict=True):
-        array[slice(row, row + 1)] = value[None]
