@@ -264,9 +264,9 @@ def _forward(
     in_place: bool,
 ) -> Any:
     """Return y, and what `Cache` is made of."""
-    name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
-    arrays = arrays_of(name)
     if axis == -1 and is_plain(x, None):
+        name = choose(backend)
+        arrays = arrays_of(name)
         # What most calls have, at a third of the time that the rest of this would take.
         axes: tuple[int, ...] = (x.ndim - 1,)
         shape = x.shape[-1:]
@@ -275,6 +275,8 @@ def _forward(
         if not is_plain(beta, shape):
             beta = _parameter(arrays, "beta", beta, shape, axes)
     else:
+        name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+        arrays = arrays_of(name)
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
         shape = normalized_shape(x.shape, axes)

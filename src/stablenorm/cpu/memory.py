@@ -132,9 +132,9 @@ def put(_typing: Any, p: Any, j: Any, value: Any) -> Any:
             # midpoint of the narrow type: it can be rounded again (Boldo and Melquiond 2008).
             dropped = _DROPPED[kind]
             bits, mask = builder.bitcast(v, _I64), (1 << dropped) - 1
-            lost = builder.icmp_unsigned("!=", builder.and_(bits, _I64(mask)), _I64(0))
-            kept = builder.and_(bits, _I64(-1 - mask))
-            odd = builder.select(lost, builder.or_(kept, _I64(1 << dropped)), kept)
+            # Carries into the last kept bit, if anything was lost.
+            lost = builder.add(builder.and_(bits, _I64(mask)), _I64(mask))
+            odd = builder.and_(builder.or_(bits, lost), _I64(-1 - mask))
             v = builder.bitcast(odd, _F64)
         if kind is not types.float64:
             v = builder.fptrunc(v, _F32)
