@@ -162,11 +162,11 @@ def main() -> None:
     for name, pair in found["ratios"].items():
         dtype, n = name.split()
         cells = [
-            digits(value) + ("" if value >= target else f" **below {target}**")
+            digits(value, 3) + ("" if value >= target else f" **below {target}**")
             for value, target in zip(pair, TARGETS[dtype], strict=True)
         ]
         lines.append((dtype, n, *cells))
-    mixed = [(n, *map(digits, pair)) for n, pair in found["mixed"].items()]
+    mixed = [(n, *(digits(value, 3) for value in pair)) for n, pair in found["mixed"].items()]
     first = [
         (dtype, *(f"{value:.2f} s" for value in pair)) for dtype, pair in found["first"].items()
     ]

@@ -199,11 +199,11 @@ def _fused_forward(rows: int, n: int, s: int) -> Cost:
     """
     Count the fused CPU kernel: a row is read from memory once and then found in the caches.
 
-    Flops per element, in float64: sum of x 1, x - mean 1, its sum 1, its square added 2, and for y
-    x - mean 1, times rstd plus a correction of the mean 2, times gamma plus beta 2: 10. On float64
-    data in pairs: 1 + 34 + 40 = 75. Held are y and the statistics.
+    Flops per element, in float64: x - k 1, its sum 1, its square added 2, and for y x - mean 1,
+    times rstd plus a shift 2, times gamma plus beta 2: 9. On float64 data in pairs: 29 + 31 = 60.
+    Held are y and the statistics.
     """
-    flops = 75 if s == 8 else 10
+    flops = 60 if s == 8 else 9
     return Cost(flops * rows * n, _least_forward(rows, n, s), s * rows * n + _statistics(s) * rows)
 
 
@@ -211,13 +211,12 @@ def _fused_backward(rows: int, n: int, s: int) -> Cost:
     """
     Count the backward of the fused CPU kernel, which reads dy and x from memory once.
 
-    Flops per element, in float64: g added to its sum 2; xhat 3, g - mean(g) 2 and their product
-    added 2; dx, which forms both again, 8; dbeta 2.5 and dy * xhat added to dgamma 3.5, since four
-    rows are added up and then added to the column's sum with its rounding error: 23. On float64
-    data in pairs: 13 + 55 + 25 + 10 + 15 = 118. Held are the gradients and partial sums over rows,
-    which are at most 4 MiB and left out here.
+    Flops per element, in float64: xhat 3, g - m 2, its sum 1, their product added 2, dbeta 1,
+    dy * xhat added to dgamma 2; dx, which forms x - mean and g - m again, 7: 18. On float64 data in
+    pairs: 73 + 31 = 104. Held are the gradients and partial sums over rows, which are at most 4 MiB
+    and left out here.
     """
-    flops = 118 if s == 8 else 23
+    flops = 104 if s == 8 else 18
     return Cost(flops * rows * n, _least_backward(rows, n, s), s * rows * n + 2 * s * n)
 
 

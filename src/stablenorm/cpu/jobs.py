@@ -16,7 +16,7 @@ from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, STAMP, array_type, compiled
-from stablenorm.cpu.layout import PAST_CACHES, backward_rows, forward_rows
+from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, address, bits_of, further, pasted, pointer, width
 from stablenorm.cpu.pool import run
 from stablenorm.cpu.processor import restore, set_default
@@ -65,7 +65,9 @@ def _plan(
     rows, n = shape
     each += -each % LINE
     shared = (_RECORD + LINE) // 8 + 2 * _padded(n)
-    words = np.array([tile_rows, rows * n * size >= PAST_CACHES, function, each])
+    nbytes = rows * n * size
+    flags = nbytes >= PAST_CACHES, nbytes > OWN_CACHE
+    words = np.array([tile_rows, flags[0], function, each, flags[1]])
     return Plan(job, wide, tile_rows, -(-rows // tile_rows), shared, each // 8, words)
 
 
@@ -132,7 +134,7 @@ def _forward_job(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any) -> Any:
                 np.int64(bits_of(eps)), address(pointer(numbers)), numbers.strides[0],
                 address(pointer(tails)), address(pointer(marks)), 0,
                 x.strides[0], y.strides[0], 0, rows, n, plan[0],
-                parameters + 2 * apart, plan[3], way, 1,
+                parameters + 2 * apart, plan[3], way, 1, plan[4],
             )  # fmt: skip
             write_record(call, record)
             run(plan[2], record, pool, helpers)
@@ -194,7 +196,7 @@ def _backward_job(dy_dtype: Any, x_dtype: Any, gamma_dtype: Any, wide: bool) -> 
                 0, address(pointer(numbers)), numbers.strides[0],
                 address(pointer(tails)) if tails.size else 0, address(pointer(marks)), _begin(sums),
                 x.strides[0], dx.strides[0], dy.strides[0], rows, n, plan[0],
-                parameters + 8 * padded(n), plan[3], way, wanted,
+                parameters + 8 * padded(n), plan[3], way, wanted, plan[4],
             )  # fmt: skip
             write_record(call, record)
             run(plan[2], record, pool, helpers)

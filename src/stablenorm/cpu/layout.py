@@ -28,6 +28,9 @@ _MOST_TILES, _FEWEST_TILES, _SUMS = 64, 8, 1 << 17
 # what the system says of a cache that is shared with others is not to be believed (480 MB).
 PAST_CACHES = 1 << 25
 
+# Of inputs beyond the cache of one core, the rows to come are asked for while those at hand are written.
+OWN_CACHE = 1 << 20
+
 # Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
 _GATHERED = 1 << 16
 

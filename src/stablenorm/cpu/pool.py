@@ -18,6 +18,7 @@ process is, when two Python threads enter at once.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from queue import SimpleQueue
@@ -100,7 +101,9 @@ def run(function, record, words, helpers):
     exchange(_word(pool, _TAKEN), 0)
 
 
+@functools.cache
 def _helping() -> Any:
+    """Return what helpers run, compiled when the first is started."""
     stamp = STAMP
 
     def help_out(words, me, seen):  # type: ignore[no-untyped-def]
@@ -132,9 +135,6 @@ def _helping() -> Any:
     return compiled(help_out, types.int64(types.int64[::1], types.int64, types.int64))
 
 
-help_out = _helping()
-
-
 class _Pool:
     """The helpers of this process."""
 
@@ -150,7 +150,7 @@ class _Pool:
             try:
                 while len(self.alarms) < count:
                     alarm: SimpleQueue[None] = SimpleQueue()
-                    arguments = (self.words, 1 + len(self.alarms), alarm)
+                    arguments = (_helping(), self.words, 1 + len(self.alarms), alarm)
                     thread = threading.Thread(
                         target=_serve, args=arguments, name="stablenorm", daemon=True
                     )
@@ -172,7 +172,7 @@ class _Pool:
                 self.alarms[helper - 1].put(None)
 
 
-def _serve(words: Any, me: int, alarm: SimpleQueue[None]) -> None:
+def _serve(help_out: Any, words: Any, me: int, alarm: SimpleQueue[None]) -> None:
     seen = 0
     while True:
         seen = help_out(words, me, seen)

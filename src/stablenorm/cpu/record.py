@@ -47,6 +47,8 @@ class Call(NamedTuple):
     # How results reach memory; whether dx is wanted.
     way: Any
     wanted: Any
+    # Whether the next rows are to be asked for ahead of time.
+    ahead: Any
 
 
 # Bytes of a record.
@@ -67,7 +69,7 @@ def read_record(record):
     w = pointer_at(record, np.int64)
     return Call(
         w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10],
-        w[11], w[12], w[13], w[14], w[15], w[16], w[17], w[18], w[19], w[20],
+        w[11], w[12], w[13], w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21],
     )  # fmt: skip
 
 

@@ -136,12 +136,12 @@ def statistics(x, x2, n, eps):
 
 
 @_exactly
-def normalize(x, y, x2, y2, n, gamma, beta, one, two):
-    """Write two rows of y."""
+def normalize(x, y, x2, y2, start, stop, gamma, beta, one, two):
+    """Write columns ``[start, stop)`` of two rows of y."""
     wide_vectors()
     (mean, rest, rstd), (mean2, rest2, rstd2) = one, two
     shift, shift2 = -rest * rstd, -rest2 * rstd2
-    for j in range(n):
+    for j in range(start, stop):
         scale, offset = gamma[j], beta[j]
         put(y, j, ((get(x, j) - mean) * rstd + shift) * scale + offset)
         put(y2, j, ((get(x2, j) - mean2) * rstd2 + shift2) * scale + offset)

@@ -26,6 +26,7 @@ from stablenorm.cpu.memory import (
     named,
     pasted,
     pointer_at,
+    prefetch,
     stream_line,
     width,
 )
@@ -109,6 +110,12 @@ def padded(n):
     return n + 8 + -n % 8
 
 
+@pasted
+def _prefetch_columns(place, row, stride, start, stop, size):
+    """Ask for some columns of a row to come."""
+    prefetch(place + row * stride + start * size, (stop - start) * size)
+
+
 # ---- forward ----
 
 
@@ -129,7 +136,13 @@ def _forward_tile(p, first, stop, element, stage):
         y = pointer_at(p.out + i * p.out_stride, element)
         if p.way == STRAIGHT and i < j:
             y2 = pointer_at(p.out + j * p.out_stride, element)
-            equations.normalize(x, y, x2, y2, n, gamma, beta, one, two)
+            step = PIECE if p.ahead else n
+            for start in range(0, n, step):
+                end = min(start + step, n)
+                if p.ahead:
+                    _prefetch_columns(p.x, i + 2, p.x_stride, start, end, width(x))
+                    _prefetch_columns(p.x, i + 3, p.x_stride, start, end, width(x))
+                equations.normalize(x, y, x2, y2, start, end, gamma, beta, one, two)
         elif p.way == STRAIGHT:
             # Not 0, for which Numba would compile another one.
             equations.normalize_piece(x, y, np.int64(0), n, gamma, beta, one)
