@@ -74,8 +74,8 @@ GATES = (
         "PyTorch's time over ours, each shape",
         _single,
         0.95,
-        why="where x stays in the caches the arithmetic decides: ours is in float64, with "
-        "compensated sums over rows; PyTorch's is in float32.",
+        why="one row pays for its way through Python, 5 us and more; other shapes in cache for "
+        "arithmetic in float64, where PyTorch's is in float32, and for waking a helper thread.",
     ),
     Gate(
         "plain NumPy's time over ours, one thread each",
