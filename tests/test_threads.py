@@ -237,4 +237,4 @@ def test_a_sleeping_helper_is_woken(pool):
         while not pool.words[module._ASLEEP + module._APART] and time.monotonic() < deadline:
             time.sleep(0.001)
         # One that is woken, but finds nothing to do before this thread is preempted, sleeps again.
-        assert any(min(taken_by(1, 2)[0][:2]) for _ in range(5))
+        assert any(min(taken_by(1, 2)[0][:2]) for _ in range(25))
