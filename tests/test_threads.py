@@ -85,9 +85,9 @@ def test_helpers_really_take_part(pool):
     """Without this, the tests of this file could pass on one thread."""
     assert run(*make(2))
     assert len(pool.alarms) == 3
-    taken, _ = taken_by(3, 7)
-    assert sum(taken) == 7
-    assert sum(count > 0 for count in taken) >= 2
+    # Of helpers that fall asleep while this thread is preempted, none comes: not each time.
+    assert any(sum(count > 0 for count in taken_by(3, 7)[0]) >= 2 for _ in range(25))
+    assert sum(taken_by(3, 7)[0]) == 7
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 4, 5, 31, 1000])
