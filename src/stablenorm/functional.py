@@ -85,8 +85,8 @@ def layer_norm(
     the documentation. 16- and 32-bit data is
     computed in float64 and rounded once; if x, gamma or beta is float64, all of it is computed
     in double-double, at about a third of the elements per second. Slow, by the reference in
-    NumPy, are only float64 rows, gamma, beta or eps of extreme size (beyond 2**200 or below
-    2**-200), rows with NaN or infinity, and mixtures of narrower `x` with float64 parameters.
+    NumPy, are only rows of such calls, gamma, beta or eps of extreme size (beyond 2**200 or below
+    2**-200), rows of such calls with NaN or infinity, and a float64 dy beside narrower arrays.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
@@ -267,7 +267,7 @@ def _forward(
     if axis == -1 and is_plain(x, None):
         name = choose(backend)
         arrays = arrays_of(name)
-        # What most calls have, at a third of the time that the rest of this would take.
+        # What most calls have, and a small one would feel the checks of the rest.
         axes: tuple[int, ...] = (x.ndim - 1,)
         shape = x.shape[-1:]
         if not is_plain(gamma, shape):
