@@ -23,7 +23,7 @@
 struct ShimIndex { unsigned x; };
 struct ShimPlace { ShimIndex thread, block, grid; };
 extern "C" {
-const ShimPlace& shim_place();
+ShimPlace shim_place();
 unsigned char* shim_shared();
 bool shim_syncthreads(bool value, int line);
 double shim_exchange(double value, unsigned mask, int lanes, int line);
@@ -75,17 +75,12 @@ inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>(
 // ---- a kernel as a function of the bytes of its one parameter ----
 
 #define SHIM_ENTRY(name)                                                                       \
-    template <class P> inline void shim_call(void (*kernel)(P), const unsigned char* bytes) {  \
+    template <class P> __attribute__((no_sanitize("thread")))                                  \
+    void shim_call(void (*kernel)(P), const unsigned char* bytes) {                            \
         std::remove_const_t<P> value;                                                          \
         std::memcpy(&value, bytes, sizeof value);                                              \
         kernel(value);                                                                         \
     }                                                                                          \
     template <class P> constexpr std::size_t shim_size_of(void (*)(P)) { return sizeof(P); }   \
-    extern "C" char __ehdr_start __attribute__((visibility("hidden")));                        \
-    extern "C" char _end __attribute__((visibility("hidden")));                                \
     extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }   \
-    extern "C" std::size_t shim_size_##name() { return shim_size_of(name); }                   \
-    extern "C" void shim_library(std::uintptr_t* range) {                                      \
-        range[0] = reinterpret_cast<std::uintptr_t>(&__ehdr_start);                            \
-        range[1] = reinterpret_cast<std::uintptr_t>(&_end);                                    \
-    }
+    extern "C" std::size_t shim_size_##name() { return shim_size_of(name); }

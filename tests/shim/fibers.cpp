@@ -1,26 +1,22 @@
-// A grid on one thread of the host: every CUDA thread is a fiber, the next one is drawn by a seed.
+// A grid on one thread of the host: every CUDA thread is a fiber, a seed decides which is next.
 //
 // Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
 // place of the sanitizers' own, so every access to memory is seen here before it is made. It must
 // lie in a tensor handed over (byte by byte), be aligned, and not read what nobody wrote; and it must
-// be ordered after the accesses of other threads to the same bytes, if one of the two is a write:
+// be ordered after the accesses of other threads to the same four bytes, if one of the two is a write:
 // - threads of a block are ordered by __syncthreads and by nothing else: not by shuffles;
-// - blocks are ordered by a fence before an atomic operation in the one, and a fence after an atomic
-//   operation on the same word in the other. What passes then is what the block did before its
-//   last __syncthreads. Atomic operations alone order nothing.
+// - blocks are ordered by a fence before an atomic operation in the one, and a fence after a later
+//   atomic operation in the other. What passes then is what the block did before its last
+//   __syncthreads. Atomic operations alone order nothing. There is one word for them in a grid.
 // The order is judged, not awaited: a race is found whether or not this schedule shows it.
 // Barriers that some threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
 #include <csetjmp>
-#include <cstdarg>
 #include <cstdio>
-#include <cstdlib>
-#include <deque>
-#include <map>
 #include <memory>
+#include <random>
 #include <vector>
 
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include "cuda_shim.h"
@@ -43,118 +39,117 @@ struct Region {
     std::uint64_t loaded, stored;
 };
 
-// Who touched a byte last: block, thread (-1: nobody, MANY: several), barriers of the block before.
-constexpr int MANY = -2;
+// Who touched four bytes last: block, thread (or one of these), barriers of the block before.
+constexpr int NOBODY = -1, SEVERAL = -2;
 struct Touch {
-    int block = -1, thread = -1;
+    int block = NOBODY, thread = NOBODY;
     unsigned epoch = 0;
 };
 struct Shadow { Touch write, read; };
 
-// For each block the barriers of it before which all is visible.
-using Known = std::vector<unsigned>;
+using Stack = std::unique_ptr<unsigned char[]>;
+std::vector<Stack> stacks; // of threads that have returned, for those to come
 
 struct Block;
 struct Fiber {
     jmp_buf context;
     ucontext_t start;
-    unsigned char* stack = nullptr;
-    ShimPlace* place = nullptr; // at the top of the stack, which the thread may read
+    Stack stack;
+    Block* block;
+    unsigned thread;
     bool begun = false, done = false;
-    Block* block = nullptr;
-    int thread = 0;
-    // What it waits for: "" for nothing, a barrier, a shuffle with partners so many lanes away.
+    // What it waits for, and where; partners of a shuffle are so many lanes away.
     const char* wait = "";
     int line = 0, lanes = 0;
     double value = 0;
-    // What it acquired since the last barrier; the word of its last atomic operation, which a fence
-    // makes an acquire; whether a fence has made the next one a release.
-    Known known;
-    const unsigned* last_atomic = nullptr;
+    // Numbers of atomic operations: of its latest, and of that whose past it sees since a fence. And
+    // whether a fence has made the next one a release.
+    unsigned latest = 0, acquired = 0;
     bool releases = false;
 };
 
-struct Block {
+// Threads that wait for one another: a block or a warp.
+struct Group {
     std::vector<Fiber*> fibers;
-    std::size_t alive = 0, waiting = 0;
-    unsigned index = 0, epoch = 1;
-    Known known;
+    std::size_t waiting = 0;
+};
+
+struct Block {
+    std::vector<std::unique_ptr<Fiber>> fibers;
+    Group all;
+    std::vector<Group> warps;
+    std::size_t alive;
+    unsigned index, epoch = 1, acquired = 0;
     std::vector<unsigned char> shared;
     std::vector<Shadow> shadow;
+
+    ~Block() {
+        for (auto& fiber : fibers) stacks.push_back(std::move(fiber->stack));
+    }
 };
 
 struct Launch {
     void (*call)(const unsigned char*);
+    const unsigned char* parameters;
     unsigned grid, threads;
     std::size_t shared_bytes;
-    std::uint64_t seed, random;
-    long idle;
-    bool failed;
-    char message[1024];
+    Region* regions;
+    std::size_t region_count;
 } launch;
 
-unsigned char parameters[4096]; // what a device allows at most
-Region* regions;
-std::size_t region_count;
 std::vector<std::vector<Shadow>> shadows; // of the regions that are read and written
-std::map<const unsigned*, Known> published;
-Address modules[2][2]; // the libraries of the kernel and of this file: constants, and the above
+// Of each block and its epochs, the number of the atomic operation that released what was done there.
+std::vector<std::vector<unsigned>> released;
+unsigned atomics;
+std::mt19937_64 draw;
+long idle;
 jmp_buf scheduler;
 Fiber* current;
-std::deque<Fiber*> runnable;
-std::vector<std::unique_ptr<Fiber>> pool;
-std::vector<Fiber*> free_fibers;
+std::vector<Fiber*> runnable;
+bool failed;
+char message[1024];
 
-[[noreturn]] void fail(const char* format, ...) {
-    const std::size_t room = sizeof launch.message;
-    const int used = std::snprintf(launch.message, room, "block %u, thread %d: ",
+template <class... Values> void explain(const char* format, Values... values) {
+    const int used = std::snprintf(message, sizeof message, "block %u, thread %u: ",
                                    current->block->index, current->thread);
-    va_list arguments;
-    va_start(arguments, format);
-    std::vsnprintf(launch.message + used, room - std::size_t(used), format, arguments);
-    va_end(arguments);
-    launch.failed = true;
+    std::snprintf(message + used, sizeof message - std::size_t(used), format, values...);
+    failed = true;
+}
+
+template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
+    explain(format, values...);
     _longjmp(scheduler, 1);
 }
 
 // ---- order ----
 
-unsigned known_of(const Known& known, int block) { return known.empty() ? 0 : known[block]; }
-
-void join(Known& into, const Known& from) {
-    if (from.empty()) return;
-    into.resize(launch.grid);
-    for (std::size_t i = 0; i < from.size(); ++i) into[i] = std::max(into[i], from[i]);
-}
-
 bool is_ordered(const Touch& other) {
     const Block* block = current->block;
-    if (other.thread == -1) return true;
+    if (other.thread == NOBODY) return true;
     if (other.block == int(block->index))
-        return other.thread == current->thread || other.epoch < block->epoch;
-    if (other.block == MANY) return false;
-    return other.epoch < std::max(known_of(block->known, other.block),
-                                  known_of(current->known, other.block));
+        return other.thread == int(current->thread) || other.epoch < block->epoch;
+    if (other.block == SEVERAL) return false;
+    const auto& past = released[std::size_t(other.block)];
+    return other.epoch < past.size() &&
+           past[other.epoch] <= std::max(block->acquired, current->acquired);
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
-    if (!write && shadow.write.thread == -1)
+    if (!write && shadow.write.thread == NOBODY)
         fail("reads byte %zu of %s, which nobody wrote", byte, where);
     const bool wrote = !is_ordered(shadow.write);
-    if (wrote || (write && !is_ordered(shadow.read))) {
-        const Touch& other = wrote ? shadow.write : shadow.read;
+    if (wrote || (write && !is_ordered(shadow.read)))
         fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
-             where, other.block, wrote ? "wrote" : "read");
-    }
-    Touch now{int(current->block->index), current->thread, current->block->epoch};
+             where, (wrote ? shadow.write : shadow.read).block, wrote ? "wrote" : "read");
+    Touch now{int(current->block->index), int(current->thread), current->block->epoch};
     if (write) {
         shadow = {now, Touch()};
         return;
     }
     // Reads that are not ordered among themselves are remembered together.
     if (!is_ordered(shadow.read)) {
-        now.thread = MANY;
-        if (shadow.read.block != now.block) now.block = MANY;
+        now.thread = SEVERAL;
+        if (shadow.read.block != now.block) now.block = SEVERAL;
     }
     shadow.read = now;
 }
@@ -162,139 +157,104 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
 // ---- every access ----
 
 void access(Address at, std::size_t size, bool write) {
-    if (!current || at - Address(current->stack) < STACK) return;
+    if (!current || at - Address(current->stack.get()) < STACK) return;
     Block* block = current->block;
     const std::size_t offset = at - Address(block->shared.data());
     // 64 bytes more than were asked for: an index that is one too far.
     if (offset < block->shared.size()) {
         if (offset + size > launch.shared_bytes)
             fail("touches shared memory at byte %zu, beyond what was asked for", offset);
-        for (std::size_t i = offset; i < offset + size; ++i)
-            order(block->shadow[i], write, "shared memory", i);
+        for (std::size_t i = offset / 4; 4 * i < offset + size; ++i)
+            order(block->shadow[i], write, "shared memory", 4 * i);
         return;
     }
-    for (const auto& module : modules)
-        if (at - module[0] < module[1] - module[0]) return;
-    if (!regions) return; // the driver vouches for what the parameters point to
-    static Region* region;
-    const auto holds = [&](const Region& r) {
+    if (!launch.regions) return; // the driver vouches for what the parameters point to
+    Region* end = launch.regions + launch.region_count;
+    Region* region = std::find_if(launch.regions, end, [&](const Region& r) {
         return at >= r.begin && at + size <= r.begin + r.bytes;
-    };
-    if (region < regions || region >= regions + region_count || !holds(*region))
-        region = std::find_if(regions, regions + region_count, holds);
-    if (region == regions + region_count)
-        fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
-    const std::size_t index = std::size_t(region - regions), byte = at - region->begin;
+    });
+    if (region == end) fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
+    const std::size_t index = std::size_t(region - launch.regions), byte = at - region->begin;
     char name[32];
     std::snprintf(name, sizeof name, "tensor %zu", index);
     if (!(region->rights & (write ? WRITE : READ)))
         fail("%s %s, byte %zu", write ? "writes into" : "reads from", name, byte);
     (write ? region->stored : region->loaded) += size;
-    for (std::size_t i = byte; i < byte + size; ++i) {
-        if (write) region->writes[i] += region->writes[i] < 255;
-        if (region->rights == (READ | WRITE)) order(shadows[index][i], write, name, i);
-    }
+    for (std::size_t i = byte; write && i < byte + size; ++i)
+        region->writes[i] += region->writes[i] < 255;
+    if (region->rights == (READ | WRITE))
+        for (std::size_t i = byte / 4; 4 * i < byte + size; ++i)
+            order(shadows[index][i], write, name, 4 * i);
 }
 
 // ---- switching ----
 
+// setjmp where it can: swapcontext asks the kernel for the signal mask at every switch.
 void to_scheduler() {
     if (!_setjmp(current->context)) _longjmp(scheduler, 1);
 }
 
 void fiber_main() {
-    for (;;) {
-        launch.call(parameters);
-        current->done = true;
-        to_scheduler();
-    }
+    launch.call(launch.parameters);
+    current->done = true;
+    to_scheduler();
 }
 
-void run(Fiber* fiber) {
-    current = fiber;
+void resume() {
     if (_setjmp(scheduler)) return;
-    if (fiber->begun) _longjmp(fiber->context, 1);
-    fiber->begun = true;
-    setcontext(&fiber->start);
-}
-
-void prepare(Fiber* fiber) {
-    if (!fiber->stack) {
-        void* memory = mmap(nullptr, STACK, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (memory == MAP_FAILED) std::abort();
-        fiber->stack = static_cast<unsigned char*>(memory);
-        mprotect(fiber->stack, 4096, PROT_NONE);
-        fiber->place = reinterpret_cast<ShimPlace*>(fiber->stack + STACK - 128);
-    }
-    getcontext(&fiber->start);
-    fiber->start.uc_stack.ss_sp = fiber->stack;
-    fiber->start.uc_stack.ss_size = STACK - 128;
-    fiber->start.uc_link = nullptr;
-    makecontext(&fiber->start, fiber_main, 0);
-    fiber->begun = false;
-    free_fibers.push_back(fiber);
-}
-
-std::uint64_t draw() {
-    // xorshift64: any sequence will do, as long as the seed decides it.
-    launch.random ^= launch.random << 13;
-    launch.random ^= launch.random >> 7;
-    launch.random ^= launch.random << 17;
-    return launch.random;
-}
-
-// Seeds 0 and 1 are the extremes: first come, first served; and the last to become ready first.
-Fiber* pick() {
-    if (launch.seed > 1) std::swap(runnable[draw() % runnable.size()], runnable.back());
-    Fiber* fiber = launch.seed == 0 ? runnable.front() : runnable.back();
-    if (launch.seed == 0) runnable.pop_front();
-    else runnable.pop_back();
-    return fiber;
+    if (current->begun) _longjmp(current->context, 1);
+    current->begun = true;
+    setcontext(&current->start);
 }
 
 // Let the others run before memory is looked at again.
 void look() {
-    if (++launch.idle > PATIENCE)
+    if (++idle > PATIENCE)
         fail("no thread makes progress: it waits for a block that does not run, or for a lost store");
-    if (launch.seed == 1) runnable.push_front(current);
-    else runnable.push_back(current);
+    runnable.insert(runnable.begin(), current);
     to_scheduler();
 }
 
-void wait_at(const char* what, int line, int lanes, double value) {
+// Wait for all of a group; the last to come does `together` for all. Return what it left in `value`.
+template <class F> double meet(Group& group, const char* what, int line, int lanes, double value,
+                               F together) {
     current->wait = what, current->line = line, current->lanes = lanes, current->value = value;
-}
-
-void wake(Fiber* fiber) {
-    fiber->wait = "";
-    runnable.push_back(fiber);
-    launch.idle = 0;
+    if (++group.waiting == group.fibers.size()) {
+        for (Fiber* each : group.fibers)
+            if (each->line != line || each->lanes != lanes)
+                fail("threads wait at different %s, lines %d and %d", what, line, each->line);
+        together();
+        runnable.insert(runnable.end(), group.fibers.begin(), group.fibers.end());
+        group.waiting = 0;
+        idle = 0;
+    }
+    to_scheduler();
+    return current->value;
 }
 
 std::unique_ptr<Block> start_block(unsigned index) {
     auto block = std::make_unique<Block>();
     block->index = index;
     block->alive = launch.threads;
+    block->warps.resize(launch.threads / 32);
     // All ones is a NaN in every format, and no index.
     block->shared.assign(launch.shared_bytes + 64, 0xff);
-    block->shadow.resize(launch.shared_bytes);
+    block->shadow.resize((launch.shared_bytes + 3) / 4);
     for (unsigned thread = 0; thread < launch.threads; ++thread) {
-        if (free_fibers.empty()) {
-            pool.push_back(std::make_unique<Fiber>());
-            prepare(pool.back().get());
-        }
-        Fiber* fiber = free_fibers.back();
-        free_fibers.pop_back();
-        fiber->done = fiber->releases = false;
+        auto fiber = std::make_unique<Fiber>();
         fiber->block = block.get();
-        fiber->thread = int(thread);
-        fiber->wait = "";
-        fiber->known.clear();
-        fiber->last_atomic = nullptr;
-        *fiber->place = {{thread}, {index}, {launch.grid}};
-        block->fibers.push_back(fiber);
-        runnable.push_back(fiber);
+        fiber->thread = thread;
+        if (stacks.empty()) stacks.push_back(Stack(new unsigned char[STACK]));
+        fiber->stack = std::move(stacks.back());
+        stacks.pop_back();
+        getcontext(&fiber->start);
+        fiber->start.uc_stack.ss_sp = fiber->stack.get();
+        fiber->start.uc_stack.ss_size = STACK;
+        makecontext(&fiber->start, fiber_main, 0);
+        for (Group* group : {&block->all, &block->warps[thread / 32]})
+            group->fibers.push_back(fiber.get());
+        runnable.push_back(fiber.get());
+        block->fibers.push_back(std::move(fiber));
     }
     return block;
 }
@@ -304,54 +264,34 @@ std::unique_ptr<Block> start_block(unsigned index) {
 // ---- what kernels call ----
 
 extern "C" {
-const ShimPlace& shim_place() { return *current->place; }
+ShimPlace shim_place() { return {{current->thread}, {current->block->index}, {launch.grid}}; }
 unsigned char* shim_shared() { return current->block->shared.data(); }
 void shim_sleep() { look(); }
 
 bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
-    wait_at("__syncthreads", line, 0, value);
-    if (++block->waiting == block->fibers.size()) {
+    return meet(block->all, "__syncthreads", line, 0, value, [&] {
         bool any = false;
-        for (Fiber* fiber : block->fibers) {
-            if (fiber->line != line)
-                fail("threads of one block wait at different __syncthreads, lines %d and %d", line,
-                     fiber->line);
-            join(block->known, fiber->known);
-            fiber->known.clear();
-            any |= fiber->value != 0;
+        for (Fiber* each : block->all.fibers) {
+            block->acquired = std::max(block->acquired, each->acquired);
+            any |= each->value != 0;
         }
-        for (Fiber* fiber : block->fibers) fiber->value = any, wake(fiber);
-        block->waiting = 0;
+        for (Fiber* each : block->all.fibers) each->value = any;
         ++block->epoch;
-    }
-    to_scheduler();
-    return current->value != 0;
+    });
 }
 
 double shim_exchange(double value, unsigned mask, int lanes, int line) {
     if (mask != 0xffffffffu) fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
-    Fiber** warp = current->block->fibers.data() + current->thread / 32 * 32;
-    wait_at("a shuffle", line, lanes, value);
-    double given[32];
-    bool all = true;
-    for (int lane = 0; lane < 32 && all; ++lane) {
-        all = warp[lane]->wait == current->wait;
-        if (all && (warp[lane]->line != line || warp[lane]->lanes != lanes))
-            fail("a shuffle at line %d, but lane %d is at line %d", line, lane, warp[lane]->line);
-        given[lane] = warp[lane]->value;
-    }
-    for (int lane = 0; lane < 32 && all; ++lane) {
-        warp[lane]->value = given[lane ^ lanes];
-        wake(warp[lane]);
-    }
-    to_scheduler();
-    return current->value;
+    Group& warp = current->block->warps[current->thread / 32];
+    return meet(warp, "shuffles", line, lanes, value, [&] {
+        for (int lane = 0; lane < 32; ++lane)
+            if (lane < (lane ^ lanes)) std::swap(warp.fibers[lane]->value, warp.fibers[lane ^ lanes]->value);
+    });
 }
 
 void shim_fence() {
-    if (current->last_atomic) join(current->known, published[current->last_atomic]);
-    current->last_atomic = nullptr;
+    current->acquired = current->latest;
     current->releases = true;
 }
 
@@ -359,16 +299,12 @@ unsigned shim_add(unsigned* word, unsigned value) {
     look();
     const unsigned old = *word;
     *word = old + value;
-    if (value) launch.idle = 0;
-    if (current->releases) {
-        Known& known = published[word];
-        join(known, current->block->known);
-        join(known, current->known);
-        known.resize(launch.grid);
-        known[current->block->index] = current->block->epoch;
-    }
+    if (value) idle = 0;
+    current->latest = ++atomics;
+    auto& past = released[current->block->index];
+    if (current->releases && past.size() < current->block->epoch)
+        past.resize(current->block->epoch, atomics);
     current->releases = false;
-    current->last_atomic = word;
     return old;
 }
 
@@ -396,71 +332,53 @@ void* __tsan_memset(void* to, int value, std::size_t bytes) {
     access(Address(to), bytes, true);
     return std::memset(to, value, bytes);
 }
-// The first words of what -fsanitize=alignment hands over.
-struct Mismatch {
-    const char* file;
-    unsigned line, column;
-};
-void __ubsan_handle_type_mismatch_v1(Mismatch* where, Address at) {
-    fail("line %u: an access at %llu past a multiple of 16 is misaligned", where->line,
-         (unsigned long long)(at % 16));
+// -fsanitize=alignment hands over a place: the name of its file, and the line.
+struct Place { const char* file; unsigned line; };
+void __ubsan_handle_type_mismatch_v1(Place* where, Address at) {
+    fail("line %u: an access at %zu past a multiple of 16 is misaligned", where->line, at % 16);
 }
 
 // ---- what the driver calls ----
 
-int shim_launch(void (*call)(const unsigned char*), void (*library)(Address*),
-                const unsigned char* bytes, std::size_t byte_count, unsigned grid, unsigned threads,
-                std::size_t shared_bytes, std::uint64_t seed, int cooperative, Region* tensors,
-                std::size_t tensor_count, char* message, std::size_t length) {
-    extern char __ehdr_start __attribute__((visibility("hidden")));
-    extern char _end __attribute__((visibility("hidden")));
-    std::memcpy(parameters, bytes, byte_count);
-    library(modules[0]);
-    modules[1][0] = Address(&__ehdr_start), modules[1][1] = Address(&_end);
-    launch = {call, grid, threads, shared_bytes, seed, seed * 0x9e3779b97f4a7c15u | 1, 0, false, ""};
-    regions = tensors, region_count = tensor_count;
-    published.clear();
+const char* shim_launch(void (*call)(const unsigned char*), const unsigned char* parameters,
+                        unsigned grid, unsigned threads, std::size_t shared_bytes, std::uint64_t seed,
+                        int cooperative, Region* regions, std::size_t region_count) {
+    launch = {call, parameters, grid, threads, shared_bytes, regions, region_count};
+    draw.seed(seed);
+    idle = 0, failed = false, atomics = 0;
+    released.assign(grid, {});
     shadows.assign(region_count, {});
     for (std::size_t i = 0; i < region_count; ++i)
-        if (regions[i].rights == (READ | WRITE)) shadows[i].resize(regions[i].bytes);
+        if (regions[i].rights == (READ | WRITE)) shadows[i].resize((regions[i].bytes + 3) / 4);
     // A device runs the blocks of an ordinary launch a few at a time, in any order.
     const std::size_t limit = cooperative ? grid : 1 + seed % 3;
-    std::vector<unsigned> waiting(grid);
-    for (unsigned i = 0; i < grid; ++i) waiting[i] = seed == 1 ? i : grid - 1 - i;
-    if (seed > 1)
-        for (unsigned i = grid; i > 1; --i) std::swap(waiting[i - 1], waiting[draw() % i]);
+    std::vector<unsigned> to_come(grid);
+    for (unsigned i = 0; i < grid; ++i) to_come[i] = i;
+    // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0 first.
+    const bool eager = seed % 2;
+    if (!eager) std::shuffle(to_come.begin(), to_come.end(), draw);
     std::vector<std::unique_ptr<Block>> alive;
-    while (!launch.failed) {
-        while (!waiting.empty() && alive.size() < limit) {
-            alive.push_back(start_block(waiting.back()));
-            waiting.pop_back();
-        }
+    while (!failed) {
+        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back())
+            alive.push_back(start_block(to_come.back()));
         if (runnable.empty()) break;
-        Fiber* fiber = pick();
-        run(fiber);
-        if (launch.failed || !fiber->done) continue;
-        launch.idle = 0;
-        free_fibers.push_back(fiber);
-        if (--fiber->block->alive) continue;
+        if (!eager) std::swap(runnable[draw() % runnable.size()], runnable.back());
+        current = runnable.back();
+        runnable.pop_back();
+        resume();
+        if (failed || !current->done) continue;
+        idle = 0;
+        if (--current->block->alive) continue;
         alive.erase(std::find_if(alive.begin(), alive.end(),
-                                 [&](const auto& held) { return held.get() == fiber->block; }));
+                                 [&](const auto& each) { return each.get() == current->block; }));
     }
-    if (!launch.failed && !alive.empty()) {
-        launch.failed = true;
+    if (!failed && !alive.empty()) {
         const auto& fibers = alive[0]->fibers;
-        const Fiber* left = *std::find_if(fibers.begin(), fibers.end(), [](Fiber* f) { return !f->done; });
-        std::snprintf(launch.message, sizeof launch.message,
-                      "block %u, thread %d waits at %s, line %d, and others have returned",
-                      alive[0]->index, left->thread, left->wait, left->line);
+        current = std::find_if(fibers.begin(), fibers.end(), [](auto& f) { return !f->done; })->get();
+        explain("waits at %s, line %d, and others have returned", current->wait, current->line);
     }
     current = nullptr;
     runnable.clear();
-    if (launch.failed) {
-        // Threads stand in the middle of the kernel: all begin anew next time.
-        free_fibers.clear();
-        for (auto& fiber : pool) prepare(fiber.get());
-    }
-    std::snprintf(message, length, "%s", launch.message);
-    return launch.failed;
+    return failed ? message : nullptr;
 }
 }

@@ -118,7 +118,7 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     """
     Run one grid to its end, on memory of this process; return the traffic of each tensor.
 
-    `seed` decides the schedule: 0 first come, first served; 1 last first; others are drawn. All
+    `seed` decides the schedule: drawn if it is even, one block as far as possible if it is odd. All
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
@@ -133,16 +133,15 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     regions = (_Region * max(1, len(given)))(
         *((*tensor[1:], counts.ctypes.data) for tensor, counts in zip(given, writes, strict=True))
     )
-    message = ctypes.create_string_buffer(1024)
-    failed = ctypes.CDLL(None).shim_launch(
-        getattr(library, f"shim_call_{entry}"), library.shim_library, parameters,
-        ctypes.c_size_t(len(parameters)), grid, block, ctypes.c_size_t(shared_bytes),
-        ctypes.c_uint64(seed), int(cooperative), None if tensors is None else regions,
-        ctypes.c_size_t(len(given)), message, ctypes.c_size_t(len(message)),
+    run = ctypes.CDLL(None).shim_launch
+    run.restype = ctypes.c_char_p
+    failed = run(
+        getattr(library, f"shim_call_{entry}"), parameters, grid, block,
+        ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed), int(cooperative),
+        None if tensors is None else regions, ctypes.c_size_t(len(given)),
     )  # fmt: skip
-    if failed:
-        text = re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, message.value.decode())
-        raise LaunchError(text)
+    if failed is not None:
+        raise LaunchError(re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, failed.decode()))
     return [
         Traffic(tensor, region.loaded, region.stored, counts)
         for tensor, region, counts in zip(given, regions, writes, strict=False)
