@@ -89,8 +89,6 @@ def test_a_slow_call_at_first_does_not_make_bursts_of_one():
 def test_a_limit_ends_it_after_the_least_rounds():
     nap = {"nap": partial(time.sleep, 0.001)}
     assert measure_interleaved(nap, rounds=50, least=2, limit=0)["nap"].rounds == 2
-    with pytest.raises(ValueError, match="least must be >= 1, got 0"):
-        measure_interleaved(nap, least=0)
 
 
 @pytest.mark.parametrize("was_on", [True, False])

@@ -1,19 +1,17 @@
 """
-Time functions side by side, and the copy that they are measured against.
+Time functions side by side, and the copy that they are measured against: how the commands do it.
 
-An instrument: it takes functions and knows nothing of what they do. It assumes that nothing else
-of this process runs meanwhile.
+It takes functions and knows nothing of what they do. It assumes that nothing else of this process
+runs meanwhile.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +28,8 @@ SETTLE = 2e-2
 # of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
 # Without this, PyTorch alone was warm: its first two calls take 5 ms each, looking for its thread.
 WARM = 1e-2
-# A call as long as this warms its caches and clocks up itself, and two of it would be dear.
-_LONG = 0.02
-# As long as this, the calls before the first round are warm-up enough.
-_VERY_LONG = 0.2
+# A call as long as this warms its caches and clocks up itself, and another of it would be dear.
+_LONG = 0.2
 # Well beyond the caches of any machine of today that this is likely to run on.
 COPY_BYTES = 2**28
 
@@ -60,54 +56,24 @@ def measure_interleaved(
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
 
-    Parameters
-    ----------
-    candidates : mapping of str to callable
-        What to time; each is called without arguments and its result dropped.
-    rounds : int, default: 15
-        At most so many rounds.
-    least : int, default: 3
-        At least so many, whatever `limit`.
-    limit : float, optional
-        Seconds after which no further round begins. Default: no limit.
-    settle : float, default: 2e-2
-        Seconds of sleep before each candidate, until the threads of the one before stop spinning.
-    step : callable, optional
-        Called after each sample.
-
-    Returns
-    -------
-    dict of str to Timing
-        Per candidate, in the order given.
-
-    Notes
-    -----
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
-    Before each sample the candidate is called without being timed: twice and for 10 ms at least;
-    once if a call is longer than 20 ms; not at all if longer than 0.2 s. The garbage collector is
-    off, as in `timeit`. A sample is as many calls as last 0.3 ms, and at least one.
-
-    Examples
-    --------
-    >>> import time
-    >>> from stablenorm.timing import measure_interleaved
-    >>> naps = {"short": lambda: time.sleep(0.001), "long": lambda: time.sleep(0.02)}
-    >>> timings = measure_interleaved(naps, rounds=3)
-    >>> timings["long"].median > timings["short"].median
-    True
+    After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
+    as last 0.3 ms, at least one. Before it come `settle` seconds of sleep, until the threads of the
+    candidate before stop spinning, and 10 ms of calls that are not counted; after it `step`. The
+    garbage collector is off, as in `timeit`.
     """
-    if least < 1:
-        msg = f"least must be >= 1, got {least}"
-        raise ValueError(msg)
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    with _no_collection():
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
         counts = {}
         for name, function in candidates.items():
             time.sleep(settle)
             counts[name] = _calibrate(function)
         order = list(candidates)
         end = time.perf_counter() + limit
-        for i in range(max(rounds, least)):
+        for i in range(rounds):
             if i >= least and time.perf_counter() >= end:
                 break
             for name in order:
@@ -116,83 +82,42 @@ def measure_interleaved(
                 if step is not None:
                     step()
             order.append(order.pop(0))
-    return {name: _timing(samples[name], counts[name][0]) for name in candidates}
+    finally:
+        if was_on:
+            gc.enable()
+    found = {}
+    for name, seconds in samples.items():
+        median, low, high = np.quantile(seconds, (0.5, 0.25, 0.75)).tolist()
+        found[name] = Timing(median, low, high, len(seconds), counts[name][0])
+    return found
 
 
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
-    """
-    Return a function that copies `source` to `target`, each of `threads` a part of its own.
-
-    Parameters
-    ----------
-    source, target : array
-        Contiguous, of one shape and dtype.
-    threads : int
-        How many threads copy, the calling one among them.
-
-    Returns
-    -------
-    callable
-        To be timed by `measure_interleaved`; each call copies all of it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm.timing import make_copy
-    >>> target = np.zeros(3)
-    >>> make_copy(np.arange(3.0), target, threads=2)()
-    >>> target
-    array([0., 1., 2.])
-    """
-    parts = list(
-        zip(
-            np.array_split(source.reshape(-1), threads),
-            np.array_split(target.reshape(-1), threads),
-            strict=True,
-        )
-    )
+    """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
+    both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
+    first, *others = zip(*both, strict=True)
     # It lives as long as the function that is returned; np.copyto releases the interpreter lock.
     pool = ThreadPoolExecutor(max(1, threads - 1))
 
     def copy() -> None:
         """Copy all parts, the first of them here."""
-        others = [pool.submit(np.copyto, to, from_) for from_, to in parts[1:]]
-        np.copyto(parts[0][1], parts[0][0])
-        for other in others:
-            other.result()
+        begun = [pool.submit(np.copyto, *part) for part in others]
+        np.copyto(*first)
+        for part in begun:
+            part.result()
 
     return copy
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
-    """
-    Measure what the memory can move: bytes read and written a second by a plain copy.
-
-    Parameters
-    ----------
-    threads : int
-        How many threads copy, each a part of its own.
-    nbytes : int, default: 2**28
-        Bytes copied, from arrays and to arrays whose pages exist already.
-
-    Returns
-    -------
-    float
-        ``2 * nbytes`` over the median time of seven copies, in bytes a second.
-
-    Examples
-    --------
-    >>> from stablenorm.timing import measure_copy
-    >>> measure_copy(threads=1, nbytes=2**16) > 0
-    True
-    """
+    """Return what memory can move, by so many threads: bytes read and written a second by a copy."""
     source, target = np.ones((2, nbytes), np.int8)
     copy = make_copy(source, target, threads)
     return 2 * nbytes / measure_interleaved({"copy": copy}, rounds=7)["copy"].median
 
 
-def _calibrate(function: Callable[[], Any]) -> tuple[int, int]:
-    """Call without counting; return how many calls make a burst, and how many warm it up."""
+def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
+    """Call without counting; return how many calls make a burst, and seconds to warm it up."""
     # The first call may compile something, and touches the pages of its outputs.
     function()
     count, seconds = 1, _least(function, 1)
@@ -200,52 +125,25 @@ def _calibrate(function: Callable[[], Any]) -> tuple[int, int]:
         # At most tenfold at a time: the estimate from few calls is too high, never far too low.
         count = min(10 * count, math.ceil(1.1 * BURST / max(seconds, 1e-9)))
         seconds = _least(function, count)
-    if seconds > _VERY_LONG:
-        return count, 0
-    return count, 1 if seconds > _LONG else 2
+    return count, WARM if seconds < _LONG else 0
 
 
 def _least(function: Callable[[], Any], calls: int) -> float:
-    """
-    Least seconds a call of up to five samples, as long as they take no more than 0.1 s.
-
-    One sample may be a thousand times too long, where threads of two libraries meet; taken for
-    the truth it would make every burst a single call.
-    """
-    samples = [_sample(function, calls, 0)]
-    while len(samples) < 5 and calls * sum(samples) < 0.1:
-        samples.append(_sample(function, calls, 0))
-    return min(samples)
+    """Least seconds a call, of five samples unless one is long."""
+    # One sample may be a thousand times too long, where threads of two libraries meet; taken for
+    # the truth it would make every burst a single call.
+    first = _sample(function, calls, 0)
+    if calls * first > _LONG / 2:
+        return first
+    return min(first, *(_sample(function, calls, 0) for _ in range(4)))
 
 
-def _sample(function: Callable[[], Any], calls: int, warm: int) -> float:
-    """Seconds a call, over `calls` of them; before that `warm`, and more until it is warm."""
+def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
+    """Seconds a call, over `calls` of them, after `warm` seconds of others."""
     start = time.perf_counter()
-    for _ in range(warm):
-        function()
-    while warm > 1 and time.perf_counter() - start < WARM:
+    while time.perf_counter() - start < warm:
         function()
     start = time.perf_counter()
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) / calls
-
-
-def _timing(samples: list[float], calls: int) -> Timing:
-    low, high = samples[0], samples[0]
-    if len(samples) > 1:
-        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(statistics.median(samples), low, high, len(samples), calls)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now, and not while something is timed."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

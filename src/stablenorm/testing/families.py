@@ -3,8 +3,8 @@ Hard inputs for a layer norm: the families F01 to F38, one table.
 
 Each is a way in which implementations in use lose their digits: an offset, a row constant but
 for its last bit, an outlier, squares that overflow or underflow, a cotangent that the projection
-annihilates. `make_case` builds one for a dtype and a length; what judges the results is the
-reader's choice: nothing that computes a layer norm is imported here.
+annihilates. What judges the results is the reader's choice: nothing that computes a layer norm is
+imported here.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from stablenorm.formats import FLOAT16, Format, format_of, parse
 from stablenorm.types import Array
 
 Random = np.random.Generator
-Builder = Callable[[Format, tuple[int, int], Random], dict[str, Any]]
+Shape = tuple[int, int]
+Parts = dict[str, Any]
+Builder = Callable[[Format, Shape, Random], Parts]
 
-# With fewer elements, a family built on one marked element has no row left around it.
-_ENOUGH = 8
 # Enough for dgamma and dbeta to be sums.
 _ROWS = 2
 
@@ -44,7 +44,8 @@ class Family(NamedTuple):
     `build` takes (format, (rows, n), rng) and returns the float64 parts that differ from the
     ordinary case: x, and gamma, beta, dy, eps where the family is about them. With fewer than
     `smallest_n` elements or `smallest_rows` rows it would be another family; `without` maps
-    the dtypes for which there is none to the reason.
+    the dtypes for which there is none to the reason. `finite` is False where the input holds NaN or
+    infinity, which an exact oracle cannot take.
     """
 
     name: str
@@ -53,7 +54,6 @@ class Family(NamedTuple):
     smallest_n: int = 1
     smallest_rows: int = 1
     without: Mapping[str, str] = MappingProxyType({})
-    # False where the input holds NaN or infinity, which an exact oracle cannot take.
     finite: bool = True
 
     def why_not(self, dtype: Any, n: int, rows: int | None = None) -> str:
@@ -123,21 +123,17 @@ def make_case(
     rng = np.random.default_rng(rng)
     with np.errstate(all="ignore"):
         form = format_of(parse(dtype))
-        return _complete(family.build(form, (rows, n), rng), form, rng)
-
-
-def _complete(parts: dict[str, Any], form: Format, rng: np.random.Generator) -> Case:
-    """Round the parts given, and draw those that are not."""
-    rows, n = np.shape(parts["x"])
-    drawn = {
-        "gamma": 1 + 0.1 * rng.standard_normal(n),
-        "beta": 0.1 * rng.standard_normal(n),
-        "dy": rng.standard_normal((rows, n)),
-    }
-    parts = {"eps": 1e-5, **drawn, **parts}
-    parts["gamma"] = np.broadcast_to(parts["gamma"], n)
-    x, gamma, beta, dy = (_cast(parts[key], form) for key in ("x", "gamma", "beta", "dy"))
-    return Case(x, gamma, beta, float(parts["eps"]), dy)
+        parts = family.build(form, (rows, n), rng)
+        # What is about none of these is drawn.
+        drawn = {
+            "gamma": 1 + 0.1 * rng.standard_normal(n),
+            "beta": 0.1 * rng.standard_normal(n),
+            "dy": rng.standard_normal((rows, n)),
+        }
+        eps, parts = float(parts.pop("eps", 1e-5)), drawn | parts
+        parts["gamma"] = np.broadcast_to(parts["gamma"], n)
+        x, gamma, beta, dy = (_cast(parts[key], form) for key in ("x", "gamma", "beta", "dy"))
+        return Case(x, gamma, beta, eps, dy)
 
 
 def _cast(value: Any, form: Format) -> Array:
@@ -151,12 +147,6 @@ def _rounded(value: Any, form: Format) -> Array:
     return _cast(value, form).astype(np.float64)
 
 
-def _plain_xhat(x: Array, eps: float) -> Array:
-    """The textbook formula in float64: good enough to build an input from."""
-    centered = x - x.mean(axis=-1, keepdims=True)
-    return centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
-
-
 # ---- what the families are made of ----
 
 
@@ -165,13 +155,15 @@ def _x(make: Callable[[Format, Array], Array], **rest: Any) -> Builder:
     return lambda f, shape, rng: {"x": make(f, rng.standard_normal(shape)), **rest}
 
 
-def _dy(make: Callable[[tuple[int, int], Random], Array], **rest: Any) -> Builder:
+def _columns(values: Callable[[Format, Array], Array], **rest: Any) -> Builder:
+    """Make all rows the same, of the numbers of the columns."""
+    return lambda f, shape, _: {"x": np.tile(values(f, np.arange(shape[1])), (shape[0], 1)), **rest}
+
+
+def _dy(make: Callable[[Shape, Random], Array], **rest: Any) -> Builder:
     """An ordinary x, and dy."""
-
-    def build(_: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
-        return {"x": rng.standard_normal(shape), "dy": make(shape, rng), **rest}
-
-    return build
+    # x is drawn first, and dy beside it.
+    return lambda _, shape, rng: {"x": rng.standard_normal(shape), "dy": make(shape, rng), **rest}
 
 
 def _put(x: Array, columns: Any, values: Any) -> Array:
@@ -184,45 +176,39 @@ def _ulp(f: Format) -> float:
     return 2.0 ** (1 - f.digits)
 
 
-def _smallest(f: Format) -> float:
-    return 2.0 ** (f.emin - f.digits + 1)
+def _xhat(x: Array, f: Format, eps: float) -> Array:
+    """The textbook formula in float64, of `x` rounded: good enough to build an input from."""
+    x = _rounded(x, f)
+    centered = x - x.mean(axis=-1, keepdims=True)
+    return centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
 
 
 def _dy_is_y(eps: float) -> Builder:
-    def build(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+    def build(f: Format, shape: Shape, rng: Random) -> Parts:
         x = rng.standard_normal(shape)
-        ones = np.ones(shape[1])
-        xhat = _plain_xhat(_rounded(x, f), eps)
-        return {"x": x, "gamma": ones, "beta": 0 * ones, "dy": xhat, "eps": eps}
+        return {
+            "x": x,
+            "gamma": 1.0,
+            "beta": np.zeros(shape[1]),
+            "dy": _xhat(x, f, eps),
+            "eps": eps,
+        }
 
     return build
 
 
-def _cancelling_beta(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _cancelling_beta(f: Format, shape: Shape, rng: Random) -> Parts:
     x, gamma = rng.standard_normal(shape), 1 + 0.1 * rng.standard_normal(shape[1])
     # Of the first row: the others cancel less.
-    xhat = _plain_xhat(_rounded(x, f), 1e-5)[0]
-    return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, f) * xhat}
+    return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, f) * _xhat(x, f, 1e-5)[0]}
 
 
-def _one_ulp_up(f: Format, shape: tuple[int, int], _: Random) -> dict[str, Any]:
-    # 1.7 rounded to the format.
-    base = np.rint(1.7 / _ulp(f)) * _ulp(f)
-    return {"x": _put(np.full(shape, base), shape[1] // 2, base + _ulp(f)), "eps": 0.0}
-
-
-def _coin(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _coin(f: Format, shape: Shape, rng: Random) -> Parts:
     flips = _put(rng.integers(0, 2, shape), slice(2), (0, 1)[: shape[1]])
     return {"x": 1 + flips * _ulp(f), "eps": 0.0}
 
 
-def _constant(_f: Format, shape: tuple[int, int], _: Random) -> dict[str, Any]:
-    x = np.full(shape, 0.1)
-    x[1::2] = 12345.678
-    return {"x": x, "eps": 1e-12}
-
-
-def _near_the_mean(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _near_the_mean(f: Format, shape: Shape, rng: Random) -> Parts:
     step = 2.0 ** -(f.digits - 5)
     x = _put(1 + rng.integers(-8, 9, shape) * step, slice(1, 3), (1 - step, 1 + step))
     return {"x": _put(x, 0, x[:, 1:].mean(axis=-1)), "eps": 0.0}
@@ -236,12 +222,8 @@ def _pairs(f: Format, x: Array) -> Array:
     return x
 
 
-def _sum_overflows(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
-    return {"x": f.largest * (1 - rng.integers(0, 8, shape) * 2.0**-f.digits)}
-
-
 def _subnormals(eps: float) -> Builder:
-    def build(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+    def build(f: Format, shape: Shape, rng: Random) -> Parts:
         k = _put(rng.integers(-9, 10, shape).astype(np.float64), slice(2), (-3, 5))
         return {"x": np.ldexp(k, f.emin - f.digits + 1), "eps": eps}
 
@@ -263,138 +245,104 @@ def _residual_stream(f: Format, x: Array) -> Array:
     return x / (8 if f is FLOAT16 else 1)
 
 
-def _var_below_eps(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _var_below_eps(f: Format, shape: Shape, rng: Random) -> Parts:
     scale, eps = (1e-4, 1e-2) if f is FLOAT16 else (1e-6, 1e-5)
     return {"x": scale * rng.standard_normal(shape), "eps": eps}
 
 
-def _signed_lognormal(shape: tuple[int, int], rng: Random) -> Array:
+def _lognormal(shape: Shape, rng: Random) -> Array:
     return np.sign(rng.standard_normal(shape)) * np.exp(4 * rng.standard_normal(shape))
 
 
-def _hard_gamma(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
-    tiny = 3 * _smallest(f)
+def _hard_gamma(f: Format, shape: Shape, rng: Random) -> Parts:
+    tiny = 3 * 2.0 ** (f.emin - f.digits + 1)
     values = [0.0, -0.0, min(1e30, f.largest / 8), tiny, -1.0, 2.0, -tiny]
     return {"x": rng.standard_normal(shape), "gamma": np.resize(values, shape[1])}
 
 
-def _row_pairs(_: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _row_pairs(_: Format, shape: Shape, rng: Random) -> Parts:
     x, dy = rng.standard_normal(shape), rng.standard_normal(shape)
     half = shape[0] // 2
     x[half : 2 * half], dy[half : 2 * half] = x[:half], -dy[:half]
     return {"x": x, "dy": dy}
 
 
-def _not_finite(_: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
-    x, n = rng.standard_normal(shape), shape[1]
+def _not_finite(_: Format, x: Array) -> Array:
+    n = x.shape[1]
     x[0, 0], x[1, n // 2], x[-1, n - 1] = np.nan, np.inf, -0.0
-    return {"x": x}
+    return x
 
 
-def _shuffled(f: Format, shape: tuple[int, int], rng: Random) -> dict[str, Any]:
+def _shuffled(f: Format, shape: Shape, rng: Random) -> Parts:
     """Rows hold the same numbers: sorted, reversed, then shuffled."""
     rows, n = shape
     # Rounded first: equal elements have equal dy, whichever comes first.
     base = np.sort(_rounded(3 + rng.standard_normal(n), f))
     x = np.stack([base, base[::-1], *(rng.permutation(base) for _ in range(rows))])[:rows]
-    return {"x": x, "gamma": np.ones(n), "beta": np.zeros(n), "dy": np.cos(x)}
+    return {"x": x, "gamma": 1.0, "beta": np.zeros(n), "dy": np.cos(x)}
 
 
-def _columns(values: Callable[[Format, Array], Array], **rest: Any) -> Builder:
-    """Make all rows the same, of the numbers of the columns."""
-    return lambda f, shape, _: {"x": np.tile(values(f, np.arange(shape[1])), (shape[0], 1)), **rest}
-
-
+# Name, title, builder, smallest n (8 where one marked element needs a row around it), smallest rows.
+# fmt: off
 _ALL = (
     Family("F01", "mean 0, std 1", _x(lambda _, v: v)),
     Family("F02", "mean 16, std 1", _x(lambda _, v: 16 + v)),
-    Family(
-        "F03",
-        "mean 2^(p/2), std 1: half of the bits left",
-        _x(lambda f, v: 2.0 ** (f.digits // 2) + v),
-    ),
-    Family(
-        "F04", "mean 2^(p-3), std 1: three bits left", _x(lambda f, v: 2.0 ** (f.digits - 3) + v)
-    ),
-    Family(
-        "F05",
-        "integers around 2^(p-1), eps 0",
-        _x(lambda f, v: 2.0 ** (f.digits - 1) + np.rint(2 * v), eps=0.0),
-        8,
-    ),
-    Family(
-        "F06",
-        "0, 1, 2, 3 repeated, on 2^(p-5)",
-        _columns(lambda f, i: 2.0 ** (f.digits - 5) + i % 4),
-    ),
-    Family("F07", "constant, but one element an ulp up, eps 0", _one_ulp_up, 2),
+    Family("F03", "mean 2^(p/2), std 1: half of the bits left",
+           _x(lambda f, v: 2.0 ** (f.digits // 2) + v)),
+    Family("F04", "mean 2^(p-3), std 1: three bits left",
+           _x(lambda f, v: 2.0 ** (f.digits - 3) + v)),
+    Family("F05", "integers around 2^(p-1), eps 0",
+           _x(lambda f, v: 2.0 ** (f.digits - 1) + np.rint(2 * v), eps=0.0), 8),
+    Family("F06", "0, 1, 2, 3 repeated, on 2^(p-5)",
+           _columns(lambda f, i: 2.0 ** (f.digits - 5) + i % 4)),
+    # 1.7 rounded to the format.
+    Family("F07", "constant, but one element an ulp up, eps 0",
+           _columns(lambda f, i: (np.rint(1.7 / _ulp(f)) + (i == i.size // 2)) * _ulp(f), eps=0.0), 2),
     Family("F08", "1 or the next float, at random, eps 0", _coin, 2),
-    Family("F09", "constant rows, eps 1e-12", _constant, smallest_rows=2),
+    Family("F09", "constant rows, eps 1e-12",
+           lambda _, s, __: {"x": np.resize([[0.1], [12345.678]], (s[0], 1)) * np.ones(s), "eps": 1e-12},
+           1, 2),
     Family("F10", "around 1, one element at the mean, eps 0", _near_the_mean, 3),
     Family("F11", "pairs of +v and -v, the last a little more", _x(_pairs), 2),
-    Family(
-        "F12",
-        "squares overflow",
-        _x(lambda f, v: (5000.0 if f is FLOAT16 else 2.0 ** (f.emax // 2 + 4)) * v),
-    ),
+    Family("F12", "squares overflow",
+           _x(lambda f, v: (5000.0 if f is FLOAT16 else 2.0 ** (f.emax // 2 + 4)) * v)),
     Family("F13", "plus and minus the largest float", _x(lambda f, v: f.largest * np.sign(v))),
-    Family("F14", "near the largest float: the sum overflows", _sum_overflows),
-    Family(
-        "F15", "squares underflow, eps 0", _x(lambda f, v: 2.0 ** (f.emin // 2 - 8) * v, eps=0.0), 2
-    ),
+    Family("F14", "near the largest float: the sum overflows",
+           lambda f, s, rng: {"x": f.largest * (1 - rng.integers(0, 8, s) * 2.0**-f.digits)}),
+    Family("F15", "squares underflow, eps 0",
+           _x(lambda f, v: 2.0 ** (f.emin // 2 - 8) * v, eps=0.0), 2),
     Family("F16", "subnormals, eps 0", _subnormals(0.0), 2),
     Family("F17", "subnormals, eps 1e-5", _subnormals(1e-5), 2),
-    Family(
-        "F18",
-        "exponentials of normal numbers",
-        _x(lambda f, v: np.exp((2 if f is FLOAT16 else 6) * v)),
-    ),
-    Family("F19", "one outlier of 1024", _x(lambda _, v: _put(v, 5, 2.0**10)), _ENOUGH),
-    Family(
-        "F20",
-        "one outlier of 2^p",
-        _x(lambda f, v: _put(v, 5, 2.0 ** min(f.digits, f.emax - 1))),
-        _ENOUGH,
-    ),
-    Family(
-        "F21",
-        "one outlier whose square overflows",
-        _x(lambda f, v: _put(v, 5, 2.0 ** (f.emax // 2 + 2))),
-        _ENOUGH,
-        # It would be 2^9, less than that of F19: float32 holds its square.
-        without={"float16": "whose squares do not overflow in float32"},
-    ),
+    Family("F18", "exponentials of normal numbers",
+           _x(lambda f, v: np.exp((2 if f is FLOAT16 else 6) * v))),
+    Family("F19", "one outlier of 1024", _x(lambda _, v: _put(v, 5, 2.0**10)), 8),
+    Family("F20", "one outlier of 2^p",
+           _x(lambda f, v: _put(v, 5, 2.0 ** min(f.digits, f.emax - 1))), 8),
+    # In float16 it would be 2^9, less than that of F19: float32 holds its square.
+    Family("F21", "one outlier whose square overflows",
+           _x(lambda f, v: _put(v, 5, 2.0 ** (f.emax // 2 + 2))), 8,
+           without={"float16": "whose squares do not overflow in float32"}),
     Family("F22", "two opposite outliers", _x(_two_outliers), 10),
     Family("F23", "one half around +1, the other around -1", _x(_halves), 2),
-    Family("F24", "four outliers of 2.7e5, eps 1e-6", _x(_residual_stream, eps=1e-6), _ENOUGH),
+    Family("F24", "four outliers of 2.7e5, eps 1e-6", _x(_residual_stream, eps=1e-6), 8),
     Family("F25", "variance far below eps", _var_below_eps),
     Family("F26", "variance equal to eps", _x(lambda _, v: 1e-5**0.5 * v)),
-    Family("F27", "dy = 1, gamma = 1: dx is 0", _dy(lambda shape, _: np.ones(shape), gamma=1.0)),
+    Family("F27", "dy = 1, gamma = 1: dx is 0", _dy(lambda s, _: np.ones(s), gamma=1.0)),
     Family("F28", "dy = y, gamma = 1: dx nearly vanishes", _dy_is_y(1e-5)),
     Family("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", _dy_is_y(0.0), 2),
-    Family(
-        "F29",
-        "dy = 1 + N/1000, gamma = 1",
-        _dy(lambda shape, rng: 1 + 1e-3 * rng.standard_normal(shape), gamma=1.0),
-    ),
-    Family("F30", "dy one-hot", _dy(lambda shape, _: _put(np.zeros(shape), shape[1] // 3, 1))),
-    Family("F31", "dy of very different sizes", _dy(_signed_lognormal)),
+    Family("F29", "dy = 1 + N/1000, gamma = 1",
+           _dy(lambda s, rng: 1 + 1e-3 * rng.standard_normal(s), gamma=1.0)),
+    Family("F30", "dy one-hot", _dy(lambda s, _: _put(np.zeros(s), s[1] // 3, 1))),
+    Family("F31", "dy of very different sizes", _dy(_lognormal)),
     Family("F32", "beta cancels gamma * xhat", _cancelling_beta),
     Family("F33", "gamma of 0, -0, 1e30, subnormals", _hard_gamma),
-    Family(
-        "F34",
-        "two neighbouring floats, eps 0",
-        _columns(lambda f, i: 1 + i % 2 * _ulp(f), eps=0.0),
-        2,
-    ),
-    Family("F35", "rows in pairs: dgamma, dbeta cancel", _row_pairs, smallest_rows=2),
-    Family("F36", "NaN, infinity, -0", _not_finite, smallest_rows=3, finite=False),
+    Family("F34", "two neighbouring floats, eps 0",
+           _columns(lambda f, i: 1 + i % 2 * _ulp(f), eps=0.0), 2),
+    Family("F35", "rows in pairs: dgamma, dbeta cancel", _row_pairs, 1, 2),
+    Family("F36", "NaN, infinity, -0", _x(_not_finite), 1, 3, finite=False),
     Family("F37", "the same numbers in other orders", _shuffled, 2, 3),
-    Family(
-        "F38",
-        "rows of mean 0, 1, 10, 100",
-        _x(lambda _, v: np.resize([0.0, 1.0, 10.0, 100.0], len(v))[:, None] + v),
-        smallest_rows=4,
-    ),
+    Family("F38", "rows of mean 0, 1, 10, 100",
+           _x(lambda _, v: np.resize([[0.0], [1.0], [10.0], [100.0]], (len(v), 1)) + v), 1, 4),
 )
+# fmt: on
 FAMILIES = {family.name: family for family in _ALL}

@@ -19,7 +19,7 @@ from stablenorm.types import Array, bfloat16
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
 Backward = Callable[[Array, Any], tuple[Array, Array, Array]]
 
-# Rows and columns of a block of the blocked variant: small, so that small inputs have several.
+# Rows and columns of a block of `_blocked`: small, so that small inputs have several.
 _BLOCK = 5
 
 
@@ -66,14 +66,6 @@ def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Arr
         The output.
     cache : Kept
         For the backwards of this module.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm.testing.mistakes import forward
-    >>> y, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
-    >>> y.round(3)
-    array([[-1.225,  0.   ,  1.225]])
     """
     mean = _mean(x)
     centered = x - mean
@@ -173,51 +165,37 @@ def _mean_in_bfloat16(g: Array, cache: Kept) -> Array:
     return _dx(g, (cache.x - mean) * cache.rstd, cache.rstd)
 
 
+# fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
         _wrong_dx(lambda g, c: c.rstd * (g - c.xhat * _mean(g * c.xhat))),
-        "x",
-        "the mean of g is missing from dx",
-    ),
+        "x", "the mean of g is missing from dx"),
     "xhat term missing": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * (g - _mean(g))), "x", "the xhat term is missing from dx"
-    ),
+        _wrong_dx(lambda g, c: c.rstd * (g - _mean(g))), "x", "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
-        _wrong_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)),
-        "x",
-        "gamma is applied twice in dx",
-    ),
+        _wrong_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "x", "gamma is applied twice in dx"),
     "dgamma without rstd": Mistake(_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
     "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "x", "the last row of dx is zero"),
     "dx[0, 0] sign": Mistake(
-        _spoiled_dx((0, 0), -1), "x", "element (0, 0) of dx has the wrong sign"
-    ),
+        _spoiled_dx((0, 0), -1), "x", "element (0, 0) of dx has the wrong sign"),
     "dx[0, 0] * 1.01": Mistake(
-        _spoiled_dx((0, 0), 1.01), "x", "element (0, 0) of dx is off by a factor of 1.01"
-    ),
+        _spoiled_dx((0, 0), 1.01), "x", "element (0, 0) of dx is off by a factor of 1.01"),
     "n-1 in var": Mistake(
-        _wrong_rstd(_rstd_of_n_minus_1), "x", "the variance is divided by n - 1 in dx"
-    ),
+        _wrong_rstd(_rstd_of_n_minus_1), "x", "the variance is divided by n - 1 in dx"),
     "n-1 in mean(g)": Mistake(
-        _wrong_dx(_biased_mean_of_g), "x", "the mean of g is divided by n - 1 in dx"
-    ),
+        _wrong_dx(_biased_mean_of_g), "x", "the mean of g is divided by n - 1 in dx"),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
         _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)),
-        "x",
-        "rstd is 1 / (sqrt(var) + eps) in dx",
-    ),
+        "x", "rstd is 1 / (sqrt(var) + eps) in dx"),
     "eps omitted": Mistake(
-        _wrong_rstd(lambda c: 1 / np.sqrt(c.var)), "x", "eps is missing from rstd in dx"
-    ),
+        _wrong_rstd(lambda c: 1 / np.sqrt(c.var)), "x", "eps is missing from rstd in dx"),
     "rstd rounded to f32": Mistake(
         _wrong_rstd(lambda c: c.rstd.astype(np.float32).astype(c.rstd.dtype)),
-        "x",
-        "rstd is kept in float32 in dx",
-    ),
+        "x", "rstd is kept in float32 in dx"),
     "mean rounded to bf16": Mistake(
-        _wrong_dx(_mean_in_bfloat16), "x", "the mean is kept in bfloat16 in dx"
-    ),
+        _wrong_dx(_mean_in_bfloat16), "x", "the mean is kept in bfloat16 in dx"),
 }
+# fmt: on
 
 
 # ---- right, written differently: each in the dtype given ----
@@ -250,24 +228,16 @@ def _expanded(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
 
 def _blocked(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     """Rows and columns in blocks, partial sums added up."""
-    n = dy.shape[-1]
-    rows_dy, rows_xhat = dy.reshape(-1, n), cache.xhat.reshape(-1, n)
-    rstd, dx = cache.rstd.reshape(-1, 1), np.empty_like(rows_dy)
-    dgamma, dbeta = np.zeros((2, n), dtype=dy.dtype)
+    n, g, xhat = dy.shape[-1], cache.gamma * dy, cache.xhat
     columns = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
-    for start in range(0, len(rows_dy), _BLOCK):
-        rows = slice(start, start + _BLOCK)
-        total, slope = np.zeros((2, len(rows_dy[rows]), 1), dtype=dy.dtype)
-        for block in columns:
-            g, xhat = cache.gamma[block] * rows_dy[rows, block], rows_xhat[rows, block]
-            total += g.sum(axis=1, keepdims=True)
-            slope += (g * xhat).sum(axis=1, keepdims=True)
-            dgamma[block] += (rows_dy[rows, block] * xhat).sum(axis=0)
-            dbeta[block] += rows_dy[rows, block].sum(axis=0)
-        for block in columns:
-            g, xhat = cache.gamma[block] * rows_dy[rows, block], rows_xhat[rows, block]
-            dx[rows, block] = rstd[rows] * (g - total / n - xhat * (slope / n))
-    return dx.reshape(dy.shape), dgamma, dbeta
+    total, slope = (
+        sum(a[..., block].sum(axis=-1, keepdims=True) for block in columns) for a in (g, g * xhat)
+    )
+    rows = [slice(start, start + _BLOCK) for start in range(0, dy.size // n, _BLOCK)]
+    dgamma, dbeta = (
+        sum(a.reshape(-1, n)[block].sum(axis=0) for block in rows) for a in (dy * xhat, dy)
+    )
+    return cache.rstd * (g - total / n - xhat * (slope / n)), dgamma, dbeta
 
 
 VARIANTS: dict[str, tuple[Forward, Backward]] = {
