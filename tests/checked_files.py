@@ -1,5 +1,7 @@
 """Files for `stablenorm check` to read: what the tests of the command write, and what it shows."""
 
+from pathlib import Path
+
 # The core of every file that is checked; MEAN is where the mistake is planted.
 CORE = """
 import numpy as np
@@ -19,17 +21,15 @@ def grads(dy, xhat, rstd, gamma):
 """
 
 USUAL = """
-def layer_norm_forward(*args):
-    x, gamma, beta, eps = args
-    return gamma * stats(x, eps)[0] + beta, [*stats(x, eps), gamma]
-def layer_norm_backward(dy, *cache):
-    return list(grads(dy, *cache))
+def layer_norm_forward(x, gamma, beta, eps=1e-5):
+    return norm(x, gamma, beta, eps)
+def layer_norm_backward(dy, cache):
+    return grads(dy, *cache)
 """
 
 
 def write(text, name="mine.py"):
-    with open(name, "w", encoding="utf-8") as file:  # noqa: PTH123
-        file.write(text)
+    Path(name).write_text(text, encoding="utf-8")
     return name
 
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from stablenorm.check import GradientReport, check_layer_norm
 from stablenorm.cli import parts
-from stablenorm.cli.check_file import FileCheck, check_file
+from stablenorm.cli.tables import to_json
+from stablenorm.cli.user_file import UserError, UserFile, quiet
+from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.report import shape_text
+from stablenorm.types import Array
+
+# The number of elements of a row, and of rows along the other axes: 48 elements in all, so that all
+# are compared. The lengths differ, lest one axis be taken for another.
+_N, _ROWS = 8, ((2, 3), (6,))
+_DEFAULT_EPS = 1e-5
+_Data = tuple[Array, Array | None, Array | None]
 
 _EXAMPLES = """\
 examples:
@@ -24,7 +35,7 @@ examples:
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --plot check.png --json check.json
 
-what the file holds, in any usual form:
+what the file holds:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
@@ -34,7 +45,7 @@ what the file holds, in any usual form:
 or a class:
   class LayerNorm: ...                                forward(x) and backward(dy)
   It is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or bias);
-  their gradients are returned, or stored in attributes (dgamma, grad_weight, grads, ...).
+  their gradients are returned, or stored in attributes (dgamma, grad_weight, weight_grad, ...).
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -74,24 +85,170 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
     parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
-    print(f"stablenorm: running the code of {arguments.file}", file=sys.stderr)
-    with parts.progress_bar("comparing") as progress:
-        check = check_file(arguments, progress)
-    content = check._asdict() | {"report": check.report.as_dict()}
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    parts.write_whole(arguments.json, lambda file: file.write(text.encode()))
-    parts.write_plot(arguments.plot, lambda file, kind: check.report.plot(file, format=kind))
-    _print(check, Console())
-    return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(check.report.verdict, parts.EXIT_INCONCLUSIVE)
+    try:
+        layer_norm = _adapt(UserFile(arguments.file), arguments)
+        with quiet(), parts.progress_bar("comparing") as progress:
+            layer_norm, shape, notes = _choose_shape(layer_norm, arguments)
+            eps, origin = _choose_eps(layer_norm, arguments.eps)
+            data = _data(layer_norm, shape, arguments)
+            report = _check(layer_norm, data, eps, rng=arguments.seed, progress=progress)
+    except UserError as error:
+        msg = f"{type(error).__name__}: {error}"
+        raise parts.InputError(msg) from None
+    content = {
+        "source": arguments.file.name,
+        "functions": layer_norm.signature,
+        "shape": shape,
+        "dtype": arguments.dtype,
+        "eps": eps,
+        "eps_origin": origin,
+        "seed": arguments.seed,
+        "notes": notes,
+    }
+    held = to_json(content | {"report": report.as_dict()})
+    parts.write_whole(arguments.json, lambda file: file.write(held))
+    parts.write_plot(arguments.plot, lambda file, kind: report.plot(file, format=kind))
+    _print(content, report, Console())
+    return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 
-def _print(check: FileCheck, console: Console) -> None:
+def _print(content: dict[str, Any], report: GradientReport, console: Console) -> None:
     """Print what was run and assumed, then the report."""
-    assumed = f"eps {check.eps:g} ({check.eps_origin})"
-    console.print(Text.assemble((check.source, "bold"), f": {check.functions}"))
-    console.print(Text(f"x {shape_text(check.shape)} {check.dtype}, seed {check.seed}; {assumed}"))
-    for note in check.notes:
-        console.print(Text(f"note: {note}"))
-    console.print()
-    first, *others = str(check.report).splitlines(keepends=True)
+    console.print(Text.assemble((content["source"], "bold"), f": {content['functions']}"))
+    about = (
+        f"x {shape_text(content['shape'])} {content['dtype']}, seed {content['seed']}; "
+        f"eps {content['eps']:g} ({content['eps_origin']})"
+    )
+    for line in (about, *(f"note: {note}" for note in content["notes"]), ""):
+        console.print(Text(line))
+    first, *others = str(report).splitlines(keepends=True)
     console.print(Text.assemble((first, "bold"), *others))
+
+
+def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
+    """Return the class that is asked for, or the only one of a file without functions for it."""
+    is_named, name = arguments.forward or arguments.backward, arguments.class_
+    if name is not None and is_named:
+        msg = "--class must be given without --forward and --backward: it has both"
+        raise parts.InputError(msg)
+    if name is None:
+        try:
+            return adapt_functions(file, arguments.forward, arguments.backward)
+        except parts.InputError:
+            if is_named or len(file.classes) != 1:
+                raise
+    return adapt_class(file, name or file.classes[0], (arguments.shape or [_N])[-1])
+
+
+def _check(layer_norm: LayerNorm, data: _Data, eps: float, **options: Any) -> GradientReport:
+    try:
+        report = check_layer_norm(layer_norm.forward, layer_norm.backward, *data, eps, **options)
+    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        msg = f"the check cannot go on: {type(error).__name__}: {text}"
+        raise parts.InputError(msg) from error
+    # To the check None means "do not look"; a file that leaves one out has not been shown right.
+    arguments = tuple(
+        replace(result, verdict="INCONCLUSIVE")
+        if result.verdict == "NOT CHECKED" and array is not None
+        else result
+        for result, array in zip(report.arguments, data, strict=True)
+    )
+    return replace(report, arguments=arguments)
+
+
+def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
+    """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
+    rng = np.random.default_rng(arguments.seed)
+    n = shape[-1]
+    x = rng.standard_normal(shape).astype(arguments.dtype)
+    signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
+    gamma = (signs * (1 + 0.5 * rng.random(n))).astype(arguments.dtype)
+    beta = (0.5 + rng.random(n)).astype(arguments.dtype)
+    takes = layer_norm.takes
+    return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
+
+
+def _choose_eps(layer_norm: LayerNorm, given: float | None) -> tuple[float, str]:
+    """Return eps and its origin."""
+    if "eps" not in layer_norm.takes:
+        return _DEFAULT_EPS if given is None else given, "assumed: the forward does not take it"
+    if given is None and layer_norm.eps is not None:
+        return layer_norm.eps, "the forward's default"
+    return _DEFAULT_EPS if given is None else given, "passed on"
+
+
+# ---- how many axes the user's code takes ----
+
+
+def _choose_shape(
+    layer_norm: LayerNorm, arguments: argparse.Namespace
+) -> tuple[LayerNorm, tuple[int, ...], list[str]]:
+    """Return the first shape that both functions accept, and why others were rejected."""
+    asked = [tuple(arguments.shape)] if arguments.shape else []
+    n = asked[0][-1] if asked else _N
+    # The usual shapes in any case: whether the number of axes matters is worth knowing.
+    shapes = [*asked, *((*rows, n) for rows in _ROWS)]
+    wrong, errors = {}, {}
+    for shape in shapes:
+        try:
+            wrong[shape] = _objection(layer_norm, _data(layer_norm, shape, arguments))
+        except UserError as error:
+            wrong[shape], errors[shape] = f"{type(error).__name__}: {error}", error
+    # What runs, but returns wrong shapes, is for the check to judge.
+    runs = [shape for shape in asked or shapes if shape not in errors]
+    if not runs:
+        raise errors[shapes[0]]
+    shape = min(runs, key=lambda one: bool(wrong[one]))
+    refused = [s for s, why in wrong.items() if why and len(s) != len(shape)]
+    # One axis has no room for rows.
+    if wrong[shape] or not refused or len(shape) == 1:
+        return layer_norm, shape, []
+    notes = [f"not for x of shape {list(s)}: {wrong[s]}" for s in refused]
+    notes.append(f"so x of any shape is passed to it with {len(shape)} axes")
+    return _with_axes(layer_norm, len(shape)), shape, notes
+
+
+def _objection(layer_norm: LayerNorm, data: _Data) -> str:
+    """Call both functions once; return which shape is wrong, empty if none is."""
+    y, cache = _pair(layer_norm.forward(*data, _DEFAULT_EPS))
+    gradients = layer_norm.backward(np.ones_like(data[0]), cache)
+    if not isinstance(gradients, (tuple, list)) or len(gradients) != len(data):
+        return "the backward does not return three gradients"
+    names = ("y", "dx", "dgamma", "dbeta")
+    for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
+        if array is not None and actual is not None and np.shape(actual) != array.shape:
+            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}"
+    return ""
+
+
+def _pair(returned: Any) -> tuple[Any, Any]:
+    """Return y and the cache; what is no such pair is for the check to judge."""
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    return tuple(returned) if is_pair else (returned, None)
+
+
+def _with_axes(layer_norm: LayerNorm, axes: int) -> LayerNorm:
+    """Return the same for x of any shape, passed on with so many axes."""
+
+    def seen(a: Array) -> Array:
+        """See an array with the last axis as it is and, unless it has as many, the others as one."""
+        if a.ndim == axes:
+            return a
+        return a.reshape(*(1,) * (axes - 2), math.prod(a.shape[:-1]), a.shape[-1])
+
+    def as_x(result: Any, x: Array) -> Any:
+        return np.reshape(result, x.shape) if np.size(result) == x.size else result
+
+    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> Any:
+        y, cache = _pair(layer_norm.forward(seen(x), gamma, beta, eps))
+        return as_x(y, x), cache
+
+    def backward(dy: Array, cache: Any) -> Any:
+        gradients = layer_norm.backward(seen(dy), cache)
+        if not isinstance(gradients, (tuple, list)) or len(gradients) == 0:
+            return gradients
+        return as_x(gradients[0], dy), *gradients[1:]
+
+    return layer_norm._replace(forward=forward, backward=backward)

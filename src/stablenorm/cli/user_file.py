@@ -1,15 +1,10 @@
-"""
-A user's file: run once, its prints kept away, its errors told in one line with their place.
-
-Nothing here knows what the functions in it are for; `user_functions` and `user_class` do.
-"""
+"""A user's file: run once, its prints kept away, its errors told in one line with their place."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import inspect
-import io
 import os
 import runpy
 import sys
@@ -21,86 +16,66 @@ from typing import Any
 
 import numpy as np
 
-# Of a message of the user's code, and of what it prints: enough to recognize it by.
-_LONGEST = 200
+from stablenorm.cli.parts import InputError
+
+# Of a message of the user's code: enough to recognize it by, with its place within two lines.
+_LONGEST = 120
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 
 
-class UserFileError(Exception):
-    """
-    The user's code cannot be run, or has raised something.
+class UserError(Exception):
+    """What the user's code raised, as a type of the same name; the text ends with the place."""
 
-    `line` says it to the user; the text, to the check, which puts the type before it: so what a
-    function raises is given a type of the same name.
-    """
-
-    def __init__(self, line: str, text: str | None = None):
-        super().__init__(line if text is None else text)
-        self.line = line
-
-
-class _Muted(io.StringIO):
-    """A stream that keeps the beginning of what is written to it and drops the rest."""
-
-    def reconfigure(self, **_: Any) -> None:
-        """Accept what programs ask of a terminal: an encoding, usually."""
-
-    def write(self, text: str) -> int:
-        if self.tell() < _LONGEST:
-            super().write(text[:_LONGEST])
-        return len(text)
+    def __str__(self) -> str:
+        """Return the text on one line."""
+        return " ".join(super().__str__().split())
 
 
 class UserFile:
-    """A file that has been run: its functions, its classes, the first line that it printed."""
+    """A file that has been run: its functions and its classes."""
 
     def __init__(self, path: Path):
-        self.path = path.resolve()
-        self.name = path.name
-        self._printed = _Muted()
-        self._names: dict[str, Any] = {}
-        self._run()
-        own = {n: v for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE}
-        self.functions = _functions(own) or _functions(self._names)
-        self.classes = [
-            name
-            for name, value in own.items()
-            if inspect.isclass(value) and hasattr(value, "backward") and hasattr(value, "forward")
-        ]
-
-    @property
-    def prints(self) -> list[str]:
-        """Return what to say of the file's prints, if there are any."""
-        lines = self._printed.getvalue().strip().splitlines()
-        said = f"{self.name} prints, which is not shown; the first line: "
-        return [f'{said}"{" ".join(lines[0].split())}"'] if lines else []
+        self.path, self.name = path.resolve(), path.name
+        if path.suffix.lower() != ".py" or not path.is_file():
+            what = "" if path.exists() else ", which is not there"
+            msg = f"FILE must be a Python file, named *.py, got {path}{what}"
+            raise InputError(msg)
+        print(f"stablenorm: running the code of {path}", file=sys.stderr)
+        # The folder stays on the path: functions may import when they are called.
+        sys.path.insert(0, str(self.path.parent))
+        with quiet(), self._inside():
+            # Not as a module: it would write __pycache__ beside the user's file.
+            self._names = runpy.run_path(str(self.path), run_name=_MODULE)
+        own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
+        self.classes = [name for name in own if _is_layer(self._names[name])]
 
     def find(self, given: str | None, usual: tuple[str, ...], option: str) -> Callable[..., Any]:
         """Return the function of the name given, or of one of the usual names."""
-        wanted = given
-        if given is None:
-            spelled = {key_of(name): name for name in reversed(self.functions)}
-            wanted = next((spelled[name] for name in map(key_of, usual) if name in spelled), None)
-        value = self._names.get(wanted or "")
-        if callable(value):
-            return self.guard(value)
-        held = ", ".join(self.functions) or "no functions"
+        functions = [
+            name
+            for name, value in self._names.items()
+            if not name.startswith("_") and callable(value) and not inspect.isclass(value)
+        ]
+        spelled = {key_of(name): name for name in functions}
+        name = given or next((spelled[key] for key in usual if key in spelled), "")
+        if callable(self._names.get(name)):
+            return self.guard(self._names[name])
+        held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        msg = f"{self.name} must have {given or usual[0]}, or name one with {option}; it has {held}"
-        if wanted in self._names:
-            msg = f"{option} must be a function, got {wanted}, a {type(value).__name__}"
-        raise UserFileError(msg)
+        wanted = given or "layer_norm_" + option.strip("-")
+        msg = f"{self.name} must have {wanted}, or name one with {option}; it has {held}"
+        raise InputError(msg)
 
     def find_class(self, name: str) -> type:
         """Return the class of that name."""
         value = self._names.get(name)
-        if inspect.isclass(value) and hasattr(value, "backward") and hasattr(value, "forward"):
+        if inspect.isclass(value) and _is_layer(value):
             return value
         held = ", ".join(self.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
-        raise UserFileError(msg)
+        raise InputError(msg)
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function: mute its prints, and add the line number to its exceptions."""
@@ -114,51 +89,41 @@ class UserFile:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        with contextlib.redirect_stdout(self._printed), contextlib.redirect_stderr(self._printed):
+        """Give code of the file no input and no output, and tell what it raises in one line."""
+        stdin = sys.stdin
+        with (
+            Path(os.devnull).open("r+", encoding="utf-8") as nothing,
+            contextlib.redirect_stdout(nothing),
+            contextlib.redirect_stderr(nothing),
+        ):
+            # input() would wait for somebody who does not know that he is asked.
+            sys.stdin = nothing
             try:
                 yield
-            except (KeyboardInterrupt, MemoryError, UserFileError):
+            except (KeyboardInterrupt, MemoryError):
                 raise
             # SystemExit too: exit() in a function ends the function, not the check.
-            except BaseException as error:
-                raise self._told(error) from error
+            except BaseException as error:  # noqa: BLE001 - whatever a user's code raises
+                raise self._told(error) from None
+            finally:
+                sys.stdin = stdin
 
-    def _told(self, error: BaseException) -> UserFileError:
-        """Return the one line that says what the user's code raised, and where."""
-        place, kind = self.name, type(error).__name__
-        text = " ".join(str(error).split())[:_LONGEST]
+    def _told(self, error: BaseException) -> UserError:
+        """Return an error of the same name that says where in the file it was raised."""
+        place, text = self.name, str(error)[:_LONGEST]
         if isinstance(error, SyntaxError):
             place, text = f"{Path(error.filename or self.name).name}:{error.lineno}", error.msg
         # The innermost line of the file itself: what it calls is seldom to blame.
         for frame in traceback.extract_tb(error.__traceback__):
             if frame.filename == str(self.path):
                 place = f"{self.name}:{frame.lineno}"
-        line = f"{place}: {kind}: {text}" if text else f"{place}: {kind}"
         if isinstance(error, SystemExit):
-            line += " (exit in the file; put it under if __name__ == '__main__':)"
-        return type(kind, (UserFileError,), {})(line, f"{text} ({place})".lstrip())
-
-    def _run(self) -> None:
-        """Run the file as an import would, and keep the names in it."""
-        if self.path.is_dir() or not self.path.exists():
-            what = "a directory" if self.path.is_dir() else "which is not there"
-            msg = f"FILE must be a Python file, got {self.path}, {what}"
-            raise UserFileError(msg)
-        if self.path.suffix.lower() in (".ipynb", ".npz", ".npy"):
-            msg = f"FILE must be a Python file, got {self.name}; save the functions as a .py file"
-            raise UserFileError(msg)
-        with quiet(), self._inside(), _as_a_program(self.path):
-            # It writes nothing beside the user's file.
-            self._names = runpy.run_path(str(self.path), run_name=_MODULE)
+            place += "; put what is not to be run under if __name__ == '__main__':"
+        return type(type(error).__name__, (UserError,), {})(f"{text} at {place}")
 
 
-def _functions(names: dict[str, Any]) -> list[str]:
-    """Return the names of what can be called and is no class, in order."""
-    return [
-        name
-        for name, value in names.items()
-        if not name.startswith("_") and callable(value) and not inspect.isclass(value)
-    ]
+def _is_layer(value: Any) -> bool:
+    return inspect.isclass(value) and hasattr(value, "forward") and hasattr(value, "backward")
 
 
 def key_of(name: str) -> str:
@@ -173,21 +138,3 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings(), np.errstate(all="ignore"):
         warnings.simplefilter("ignore")
         yield
-
-
-@contextlib.contextmanager
-def _as_a_program(path: Path) -> Iterator[None]:
-    """Give the file what ``python FILE`` would give it: its directory, its name, no input."""
-    argv, where, stdin = sys.argv, Path.cwd(), sys.stdin
-    # It stays: functions may import when they are called.
-    sys.path.insert(0, str(path.parent))
-    sys.argv = [str(path)]
-    with Path(os.devnull).open(encoding="utf-8") as nothing:
-        # input() would wait for somebody who does not know that he is asked.
-        sys.stdin = nothing
-        try:
-            yield
-        finally:
-            sys.argv, sys.stdin = argv, stdin
-            with contextlib.suppress(OSError):
-                os.chdir(where)

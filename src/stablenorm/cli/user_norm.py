@@ -1,0 +1,221 @@
+"""
+Somebody's layer norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``.
+
+Arguments and gradients are recognized by their names, those without a known name by their order.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.cli.parts import InputError
+from stablenorm.cli.user_file import UserError, UserFile, key_of
+from stablenorm.types import Array
+
+# The one table of names, compared without underscores and capitals. "settings" is a dict with eps.
+_NAMES = {
+    "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
+    "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "lnweight", "lnw"),
+    "beta": ("beta", "bias", "b", "shift", "offset", "biases", "lnbias", "lnb"),
+    "eps": ("eps", "epsilon", "e", "varianceepsilon", "lnepsilon", "lneps"),
+    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
+}
+_ROLES = {name: role for role, names in _NAMES.items() for name in names}
+_ARGUMENTS = ("x", "gamma", "beta", "eps")
+_DIFFERENTIATED = _ARGUMENTS[:3]
+# dx, dweight, grad_bias, dL_dx, weight_grad: what is put before or after to say "gradient of".
+_GRADIENTS = {
+    role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(_NAMES[role])))
+    for role in _DIFFERENTIATED
+}
+# With these names the cache is the first argument of a backward: backward(ctx, dy).
+_CACHES = ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached")
+_FORWARD = ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm")
+_BACKWARD = ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad")
+
+
+class LayerNorm(NamedTuple):
+    """Two functions in the form that the check takes, and the assumptions made."""
+
+    forward: Callable[..., Any]
+    backward: Callable[[Array, Any], Any]
+    # Which of gamma, beta and eps the forward takes.
+    takes: tuple[str, ...]
+    # The value that the forward has when it is given none; None if nothing says it.
+    eps: float | None
+    # How both are called, for the reader.
+    signature: str
+
+
+# ---- functions ----
+
+
+def adapt_functions(
+    file: UserFile, forward_name: str | None, backward_name: str | None
+) -> LayerNorm:
+    """Find both functions in the file and give them the usual form."""
+    forward = file.find(forward_name, _FORWARD, "--forward")
+    backward = file.find(backward_name, _BACKWARD, "--backward")
+    parameters = _parameters(forward)
+    roles = _forward_roles(forward, parameters)
+    takes = tuple(role for role in _ARGUMENTS[1:] if role in roles.values())
+    if "settings" in roles.values():
+        takes += ("eps",)
+    is_cache_first = _is_cache_first(backward)
+
+    def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> Any:
+        given = dict(zip(_ARGUMENTS, (x, gamma, beta, eps), strict=True))
+        given["settings"] = dict.fromkeys(_NAMES["eps"], eps)
+        result = forward(**{name: given[role] for name, role in roles.items()})
+        if isinstance(result, (tuple, list)) and len(result) > 2:
+            return result[0], tuple(result[1:])
+        return result
+
+    def call_backward(dy: Array, cache: Any) -> Any:
+        returned = backward(cache, dy) if is_cache_first else backward(dy, cache)
+        found = _by_role(returned, takes)
+        return tuple(map(found.get, _DIFFERENTIATED)) if found else returned
+
+    eps = next((parameters[name].default for name, role in roles.items() if role == "eps"), None)
+    return LayerNorm(
+        call_forward,
+        call_backward,
+        takes,
+        float(eps) if isinstance(eps, (int, float)) else None,
+        ", ".join(map(_spelled, (forward, backward))),
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters by name, without *args and **options."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:
+        # Of what is not written in Python.
+        raise InputError(str(error)) from None
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: p for name, p in parameters.items() if p.kind not in stars}
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [name for name, p in parameters.items() if p.default is p.empty]
+
+
+def _spelled(function: Callable[..., Any]) -> str:
+    return f"{function.__name__}{inspect.signature(function)}"
+
+
+def _forward_roles(
+    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
+) -> dict[str, str]:
+    """Return what each parameter is for; those of unknown name get the roles left, in order."""
+    roles = {name: _ROLES[key_of(name)] for name in parameters if key_of(name) in _ROLES}
+    left = [role for role in _ARGUMENTS if role not in roles.values()]
+    unknown = [name for name in _required(parameters) if name not in roles]
+    roles |= dict(zip(unknown, left, strict=False))
+    if len(unknown) > len(left) or "x" not in roles.values():
+        msg = f"the forward must take (x, gamma, beta, eps), got {_spelled(function)}"
+        raise InputError(msg)
+    return roles
+
+
+def _is_cache_first(function: Callable[..., Any]) -> bool:
+    """Tell whether it is backward(cache, dy); InputError unless it takes these two."""
+    required = _required(_parameters(function))
+    if len(required) != 2:
+        msg = f"the backward must take (dy, cache), got {_spelled(function)}"
+        raise InputError(msg)
+    return key_of(required[0]) in _CACHES
+
+
+def _gradient_role(name: str) -> str:
+    """Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else."""
+    matches = (role for role, names in _GRADIENTS.items() if names.fullmatch(key_of(name)))
+    return next(matches, "")
+
+
+def _by_role(returned: Any, takes: Iterable[str]) -> dict[str, Any]:
+    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
+    if hasattr(returned, "_asdict"):
+        returned = returned._asdict()
+    if isinstance(returned, Mapping):
+        named = {_gradient_role(n) or _ROLES.get(key_of(n), ""): g for n, g in returned.items()}
+        return {role: named[role] for role in _DIFFERENTIATED if role in named}
+    roles = [role for role in _DIFFERENTIATED if role == "x" or role in takes]
+    if isinstance(returned, np.ndarray) and len(roles) == 1:
+        return {"x": returned}
+    if isinstance(returned, (tuple, list)) and len(returned) == len(roles):
+        return dict(zip(roles, returned, strict=True))
+    return {}
+
+
+# ---- a class ----
+
+
+def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
+    """Give a class of the file, made for rows of n, the form that the check takes."""
+    made, signature = _make(file, file.find_class(name), n)
+    places = {role: place for role in _ARGUMENTS[1:] if (place := _place(made, role))}
+
+    # Each call works on a copy: a cache can be used twice, and no gradient is added to another.
+    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
+        instance = copy.deepcopy(made)
+        for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
+            if role in places and value is not None:
+                # In the shape that the class gave it.
+                shape = np.shape(getattr(made, places[role]))
+                new = np.array(value).reshape(shape) if shape else value
+                setattr(instance, places[role], new)
+        return file.guard(instance.forward)(x), instance
+
+    def backward(dy: Array, cache: Any) -> Any:
+        instance = copy.deepcopy(cache)
+        returned = file.guard(instance.backward)(dy)
+        found = {_gradient_role(name): value for name, value in vars(instance).items()}
+        # A single array is dx, and the others are stored.
+        found |= _by_role(returned, () if isinstance(returned, np.ndarray) else places)
+        if found.get("x") is None:
+            return returned
+        for role in places.keys() & {"gamma", "beta"}:
+            # Of the shape that the class itself gave the parameter: as it should be.
+            gradient: Any = found.get(role)
+            if np.shape(gradient) == np.shape(getattr(made, places[role])):
+                found[role] = np.reshape(gradient, -1)
+        return tuple(map(found.get, _DIFFERENTIATED))
+
+    eps = getattr(made, places["eps"]) if "eps" in places else None
+    return LayerNorm(forward, backward, tuple(places), eps, signature)
+
+
+def _make(file: UserFile, class_: type, n: int) -> tuple[Any, str]:
+    """Return an instance for rows of n, and how it was made; InputError says what was tried."""
+    options = {name: 1e-5 for name in _parameters(class_) if _ROLES.get(key_of(name)) == "eps"}
+    said = []
+    for arguments in ((n,), ((n,),), ()):
+        spelled = f"{class_.__name__}({', '.join(map(str, arguments))})"
+        try:
+            instance = file.guard(class_)(*arguments, **options)
+        except UserError as error:
+            said.append(f"{spelled}: {type(error).__name__}: {error}")
+            continue
+        gammas = [a for a in vars(instance).items() if _ROLES.get(key_of(a[0])) == "gamma"]
+        wrong = [name for name, value in gammas if value is not None and np.size(value) != n]
+        if not wrong:
+            return instance, f"{spelled}, .forward(x), .backward(dy)"
+        said.append(f"{spelled}: {wrong[0]} does not have {n} elements")
+    msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
+    raise InputError(msg)
+
+
+def _place(instance: Any, role: str) -> str:
+    """Return the attribute that holds gamma, beta or eps; empty if none does."""
+    kind: Any = (int, float) if role == "eps" else np.ndarray
+    attributes = {key_of(name): name for name in dir(instance)}
+    held = (attributes[name] for name in _NAMES[role] if name in attributes)
+    return next((name for name in held if isinstance(getattr(instance, name), kind)), "")
