@@ -8,7 +8,6 @@ CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on
 import sys
 
 import cuda_fixtures as device
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -23,19 +22,16 @@ assert_bits, host_forward, needs_shim = device.assert_bits, device.host_forward,
 
 
 @needs_shim
-def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng, dtype):
-    x, gamma, beta, dy = problem(rng, (2, 17, 129), dtype)
+def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng):
+    x, gamma, beta, dy = problem(rng, (2, 17, 129), np.float32)
     expected, host = host_forward(x, gamma, beta)
     y, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
     assert_bits(layer_norm(*map(on_device, (x, gamma, beta))), expected)
     assert_bits(y, expected)
     assert cache.backend == "cuda"
     actual, hosts = layer_norm_backward(on_device(dy), cache), layer_norm_backward(dy, host)
-    assert_bits(actual.dx, hosts.dx)
-    for one, other in zip(actual[1:], hosts[1:], strict=True):
-        # Rounded once from sums in another order: the last bit of float64, others not at all.
-        rtol = 2**-52 if dtype == np.float64 else 0
-        np.testing.assert_allclose(one.get().astype(float), other.astype(float), rtol, 1e-30)
+    for one, other in zip(actual, hosts, strict=True):
+        assert_bits(one, other)
     # One launch each; only blocks that wait for one another take a cooperative one.
     assert [launch.cooperative for launch in launches] == [False, False, True]
 
@@ -106,24 +102,6 @@ def test_only_what_is_asked_is_computed(launches, rng, wrt):
     assert len(launches) == 1 + bool(wrt)
     # Nothing waits where nothing is summed.
     assert all(launch.cooperative == ("x" not in wrt) for launch in launches[1:])
-
-
-@needs_shim
-@pytest.mark.parametrize("wide", ["x", "beta", "dy"])
-def test_float64_beside_float32_is_computed_in_pairs(launches, rng, wide):
-    arrays = dict(
-        zip(("x", "gamma", "beta", "dy"), problem(rng, (20, 129), np.float32), strict=True)
-    )
-    arrays[wide] = arrays[wide].astype(np.float64)
-    x, gamma, beta, dy = arrays.values()
-    expected, host = host_forward(x, gamma, beta)
-    y, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
-    assert_bits(y, expected)
-    gradients = layer_norm_backward(on_device(dy), cache)
-    for one, other in zip(gradients, layer_norm_backward(dy, host), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one.get(), other, 2**-52 if one.dtype == np.float64 else 0)
-    assert len(launches) == 2
 
 
 @needs_shim
@@ -227,11 +205,7 @@ REFUSED = [
     (lambda: layer_norm(on_device(X), out=on_device(X.astype(float))), TypeError, "out must have dtype"),
     (lambda: layer_norm(on_device(X), out=fake.ndarray(np.broadcast_to(X[0], X.shape))), ValueError,
      "an element of its own for each result"),
-    (lambda: layer_norm(fake.ndarray(np.zeros(25, np.uint8)[1:].view(np.float32))), ValueError,
-     "x must begin at a multiple of its 4 bytes"),
     (lambda: layer_norm(on_device(X), eps=-1), ValueError, "eps must be finite"),
-    (lambda: layer_norm(Foreign(X.astype(ml_dtypes.bfloat16), "interface", "<V2")), TypeError,
-     r"x must say that its elements are bfloat16.*DLPack"),
 ]  # fmt: skip
 
 
@@ -284,7 +258,9 @@ def test_without_a_device_or_a_driver_it_says_so(cupy):
         raise fake.CUDARuntimeError(msg)
 
     cupy.cuda.runtime.getDeviceCount = fail
-    with pytest.raises(RuntimeError, match=r"needs a CUDA device, and CUDA says: cudaErrorInsuff"):
+    with pytest.raises(
+        RuntimeError, match=r"needs a CUDA device, and CUDA says: CUDARuntimeError: cudaErrorInsuff"
+    ):
         layer_norm(X, backend="cuda")
     cupy.cuda.runtime.getDeviceCount = lambda: 0
     with pytest.raises(RuntimeError, match=r"it finds none; see whether nvidia-smi"):

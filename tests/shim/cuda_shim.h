@@ -4,11 +4,8 @@
 // rounded and in the order written: compile with -ffp-contract=off.
 #pragma once
 
-#include <cmath>
-#include <cstdint>
 #include <cstddef>
-#include <cstring>
-#include <type_traits>
+#include <cstdint>
 
 #define __global__
 #define __device__
@@ -49,7 +46,7 @@ inline double __ldcg(const double* p) { return *p; }
 template <class To, class From> inline To shim_bits(From value) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
     To result;
-    std::memcpy(&result, &value, sizeof result);
+    __builtin_memcpy(&result, &value, sizeof result);
     return result;
 }
 inline long long __double_as_longlong(double v) { return shim_bits<long long>(v); }
@@ -59,13 +56,13 @@ inline float __uint_as_float(unsigned v) { return shim_bits<float>(v); }
 
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline double __ddiv_rn(double a, double b) { return a / b; }
-inline double __dsqrt_rn(double a) { return std::sqrt(a); }
+inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 inline float __double2float_rn(double v) { return float(v); }
 inline float __double2float_rz(double v) {
     const float near = float(v);
-    return std::fabs(double(near)) > std::fabs(v) ? std::nextafter(near, 0.0f) : near;
+    return __builtin_fabs(double(near)) > __builtin_fabs(v) ? __builtin_nextafterf(near, 0.0f) : near;
 }
 
 // What layer_norm.cu has as instructions of the device.
@@ -77,9 +74,7 @@ inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>(
 #define SHIM_ENTRY(name)                                                                       \
     template <class P> __attribute__((no_sanitize("thread")))                                  \
     void shim_call(void (*kernel)(P), const unsigned char* bytes) {                            \
-        std::remove_const_t<P> value;                                                          \
-        std::memcpy(&value, bytes, sizeof value);                                              \
-        kernel(value);                                                                         \
+        kernel(*reinterpret_cast<const P*>(bytes));                                            \
     }                                                                                          \
     template <class P> constexpr std::size_t shim_size_of(void (*)(P)) { return sizeof(P); }   \
     extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }   \

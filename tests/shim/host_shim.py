@@ -19,12 +19,12 @@ from typing import NamedTuple
 import numpy as np
 
 HERE = Path(__file__).parent
-# -O1: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
+# -Og: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
 # of floats through pointers. -ftrivial-auto-var-init: a variable that was never written holds 0xFE
 # bytes, not luck. Instrumented as for the sanitizers; fibers.cpp takes their place.
 RUNTIME_FLAGS = ("-std=c++17", "-O1", "-fPIC", "-pipe", f"-I{HERE}")
 KERNEL_FLAGS = (
-    *RUNTIME_FLAGS, "-g1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas",
+    *RUNTIME_FLAGS, "-Og", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wno-unknown-pragmas",
     "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern", "-fsanitize=thread",
     "-fsanitize=alignment", "--param=tsan-instrument-func-entry-exit=0",
 )  # fmt: skip

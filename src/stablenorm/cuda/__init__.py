@@ -16,8 +16,8 @@ import numpy as np
 
 from stablenorm.arrays import Arrays
 from stablenorm.cuda import arrays, driver, workspace
+from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
-from stablenorm.cuda.errors import explained
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
 from stablenorm.types import Array, Gradients, Statistics, any_float64
@@ -27,6 +27,9 @@ __all__ = ["CudaWorkspace", "check_usable"]
 # What the driver says when blocks that wait for one another would not all fit, whatever was
 # computed before: another process, or a share of the device, may take multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
+
+# The names of the runtime and of the driver for it.
+_NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
@@ -114,7 +117,7 @@ def _launch(device: int, kernel: Kernel, work: int, barrier: bool, **values: Any
 
 @contextlib.contextmanager
 def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
-    """Make the one device of all arrays current; make CUDA's errors say their cure."""
+    """Make the one device of all arrays current; where its memory is not enough, say the cure."""
     device = int(places["x"].device.id)
     for name, array in places.items():
         if array is not None and array.device.id != device:
@@ -128,10 +131,14 @@ def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
         with cupy.cuda.Device(device):
             yield cupy, device
     except (RuntimeError, MemoryError) as error:
-        reason = explained(error, device)
-        if reason is error:
+        line = first_line(error)
+        if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
             raise
-        raise reason from error
+        msg = (
+            f"too little memory on CUDA device {device} ({line}); let go of arrays and call "
+            "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
+        )
+        raise MemoryError(msg) from error
 
 
 def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:

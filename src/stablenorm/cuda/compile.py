@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm.cuda.errors import not_loaded
-
 # Every operation that matters is an intrinsic with its rounding spelled out. These keep the
 # compiler from changing the others; they are its defaults but for the contraction to fma.
 OPTIONS = ("--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
@@ -44,31 +42,18 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     kept = _read(path)
     if kept is not None:
         return kept
-    _check_known(capability, _checked(nvrtc.nvrtcGetSupportedArchs()), version)
+    known = _checked(nvrtc.nvrtcGetSupportedArchs())
+    if 10 * capability[0] + capability[1] not in known:
+        msg = (
+            f"NVRTC {version[0]}.{version[1]} must compile for compute capability {capability[0]}."
+            f"{capability[1]}, and does so for {', '.join(f'{one / 10:.1f}' for one in known)}; "
+            "install nvidia-cuda-nvrtc and cuda-bindings that do, older or newer, or pass NumPy arrays"
+        )
+        raise RuntimeError(msg)
     with compiled(sources(), options) as read:
         code = read("CUBIN")
     _write(path, code)
     return code
-
-
-def _check_known(
-    capability: tuple[int, int], known: Sequence[int], version: tuple[int, int]
-) -> None:
-    """Raise RuntimeError unless the compiler makes machine code for this device."""
-    number = 10 * capability[0] + capability[1]
-    if number in known:
-        return
-    cure = "pip install --upgrade nvidia-cuda-nvrtc cuda-bindings"
-    if number < min(known):
-        cure = (
-            "the device is older than this compiler: install nvidia-cuda-nvrtc and cuda-bindings of "
-            f"CUDA {version[0] - 1}, or pass NumPy arrays"
-        )
-    msg = (
-        f"NVRTC {version[0]}.{version[1]} must compile for compute capability {capability[0]}."
-        f"{capability[1]}, and does so for {', '.join(f'{one / 10:.1f}' for one in known)}; {cure}"
-    )
-    raise RuntimeError(msg)
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -135,6 +120,19 @@ def _write(path: Path, code: bytes) -> None:
             Path(name).replace(path)
         except OSError:
             Path(name).unlink(missing_ok=True)
+
+
+def not_loaded(error: Exception, name: str) -> ImportError:
+    """Return the error to raise where a library of the extra `cuda` cannot be imported."""
+    return ImportError(
+        f'{name} is needed for backend="cuda" and cannot be loaded ({first_line(error)}): '
+        'pip install "stablenorm[cuda]"'
+    )
+
+
+def first_line(error: Exception) -> str:
+    """Return the kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @functools.cache

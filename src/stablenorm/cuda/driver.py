@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.cuda import compile as compiling
-from stablenorm.cuda.errors import first_line, not_loaded
 from stablenorm.cuda.plan import Kernel
 
 
@@ -31,7 +30,7 @@ def import_cupy() -> Any:
         import cupy  # noqa: PLC0415  # only where there is CUDA
     except Exception as error:
         # ImportError, or what CuPy raises where a library of CUDA's is missing.
-        raise not_loaded(error, "CuPy") from error
+        raise compiling.not_loaded(error, "CuPy") from error
     return cupy
 
 
@@ -40,7 +39,7 @@ def check_usable() -> None:
     try:
         count, reason = import_cupy().cuda.runtime.getDeviceCount(), "it finds none"
     except RuntimeError as error:
-        count, reason = 0, first_line(error)
+        count, reason = 0, compiling.first_line(error)
     if not count:
         msg = (
             f'backend="cuda" needs a CUDA device, and CUDA says: {reason}; see whether nvidia-smi '
