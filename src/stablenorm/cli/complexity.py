@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     content = measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)}
     parts.write_whole(arguments.json, lambda file: file.write(to_json(content)))
     parts.write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
-    print_sections(Console(), (cost_section((measured,)),))
+    print_sections(Console(), (cost_section(measured),))
     return 0
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from stablenorm.cli import parts
 from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.tables import print_lines
-from stablenorm.report import STEPS, gather, page
+from stablenorm.report import STEPS, make_page
 
 _OUT = "stablenorm-report.html"
 
@@ -49,10 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
         parts.require(module, "the report")
     problem, results = compute_problem(arguments)
     with parts.step_bar(STEPS) as step:
-        facts = gather(problem, results, step)
-    parts.write_whole(arguments.out, lambda file: file.write(page(facts).encode()))
-    verdict = "no check failed" if facts.passed else "A CHECK FAILED"
+        page, passed = make_page(problem, results, step)
+    parts.write_whole(arguments.out, lambda file: file.write(page.encode()))
+    verdict = "no check failed" if passed else "A CHECK FAILED"
     where = f"Open it in any browser: {arguments.out.as_uri()}"
     # An address that is broken into lines cannot be clicked.
     print_lines(Console(soft_wrap=True), (f"{arguments.out.name}: {verdict}. {where}",))
-    return 0 if facts.passed else parts.EXIT_FAILED
+    return 0 if passed else parts.EXIT_FAILED

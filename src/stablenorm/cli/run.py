@@ -58,8 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    # The four steps of `inspect`.
-    with parts.step_bar(4) as step:
+    # The three steps of `inspect`.
+    with parts.step_bar(3) as step:
         findings = inspect(problem, results, step)
     _print(findings, Console())
     return 0 if findings.passed else parts.EXIT_FAILED

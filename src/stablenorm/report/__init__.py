@@ -2,21 +2,18 @@
 
 from stablenorm.report.figures import draw_costs
 from stablenorm.report.findings import Findings, Output, Problem, compute, inspect
-from stablenorm.report.html import STEPS, Facts, gather, page
+from stablenorm.report.html import STEPS, make_page
 from stablenorm.report.sections import (
-    Picture,
     Section,
     Table,
     accuracy_section,
     cost_section,
     gradients_section,
-    number,
-    quantity,
-    shape_text,
 )
+from stablenorm.text import number, quantity, shape_text
 
 __all__ = [
-    "STEPS", "Facts", "Findings", "Output", "Picture", "Problem", "Section", "Table",
-    "accuracy_section", "compute", "cost_section", "draw_costs", "gather", "gradients_section",
-    "inspect", "number", "page", "quantity", "shape_text",
+    "STEPS", "Findings", "Output", "Problem", "Section", "Table", "accuracy_section", "compute",
+    "cost_section", "draw_costs", "gradients_section", "inspect", "make_page", "number",
+    "quantity", "shape_text",
 ]  # fmt: skip
