@@ -1,5 +1,6 @@
 """Fixtures that every test file may ask for, and where test files find what they share."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,17 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
 
 # Tests mix dtypes as no user should; test_slow_mixtures.py tests the warning.
 backends._told = True
+
+
+def pytest_collection_finish():
+    """
+    Leave what is loaded by now out of garbage collections, and let them come seldom.
+
+    A full one takes a second of all modules and tests; with them the oracle took twice as long.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 1000)
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -48,6 +48,9 @@ def test_out_must_be_writeable_and_distinct():
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match=r"out must be writeable, got a read-only array"):
         layer_norm(X, out=frozen)
+    _, cache = layer_norm_forward(X)
+    with pytest.raises(ValueError, match=r"out.dx must be writeable"):
+        layer_norm_backward(X, cache, out=(frozen, None, None))
     shared = np.lib.stride_tricks.as_strided(np.empty(4, np.float32), X.shape, (0, 0, 4))
     with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
         layer_norm(X, out=shared)
@@ -100,19 +103,31 @@ def test_backward_says_what_it_needs(cache, arguments, error, message):
         layer_norm_backward(**{"dy": np.ones_like(X), "cache": cache, **arguments})
 
 
-def test_backward_outputs_may_not_overlap(cache):
-    both = np.empty(4, np.float32)
-    with pytest.raises(ValueError, match=r"out.dbeta must not share memory with out.dgamma"):
-        layer_norm_backward(np.ones_like(X), cache, out=(None, both, both))
-    with pytest.raises(ValueError, match=r"out.dx must not share memory with x"):
-        layer_norm_backward(np.ones_like(X), cache, out=(cache.x, None, None))
-    buffer = np.ones(28, np.float32)
-    dy, shifted = buffer[:24].reshape(X.shape), buffer[4:].reshape(X.shape)
-    with pytest.raises(ValueError, match=r"out.dx must not share memory with dy"):
-        layer_norm_backward(dy, cache, out=(shifted, None, None))
-    with pytest.raises(ValueError, match=r"out.dgamma must not share memory with dy"):
-        layer_norm_backward(dy, cache, out=(None, buffer[:4], None))
-    assert (buffer == 1).all()
+def overlapping(buffer):
+    """Return out of which one shares memory with what it must not, by the names of both."""
+    dx, dgamma, dbeta = np.empty_like(X), *np.empty((2, 4), np.float32)
+    return {
+        "dx x": (buffer[4:28].reshape(X.shape), None, None),
+        "dx dy": (buffer[47:23:-1].reshape(X.shape), None, None),
+        "dgamma x": (None, buffer[:4], None),
+        "dgamma dy": (None, buffer[44:48], None),
+        "dbeta gamma": (None, None, buffer[48:52]),
+        "dgamma dx": (dx, dx.reshape(-1)[:4], dbeta),
+        "dbeta dx": (dx, dgamma, dx.reshape(-1)[-4:]),
+        "dbeta dgamma": (dx, dgamma, dgamma),
+    }
+
+
+@pytest.mark.parametrize("which", overlapping(np.empty(52)))
+def test_backward_outputs_may_not_overlap(rng, which):
+    buffer = rng.standard_normal(52).astype(np.float32)
+    before = buffer.copy()
+    x, dy = buffer[:48].reshape(2, *X.shape)
+    cache = layer_norm_forward(x, buffer[48:], np.zeros(4, np.float32))[1]
+    one, other = which.split()
+    with pytest.raises(ValueError, match=rf"out.{one} must not share memory with (out\.)?{other}"):
+        layer_norm_backward(dy, cache, out=overlapping(buffer)[which])
+    np.testing.assert_array_equal(buffer, before)
 
 
 BAD_LAYERS = [

@@ -1,5 +1,6 @@
 """Threads: the same bits with any number, and right results whatever threads the caller has."""
 
+import functools
 import os
 import threading
 import time
@@ -41,43 +42,47 @@ def test_the_number_of_threads_changes_no_bit(dtype, shape):
     assert results.count(results[0]) == 4
 
 
-@numba.njit
-def at(place, index):
-    return memory.pointer_at(place + 8 * index, np.int64)
+@functools.cache
+def counting():
+    """Compile, once it is needed, what counts the tiles that each takes; return how to call it."""
+
+    @numba.njit
+    def at(place, index):
+        return memory.pointer_at(place + 8 * index, np.int64)
+
+    @numba.cfunc(numba.void(numba.int64, numba.int64, numba.int64))
+    def count_tiles(record, words, me):
+        """The first of all waits for another to take one."""
+        tiles, patience = at(record, 0)[0], at(record, 1)[0]
+        tile = module.take(words, -1)
+        while tile < tiles:
+            processor.atomic_add(at(record, 2 + me), 1)
+            processor.atomic_add(at(record, 10 + tile), 1)
+            for _ in range(patience):
+                others = 0
+                for part in range(8):
+                    others += part != me and processor.atomic_load(at(record, 2 + part)) > 0
+                if others:
+                    break
+                processor.pause()
+            tile = module.take(words, tile)
+
+    @numba.njit("void(int64, int64[::1], int64[::1], int64)", nogil=True)
+    def counted(function, record, words, helpers):
+        module.run(function, memory.address(memory.pointer(record)), words, helpers)
+
+    return lambda *arguments: counted(count_tiles.address, *arguments)
 
 
-@numba.cfunc(numba.void(numba.int64, numba.int64, numba.int64))
-def count_tiles(record, words, me):
-    """Count the tiles that each takes; the first of all waits for another to take one."""
-    tiles, patience = at(record, 0)[0], at(record, 1)[0]
-    tile = module.take(words, -1)
-    while tile < tiles:
-        processor.atomic_add(at(record, 2 + me), 1)
-        processor.atomic_add(at(record, 10 + tile), 1)
-        for _ in range(patience):
-            others = 0
-            for part in range(8):
-                others += part != me and processor.atomic_load(at(record, 2 + part)) > 0
-            if others:
-                break
-            processor.pause()
-        tile = module.take(words, tile)
-
-
-@numba.njit("void(int64, int64[::1], int64[::1], int64)", nogil=True)
-def counted(function, record, words, helpers):
-    module.run(function, memory.address(memory.pointer(record)), words, helpers)
-
-
-def taken_by(helpers, tiles, patience=50_000_000):
+def taken_by(helpers, tiles, patience=1_000_000):
     """Return how many tiles each takes, and how often each tile is taken, by so many helpers."""
     record = np.zeros(10 + tiles, np.int64)
-    # Some seconds: far more than a thread takes to come.
+    # 0.07 s: far more than a thread takes to come where processors are free.
     record[:2] = tiles, patience
     stablenorm.set_num_threads(helpers + 1)
     words, count = module.pool_for(1 << 20, 100)
     assert count == helpers
-    counted(count_tiles.address, record, words, count)
+    counting()(record, words, count)
     return list(record[2:10]), list(record[10:])
 
 
@@ -86,7 +91,7 @@ def test_helpers_really_take_part(pool):
     assert run(*make(2))
     assert len(pool.alarms) == 3
     # Of helpers that fall asleep while this thread is preempted, none comes: not each time.
-    assert any(sum(count > 0 for count in taken_by(3, 7)[0]) >= 2 for _ in range(25))
+    assert any(sum(count > 0 for count in taken_by(3, 7)[0]) >= 2 for _ in range(100))
     assert sum(taken_by(3, 7)[0]) == 7
 
 
@@ -237,4 +242,4 @@ def test_a_sleeping_helper_is_woken(pool):
         while not pool.words[module._ASLEEP + module._APART] and time.monotonic() < deadline:
             time.sleep(0.001)
         # One that is woken, but finds nothing to do before this thread is preempted, sleeps again.
-        assert any(min(taken_by(1, 2)[0][:2]) for _ in range(25))
+        assert any(min(taken_by(1, 2)[0][:2]) for _ in range(100))
