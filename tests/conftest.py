@@ -14,15 +14,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import backends
 from stablenorm.backends import BACKENDS
 
 # For `from checked_operations import check`: test files are no package, nor are those of the shim.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
-
-
-# Tests mix dtypes as no user should; test_slow_mixtures.py tests the warning.
-backends._told = True
 
 
 def pytest_collection_finish():

@@ -9,26 +9,6 @@ from stablenorm import layer_norm
 pytest.importorskip("numba")
 
 
-OLD_PROCESSOR = """
-import numpy as np
-from stablenorm import layer_norm, layer_norm_forward
-x = np.arange(64 * 130, dtype=np.float16).reshape(64, 130)
-y, cache = layer_norm_forward(x)
-assert cache.backend == "numba"
-assert y.tobytes() == layer_norm(x, backend="numpy").tobytes()
-"""
-
-
-def test_a_processor_told_to_do_without_its_conversions(tmp_path):
-    """LLVM calls a function that is not there, and aborts, if told to use them all the same."""
-    python(
-        OLD_PROCESSOR,
-        NUMBA_CPU_NAME="generic",
-        NUMBA_CPU_FEATURES="",
-        NUMBA_CACHE_DIR=tmp_path,
-    )
-
-
 CONVERSIONS = """
 import sys
 import ml_dtypes
