@@ -31,7 +31,7 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/numpydoc lint $(PUBLIC)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 .PHONY: wheel
 # README's examples, run from the wheel alone: -I, lest this folder be found first.
