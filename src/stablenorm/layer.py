@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import numpy as np
@@ -45,8 +44,6 @@ class LayerNorm:
     ------
     TypeError
         If `dtype` is not one of the four or `shape` holds no ints.
-    ValueError
-        If a length is not positive, or `axis` names more or fewer axes than `shape` has lengths.
 
     Examples
     --------
@@ -70,12 +67,13 @@ class LayerNorm:
         dtype: DTypeLike = np.float32,
         workspace: Workspace | None = None,
     ) -> None:
-        lengths = _lengths(shape)
-        ones = np.ones(lengths, parse(dtype))
+        ones = np.ones(shape, parse(dtype))
         check_dtype("dtype", ones)
-        self.shape = lengths
+        self.shape = ones.shape
         self.eps = eps
-        self.axis = _axes(axis, lengths)
+        if axis is None:
+            axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
+        self.axis = axis
         self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
@@ -122,25 +120,3 @@ class LayerNorm:
             return None
         # y and dx are in this machine's byte order, whatever that of x.
         return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
-
-
-def _lengths(shape: Any) -> tuple[int, ...]:
-    try:
-        lengths = tuple(map(operator.index, shape if isinstance(shape, tuple) else (shape,)))
-    except TypeError:
-        msg = f"shape must be an int or a tuple of ints, got {shape!r}"
-        raise TypeError(msg) from None
-    if not lengths or min(lengths) < 1:
-        msg = f"shape must have lengths of at least 1, got {shape}"
-        raise ValueError(msg)
-    return lengths
-
-
-def _axes(axis: int | tuple[int, ...] | None, lengths: tuple[int, ...]) -> int | tuple[int, ...]:
-    if axis is None:
-        return -1 if len(lengths) == 1 else tuple(range(-len(lengths), 0))
-    count = len(axis) if isinstance(axis, tuple) else 1
-    if count != len(lengths):
-        msg = f"axis must name {len(lengths)} axes, one per length of shape {lengths}, got {axis}"
-        raise ValueError(msg)
-    return axis
