@@ -51,11 +51,9 @@ class ContractResult:
     misrounded : float
         The fraction of elements that are not the correctly rounded exact values; decided exactly.
     second_term : int
-        How many elements have an error above `limit_ulp`, so that only ``c * S`` could let them
-        pass.
+        How many elements have an error above `limit_ulp`: only ``c * S`` could let them pass.
     worst_excess : float
-        The largest ``(error - limit_ulp * ulp) / (c * S)`` of those elements; 0 if there are none.
-        At most 1 if the contract is kept.
+        The largest ``(error - limit_ulp * ulp) / (c * S)`` of those, or 0. At most 1 if passed.
     worst_index : tuple of int
         Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
     limit_ulp : float
@@ -185,12 +183,6 @@ class ExactLayerNorm:
             exact value, never below the smallest subnormal. An infinity counts 0.5 where the exact
             value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
             undefined: there NaN counts 0 and all else inf.
-
-        Examples
-        --------
-        >>> exact = exact_layer_norm(np.array([[0.0, 2.0]]))
-        >>> exact.ulp_errors(y=np.array([[-1.0, 1.0]], np.float16))["y"].round(3)
-        array([[0.01, 0.01]])
         """
         found = self._judge({"y": y, "dx": dx, "dgamma": dgamma, "dbeta": dbeta})
         return {name: judged.in_ulp().reshape(actual.shape) for name, actual, judged in found}
@@ -204,14 +196,14 @@ class ExactLayerNorm:
         Parameters
         ----------
         y, dx, dgamma, dbeta : array, optional
-            What an implementation returned; the dtype of each chooses its limit.
+            What an implementation returned; the dtype of each chooses its limit and c, `LIMITS`.
+            S is the sum of the magnitudes that an element is made of, so that only an element that
+            cancels almost completely may use the second term.
 
-        Notes
-        -----
-        The limit is 0.501 ulp, for float64 0.75 (dx) and 0.51 (dgamma, dbeta); c is ``2**-48`` for
-        y and dx and ``2**-44`` for dgamma and dbeta, for float64 ``2**-98`` and ``2**-94``. S is
-        the sum of the magnitudes that an element is made of, so that only an element that cancels
-        almost completely may use the second term.
+        Returns
+        -------
+        dict of str to ContractResult
+            One for each array given.
 
         Examples
         --------
@@ -237,10 +229,7 @@ class ExactLayerNorm:
                 continue
             actual = np.asarray(array)
             fmt = format_of(actual.dtype, name)
-            if actual.shape != self._shape_of(name):
-                msg = f"{name} must have shape {self._shape_of(name)}, got {actual.shape}"
-                raise ValueError(msg)
-            values = actual.astype(np.float64).reshape(-1, self.n)
+            values = _as_float64(name, actual, self._shape_of(name)).reshape(-1, self.n)
             parts = [
                 judge_undefined(values[i])
                 if block is None
@@ -287,9 +276,8 @@ def exact_layer_norm(
 
     Notes
     -----
-    Everything is computed by integers of whatever length it takes, so a row of n = 768 costs
-    milliseconds, and one of float64 that spans the whole range of exponents a multiple of that.
-    Slice `x` and `dy` first when a sample of rows is enough.
+    A row of n = 768 costs milliseconds, and one of float64 that spans the whole range of exponents a
+    multiple of that. Slice `x` and `dy` first when a sample of rows is enough.
 
     Examples
     --------
@@ -320,13 +308,17 @@ def exact_layer_norm(
 
 
 def _read(name: str, array: Array, shape: tuple[int, ...]) -> Array:
+    values = _as_float64(name, array, shape)
+    if not np.isfinite(values).all():
+        msg = f"{name} must be finite for an exact result, got {values[~np.isfinite(values)][0]}"
+        raise ValueError(msg)
+    return values
+
+
+def _as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:
     """Return the float64 copy of an argument, or say what is wrong with it."""
     format_of(array.dtype, name)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, got {array.shape}"
         raise ValueError(msg)
-    values = array.astype(np.float64)
-    if not np.isfinite(values).all():
-        msg = f"{name} must be finite for an exact result, got {values[~np.isfinite(values)][0]}"
-        raise ValueError(msg)
-    return values
+    return array.astype(np.float64)
