@@ -44,8 +44,10 @@ def ordinary(like: Case, rng: np.random.Generator, rows: int | None = None) -> C
     Rows have different spreads, some so small that eps counts, and means that no narrow type
     holds; gamma has both signs and is nowhere 0 or 1, beta nowhere 0.
     """
-    n = like.n
-    shape = like.x.shape if rows is None else (rows, *like.row_shape)
+    n, shape = like.n, like.x.shape
+    if rows is not None:
+        # As many axes as the data have: code may insist on them.
+        shape = (*(1,) * (like.x.ndim - len(like.row_shape) - 1), rows, *like.row_shape)
     count = max(1, math.prod(shape) // n)
     # From 2^-5: its var is 1e-3, of which the usual eps of 1e-5 is 1 %.
     spread = np.exp2(rng.uniform(-5, 1, (count, 1)))

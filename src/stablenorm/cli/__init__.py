@@ -14,33 +14,18 @@ from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose complaint is one line, like every other one of this command."""
-
     def error(self, message: str) -> NoReturn:
-        """Raise what argparse would print under its usage."""
+        """Raise what argparse would print under its usage: one line, as all errors here."""
         msg = f"{message}; see {self.prog} --help"
         raise InputError(msg)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Run the command.
+    Run the command with these arguments, by default those of the process.
 
-    Parameters
-    ----------
-    argv : sequence of str, optional
-        The arguments. Default: those of the process.
-
-    Returns
-    -------
-    int
-        The exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
-        of a file has no verdict, 130 if interrupted.
-
-    Raises
-    ------
-    SystemExit
-        With status 0, after ``--help`` or ``--version``.
+    Returns the exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
+    of a file has no verdict, 130 if interrupted.
     """
     parser = _parser()
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,14 @@ from rich.text import Text
 from stablenorm.check import GradientReport, check_layer_norm
 from stablenorm.cli import parts
 from stablenorm.cli.tables import to_json
-from stablenorm.cli.user_file import UserError, UserFile, quiet
+from stablenorm.cli.user_file import UserError, UserFile, line_of, quiet
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.report import shape_text
 from stablenorm.types import Array
 
-# The number of elements of a row, and of rows along the other axes: 48 elements in all, so that all
-# are compared. The lengths differ, lest one axis be taken for another.
-_N, _ROWS = 8, ((2, 3), (6,))
+# 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
+_SHAPES = ((2, 3, 8), (6, 8))
 _DEFAULT_EPS = 1e-5
 _Data = tuple[Array, Array | None, Array | None]
 
@@ -70,13 +68,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
     about = "with forward(x) and backward(dy); default: the only one there is"
     parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
-    about = "of x, the last axis normalized; default: 2 3 8 or 6 8, what the code is made for"
-    parser.add_argument("--shape", nargs="+", type=parts.at_least(1), metavar="N", help=about)
+    parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
     about = "of x, gamma, beta; default: float64, which sees most"
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
     about = "default: the forward's own, or 1e-5 where it has none"
     parser.add_argument("--eps", type=parts.eps, help=about)
-    parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
+    parts.add_seed(parser, "of the data")
     parts.add_json(parser)
     parts.add_plot(parser, "draw error against step")
 
@@ -88,13 +85,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         layer_norm = _adapt(UserFile(arguments.file), arguments)
         with quiet(), parts.progress_bar("comparing") as progress:
-            layer_norm, shape, notes = _choose_shape(layer_norm, arguments)
+            shape, notes = _choose_shape(layer_norm, arguments)
             eps, origin = _choose_eps(layer_norm, arguments.eps)
             data = _data(layer_norm, shape, arguments)
             report = _check(layer_norm, data, eps, rng=arguments.seed, progress=progress)
     except UserError as error:
-        msg = f"{type(error).__name__}: {error}"
-        raise parts.InputError(msg) from None
+        raise parts.InputError(line_of(error)) from None
     content = {
         "source": arguments.file.name,
         "functions": layer_norm.signature,
@@ -107,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     held = to_json(content | {"report": report.as_dict()})
     parts.write_whole(arguments.json, lambda file: file.write(held))
-    parts.write_plot(arguments.plot, lambda file, kind: report.plot(file, format=kind))
+    parts.write_plot(arguments.plot, report.plot)
     _print(content, report, Console())
     return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
@@ -137,7 +133,7 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
         except parts.InputError:
             if is_named or len(file.classes) != 1:
                 raise
-    return adapt_class(file, name or file.classes[0], (arguments.shape or [_N])[-1])
+    return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
 def _check(layer_norm: LayerNorm, data: _Data, eps: float, **options: Any) -> GradientReport:
@@ -179,76 +175,34 @@ def _choose_eps(layer_norm: LayerNorm, given: float | None) -> tuple[float, str]
     return _DEFAULT_EPS if given is None else given, "passed on"
 
 
-# ---- how many axes the user's code takes ----
-
-
 def _choose_shape(
     layer_norm: LayerNorm, arguments: argparse.Namespace
-) -> tuple[LayerNorm, tuple[int, ...], list[str]]:
+) -> tuple[tuple[int, ...], list[str]]:
     """Return the first shape that both functions accept, and why others were rejected."""
-    asked = [tuple(arguments.shape)] if arguments.shape else []
-    n = asked[0][-1] if asked else _N
-    # The usual shapes in any case: whether the number of axes matters is worth knowing.
-    shapes = [*asked, *((*rows, n) for rows in _ROWS)]
-    wrong, errors = {}, {}
+    shapes = [tuple(arguments.shape)] if arguments.shape else list(_SHAPES)
+    notes: list[str] = []
+    errors = {}
     for shape in shapes:
         try:
-            wrong[shape] = _objection(layer_norm, _data(layer_norm, shape, arguments))
+            wrong = _objection(layer_norm, _data(layer_norm, shape, arguments))
         except UserError as error:
-            wrong[shape], errors[shape] = f"{type(error).__name__}: {error}", error
+            wrong, errors[shape] = line_of(error), error
+        if not wrong:
+            return shape, notes
+        notes.append(f"not for x of shape {list(shape)}: {wrong}")
     # What runs, but returns wrong shapes, is for the check to judge.
-    runs = [shape for shape in asked or shapes if shape not in errors]
-    if not runs:
-        raise errors[shapes[0]]
-    shape = min(runs, key=lambda one: bool(wrong[one]))
-    refused = [s for s, why in wrong.items() if why and len(s) != len(shape)]
-    # One axis has no room for rows.
-    if wrong[shape] or not refused or len(shape) == 1:
-        return layer_norm, shape, []
-    notes = [f"not for x of shape {list(s)}: {wrong[s]}" for s in refused]
-    notes.append(f"so x of any shape is passed to it with {len(shape)} axes")
-    return _with_axes(layer_norm, len(shape)), shape, notes
+    for shape in shapes:
+        if shape not in errors:
+            return shape, []
+    raise errors[shapes[0]]
 
 
 def _objection(layer_norm: LayerNorm, data: _Data) -> str:
     """Call both functions once; return which shape is wrong, empty if none is."""
-    y, cache = _pair(layer_norm.forward(*data, _DEFAULT_EPS))
+    y, cache = layer_norm.forward(*data, _DEFAULT_EPS)
     gradients = layer_norm.backward(np.ones_like(data[0]), cache)
-    if not isinstance(gradients, (tuple, list)) or len(gradients) != len(data):
-        return "the backward does not return three gradients"
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}"
     return ""
-
-
-def _pair(returned: Any) -> tuple[Any, Any]:
-    """Return y and the cache; what is no such pair is for the check to judge."""
-    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-    return tuple(returned) if is_pair else (returned, None)
-
-
-def _with_axes(layer_norm: LayerNorm, axes: int) -> LayerNorm:
-    """Return the same for x of any shape, passed on with so many axes."""
-
-    def seen(a: Array) -> Array:
-        """See an array with the last axis as it is and, unless it has as many, the others as one."""
-        if a.ndim == axes:
-            return a
-        return a.reshape(*(1,) * (axes - 2), math.prod(a.shape[:-1]), a.shape[-1])
-
-    def as_x(result: Any, x: Array) -> Any:
-        return np.reshape(result, x.shape) if np.size(result) == x.size else result
-
-    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> Any:
-        y, cache = _pair(layer_norm.forward(seen(x), gamma, beta, eps))
-        return as_x(y, x), cache
-
-    def backward(dy: Array, cache: Any) -> Any:
-        gradients = layer_norm.backward(seen(dy), cache)
-        if not isinstance(gradients, (tuple, list)) or len(gradients) == 0:
-            return gradients
-        return as_x(gradients[0], dy), *gradients[1:]
-
-    return layer_norm._replace(forward=forward, backward=backward)

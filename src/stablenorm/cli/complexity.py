@@ -11,7 +11,7 @@ from rich.console import Console
 from stablenorm.backends import choose
 from stablenorm.cli import parts
 from stablenorm.cli.tables import print_sections, to_json
-from stablenorm.cost import Measured, count_kept, measure_costs
+from stablenorm.cost import count_kept, measure_costs
 from stablenorm.figures import new_figure
 from stablenorm.formats import parse
 from stablenorm.report import cost_section, draw_costs
@@ -46,23 +46,19 @@ def add(commands: Any) -> None:
         "calculates, and how long the three take. The last axis is normalized.",
         _EXAMPLES,
     )
-    shape, about = [32, 512, 768], "of x; default: 32 512 768"
-    parser.add_argument(
-        "--shape", nargs="+", type=parts.at_least(1), metavar="N", default=shape, help=about
-    )
+    parts.add_shape(parser, "of x; default: 32 512 768", default=[32, 512, 768])
     parser.add_argument("--dtype", choices=parts.DTYPES, default="float32", help="default: float32")
-    about = "default: as in any call"
-    parser.add_argument("--threads", type=parts.at_least(1), metavar="N", help=about)
+    parts.add_threads(parser)
     parts.add_json(parser)
     parts.add_plot(parser, "draw the roofline")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm complexity` is asked."""
-    shape = arguments.shape
+    rows, n = prod(arguments.shape[:-1]), arguments.shape[-1]
     # x, dy, y, dx and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
-    parts.check_memory(shape, 5 * s + 4 + 6 * max(s, 4))
+    parts.check_memory(arguments.shape, 5 * s + 4 + 6 * max(s, 4))
     try:
         choose("numba")
         threads = parts.use_threads(arguments.threads)
@@ -70,23 +66,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(str(error)) from None
     with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         measured = measure_costs(
-            (prod(shape[:-1]), shape[-1]),
+            (rows, n),
             arguments.dtype,
             threads,
             rounds=_ROUNDS,
             step=lambda: step("programs, copies and arithmetic"),
         )
-    content = measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)}
-    parts.write_whole(arguments.json, lambda file: file.write(to_json(content)))
-    parts.write_plot(arguments.plot, lambda file, kind: _plot(measured, file, kind))
+
+    def plot(file: Any, **options: str) -> None:
+        figure = new_figure(8, 5)
+        draw_costs(figure, measured)
+        figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
+        figure.savefig(file, dpi=120, **options)
+
+    content = to_json(measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)})
+    parts.write_whole(arguments.json, lambda file: file.write(content))
+    parts.write_plot(arguments.plot, plot)
     print_sections(Console(), (cost_section(measured),))
     return 0
-
-
-def _plot(measured: Measured, file: Any, format_: str) -> None:
-    """Draw the roofline."""
-    figure = new_figure(8, 5)
-    draw_costs(figure, measured)
-    rows, n = measured.matrix
-    figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
-    figure.savefig(file, format=format_, dpi=120)

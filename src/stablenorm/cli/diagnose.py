@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import parts
-from stablenorm.cli.files import (
-    Member,
-    bundled_file,
-    check_member,
-    list_members,
-    load_number,
-    open_rows,
-)
+from stablenorm.cli.files import Member, bundled_file, list_members, load_number, read_rows
 from stablenorm.cli.tables import print_lines, print_table
-from stablenorm.diagnosis import Diagnosis, diagnose_blocks
+from stablenorm.diagnosis import diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
-from stablenorm.formats import parse
+from stablenorm.formats import check_dtype, parse
 from stablenorm.report import Table, quantity, shape_text
+from stablenorm.types import Array
 
 _EXAMPLES = """\
 examples:
@@ -78,14 +74,27 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
     with bundled_file() if arguments.file is None else nullcontext(arguments.file) as path:
         members = list_members(path)
-        member = _choose(members, arguments.member)
-        check_member(member)
-        given = arguments.eps
-        if given is None:
-            given = load_number(members["eps"]) if "eps" in members else 1e-5
-        diagnosis = _diagnose(arguments, member, given)
+        member = _choose(members, path, arguments.member)
+        eps = arguments.eps
+        if eps is None:
+            eps = load_number(members["eps"]) if "eps" in members else 1e-5
+        try:
+            check_dtype(member.label, np.empty(0, member.dtype))
+            axes = normalize_axes(tuple(arguments.axis), len(member.shape))
+            rows = math.prod(member.shape) // math.prod(normalized_shape(member.shape, axes))
+        except (TypeError, ValueError) as error:
+            raise parts.InputError(str(error)) from None
+        with parts.progress_bar("reading") as progress:
+            diagnosis = diagnose_blocks(
+                _counted(read_rows(member, axes), rows, progress),
+                shape=member.shape,
+                dtype=parse(arguments.dtype or member.dtype.name),
+                axis=axes,
+                eps=eps,
+                top=arguments.top,
+            )
     parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
-    parts.write_plot(arguments.plot, lambda file, kind: diagnosis.plot(file, format=kind))
+    parts.write_plot(arguments.plot, diagnosis.plot)
     console = Console()
     first, *others = lines_of(diagnosis, console.width)
     print_lines(console, (f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}",))
@@ -94,9 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(members: dict[str, Member], name: str | None) -> Member:
+def _choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
     """Return the member of that name; without one, x, or the only one."""
-    path = next(iter(members.values())).path
     if name is None and (len(members) == 1 or "x" in members):
         return members.get("x", next(iter(members.values())))
     if name is None:
@@ -115,27 +123,12 @@ def _choose(members: dict[str, Member], name: str | None) -> Member:
     return members[name]
 
 
-def _diagnose(arguments: argparse.Namespace, member: Member, eps: float) -> Diagnosis:
-    """Read the member, and diagnose what is in it."""
-    try:
-        axes = normalize_axes(tuple(arguments.axis), len(member.shape))
-        lengths = normalized_shape(member.shape, axes)
-    except ValueError as error:
-        raise parts.InputError(str(error)) from None
-    rows, done = math.prod(member.shape) // math.prod(lengths), 0
-    with parts.progress_bar("reading") as progress:
-
-        def more(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, rows)
-
-        with open_rows(member, axes, more) as blocks:
-            return diagnose_blocks(
-                blocks,
-                shape=member.shape,
-                dtype=parse(arguments.dtype or member.dtype.name),
-                axis=axes,
-                eps=eps,
-                top=arguments.top,
-            )
+def _counted(
+    blocks: Iterator[Array], rows: int, progress: Callable[[int, int], None]
+) -> Iterator[Array]:
+    """Tell `progress` how many rows are done when the next block is asked for."""
+    done = 0
+    for block in blocks:
+        yield block
+        done += len(block)
+        progress(done, rows)

@@ -12,7 +12,7 @@ import json
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ import numpy as np
 
 from stablenorm.arrays import as_rows
 from stablenorm.cli.parts import InputError
-from stablenorm.formats import is_supported
 from stablenorm.types import Array, bfloat16
 
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
@@ -37,8 +36,6 @@ _LONGEST_HEADER = 100_000_000
 # Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
 # Python with NumPy takes.
 _BLOCK = 1 << 21
-# Bytes of a cache line: of rows that do not lie one after the other, none is read twice.
-_LINE = 64
 # All that reading a damaged file raises: zipfile has NotImplementedError for a compression or a
 # version that it does not know and RuntimeError for an encrypted member, zlib an error of its own.
 _DAMAGED = (
@@ -80,17 +77,15 @@ def list_members(path: Path) -> dict[str, Member]:
         msg = f"FILE must be an .npy, .npz or .safetensors file, got {path}, {what}"
         raise InputError(msg)
     with _whole(path), path.open("rb") as file:
-        if zipfile.is_zipfile(file):
+        begin = file.read(8)
+        if begin.startswith(np.lib.format.MAGIC_PREFIX):
+            file.seek(0)
+            members = [Member(path, "", *_header(file), file.tell())]
+        elif zipfile.is_zipfile(file):
             members = list(_archived(path))
         else:
-            file.seek(0)
-            is_npy = file.read(6) == b"\x93NUMPY"
-            file.seek(0)
-            members = [Member(path, "", *_header(file), file.tell())] if is_npy else []
-            members = members or list(_tensors(file, path))
-    for member in members:
-        if member.offset is not None and member.offset + member.nbytes > path.stat().st_size:
-            raise _truncated(member)
+            file.seek(8)
+            members = list(_tensors(path, file, int.from_bytes(begin, "little")))
     if not members:
         msg = f"{path} must hold an array, got none"
         raise InputError(msg)
@@ -99,19 +94,13 @@ def list_members(path: Path) -> dict[str, Member]:
 
 def load(member: Member) -> Array:
     """Read all of an array."""
+    # Never unpickled: that runs code that the file chooses.
     if member.dtype.hasobject:
         msg = f"{member.label} must hold plain numbers, got pickled objects, which are not loaded"
         raise InputError(msg)
-    with _whole(member.label):
-        if member.offset is None:
-            # Never allow_pickle: unpickling runs code that the file chooses.
-            with np.load(member.path, allow_pickle=False) as archive:
-                array = archive[member.name].view(member.dtype)
-        else:
-            count = math.prod(member.shape)
-            flat = np.fromfile(member.path, member.dtype, count, offset=member.offset)
-            array = flat.reshape(member.shape, order="F" if member.is_fortran else "C")
-    return _native(array)
+    with _opened(member) as file:
+        flat = _read(member, file, math.prod(member.shape))
+        return flat.reshape(member.shape, order="F" if member.is_fortran else "C")
 
 
 def load_number(member: Member) -> float:
@@ -123,77 +112,53 @@ def load_number(member: Member) -> float:
     return float(value.reshape(()))
 
 
-def check_member(member: Member) -> None:
-    """Refuse what no layer norm takes."""
-    msg = ""
-    if not is_supported(member.dtype):
-        held = "objects" if member.dtype.hasobject else str(member.dtype)
-        msg = f"must be float16, bfloat16, float32 or float64, got {held}"
-    elif not member.shape:
-        msg = "must have at least one axis, got a single number"
-    elif 0 in member.shape:
-        msg = f"must have at least one row and one element, got shape {member.shape}"
-    if msg:
-        msg = f"{member.label} {msg}"
-        raise InputError(msg)
+def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
+    """Yield the rows of a member, (some, n), block by block."""
+    leading = len(member.shape) - len(axes)
+    n = math.prod(member.shape[i] for i in axes)
+    count, row_bytes = math.prod(member.shape) // n, n * member.dtype.itemsize
+    is_c = not member.is_fortran or len(member.shape) == 1
+    if is_c and axes == tuple(range(leading, len(member.shape))):
+        step = max(1, _BLOCK // row_bytes)
+        with _opened(member) as file:
+            for start in range(0, count, step):
+                yield _read(member, file, min(step, count - start) * n).reshape(-1, n)
+        return
+    # Rows that do not lie one after the other: all of the array has to be in memory. As many rows as
+    # there are elements in a cache line, or each line would be read again for the next row.
+    rows, step = as_rows(load(member), axes), max(32, _BLOCK // row_bytes)
+    for start in range(0, count, step):
+        yield np.ascontiguousarray(rows[start : start + step])
 
 
 @contextlib.contextmanager
-def open_rows(
-    member: Member, axes: tuple[int, ...], progress: Callable[[int], None]
-) -> Iterator[Iterator[Array]]:
-    """
-    Give the rows of a member, block by block.
-
-    `progress` is called with the number of rows of each block when the next one is asked for.
-    """
-    leading = len(member.shape) - len(axes)
-    is_c = not member.is_fortran or len(member.shape) == 1
-    with _whole(member.label), contextlib.ExitStack() as stack:
-        if axes != tuple(range(leading, len(member.shape))) or not is_c:
-            yield _gathered(member, as_rows(load(member), axes), progress)
+def _opened(member: Member) -> Iterator[Any]:
+    """Give the file at the data of a member; say in one line what is wrong with it."""
+    with _whole(member.label):
+        if member.offset is not None:
+            with member.path.open("rb") as file:
+                file.seek(member.offset)
+                yield file
             return
-        if member.offset is None:
-            archive = stack.enter_context(zipfile.ZipFile(member.path))
-            file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
-            _header(file)
-        else:
-            file = stack.enter_context(member.path.open("rb"))
-            file.seek(member.offset)
-        yield _streamed(member, file, leading, progress)
+        with zipfile.ZipFile(member.path) as archive, archive.open(f"{member.name}.npy") as stream:
+            _header(stream)
+            yield stream
+            # An archive compares its checksum when its end is reached.
+            if stream.read(1):
+                msg = "more bytes than the header says"
+                raise ValueError(msg)
 
 
-def _streamed(
-    member: Member, file: Any, leading: int, progress: Callable[[int], None]
-) -> Iterator[Array]:
-    """Read blocks of rows one after the other."""
-    rows, n = math.prod(member.shape[:leading]), math.prod(member.shape[leading:])
-    step = max(1, _BLOCK // (n * member.dtype.itemsize))
-    for start in range(0, rows, step):
-        wanted = min(step, rows - start) * n * member.dtype.itemsize
-        data = file.read(wanted)
-        if len(data) < wanted:
-            raise _truncated(member)
-        block = np.frombuffer(data, member.dtype).reshape(-1, n)
-        yield _native(block)
-        progress(len(block))
-    if member.offset is None and file.read(1):
-        # An archive compares its checksum when its end is reached.
-        msg = "more bytes than the header says"
-        raise ValueError(msg)
-
-
-def _gathered(member: Member, rows: Any, progress: Callable[[int], None]) -> Iterator[Array]:
-    """Gather rows that do not lie one after the other: all of the array has to be in memory."""
-    count, n = rows.shape
-    step = max(_BLOCK // (n * member.dtype.itemsize), _LINE // member.dtype.itemsize)
-    for start in range(0, count, step):
-        yield np.ascontiguousarray(rows[start : start + step])
-        progress(min(step, count - start))
-
-
-def _native(array: Array) -> Array:
-    """Put bytes in the order of this machine: a format of the file, not of the numbers."""
+def _read(member: Member, file: Any, count: int) -> Array:
+    """Read so many elements, in the byte order of this machine."""
+    data = file.read(count * member.dtype.itemsize)
+    if len(data) < count * member.dtype.itemsize:
+        msg = (
+            f"{member.label} must hold {member.nbytes} bytes of data, as its header says, got "
+            "fewer: truncated"
+        )
+        raise InputError(msg)
+    array = np.frombuffer(data, member.dtype)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -211,38 +176,32 @@ def _archived(path: Path) -> Iterator[Member]:
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     """Return shape, dtype and whether the order is Fortran's of what follows in an .npy stream."""
     version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0), (3, 0)):
-        msg = f"version {version} of .npy is not known"
-        raise ValueError(msg)
     # Versions 2 and 3 differ in the encoding of field names, which a layer norm has none of.
-    read: Any = np.lib.format.read_array_header_1_0
-    if version != (1, 0):
-        read = np.lib.format.read_array_header_2_0
+    read: Any = np.lib.format.read_array_header_2_0
+    if version == (1, 0):
+        read = np.lib.format.read_array_header_1_0
     shape, is_fortran, dtype = read(stream)
     # NumPy saves bfloat16 as two raw bytes per element.
     return shape, bfloat16 if dtype == np.dtype("V2") else dtype, is_fortran
 
 
-def _tensors(file: Any, path: Path) -> Iterator[Member]:
-    length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
-    if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
+def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
+    """Read the header of .safetensors, of `length` bytes."""
+    if not 2 <= length <= min(path.stat().st_size - 8, _LONGEST_HEADER):
         msg = f"{path} must be an .npy, .npz or .safetensors file, got another, or a truncated one"
         raise InputError(msg)
     for name, entry in json.loads(file.read(length)).items():
-        if name == "__metadata__":
-            continue
-        shape = tuple(int(length) for length in entry["shape"])
-        begin, end = (int(place) for place in entry["data_offsets"])
-        # Others are listed, and refused by their name if they are asked for.
-        dtype = _SAFETENSORS.get(entry["dtype"], np.dtype("V1"))
-        member = Member(path, name, shape, dtype, False, 8 + length + begin)
-        fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
-        if min(shape, default=0) < 0 or begin < 0 or not fits:
-            msg = f"the place of {name} does not fit its shape"
-            raise ValueError(msg)
-        if 8 + length + end > size:
-            raise _truncated(member)
-        yield member
+        if name != "__metadata__":
+            shape = tuple(int(each) for each in entry["shape"])
+            begin, end = (int(place) for place in entry["data_offsets"])
+            # Others are listed, and refused by their name if they are asked for.
+            dtype = _SAFETENSORS.get(entry["dtype"], np.dtype("V1"))
+            member = Member(path, name, shape, dtype, False, 8 + length + begin)
+            fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
+            if min(shape, default=0) < 0 or begin < 0 or not fits:
+                msg = f"the place of {name} does not fit its shape"
+                raise ValueError(msg)
+            yield member
 
 
 @contextlib.contextmanager
@@ -256,10 +215,3 @@ def _whole(label: object) -> Iterator[None]:
     except _DAMAGED as error:
         msg = f"{label} must be whole, got a damaged one: {str(error)[:120]}"
         raise InputError(msg) from None
-
-
-def _truncated(member: Member) -> InputError:
-    return InputError(
-        f"{member.label} must hold {member.nbytes} bytes of data, as its header says, got fewer: "
-        "truncated"
-    )

@@ -46,9 +46,8 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         lines = []
         for line in text.splitlines():
             further = "    " if line.startswith(" ") else ""
-            lines += textwrap.wrap(
-                line, width, subsequent_indent=further, break_on_hyphens=False
-            ) or [""]
+            options: dict[str, Any] = {"subsequent_indent": further, "break_on_hyphens": False}
+            lines += textwrap.wrap(line, width, **options) or [""]
         return "\n".join(lines)
 
 
@@ -64,19 +63,19 @@ def add_command(
     return parser
 
 
-def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads one layer norm: file, eps, seed."""
-    parser.add_argument(
-        "file",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        help="an .npz or .safetensors file, or a directory of .npy files, that holds x and, "
-        "optionally, gamma, beta, dy, eps; default: the bundled data",
-    )
-    parser.add_argument("--eps", type=eps, help="default: eps of the file, or 1e-5")
-    about = "seed of a random dy, if the file has none; default: 0"
-    parser.add_argument("--seed", type=at_least(0), default=0, help=about)
+def add_shape(parser: argparse.ArgumentParser, about: str, **more: Any) -> None:
+    """Add ``--shape`` to a command."""
+    parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about, **more)
+
+
+def add_seed(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add ``--seed`` to a command."""
+    parser.add_argument("--seed", type=at_least(0), default=0, help=f"{about}; default: 0")
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    """Add ``--threads`` to a command."""
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: as in any call")
 
 
 def add_output(
@@ -88,15 +87,13 @@ def add_output(
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # The user's code, if any is run, may change the directory.
         path = Path(text).absolute()
-        msg = ""
         if path.suffix.lower() not in suffixes:
-            msg = f"a {' or '.join(suffixes)} file"
-        elif not path.parent.is_dir():
-            msg = "in an existing directory"
-        elif path.is_dir() or not os.access(path.parent, os.W_OK):
-            msg = "a file that can be written"
-        if msg:
-            msg = f"{option} must be {msg}, got {text}"
+            msg = f"{option} must be a {' or '.join(suffixes)} file, got {text}"
+            raise InputError(msg)
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            msg = (
+                f"{option} must be a file that can be written, in an existing directory, got {text}"
+            )
             raise InputError(msg)
         if option == "--plot":
             require("matplotlib", option)
@@ -106,14 +103,14 @@ def add_output(
     parser.add_argument(option, type=check, metavar=metavar, help=about, **more)
 
 
-def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add ``--plot`` to a command."""
-    add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
-
-
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json`` to a command."""
     add_output(parser, "--json", (".json",), "write all figures to this file")
+
+
+def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add ``--plot`` to a command."""
+    add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
 
 
 def require(module: str, what: str) -> None:
@@ -147,12 +144,8 @@ def eps(text: str) -> float:
 
 
 def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a shape that does not fit in memory."""
-    try:
-        there = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):
-        # The system does not tell.
-        return
+    """Refuse a shape that does not fit in memory: the system would end the process, not warn."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (needed := bytes_per_element * math.prod(shape)) > there:
         msg = (
             f"--shape must fit in memory, got {' '.join(map(str, shape))}, which takes "
@@ -187,9 +180,10 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def write_plot(path: Path | None, plot: Callable[[Any, str], object]) -> None:
-    """Call ``plot(file, format)`` for the file of ``--plot``, if it was asked for."""
-    write_whole(path, lambda file: plot(file, path.suffix[1:].lower() if path else ""))
+def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
+    """Call ``plot(file, format=...)`` for the file of ``--plot``, if it was asked for."""
+    if path is not None:
+        write_whole(path, lambda file: plot(file, format=path.suffix[1:].lower()))
 
 
 # ---- progress ----

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from stablenorm.cli import parts
-from stablenorm.cli.problem import compute_problem
+from stablenorm.cli.problem import add_problem, compute_problem
 from stablenorm.cli.tables import print_lines
 from stablenorm.report import STEPS, make_page
 
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
         "HTML page. x is normalized over its last axis.",
         _EXAMPLES,
     )
-    parts.add_problem(parser)
+    add_problem(parser)
     about = f"the page to write; an existing file is replaced; default: {_OUT}"
     parts.add_output(parser, "--out", (".html", ".htm"), about, default=_OUT)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,9 @@ from rich.console import Console
 from rich.text import Text
 
 from stablenorm.cli import parts
-from stablenorm.cli.problem import compute_problem
+from stablenorm.cli.problem import add_problem, compute_problem
 from stablenorm.cli.tables import print_lines, print_sections
-from stablenorm.report import (
-    Findings,
-    accuracy_section,
-    gradients_section,
-    inspect,
-    quantity,
-)
+from stablenorm.report import accuracy_section, gradients_section, inspect, quantity
 
 _EXAMPLES = """\
 examples:
@@ -46,45 +39,33 @@ def add(commands: Any) -> None:
         "data is shown beside ours. x is normalized over its last axis.",
         _EXAMPLES,
     )
-    parts.add_problem(parser)
+    add_problem(parser)
     parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
-    out = arguments.out
-    if _same_file(out, arguments.file):
-        msg = f"--out must not be the file that is read, got {arguments.file}"
+    source, out = arguments.file, arguments.out
+    if source and out and source.exists() and out.exists() and out.samefile(source):
+        msg = f"--out must not be the file that is read, got {source}"
         raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
     # The three steps of `inspect`.
     with parts.step_bar(3) as step:
         findings = inspect(problem, results, step)
-    _print(findings, Console())
-    return 0 if findings.passed else parts.EXIT_FAILED
-
-
-def _same_file(one: Path | None, other: Path | None) -> bool:
-    """Tell whether both name one file, by whatever links."""
-    both = [path for path in (one, other) if path is not None and path.exists()]
-    return len(both) == 2 and both[0].samefile(both[1])
-
-
-def _print(findings: Findings, console: Console) -> None:
-    """Print what was found, the speed, and whether a check failed."""
-    problem = findings.problem
-    about = f": x {problem.x.shape} {problem.x.dtype}, eps {problem.eps:g}; {problem.dy_origin}"
+    console, x = Console(), problem.x
+    about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}; {problem.dy_origin}"
     # Not as markup: a file may have brackets in its name.
     console.print(Text.assemble((problem.source, "bold"), about))
     print_sections(console, (accuracy_section(findings), gradients_section(findings)))
+    lines = []
     # x and y; dy, x and dx.
-    moved = {"forward": 2 * problem.x.nbytes, "backward": 3 * problem.x.nbytes}
-    lines = [
-        f"{direction}: {quantity(seconds, 's')}, {quantity(moved[direction], 'B')} read and "
-        f"written, {quantity(moved[direction] / seconds, 'B/s')}"
-        for direction, seconds in findings.seconds.items()
-    ]
+    for direction, moved in (("forward", 2 * x.nbytes), ("backward", 3 * x.nbytes)):
+        seconds = findings.seconds[direction]
+        speed = f"{quantity(moved, 'B')} read and written, {quantity(moved / seconds, 'B/s')}"
+        lines.append(f"{direction}: {quantity(seconds, 's')}, {speed}")
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
     print_lines(console, (*lines, verdict if findings.passed else "A CHECK FAILED."))
+    return 0 if findings.passed else parts.EXIT_FAILED

@@ -25,11 +25,12 @@ _MODULE = "_checked_by_stablenorm"
 
 
 class UserError(Exception):
-    """What the user's code raised, as a type of the same name; the text ends with the place."""
+    """What is wrong with the user's code; what that raised is of a type of the same name."""
 
-    def __str__(self) -> str:
-        """Return the text on one line."""
-        return " ".join(super().__str__().split())
+
+def line_of(error: UserError) -> str:
+    """Return the line to show."""
+    return f"{error}" if type(error) is UserError else f"{type(error).__name__}: {error}"
 
 
 class UserFile:
@@ -110,7 +111,7 @@ class UserFile:
 
     def _told(self, error: BaseException) -> UserError:
         """Return an error of the same name that says where in the file it was raised."""
-        place, text = self.name, str(error)[:_LONGEST]
+        place, text = self.name, " ".join(str(error).split())[:_LONGEST]
         if isinstance(error, SyntaxError):
             place, text = f"{Path(error.filename or self.name).name}:{error.lineno}", error.msg
         # The innermost line of the file itself: what it calls is seldom to blame.
@@ -119,7 +120,7 @@ class UserFile:
                 place = f"{self.name}:{frame.lineno}"
         if isinstance(error, SystemExit):
             place += "; put what is not to be run under if __name__ == '__main__':"
-        return type(type(error).__name__, (UserError,), {})(f"{text} at {place}")
+        return type(type(error).__name__, (UserError,), {})(f"{text} at {place}".strip())
 
 
 def _is_layer(value: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.cli.parts import InputError
-from stablenorm.cli.user_file import UserError, UserFile, key_of
+from stablenorm.cli.user_file import UserError, UserFile, key_of, line_of
 from stablenorm.types import Array
 
 # The one table of names, compared without underscores and capitals. "settings" is a dict with eps.
@@ -40,11 +40,14 @@ _FORWARD = ("layernormforward", "lnforward", "layernormfwd", "forward", "layerno
 _BACKWARD = ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad")
 
 
+_Gradients = tuple[Any, Any, Any]
+
+
 class LayerNorm(NamedTuple):
     """Two functions in the form that the check takes, and the assumptions made."""
 
-    forward: Callable[..., Any]
-    backward: Callable[[Array, Any], Any]
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[[Array, Any], _Gradients]
     # Which of gamma, beta and eps the forward takes.
     takes: tuple[str, ...]
     # The value that the forward has when it is given none; None if nothing says it.
@@ -69,18 +72,18 @@ def adapt_functions(
         takes += ("eps",)
     is_cache_first = _is_cache_first(backward)
 
-    def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> Any:
+    def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         given = dict(zip(_ARGUMENTS, (x, gamma, beta, eps), strict=True))
         given["settings"] = dict.fromkeys(_NAMES["eps"], eps)
         result = forward(**{name: given[role] for name, role in roles.items()})
-        if isinstance(result, (tuple, list)) and len(result) > 2:
-            return result[0], tuple(result[1:])
-        return result
+        if not isinstance(result, (tuple, list)) or len(result) < 2:
+            msg = f"the forward must return y, cache, got {_described(result)}"
+            raise UserError(msg)
+        return result[0], result[1] if len(result) == 2 else tuple(result[1:])
 
-    def call_backward(dy: Array, cache: Any) -> Any:
+    def call_backward(dy: Array, cache: Any) -> _Gradients:
         returned = backward(cache, dy) if is_cache_first else backward(dy, cache)
-        found = _by_role(returned, takes)
-        return tuple(map(found.get, _DIFFERENTIATED)) if found else returned
+        return _in_order(_by_role(returned, takes))
 
     eps = next((parameters[name].default for name, role in roles.items() if role == "eps"), None)
     return LayerNorm(
@@ -141,7 +144,7 @@ def _gradient_role(name: str) -> str:
 
 
 def _by_role(returned: Any, takes: Iterable[str]) -> dict[str, Any]:
-    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
+    """Return the gradients, which come by name or, as many as there are, in order."""
     if hasattr(returned, "_asdict"):
         returned = returned._asdict()
     if isinstance(returned, Mapping):
@@ -152,65 +155,73 @@ def _by_role(returned: Any, takes: Iterable[str]) -> dict[str, Any]:
         return {"x": returned}
     if isinstance(returned, (tuple, list)) and len(returned) == len(roles):
         return dict(zip(roles, returned, strict=True))
-    return {}
+    wanted = ", ".join(f"d{role}" for role in roles)
+    msg = f"the backward must return {wanted}, got {_described(returned)}"
+    raise UserError(msg)
+
+
+def _in_order(found: Mapping[str, Any]) -> _Gradients:
+    return found.get("x"), found.get("gamma"), found.get("beta")
+
+
+def _described(returned: Any) -> str:
+    count = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
+    return f"{type(returned).__name__}{count}"
 
 
 # ---- a class ----
 
 
 def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
-    """Give a class of the file, made for rows of n, the form that the check takes."""
-    made, signature = _make(file, file.find_class(name), n)
+    """Give a class of the file, tried on rows of n, the form that the check takes."""
+    class_ = file.find_class(name)
+    made = _make(file, class_, n)
     places = {role: place for role in _ARGUMENTS[1:] if (place := _place(made, role))}
 
-    # Each call works on a copy: a cache can be used twice, and no gradient is added to another.
     def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        instance = copy.deepcopy(made)
+        # Each call has an instance of its own: a cache can be used twice, and no gradient is added
+        # to another.
+        instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if role in places and value is not None:
                 # In the shape that the class gave it.
-                shape = np.shape(getattr(made, places[role]))
-                new = np.array(value).reshape(shape) if shape else value
-                setattr(instance, places[role], new)
+                shape = np.shape(getattr(instance, places[role]))
+                setattr(instance, places[role], np.array(value).reshape(shape) if shape else value)
         return file.guard(instance.forward)(x), instance
 
-    def backward(dy: Array, cache: Any) -> Any:
+    def backward(dy: Array, cache: Any) -> _Gradients:
         instance = copy.deepcopy(cache)
         returned = file.guard(instance.backward)(dy)
         found = {_gradient_role(name): value for name, value in vars(instance).items()}
         # A single array is dx, and the others are stored.
         found |= _by_role(returned, () if isinstance(returned, np.ndarray) else places)
-        if found.get("x") is None:
-            return returned
-        for role in places.keys() & {"gamma", "beta"}:
+        for role in places.keys() & found.keys():
             # Of the shape that the class itself gave the parameter: as it should be.
-            gradient: Any = found.get(role)
-            if np.shape(gradient) == np.shape(getattr(made, places[role])):
-                found[role] = np.reshape(gradient, -1)
-        return tuple(map(found.get, _DIFFERENTIATED))
+            if np.shape(found[role]) == np.shape(getattr(instance, places[role])):
+                found[role] = np.reshape(found[role], -1)
+        return _in_order(found)
 
     eps = getattr(made, places["eps"]) if "eps" in places else None
+    signature = f"{name}({n}).forward(x), .backward(dy)"
     return LayerNorm(forward, backward, tuple(places), eps, signature)
 
 
-def _make(file: UserFile, class_: type, n: int) -> tuple[Any, str]:
-    """Return an instance for rows of n, and how it was made; InputError says what was tried."""
+def _make(file: UserFile, class_: type, n: int) -> Any:
+    """Return an instance for rows of n; UserError says what was tried."""
     options = {name: 1e-5 for name in _parameters(class_) if _ROLES.get(key_of(name)) == "eps"}
     said = []
     for arguments in ((n,), ((n,),), ()):
-        spelled = f"{class_.__name__}({', '.join(map(str, arguments))})"
         try:
             instance = file.guard(class_)(*arguments, **options)
+            gamma = _place(instance, "gamma")
+            if not gamma or getattr(instance, gamma).size == n:
+                return instance
+            why = f"{gamma} does not have {n} elements"
         except UserError as error:
-            said.append(f"{spelled}: {type(error).__name__}: {error}")
-            continue
-        gammas = [a for a in vars(instance).items() if _ROLES.get(key_of(a[0])) == "gamma"]
-        wrong = [name for name, value in gammas if value is not None and np.size(value) != n]
-        if not wrong:
-            return instance, f"{spelled}, .forward(x), .backward(dy)"
-        said.append(f"{spelled}: {wrong[0]} does not have {n} elements")
+            why = line_of(error)
+        said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
     msg = f"{class_.__name__} must be made from the length of a row, tried {'; '.join(said)}"
-    raise InputError(msg)
+    raise UserError(msg)
 
 
 def _place(instance: Any, role: str) -> str:
