@@ -84,7 +84,7 @@ $(BENCH)/.done: pyproject.toml
 	@touch $@
 
 .PHONY: bench
-bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; make bench ARGS=--quick: 2 min
+bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--render: the page alone
 	$(BENCH)/bin/python benchmarks/bench.py $(ARGS)
 
 .PHONY: stability dlpack

@@ -88,18 +88,16 @@ class Record(NamedTuple):
         return moved * self.nbytes / self.seconds
 
 
-def make_cases(smoke: bool = False) -> list[Case]:
-    """Return all cases; `smoke` leaves tiny ones."""
-    wide = [
+def make_cases() -> list[Case]:
+    """Return all cases."""
+    return [
+        Case("call", IN_CACHE[0], "float32"),
         *(Case("shapes", shape, "float32") for shape in IN_CACHE + BEYOND),
         *(Case("shapes", shape, dtype) for dtype in DTYPES if dtype != "float32" for shape in SOME),
         *(Case("kept", shape, "float32") for shape in (IN_CACHE[-1], *BEYOND)),
         *(Case("alone", shape, "float32") for shape in (IN_CACHE[3], BEYOND[1])),
         *(Case("n", (ELEMENTS // n, n), "float32") for n in LENGTHS),
     ]
-    tiny = [Case(suite, (2, 8), "float32") for suite in ("kept", "alone", "n")]
-    small = [case for case in wide if math.prod(case.shape) <= 2**15]
-    return [Case("call", IN_CACHE[0], "float32"), *(small + tiny if smoke else wide)]
 
 
 def measure_machine(threads: int, effort: Effort) -> float:

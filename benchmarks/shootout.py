@@ -3,15 +3,13 @@ Thirteen wrong layer norms and five right ones, before our gradient checkers and
 
 Every tool decides by its own step and tolerance. Then `check_layer_norm` alone, on right code at
 offsets that leave float32 few digits. Keeps benchmarks/results/shootout.json and writes
-docs/evidence/gradient-checkers.md; `--quick` takes two seeds and prints only, `--render` writes the
-page of the last run. Exit status 1 if a checker of ours called right code wrong. Ten minutes.
+docs/evidence/gradient-checkers.md; with `--render` from the file alone. Exit status 1 if a checker of
+ours called right code wrong. Ten minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
 import statistics
 import sys
 import time
@@ -19,14 +17,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from page import DOCS, HERE, digits, origin, origin_line, table, write
+from page import DOCS, digits, keep, origin, origin_line, table, write
 from shootout_tools import Subject, Tool, load_tools
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import check_layer_norm
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, forward
 
-RESULTS = HERE / "results" / "shootout.json"
 # Not the seeds that the checkers were made on.
 FIRST_SEED, SEEDS = 100, 20
 OFFSETS = (0.0, 1.0, 1e2, 1e4, 1e6)
@@ -215,32 +212,25 @@ INCONCLUSIVE: an offset of 1e6 leaves float32 no digits to judge by.
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run, write; 1 if a checker of ours called right code wrong."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="two seeds, prints only")
-    parser.add_argument("--render", action="store_true", help="no check: the page of the last run")
-    options = parser.parse_args(argv)
-    if options.render:
-        found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    else:
-        found = run(2 if options.quick else SEEDS, list(CASES))
-    if options.quick:
-        print(matrix(found), offsets_table(found["offsets"]), sep="\n\n")
-    else:
-        RESULTS.write_text(json.dumps(found) + "\n", encoding="utf-8")
-        write(DOCS / "evidence" / "gradient-checkers.md", page(found), __file__)
-    alarms = [
+def main() -> int:
+    """Run or read, write; 1 if a checker of ours called right code wrong."""
+    found = keep("shootout", __doc__ or "", lambda: run(SEEDS, list(CASES)))
+    write(DOCS / "evidence" / "gradient-checkers.md", page(found), __file__)
+    alarms = false_alarms(found)
+    print(*(f"FALSE ALARM of ours: {alarm}" for alarm in alarms), sep="\n", file=sys.stderr)
+    return int(bool(alarms))
+
+
+def false_alarms(found: dict[str, Any]) -> list[Any]:
+    """Return where a checker of ours called right code wrong."""
+    alarms: list[Any] = [
         cell
         for cell in found["cells"]
         if cell["tool"].startswith("check_")
         and cell["case"] in VARIANTS
         and "f" in cell["verdicts"]
     ]
-    alarms += [c for row in found["offsets"].values() for c in row.values() if c.get("FAIL")]
-    for alarm in alarms:
-        print(f"FALSE ALARM of ours: {alarm}", file=sys.stderr)
-    return int(bool(alarms))
+    return alarms + [c for row in found["offsets"].values() for c in row.values() if c.get("FAIL")]
 
 
 if __name__ == "__main__":
