@@ -61,7 +61,7 @@ accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into 
 complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1 min
 	$(BIN)/python benchmarks/complexity.py
 
-diagnose: $(VENV)/.dev  ## how fast diagnose reads and how well it predicts, into docs: 3 min
+diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
 .PHONY: kernels

@@ -2,9 +2,9 @@
 The counts of docs/explanation/fusing.md: bytes moved by each way to organize the backward.
 
 Nothing here is timed. The passes of the array-at-a-time form are counted by running it on arrays
-that note what is read and written; threads, chunks and workspace come from the launch plan of the
-kernel; times are bytes over a stated bandwidth, the least that any kernel could take. `main` writes
-the tables of the page between their markers.
+that note what is read and written; chunks come from the launch plan of the kernel; times are bytes
+over a stated bandwidth, the least that any kernel could take. `main` writes the tables of the page
+between their markers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from page import DOCS, put, table
 
-from stablenorm.cuda.plan import Kernel, choose_kernel, cut
+from stablenorm.cuda.plan import choose_kernel, cut
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import bfloat16
 
@@ -22,8 +22,6 @@ from stablenorm.types import bfloat16
 ROWS, N = 8192, 4096
 # Bytes per second of the memory of an H100 SXM, from its data sheet.
 BANDWIDTH = 3.35e12
-# n in the tables.
-LENGTHS = (1, 8, 64, 256, 768, 1024, 2048, 4096, 16_384, 65_536)
 
 
 class Pass(NamedTuple):
@@ -92,15 +90,10 @@ def count_stages() -> list[Stage]:
     ]
 
 
-def make_kernel(n: int, dtype: Any) -> Kernel:
-    """Return the kernel of the backward."""
-    kind = np.dtype(dtype)
-    return choose_kernel(n, kind, kind, kind, kind, kind.itemsize == 8)
-
-
 def partial_bytes() -> int:
     """Return the bytes of the partial sums of bfloat16: a float64 per chunk, column and sum."""
-    return 2 * 8 * N * cut(ROWS, make_kernel(N, bfloat16).slots).number
+    kernel = choose_kernel(N, bfloat16, bfloat16, bfloat16, bfloat16, False)
+    return 2 * 8 * N * cut(ROWS, kernel.slots).number
 
 
 def traffic_table() -> str:
@@ -115,26 +108,11 @@ def traffic_table() -> str:
     return table(head, lines)
 
 
-def map_table() -> str:
-    """Threads of a row, by n and dtype, as the plan says."""
-    words = ("threads per row", "vectors per thread", "rows per block")
-    head = ["n"]
-    for kind in ("bfloat16", "float32"):
-        head += [f"{kind}: {words[0]}", *words[1:]]
-    lines = []
-    for n in LENGTHS:
-        kernels = [make_kernel(n, dtype) for dtype in (bfloat16, np.float32)]
-        cells = [(k.row_threads, k.vectors or "a loop", k.slots) for k in kernels]
-        lines.append((n, *cells[0], *cells[1]))
-    return table(head, lines)
-
-
 def tables() -> dict[str, str]:
     """Return every generated part of the page."""
     return {
         "traffic": traffic_table(),
         "passes": table(("operation", "reads", "writes"), count_passes()),
-        "map": map_table(),
     }
 
 
