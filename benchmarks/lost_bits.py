@@ -95,15 +95,11 @@ def _mean_rstd(method: str, x: Any, eps: float, lanes: int) -> tuple[Any, Any]:
         mean, rstd = (v.astype(np.float32).astype(kind) for v in _exact_mean_rstd(x, eps))
         return mean, rstd
     n = x.dtype.type(x.shape[1])
-    if method == "welford":
-        mean, squares = _welford(x, lanes)
-        var = squares / n
+    mean = _sum(x, lanes) / n
+    if method == "one-pass":
+        var = _sum(x * x, lanes) / n - mean * mean
     else:
-        mean = _sum(x, lanes) / n
-        if method == "one-pass":
-            var = _sum(x * x, lanes) / n - mean * mean
-        else:
-            var = _sum((x - mean[:, None]) ** 2, lanes) / n
+        var = _sum((x - mean[:, None]) ** 2, lanes) / n
     kind = np.float16 if method == "float16" else x.dtype.type
     mean, var = mean.astype(kind), var.astype(kind)
     return mean, kind(1) / np.sqrt(var + kind(eps))
@@ -128,24 +124,3 @@ def _sum(v: Any, lanes: int) -> Any:
     while (half := sums.shape[1] // 2) > 0:
         sums = sums[:, :half] + sums[:, half:]
     return sums[:, 0]
-
-
-def _welford(v: Any, lanes: int) -> tuple[Any, Any]:
-    mean, squares = np.zeros((2, len(v), lanes), v.dtype)
-    counts = np.zeros(lanes, v.dtype)
-    for start in range(0, v.shape[1], lanes):
-        part = v[:, start : start + lanes]
-        used = slice(part.shape[1])
-        counts[used] += 1
-        delta = part - mean[:, used]
-        mean[:, used] += delta / counts[used]
-        squares[:, used] += delta * (part - mean[:, used])
-    while (half := len(counts) // 2) > 0:
-        a, b = counts[:half], counts[half:]
-        apart = mean[:, half:] - mean[:, :half]
-        # Some are empty where there are more than elements.
-        both = np.maximum(a + b, 1)
-        mean = mean[:, :half] + apart * (b / both)
-        squares = squares[:, :half] + squares[:, half:] + apart * apart * (a * b / both)
-        counts = a + b
-    return mean[:, 0], squares[:, 0]

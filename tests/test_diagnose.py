@@ -12,7 +12,7 @@ import pytest
 import stablenorm.diagnosis
 from stablenorm import diagnose, layer_norm
 from stablenorm.diagnosis import rows
-from stablenorm.diagnosis.rows import BITS, TITLES
+from stablenorm.diagnosis.rows import MARKS, TITLES
 
 
 @pytest.fixture(scope="module")
@@ -49,40 +49,26 @@ def test_stablenorm_loses_none(cases, lost_bits):
         assert lost_bits.measure_bits(y, case).max() < 0.5, case.family
 
 
-@pytest.mark.parametrize("form", ["compiled", "numpy"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 769])
-def test_sums_are_those_of_the_row(n, dtype, form):
+@pytest.mark.parametrize("n", [1, 2, 65, 769])
+def test_sums_are_those_of_the_row(n, dtype):
     x = (5 + np.random.default_rng(n).standard_normal((9, n))).astype(dtype)
-    working, wide = np.empty((5, 9), dtype), np.empty((3, 9))
-    {"compiled": rows._sums_of(x.dtype), "numpy": rows.sum_rows}[form](x, working, wide)
+    found = rows.describe_rows(x)
     exact = x.astype(np.longdouble)
     squares = n * exact.var(axis=1)
-    np.testing.assert_allclose(wide[0], exact.mean(axis=1), rtol=1e-15)
-    np.testing.assert_allclose(wide[2], squares / n, rtol=1e-13, atol=1e-28)
+    np.testing.assert_allclose(found.mean + found.mean_lo, exact.mean(axis=1), rtol=1e-15)
+    np.testing.assert_allclose(found.std, exact.std(axis=1), rtol=1e-13)
     # Each rounding is of what has been added up so far: at most n + 8 of them, on their way half.
     u = np.finfo(dtype).eps * (n + 8) / 2
     total = exact.sum(axis=1)
-    mean_square = np.square(exact).sum(axis=1)
     # A mean that is off by u |mean| adds n (u mean)^2 to the squared deviations.
     off = n * (u * total / n) ** 2
     for actual, expected, more in (
-        (working[0], total, 0),
-        (working[1], mean_square, 0),
-        (working[2], squares, off),
-        (working[3], total / n, 0),
-        (working[4], squares, off),
+        (found.total, total, 0),
+        (found.squares, np.square(exact).sum(axis=1), 0),
+        (found.centered_squares, squares, off),
     ):
         assert (np.abs(actual - expected) <= 2 * u * expected + more + 1e-30).all()
-
-
-def test_sums_are_compiled_where_numba_is_there():
-    assert "compiled" in rows._sums_of(np.dtype(np.float32)).__module__
-
-
-def test_welford_of_a_constant_row_is_exact():
-    found = rows.describe_rows(np.full((1, 1000), 0.1, np.float32))
-    assert (found.welford_mean[0], found.welford_squares[0]) == (np.float32(0.1), 0)
 
 
 def test_the_median_is_not_above_the_worst():
@@ -107,7 +93,7 @@ def test_layout_and_byte_order_change_nothing(dtype):
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
-@pytest.mark.parametrize("n", [2, 3, 40])
+@pytest.mark.parametrize("n", [3, 40])
 def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
     """By complex steps: the norm of dy/dx, and of d(dx)/dx for a g at right angles to 1 and xhat."""
     rng = np.random.default_rng(n)
@@ -123,29 +109,21 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
         return rstd * (g - g.mean() - c * rstd * (g * c * rstd).mean())
 
     g = rng.standard_normal(n)
-    if n > 2:
-        for along in (np.ones(n), x - x.mean()):
-            g -= along * (g @ along) / (along @ along)
-            g -= g.mean()
+    for along in (np.ones(n), x - x.mean()):
+        g -= along * (g @ along) / (along @ along)
+        g -= g.mean()
     steps = np.eye(n) * 1e-30j
     found = diagnose(x[None], eps).per_row
     for function, condition in ((xhat, found.condition_y[0]), (dx, found.condition_dx[0])):
         jacobian = np.array([function(x + step).imag / 1e-30 for step in steps]).T
         size = np.linalg.norm(function(x))
-        if size < 1e-12:
-            # n = 2, eps = 0: dx is 0.
-            continue
         expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / size
         assert condition == pytest.approx(expected, rel=1e-7, abs=1e-12)
 
 
-def test_one_element_has_no_condition_and_loses_nothing():
-    found = diagnose(np.array([[3.0], [1e300]]))
-    assert (found.per_row.condition_y == 0).all()
-    assert (found.per_row.condition_dx == 0).all()
-    two_pass, welford, one_pass = found.per_row.lost[:3]
+def test_one_element_loses_nothing_by_two_passes():
+    two_pass, one_pass = diagnose(np.array([[3.0], [1e300]])).per_row.lost[:2]
     assert (two_pass == 0).all()
-    assert (welford == 0).all()
     # The square of 1e300 is infinite.
     assert one_pass.tolist() == [0, 53]
 
@@ -166,7 +144,7 @@ def test_every_mark_is_set_by_its_row_alone():
     x = np.array(list(special.values()), np.float32)
     found = diagnose(x, top=0)
     for place, name in enumerate(special):
-        assert found.per_row.marks[place] & BITS[name], name
+        assert found.per_row.marks[list(MARKS).index(name), place], name
     assert found.summary.marks["undefined"] == 0
     assert diagnose(x, eps=0.0).summary.marks["undefined"] == 1
     ordinary = diagnose(rng.standard_normal((5, 64)).astype(np.float32))

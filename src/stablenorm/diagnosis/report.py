@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, names_of, title_of, working_format
+from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, working_format
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, to_json, wrapped
@@ -30,8 +30,6 @@ class Row:
         Of the row; NaN if it is not finite.
     condition_y, condition_dx : float
         How many times larger a relative error of x is in y and in dx.
-    eps_share : float
-        ``eps / (var + eps)``.
     lost : dict of str to float
         Bits of y lost by each method, as in `Diagnosis.methods`.
     marks : tuple of str
@@ -45,7 +43,6 @@ class Row:
     std: float
     condition_y: float
     condition_dx: float
-    eps_share: float
     lost: dict[str, float]
     marks: tuple[str, ...]
     advice: str
@@ -68,8 +65,6 @@ class Summary(NamedTuple):
         Constant rows are not counted: theirs is infinite for y.
     largest_condition_y, largest_condition_dx : float
         Of all rows that have a finite one.
-    largest_lost : dict of str to float
-        For each method, the bits that its worst row loses.
     """
 
     rows: int
@@ -79,7 +74,6 @@ class Summary(NamedTuple):
     condition_dx: Array
     largest_condition_y: float
     largest_condition_dx: float
-    largest_lost: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,8 @@ class Diagnosis:
     @property
     def methods(self) -> dict[str, str]:
         """What each method is, by its name."""
-        return {name: title_of(name, parse(self.dtype)) for name in TITLES}
+        working = working_format(parse(self.dtype)).dtype.name
+        return {name: title.format(working=working) for name, title in TITLES.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """
@@ -137,11 +132,8 @@ class Diagnosis:
             The attributes by name, with `bits` and `methods`. What JSON has no number for is a
             string, "nan", "inf" or "-inf".
         """
-        names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods")
-        held = {name: getattr(self, name) for name in names}
-        held["summary"] = self.summary
-        held["worst"] = self.worst
-        return plain(held)
+        names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods", "summary", "worst")
+        return plain({name: getattr(self, name) for name in names})
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
@@ -165,7 +157,20 @@ class Diagnosis:
         """
         figure = new_figure(10, 4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
-        _draw_losses(figure.subplots(), self)
+        axes = figure.subplots()
+        # Besides their colors, the lines differ by their dashes, and the first ones are wide, so
+        # that one beneath another is seen.
+        looks = zip(COLORS, ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), strict=False)
+        lost = zip(self.methods.values(), self.summary.lost.values(), looks, strict=True)
+        for place, (title, counts, (color, dash)) in enumerate(lost):
+            at_least = np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1)
+            axes.plot(at_least, label=title, color=color, ls=dash, lw=3.4 - 0.4 * place)
+        axes.set(xlim=(0, self.bits), ylim=(0, 1.02), xlabel=f"bits of y lost, of {self.bits}")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(alpha=0.25)
+        axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
+        axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         figure.savefig(path, format=format, dpi=150)
 
     def __str__(self) -> str:
@@ -178,34 +183,28 @@ class Diagnosis:
 
 def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
-    mean, std, of_y, of_dx, share = (float(each[place]) for each in found[:5])
+    mean, std, of_y, of_dx = (float(each[place]) for each in found[:4])
     lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
-    marks = names_of(int(found.marks[place]))
-    working = working_format(x.dtype).dtype.name
-    said = _advice(x, working, mean, std, marks)
-    if "not finite" not in marks and "undefined" not in marks:
-        said += "; " + _losses(x.dtype, lost)
-    return Row(index, mean, std, of_y, of_dx, share, lost, marks, f"row {index}: {said}")
-
-
-def _advice(x: Array, working: str, mean: float, std: float, marks: tuple[str, ...]) -> str:
-    """Say what is special about the row."""
+    marks = tuple(name for name, has in zip(MARKS, found.marks[:, place], strict=True) if has)
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
-        return f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"
-    # An undefined row is constant as well, but its y is not beta.
-    told = ("undefined",) if "undefined" in marks else marks
-    said = [f"{mark} ({MARKS[mark].format(working=working)})" for mark in told]
-    if not said or abs(mean) >= _OFFSET * std > 0:
-        said.insert(0, f"|mean|/std = {abs(mean) / std:.2g}")
-    return "; ".join(said)
-
-
-def _losses(dtype: Any, lost: dict[str, float]) -> str:
-    """Say what a two-pass and a one-pass lose: the others are near one of them, or keep less."""
-    two_pass, one_pass = (round(lost[name]) for name in ("two-pass", "one-pass"))
-    title, p = title_of("two-pass", dtype), format_of(dtype).digits
-    return f"a {title} loses {two_pass} of {p} bits of y, E[x^2] - E[x]^2 {one_pass}"
+        said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
+    else:
+        working = working_format(x.dtype).dtype.name
+        # An undefined row is constant as well, but its y is not beta.
+        told = ("undefined",) if "undefined" in marks else marks
+        said = [f"{mark} ({MARKS[mark].format(working=working)})" for mark in told]
+        if not said or abs(mean) >= _OFFSET * std > 0:
+            said.insert(0, f"|mean|/std = {abs(mean) / std:.2g}")
+        if "undefined" not in marks:
+            # The other methods are near one of these, or keep less.
+            two_pass, one_pass = (round(lost[name]) for name in ("two-pass", "one-pass"))
+            said.append(
+                f"a {working} two-pass loses {two_pass} of {format_of(x.dtype).digits} bits of y, "
+                f"E[x^2] - E[x]^2 {one_pass}"
+            )
+    advice = f"row {index}: {'; '.join(said)}"
+    return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
 
 
 # ---- all rows: text and tables ----
@@ -265,7 +264,7 @@ def method_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str, str]]:
             rows.append((title, "-", "-", "-"))
             continue
         several = f"{counts[4:].sum() / counts.sum():.1%}"
-        rows.append((title, str(_median(counts)), f"{summary.largest_lost[name]:.0f}", several))
+        rows.append((title, str(_median(counts)), str(np.flatnonzero(counts)[-1]), several))
     return rows
 
 
@@ -280,26 +279,3 @@ def lines_of(diagnosis: Diagnosis, width: int) -> list[str]:
             lines.append(f"    {title:{longest}} {median:>4} {worst:>4} {several:>9}")
         lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
     return [part for line in lines for part in wrapped(line, width)]
-
-
-# ---- the picture ----
-
-
-def _draw_losses(axes: Any, diagnosis: Diagnosis) -> None:
-    """Draw, for each method, the share of rows that lose at least so many bits."""
-    # Besides their colors, the lines differ by their dashes, and the first ones are wide, so that
-    # one beneath another is seen.
-    dashes = ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2)), (0, (3, 1)))
-    lost = zip(
-        diagnosis.methods.values(), diagnosis.summary.lost.values(), COLORS, dashes, strict=True
-    )
-    for place, (title, counts, color, dash) in enumerate(lost):
-        at_least = np.cumsum(counts[::-1])[::-1] / max(int(counts.sum()), 1)
-        axes.plot(at_least, label=title, color=color, ls=dash, lw=3.4 - 0.4 * place)
-    p = diagnosis.bits
-    axes.set(xlim=(0, p), ylim=(0, 1.02), xlabel=f"bits of y lost, of {p}")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.grid(alpha=0.25)
-    axes.set_title("Share of rows that lose at least so many", fontsize=10, loc="left")
-    axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
-    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
