@@ -13,7 +13,6 @@
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <random>
 #include <vector>
@@ -324,15 +323,6 @@ SHIM_ACCESS(16)
 void __tsan_read_range(void* at, std::size_t bytes) { access(Address(at), bytes, false); }
 void __tsan_write_range(void* at, std::size_t bytes) { access(Address(at), bytes, true); }
 void __tsan_init() {}
-void* __tsan_memcpy(void* to, const void* from, std::size_t bytes) {
-    access(Address(from), bytes, false);
-    access(Address(to), bytes, true);
-    return std::memmove(to, from, bytes);
-}
-void* __tsan_memset(void* to, int value, std::size_t bytes) {
-    access(Address(to), bytes, true);
-    return std::memset(to, value, bytes);
-}
 // -fsanitize=alignment hands over a place: the name of its file, and the line.
 struct Place { const char* file; unsigned line; };
 void __ubsan_handle_type_mismatch_v1(Place* where, Address at) {
