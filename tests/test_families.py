@@ -16,9 +16,9 @@ DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
 # The oracle's integers grow with the exponents of float64 data: there, long rows are kept to
 # families of ordinary exponents, so that the file stays within two minutes.
-NARROW = ("float16", "bfloat16", "float32")
 LONG_FLOAT64 = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F28b", "F32", "F35")
-# The cheapest for the oracle, one for each way of losing digits in a long sum.
+# The cheapest for the oracle, one for each way of losing digits in a long sum. Errors of the 16-bit
+# dtypes are those of float64 rounded once more.
 LONGEST = ("F01", "F03", "F07", "F09", "F14", "F27")
 MANY_ROWS = ("F01", "F03", "F13", "F16", "F35")
 # No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
@@ -74,13 +74,14 @@ def assert_contract(name, dtype, n, rows):
         *combinations(FINITE, (1, 2, 3, 127, 768), 2),
         # 128 elements are one block of NumPy's pairwise summation.
         *combinations(("F03", "F07", "F14"), (128, 129), 3),
-        *combinations(FINITE, (8193,), 1, NARROW),
+        *combinations(FINITE, (8193,), 1, ("float32",)),
+        *combinations(LONGEST, (8193,), 1, ("float16", "bfloat16")),
         *combinations(LONG_FLOAT64, (8193,), 1, ("float64",)),
-        *combinations(LONGEST, (LONGER,), 1, ("float32", "float64")),
-        # Of the 16-bit dtypes, whose errors are those of float64 rounded once more, two families.
-        *combinations(("F09", "F27"), (LONGER,), 1, ("float16", "bfloat16")),
+        *combinations(LONGEST, (LONGER,), 1, ("float32",)),
+        *combinations(("F03", "F07"), (LONGER,), 1, ("float64",)),
         # More rows than one block of the reference holds at n = 7.
-        *combinations(MANY_ROWS, (7,), MORE // 7, NARROW),
+        *combinations(MANY_ROWS, (7,), MORE // 7, ("float32",)),
+        *combinations(("F35",), (7,), MORE // 7, ("float16", "bfloat16")),
         *combinations(MANY_ROWS, (7,), 700, ("float64",)),
     ],
 )
@@ -183,15 +184,6 @@ def test_a_family_is_what_its_title_says(name, dtype):
     assert PROMISES[name](case, format_of(dtype))
 
 
-def test_exact_zeros_of_rows_in_pairs(dtype):
-    """Of the reference; the kernels sum 64 rows plainly, and leave what the contract allows."""
-    case = make_case("F35", dtype, 33, rows=64)
-    _, cache = layer_norm_forward(*case[:4], backend="numpy")
-    _, dgamma, dbeta = layer_norm_backward(case.dy, cache)
-    np.testing.assert_array_equal(dgamma, np.zeros(33, dtype))
-    np.testing.assert_array_equal(dbeta, np.zeros(33, dtype))
-
-
 def test_a_million_positive_rows_do_not_drift(backend):
     """NumPy's float32 sum over axis 0 is off by 1.8e-4 here: it adds one row at a time."""
     dy = np.random.default_rng(0).random((1_000_000, 2), dtype=np.float32) + 0.5
@@ -202,21 +194,6 @@ def test_a_million_positive_rows_do_not_drift(backend):
     # Below 2^21, of multiples of 2^-24: exact in float64.
     expected = dy.sum(axis=0, dtype=np.float64)
     np.testing.assert_array_equal(dbeta, expected.astype(np.float32))
-
-
-def test_the_same_numbers_in_another_order(dtype, backend):
-    """The same multiset, sorted, reversed, shuffled: y and dx move with their elements."""
-    case = make_case("F37", dtype, 768, rows=5)
-    y, cache = layer_norm_forward(*case[:4], backend=backend)
-    dx = layer_norm_backward(case.dy, cache).dx
-    order = np.argsort(case.x, axis=-1, kind="stable")
-    # S of the contract is below 16 for y and dx: |xhat| < 5, |dy| <= 1, rstd < 1.1.
-    floor = 2 * 16 * 2.0 ** (-98 if dtype == np.float64 else -48)
-    for output in (y, dx):
-        sorted_by_x = np.take_along_axis(output.astype(np.float64), order, axis=-1)
-        expected = sorted_by_x[0]
-        ulp = 2.0 ** (np.frexp(expected)[1] - format_of(dtype).digits)
-        assert (np.abs(sorted_by_x - expected) <= np.maximum(ulp, floor)).all()
 
 
 def test_nan_inf_and_minus_zero_stay_where_they_are(dtype, backend):

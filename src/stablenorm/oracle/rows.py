@@ -189,9 +189,10 @@ class Inputs(NamedTuple):
     def blocks(self, name: str, sizes: bool = False) -> Iterator[list[Interval] | None]:
         """Enclose what `terms` yields, block by block; None for one that is undefined."""
         if name == "dbeta":
-            dy = self.cotangent()
-            columns = read_rows(np.abs(dy).T if sizes else dy.T)
-            yield [Interval(sum(integers), 0, exponent) for integers, exponent in columns]
+            dy, n = self.cotangent(), self.x.shape[1]
+            (all_of_it,) = read_rows((np.abs(dy) if sizes else dy).reshape(1, -1))
+            integers, exponent = all_of_it
+            yield [Interval(sum(integers[column::n]), 0, exponent) for column in range(n)]
         elif name == "dgamma":
             yield self._dgamma(sizes)
         else:
