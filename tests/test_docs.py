@@ -144,36 +144,24 @@ def test_every_word_is_spelled_as_codespell_knows_it():
     assert done.returncode == 0, done.stdout
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The built pages; every warning is an error."""
-    pytest.importorskip("sphinx")
-    out = tmp_path_factory.mktemp("site")
-    # No proxy leads anywhere: a build that fetched something would fail.
-    done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, out)
-    assert done.returncode == 0, done.stderr
-    yield out
-    shutil.rmtree(out)
-
-
 @pytest.mark.slow
-def test_no_page_fetches_anything_from_elsewhere(site):
-    files = [path for kind in ("html", "css", "svg") for path in site.rglob(f"*.{kind}")]
+def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("sphinx")
+    # Every warning is an error. No proxy leads anywhere: a build that fetched something would fail.
+    done = run("sphinx", "-W", "-n", "--keep-going", "-q", "-b", "html", DOCS, tmp_path)
+    assert done.returncode == 0, done.stderr
+    files = [path for kind in ("html", "css", "svg") for path in tmp_path.rglob(f"*.{kind}")]
     assert len(files) > len(PAGES)
     found = {
         path.name: match[0] for path in files if (match := FETCHED.search(path.read_text("utf-8")))
     }
     assert found == {}
-
-
-@pytest.mark.slow
-def test_every_command_is_in_the_reference(site):
-    """The help puts a long name on a line of its own: `complexity` was missing for it."""
-    # The commands as argparse keeps them.
+    # The help puts a long name on a line of its own: `complexity` was missing for it.
     names = [name for action in _parser()._actions for name in action.choices or ()]
     assert "complexity" in names
-    html = (site / "reference" / "command-line.html").read_text("utf-8")
+    html = (tmp_path / "reference" / "command-line.html").read_text("utf-8")
     assert [name for name in names if f'id="stablenorm-{name}"' not in html] == []
+    shutil.rmtree(tmp_path)
 
 
 @pytest.fixture

@@ -59,24 +59,23 @@ SHARED = {"eps is missing from rrms": {"x", "gamma"}}
 def test_a_planted_mistake_is_found_and_located(name, mistake):
     example = load(name)
     wrong, argument = example.MISTAKES[mistake]
-    for seed in range(2):
-        report = check(example, wrong, seed)
-        assert report.verdict == "FAIL", f"seed {seed}\n{report}"
-        blamed = {result.name for result in report.arguments if result.verdict == "FAIL"}
-        assert blamed == SHARED.get(mistake, {argument}), f"seed {seed}\n{report}"
-        (result,) = (r for r in report.arguments if r.name == argument)
-        # Where, and what stands there; or in words, where shapes already tell.
-        if result.message:
-            assert "shape" in result.message
-        else:
-            assert_points_at_a_difference(example, wrong, seed, result)
+    report = check(example, wrong, 0)
+    assert report.verdict == "FAIL", str(report)
+    blamed = {result.name for result in report.arguments if result.verdict == "FAIL"}
+    assert blamed == SHARED.get(mistake, {argument}), str(report)
+    (result,) = (r for r in report.arguments if r.name == argument)
+    # Where, and what stands there; or in words, where shapes already tell.
+    if result.message:
+        assert "shape" in result.message
+    else:
+        assert_points_at_a_difference(example, wrong, result)
 
 
-def assert_points_at_a_difference(example, wrong, seed, result):
+def assert_points_at_a_difference(example, wrong, result):
     """The element named is one where the wrong gradient differs from the right one."""
-    args = example.make_args(np.random.default_rng(seed))
+    args = example.make_args(np.random.default_rng(0))
     y, cache = example.forward(*args)
-    dy = np.random.default_rng(seed).standard_normal(y.shape)
+    dy = np.random.default_rng(0).standard_normal(y.shape)
     position = example.NAMES.index(result.name)
     expected, actual = (np.asarray(b(dy, cache)[position]) for b in (example.backward, wrong))
     assert result.index is not None

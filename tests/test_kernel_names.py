@@ -31,7 +31,7 @@ FLOAT32, FLOAT16 = np.dtype(np.float32), np.dtype(np.float16)
     [
         ("total_job", (FLOAT32,)),
         ("_forward_job", (FLOAT16, FLOAT16, FLOAT16)),
-        ("_backward_job", (FLOAT16, FLOAT32, FLOAT32, False)),
+        ("_backward_job", (FLOAT32, FLOAT32, FLOAT32, False)),
     ],
 )
 def test_what_threads_make_at_the_same_time_is_compiled_once(maker, arguments):
