@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from untimed import call_once
 
 import stablenorm.report.findings as job
 import stablenorm.report.html as making
@@ -22,17 +23,9 @@ from stablenorm.cost import _measure
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.report import STEPS, accuracy_section, make_page
 from stablenorm.text import number, prose
-from stablenorm.timing import Timing
 
 X = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
 _VOID = {"meta", "link", "br", "img"}
-
-
-def at_once(calls, **_):
-    """Call each once, instead of timing it: the page, not its figures."""
-    for call in calls.values():
-        call()
-    return {name: Timing(1e-3 * k, 0.9e-3 * k, 2e-3 * k, 5, 1) for k, name in enumerate(calls, 1)}
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +33,8 @@ def _quick(monkeypatch, plain_terminal):  # noqa: ARG001
     """Nothing is compiled or timed."""
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
     monkeypatch.setattr(making, "_BYTES", 2**14)
-    monkeypatch.setattr(job, "measure_interleaved", at_once)
-    monkeypatch.setattr(_measure, "measure_interleaved", at_once)
+    monkeypatch.setattr(job, "measure_interleaved", call_once)
+    monkeypatch.setattr(_measure, "measure_interleaved", call_once)
     monkeypatch.setattr(_measure, "_BACKENDS", dict.fromkeys(_measure._BACKENDS, "numpy"))
     monkeypatch.setattr(_measure, "_compiled", lambda: lambda *_: None)
 

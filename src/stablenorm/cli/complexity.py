@@ -56,9 +56,9 @@ def add(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm complexity` is asked."""
     rows, n = prod(arguments.shape[:-1]), arguments.shape[-1]
-    # x, dy, y, dx and the numbers as drawn; what plain NumPy keeps, and its temporaries.
+    # x, dy, y, dx, two copies and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
-    parts.check_memory(arguments.shape, 5 * s + 4 + 6 * max(s, 4))
+    parts.check_memory(arguments.shape, 7 * s + 4 + 6 * max(s, 4))
     try:
         choose("numba")
         threads = parts.use_threads(arguments.threads)

@@ -6,8 +6,7 @@ They do the same algebra. What tells them apart is how often each byte is moved.
 """
 
 from stablenorm.cost._counts import DIRECTIONS, PROGRAMS, Cost, count_cost, count_kept
-from stablenorm.cost._measure import Line, Measured, Roofline, measure_costs
-from stablenorm.cost._plot import draw_roofline
+from stablenorm.cost._measure import Line, Measured, Roofline, draw_roofline, measure_costs
 
 __all__ = [
     "DIRECTIONS", "PROGRAMS", "Cost", "Line", "Measured", "Roofline", "count_cost",

@@ -1,10 +1,10 @@
 """
 Floating-point operations and bytes of three layer norms, forward and backward, as formulas.
 
-Each private function counts one program and derives its formula. `rows` and `n` are the rows and
-the elements of a row, `s` is the bytes of an element of x, gamma, beta and dy alike. A flop is an
-addition, subtraction, multiplication, division or square root of reals; a fused multiply-add is
-two. What is done once per row (a division, a root) is left out of the flops: it is a part 1/n.
+`_plain`, `_reference` and `_fused` count a program each, and derive its formulas, from rows, n and s,
+the bytes of an element of x, gamma, beta and dy alike. A flop is an addition, subtraction,
+multiplication, division or square root of reals; a fused multiply-add is two. What is done once per
+row (a division, a root) is left out of the flops: it is a part 1/n.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def count_cost(program: str, direction: str, matrix: tuple[int, int], dtype: Any
     True
     """
     rows, n = matrix
-    return PROGRAMS[program, direction](rows, n, _itemsize(dtype))
+    return PROGRAMS[program](rows, n, _itemsize(dtype))[DIRECTIONS.index(direction)]
 
 
 def count_kept(matrix: tuple[int, int], dtype: Any) -> dict[str, int]:
@@ -108,46 +108,29 @@ def count_kept(matrix: tuple[int, int], dtype: Any) -> dict[str, int]:
     }
 
 
-def _plain_forward(rows: int, n: int, s: int) -> Cost:
+def _plain(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
     """
     Count the two-pass formula: NumPy operations on whole arrays, each a pass over memory.
 
     It computes in c bytes per element: 8 for float64, else 4. Per element of x:
 
-    ===============================  =====  ============
-    pass                             flops  bytes
-    ===============================  =====  ============
-    x in the arithmetic's precision  0      s + c
-    sum of x                         1      c
-    x - mean                         1      2 c
-    its square                       1      2 c
-    sum of the squares               1      c
-    x - mean, once more              1      2 c
-    times rstd: xhat                 1      2 c
-    times gamma                      1      2 c
-    plus beta                        1      2 c
-    rounded to the dtype of x        0      c + s
-    all                              8      2 s + 16 c
-    ===============================  =====  ============
-
-    At the addition of beta four arrays live: x in c, xhat, gamma * xhat and the sum.
-    """
-    c = max(s, 4)
-    return Cost(8 * rows * n, (2 * s + 16 * c) * rows * n, 4 * c * rows * n)
-
-
-def _plain_backward(rows: int, n: int, s: int) -> Cost:
-    """
-    Count the backward of the two-pass formula, which is given xhat and rstd.
-
-    Per element of x, with c as in the forward:
-
     ======================================  =====  ============
     pass                                    flops  bytes
     ======================================  =====  ============
+    x in the arithmetic's precision         0      s + c
+    sum of x                                1      c
+    x - mean                                1      2 c
+    its square                              1      2 c
+    sum of the squares                      1      c
+    x - mean, once more                     1      2 c
+    times rstd: xhat                        1      2 c
+    times gamma                             1      2 c
+    plus beta                               1      2 c
+    rounded to the dtype of x               0      c + s
+    all of the forward                      8      2 s + 16 c
     dy in the arithmetic's precision        0      s + c
     g = gamma * dy                          1      2 c
-    g * xhat                                1      3 c
+    g * xhat, which the forward kept        1      3 c
     its sum over the row                    1      c
     sum of g over the row                   1      c
     g - mean(g)                             1      2 c
@@ -158,95 +141,77 @@ def _plain_backward(rows: int, n: int, s: int) -> Cost:
     dgamma: its sum over the rows           1      c
     dbeta: sum of dy over the rows          1      c
     dx rounded to the dtype of x            0      c + s
-    all                                     11     2 s + 23 c
+    all of the backward                     11     2 s + 23 c
     ======================================  =====  ============
 
-    Four arrays live while dx is formed: dy in c, g, and two of the terms.
+    Four arrays live at the addition of beta: x in c, xhat, gamma * xhat and the sum; and four while
+    dx is formed: dy in c, g, and two of the terms.
     """
-    c = max(s, 4)
-    return Cost(11 * rows * n, (2 * s + 23 * c) * rows * n, 4 * c * rows * n)
+    c, size = max(s, 4), rows * n
+    return (
+        Cost(8 * size, (2 * s + 16 * c) * size, 4 * c * size),
+        Cost(11 * size, (2 * s + 23 * c) * size, 4 * c * size),
+    )
 
 
-def _reference_forward(rows: int, n: int, s: int) -> Cost:
+def _reference(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
     """
     Count the reference, which takes blocks of rows that stay in the second-level cache.
 
-    Memory moves x in and y out, gamma and beta, and the statistics of each row. Flops per element,
-    in float64: sum of x 1, x - mean 1, sum of that 1, less its mean 1, square 1, sum of squares 1,
-    times rstd 1, times gamma 1, plus beta 1: 9. On float64 data each of these is done on pairs of
-    float64, where an addition takes 20 flops and a product 20 to 24: 184. Held are y, the
-    statistics, and 3 (on pairs 14) temporary blocks of 8 bytes per element.
+    Flops per element, in float64. Forward: sum of x 1, x - mean 1, sum of that 1, less its mean 1,
+    square 1, sum of squares 1, times rstd 1, times gamma 1, plus beta 1: 9. Backward: xhat from x 3,
+    dy * xhat 1, dgamma 1, dbeta 1, g 1, sum of g 1, g - mean(g) 1, times xhat 1, sum of that 1, xhat
+    times its mean 1, the difference 1, times rstd 1: 14. On float64 data each of these is done on
+    pairs of float64, where an addition takes 20 flops and a product 20 to 24: 184 and 288.
+
+    Memory moves what it must. Held are the results, and temporary blocks of 8 bytes per element: 3
+    forward and 6 backward, on pairs 14 and 21.
     """
-    flops, blocks = (184, 14) if s == 8 else (9, 3)
-    held = s * rows * n + _statistics(s) * rows + blocks * _block_bytes(rows, n)
-    return Cost(flops * rows * n, _least_forward(rows, n, s), held)
+    flops, blocks = ((184, 288), (14, 21)) if s == 8 else ((9, 14), (3, 6))
+    block = 8 * min(max(1, _BLOCK // n), rows) * n
+    return _least(rows, n, s, flops, (blocks[0] * block, blocks[1] * block))
 
 
-def _reference_backward(rows: int, n: int, s: int) -> Cost:
-    """
-    Count the backward of the reference, block by block as in its forward.
-
-    Flops per element, in float64: xhat from x 3, dy * xhat 1, dgamma 1, dbeta 1, g 1, sum of g 1,
-    g - mean(g) 1, times xhat 1, sum of that 1, xhat times its mean 1, the difference 1, times
-    rstd 1: 14. On pairs: 288. Held are the gradients and 6 (on pairs 21) temporary blocks.
-    """
-    flops, blocks = (288, 21) if s == 8 else (14, 6)
-    held = s * rows * n + 2 * s * n + blocks * _block_bytes(rows, n)
-    return Cost(flops * rows * n, _least_backward(rows, n, s), held)
-
-
-def _fused_forward(rows: int, n: int, s: int) -> Cost:
+def _fused(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
     """
     Count the fused CPU kernel: a row is read from memory once and then found in the caches.
 
-    Flops per element, in float64: x - k 1, its sum 1, its square added 2, and for y x - mean 1,
-    times rstd plus a shift 2, times gamma plus beta 2: 9. On float64 data in pairs: 29 + 31 = 60.
-    Held are y and the statistics.
+    Flops per element, in float64. Forward: x - k 1, its sum 1, its square added 2, and for y x - mean
+    1, times rstd plus a shift 2, times gamma plus beta 2: 9; on float64 data in pairs 29 + 31 = 60.
+    Backward: xhat 3, g - m 2, its sum 1, their product added 2, dbeta 1, dy * xhat added to dgamma 2;
+    dx, which forms x - mean and g - m again, 7: 18; in pairs 73 + 31 = 104.
+
+    Held are the results. Partial sums over rows, at most 4 MiB, are left out.
     """
-    flops = 60 if s == 8 else 9
-    return Cost(flops * rows * n, _least_forward(rows, n, s), s * rows * n + _statistics(s) * rows)
+    return _least(rows, n, s, (60, 104) if s == 8 else (9, 18), (0, 0))
 
 
-def _fused_backward(rows: int, n: int, s: int) -> Cost:
+def _least(
+    rows: int, n: int, s: int, flops: tuple[int, int], temporary: tuple[int, int]
+) -> tuple[Cost, Cost]:
     """
-    Count the backward of the fused CPU kernel, which reads dy and x from memory once.
+    Count a forward and a backward that move no byte more than they must.
 
-    Flops per element, in float64: xhat 3, g - m 2, its sum 1, their product added 2, dbeta 1,
-    dy * xhat added to dgamma 2; dx, which forms x - mean and g - m again, 7: 18. On float64 data in
-    pairs: 73 + 31 = 104. Held are the gradients and partial sums over rows, which are at most 4 MiB
-    and left out here.
+    Forward: x in, y and statistics out, gamma and beta in. Backward: dy and x in, dx out, statistics
+    and gamma in, dgamma and dbeta out.
     """
-    flops = 104 if s == 8 else 18
-    return Cost(flops * rows * n, _least_backward(rows, n, s), s * rows * n + 2 * s * n)
+    size, statistics, columns = s * rows * n, _statistics(s) * rows, s * n
+    moved = 2 * size + statistics + 2 * columns, 3 * size + statistics + 3 * columns
+    held = size + statistics + temporary[0], size + 2 * columns + temporary[1]
+    forward, backward = map(Cost, (each * rows * n for each in flops), moved, held)
+    return forward, backward
 
 
-PROGRAMS: dict[tuple[str, str], Callable[[int, int, int], Cost]] = {
-    ("plain NumPy", "forward"): _plain_forward,
-    ("plain NumPy", "backward"): _plain_backward,
-    ("reference", "forward"): _reference_forward,
-    ("reference", "backward"): _reference_backward,
-    ("fused CPU kernel", "forward"): _fused_forward,
-    ("fused CPU kernel", "backward"): _fused_backward,
+PROGRAMS: dict[str, Callable[[int, int, int], tuple[Cost, Cost]]] = {
+    "plain NumPy": _plain,
+    "reference": _reference,
+    "fused CPU kernel": _fused,
 }
-
-
-def _least_forward(rows: int, n: int, s: int) -> int:
-    """Count the bytes that every forward moves: x in, y and statistics out, gamma and beta in."""
-    return 2 * s * rows * n + _statistics(s) * rows + 2 * s * n
-
-
-def _least_backward(rows: int, n: int, s: int) -> int:
-    """Count the same of a backward: dy and x in, dx out, gamma in, dgamma and dbeta out."""
-    return 3 * s * rows * n + _statistics(s) * rows + 3 * s * n
 
 
 def _statistics(s: int) -> int:
     """Bytes per row of the mean (two words) and rstd (one word, of float64 data two)."""
     return 32 if s == 8 else 24
-
-
-def _block_bytes(rows: int, n: int) -> int:
-    return 8 * min(max(1, _BLOCK // n), rows) * n
 
 
 def _itemsize(dtype: Any) -> int:

@@ -1,16 +1,18 @@
-"""Measured times of the counted programs, beside a roofline of two numbers measured with them."""
+"""Measured times of the counted programs, and a roofline of two numbers, measured and drawn."""
 
 from __future__ import annotations
 
 import functools
-import importlib
+import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.cost._counts import PROGRAMS, Cost, count_cost
+from stablenorm.cost._counts import DIRECTIONS, PROGRAMS, Cost, count_cost
+from stablenorm.figures import COLORS
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -25,6 +27,12 @@ _LEAST_COPY = 1 << 20
 # added to so often that reading and writing it takes no time, and a call lasts 5 ms, beside which
 # waking a thread is nothing.
 _VALUES, _STEPS, _REPEATS = 1024, 32, 1 << 12
+# A color and a marker for each program.
+_STYLES = {
+    "plain NumPy": (COLORS[1], "^"),
+    "reference": (COLORS[2], "s"),
+    "fused CPU kernel": (COLORS[0], "o"),
+}
 
 
 class Roofline(NamedTuple):
@@ -97,22 +105,23 @@ def measure_costs(
         The two rooflines, and a line for each program and direction.
     """
     counts = {1, threads}
-    arithmetic = {count: _make_flops(count) for count in counts}
-    calls, copies, copied = _make_calls(matrix, dtype, counts)
-    calls |= {f"copy {count}": copy for count, copy in copies.items()}
-    calls |= {f"flops {count}": call for count, (call, _) in arithmetic.items()}
+    copied = max(math.prod(matrix) * parse(dtype).itemsize, _LEAST_COPY)
+    source, target = np.ones((2, copied), np.uint8)
+    calls = _make_calls(matrix, dtype)
+    calls |= {f"copy {count}": make_copy(source, target, count) for count in counts}
+    calls |= {f"flops {count}": _make_flops(count) for count in counts}
     timings = measure_interleaved(calls, rounds=rounds, limit=limit, step=step)
     one_thread, all_threads = (
         Roofline(
             count,
             2 * copied / timings[f"copy {count}"].median,
             # The lower quartile: whatever else runs only takes from arithmetic.
-            arithmetic[count][1] / timings[f"flops {count}"].low,
+            2 * count * _VALUES * _STEPS * _REPEATS / timings[f"flops {count}"].low,
         )
         for count in (1, threads)
     )
     lines = []
-    for program, direction in PROGRAMS:
+    for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
         cost = count_cost(program, direction, matrix, dtype)
         roofline = all_threads if program == "fused CPU kernel" else one_thread
         timing = timings[f"{program} {direction}"]
@@ -120,10 +129,8 @@ def measure_costs(
     return Measured(matrix, dtype, one_thread, all_threads, tuple(lines))
 
 
-def _make_calls(
-    matrix: tuple[int, int], dtype: str, threads: set[int]
-) -> tuple[dict[str, Callable[[], Any]], dict[int, Callable[[], Any]], int]:
-    """Return the calls of the programs, copies of x by threads, and the bytes of a copy."""
+def _make_calls(matrix: tuple[int, int], dtype: str) -> dict[str, Callable[[], Any]]:
+    """Return a call for each program and direction."""
     rng = np.random.default_rng(0)
     kind = parse(dtype)
     x, dy = (rng.standard_normal(matrix, np.float32).astype(kind) for _ in range(2))
@@ -140,15 +147,11 @@ def _make_calls(
             layer_norm_forward, x, gamma, beta, out=y, backend=backend
         )
         calls[f"{program} backward"] = functools.partial(layer_norm_backward, dy, cache, out=out)
-    source: Array = x.reshape(-1).view(np.uint8)
-    target: Array = y.reshape(-1).view(np.uint8)
-    if source.size < _LEAST_COPY:
-        source, target = np.ones((2, _LEAST_COPY), np.uint8)
-    return calls, {count: make_copy(source, target, count) for count in threads}, source.size
+    return calls
 
 
-def _make_flops(threads: int) -> tuple[Callable[[], Any], int]:
-    """Return a call of float64 multiply-adds in so many threads, and how many flops it does."""
+def _make_flops(threads: int) -> Callable[[], Any]:
+    """Return a call of float64 multiply-adds in so many threads."""
     calculate = _compiled()
     arrays = np.zeros((threads, _VALUES))
     # It lives as long as the call.
@@ -160,7 +163,7 @@ def _make_flops(threads: int) -> tuple[Callable[[], Any], int]:
         for other in others:
             other.result()
 
-    return call, 2 * _STEPS * _REPEATS * _VALUES * threads
+    return call
 
 
 @functools.cache
@@ -172,9 +175,9 @@ def _compiled() -> Any:
     rate (43 against 56 Gflop/s, one thread of an AMD EPYC). Vectors are as wide as the compiler
     makes them, here 256 bits; code with 512 can do up to twice as much.
     """
-    numba = importlib.import_module("numba")
+    import numba  # noqa: PLC0415
 
-    @numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+    @numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")
     def calculate(values: Array, factor: float, repeats: int) -> None:
         quarter = values.size // 4
         for _ in range(repeats):
@@ -190,3 +193,24 @@ def _compiled() -> Any:
                 values[2 * quarter + i], values[3 * quarter + i] = u, v
 
     return calculate
+
+
+def draw_roofline(measured: Measured, axes: Any) -> None:
+    """Draw the roof of all threads and of one, and each program below them, on Matplotlib axes."""
+    lines, roof, one = measured.lines, measured.all_threads, measured.one_thread
+    intensities = [roof.flops / roof.copy, *(line.cost.intensity for line in lines)]
+    grid = np.geomspace(min(intensities) / 2, 4 * max(intensities), 200)
+    label = f"copy {roof.copy / 1e9:.3g} GB/s, arithmetic {roof.flops / 1e9:.3g} Gflop/s"
+    both = [(roof, "-", label), (one, ":", "the same, one thread")]
+    for each, style, label in both[: 1 + (roof.threads > 1)]:
+        attainable = np.minimum(grid * each.copy, each.flops) / 1e9
+        axes.plot(grid, attainable, style, color="#333333", lw=1.3, label=label)
+    for line in lines:
+        color, marker = _STYLES[line.program]
+        axes.plot(
+            line.cost.intensity, line.cost.flops / line.measured.median / 1e9, marker, ms=7,
+            color=color, mfc=color if line.direction == "forward" else "none", ls="none",
+            label=f"{line.program}, {line.direction}",
+        )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="flops per byte moved", ylabel="Gflop/s")
+    axes.grid(alpha=0.25, which="major")
