@@ -74,9 +74,6 @@ def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
 
 
 def _convert(name: str, value: Any) -> Array:
-    if type(value) is np.ndarray:
-        check_dtype(name, value)
-        return _native(value)
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
@@ -84,18 +81,14 @@ def _convert(name: str, value: Any) -> Array:
         raise TypeError(mixed(name, value, "in host memory"))
     array = np.asarray(value)
     check_dtype(name, array)
-    return _native(array)
-
-
-def _native(array: Array) -> Array:
-    """Return `array`, or a copy in the byte order of this machine, the only one computed with."""
+    # Only the byte order of this machine is computed with.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    if on_cuda_device(array):
+        raise TypeError(mixed(name, array, "in host memory"))
     if not isinstance(array, np.ndarray):
-        if on_cuda_device(array):
-            raise TypeError(mixed(name, array, "in host memory"))
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
     check_target(name, array, shape, dtype)
@@ -120,9 +113,8 @@ def check_distinct(name: str, array: Any) -> None:
     """Raise if two elements of `array` share memory by a stride of zero."""
     # Looked for first, since of small arrays the loop would be a twentieth of the whole call; and
     # an array without elements, whose strides NumPy sets to 0, has none to share.
-    if 0 not in array.strides or not array.size:
-        return
-    if any(step == 0 < length - 1 for step, length in zip(array.strides, array.shape, strict=True)):
+    both = zip(array.strides, array.shape, strict=True)
+    if 0 in array.strides and array.size and any(step == 0 < length - 1 for step, length in both):
         msg = f"{name} must have an element of its own for each result, got strides {array.strides}"
         raise ValueError(msg)
 
@@ -225,14 +217,10 @@ def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
     view = moved.view()
     try:
         # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
-        _set_shape(view, shape)
+        view.shape = shape
     except AttributeError:
         return Rows(moved, leading)
     return view
-
-
-def _set_shape(view: Array, shape: tuple[int, ...]) -> None:
-    view.shape = shape
 
 
 def overlap(a: Array, b: Array) -> bool:
@@ -247,13 +235,8 @@ def overlap(a: Array, b: Array) -> bool:
 
 def same_elements(a: Array, b: Array) -> bool:
     """Tell whether `a` and `b` are the same view of the same memory, element for element."""
-    if a is b or not np.may_share_memory(a, b):
-        return a is b
-
-    def place(v: Array) -> tuple[Any, ...]:
-        return v.__array_interface__["data"][0], v.shape, v.strides, v.dtype
-
-    return place(a) == place(b)
+    places = ((v.__array_interface__["data"][0], v.shape, v.strides, v.dtype) for v in (a, b))
+    return a is b or next(places) == next(places)
 
 
 HOST = Arrays(_convert, _target, _empty, overlap, same_elements, as_rows)

@@ -30,15 +30,11 @@ def _library() -> Any:
     return None
 
 
-def _default_environment(library: Any) -> Any:
-    """Return what C calls FE_DFL_ENV."""
-    if sys.platform == "darwin":
-        return ctypes.byref(ctypes.c_char.in_dll(library, "_FE_DFL_ENV"))
-    return ctypes.c_void_p(-1)
-
-
 _LIBRARY = _library()
-_DEFAULT = None if _LIBRARY is None else _default_environment(_LIBRARY)
+# What C calls FE_DFL_ENV.
+_DEFAULT: Any = ctypes.c_void_p(-1)
+if sys.platform == "darwin":
+    _DEFAULT = ctypes.byref(ctypes.c_char.in_dll(_LIBRARY, "_FE_DFL_ENV"))
 
 
 @contextlib.contextmanager

@@ -52,10 +52,8 @@ def set_num_threads(count: int) -> None:
 
     Raises
     ------
-    TypeError
-        If `count` is not an int.
-    ValueError
-        If `count` is less than 1.
+    TypeError, ValueError
+        If `count` is not an int, or is less than 1.
 
     Notes
     -----
@@ -98,22 +96,17 @@ def get_num_threads() -> int:
     True
     """
     if _chosen is None:
-        set_num_threads(_from_environment())
+        set_num_threads(_default())
     return _chosen or 1
 
 
-def _from_environment() -> int:
+def _default() -> int:
     asked = os.environ.get("NUMBA_NUM_THREADS")
     if not asked:
-        return _processors()
+        # Not all of the machine's: a container or taskset may allow fewer. (macOS has no affinity.)
+        affinity = getattr(os, "sched_getaffinity", None)
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
     if not asked.strip().isdecimal() or int(asked) < 1:
         msg = f"NUMBA_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
         raise ValueError(msg)
     return int(asked)
-
-
-def _processors() -> int:
-    # Not all of the machine's: a container or taskset may allow fewer. (macOS has no affinity.)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -21,12 +21,11 @@ from stablenorm.types import Array
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
 BURST = 3e-4
 # Thread pools keep spinning after a call, on the cores that the next candidate needs: GNU OpenMP's,
-# as PyTorch comes with, for up to 10 ms (processor time used while the process slept, 2-core AMD
-# EPYC 9005). With pauses of 5 ms, what came after it was timed on one processor of two.
+# as PyTorch comes with, for up to 10 ms. With pauses of 5 ms, what came after it was timed on one
+# processor of two (2-core AMD EPYC 9005).
 SETTLE = 2e-2
 # Seconds of calls that are not counted, after a pause: processors come out of it slowly. Nine calls
 # of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
-# Without this, PyTorch alone was warm: its first two calls take 5 ms each, looking for its thread.
 WARM = 1e-2
 # A call as long as this warms its caches and clocks up itself, and another of it would be dear.
 _LONG = 0.2
@@ -120,22 +119,17 @@ def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
     """Call without counting; return how many calls make a burst, and seconds to warm it up."""
     # The first call may compile something, and touches the pages of its outputs.
     function()
-    count, seconds = 1, _least(function, 1)
-    while count * seconds < BURST:
+    count = 1
+    while True:
+        seconds = _sample(function, count, 0)
+        if count * seconds < _LONG / 2:
+            # One sample may be a thousand times too long, where threads of two libraries meet;
+            # taken for the truth it would make every burst a single call.
+            seconds = min(seconds, *(_sample(function, count, 0) for _ in range(4)))
+        if count * seconds >= BURST:
+            return count, WARM if seconds < _LONG else 0
         # At most tenfold at a time: the estimate from few calls is too high, never far too low.
         count = min(10 * count, math.ceil(1.1 * BURST / max(seconds, 1e-9)))
-        seconds = _least(function, count)
-    return count, WARM if seconds < _LONG else 0
-
-
-def _least(function: Callable[[], Any], calls: int) -> float:
-    """Least seconds a call, of five samples unless one is long."""
-    # One sample may be a thousand times too long, where threads of two libraries meet; taken for
-    # the truth it would make every burst a single call.
-    first = _sample(function, calls, 0)
-    if calls * first > _LONG / 2:
-        return first
-    return min(first, *(_sample(function, calls, 0) for _ in range(4)))
 
 
 def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
