@@ -24,9 +24,8 @@ from numpy.typing import DTypeLike
 from stablenorm.types import Array, check_count
 
 # Smaller arrays are allocated by NumPy. A workspace keeps those that malloc would return to the
-# system (from 128 KiB on in glibc), and somewhat smaller ones. Results of less than 1 MiB are
-# mostly recycled by malloc itself. Not where other allocations come in between: that cost
-# (2, 128, 1024), 1 MiB, 15 microseconds of 60. Lending takes 2.
+# system (from 128 KiB on in glibc), and somewhat smaller ones. Results of less than 1 MiB are mostly
+# recycled by malloc; where they are not, (2, 128, 1024) took 15 us of 60 longer. Lending takes 2.
 LEAST_OF_WORKSPACE, LEAST = 1 << 16, 1 << 20
 
 # Arrays begin at a cache line, so that the kernels can write whole ones, and successive ones begin
@@ -197,14 +196,13 @@ def set_idle_limit(nbytes: int) -> None:
 
     Notes
     -----
-    Large are results of 1 MiB or more of `layer_norm`, `layer_norm_forward` and
-    `layer_norm_backward`, where no `out` was given. From the second of about the same size on, a
-    result takes memory that is no longer in use: the last array that refers to it is gone. A size
-    that comes once is an ordinary array, and keeps nothing. Beyond the limit the longest idle is
-    released. Neither memory in use nor that of a `Workspace` counts.
+    Large are results of 1 MiB or more for which no `out` was given. From the second of about the
+    same size on, a result takes memory that is no longer in use: the last array that refers to it
+    is gone. A size that comes once keeps nothing. Beyond the limit the longest idle is released.
+    Neither memory in use nor that of a `Workspace` counts.
 
     An array in such memory is like any other, but does not own it: ``flags.owndata`` is False
-    and ``base`` is not None. As with a `Workspace`, a bare address does not keep it in use.
+    and ``base`` is not None.
 
     Examples
     --------
@@ -245,9 +243,9 @@ class Workspace:
     """
     Memory for the results of a loop, handed out again once nobody holds the array any more.
 
-    A large array costs a page fault for each of its pages whenever it is allocated. A workspace keeps
-    the memory instead, and hands it out again as soon as the last array that refers to it is gone:
-    not before, so nothing that is still in use is ever overwritten.
+    A large new array costs a page fault for each of its pages. A workspace keeps the memory instead,
+    and hands it out again as soon as the last array that refers to it is gone: not before, so
+    nothing that is still in use is ever overwritten.
 
     Attributes
     ----------
@@ -256,17 +254,17 @@ class Workspace:
 
     Notes
     -----
-    In use means: held by an array, a view or slice of it, a memoryview, or whatever else keeps a
-    reference to one of them, as ``torch.from_numpy`` and DLPack do. A bare address does not:
-    memory whose ``array.ctypes.data`` was given to C must be kept in use by keeping the array.
+    In use means: held by an array, a view of it, a memoryview, or whatever else keeps a reference
+    to one of them, as ``torch.from_numpy`` and DLPack do. A bare address does not: keep the array
+    whose ``array.ctypes.data`` was given to C.
 
     It holds as much as was in use at once, for each size (those within a quarter of one another
     count as one), until `clear`. A loop that binds ``y`` anew while the last ``y`` is still bound
     has two in use. Arrays of less than 64 KiB are ordinary ones; the others begin at a multiple of
-    64 bytes. The memory is not cleared: like those of ``numpy.empty``, the elements are arbitrary.
+    64 bytes. The elements are arbitrary, like those of ``numpy.empty``.
 
-    Any thread may use it, with no lock to wait for. A child after a fork has its
-    own copy, like all its memory. A copy or a pickle of a workspace is a new, empty one.
+    Any thread may use it. A child after a fork has its own copy; a copy or a pickle of a workspace
+    is a new, empty one.
 
     Examples
     --------
