@@ -8,7 +8,6 @@ A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on m
 import ctypes
 import functools
 import struct
-import threading
 import types
 from typing import Any, NamedTuple
 
@@ -30,18 +29,17 @@ class CUDADriverError(RuntimeError):
     pass
 
 
-_here = threading.local()
-
-
 class Device:
+    current = 0
+
     def __init__(self, device=None):
-        self.id = getattr(_here, "device", 0) if device is None else device
+        self.id = Device.current if device is None else device
 
     def __enter__(self):
-        self.before, _here.device = getattr(_here, "device", 0), self.id
+        self.before, Device.current = Device.current, self.id
 
     def __exit__(self, *_):
-        _here.device = self.before
+        Device.current = self.before
 
 
 class Stream:

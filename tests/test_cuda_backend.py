@@ -11,7 +11,7 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 
 # Fixtures are found by their names in this module.
 cupy, use, launches = device.cupy, device.use, device.launches
@@ -130,36 +130,16 @@ def test_no_rows_are_no_launch(launches, dtype, shape):
     assert launches == []
 
 
-@needs_shim
-def test_a_layer_takes_them_once_its_parameters_are_there(launches, rng):
-    x, _, _, dy = problem(rng, (5, 129), np.float32)
-    layer = LayerNorm(129)
-    expected, host = host_forward(x, *layer.parameters.values())
-    gradients = layer_norm_backward(dy, host)
-    layer.parameters = {name: on_device(value) for name, value in layer.parameters.items()}
-    assert_bits(layer.forward(on_device(x)), expected)
-    assert_bits(layer.backward(on_device(dy)), gradients.dx)
-    assert_bits(layer.gradients["gamma"], gradients.dgamma)
-    assert len(launches) == 2
-
-
 class Foreign:
     """An array of another library's: DLPack, the array interface, or both."""
 
-    def __init__(self, host, protocols, typestr=None, kind=2):
+    def __init__(self, host, protocols, kind=2):
         self.host = host
         if "dlpack" in protocols:
             self.__dlpack__ = lambda: self
-            self.kind = kind
+            self.__dlpack_device__ = lambda: (kind, 0)
         if "interface" in protocols:
-            self.typestr = typestr or host.dtype.str
-
-    def __getattr__(self, name):
-        if name == "__dlpack_device__" and "kind" in self.__dict__:
-            return lambda: (self.kind, 0)
-        if name == "__cuda_array_interface__" and "typestr" in self.__dict__:
-            return {**self.host.__array_interface__, "typestr": self.typestr, "version": 3}
-        raise AttributeError(name)
+            self.__cuda_array_interface__ = {**host.__array_interface__, "version": 3}
 
 
 @needs_shim
@@ -189,23 +169,19 @@ X = np.ones((4, 6), np.float32)
 REFUSED = [
     (lambda: layer_norm(on_device(X), np.ones(6)), TypeError,
      "gamma must be on a CUDA device, like the other arguments, got numpy.ndarray; cupy.asarray"),
-    (lambda: layer_norm(on_device(X), [1.0] * 6), TypeError, "gamma must be on a CUDA device"),
     (lambda: layer_norm(X, on_device(X[0])), TypeError, "gamma must be in host memory.*back"),
     (lambda: layer_norm(X, out=on_device(X)), TypeError, "out must be in host memory"),
     (lambda: layer_norm(on_device(X), out=X.copy()), TypeError, "out must be on a CUDA device"),
     (lambda: layer_norm(on_device(X), backend="numba"), ValueError, 'backend must be "cuda"'),
     (lambda: layer_norm(X, backend="cuda"), TypeError, r"x is in host memory.*cupy.asarray\(x\)"),
-    (lambda: layer_norm(X, X[0], X[0], backend="cuda"), TypeError, "x is in host memory"),
     (lambda: layer_norm(on_device(X.astype(int))), TypeError, "x must be float16.*got int64"),
     (lambda: layer_norm(on_device(X), on_device(X[0, :5])), ValueError,
      r"gamma must have shape \(6,\) to match x normalized over axis 1, got \(5,\)"),
     (lambda: layer_norm(on_device(X), on_device(X[0], 1)), ValueError,
      "gamma must be on device 0, like x, got device 1; copy it there"),
-    (lambda: layer_norm(on_device(X), out=on_device(X[:2])), ValueError, "out must have shape"),
     (lambda: layer_norm(on_device(X), out=on_device(X.astype(float))), TypeError, "out must have dtype"),
     (lambda: layer_norm(on_device(X), out=fake.ndarray(np.broadcast_to(X[0], X.shape))), ValueError,
      "an element of its own for each result"),
-    (lambda: layer_norm(on_device(X), eps=-1), ValueError, "eps must be finite"),
 ]  # fmt: skip
 
 

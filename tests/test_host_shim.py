@@ -59,7 +59,7 @@ FAULTS = {
     "READS_OUTPUT": "reads from out, byte 0",
     "READS_EARLY": "reads byte 16 of partials, which nobody wrote",
     "MISALIGNED": "misaligned",
-    "LEAVES_SHARED": "touches shared memory at byte 16, beyond",
+    "LEAVES_SHARED": "writes 8 bytes outside of every tensor",
     "NO_BARRIER": "shared memory, which (nobody wrote|block . wrote: a race)",
     "ONLY_SHUFFLE": "shared memory, which (nobody wrote|block . wrote: a race)",
     "OVERWRITES": "byte 0 of shared memory, which block . (read|wrote): a race",

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
+#include <deque>
 #include <memory>
 #include <random>
 #include <vector>
@@ -26,12 +27,12 @@ using Address = std::uintptr_t;
 namespace {
 
 // A kernel's frame with its vectors is a few KiB; calls that are not inlined a few more.
-constexpr std::size_t STACK = 1 << 18;
+constexpr std::size_t STACK = 1 << 16;
 // Beyond these many looks at memory in a row without a change anywhere, nobody will change it.
 constexpr long PATIENCE = 200000;
 
 enum { READ = 1, WRITE = 2 };
-// Filled by the driver. `writes` counts the stores to each byte.
+// A tensor, filled by the driver, or shared memory. `writes` counts the stores to each byte.
 struct Region {
     Address begin;
     std::uint64_t bytes, rights;
@@ -47,14 +48,11 @@ struct Touch {
 };
 struct Shadow { Touch write, read; };
 
-using Stack = std::unique_ptr<unsigned char[]>;
-std::vector<Stack> stacks; // of threads that have returned, for those to come
-
 struct Block;
 struct Fiber {
     jmp_buf context;
     ucontext_t start;
-    Stack stack;
+    unsigned char* stack;
     Block* block;
     unsigned thread;
     bool begun = false, done = false;
@@ -75,20 +73,18 @@ struct Group {
 };
 
 struct Block {
-    std::vector<std::unique_ptr<Fiber>> fibers;
+    unsigned index;
+    std::size_t alive;
+    std::unique_ptr<unsigned char[]> stacks, memory;
+    std::deque<Fiber> fibers;
     Group all;
     std::vector<Group> warps;
-    std::size_t alive;
-    unsigned index, epoch = 1, acquired = 0;
-    std::vector<unsigned char> shared;
-    std::vector<Shadow> shadow;
-
-    ~Block() {
-        for (auto& fiber : fibers) stacks.push_back(std::move(fiber->stack));
-    }
+    unsigned epoch = 1, acquired = 0;
+    Region shared;
+    std::vector<Shadow> shadow; // of shared memory
 };
 
-struct Launch {
+struct {
     void (*call)(const unsigned char*);
     const unsigned char* parameters;
     unsigned grid, threads;
@@ -157,34 +153,28 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
 // ---- every access ----
 
 void access(Address at, std::size_t size, bool write) {
-    if (!current || at - Address(current->stack.get()) < STACK) return;
+    if (!current || at - Address(current->stack) < STACK) return;
     Block* block = current->block;
-    const std::size_t offset = at - Address(block->shared.data());
-    // 64 bytes more than were asked for: an index that is one too far.
-    if (offset < block->shared.size()) {
-        if (offset + size > launch.shared_bytes)
-            fail("touches shared memory at byte %zu, beyond what was asked for", offset);
-        for (std::size_t i = offset / 4; 4 * i < offset + size; ++i)
-            order(block->shadow[i], write, "shared memory", 4 * i);
-        return;
-    }
-    if (!launch.regions) return; // the driver vouches for what the parameters point to
-    Region* end = launch.regions + launch.region_count;
-    Region* region = std::find_if(launch.regions, end, [&](const Region& r) {
+    const auto holds = [&](const Region& r) {
         return at >= r.begin && at + size <= r.begin + r.bytes;
-    });
-    if (region == end) fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
+    };
+    Region* end = launch.regions + launch.region_count;
+    const bool is_shared = holds(block->shared);
+    Region* region = is_shared ? &block->shared : std::find_if(launch.regions, end, holds);
+    if (!is_shared && !launch.regions) return; // the driver vouches for what the parameters point to
+    if (!is_shared && region == end)
+        fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
     const std::size_t index = std::size_t(region - launch.regions), byte = at - region->begin;
-    char name[32];
-    std::snprintf(name, sizeof name, "tensor %zu", index);
+    char name[32] = "shared memory";
+    if (!is_shared) std::snprintf(name, sizeof name, "tensor %zu", index);
     if (!(region->rights & (write ? WRITE : READ)))
         fail("%s %s, byte %zu", write ? "writes into" : "reads from", name, byte);
     (write ? region->stored : region->loaded) += size;
-    for (std::size_t i = byte; write && i < byte + size; ++i)
+    for (std::size_t i = byte; write && region->writes && i < byte + size; ++i)
         region->writes[i] += region->writes[i] < 255;
-    if (region->rights == (READ | WRITE))
-        for (std::size_t i = byte / 4; 4 * i < byte + size; ++i)
-            order(shadows[index][i], write, name, 4 * i);
+    auto& shadow = is_shared ? block->shadow : shadows[index];
+    for (std::size_t i = byte / 4; !shadow.empty() && 4 * i < byte + size; ++i)
+        order(shadow[i], write, name, 4 * i);
 }
 
 // ---- switching ----
@@ -236,25 +226,25 @@ std::unique_ptr<Block> start_block(unsigned index) {
     auto block = std::make_unique<Block>();
     block->index = index;
     block->alive = launch.threads;
+    block->stacks.reset(new unsigned char[launch.threads * STACK]);
     block->warps.resize(launch.threads / 32);
-    // All ones is a NaN in every format, and no index.
-    block->shared.assign(launch.shared_bytes + 64, 0xff);
+    // All ones is a NaN in every format, and no index. 64 bytes more: an index that is one too far.
+    block->memory.reset(new unsigned char[launch.shared_bytes + 64]);
+    std::fill_n(block->memory.get(), launch.shared_bytes + 64, 0xff);
+    block->shared = {Address(block->memory.get()), launch.shared_bytes, READ | WRITE, nullptr, 0, 0};
     block->shadow.resize((launch.shared_bytes + 3) / 4);
     for (unsigned thread = 0; thread < launch.threads; ++thread) {
-        auto fiber = std::make_unique<Fiber>();
-        fiber->block = block.get();
-        fiber->thread = thread;
-        if (stacks.empty()) stacks.push_back(Stack(new unsigned char[STACK]));
-        fiber->stack = std::move(stacks.back());
-        stacks.pop_back();
-        getcontext(&fiber->start);
-        fiber->start.uc_stack.ss_sp = fiber->stack.get();
-        fiber->start.uc_stack.ss_size = STACK;
-        makecontext(&fiber->start, fiber_main, 0);
-        for (Group* group : {&block->all, &block->warps[thread / 32]})
-            group->fibers.push_back(fiber.get());
-        runnable.push_back(fiber.get());
-        block->fibers.push_back(std::move(fiber));
+        Fiber& fiber = block->fibers.emplace_back();
+        fiber.block = block.get();
+        fiber.thread = thread;
+        fiber.stack = block->stacks.get() + thread * STACK;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack;
+        fiber.start.uc_stack.ss_size = STACK;
+        makecontext(&fiber.start, fiber_main, 0);
+        block->all.fibers.push_back(&fiber);
+        block->warps[thread / 32].fibers.push_back(&fiber);
+        runnable.push_back(&fiber);
     }
     return block;
 }
@@ -265,7 +255,7 @@ std::unique_ptr<Block> start_block(unsigned index) {
 
 extern "C" {
 ShimPlace shim_place() { return {{current->thread}, {current->block->index}, {launch.grid}}; }
-unsigned char* shim_shared() { return current->block->shared.data(); }
+unsigned char* shim_shared() { return current->block->memory.get(); }
 void shim_sleep() { look(); }
 
 bool shim_syncthreads(bool value, int line) {
@@ -364,8 +354,8 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
                                  [&](const auto& each) { return each.get() == current->block; }));
     }
     if (!failed && !alive.empty()) {
-        const auto& fibers = alive[0]->fibers;
-        current = std::find_if(fibers.begin(), fibers.end(), [](auto& f) { return !f->done; })->get();
+        auto& fibers = alive[0]->fibers;
+        current = &*std::find_if(fibers.begin(), fibers.end(), [](Fiber& f) { return !f.done; });
         explain("waits at %s, line %d, and others have returned", current->wait, current->line);
     }
     current = nullptr;
