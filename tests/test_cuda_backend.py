@@ -2,7 +2,7 @@
 Arrays on a CUDA device, without one: what goes in and comes out, and what is refused.
 
 CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on the CPU
-(tests/shim). What only a device can show is in test_cuda_device.py.
+(tests/shim). What only a device can show, `make gpu` checks.
 """
 
 import sys

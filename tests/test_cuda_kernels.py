@@ -208,12 +208,6 @@ LANES, WARPS = (300, 5), (40, 1000)
 FAULTS = {
     "a tail without its guard": (
         LANES, "if (i < count) result.e[i] = p[i]", "if (FAULT || i < count) result.e[i] = p[i]"),
-    "half of the lanes": (
-        LANES, "return __shfl_xor_sync(ALL_LANES,", "return __shfl_xor_sync(FAULT ? 0xffffu : ALL_LANES,"),
-    "chunks left out": (
-        WARPS, "chunk += gridDim.x)", "chunk += gridDim.x + FAULT)"),
-    "a grid in the sums": (
-        WARPS, "Pair total = {0.0, 0.0}", "Pair total = {FAULT ? (double)blocks : 0.0, 0.0}"),
     "a counter not left as it was": (
         WARPS, "0x80000000u - (gridDim.x - 1)", "0x80000000u - (gridDim.x - 1 - FAULT)"),
     "no barrier between the warps of a row": (
