@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from stablenorm.check import GradientReport, check_layer_norm
+from stablenorm.check import check_layer_norm
 from stablenorm.cli import parts
-from stablenorm.cli.tables import to_json
+from stablenorm.cli.tables import print_lines, to_json
 from stablenorm.cli.user_file import UserError, UserFile, line_of, quiet
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
@@ -22,7 +21,6 @@ from stablenorm.types import Array
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
 _SHAPES = ((2, 3, 8), (6, 8))
-_DEFAULT_EPS = 1e-5
 _Data = tuple[Array, Array | None, Array | None]
 
 _EXAMPLES = """\
@@ -38,7 +36,7 @@ what the file holds:
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
   order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
-  fixed inside the forward is read off y. What the file prints is not shown.
+  fixed inside the forward is found, and said. What the file prints is not shown.
 
 or a class:
   class LayerNorm: ...                                forward(x) and backward(dy)
@@ -71,8 +69,8 @@ def add(commands: Any) -> None:
     parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
     about = "of x, gamma, beta; default: float64, which sees most"
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
-    about = "default: the forward's own, or 1e-5 where it has none"
-    parser.add_argument("--eps", type=parts.eps, help=about)
+    about = "passed to the forward; default: 1e-5"
+    parser.add_argument("--eps", type=parts.eps, default=1e-5, help=about)
     parts.add_seed(parser, "of the data")
     parts.add_json(parser)
     parts.add_plot(parser, "draw error against step")
@@ -86,39 +84,35 @@ def run(arguments: argparse.Namespace) -> int:
         layer_norm = _adapt(UserFile(arguments.file), arguments)
         with quiet(), parts.progress_bar("comparing") as progress:
             shape, notes = _choose_shape(layer_norm, arguments)
-            eps, origin = _choose_eps(layer_norm, arguments.eps)
-            data = _data(layer_norm, shape, arguments)
-            report = _check(layer_norm, data, eps, rng=arguments.seed, progress=progress)
+            report = check_layer_norm(
+                layer_norm.forward,
+                layer_norm.backward,
+                *_data(layer_norm, shape, arguments),
+                arguments.eps,
+                rng=arguments.seed,
+                progress=progress,
+            )
     except UserError as error:
         raise parts.InputError(line_of(error)) from None
-    content = {
-        "source": arguments.file.name,
-        "functions": layer_norm.signature,
-        "shape": shape,
-        "dtype": arguments.dtype,
-        "eps": eps,
-        "eps_origin": origin,
-        "seed": arguments.seed,
-        "notes": notes,
-    }
-    held = to_json(content | {"report": report.as_dict()})
+    except parts.InputError:
+        raise
+    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
+    except Exception as error:
+        text = " ".join(str(error).split())
+        msg = f"the check cannot go on: {type(error).__name__}: {text}"
+        raise parts.InputError(msg) from error
+    asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
+    content = {"source": arguments.file.name, "functions": layer_norm.signature, "notes": notes}
+    held = to_json(content | asked | {"report": report.as_dict()})
     parts.write_whole(arguments.json, lambda file: file.write(held))
     parts.write_plot(arguments.plot, report.plot)
-    _print(content, report, Console())
-    return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
-
-
-def _print(content: dict[str, Any], report: GradientReport, console: Console) -> None:
-    """Print what was run and assumed, then the report."""
-    console.print(Text.assemble((content["source"], "bold"), f": {content['functions']}"))
-    about = (
-        f"x {shape_text(content['shape'])} {content['dtype']}, seed {content['seed']}; "
-        f"eps {content['eps']:g} ({content['eps_origin']})"
-    )
-    for line in (about, *(f"note: {note}" for note in content["notes"]), ""):
-        console.print(Text(line))
+    console = Console()
+    console.print(Text.assemble((arguments.file.name, "bold"), f": {layer_norm.signature}"))
+    about = f"x {shape_text(shape)} {arguments.dtype}, eps {arguments.eps:g}, seed {arguments.seed}"
+    print_lines(console, (about, *(f"note: {note}" for note in notes), ""))
     first, *others = str(report).splitlines(keepends=True)
     console.print(Text.assemble((first, "bold"), *others))
+    return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 
 def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
@@ -136,24 +130,6 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
     return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
 
 
-def _check(layer_norm: LayerNorm, data: _Data, eps: float, **options: Any) -> GradientReport:
-    try:
-        report = check_layer_norm(layer_norm.forward, layer_norm.backward, *data, eps, **options)
-    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
-    except Exception as error:
-        text = " ".join(str(error).split())
-        msg = f"the check cannot go on: {type(error).__name__}: {text}"
-        raise parts.InputError(msg) from error
-    # To the check None means "do not look"; a file that leaves one out has not been shown right.
-    arguments = tuple(
-        replace(result, verdict="INCONCLUSIVE")
-        if result.verdict == "NOT CHECKED" and array is not None
-        else result
-        for result, array in zip(report.arguments, data, strict=True)
-    )
-    return replace(report, arguments=arguments)
-
-
 def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
     """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
     rng = np.random.default_rng(arguments.seed)
@@ -166,15 +142,6 @@ def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Nam
     return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
 
 
-def _choose_eps(layer_norm: LayerNorm, given: float | None) -> tuple[float, str]:
-    """Return eps and its origin."""
-    if "eps" not in layer_norm.takes:
-        return _DEFAULT_EPS if given is None else given, "assumed: the forward does not take it"
-    if given is None and layer_norm.eps is not None:
-        return layer_norm.eps, "the forward's default"
-    return _DEFAULT_EPS if given is None else given, "passed on"
-
-
 def _choose_shape(
     layer_norm: LayerNorm, arguments: argparse.Namespace
 ) -> tuple[tuple[int, ...], list[str]]:
@@ -184,7 +151,7 @@ def _choose_shape(
     errors = {}
     for shape in shapes:
         try:
-            wrong = _objection(layer_norm, _data(layer_norm, shape, arguments))
+            wrong = _objection(layer_norm, _data(layer_norm, shape, arguments), arguments.eps)
         except UserError as error:
             wrong, errors[shape] = line_of(error), error
         if not wrong:
@@ -197,9 +164,9 @@ def _choose_shape(
     raise errors[shapes[0]]
 
 
-def _objection(layer_norm: LayerNorm, data: _Data) -> str:
+def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
     """Call both functions once; return which shape is wrong, empty if none is."""
-    y, cache = layer_norm.forward(*data, _DEFAULT_EPS)
+    y, cache = layer_norm.forward(*data, eps)
     gradients = layer_norm.backward(np.ones_like(data[0]), cache)
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):

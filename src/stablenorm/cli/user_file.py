@@ -129,7 +129,7 @@ def _is_layer(value: Any) -> bool:
 
 def key_of(name: str) -> str:
     """Return the name as it is compared: underscores and capitals are a matter of taste."""
-    return name.replace("_", "").lower()
+    return str(name).replace("_", "").lower()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,30 +28,26 @@ _NAMES = {
 }
 _ROLES = {name: role for role, names in _NAMES.items() for name in names}
 _ARGUMENTS = ("x", "gamma", "beta", "eps")
-_DIFFERENTIATED = _ARGUMENTS[:3]
 # dx, dweight, grad_bias, dL_dx, weight_grad: what is put before or after to say "gradient of".
 _GRADIENTS = {
     role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(_NAMES[role])))
-    for role in _DIFFERENTIATED
+    for role in _ARGUMENTS[:3]
 }
 # With these names the cache is the first argument of a backward: backward(ctx, dy).
 _CACHES = ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached")
 _FORWARD = ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm")
 _BACKWARD = ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad")
 
-
 _Gradients = tuple[Any, Any, Any]
 
 
 class LayerNorm(NamedTuple):
-    """Two functions in the form that the check takes, and the assumptions made."""
+    """Two functions in the form that the check takes."""
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], _Gradients]
-    # Which of gamma, beta and eps the forward takes.
+    # Which of gamma and beta the forward takes.
     takes: tuple[str, ...]
-    # The value that the forward has when it is given none; None if nothing says it.
-    eps: float | None
     # How both are called, for the reader.
     signature: str
 
@@ -65,62 +61,52 @@ def adapt_functions(
     """Find both functions in the file and give them the usual form."""
     forward = file.find(forward_name, _FORWARD, "--forward")
     backward = file.find(backward_name, _BACKWARD, "--backward")
-    parameters = _parameters(forward)
-    roles = _forward_roles(forward, parameters)
-    takes = tuple(role for role in _ARGUMENTS[1:] if role in roles.values())
-    if "settings" in roles.values():
-        takes += ("eps",)
-    is_cache_first = _is_cache_first(backward)
+    roles = _forward_roles(forward)
+    takes = tuple(role for role in ("gamma", "beta") if role in roles.values())
+    required = [name for name, needed in _parameters(backward).items() if needed]
+    if len(required) != 2:
+        msg = f"the backward must take (dy, cache), got {_spelled(backward)}"
+        raise InputError(msg)
 
     def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         given = dict(zip(_ARGUMENTS, (x, gamma, beta, eps), strict=True))
         given["settings"] = dict.fromkeys(_NAMES["eps"], eps)
         result = forward(**{name: given[role] for name, role in roles.items()})
         if not isinstance(result, (tuple, list)) or len(result) < 2:
-            msg = f"the forward must return y, cache, got {_described(result)}"
+            msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
         return result[0], result[1] if len(result) == 2 else tuple(result[1:])
 
     def call_backward(dy: Array, cache: Any) -> _Gradients:
+        is_cache_first = key_of(required[0]) in _CACHES
         returned = backward(cache, dy) if is_cache_first else backward(dy, cache)
-        return _in_order(_by_role(returned, takes))
+        return _complete(_by_role(returned, takes), takes)
 
-    eps = next((parameters[name].default for name, role in roles.items() if role == "eps"), None)
-    return LayerNorm(
-        call_forward,
-        call_backward,
-        takes,
-        float(eps) if isinstance(eps, (int, float)) else None,
-        ", ".join(map(_spelled, (forward, backward))),
-    )
+    signature = f"{_spelled(forward)}, {_spelled(backward)}"
+    return LayerNorm(call_forward, call_backward, takes, signature)
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters by name, without *args and **options."""
+def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the parameters but *args and **options, and whether each has to be given."""
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:
         # Of what is not written in Python.
         raise InputError(str(error)) from None
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: p for name, p in parameters.items() if p.kind not in stars}
-
-
-def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [name for name, p in parameters.items() if p.default is p.empty]
+    return {name: p.default is p.empty for name, p in parameters.items() if p.kind not in stars}
 
 
 def _spelled(function: Callable[..., Any]) -> str:
     return f"{function.__name__}{inspect.signature(function)}"
 
 
-def _forward_roles(
-    function: Callable[..., Any], parameters: Mapping[str, inspect.Parameter]
-) -> dict[str, str]:
+def _forward_roles(function: Callable[..., Any]) -> dict[str, str]:
     """Return what each parameter is for; those of unknown name get the roles left, in order."""
+    parameters = _parameters(function)
     roles = {name: _ROLES[key_of(name)] for name in parameters if key_of(name) in _ROLES}
     left = [role for role in _ARGUMENTS if role not in roles.values()]
-    unknown = [name for name in _required(parameters) if name not in roles]
+    unknown = [name for name, needed in parameters.items() if needed and name not in roles]
     roles |= dict(zip(unknown, left, strict=False))
     if len(unknown) > len(left) or "x" not in roles.values():
         msg = f"the forward must take (x, gamma, beta, eps), got {_spelled(function)}"
@@ -128,45 +114,32 @@ def _forward_roles(
     return roles
 
 
-def _is_cache_first(function: Callable[..., Any]) -> bool:
-    """Tell whether it is backward(cache, dy); InputError unless it takes these two."""
-    required = _required(_parameters(function))
-    if len(required) != 2:
-        msg = f"the backward must take (dy, cache), got {_spelled(function)}"
-        raise InputError(msg)
-    return key_of(required[0]) in _CACHES
-
-
 def _gradient_role(name: str) -> str:
     """Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else."""
-    matches = (role for role, names in _GRADIENTS.items() if names.fullmatch(key_of(name)))
-    return next(matches, "")
+    return next((r for r, names in _GRADIENTS.items() if names.fullmatch(key_of(name))), "")
 
 
-def _by_role(returned: Any, takes: Iterable[str]) -> dict[str, Any]:
-    """Return the gradients, which come by name or, as many as there are, in order."""
+def _by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
+    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
     if hasattr(returned, "_asdict"):
         returned = returned._asdict()
     if isinstance(returned, Mapping):
-        named = {_gradient_role(n) or _ROLES.get(key_of(n), ""): g for n, g in returned.items()}
-        return {role: named[role] for role in _DIFFERENTIATED if role in named}
-    roles = [role for role in _DIFFERENTIATED if role == "x" or role in takes]
-    if isinstance(returned, np.ndarray) and len(roles) == 1:
-        return {"x": returned}
-    if isinstance(returned, (tuple, list)) and len(returned) == len(roles):
-        return dict(zip(roles, returned, strict=True))
-    wanted = ", ".join(f"d{role}" for role in roles)
-    msg = f"the backward must return {wanted}, got {_described(returned)}"
-    raise UserError(msg)
+        return {_gradient_role(n) or _ROLES.get(key_of(n), ""): g for n, g in returned.items()}
+    if isinstance(returned, np.ndarray) and not takes:
+        returned = (returned,)
+    if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
+        return dict(zip(("x", *takes), returned, strict=True))
+    return {}
 
 
-def _in_order(found: Mapping[str, Any]) -> _Gradients:
-    return found.get("x"), found.get("gamma"), found.get("beta")
-
-
-def _described(returned: Any) -> str:
-    count = f" of {len(returned)}" if isinstance(returned, (tuple, list)) else ""
-    return f"{type(returned).__name__}{count}"
+def _complete(found: Mapping[str, Any], takes: Sequence[str]) -> _Gradients:
+    """Return dx, dgamma and dbeta, or UserError if one is missing."""
+    roles = ("x", *takes)
+    if missing := [f"d{role}" for role in roles if found.get(role) is None]:
+        wanted = ", ".join(f"d{role}" for role in roles)
+        msg = f"the backward must return {wanted}, found no {', '.join(missing)}"
+        raise UserError(msg)
+    return found["x"], found.get("gamma"), found.get("beta")
 
 
 # ---- a class ----
@@ -177,6 +150,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
     class_ = file.find_class(name)
     made = _make(file, class_, n)
     places = {role: place for role in _ARGUMENTS[1:] if (place := _place(made, role))}
+    takes = tuple(role for role in places if role != "eps")
 
     def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         # Each call has an instance of its own: a cache can be used twice, and no gradient is added
@@ -194,16 +168,14 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
         returned = file.guard(instance.backward)(dy)
         found = {_gradient_role(name): value for name, value in vars(instance).items()}
         # A single array is dx, and the others are stored.
-        found |= _by_role(returned, () if isinstance(returned, np.ndarray) else places)
-        for role in places.keys() & found.keys():
+        found |= _by_role(returned, () if isinstance(returned, np.ndarray) else takes)
+        for role in found.keys() & set(takes):
             # Of the shape that the class itself gave the parameter: as it should be.
             if np.shape(found[role]) == np.shape(getattr(instance, places[role])):
                 found[role] = np.reshape(found[role], -1)
-        return _in_order(found)
+        return _complete(found, takes)
 
-    eps = getattr(made, places["eps"]) if "eps" in places else None
-    signature = f"{name}({n}).forward(x), .backward(dy)"
-    return LayerNorm(forward, backward, tuple(places), eps, signature)
+    return LayerNorm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)")
 
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
