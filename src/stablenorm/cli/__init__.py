@@ -1,7 +1,5 @@
 """The command `stablenorm`: arguments in, tables and pictures out."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import warnings
@@ -37,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             # In a line, as everything else that is not a result; the place in our code helps nobody.
             warnings.showwarning = lambda message, *_, **__: _say(message)
             return int(arguments.job(arguments))
-    except InputError as error:
+    except (InputError, ImportError) as error:
         _say(error)
         return EXIT_BAD_INPUT
     except MemoryError as error:

@@ -1,7 +1,5 @@
 """`stablenorm bench`: the speed of our backends on the user's shapes, beside a copy of memory."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -10,11 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
-from stablenorm.cli.tables import print_lines, print_table, to_json
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.report import Table, quantity, shape_text
@@ -26,6 +22,11 @@ PASSES = {"forward": 2, "backward": 3}
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
+# What is known of each line of the table: the median of its seconds, their quartiles, ...
+_ROW = (
+    *("shape", "dtype", "direction", "backend", "outputs"),
+    *("seconds", "quartiles", "bytes_per_second", "of_copy"),
+)
 
 _EXAMPLES = """\
 examples:
@@ -67,47 +68,27 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm bench` is asked."""
-    # Each once, in the order given: a backend that is named twice is one backend.
-    shapes = list(dict.fromkeys(map(tuple, arguments.shape or [(32, 512, 768)])))
-    dtypes = list(dict.fromkeys(arguments.dtype or ["float32"]))
+    shapes = list(map(tuple, arguments.shape or [(32, 512, 768)]))
+    dtypes = arguments.dtype or ["float32"]
     for shape in shapes:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
         parts.check_memory(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
-    try:
-        named = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
-        threads = parts.use_threads(arguments.threads)
-    except (ImportError, ValueError) as error:
-        raise parts.InputError(str(error)) from None
-    rows: list[Row] = []
+    # A backend that is named twice is one backend.
+    backends = list(dict.fromkeys(map(choose, arguments.backend or usable_backends())))
+    threads = parts.use_threads(arguments.threads)
+    rows: list[dict[str, Any]] = []
     with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
         step("copy")
         copy = measure_copy(threads)
         for shape, dtype in itertools.product(shapes, dtypes):
             step(f"{shape_text(shape)} {dtype}")
-            rows += _measure(make_problem(shape, dtype), list(named), copy)
-    content = to_json({"rows": rows, "copy_bytes_per_second": copy, "threads": threads})
-    parts.write_whole(arguments.json, lambda file: file.write(content))
-    _print(rows, Console())
+            rows += _measure(make_problem(shape, dtype), backends, copy)
+    content = {"rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+    parts.write_json(arguments.json, content)
+    _print(rows)
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
-    print_lines(Console(), (f"{note} What the columns are: stablenorm bench --help.",))
+    parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     return 0
-
-
-# ---- measurement ----
-
-
-class Row(NamedTuple):
-    """One line of the table: medians, and the quartiles of seconds."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    direction: str
-    backend: str
-    outputs: str
-    seconds: float
-    quartiles: tuple[float, float]
-    bytes_per_second: float
-    of_copy: float
 
 
 class Problem(NamedTuple):
@@ -161,10 +142,9 @@ def usable_backends() -> list[str]:
     return found
 
 
-def _measure(problem: Problem, backends: Sequence[str], copy: float) -> Iterator[Row]:
-    """Time all backends on one problem, interleaved."""
-    candidates = {backend: make_candidates(problem, backend) for backend in backends}
-    x = problem.x
+def _measure(problem: Problem, backends: Sequence[str], copy: float) -> Iterator[dict[str, Any]]:
+    """Time all backends on one problem, interleaved: seconds are medians, with their quartiles."""
+    x, candidates = problem.x, {name: make_candidates(problem, name) for name in backends}
     for direction, arrays in PASSES.items():
         calls = {
             f"{backend} {outputs}": call
@@ -175,20 +155,22 @@ def _measure(problem: Problem, backends: Sequence[str], copy: float) -> Iterator
         for name, t in timings.items():
             backend, outputs = name.split()
             speed = arrays * x.nbytes / t.median
-            what = x.shape, str(x.dtype), direction, backend, outputs
-            yield Row(*what, t.median, (t.low, t.high), speed, speed / copy)
+            about = x.shape, str(x.dtype), direction, backend, outputs
+            yield dict(
+                zip(_ROW, (*about, t.median, (t.low, t.high), speed, speed / copy), strict=True)
+            )
 
 
-def _print(rows: Sequence[Row], console: Console) -> None:
+def _print(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table: one part for each problem and direction, which are said once."""
-    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
     cells: list[tuple[str, ...] | None] = []
-    for problem, group in itertools.groupby(rows, lambda row: row[:3]):
-        shape, dtype, direction = problem
-        about = f"{shape_text(shape)}\n{dtype} {direction}"
-        cells += [None] if cells else []
-        for row in group:
-            speeds = f"{row.bytes_per_second / 1e9:.2f}", f"{row.of_copy:.2f}"
-            cells.append((about, row.backend, row.outputs, quantity(row.seconds, "s"), *speeds))
-            about = ""
-    print_table(console, Table("Medians of interleaved calls", columns, cells))
+    said = ""
+    for row in rows:
+        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
+        cells += [None] if said not in ("", about) else []
+        which = "" if said == about else about, row["backend"], row["outputs"]
+        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
+        cells.append((*which, quantity(row["seconds"], "s"), *speed))
+        said = about
+    columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
+    parts.print_table(Table("Medians of interleaved calls", columns, cells))

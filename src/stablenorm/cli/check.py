@@ -1,18 +1,13 @@
 """`stablenorm check`: check the layer norm in a file of the user's."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.text import Text
 
 from stablenorm.check import check_layer_norm
 from stablenorm.cli import parts
-from stablenorm.cli.tables import print_lines, to_json
 from stablenorm.cli.user_file import UserError, UserFile, line_of, quiet
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
@@ -103,15 +98,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(msg) from error
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
     content = {"source": arguments.file.name, "functions": layer_norm.signature, "notes": notes}
-    held = to_json(content | asked | {"report": report.as_dict()})
-    parts.write_whole(arguments.json, lambda file: file.write(held))
+    parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
     parts.write_plot(arguments.plot, report.plot)
-    console = Console()
-    console.print(Text.assemble((arguments.file.name, "bold"), f": {layer_norm.signature}"))
+    parts.print_lines(f": {layer_norm.signature}", bold=arguments.file.name)
     about = f"x {shape_text(shape)} {arguments.dtype}, eps {arguments.eps:g}, seed {arguments.seed}"
-    print_lines(console, (about, *(f"note: {note}" for note in notes), ""))
-    first, *others = str(report).splitlines(keepends=True)
-    console.print(Text.assemble((first, "bold"), *others))
+    parts.print_lines(about, *(f"note: {note}" for note in notes), "")
+    first, *others = str(report).splitlines()
+    parts.print_lines("", *others, bold=first)
     return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 

@@ -1,16 +1,11 @@
 """`stablenorm complexity`: flops and bytes of a layer norm, and the times that they allow."""
 
-from __future__ import annotations
-
 import argparse
 from math import prod
 from typing import Any
 
-from rich.console import Console
-
 from stablenorm.backends import choose
 from stablenorm.cli import parts
-from stablenorm.cli.tables import print_sections, to_json
 from stablenorm.cost import count_kept, measure_costs
 from stablenorm.figures import new_figure
 from stablenorm.formats import parse
@@ -59,11 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
     # x, dy, y, dx, two copies and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
     parts.check_memory(arguments.shape, 7 * s + 4 + 6 * max(s, 4))
-    try:
-        choose("numba")
-        threads = parts.use_threads(arguments.threads)
-    except (ImportError, ValueError) as error:
-        raise parts.InputError(str(error)) from None
+    choose("numba")
+    threads = parts.use_threads(arguments.threads)
     with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         measured = measure_costs(
             (rows, n),
@@ -79,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
         figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
         figure.savefig(file, dpi=120, **options)
 
-    content = to_json(measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)})
-    parts.write_whole(arguments.json, lambda file: file.write(content))
+    content = measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)}
+    parts.write_json(arguments.json, content)
     parts.write_plot(arguments.plot, plot)
-    print_sections(Console(), (cost_section(measured),))
+    parts.print_sections(cost_section(measured))
     return 0

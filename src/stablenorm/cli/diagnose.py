@@ -1,22 +1,17 @@
 """`stablenorm diagnose`: what a layer norm would lose on the data in a file."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.text import Text
 
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import parts
-from stablenorm.cli.files import Member, bundled_file, list_members, load_number, read_rows
-from stablenorm.cli.tables import print_lines, print_table
+from stablenorm.cli.files import BUNDLED, Member, list_members, load_number, read_rows
 from stablenorm.diagnosis import diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
 from stablenorm.formats import check_dtype, parse
@@ -72,34 +67,32 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
-    with bundled_file() if arguments.file is None else nullcontext(arguments.file) as path:
-        members = list_members(path)
-        member = _choose(members, path, arguments.member)
-        eps = arguments.eps
-        if eps is None:
-            eps = load_number(members["eps"]) if "eps" in members else 1e-5
-        try:
-            check_dtype(member.label, np.empty(0, member.dtype))
-            axes = normalize_axes(tuple(arguments.axis), len(member.shape))
-            rows = math.prod(member.shape) // math.prod(normalized_shape(member.shape, axes))
-        except (TypeError, ValueError) as error:
-            raise parts.InputError(str(error)) from None
-        with parts.progress_bar("reading") as progress:
-            diagnosis = diagnose_blocks(
-                _counted(read_rows(member, axes), rows, progress),
-                shape=member.shape,
-                dtype=parse(arguments.dtype or member.dtype.name),
-                axis=axes,
-                eps=eps,
-                top=arguments.top,
-            )
+    path = arguments.file or BUNDLED
+    members = list_members(path)
+    member = _choose(members, path, arguments.member)
+    eps = arguments.eps
+    if eps is None:
+        eps = load_number(members["eps"]) if "eps" in members else 1e-5
+    try:
+        check_dtype(member.label, np.empty(0, member.dtype))
+        axes = normalize_axes(tuple(arguments.axis), len(member.shape))
+        rows = math.prod(member.shape) // math.prod(normalized_shape(member.shape, axes))
+    except (TypeError, ValueError) as error:
+        raise parts.InputError(str(error)) from None
+    with parts.progress_bar("reading") as progress:
+        diagnosis = diagnose_blocks(
+            _counted(read_rows(member, axes), rows, progress),
+            shape=member.shape,
+            dtype=parse(arguments.dtype or member.dtype.name),
+            axis=axes,
+            eps=eps,
+            top=arguments.top,
+        )
     parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
     parts.write_plot(arguments.plot, diagnosis.plot)
-    console = Console()
-    first, *others = lines_of(diagnosis, console.width)
-    print_lines(console, (f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}",))
-    console.print(Text(first, style="bold"))
-    print_lines(console, others)
+    first, *others = lines_of(diagnosis, Console().width)
+    parts.print_lines(f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}")
+    parts.print_lines("", *others, bold=first)
     return 0
 
 
@@ -112,7 +105,7 @@ def _choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
             (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
             for one in members.values()
         ]
-        print_table(Console(), Table("Arrays", ("member", "shape", "dtype", "size"), rows))
+        parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
         msg = f"{path} holds {len(members)} arrays: choose one with --member NAME"
         raise parts.InputError(msg)
     if name not in members:

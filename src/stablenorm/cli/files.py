@@ -5,15 +5,11 @@ The memory that blocks take does not depend on the size of the file. Mapping the
 page read as the process's own, and kill a process whose file is truncated while it reads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +19,8 @@ from stablenorm.arrays import as_rows
 from stablenorm.cli.parts import InputError
 from stablenorm.types import Array, bfloat16
 
+# The bundled data: the input of a layer norm of a real model.
+BUNDLED = Path(__file__).parent.parent / "data" / "minilm_layer0_output.npz"
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
 # its NumPy side has no BF16, and hands out slices of a map.
 _SAFETENSORS: dict[str, np.dtype[Any]] = {
@@ -36,12 +34,6 @@ _LONGEST_HEADER = 100_000_000
 # Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
 # Python with NumPy takes.
 _BLOCK = 1 << 21
-# All that reading a damaged file raises: zipfile has NotImplementedError for a compression or a
-# version that it does not know and RuntimeError for an encrypted member, zlib an error of its own.
-_DAMAGED = (
-    *(ValueError, TypeError, EOFError, KeyError, AttributeError, RuntimeError, RecursionError),
-    *(NotImplementedError, zipfile.BadZipFile, zlib.error),
-)
 
 
 class Member(NamedTuple):
@@ -65,24 +57,24 @@ class Member(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def bundled_file() -> contextlib.AbstractContextManager[Path]:
-    """Give the path of the bundled data: the input of a layer norm of a real model."""
-    return resources.as_file(resources.files("stablenorm") / "data" / "minilm_layer0_output.npz")
-
-
 def list_members(path: Path) -> dict[str, Member]:
     """Return the arrays of a file by name: those that a layer norm takes, and others."""
     if not path.is_file():
         what = "a directory" if path.is_dir() else "which is not there"
         msg = f"FILE must be an .npy, .npz or .safetensors file, got {path}, {what}"
         raise InputError(msg)
+    members: list[Member] = []
     with _whole(path), path.open("rb") as file:
         begin = file.read(8)
         if begin.startswith(np.lib.format.MAGIC_PREFIX):
             file.seek(0)
             members = [Member(path, "", *_header(file), file.tell())]
         elif zipfile.is_zipfile(file):
-            members = list(_archived(path))
+            with zipfile.ZipFile(file) as archive:
+                for entry in archive.namelist():
+                    if entry.endswith(".npy"):
+                        with archive.open(entry) as stream:
+                            members.append(Member(path, entry[:-4], *_header(stream), None))
         else:
             file.seek(8)
             members = list(_tensors(path, file, int.from_bytes(begin, "little")))
@@ -165,14 +157,6 @@ def _read(member: Member, file: Any, count: int) -> Array:
 # ---- headers ----
 
 
-def _archived(path: Path) -> Iterator[Member]:
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.namelist():
-            if entry.endswith(".npy"):
-                with archive.open(entry) as stream:
-                    yield Member(path, entry[:-4], *_header(stream), None)
-
-
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     """Return shape, dtype and whether the order is Fortran's of what follows in an .npy stream."""
     version = np.lib.format.read_magic(stream)
@@ -209,9 +193,9 @@ def _whole(label: object) -> Iterator[None]:
     """Say in one line what reading a damaged file raises."""
     try:
         yield
-    except OSError as error:
-        msg = f"{label} must be readable, got: {error.strerror or error}"
-        raise InputError(msg) from None
-    except _DAMAGED as error:
+    except (InputError, OSError, MemoryError):
+        raise
+    # zipfile, zlib, json and NumPy have a dozen kinds of errors for what is damaged.
+    except Exception as error:
         msg = f"{label} must be whole, got a damaged one: {str(error)[:120]}"
-        raise InputError(msg) from None
+        raise InputError(msg) from error

@@ -1,11 +1,10 @@
-"""What the commands share: options and their checks, files written whole, progress bars."""
-
-from __future__ import annotations
+"""What the commands share: options and their checks, files written whole, tables, progress bars."""
 
 import argparse
 import importlib.util
 import math
 import os
+import platform
 import re
 import sys
 import textwrap
@@ -15,10 +14,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table as RichTable
+from rich.text import Text
 
+import stablenorm
+from stablenorm import text
 from stablenorm.formats import FORMATS
+from stablenorm.report import Section, Table
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import check_eps
 
@@ -173,9 +179,6 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
         with beside.open("wb") as file:
             write(file)
         beside.replace(path)
-    except OSError as error:
-        msg = f"{path.name} must be writeable, got: {error.strerror or error}"
-        raise InputError(msg) from None
     finally:
         beside.unlink(missing_ok=True)
 
@@ -184,6 +187,64 @@ def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
     """Call ``plot(file, format=...)`` for the file of ``--plot``, if it was asked for."""
     if path is not None:
         write_whole(path, lambda file: plot(file, format=path.suffix[1:].lower()))
+
+
+def write_json(path: Path | None, content: dict[str, Any]) -> None:
+    """Write figures as JSON, with what they were measured on, if they were asked for."""
+    origin = {
+        "stablenorm": stablenorm.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+    }
+    written = text.to_json(text.plain(origin | content)).encode()
+    write_whole(path, lambda file: file.write(written))
+
+
+# ---- what is printed ----
+
+
+def print_sections(*sections: Section) -> None:
+    """Print what sections say: their tables, and below all of them how the numbers were obtained."""
+    lines: list[str] = []
+    for section in sections:
+        for table in section.tables:
+            print_table(table)
+        lines += [each for each in (section.absent, section.text, section.notes) if each]
+    print_lines(*lines)
+
+
+def print_lines(*lines: str, bold: str = "", **options: Any) -> None:
+    """Print plain text, a paragraph per line, never as markup: a name may have brackets in it."""
+    Console(**options).print(Text.assemble((bold, "bold"), "\n".join(lines)))
+
+
+def print_table(table: Table) -> None:
+    """Print rows of cells below their columns, the first one flush left."""
+    # No rules between columns, which cost two of three characters of what is between the words.
+    printed = RichTable(
+        title=table.title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for i, column in enumerate(table.columns):
+        printed.add_column(
+            column,
+            justify="left" if i == 0 else "right",
+            overflow="fold",
+            # No word is cut in two while there are spaces to break at.
+            min_width=max((len(word) for word in column.split()), default=0),
+        )
+    for row in table.rows:
+        if row is None:
+            printed.add_section()
+        else:
+            printed.add_row(*map(Text, row))
+    Console().print(printed)
 
 
 # ---- progress ----

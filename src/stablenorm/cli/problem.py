@@ -1,15 +1,12 @@
 """The layer norm that `run` and `report` are asked about, read and computed."""
 
-from __future__ import annotations
-
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 
 from stablenorm.cli import parts
-from stablenorm.cli.files import bundled_file, list_members, load, load_number
+from stablenorm.cli.files import BUNDLED, list_members, load, load_number
 from stablenorm.cli.parts import InputError
 from stablenorm.report import Problem, compute
 from stablenorm.types import Array
@@ -43,19 +40,19 @@ def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, A
 
 def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     """Read an .npz file or a directory of .npy files; None reads the bundled data."""
-    with bundled_file() if path is None else nullcontext(path) as file:
-        source = f"bundled data ({file.name})" if path is None else str(path)
-        if file.is_dir():
-            members = {each.stem: list_members(each)[""] for each in sorted(file.glob("*.npy"))}
-        else:
-            members = list_members(file)
-        if "x" not in members:
-            held = ", ".join(sorted(filter(None, members))) or "nothing of that kind"
-            msg = f"{source} must hold an array named x, got {held}"
-            raise InputError(msg)
-        arrays = {name: load(members[name]) for name in _INPUTS if name in members}
-        if eps is None:
-            eps = load_number(members["eps"]) if "eps" in members else 1e-5
+    file = path or BUNDLED
+    source = str(path) if path else f"bundled data ({file.name})"
+    if file.is_dir():
+        members = {each.stem: list_members(each)[""] for each in sorted(file.glob("*.npy"))}
+    else:
+        members = list_members(file)
+    if "x" not in members:
+        held = ", ".join(sorted(filter(None, members))) or "nothing of that kind"
+        msg = f"{source} must hold an array named x, got {held}"
+        raise InputError(msg)
+    arrays = {name: load(members[name]) for name in _INPUTS if name in members}
+    if eps is None:
+        eps = load_number(members["eps"]) if "eps" in members else 1e-5
     x, dy, origin = arrays["x"], arrays.get("dy"), "dy of the file"
     if dy is None:
         origin = f"dy not given: random N(0, 1), seed {seed}"

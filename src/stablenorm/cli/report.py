@@ -1,15 +1,10 @@
 """`stablenorm report`: everything about one layer norm, on one page."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
-from rich.console import Console
-
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.cli.tables import print_lines
 from stablenorm.report import STEPS, make_page
 
 _OUT = "stablenorm-report.html"
@@ -54,5 +49,5 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "no check failed" if passed else "A CHECK FAILED"
     where = f"Open it in any browser: {arguments.out.as_uri()}"
     # An address that is broken into lines cannot be clicked.
-    print_lines(Console(soft_wrap=True), (f"{arguments.out.name}: {verdict}. {where}",))
+    parts.print_lines(f"{arguments.out.name}: {verdict}. {where}", soft_wrap=True)
     return 0 if passed else parts.EXIT_FAILED

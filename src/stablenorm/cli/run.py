@@ -1,17 +1,12 @@
 """`stablenorm run`: compute, and check every number."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.text import Text
 
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.cli.tables import print_lines, print_sections
 from stablenorm.report import accuracy_section, gradients_section, inspect, quantity
 
 _EXAMPLES = """\
@@ -54,11 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
     # The three steps of `inspect`.
     with parts.step_bar(3) as step:
         findings = inspect(problem, results, step)
-    console, x = Console(), problem.x
+    x = problem.x
     about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}; {problem.dy_origin}"
-    # Not as markup: a file may have brackets in its name.
-    console.print(Text.assemble((problem.source, "bold"), about))
-    print_sections(console, (accuracy_section(findings), gradients_section(findings)))
+    parts.print_lines(about, bold=problem.source)
+    parts.print_sections(accuracy_section(findings), gradients_section(findings))
     lines = []
     # x and y; dy, x and dx.
     for direction, moved in (("forward", 2 * x.nbytes), ("backward", 3 * x.nbytes)):
@@ -67,5 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
         lines.append(f"{direction}: {quantity(seconds, 's')}, {speed}")
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
-    print_lines(console, (*lines, verdict if findings.passed else "A CHECK FAILED."))
+    parts.print_lines(*lines, verdict if findings.passed else "A CHECK FAILED.")
     return 0 if findings.passed else parts.EXIT_FAILED

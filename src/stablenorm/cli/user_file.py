@@ -1,7 +1,5 @@
 """A user's file: run once, its prints kept away, its errors told in one line with their place."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

@@ -4,8 +4,6 @@ Somebody's layer norm, functions or a class, as ``forward(x, gamma, beta, eps)``
 Arguments and gradients are recognized by their names, those without a known name by their order.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import re
