@@ -13,6 +13,16 @@ def cosine(dy, x):
     return (dy * np.cos(x),)
 
 
+def softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    p = e / e.sum(-1, keepdims=True)
+    return p, p
+
+
+def softmax_backward(dy, p):
+    return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
+
+
 X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)
 
 

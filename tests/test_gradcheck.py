@@ -5,29 +5,22 @@ import importlib
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_layer_norms import backward, data, exact, forward, replace
+from checked_layer_norms import data, exact
+from checked_operations import cosine, sine, softmax, softmax_backward
 
 from stablenorm.check import assert_gradients, check_gradients, check_layer_norm, gradients
-from stablenorm.testing.mistakes import MISTAKES
-from stablenorm.testing.mistakes import forward as kept_forward
-
-
-def softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    p = e / e.sum(-1, keepdims=True)
-    return p, p
-
+from stablenorm.testing.mistakes import backward, forward
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.
 OPERATIONS = {
-    "sin": (lambda x: (np.sin(x), x), lambda dy, x: (dy * np.cos(x),), [(3, 5)]),
+    "sin": (sine, cosine, [(3, 5)]),
     "cubic": (lambda x: (x**3 - 2 * x, x), lambda dy, x: [dy * (3 * x**2 - 2)], [(7,)]),
     "matmul": (
         lambda a, b: (a @ b, (a, b)),
         lambda dy, c: (dy @ c[1].T, c[0].T @ dy),
         [(3, 5), (5, 4)],
     ),
-    "softmax": (softmax, lambda dy, p: (p * (dy - (dy * p).sum(-1, keepdims=True)),), [(4, 6)]),
+    "softmax": (softmax, softmax_backward, [(4, 6)]),
     "scalar": (lambda x: (x.sum(), x.shape), lambda dy, shape: (np.full(shape, dy),), [(2, 3)]),
 }
 
@@ -43,7 +36,7 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
         found[wrong][spoiled] *= 1.01
         return found
 
-    for seed in range(10):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         args = [rng.standard_normal(shape) for shape in shapes]
         report = check_gradients(function, gradient, args, rng=rng)
@@ -54,19 +47,10 @@ def test_right_gradients_pass_and_one_percent_on_one_element_fails_there(name):
     assert [r.verdict for r in report.arguments[:-1]] == ["PASS"] * wrong
 
 
-@pytest.mark.parametrize("offset", [0.0, 1e2, 1e4, 1e6])
-@pytest.mark.parametrize("shape", [(4, 8), (2, 13), (3, 2)])
-def test_right_layer_norm_never_fails(offset, shape):
-    for seed in range(3):
-        report = check_layer_norm(forward, backward, *data(seed, shape, offset), rng=seed)
-        assert report.verdict == "PASS", f"seed {seed}\n{report}"
-
-
 def test_numeric_bound_covers_the_true_error(monkeypatch):
     # The bound of each numeric derivative, seen where the report is made of them.
-    seen = []
-    judge = gradients.judge
-    monkeypatch.setattr(gradients, "judge", lambda c, f: (seen.append((c, f)), judge(c, f))[1])
+    seen, judge = [], gradients.judge
+    monkeypatch.setattr(gradients, "judge", lambda *args: (seen.append(args), judge(*args))[1])
     excess, z = [], []
     for offset in (0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6):
         for seed in range(9):
@@ -79,31 +63,17 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
                 rng=seed,
                 max_elements=200,
             )
-            comparer, comparisons = seen[0]
+            _, comparer, estimates = seen[0]
             expected = exact(x, gamma, comparer.loss.cotangent())
-            for comparison in comparisons:
-                found = comparison.derivative
-                error = abs(found.numeric - expected[comparison.place])
-                z.append(error / found.bound)
+            for each in estimates:
+                error = abs(each.numeric - expected.flat[each.place])
+                z.append(error / each.bound_numeric)
                 if error > 0:
-                    excess.append(found.bound / error)
+                    excess.append(each.bound_numeric / error)
     assert len(z) > 3000
     assert np.mean(np.array(z) <= 1) >= 0.999
     # A bound that is never exceeded because it is useless would be no bound.
     assert np.median(excess) <= 100
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
-def test_wrong_layer_norm_fails_at_the_right_argument(name, shape):
-    wrong, argument, _ = MISTAKES[name]
-    names = ["x", "gamma", "beta"]
-    for seed in range(3 if shape == (4, 8) else 1):
-        report = check_gradients(
-            kept_forward, wrong, data(seed, shape), names=names, rng=seed, probes=1
-        )
-        assert report.verdict == "FAIL", f"seed {seed}\n{report}"
-        assert [r.name for r in report.arguments if r.verdict != "PASS"] == [argument]
 
 
 @pytest.mark.parametrize("gradient", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -119,44 +89,42 @@ def test_low_precision_gradients_against_a_float64_forward(gradient):
         dx[worst] *= 1 + 50 * float(ml_dtypes.finfo(gradient).eps) / 2
         return dx.astype(gradient), dgamma, dbeta
 
-    for seed in range(5):
+    for seed in range(2):
         report = check_gradients(forward, rounded, data(seed), rng=seed)
         assert report.passed, str(report)
         report = check_gradients(forward, spoiled, data(seed), rng=seed)
         assert [result.verdict for result in report.arguments] == ["FAIL", "PASS", "PASS"]
 
 
+def rough(x):
+    """Use float16 inside, and return float64."""
+    return np.sin(x).astype(np.float16).astype(np.float64), x
+
+
+def root(x):
+    with np.errstate(invalid="ignore"):
+        return np.sqrt(x), x
+
+
 @pytest.mark.parametrize(
-    ("dtype", "offset"), [(np.float32, 1e5), (np.float16, 0.0), (ml_dtypes.bfloat16, 0.0)]
+    ("function", "gradient", "args", "message"),
+    [
+        (forward, backward, data(0, offset=1e5, dtype=np.float32), "coarser than"),
+        (forward, backward, data(1, dtype=np.float16), ""),
+        (forward, backward, data(2, dtype=ml_dtypes.bfloat16), ""),
+        (rough, cosine, data(0)[:1], ""),
+        # Not finite nearby.
+        (root, lambda dy, x: (dy / (2 * np.sqrt(x)),), [np.array([1e-12, 1.0])], "not finite"),
+        # Nothing to compare.
+        (sine, lambda *_: (None,), data(0)[:1], ""),
+    ],
 )
-def test_too_noisy_to_judge_is_said(dtype, offset):
-    for seed in range(5):
-        args = data(seed, offset=offset, dtype=dtype)
-        report = check_gradients(forward, backward, args, rng=seed)
-        assert report.verdict == "INCONCLUSIVE", f"seed {seed}\n{report}"
-        assert report.arguments[0].resolution > 1e-3
-        assert report.arguments[0].message
-
-
-def test_float16_inside_a_float64_forward_is_not_a_wrong_gradient():
-    def rough(x):
-        return np.sin(x).astype(np.float16).astype(np.float64), x
-
-    for seed in range(10):
-        x = np.random.default_rng(seed).standard_normal((3, 5))
-        report = check_gradients(rough, lambda dy, x: (dy * np.cos(x),), [x], rng=seed)
-        assert report.verdict == "INCONCLUSIVE", f"seed {seed}\n{report}"
-
-
-def test_a_forward_that_is_not_finite_nearby_is_inconclusive():
-    def root(x):
-        with np.errstate(invalid="ignore"):
-            return np.sqrt(x), x
-
-    args = [np.array([1e-12, 1.0])]
-    report = check_gradients(root, lambda dy, x: (dy / (2 * np.sqrt(x)),), args, rng=0)
-    assert report.verdict == "INCONCLUSIVE"
-    assert "not finite nearby" in str(report)
+def test_what_cannot_be_judged_is_said(function, gradient, args, message):
+    report = check_gradients(function, gradient, args, rng=0)
+    assert report.verdict == "INCONCLUSIVE", str(report)
+    assert report.arguments[0].resolution > 1e-3
+    assert report.arguments[0].message
+    assert message in report.arguments[0].message
 
 
 def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
@@ -167,10 +135,10 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
         return forward(*args)
 
     def wrong(dy, cache):
-        dx = backward(dy, cache)[0].copy()
+        dx, *others = backward(dy, cache)
         # One row in 68, in no element that is sampled on purpose.
         dx[1, 7] *= 1.001
-        return replace(backward(dy, cache), 0, dx)
+        return dx, *others
 
     args = data(0, (4, 17, 384))
     report = check_gradients(
@@ -178,9 +146,11 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
     )
     assert report.passed, str(report)
     assert report.forward_calls == len(calls) < 45 * 20
-    assert [result.shape for result in report.arguments] == [(4, 17, 384), (384,), (384,)]
-    assert [result.checked for result in report.arguments] == [12, 12, 12]
-    assert [result.probes for result in report.arguments] == [3, 3, 3]
+    assert [(r.checked, r.total, r.probes) for r in report.arguments] == [
+        (12, 4 * 17 * 384, 3),
+        (12, 384, 3),
+        (12, 384, 3),
+    ]
     assert done == [(i + 1, 45) for i in range(45)]
     assert check_gradients(forward, wrong, args, rng=0).arguments[0].verdict == "FAIL"
 
@@ -188,12 +158,13 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
 def test_none_is_not_checked():
     x, gamma, _ = data(0)
     report = check_gradients(
-        forward, lambda dy, c: (*backward(dy, c)[:2], None), [x, gamma, None], rng=0
+        lambda x, gamma, _: forward(x, gamma, 0),
+        lambda dy, c: (*backward(dy, c)[:2], None),
+        [x, gamma, None],
+        rng=0,
     )
     assert report.passed
     assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-    report = check_gradients(forward, lambda *_: (None, None, None), data(0), rng=0)
-    assert report.verdict == "INCONCLUSIVE"
 
 
 def test_nothing_given_is_changed():
@@ -214,10 +185,9 @@ def test_nothing_given_is_changed():
     assert check_layer_norm(forward, backward, *args, rng=0).passed
 
 
-def test_zero_gradients_pass_and_their_opposite_fails():
+def test_the_opposite_of_a_zero_gradient_fails():
     # n = 1: y = beta whatever x is.
     args = data(0, (5, 1))
-    assert check_layer_norm(forward, backward, *args, rng=0).passed
     report = check_gradients(forward, lambda dy, c: (dy, *backward(dy, c)[1:]), args, rng=0)
     assert report.arguments[0].verdict == "FAIL"
 
@@ -233,7 +203,7 @@ ONE = [np.ones(3)]
         (ONE, {"names": ["a", "b"]}, ValueError, "names must be one name for each of 1"),
         (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
         (ONE, {"scales": []}, ValueError, "scales must have one entry for each of 1"),
-        (ONE, {"scales": [-1]}, ValueError, r"scales\[0\] must be finite and > 0"),
+        (ONE, {"scales": [-1]}, ValueError, "scales must be finite and > 0, got -1"),
         ([np.arange(3)], {}, TypeError, r"args\[0\] must be float16, .* got int64"),
         ([np.array([1, np.nan])], {}, ValueError, "must be finite"),
     ],
@@ -243,13 +213,8 @@ def test_wrong_use_raises(args, options, error, message):
         check_gradients(lambda x: (x, None), lambda dy, _: (dy,), args, **options)
 
 
-def test_a_negative_eps_raises():
-    with pytest.raises(ValueError, match="eps must be finite and >= 0, got -1"):
-        check_layer_norm(forward, backward, eps=-1)
-
-
 def test_assert_gradients_raises_the_report(rng):
-    x, (sine, cosine, _) = rng.standard_normal(5), OPERATIONS["sin"]
+    x = rng.standard_normal(5)
     assert_gradients(sine, cosine, [x], rng=0)
     with pytest.raises(AssertionError, match=r"angle: FAIL.*\n.*backward .*numeric"):
         assert_gradients(sine, lambda dy, x: (-dy * np.cos(x),), [x], names=["angle"])
@@ -262,14 +227,13 @@ def test_the_same_rng_gives_the_same_report():
 
 def test_scales_are_the_row_spread_not_the_magnitude(rng):
     # exp(x - max): a step in proportion to |x| would leave the function behind.
-    function, gradient, _ = OPERATIONS["softmax"]
     x = 1e5 + rng.standard_normal((4, 6))
-    report = check_gradients(function, gradient, [x], rng=0)
+    report = check_gradients(softmax, softmax_backward, [x], rng=0)
     assert report.passed, str(report)
     assert report.arguments[0].resolution < 1e-6
     # A spread that misleads can be replaced.
     x = np.array([[0.0, 0.0, 1e9], [1.0, 2.0, 3.0]])
-    report = check_gradients(function, gradient, [x], scales=[1.0], rng=0)
+    report = check_gradients(softmax, softmax_backward, [x], scales=[1.0], rng=0)
     assert report.passed, str(report)
 
 

@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from checked_operations import X, check, cosine, found, sine
 
-from stablenorm.check import assert_gradients
-
 
 def test_right_code_keeps_the_contract():
     report = check()
@@ -24,12 +22,6 @@ def writes_x(x):
     return y, kept
 
 
-def doubles_dy(dy, x):
-    dx = dy * np.cos(x)
-    dy *= 2
-    return (dx,)
-
-
 def spoils_the_cache(dy, x):
     dx = dy * np.cos(x)
     x += 1
@@ -44,8 +36,7 @@ def works_in_dy(dy, x):
 class Drifting:
     """Wrong by a little more at each call."""
 
-    def __init__(self):
-        self.calls = 0
+    calls = 0
 
     def forward(self, x):
         self.calls += 1
@@ -56,9 +47,13 @@ class Drifting:
         return (dy * np.cos(x) * (1 + 1e-6 * self.calls),)
 
 
+def fail(*_):
+    msg = "no\nluck"
+    raise RuntimeError(msg)
+
+
 FAULTS = [
     (writes_x, cosine, "forward leaves", "forward modifies x"),
-    (sine, doubles_dy, "backward leaves", "backward modifies dy"),
     (sine, works_in_dy, "backward leaves", "backward modifies dy"),
     (sine, spoils_the_cache, "backward leaves", "backward modifies x, the cache"),
     (lambda x: (np.sin(x), [x]), lambda dy, cache: cosine(dy, cache.pop()),
@@ -67,9 +62,17 @@ FAULTS = [
     (sine, Drifting().backward, "backward is deterministic", "gradient of x differs by"),
     (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "linear", "of x differs by"),
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
-    (sine, lambda dy, x: (dy * np.cos(x) * (1 + 1e-3 * np.tanh(np.abs(dy))),), "linear", "differs"),
     # Homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
+    # What is no forward at all.
+    (np.sin, cosine, "returns", "forward must return (y, cache), got ndarray"),
+    (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
+    (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
+    (lambda x: ([x, [1]], x), cosine, "returns", "y that forward returns"),
+    (lambda x: (x * 1j, x), cosine, "returns", "got complex128"),
+    (lambda x: (None, x), cosine, "returns", "got object"),
+    (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), cosine,
+     "forward is deterministic", "y differs by"),
 ]  # fmt: skip
 
 
@@ -82,60 +85,13 @@ def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
     assert message in finding.message
 
 
-# ---- bad input ----
-
-
-class Breaking:
-    """Right at first, then a nuisance."""
-
-    def __init__(self, calls, then):
-        self.calls, self.then = calls, then
-
-    def __call__(self, x):
-        self.calls -= 1
-        return sine(x) if self.calls >= 0 else self.then(x)
-
-
-def fail(*_):
-    msg = "no\nluck"
-    raise RuntimeError(msg)
-
-
-BAD_FORWARDS = [
-    (fail, "INCONCLUSIVE", "forward raised RuntimeError: no luck"),
-    (np.sin, "FAIL", "forward must return (y, cache), got ndarray"),
-    (lambda x: (x, x, x), "FAIL", "forward must return (y, cache), got tuple of 3"),
-    (lambda _: None, "FAIL", "forward must return (y, cache), got NoneType"),
-    (lambda x: (x.astype(int), x), "FAIL", "the y that forward returns must be float16"),
-    (lambda x: ([x, [1]], x), "FAIL", "y that forward returns"),
-    (lambda x: (x * 1j, x), "FAIL", "got complex128"),
-    (lambda x: (None, x), "FAIL", "got object"),
-    (Breaking(9, lambda x: (np.sin(x)[0], x)), "FAIL", "y has shape"),
-    (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), "FAIL", "deterministic"),
-]
-
-
-@pytest.mark.parametrize(
-    ("forward", "verdict", "message"), BAD_FORWARDS, ids=range(len(BAD_FORWARDS))
-)
-def test_a_bad_forward_is_a_sentence_not_a_traceback(forward, verdict, message):
-    report = check(forward)
-    assert report.verdict == verdict, str(report)
-    assert any(message in f"{f.name}: {f.message}" for f in report.findings), report.findings
-    with pytest.raises(AssertionError):
-        assert_gradients(forward, cosine, [X], rng=0)
-
-
 BAD_BACKWARDS = [
     (fail, "backward raised RuntimeError: no luck"),
     (lambda *_: None, "got NoneType"),
     (lambda dy, x: {"x": dy * np.cos(x)}, "got dict"),
-    (lambda dy, x: dy * np.cos(x), "got ndarray"),
     (lambda dy, x: cosine(dy, x) * 2, "must return 1 gradients, one for each argument, got 2"),
-    (lambda *_: (), "must return 1 gradients, one for each argument, got 0"),
     (lambda dy, x: (dy[0] * np.cos(x[0]),), "must have shape (3, 4)"),
     (lambda dy, _: (dy * np.nan,), "must be finite, got nan at (0, 0) (12 such)"),
-    (lambda dy, _: (dy * np.inf,), "must be finite"),
     (lambda *_: ("no",), "must be float16"),
     (lambda *_: ([[1], [1, 2]],), "must be an array, got list"),
     (lambda dy, _: (dy.astype(int),), "got int64"),
@@ -150,11 +106,15 @@ def test_a_bad_backward_is_a_sentence_not_a_traceback(backward, message):
     assert "\n" not in report.arguments[0].message
 
 
-def test_a_backward_that_breaks_later_fails():
+def test_what_breaks_later_is_told():
+    assert check(fail).verdict == "INCONCLUSIVE"
     calls = iter(range(100))
     report = check(backward=lambda dy, x: cosine(dy, x) if next(calls) < 3 else fail())
     assert report.verdict == "FAIL"
     assert "backward raised RuntimeError: no luck" in str(report.findings)
+    calls = iter(range(1000))
+    report = check(lambda x: (np.sin(x) if next(calls) < 9 else np.sin(x)[0], x))
+    assert "y has shape (3, 4), then (4,)" in found(report, "one shape").message
 
 
 def test_a_forward_that_raises_near_x_is_left_out_there():

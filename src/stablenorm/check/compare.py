@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
+from numpy.random import Generator
 
-from stablenorm.check.differences import Direction, Estimate, Noise, differentiate, measure_noise
+from stablenorm.check.differences import Estimate, Noise, differentiate, measure_noise
 from stablenorm.check.operation import Loss, flat, norm, sum_rounding, tiniest, unit_roundoff
-from stablenorm.check.report import ArgumentResult, Difference, Finding, ratio
+from stablenorm.check.report import TINIEST, ArgumentResult, Difference, Finding
 from stablenorm.types import Array
 
 # Elements compared one by one in an argument too large for all of them: the special places of
@@ -24,46 +24,7 @@ _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
 _COARSEST = 1e-3
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One derivative, of an element (in units of the gradient) or along a probe."""
-
-    # None: a probe.
-    place: tuple[int, ...] | None
-    direction: Direction
-    derivative: Estimate
-    bound_actual: float
-    # What an error is relative to: the derivative; for an element, at least the RMS of all.
-    size: float
-
-    @property
-    def bound(self) -> float:
-        """Both bounds together."""
-        return self.derivative.bound + self.bound_actual
-
-    @property
-    def kink(self) -> bool:
-        """Whether left and right slopes keep their distance: there is no derivative."""
-        return self.derivative.status == "kink"
-
-    @property
-    def judged(self) -> bool:
-        """Whether the two sides can be compared."""
-        return bool(np.isfinite(self.bound)) and self.derivative.status in ("smooth", "rounding")
-
-    @property
-    def z(self) -> float:
-        """The difference in units of the bounds; 0 where nothing is known."""
-        difference = abs(self.derivative.actual - self.derivative.numeric)
-        return ratio(difference, self.bound) if self.judged else 0.0
-
-    @property
-    def differs(self) -> bool:
-        """Whether the two sides are farther apart than both bounds explain."""
-        return self.z > 1
-
-
-def sample(array: Array, gradient: Array, max_elements: int, rng: np.random.Generator) -> list[int]:
+def sample(array: Array, gradient: Array, max_elements: int, rng: Generator) -> list[int]:
     """Choose flat indices: all of few, else the places where bugs live, and random ones."""
     size = array.size
     if size <= max_elements:
@@ -113,102 +74,71 @@ class Comparer:
     """
     Compares the gradient of one argument along any direction.
 
-    `span` is the argument's scale, flat; `allowance` comes on top of what rounding explains.
+    `span` is the argument's scale, flat; `more` comes on top of what rounding usually explains.
     """
 
     def __init__(
-        self,
-        loss: Loss,
-        position: int,
-        name: str,
-        span: Array,
-        gradient: Array,
-        allowance: Array | float,
-        rng: np.random.Generator,
+        self, loss: Loss, position: int, span: Array, gradient: Array, more: Array, rng: Generator
     ):
-        self.loss, self.position, self.name, self.span = loss, position, name, span
-        self.shape, self.dtype, self.rng = gradient.shape, gradient.dtype, rng
-        self.gradient = flat(gradient)
-        self.bounds = rounding_bound(gradient, loss) + allowance
+        self.loss, self.position, self.span, self.rng = loss, position, span, rng
+        self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
+        self.bounds = rounding_bound(gradient, loss) + more
         # By length of the steps: the noise that long steps see is, in part, the function itself.
         self._noises: dict[float, Noise] = {}
 
-    def noise(self, factor: float) -> Noise:
-        """Return the noise near x, measured by moves of `factor` times the usual length."""
-        if factor not in self._noises:
-            scale = self.span * factor
-            self._noises[factor] = measure_noise(self.loss, self.position, scale, self.rng)
-        return self._noises[factor]
+    def compare(self, place: int | None) -> Estimate:
+        """
+        Compare one element, given by its flat index, or along random signs for all (None).
 
-    def compare(self, place: int | None) -> Comparison:
-        """Compare one element, given by its flat index, or along random signs for all (None)."""
+        With shorter steps, if need be. A wrong gradient differs at all steps from one and the same
+        numeric derivative. Steps that reach a kink see a mean of slopes, and shorter ones, which
+        do not reach it, another one, outside of both bounds. Then the shorter ones are right: a
+        kink in their reach is in that of the longer ones too. But they may say FAIL only if steps
+        shorter still agree. Short steps have wide bounds; so that they agree with the backward
+        excuses nothing as long as they agree with the long steps as well.
+        """
+        where = slice(None) if place is None else place
+        scale = self.span[where]
         if place is None:
-            scale = self.span * self.rng.choice([-1.0, 1.0], size=self.span.size)
-            return self._shortened(None, Direction(self.position, slice(None), scale))
-        index = tuple(int(i) for i in np.unravel_index(place, self.shape))
-        return self._shortened(index, Direction(self.position, place, self.span[place]))
-
-    def _shortened(self, place: tuple[int, ...] | None, direction: Direction) -> Comparison:
-        """
-        Return a comparison that can be believed: with shorter steps, if need be.
-
-        A wrong gradient differs at all steps from one and the same numeric derivative. Steps that
-        reach a kink see a mean of slopes, and shorter ones, which do not reach it, another one,
-        outside of both bounds. Then the shorter ones are right: a kink in their reach is in that
-        of the longer ones too. But they may say FAIL only if steps shorter still agree. Short
-        steps have wide bounds; so that they agree with the backward excuses nothing as long as
-        they agree with the long steps as well.
-        """
-        found = self._compare(place, direction)
+            scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
+        found = self._compare(where, scale, 1.0)
         # Of a difference: shorter steps say the same (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            decided = found.judged and not found.differs
-            if decided or np.min(self.span) * factor < 1e-290:
+            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
                 break
-            again = self._compare(place, direction, factor)
+            again = self._compare(where, scale, factor)
             # What only rounding explains is no answer here: short steps may not move a coarse
             # forward (float16 inside) at all.
-            answer = again.derivative.status == "smooth"
-            if not found.differs:
-                if answer or again.kink:
+            answer = again.status == "smooth"
+            if found.z <= 1:
+                if answer or again.status == "kink":
                     found, confirmed = again, None
             elif answer:
-                before, after = found.derivative, again.derivative
-                if abs(after.numeric - before.numeric) > after.bound + before.bound:
+                apart = abs(again.numeric - found.numeric)
+                if apart > again.bound_numeric + found.bound_numeric:
                     found, confirmed = again, False
-                elif again.differs:
+                elif again.z > 1:
                     confirmed = True
-        doubtful = confirmed is False or (confirmed is None and _wavers(found.derivative))
-        if found.differs and doubtful:
-            return replace(found, derivative=found.derivative._replace(status="no limit"))
-        return found
+        doubtful = confirmed is False or (confirmed is None and _wavers(found))
+        status = "no limit" if found.z > 1 and doubtful else found.status
+        return found._replace(status=status, place=place)
 
-    def _compare(
-        self, place: tuple[int, ...] | None, direction: Direction, factor: float = 1.0
-    ) -> Comparison:
-        scale, gradient = direction.scale, self.gradient[direction.where]
-        # In units of the gradient for an element.
-        unit = 1.0 if place is None else float(scale)
-        if place is None:
+    def _compare(self, where: int | slice, scale: Array, factor: float) -> Estimate:
+        gradient, unit = self.gradient[where], 1.0
+        if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
             rounding = 2 * norm(self.bounds * scale) + sum_rounding(gradient * scale)
         else:
-            rounding = float(self.bounds[direction.where])
-        found = differentiate(
-            self.loss,
-            direction._replace(scale=scale * factor),
-            gradient,
-            rounding,
-            self.noise(factor),
-            self.rng,
-            factor * unit,
-        )
-        size = norm(gradient * scale) if place is None else abs(found.numeric)
-        return Comparison(place, direction, found, rounding + found.noise, size)
+            rounding, unit = float(self.bounds[where]), float(scale)
+        if factor not in self._noises:
+            moves = self.span * factor
+            self._noises[factor] = measure_noise(self.loss, self.position, moves, self.rng)
+        moved = self.loss, self.position, where, scale * factor, gradient
+        return differentiate(*moved, rounding, self._noises[factor], self.rng, factor * unit)
 
 
-def _wavers(derivative: Estimate) -> bool:
+def _wavers(found: Estimate) -> bool:
     """
     Tell whether secants change more, by more than their noise, though steps have become shorter.
 
@@ -216,100 +146,87 @@ def _wavers(derivative: Estimate) -> bool:
     at the distance d they go with 1 - d / step: the nearer the step comes to d, the more. This is
     asked where shorter steps have no answer: they drown in rounding (float32), or move nothing.
     """
-    steps = list(pairwise(derivative.curve))
+    steps = list(pairwise(found.curve))
     changes = [abs(b.numeric - a.numeric) for a, b in steps]
     noises = [float(np.hypot(a.noise, b.noise)) for a, b in steps]
     later = zip(pairwise(changes), noises[1:], strict=True)
     return any(after > max(before, noise) for (before, after), noise in later)
 
 
-def judge(comparer: Comparer, comparisons: list[Comparison]) -> ArgumentResult:
+def judge(name: str, comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
     """Turn the comparisons of one argument into its result."""
-    elements = [c for c in comparisons if c.place is not None]
-    typical = _typical(comparer, elements)
+    shape, gradient = comparer.shape, comparer.gradient
+    elements = {each.place: each for each in found if each.place is not None}
+    index = {place: tuple(map(int, np.unravel_index(place, shape))) for place in elements}
+    # What errors are relative to: the RMS of the numeric gradient. One that cannot be told from
+    # zero (n = 1, a masked input) has no size of its own.
+    known = [each for each in elements.values() if each.judged]
+    typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
+    if all(abs(each.numeric) <= each.bound for each in known):
+        typical = max(typical, natural_size(comparer.loss, comparer.span))
+    probed = norm(gradient * comparer.span)
+    sizes = [probed if e.place is None else max(typical, abs(e.numeric)) for e in found]
+    # Of every comparison but those at kinks, relative to the size of what is compared.
     seen = [
-        ratio(c.bound, c.size if c.place is None else max(typical, c.size)) if c.judged else np.inf
-        for c in comparisons
-        if not c.kink
+        each.bound / max(size, TINIEST) if each.judged else np.inf
+        for each, size in zip(found, sizes, strict=True)
+        if each.status != "kink"
     ]
-    resolution = max(seen, default=np.inf)
-    failing = sum(c.differs for c in comparisons)
-    worst = max(comparisons, key=lambda c: (c.judged, c.z))
-    message = "" if failing else _doubt(comparer, comparisons, resolution)
+    resolution = float(max(seen, default=np.inf))
+    wrong = [each.place for each in found if each.z > 1]
+    pattern = f"{len(elements.keys() & wrong)} of the {len(elements)} elements compared"
+    if wrong and len(elements) == gradient.size:
+        pattern = name_pattern(np.array([e.z > 1 for e in elements.values()]).reshape(shape))
+    worst = max(found, key=lambda each: (each.judged, each.z))
+    message = "" if wrong else _doubt(comparer, found, resolution)
     return ArgumentResult(
-        name=comparer.name,
-        verdict="FAIL" if failing else "INCONCLUSIVE" if message else "PASS",
+        name=name,
+        verdict="FAIL" if wrong else "INCONCLUSIVE" if message else "PASS",
         checked=len(elements),
-        total=comparer.gradient.size,
-        probes=len(comparisons) - len(elements),
-        failing=failing,
-        index=worst.place,
-        actual=worst.derivative.actual,
-        numeric=worst.derivative.numeric,
-        bound_numeric=worst.derivative.bound,
+        total=gradient.size,
+        probes=len(found) - len(elements),
+        failing=len(wrong),
+        index=None if worst.place is None else index[worst.place],
+        actual=worst.actual,
+        numeric=worst.numeric,
+        bound_numeric=worst.bound_numeric,
         bound_actual=worst.bound_actual,
-        resolution=float(resolution),
+        resolution=resolution,
         message=message,
-        pattern=_pattern(comparer, elements) if failing else "",
+        pattern=pattern if wrong else "",
         differences=tuple(
-            Difference(c.place, *c.derivative[:2], c.bound if c.judged else float("inf"))
-            for c in elements
-            if c.place is not None
+            Difference(index[place], e.actual, e.numeric, e.bound if e.judged else float("inf"))
+            for place, e in elements.items()
         ),
-        curve=worst.derivative.curve,
-        shape=comparer.shape,
+        curve=worst.curve,
     )
 
 
-def kinks(name: str, comparisons: list[Comparison]) -> list[Finding]:
+def kinks(name: str, found: list[Estimate], shape: tuple[int, ...]) -> list[Finding]:
     """Say where the forward is not differentiable, if it is not."""
-    places = [c.place for c in comparisons if c.place is not None and c.kink]
-    probes = sum(c.place is None and c.kink for c in comparisons)
+    bent = [each.place for each in found if each.status == "kink"]
+    places = [None if p is None else np.unravel_index(p, shape) for p in bent]
+    seen = ["a probe" if p is None else str(tuple(map(int, p))) for p in places]
     # Three are enough to see which.
-    more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-    seen = [f"not differentiable at {', '.join(map(str, places[:3]))}{more}"] if places else []
-    seen += [f"{probes} probes cross kinks"] if probes else []
-    message = "; ".join(seen) + ": not judged there"
+    more = f" and {len(seen) - 3} more" if len(seen) > 3 else ""
+    message = f"not differentiable at {', '.join(seen[:3])}{more}: not judged there"
     name = f"{name}: the forward is differentiable"
     return [Finding("smoothness", name, "NOTE", message)] if seen else []
 
 
-def _doubt(comparer: Comparer, comparisons: list[Comparison], resolution: float) -> str:
+def _doubt(comparer: Comparer, found: list[Estimate], resolution: float) -> str:
     """Say why there can be no PASS; empty if there can."""
-    elements = [c for c in comparisons if c.place is not None]
-    bent = sum(c.kink for c in elements)
+    elements = [each for each in found if each.place is not None]
+    bent = sum(each.status == "kink" for each in elements)
     if 2 * bent >= max(len(elements), 1):
         return f"not differentiable at {bent} of {len(elements)} elements"
     coarsest = max(_COARSEST, 16 * unit_roundoff(comparer.dtype))
-    if not any(np.isfinite(c.derivative.bound) for c in comparisons):
-        return "no differences: the forward is not finite nearby, or steps drown in the dtype"
     if np.isinf(resolution):
-        loose = sum(not c.judged and not c.kink for c in comparisons)
+        loose = sum(not each.judged and each.status != "kink" for each in found)
         return f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
     if not resolution <= coarsest:
         return f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
     return ""
-
-
-def _typical(comparer: Comparer, elements: list[Comparison]) -> float:
-    """Return what errors are relative to: the RMS of the numeric gradient."""
-    known = [c for c in elements if c.judged]
-    numeric = np.array([c.derivative.numeric for c in known])
-    size = float(rms(numeric)) if known else 0.0
-    if any(abs(c.derivative.numeric) > c.bound for c in known):
-        return size
-    # A gradient that cannot be told from zero (n = 1, a masked input) has no size of its own.
-    return max(size, natural_size(comparer.loss, comparer.span))
-
-
-def _pattern(comparer: Comparer, elements: list[Comparison]) -> str:
-    """Say where one argument differs."""
-    if len(elements) == comparer.gradient.size:
-        return name_pattern(np.array([c.differs for c in elements]).reshape(comparer.shape))
-    failing = sum(c.differs for c in elements)
-    if failing >= 0.9 * len(elements):
-        return "everywhere"
-    return f"{failing} of the {len(elements)} elements compared"
 
 
 def name_pattern(wrong: Array) -> str:

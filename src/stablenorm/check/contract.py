@@ -7,15 +7,15 @@ one `Finding`, whose message is one line, also where the functions raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from stablenorm.check.compare import natural_size, rms
-from stablenorm.check.operation import FaultError, Loss, draw, flat, unit_roundoff
-from stablenorm.check.report import Finding, FindingVerdict
+from stablenorm.check.operation import FaultError, Loss, as_array, copies, draw, flat, unit_roundoff
+from stablenorm.check.report import Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
@@ -26,169 +26,133 @@ _DEPTH = 4
 # Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = (3, 5, 7, 11)
 
-# Verdict and message.
-Outcome = tuple[FindingVerdict, str]
-# Arrays by what a message calls them: "y", "the gradient of x".
-Arrays = dict[str, Array]
-_FINE: Outcome = ("PASS", "")
+# By argument; those that cannot be compared are left out.
+Gradients = dict[str, Array]
 
 
 class Contract:
-    """The operation, its arguments, and by name the gradients and scales that can be compared."""
+    """The operation; by name its arguments' scales, and the gradients that can be compared."""
 
-    def __init__(
-        self,
-        loss: Loss,
-        names: list[str],
-        gradients: dict[str, Array],
-        spans: list[Array],
-        rng: np.random.Generator,
-    ):
-        self._loss, self._names, self._rng = loss, names, rng
-        self._gradients = {_label(name): gradient for name, gradient in gradients.items()}
-        self._spans = dict(zip(names, spans, strict=True))
+    def __init__(self, loss: Loss, spans: Gradients, gradients: Gradients, rng: Generator):
+        self._loss, self._spans, self._gradients, self._rng = loss, spans, gradients, rng
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
-        checks: list[tuple[str, Callable[[], Outcome]]] = [
-            ("the forward leaves its arguments alone", self._forward_leaves_alone),
-            ("the forward is deterministic", self._forward_repeats),
-        ]
+        # What each returns is what is wrong.
+        checks: dict[str, Callable[[], str]] = {
+            "the forward leaves its arguments alone": self._forward_leaves_alone,
+            "the forward is deterministic": self._forward_repeats,
+        }
         if backward:
-            alone = "the backward leaves dy, the cache and the arguments alone"
-            checks += [
-                (alone, self._backward_leaves_alone),
-                ("the backward is deterministic, and a cache can be used twice", self._repeats),
-                ("the backward is linear in dy", self._linear),
-            ]
+            checks |= {
+                "the backward leaves dy, the cache and the arguments alone": self._leaves_alone,
+                "the backward is deterministic, and a cache can be used twice": self._repeats,
+                "the backward is linear in dy": self._linear,
+            }
         found = []
-        for name, check in checks:
+        for name, check in checks.items():
             try:
-                verdict, message = check()
+                message = check()
             except FaultError as fault:
-                verdict, message = "FAIL", str(fault)
-            found.append(Finding("contract", name, verdict, message))
+                message = str(fault)
+            found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
         return found
 
-    # ---- calls ----
+    def _forward(self) -> tuple[Array, Any]:
+        return self._loss.operation.forward(copies(self._loss.args))
 
-    def _arguments(self) -> Arrays:
-        """Return copies of the arguments that are there, by name."""
-        pairs = zip(self._names, self._loss.args, strict=True)
-        return {name: array.copy() for name, array in pairs if array is not None}
-
-    def _forward(self, arguments: Arrays | None = None) -> tuple[Array, Any]:
-        """Call the forward, on copies unless arguments are given."""
-        arguments = self._arguments() if arguments is None else arguments
-        return self._loss.operation.forward([arguments.get(name) for name in self._names])
-
-    def _pull(self, dy: Array, cache: Any) -> Arrays:
+    def _pull(self, dy: Array, cache: Any) -> Gradients:
         """Return gradients, copied: a backward may fill a buffer of its own again."""
         returned = self._loss.operation.gradients(dy, cache, self._loss.args)
-        gradients = {}
-        for label, now in zip(map(_label, self._names), returned, strict=True):
+        found = {}
+        for name, now in zip(self._spans, returned, strict=True):
             # What was not fit to be compared the first time is not looked at again.
-            first = self._gradients.get(label)
-            if first is not None and (now is None or np.shape(now) != first.shape):
-                got = "None" if now is None else f"shape {np.shape(now)}"
-                msg = f"{label} had shape {first.shape}, then came {got}"
-                raise FaultError(msg)
-            if first is not None:
-                gradients[label] = np.array(now)
-        return gradients
+            if name in self._gradients:
+                found[name] = as_array(f"the gradient of {name}", now).copy()
+                shapes = self._gradients[name].shape, found[name].shape
+                if shapes[0] != shapes[1]:
+                    msg = f"the gradient of {name} had shape {shapes[0]}, then came {shapes[1]}"
+                    raise FaultError(msg)
+        return found
 
-    # ---- what a backward rounds ----
-
-    @cached_property
-    def _departures(self) -> Arrays:
+    def allowances(self) -> Gradients:
         """
-        How far multiples of dy are from giving multiples of the gradients, divided by the factor.
+        Return what the rounding errors measured in the backward may add to its bounds, flat.
 
         A backward is linear in dy but for its rounding errors, and these do not show in the size
-        of a gradient whose terms cancel (that of a softmax near 0 and 1, say).
+        of a gradient whose terms cancel (that of a softmax near 0 and 1, say). Measured is how far
+        multiples of dy are from giving multiples of the gradients: the root mean square along the
+        last axis, since a single element may be lucky. Never more than rounding can explain: a
+        backward that keeps float32 inside, 2^29 of these roundings, must not excuse itself.
         """
-        cache = self._forward()[1]
-        first = self._pull(self._loss.cotangent(), cache)
-        found: dict[str, list[Array]] = {name: [] for name in first}
-        for factor in _FACTORS:
-            dy = (self._loss.cotangent().astype(np.float64) * factor).astype(self._loss.dtype)
-            for name, gradient in self._pull(dy, cache).items():
-                apart = gradient.astype(np.float64) / factor - first[name].astype(np.float64)
-                found[name].append(np.where(np.isfinite(apart), apart, 0.0))
-        return {name: np.array(apart) for name, apart in found.items()}
-
-    def allowance(self, name: str) -> Array:
-        """
-        Return what the rounding errors measured in a backward may add to its bound, flat.
-
-        The root mean square along the last axis: a single element may be lucky.
-        """
-        gradient = np.atleast_1d(self._gradients[_label(name)].astype(np.float64))
+        cache, dy = self._forward()[1], self._loss.cotangent()
+        scaled = [(dy.astype(np.float64) * factor).astype(dy.dtype) for factor in _FACTORS]
         try:
-            departures = self._departures[_label(name)].reshape(-1, *gradient.shape)
+            first, *more = (self._pull(each, cache) for each in (dy, *scaled))
         except FaultError:
             # Found, and said, by the contract.
-            return np.zeros(gradient.size)
-        measured = rms(rms(departures, 0)[0], -1)
-        # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
-        u = unit_roundoff(self._gradients[_label(name)].dtype)
-        measured = np.maximum(measured - 1.5 * u * rms(gradient, -1), 0.0)
-        # Never more than rounding what the gradient is made of can explain: the gradient itself,
-        # or y changing by its own size over the argument's scale. A backward that keeps float32
-        # inside, 2^29 of these roundings, must not excuse itself.
-        typical = max(float(rms(gradient)), natural_size(self._loss, self._spans[name]))
-        # 16: of few samples, so many times their size.
-        allowed = np.minimum(16 * measured, 2.0**8 * u * typical)
-        return np.broadcast_to(allowed, gradient.shape).reshape(-1)
+            return {name: np.zeros(a.size) for name, a in self._gradients.items()}
+        found = {}
+        for name, a in self._gradients.items():
+            runs = np.array([each[name].astype(np.float64) for each in more])
+            wide = np.atleast_1d(a.astype(np.float64))
+            apart = (runs.T / _FACTORS).T - first[name].astype(np.float64)
+            measured = rms(rms(np.nan_to_num(apart, posinf=0, neginf=0), 0).reshape(wide.shape), -1)
+            # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
+            measured = np.maximum(measured - 1.5 * unit_roundoff(a.dtype) * rms(wide, -1), 0)
+            # 16: of few samples, so many times their size.
+            allowed = np.minimum(16 * measured, self._explained(name))
+            found[name] = np.broadcast_to(allowed, wide.shape).reshape(-1)
+        return found
 
-    # ---- inputs are left alone ----
+    def _explained(self, name: str) -> float:
+        """Return 256 roundings of a gradient, or of y changing by its size over the scale."""
+        gradient = self._gradients[name]
+        typical = max(float(rms(flat(gradient))), natural_size(self._loss, self._spans[name]))
+        return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
-    def _forward_leaves_alone(self) -> Outcome:
-        arguments = self._arguments()
-        before = _bytes(arguments.items())
-        self._forward(arguments)
-        return _left_alone("forward", arguments.items(), before)
+    def _forward_leaves_alone(self) -> str:
+        args = copies(self._loss.args)
+        return _modified("forward", self._named(args), lambda: self._loss.operation.forward(args))
 
-    def _backward_leaves_alone(self) -> Outcome:
-        arguments, dy = self._arguments(), self._loss.cotangent()
-        cache = self._forward(arguments)[1]
-        held = [("the cache", array) for array in _arrays_in(cache)]
-        arrays = [("dy", dy), *arguments.items(), *held]
-        before = _bytes(arrays)
-        self._loss.operation.gradients(dy, cache, self._loss.args)
-        return _left_alone("backward", arrays, before)
+    def _leaves_alone(self) -> str:
+        args, dy, operation = copies(self._loss.args), self._loss.cotangent(), self._loss.operation
+        cache = operation.forward(args)[1]
+        arrays = [("dy", dy), *self._named(args), *(("the cache", a) for a in _arrays_in(cache))]
+        return _modified("backward", arrays, lambda: operation.gradients(dy, cache, args))
 
-    # ---- the same call, the same bits; gradients, and their linearity in dy ----
+    def _named(self, args: list[Array | None]) -> list[tuple[str, Array]]:
+        return [(n, a) for n, a in zip(self._spans, args, strict=True) if a is not None]
 
-    def _forward_repeats(self) -> Outcome:
-        first, runs = self._loss.y_as_returned, range(_RUNS)
-        return _worst(_compared({"y": self._forward()[0]}, {"y": first}) for _ in runs)
+    def _forward_repeats(self) -> str:
+        found = [self._forward()[0] for _ in range(_RUNS)]
+        return _apart("y", [self._loss.y_as_returned, *found])
 
-    def _repeats(self) -> Outcome:
+    def _repeats(self) -> str:
         cache = self._forward()[1]
-        first, *again = (self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS))
-        return _worst(_compared(other, first) for other in again)
+        runs = [self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS)]
+        said = [_apart(f"the gradient of {n}", [each[n] for each in runs]) for n in runs[0]]
+        return next(filter(None, said), "")
 
-    def _linear(self) -> Outcome:
+    def _linear(self) -> str:
         cache, loss = self._forward()[1], self._loss
-        dy, other = loss.cotangent().astype(np.float64), draw(loss.y.size, self._rng)
-        other = other.reshape(loss.shape)
+        dy = loss.cotangent().astype(np.float64)
+        other = draw(loss.y.size, self._rng).reshape(loss.shape)
         # Twice one: a backward that is additive in dy for the signs it happens to meet need not
         # be homogeneous. The sum is exact in every dtype, see `draw`.
         dys = (each.astype(loss.dtype) for each in (dy, other, 2 * dy + other))
         first, second, both = (self._pull(each, cache) for each in dys)
-        expected, bounds = {}, {}
-        for name in self._names:
-            if (label := _label(name)) in first:
-                a, b, total = (flat(each[label]) for each in (first, second, both))
-                # Nearer to the end of the range, the sum may overflow.
-                far = np.abs(2 * a + b) >= 2.0 ** format_of(both[label].dtype).emax
-                expected[label] = np.where(far, total, 2 * a + b)
-                bound = sum(_bound(each[label]) for each in (first, first, second, both))
-                bounds[label] = bound + 4 * self.allowance(name)
-        verdict, message = _compared({n: flat(g) for n, g in both.items()}, expected, bounds)
-        # Three results, each rounded: equal bits are not to be had.
-        return _FINE if verdict == "NOTE" else (verdict, message)
+        for name, total in both.items():
+            a, b = first[name], second[name]
+            made = 2 * flat(a) + flat(b)
+            # Nearer to the end of the range, the sum may overflow.
+            far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
+            largest = np.max(np.where(far, 0, np.abs(flat(total) - made)), initial=0.0)
+            # Any order of summation, and what cancels.
+            bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(name)
+            if not largest <= bound:
+                return _differs(f"the gradient of {name}", largest / bound)
+        return ""
 
 
 def _arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
@@ -196,55 +160,41 @@ def _arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
     if isinstance(thing, np.ndarray):
         yield thing
     elif depth and not isinstance(thing, type):
-        parts: Iterable[Any] = thing if isinstance(thing, (tuple, list)) else ()
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
-        for part in [*parts, *held.values()]:
+        for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
             yield from _arrays_in(part, depth - 1)
 
 
-def _bytes(arrays: Iterable[tuple[str, Array]]) -> list[bytes]:
-    return [array.tobytes() for _, array in arrays]
-
-
-def _left_alone(what: str, arrays: Iterable[tuple[str, Array]], before: list[bytes]) -> Outcome:
-    pairs = zip(arrays, before, strict=True)
+def _modified(what: str, named: list[tuple[str, Array]], call: Callable[[], object]) -> str:
+    """Say which arrays a call modifies."""
+    before = [array.tobytes() for _, array in named]
+    call()
+    pairs = zip(named, before, strict=True)
     changed = dict.fromkeys(name for (name, array), old in pairs if array.tobytes() != old)
-    return ("FAIL", f"{what} modifies {', '.join(changed)}") if changed else _FINE
+    return f"{what} modifies {', '.join(changed)}" if changed else ""
 
 
-def _bound(a: Array) -> Array:
-    """Bound what another order of summation does to an array, flat."""
+def _bound(a: Array) -> float:
+    """Bound what another order of summation does to the elements of an array."""
     largest = float(np.max(np.abs(flat(a)), initial=0.0))
     bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
-    return np.full(a.size, (bound if np.isfinite(bound) else 0.0) + 2.0**-1074)
+    return float(bound if np.isfinite(bound) else 0.0) + 2.0**-1074
 
 
-def _label(name: str) -> str:
-    return f"the gradient of {name}"
-
-
-def _worst(outcomes: Iterable[Outcome]) -> Outcome:
-    """Return the first failure; without one, the first note."""
-    found = list(outcomes)
-    return next((o for verdict in ("FAIL", "NOTE") for o in found if o[0] == verdict), _FINE)
-
-
-def _compared(found: Arrays, expected: Arrays, bounds: Arrays | None = None) -> Outcome:
-    """Compare: equal bits PASS, a difference within the bound, flat, is a NOTE, else FAIL."""
-    note = ""
-    for name, e in expected.items():
-        actual = found[name]
-        if actual.shape != e.shape:
-            return "FAIL", f"{name} has shape {e.shape}, then {actual.shape}"
-        if actual.dtype == e.dtype and actual.tobytes() == e.tobytes():
-            continue
-        a, b, bound = flat(actual), flat(e), _bound(e) if bounds is None else bounds[name]
+def _apart(name: str, runs: list[Array]) -> str:
+    """Say how far results of the same call are apart, if by more than rounding explains."""
+    first, bound = runs[0], _bound(runs[0])
+    for each in runs[1:]:
+        if each.shape != first.shape:
+            return f"{name} has shape {first.shape}, then {each.shape}"
+        a, b = flat(each), flat(first)
         alike = (a == b) | (np.isnan(a) & np.isnan(b))
         # NaN where only one of them is NaN.
-        excess = float(np.max(np.where(alike, 0.0, np.abs(a - b) / bound), initial=0.0))
-        if not excess <= 1:
-            return "FAIL", f"{name} differs by {excess:.2g} times what rounding explains"
-        if excess > 0:
-            share = np.max(np.abs(a - b)) / np.max(np.abs(b), initial=2.0**-1074)
-            note = note or f"{name} differs by {share:.0e} of its largest element"
-    return ("NOTE", note) if note else _FINE
+        largest = np.max(np.where(alike, 0.0, np.abs(a - b)), initial=0.0)
+        if not largest <= bound:
+            return _differs(name, largest / bound)
+    return ""
+
+
+def _differs(name: str, excess: float) -> str:
+    return f"{name} differs by {excess:.2g} times what rounding explains"

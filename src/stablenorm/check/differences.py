@@ -4,17 +4,16 @@ Derivatives of a program by differences of the program itself, each with its own
 L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
 two in proportion to that argument's own scale, to x + step D and x - step D. Both are *formed in
 floating point*, and L(x+) - L(x-) is compared with <gradient, x+ - x->: that difference of the
-two arrays is exact, whereas 2 step D is not what the program saw once x has an offset. L itself is
-never formed: <u, y+ - y-> is, since the subtraction of neighbours is exact (Sterbenz).
+two arrays is exact. L itself is never formed: <u, y+ - y-> is, since the subtraction of neighbours
+is exact (Sterbenz).
 
 The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
-that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). For every entry the weights of the
-secants it is made of are kept, so that the bound of an entry is
+that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). The bound of an entry is
 
     disagreement with its two parents + sum |weight| * noise / step
 
-and the entry of least bound is returned. The second term keeps an accidental agreement of two
-entries from being taken for accuracy. The noise is measured, see `measure_noise`.
+with the weights of the secants that it is made of, and noise that is measured. The entry of least
+bound is returned. The second term keeps an accidental agreement from being taken for accuracy.
 
 A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
 has a status. "smooth": the bound can be believed, since it is small beside the magnitudes that the
@@ -28,9 +27,10 @@ import math
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
-from stablenorm.check.operation import Loss, flat, norm, unit_roundoff
-from stablenorm.check.report import Secant
+from stablenorm.check.operation import Loss, flat, norm, sum_rounding, unit_roundoff
+from stablenorm.check.report import TINIEST, Secant
 from stablenorm.types import Array
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2
@@ -58,38 +58,43 @@ _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 _SIGMAS = 4.0
 
 Status = Literal["smooth", "rounding", "kink", "no limit"]
-
-
-class Direction(NamedTuple):
-    """Which entries of one argument move: a flat index, several, or a slice; and how far each."""
-
-    position: int
-    where: Any
-    # Powers of two, with signs.
-    scale: Array
-
-
-class Noise(NamedTuple):
-    """Samples of the rounding noise of u y, and its usual size relative to u y."""
-
-    samples: list[Array]
-    level: float
+# Samples of the rounding noise of u y, and its usual size relative to u y.
+Noise = tuple[list[Array], float]
+# Of the tableau: both sides, and the bound of the numeric one.
+Entry = tuple[float, float, float]
 
 
 class Estimate(NamedTuple):
     """
-    Along one direction D: <gradient, D>, the same by secants, and the estimated error of the latter.
+    Along one direction D: <gradient, D>, the same by secants, and how far off both may be.
 
-    `noise` bounds what rounding in the forward does to the terms u y that moved, taken together
-    as independent: in their sum, which is what `bound` knows of, it may happen to cancel.
+    For one element, in units of the gradient.
     """
 
     actual: float
     numeric: float
-    bound: float
-    noise: float
-    status: Status = "no limit"
-    curve: tuple[Secant, ...] = ()
+    bound_numeric: float
+    bound_actual: float
+    status: Status
+    curve: tuple[Secant, ...]
+    # The element; None: a probe.
+    place: int | None = None
+
+    @property
+    def bound(self) -> float:
+        """Both bounds together."""
+        return self.bound_numeric + self.bound_actual
+
+    @property
+    def judged(self) -> bool:
+        """Whether the two sides can be compared."""
+        return bool(np.isfinite(self.bound)) and self.status in ("smooth", "rounding")
+
+    @property
+    def z(self) -> float:
+        """The difference in units of the bounds; 0 where nothing is known."""
+        difference = abs(self.actual - self.numeric)
+        return difference / max(self.bound, TINIEST) if self.judged else 0.0
 
 
 class _Row(NamedTuple):
@@ -108,10 +113,9 @@ class _Row(NamedTuple):
 
 
 def _secant(
-    loss: Loss, direction: Direction, gradient: Array, step: float
+    loss: Loss, position: int, where: Any, scale: Array, gradient: Array, step: float
 ) -> tuple[_Row, Array, Array] | None:
     """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
-    position, where, scale = direction
     base = np.asarray(loss.args[position])
     x = flat(base)[where]
 
@@ -130,43 +134,43 @@ def _secant(
     if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
         return None
     # The step that was taken; for a single element, this makes `actual` the gradient itself.
-    # Relative to the largest scale, whose square may overflow.
-    largest = np.max(np.abs(scale))
-    relative = scale / largest
-    step = float(np.sum(taken / largest * relative) / (2 * np.sum(relative * relative)))
+    step = float(np.mean(taken / scale)) / 2
     terms = loss.u * (y_plus - y_minus)
-    numeric = float(np.sum(terms)) / (2 * step)
-    actual = float(np.sum(gradient * taken)) / (2 * step)
+    numeric, actual = (float(np.sum(a)) / (2 * step) for a in (terms, gradient * taken))
     size = float(np.sum(np.abs(terms))) / (2 * step)
-    roundings = (math.log2(terms.size + 1) + 8) * size
     off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
     bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
     # 8: the few operations on `actual` and on the tableau.
-    error = 2.0**-53 * (roundings + 8 * abs(actual)) + abs(np.sum(bends)) / step * off_centre
+    error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
+    error += abs(np.sum(bends)) / step * off_centre
     row = _Row(step, numeric, actual, float(error), size, norm(terms) / (2 * step), norm(bends))
     return row, y_plus, y_minus
 
 
 def differentiate(
     loss: Loss,
-    direction: Direction,
+    position: int,
+    where: Any,
+    scale: Array,
     gradient: Array,
-    enough: float,
+    rounding: float,
     noises: Noise,
-    rng: np.random.Generator,
-    unit: float = 1.0,
+    rng: Generator,
+    unit: float,
 ) -> Estimate:
     """
     Compare <gradient, D> with secants along D; all is divided by `unit`, a power of two.
 
-    Stops early once the bound is below `enough` (the backward's own rounding: nothing finer can
-    be judged) or two further steps have not improved it.
+    D moves the entries `where`, a flat index or a slice, by `scale`: powers of two, with signs.
+    Stops early once the bound is below `rounding` (of the backward: nothing finer can be judged)
+    or two further steps have not improved it.
     """
     rows: list[_Row] = []
     reach = np.zeros(loss.y.size)
-    noise: tuple[float, float] | None = None
-    best = Estimate(float(np.sum(gradient * direction.scale)), math.nan, math.inf, math.inf)
-    status: Status = "no limit"
+    # Of the sum, and of the terms that moved, taken together as independent: in their sum it may
+    # happen to cancel.
+    noise = apart = math.inf
+    best: Entry = float(np.sum(gradient * scale)), math.nan, math.inf
     tableau: list[Array] = []
     curve: list[Secant] = []
     stale = 0
@@ -174,7 +178,7 @@ def differentiate(
         # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
         # whose rounding errors are the same at all steps would hide them from the tableau.
         step = power * (1 + rng.random() / 4)
-        found = _secant(loss, direction, gradient, step)
+        found = _secant(loss, position, where, scale, gradient, step)
         if found is None:
             continue
         row, *ends = found
@@ -184,56 +188,52 @@ def differentiate(
         if reach.any() and not moved.any():
             break
         # The first step goes farthest: later ones seldom move an output that it did not.
-        if noise is None:
+        if not rows:
             reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
-            noise = _bound_noise(loss, noises, reach)
+            noise, apart = _bound_noise(loss, noises, reach)
         rows.append(row)
-        curve.append(Secant(step, float(row.numeric / unit), float(noise[0] / row.step / unit)))
+        curve.append(Secant(step, row.numeric / unit, noise / row.step / unit))
         tableau, entry = _extend(tableau, rows, noise)
-        stale = 0 if entry.bound < best.bound else stale + 1
-        best = min(best, entry, key=lambda estimate: estimate.bound)
+        stale = 0 if entry[2] < best[2] else stale + 1
+        best = min(best, entry, key=lambda each: each[2])
+        actual, numeric, bound = best
         # Never on a difference: beside a kink, only the steps that do not reach it are right.
-        agrees = abs(best.actual - best.numeric) <= best.bound
-        if len(rows) >= 4 and agrees and (best.bound <= enough * abs(unit) or stale >= 2):
+        agrees = abs(actual - numeric) <= bound
+        if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
             break
-    if noise is not None and len(rows) > 1 and np.isfinite(best.bound):
+    status: Status = "no limit"
+    if len(rows) > 1 and np.isfinite(best[2]):
         # How large the noise of all outputs usually is: that of the ones at a kink has the kink
         # in it.
         usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
-        status = _status(best, rows, noise[0], usual, noises.level)
-    actual, numeric, bound, each = (float(part / unit) for part in best[:4])
-    return Estimate(actual, numeric, abs(bound), abs(each), status, tuple(curve))
+        status = _status(best, rows, noise, usual, noises[1])
+    actual, numeric, bound = (each / unit for each in best)
+    explained = apart / unit + rounding
+    return Estimate(actual, numeric, bound, explained, status, tuple(curve))
 
 
-def _status(best: Estimate, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
+def _status(best: Entry, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
-    bent = _is_bent(rows, level * usual)
+    actual, numeric, bound = best
+    last, bent = rows[-1], _is_bent(rows, level * usual)
+    # Entries of the first steps may agree by chance on what the last ones no longer say.
+    newest, previous = (row.numeric - row.actual for row in rows[:-3:-1])
+    strayed = abs(numeric - actual - newest)
+    # An error in step^2 is 0.2 to 0.7 times the last change; one in 1 / step, 1.6 times and more.
+    reach = bound + abs(newest - previous)
     # At a kink the slopes may cancel (|x| at 0), but not what is between them.
-    size = max(rows[-1].size, rows[-1].bend) if bent else rows[-1].size
-    small = best.bound <= _SETTLED * size
+    small = bound <= _SETTLED * (max(last.size, last.bend) if bent else last.size)
     # A step function's slopes grow as steps shrink. A quarter: at a step of 2^-4 of the scale or
     # less, slopes change by a hundredth.
-    before, after = rows[-2].slope, rows[-1].slope
+    before, after = rows[-2].slope, last.slope
     small = small and abs(after - before) <= 0.25 * max(after, before)
-    converged = small and not _has_strayed(best, rows, 0.0)
-    if bent:
-        return "kink" if converged else "no limit"
-    if converged:
-        return "smooth"
+    if small and strayed <= reach:
+        return "kink" if bent else "smooth"
     # Nothing but rounding is left (a derivative that is zero, a forward in float16). That it is
     # rounding shows in its size: steps too long for the function "measure" a noise of all of y.
-    little = noise <= _ROUNDING * usual and best.bound <= 8 * noise / rows[-1].step
-    settled = (small or little) and not _has_strayed(best, rows, noise)
-    return "rounding" if settled else "no limit"
-
-
-def _has_strayed(best: Estimate, rows: list[_Row], noise: float) -> bool:
-    """Tell whether the entry that was chosen is not what the last secants say."""
-    # Entries of the first steps may agree by chance on what the last ones no longer say.
-    last, previous = (row.numeric - row.actual for row in rows[:-3:-1])
-    strayed = abs(best.numeric - best.actual - last)
-    # An error in step^2 is 0.2 to 0.7 times the last change; one in 1 / step, 1.6 times and more.
-    return not strayed <= best.bound + abs(last - previous) + 2 * noise / rows[-1].step
+    little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
+    near = not bent and strayed <= reach + 2 * noise / last.step
+    return "rounding" if (small or little) and near else "no limit"
 
 
 def _is_bent(rows: list[_Row], noise: float) -> bool:
@@ -247,9 +247,7 @@ def _is_bent(rows: list[_Row], noise: float) -> bool:
     return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
 
 
-def _extend(
-    previous: list[Array], rows: list[_Row], noise: tuple[float, float]
-) -> tuple[list[Array], Estimate]:
+def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Entry]:
     """
     Add the newest secant to the tableau; return its row and the entry of least bound in it.
 
@@ -258,8 +256,8 @@ def _extend(
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line, best = [entry], Estimate(math.nan, math.nan, math.inf, math.inf)
-    disturbance = np.array([noise[0] / row.step + row.error for row in rows])
+    line, best = [entry], (math.nan, math.nan, math.inf)
+    disturbance = np.array([noise / row.step + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
@@ -268,12 +266,12 @@ def _extend(
         residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
         disagreement = max(abs(residual - parent) for parent in parents)
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
-        if bound < best.bound:
-            best = Estimate(float(entry[0]), float(entry[1]), bound, noise[1])
+        if bound < best[2]:
+            best = float(entry[0]), float(entry[1]), bound
     return line, best
 
 
-def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Generator) -> Noise:
+def measure_noise(loss: Loss, position: int, scale: Array, rng: Generator) -> Noise:
     """
     Return, for one argument, samples of the rounding noise of every output element.
 
@@ -285,8 +283,7 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
       noise of a known multiple. The points are far enough apart to see float16 inside;
     - at random integer combinations of a few tiny moves: what is orthogonal to every linear
       effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
-      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp. (So does a
-      two-level design, whose levels are parities, as roundings are.)
+      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp.
     """
     base = np.asarray(loss.args[position])
     x = flat(base)
@@ -321,7 +318,7 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: np.random.Genera
     size = np.abs(loss.u * loss.y)
     relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
     # Whatever was measured, every output was rounded to its dtype: half an ulp.
-    return Noise(samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype)))
+    return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
 
 def _bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
@@ -334,11 +331,9 @@ def _bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
     places = np.flatnonzero(reach)
     if not np.isfinite(loss.y[places]).all():
         return math.inf, math.inf
-    summed = apart = 0.0
-    for samples in noise.samples:
-        terms = samples[:, places]
-        summed = max(summed, float(np.mean(np.square(terms.sum(axis=1)))))
-        apart = max(apart, float(np.mean(np.sum(np.square(terms), axis=1))))
+    terms = [samples[:, places] for samples in noise[0]]
+    summed = max(float(np.mean(np.square(each.sum(axis=1)))) for each in terms)
+    apart = max(float(np.mean(np.sum(np.square(each), axis=1))) for each in terms)
     # At least the usual noise of all outputs, in unrelated directions.
-    floor = noise.level * norm((loss.u * reach)[places])
+    floor = noise[1] * norm((loss.u * reach)[places])
     return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)

@@ -1,16 +1,4 @@
-r"""
-Equations that the gradients of layer normalization satisfy exactly.
-
-In every row, with xhat, rstd = (var + eps)^(-1/2) and g = gamma dy:
-
-- sum(dx) = 0, since adding a constant to x changes nothing;
-- sum(dx xhat) / rstd = eps rstd^2 sum(g xhat): stretching x about its mean changes y only as far
-  as eps matters. Where eps is left out of the backward, the right side is 0;
-
-and over all rows <gamma, dgamma> + <beta, dbeta> = <dy, y>, since y is linear in (gamma, beta)
-(Euler's theorem). They are necessary, not sufficient: a row of dx that is zero satisfies the
-first, and the second as far as eps is small.
-"""
+"""Equations that the gradients of layer normalization satisfy exactly."""
 
 from __future__ import annotations
 
@@ -25,18 +13,19 @@ from stablenorm.types import Array
 
 
 def row_identities(
-    x: Any,
-    gamma: Any,
-    beta: Any,
-    eps: float,
-    dy: Any,
-    y: Any,
-    dx: Any,
-    dgamma: Any,
-    dbeta: Any,
+    x: Any, gamma: Any, beta: Any, eps: float, dy: Any, y: Any, dx: Any, dgamma: Any, dbeta: Any
 ) -> tuple[Identity, ...]:
     r"""
     Evaluate the equations that exact layer-normalization gradients satisfy.
+
+    In every row, with xhat, rstd = (var + eps)^(-1/2) and g = gamma dy:
+
+    - sum(dx) = 0, since adding a constant to x changes nothing;
+    - sum(dx xhat) / rstd = eps rstd^2 sum(g xhat): stretching x about its mean changes y only as
+      far as eps matters. Where eps is left out of the backward, the right side is 0;
+
+    and over all rows <gamma, dgamma> + <beta, dbeta> = <dy, y>, since y is linear in (gamma, beta).
+    They are necessary, not sufficient: a row of dx that is zero satisfies the first.
 
     Parameters
     ----------
@@ -60,18 +49,11 @@ def row_identities(
     ValueError
         If shapes do not match, or `eps` is negative or not finite.
 
-    See Also
-    --------
-    check_layer_norm : These, and finite differences.
-
     Notes
     -----
-    Statistics are computed here, independently, in float64, from re-centered rows, so that an
-    offset does not spoil the check. The bounds are what arithmetic in the dtype of `dx` may lose,
-    a few times (4 + sqrt(n) / 2) u of the magnitudes that dx is made of: some operations on each
-    term, and the random-walk error of a plain sum (N. J. Higham and T. Mary, SIAM J. Sci. Comput.
-    41 (2019) A2815). They include what an offset costs a variance made of E[x^2] and the mean;
-    where that leaves no digits, they are infinite.
+    The bounds are what arithmetic in the dtype of `dx` may lose, a few times (4 + sqrt(n) / 2) u of
+    the magnitudes that dx is made of. They include what an offset costs a variance made of E[x^2]
+    and the mean; where that leaves no digits, they are infinite.
 
     Examples
     --------
@@ -82,18 +64,26 @@ def row_identities(
     False
     """
     check_eps(eps)
-    if np.ndim(x) == 0:
-        msg = "x must have at least one axis, got a scalar"
+    like = np.shape(x)
+    shape = next((np.shape(p) for p in (gamma, beta) if p is not None), like[-1:])
+    if not like or like[len(like) - len(shape) :] != shape:
+        msg = f"x must have at least one axis and end in the shape of gamma, {shape}, got {like}"
         raise ValueError(msg)
-    shape = next((np.shape(p) for p in (gamma, beta) if p is not None), np.shape(x)[-1:])
-    rows = {"x": x, "dy": dy, "y": y, "dx": dx}
-    x, dy, y, dx = (_matrix(name, a, np.shape(x), shape) for name, a in rows.items())
-    parameters = {"gamma": gamma, "beta": beta, "dgamma": dgamma, "dbeta": dbeta}
-    gamma, beta, dgamma, dbeta = (_vector(name, a, shape) for name, a in parameters.items())
-    if x.size == 0:
+    given = {"dy": dy, "y": y, "dx": dx, "beta": beta, "dgamma": dgamma, "dbeta": dbeta}
+    for name, array in given.items():
+        required = like if name in ("dy", "y", "dx") else shape
+        if array is not None and np.shape(array) != required:
+            msg = f"{name} must have shape {required}, got {np.shape(array)}"
+            raise ValueError(msg)
+    n = int(np.prod(shape))
+    if np.size(x) == 0:
         return ()
+    x, dy, y, dx = (None if a is None else np.reshape(a, (-1, n)) for a in (x, dy, y, dx))
+    gamma, beta, dgamma, dbeta = (
+        None if a is None else np.reshape(a, -1) for a in (gamma, beta, dgamma, dbeta)
+    )
     keep = np.isfinite(x).all(axis=-1) & np.isfinite(dy).all(axis=-1)
-    keep[keep] = statistics(x[keep].astype(np.float64), eps).s[:, 0] > 0
+    keep[keep] = statistics(x[keep].astype(np.float64), eps)[1][:, 0] > 0
     if not keep.any():
         return ()
     case = Case(x[keep], gamma, beta, eps, dy[keep])
@@ -116,63 +106,42 @@ def check_eps(eps: float) -> None:
         raise ValueError(msg)
 
 
-def _matrix(name: str, array: Any, like: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """See `array` as (rows, n)."""
-    if array is None:
-        return None
-    array = np.asarray(array)
-    if array.shape != like or array.shape[array.ndim - len(shape) :] != shape:
-        msg = f"{name} must have the shape of x, ending in {shape}, got {array.shape}"
-        raise ValueError(msg)
-    return array.reshape(-1, int(np.prod(shape)))
-
-
-def _vector(name: str, array: Any, shape: tuple[int, ...]) -> Any:
-    if array is not None and np.shape(array) != shape:
-        msg = f"{name} must have shape {shape}, got {np.shape(array)}"
-        raise ValueError(msg)
-    return None if array is None else np.reshape(array, -1)
-
-
 def _dx_identities(case: Case, dx: Array) -> list[Identity]:
     expected = Expected(case, unit_roundoff(dx.dtype))
-    stats = expected.stats
     # Divided by rstd, all is of the size of g.
-    scaled = dx.astype(np.float64) * stats.s
-    bound = expected.bounds_of("dx", dx.dtype).careless * stats.s
-    right = stats.share * np.sum(expected.g * stats.xhat, axis=-1, keepdims=True)
-    return [
-        _worst("sum(dx) = 0", np.sum(scaled, axis=-1), np.sum(bound, axis=-1)),
-        _worst(
-            "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd",
-            np.sum(scaled * stats.xhat, axis=-1) - right[:, 0],
-            np.sum(_times(bound, np.abs(stats.xhat)), axis=-1),
-        ),
-    ]
+    scaled = dx.astype(np.float64) * expected.s
+    bound = expected.bounds_of("dx", dx.dtype).careless * expected.s
+    # eps / (var + eps), where squares may overflow.
+    share = np.square(np.sqrt(case.eps) / expected.s)
+    projected = (scaled - share * expected.g) * expected.xhat
+    name = "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd"
+    second = _worst(name, projected, bound * np.abs(expected.xhat))
+    return [_worst("sum(dx) = 0", scaled, bound), second]
 
 
 def _euler(case: Case, y: Array, dgamma: Array, dbeta: Array | None) -> Identity:
-    gamma, beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
-    residual = bound = np.zeros(())
+    terms, bounds = [], []
     # Each of the three inner products, by its own magnitudes and dtype.
-    products = {"dgamma": (gamma, dgamma), "dbeta": (beta, dbeta), "y": (-case.rows(case.dy), y)}
+    products = {
+        "dgamma": (case.vector(case.gamma, 1.0), dgamma),
+        "dbeta": (case.vector(case.beta, 0.0), dbeta),
+        "y": (-case.rows(case.dy), y),
+    }
     for name, (weights, array) in products.items():
         if array is not None:
             off = Expected(case, unit_roundoff(array.dtype)).bounds_of(name, array.dtype).careless
-            residual = residual + np.sum(weights * array.astype(np.float64))
-            bound = bound + np.sum(_times(np.abs(weights), off))
-    return _worst("<gamma, dgamma> + <beta, dbeta> = <dy, y>", residual[None], bound[None])
+            terms.append((weights * array.astype(np.float64)).reshape(-1))
+            bounds.append((np.abs(weights) * off).reshape(-1))
+    name = "<gamma, dgamma> + <beta, dbeta> = <dy, y>"
+    return _worst(name, np.concatenate(terms)[None], np.concatenate(bounds)[None])
 
 
-def _times(a: Array, b: Array) -> Array:
-    """Multiply; 0 times infinity is 0."""
-    return np.where((a == 0) | (b == 0), 0.0, a * b)
-
-
-def _worst(name: str, residual: Array, bound: Array) -> Identity:
-    """Keep the row that is worst in proportion to its bound."""
+def _worst(name: str, terms: Array, bounds: Array) -> Identity:
+    """Sum each row of terms, and keep the one that is worst in proportion to its bound."""
+    # 0 times infinity is 0.
+    bounds = np.nan_to_num(bounds, nan=0, posinf=np.inf)
+    residual, bound = np.sum(terms, axis=-1), np.sum(bounds, axis=-1)
     # What is not finite sorts first; a residual of 0 needs no bound.
     z = np.where(residual == 0, 0.0, np.abs(residual) / np.where(bound > 0, bound, 1e-300))
     row = int(np.argmax(np.where(np.isnan(z), np.inf, z)))
-    passed = bool(np.all(z <= 1))
-    return Identity(name, float(np.abs(residual[row])), float(bound[row]), passed)
+    return Identity(name, float(np.abs(residual[row])), float(bound[row]), bool(np.all(z <= 1)))

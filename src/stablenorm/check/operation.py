@@ -148,13 +148,12 @@ class Loss:
         args[position] = moved
         try:
             y, _ = self.operation.forward(args)
+            if y.shape == self.shape:
+                return flat(y)
+            self.faults.setdefault(False, f"y has shape {self.shape}, then {y.shape}")
         except FaultError as fault:
             self.faults.setdefault(fault.raised, str(fault))
-            return np.full(self.y.size, np.nan)
-        if y.shape != self.shape:
-            self.faults.setdefault(False, f"y has shape {self.shape}, then {y.shape}")
-            return np.full(self.y.size, np.nan)
-        return flat(y)
+        return np.full(self.y.size, np.nan)
 
 
 def draw(size: int, rng: np.random.Generator) -> Array:

@@ -1,15 +1,22 @@
-"""What a gradient check found: numbers and a verdict; `text` and `plot` show them."""
+"""What a gradient check found: numbers and a verdict, as text and as a picture."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.text import plain, to_json
+from stablenorm.figures import COLORS, new_figure
+from stablenorm.text import plain, to_json, wrapped
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
+# Below, an error is drawn at the floor: a float64 says no more.
+_FLOOR = 1e-17
+# In the place of a bound of 0: nothing is 0 times as large.
+TINIEST = 2.0**-1074
 
 
 class Identity(NamedTuple):
@@ -28,27 +35,17 @@ class Identity(NamedTuple):
 
 class Finding(NamedTuple):
     """
-    One thing that a layer of the check looked at, beside the derivatives themselves.
+    One thing that was looked at beside the derivatives: by which layer of the check, and its result.
 
-    Attributes
-    ----------
-    layer : str
-        "contract", "closed form", "hard inputs" or "smoothness".
-    name : str
-        What was to hold, as a sentence: "x is not modified by the forward".
-    verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOTE"}
-        NOTE: worth knowing, wrong only for code that claims it. It does not count.
-    message : str
-        What was seen, in one line; empty for a PASS.
-    resolution : float or None
-        The smallest relative error that it would have seen, where that can be said.
+    `layer` is "contract", "closed form", "hard inputs" or "smoothness"; `name` what was to hold, as
+    a sentence; `message` what was seen, in one line, empty for a PASS. A NOTE is worth knowing, and
+    does not count.
     """
 
     layer: str
     name: str
     verdict: FindingVerdict
     message: str = ""
-    resolution: float | None = None
 
 
 class Difference(NamedTuple):
@@ -62,7 +59,7 @@ class Difference(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bound; more than 1 is a failure."""
-        return ratio(abs(self.actual - self.numeric), self.bound)
+        return abs(self.actual - self.numeric) / max(self.bound, TINIEST)
 
 
 class Secant(NamedTuple):
@@ -98,22 +95,18 @@ class ArgumentResult:
         There: the estimated error of `numeric`, and how far rounding can take `actual` off.
     resolution : float
         The smallest error that would have been seen in every element compared, relative to the
-        element or to the RMS of this gradient, whichever is larger; by the closed form of
-        `check_layer_norm` where that is finer.
+        element or to the RMS of this gradient, whichever is larger.
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
     method : str
-        How `numeric` was obtained: "secants" or "closed form".
+        How `numeric` was obtained: "secants" or "closed form" (of `check_layer_norm`).
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
     differences : tuple of Difference
         Every element that was compared.
     curve : tuple of Secant
-        At `index`, or the probe: what plain secants say at each step, for the curve of error
-        against step. In units of the argument's scale.
-    shape : tuple of int
-        That of the argument.
+        At `index`, or the probe: plain secants at each step, in units of the argument's scale.
     """
 
     name: str
@@ -133,7 +126,6 @@ class ArgumentResult:
     pattern: str = ""
     differences: tuple[Difference, ...] = ()
     curve: tuple[Secant, ...] = ()
-    shape: tuple[int, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -143,13 +135,28 @@ class ArgumentResult:
     @property
     def z(self) -> float:
         """The difference in units of both bounds together; more than 1 is a failure."""
-        return ratio(abs(self.actual - self.numeric), self.bound_numeric + self.bound_actual)
+        bound = self.bound_numeric + self.bound_actual
+        return abs(self.actual - self.numeric) / max(bound, TINIEST)
 
     def __str__(self) -> str:
-        """Give one line, or three with the worst element."""
-        from stablenorm.check.text import argument_lines  # noqa: PLC0415 - it shows what is here
-
-        return "\n".join(argument_lines(self))
+        """Give one line; for what failed, or is not known, two more with the worst element."""
+        message = f": {self.message}" if self.message else ""
+        if not self.judged:
+            return f"{self.name}: {self.verdict}{message}"
+        pattern = f" ({self.pattern})" if self.pattern else ""
+        compared = f"{self.checked} of {self.total} elements"
+        compared += f" and {self.probes} probes" if self.probes else ""
+        compared += f", {self.failing} differ" if self.failing else ""
+        compared += f", by {self.method}" if self.method != "secants" else ""
+        seen = f"resolution {self.resolution:.1e}{message}"
+        first = f"{self.name}: {self.verdict}{pattern}: {compared}, {seen}"
+        if self.verdict == "PASS":
+            return first
+        place = "along a probe" if self.index is None else f"at {list(self.index)}"
+        difference = f"differ by {abs(self.actual - self.numeric):.2e}, z = {self.z:.3g}"
+        bounds = f"backward {self.bound_actual:.2e}, numeric {self.bound_numeric:.2e}"
+        values = f"backward {self.actual:.17g}, numeric {self.numeric:.17g}"
+        return f"{first}\n    {place}: {values}\n    {difference}; bounds: {bounds}"
 
 
 @dataclass(frozen=True)
@@ -212,8 +219,7 @@ class GradientReport:
         -------
         dict
             The attributes by name, with `verdict`, `passed`, `resolution`, and `z` where there
-            is one. What JSON has no number for is a string, "nan", "inf" or "-inf", so that
-            ``float(value)`` reads every number back.
+            is one. What JSON has no number for is a string that float() reads: "nan", "inf".
         """
         held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
         return plain(held | vars(self))
@@ -241,22 +247,95 @@ class GradientReport:
         Notes
         -----
         For each argument: how far a plain central difference at each step is from the
-        extrapolated value, at the element with the largest z. It falls with the square of the
-        step, until rounding takes over: the V. Errors are relative to the gradient's size there.
+        extrapolated value, at the element with the largest z, relative to the gradient's size.
         """
-        from stablenorm.check.plot import plot_report  # noqa: PLC0415 - it shows what is here
+        # Drawn at 9 inches by 150 dots, so that 900 pixels show letters of 10 points at their size.
+        figure = new_figure(9, 4.3)
+        about = f"{self.verdict}: {self.diagnosis[0]}" if self.diagnosis else ""
+        about = about or self._headline()
+        # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
+        title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
+        figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
+        axes = figure.subplots()
 
-        plot_report(self, path, format)
+        def level(error: float, label: str, **style: Any) -> None:
+            if math.isfinite(error) and error:
+                axes.axhline(max(error, _FLOOR), label=label, **style)
+
+        judged = [result for result in self.arguments if result.judged]
+        for place, result in enumerate(judged):
+            color, name = COLORS[place % len(COLORS)], f"d{result.name}"
+            # Relative to the larger of the element and the RMS of all; hypot does not overflow.
+            known = [d.numeric for d in result.differences if math.isfinite(d.numeric)]
+            sizes = [abs(result.numeric), math.hypot(*known) / math.sqrt(max(len(known), 1))]
+            size = max(filter(math.isfinite, sizes), default=0.0) or 1.0
+            errors = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
+            points = sorted((s, max(error, _FLOOR)) for s, error in errors if math.isfinite(error))
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
+            level(
+                (result.bound_numeric + result.bound_actual) / size, f"{name}: bound", color=color
+            )
+            if result.z > 1:
+                difference = abs(result.actual - result.numeric) / size
+                level(difference, f"{name}: backward is off", color=color, ls=":", lw=2)
+        xlabel, ylabel = "step, in units of the argument's own scale", "relative error"
+        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
+        title = (
+            "Dots: plain central differences at the worst place. Lines: how far backward may be off"
+        )
+        axes.set_title(title if judged else "Nothing was compared", fontsize=9, loc="left")
+        axes.grid(alpha=0.25)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
+        figure.savefig(path, format=format, dpi=150)
 
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
-        from stablenorm.check.text import as_text  # noqa: PLC0415 - it shows what is here
+        lines = [self._headline(), *(f"  {sentence}" for sentence in self.diagnosis)]
+        lines += [f"  {line}" for each in self.arguments for line in str(each).splitlines()]
+        for layer, seen in self._layers().items():
+            said = [each.verdict for each in seen]
+            passed, notes = said.count("PASS"), said.count("NOTE")
+            # Notes are not counted among them.
+            counted = len(said) - notes
+            words = [f"{passed} pass" if passed == counted else f"{passed} of {counted} pass"]
+            words = words if counted else []
+            words += [f"{notes} note" + "s" * (notes > 1)] if notes else []
+            lines.append(f"  {layer}: {', '.join(words)}")
+            # Where something is wrong, what is merely worth knowing stands in the way.
+            hidden = ("PASS",) if self.passed else ("PASS", "NOTE")
+            shown = [each[1:] for each in seen if each.verdict not in hidden]
+            lines += [
+                f"    {verdict}: {name}: {m}".removesuffix(": ") for name, verdict, m in shown
+            ]
+        calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
+        # Below a second, how long it took interests nobody, and equal checks give equal texts.
+        lines.append(f"  {calls}, {self.seconds:.1f} s" if self.seconds >= 1 else f"  {calls}")
+        return "\n".join(part for line in lines for part in wrapped(line))
 
-        return as_text(self)
+    def _headline(self) -> str:
+        """Return the verdict and what it is about."""
+        verdict = self.verdict
+        if verdict == "PASS":
+            seen = f": an error of {self.resolution:.1e}, relative, would have been seen"
+            return "PASS" + seen * math.isfinite(self.resolution)
+        names = [each.name for each in self.arguments if each.verdict == verdict]
+        about = "wrong gradient of " if verdict == "FAIL" else "no verdict on the gradient of "
+        if not names:
+            layers = self._layers().items()
+            names = [layer for layer, seen in layers if verdict in (f.verdict for f in seen)]
+            about = "" if names else "nothing was compared"
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+        return f"{verdict}: {about}{listed}"
 
-
-def ratio(difference: float, bound: float) -> float:
-    """Divide; a difference of zero is within any bound, zero included."""
-    if difference == 0:
-        return 0.0
-    return difference / bound if bound else float("inf")
+    def _layers(self) -> dict[str, list[Finding]]:
+        """Return by layer all that it saw."""
+        found: dict[str, list[Finding]] = {}
+        for i in self.identities:
+            message = f"off by {i.error:.2e}, bound {i.bound:.2e}"
+            each = Finding("identities", i.name, "PASS" if i.passed else "FAIL", message)
+            found.setdefault("identities", []).append(each)
+        for each in self.findings:
+            found.setdefault(each.layer, []).append(each)
+        return found
