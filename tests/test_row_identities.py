@@ -69,7 +69,7 @@ def test_identities_on_several_normalized_axes():
     results = y.reshape(x.shape), dx.reshape(x.shape), dgamma.reshape(4, 5), None
     assert verdicts(x, gamma, None, 1e-5, dy, *results) == [True] * 3
     with pytest.raises(ValueError, match=r"dx must have shape \(3, 4, 5\), got \(3, 20\)"):
-        verdicts(x, gamma, None, 1e-5, dy, y, dx, None, None)
+        verdicts(x, gamma, None, 1e-5, dy, None, dx, None, None)
 
 
 @pytest.mark.parametrize("name", ["F13", "F14", "F33", "F15", "F16", "F17"])
