@@ -182,16 +182,6 @@ def test_whatever_decides_the_code_is_part_of_its_key(made, monkeypatch, name, v
     assert len(made) == 5
 
 
-def test_a_damaged_file_is_compiled_anew_and_mended(made, folder):
-    code = compile_.cubin(DEFINES, (9, 0))
-    (path,) = folder.iterdir()
-    held = path.read_bytes()
-    for damaged in (b"", held[:-1], held[:100] + bytes([held[100] ^ 1]) + held[101:]):
-        path.write_bytes(damaged)
-        assert [compile_.cubin(DEFINES, (9, 0)) for _ in range(2)] == [code, code]
-    assert len(made) == 4
-
-
 def test_where_nothing_can_be_written_it_compiles_each_time(made, monkeypatch, tmp_path):
     # A file where the folder should be stops root as well.
     (tmp_path / "file").write_text("")

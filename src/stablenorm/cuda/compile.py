@@ -39,9 +39,8 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     # All that decides the machine code.
     key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
-    kept = _read(path)
-    if kept is not None:
-        return kept
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
     known = _checked(nvrtc.nvrtcGetSupportedArchs())
     if 10 * capability[0] + capability[1] not in known:
         msg = (
@@ -98,25 +97,15 @@ def cache_folder() -> Path:
     return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
 
 
-def _read(path: Path) -> bytes | None:
-    """Return what `_write` wrote there, or None if there is nothing, or it is damaged."""
-    try:
-        held = path.read_bytes()
-    except OSError:
-        return None
-    digest, code = held[:32], held[32:]
-    return code if code and hashlib.sha256(code).digest() == digest else None
-
-
 def _write(path: Path, code: bytes) -> None:
-    """Keep `code` behind its digest; where that is impossible, go on without."""
+    """Keep `code`; where that is impossible, go on without."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other processes may be reading, or writing the same.
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
+                file.write(code)
             Path(name).replace(path)
         except OSError:
             Path(name).unlink(missing_ok=True)
