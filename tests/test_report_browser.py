@@ -9,6 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
+from untimed import make_quick
 
 from stablenorm.cli.problem import read_problem
 from stablenorm.report import compute, make_page
@@ -90,9 +91,8 @@ def _browse(directory, frames):
 
 
 def _page(path, patch):
-    """Return the report on a file, timed on few elements."""
-    patch.setattr("stablenorm.report.html._BYTES", 2**14)
-    patch.setattr("stablenorm.report.html._SECONDS", 0.01)
+    """Return the report on a file."""
+    make_quick(patch)
     problem = read_problem(path, None, 0)
     return make_page(problem, compute(problem), lambda _: None)[0]
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.report import accuracy_section, gradients_section, inspect, quantity
+from stablenorm.report import accuracy_section, gradients_section, inspect
 
 _EXAMPLES = """\
 examples:
@@ -46,20 +46,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    # The three steps of `inspect`.
-    with parts.step_bar(3) as step:
+    # The two steps of `inspect`.
+    with parts.step_bar(2) as step:
         findings = inspect(problem, results, step)
     x = problem.x
     about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}; {problem.dy_origin}"
     parts.print_lines(about, bold=problem.source)
     parts.print_sections(accuracy_section(findings), gradients_section(findings))
-    lines = []
-    # x and y; dy, x and dx.
-    for direction, moved in (("forward", 2 * x.nbytes), ("backward", 3 * x.nbytes)):
-        seconds = findings.seconds[direction]
-        speed = f"{quantity(moved, 'B')} read and written, {quantity(moved / seconds, 'B/s')}"
-        lines.append(f"{direction}: {quantity(seconds, 's')}, {speed}")
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
-    parts.print_lines(*lines, verdict if findings.passed else "A CHECK FAILED.")
+    parts.print_lines(verdict if findings.passed else "A CHECK FAILED.")
     return 0 if findings.passed else parts.EXIT_FAILED

@@ -23,10 +23,10 @@ _VARIABLES = {
 }  # fmt: skip
 _STYLE: Any = {
     "svg.fonttype": "none", "font.size": 11, "axes.titlesize": 12, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "legend.fontsize": 11, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": _GRAY,
-    "axes.labelcolor": _GRAY, "xtick.color": _GRAY, "ytick.color": _GRAY, "text.color": _INK,
-    "axes.titlecolor": _INK, "grid.color": _GRAY, "grid.linewidth": 0.7,
+    "axes.titlelocation": "left", "axes.titlecolor": _INK, "text.color": _INK, "axes.grid": True,
+    "axes.axisbelow": True, "grid.color": _GRAY, "grid.alpha": 0.3, "axes.edgecolor": _GRAY,
+    "axes.labelcolor": _GRAY, "xtick.color": _GRAY, "ytick.color": _GRAY, "xtick.minor.size": 0,
+    "ytick.minor.size": 0, "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
 # Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
 _LEAST = 1e-3
@@ -43,29 +43,21 @@ def as_svg(draw: Callable[[Any], None], height: int, label: str) -> str:
         figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
         draw(figure)
         file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True)
-    text = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue(), flags=re.DOTALL
-    )
-    text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg ") :])
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = re.sub(r'<g id="[^"]*"', "<g", file.getvalue())
     for variable, color in _VARIABLES.items():
         text = text.replace(color, f"var(--{variable})")
-    size = f'width="{_WIDTH}" height="{height}"'
-    text = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', size, text, count=1)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    return f'<svg role="img" aria-label="{label}" ' + text.partition("<svg ")[2]
 
 
-def _finish(axes: Any, **settings: Any) -> None:
-    """Set what `settings` says, with light lines, and numbers as the page writes them."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: PLC0415
-
-    axes.set(**settings)
-    axes.grid(alpha=0.3)
-    axes.set_axisbelow(True)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(numticks=6))
-        axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(FuncFormatter(lambda value, _: prose(f"{value:g}")))
+def _finish(figure: Any, columns: int) -> None:
+    """Write numbers as the page does, and put one legend below all axes."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda v, _: prose(f"{v:g}" if v < 1e4 else f"{v:.0e}"))
+    entries = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
@@ -74,28 +66,22 @@ def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
     errors = [each for one in outputs.values() for each in (one.error, one.plain_error)]
     beyond = 100 * max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
     at = np.geomspace(_LEAST, beyond, 400)
-    every = figure.subplots(-(-len(outputs) // 2), 2).ravel()
-    for axes in every[len(outputs) :]:
-        axes.remove()
-    for axes, (name, output) in zip(every, outputs.items(), strict=False):
+    for place, (name, output) in enumerate(outputs.items(), 1):
+        axes = figure.add_subplot(-(-len(outputs) // 2), 2, place)
         for array, color, style, label in (
             (output.error, COLORS[0], "-", "stablenorm"),
             (output.plain_error, COLORS[1], "--", "plain formula"),
         ):
             ordered = np.sort(np.where(np.isfinite(array), array, beyond), axis=None)
             share = 100 * (1 - np.searchsorted(ordered, at) / ordered.size)
-            axes.plot(at, np.maximum(share, 1e-9), style, color=color, lw=2, label=label)
+            axes.loglog(at, np.maximum(share, 1e-9), style, color=color, lw=2, label=label)
         axes.axvline(0.5, color=_INK, lw=1, ls=":", label="0.5 ulp")
-        _finish(
-            axes, xscale="log", yscale="log", xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name,
-            xlabel="error, ulp", ylabel="elements, %",
-        )  # fmt: skip
-    figure.legend(*every[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        axes.set(xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name)
+        axes.set(xlabel="error, ulp", ylabel="elements, %")
+    _finish(figure, 3)
 
 
 def draw_costs(figure: Any, measured: Measured) -> None:
     """Draw the roofline, and each program below it."""
-    axes = figure.subplots()
-    draw_roofline(measured, axes)
-    _finish(axes)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    draw_roofline(measured, figure.subplots())
+    _finish(figure, 2)

@@ -11,7 +11,6 @@ from stablenorm.check import check_layer_norm
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.timing import measure_interleaved
 from stablenorm.types import Array
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
@@ -52,8 +51,6 @@ class Findings(NamedTuple):
     rows: int
     # None if an output overflows: what could be compared is gone.
     gradients: Any
-    # Seconds of forward and backward.
-    seconds: dict[str, float]
 
     @property
     def passed(self) -> bool:
@@ -71,7 +68,7 @@ def compute(problem: Problem) -> dict[str, Array]:
 
 
 def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], None]) -> Findings:
-    """Check `results`; `step` is told what each of the three steps does."""
+    """Check `results`; `step` is told what each of the two steps does."""
     n = problem.x.shape[-1]
     matrix = problem._replace(x=problem.x.reshape(-1, n), dy=problem.dy.reshape(-1, n))
     rows, parameters = len(matrix.x), (problem.gamma, problem.beta)
@@ -87,16 +84,7 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
         gradients = check_layer_norm(
             layer_norm_forward, layer_norm_backward, x, gamma, beta, problem.eps, rng=0
         )
-    step("timing")
-    _, cache = layer_norm_forward(problem.x, *parameters, problem.eps)
-    calls: dict[str, Callable[[], Any]] = {
-        "forward": lambda: layer_norm_forward(problem.x, *parameters, problem.eps),
-        "backward": lambda: layer_norm_backward(problem.dy, cache),
-    }
-    # No pauses: both use our own threads, which do not spin.
-    timings = measure_interleaved(calls, rounds=7, limit=1.0, settle=0)
-    seconds = {direction: timing.median for direction, timing in timings.items()}
-    return Findings(problem, outputs, len(sample), rows, gradients, seconds)
+    return Findings(problem, outputs, len(sample), rows, gradients)
 
 
 def is_finite(array: Array) -> bool:

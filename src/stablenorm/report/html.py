@@ -23,14 +23,17 @@ from stablenorm.types import Array
 # Bytes of x beyond the caches of most machines: a copy reads and writes twice as much. Rounds and
 # seconds: a reader waits for them, and a median of three tells a factor.
 _BYTES, _ROUNDS, _SECONDS = 2**25, 9, 3.0
-# The diagnosis; the three steps of `inspect`; the times.
-STEPS = 1 + 3 + 1
+# The diagnosis; the two steps of `inspect`; the times.
+STEPS = 1 + 2 + 1
 
 
 def make_page(
     problem: Problem, results: dict[str, Array], step: Callable[[str], None]
 ) -> tuple[str, bool]:
     """Check and measure everything, telling `step`; return the page, and whether no check failed."""
+    # Loaded when a page is wanted: no other command needs it.
+    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415
+
     step("diagnosis")
     losses = sections.losses_section(diagnose(problem.x, problem.eps))
     found = inspect(problem, results, step)
@@ -42,8 +45,7 @@ def make_page(
             measure_costs(matrix, str(x.dtype), get_num_threads(), rounds=_ROUNDS, limit=_SECONDS)
         )
     except ImportError as error:
-        reason = f"the fused kernel cannot be loaded: {error}"
-        cost = sections.Section("Cost and time", absent=reason)
+        cost = sections.Section("Cost and time", absent=f"the fused kernel: {error}")
     ours, plain = (
         number(max(sections.worst(getattr(output, name)) for output in found.outputs.values()))
         for name in ("error", "plain_error")
@@ -62,21 +64,13 @@ def make_page(
         f"{os.cpu_count()} processors, {platform.system()}."
     )
     told = (sections.accuracy_section(found), losses, sections.gradients_section(found), cost)
-    return render(problem.source, origin, abstract, told), found.passed
-
-
-def render(source: str, origin: str, abstract: str, told: tuple[sections.Section, ...]) -> str:
-    """Return the page that says all this."""
-    # Loaded when a page is wanted: no other command needs it.
-    from jinja2 import Environment, StrictUndefined  # noqa: PLC0415
-
     # Everything is escaped, so that nothing in a file is markup.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters |= {"prose": prose, "svg": as_svg}
     here = resources.files(__package__)
     template, style = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
     text = environment.from_string(template).render(
-        style=style, source=source, origin=origin, abstract=abstract, sections=told
+        style=style, source=problem.source, origin=origin, abstract=abstract, sections=told
     )
     # The name of a file may be no Unicode.
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text.encode("utf-8", "replace").decode("utf-8"), found.passed

@@ -52,18 +52,11 @@ def _verdict(passed: bool) -> str:
 
 def accuracy_section(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
-    outputs = findings.outputs
-    rows = [
-        (
-            name,
-            shape_text(output.array.shape),
-            str(output.array.dtype),
-            f"{worst(output.error):.3f}",
-            number(worst(output.plain_error)),
-            _verdict(output.contract.passed),
-        )
-        for name, output in outputs.items()
-    ]
+    outputs, rows = findings.outputs, []
+    for name, output in outputs.items():
+        array, passed = output.array, _verdict(output.contract.passed)
+        errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
+        rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
     shares = (f"{100 * o.contract.misrounded:.2g} % of {name}" for name, o in outputs.items())
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
@@ -105,24 +98,18 @@ def gradients_section(findings: Findings) -> Section:
     """Tell what finite differences, the closed form and identities say."""
     heading, report = "Gradient check", findings.gradients
     if report is None:
-        infinite = [name for name, o in findings.outputs.items() if not is_finite(o.array)]
-        reason = (
-            f"{' and '.join(infinite)} overflow: finite differences and identities have nothing to "
-            "compare; the exact results judge infinities too"
+        infinite = " and ".join(k for k, o in findings.outputs.items() if not is_finite(o.array))
+        return Section(
+            heading,
+            absent=f"{infinite} overflow: finite differences and identities have nothing to compare; "
+            "the exact results judge infinities too",
         )
-        return Section(heading, absent=reason)
-    rows = [
-        (
-            f"d{result.name}",
-            f"{result.checked} of {result.total}",
-            number(abs(result.actual - result.numeric)),
-            number(result.bound_numeric + result.bound_actual),
-            number(result.resolution),
-            result.verdict,
-        )
-        for result in report.arguments
-        if result.judged
-    ]
+    rows = []
+    for one in report.arguments:
+        if one.judged:
+            bound = one.bound_numeric + one.bound_actual
+            sizes = map(number, (abs(one.actual - one.numeric), bound, one.resolution))
+            rows.append((f"d{one.name}", f"{one.checked} of {one.total}", *sizes, one.verdict))
     columns = ("gradient", "compared", "worst error", "its own bound", "would have seen", "")
     identities = [
         (one.name, number(one.error), number(one.bound), _verdict(one.passed))
@@ -151,7 +138,8 @@ def cost_section(measured: Measured) -> Section:
         counted.append((name, *per_element, quantity(cost.held, "B")))
         times = (quantity(each, "s") for each in (line.predicted, seconds))
         timed.append((name, *times, number(seconds / line.predicted)))
-    kept = count_kept(measured.matrix, measured.dtype).items()
+    kept = count_kept(measured.matrix, measured.dtype)
+    kept_rows = [(what, quantity(size, "B")) for what, size in kept.items()]
     columns = ("", "flops per element", "bytes moved per element", "held")
     about = f"{rows} rows of {n}, {measured.dtype}"
     spread = max(line.measured.high / line.measured.low for line in measured.lines)
@@ -163,11 +151,7 @@ def cost_section(measured: Measured) -> Section:
         (
             Table(f"Counted: {about}", columns, counted),
             Table(f"Measured: {about}", ("", "roofline", "measured", "ratio"), timed),
-            Table(
-                f"Kept from forward to backward, of {rows} rows, beside x",
-                ("what", "bytes"),
-                [(what, quantity(size, "B")) for what, size in kept],
-            ),
+            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept_rows),
         ),
         "Times are medians of interleaved calls on random numbers; the quartiles of a time are at "
         f"most a factor {number(spread)} apart. Roofline: the longer of moved / copy and flops / "
