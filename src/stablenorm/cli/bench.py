@@ -30,18 +30,18 @@ _ROW = (
 
 _EXAMPLES = """\
 examples:
-  stablenorm bench                                          one common shape, float32
-  stablenorm bench --shape 8 512 1024 --shape 4096 768      shapes of your own
+  stablenorm bench                                       one shape, float32
+  stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
   stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
   stablenorm bench --threads 1 --json res.json
 
 how to read it:
   time      median of calls that take turns with those of the other lines
-  fresh     a new array for every result, as a plain call has it; large ones cost page faults
+  fresh     a new array for each result; large ones cost page faults
   out=      results written into arrays that exist already
-  GB/s      what must be read and written (forward x, y; backward dy, x, dx) over the time
-  of copy   that over what a plain copy of 256 MiB moves, measured in the same run with as many
-            threads; arrays that stay in the caches may exceed 1
+  GB/s      bytes over time: forward x and y, backward dy, x and dx
+  of copy   GB/s over those of a copy of 256 MiB with as many threads, measured
+            in the same run; arrays that stay in the caches may exceed 1
 
 exit status: 0 done, 2 it cannot be run (one line says why).
 """

@@ -1,6 +1,7 @@
 """`stablenorm check`: check the layer norm in a file of the user's."""
 
 import argparse
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 
 from stablenorm.check import check_layer_norm
 from stablenorm.cli import parts
-from stablenorm.cli.user_file import UserError, UserFile, line_of, quiet
+from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.report import shape_text
@@ -20,23 +21,23 @@ _Data = tuple[Array, Array | None, Array | None]
 
 _EXAMPLES = """\
 examples:
-  stablenorm check mine.py                            layer_norm_forward and layer_norm_backward in it
+  stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
   stablenorm check mine.py --class LayerNorm
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --plot check.png --json check.json
 
-what the file holds:
+what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
-  Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
-  order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
-  fixed inside the forward is found, and said. What the file prints is not shown.
+  class LayerNorm: ...                                forward(x), backward(dy)
 
-or a class:
-  class LayerNorm: ...                                forward(x) and backward(dy)
-  It is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or bias);
-  their gradients are returned, or stored in attributes (dgamma, grad_weight, weight_grad, ...).
+Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
+order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
+fixed inside the forward is found, and said. What the file prints is not shown.
+
+A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
+bias); their gradients are returned, or stored in attributes (dgamma, grad_weight, ...).
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -76,8 +77,15 @@ def run(arguments: argparse.Namespace) -> int:
     # x, dy, y, dx, and what the checks keep of them.
     parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     try:
-        layer_norm = _adapt(UserFile(arguments.file), arguments)
-        with quiet(), parts.progress_bar("comparing") as progress:
+        with (
+            warnings.catch_warnings(),
+            np.errstate(),
+            parts.progress_bar("comparing") as progress,
+        ):
+            layer_norm = _adapt(UserFile(arguments.file), arguments)
+            # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
+            np.seterr(all="ignore")
+            warnings.simplefilter("ignore")
             shape, notes = _choose_shape(layer_norm, arguments)
             report = check_layer_norm(
                 layer_norm.forward,

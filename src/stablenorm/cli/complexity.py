@@ -14,17 +14,16 @@ from stablenorm.report import cost_section, draw_costs
 _ROUNDS = 11
 _EXAMPLES = """\
 examples:
-  stablenorm complexity                                     one common shape, float32
+  stablenorm complexity                               one shape, float32
   stablenorm complexity --shape 8 2048 1024 --dtype bfloat16
   stablenorm complexity --threads 1 --json cost.json --plot cost.png
 
 how to read it:
-  flops      additions, subtractions, multiplications, divisions, square roots; a fused
-             multiply-add is two
-  moved      bytes that memory must move where arrays are larger than the caches
+  flops      + - * / and square roots; a fused multiply-add is two
+  moved      bytes that memory must move where arrays are beyond the caches
   held       new bytes at the worst moment, results included
-  roofline   the longer of moved / copy and flops / arithmetic: no run can be shorter
-  measured   median time; last column: measured / roofline
+  roofline   the longer of moved / copy and flops / arithmetic: a lower bound
+  measured   median time; ratio: measured / roofline
 
 exit status: 0 done, 2 it cannot be run (one line says why).
 """

@@ -20,20 +20,20 @@ from stablenorm.types import Array
 
 _EXAMPLES = """\
 examples:
-  stablenorm diagnose                       the bundled data: input of a layer norm
-  stablenorm diagnose a.npy                 all axes but the last are rows
-  stablenorm diagnose a.npy --dtype bfloat16    as if it were of that dtype
+  stablenorm diagnose                         the bundled data
+  stablenorm diagnose a.npy                   all axes but the last are rows
+  stablenorm diagnose a.npy --dtype bfloat16  as if it were of that dtype
   stablenorm diagnose mine.npz --member hidden --top 3
-  stablenorm diagnose model.safetensors     lists the tensors
+  stablenorm diagnose model.safetensors       lists the tensors
   stablenorm diagnose a.npy --json found.json --plot found.png
 
 Files are read in blocks: a file larger than memory takes no more memory than a small one. Only an
 array in Fortran order, or one whose normalized axes are not its last ones, has to fit in memory.
 
 how to read it:
-  bits of y lost    log2 of the RMS error of y over a row, in rounding errors of the dtype. \
-0: as good as correctly rounded. All of them: nothing of y is left.
-  condition number  how many times larger a relative error of x is in y, or in dx
+  bits of y lost    log2 of the RMS error of y over a row, in rounding errors;
+                    0: as good as correctly rounded; all: nothing of y is left
+  condition number  how many times larger a relative error of x is in y, or dx
 
 exit status: 0 done; 2 the file cannot be read, or it holds several arrays and --member is needed.
 """
@@ -100,20 +100,16 @@ def _choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
     """Return the member of that name; without one, x, or the only one."""
     if name is None and (len(members) == 1 or "x" in members):
         return members.get("x", next(iter(members.values())))
-    if name is None:
-        rows = [
-            (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
-            for one in members.values()
-        ]
-        parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
-        msg = f"{path} holds {len(members)} arrays: choose one with --member NAME"
-        raise parts.InputError(msg)
-    if name not in members:
-        held = ", ".join(list(members)[:8]) or "one array, without a name"
-        more = f" and {len(members) - 8} more" if len(members) > 8 else ""
-        msg = f"--member must name an array of {path}, got {name}; it holds {held}{more}"
-        raise parts.InputError(msg)
-    return members[name]
+    if name in members:
+        return members[name]
+    rows = [
+        (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
+        for one in members.values()
+    ]
+    parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
+    given = f", got {name}" if name else ""
+    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
+    raise parts.InputError(msg)
 
 
 def _counted(

@@ -23,12 +23,7 @@ from stablenorm.types import Array, bfloat16
 BUNDLED = Path(__file__).parent.parent / "data" / "minilm_layer0_output.npz"
 # The types of .safetensors that a layer norm takes. Read here and not by the package of that name:
 # its NumPy side has no BF16, and hands out slices of a map.
-_SAFETENSORS: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": bfloat16,
-}
+_SAFETENSORS: dict[str, Any] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": bfloat16}
 # Its own limit for the header: a larger one is another kind of file.
 _LONGEST_HEADER = 100_000_000
 # Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
@@ -109,8 +104,7 @@ def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     leading = len(member.shape) - len(axes)
     n = math.prod(member.shape[i] for i in axes)
     count, row_bytes = math.prod(member.shape) // n, n * member.dtype.itemsize
-    is_c = not member.is_fortran or len(member.shape) == 1
-    if is_c and axes == tuple(range(leading, len(member.shape))):
+    if not member.is_fortran and axes == tuple(range(leading, len(member.shape))):
         step = max(1, _BLOCK // row_bytes)
         with _opened(member) as file:
             for start in range(0, count, step):
@@ -179,7 +173,7 @@ def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
             shape = tuple(int(each) for each in entry["shape"])
             begin, end = (int(place) for place in entry["data_offsets"])
             # Others are listed, and refused by their name if they are asked for.
-            dtype = _SAFETENSORS.get(entry["dtype"], np.dtype("V1"))
+            dtype = np.dtype(_SAFETENSORS.get(entry["dtype"], "V1"))
             member = Member(path, name, shape, dtype, False, 8 + length + begin)
             fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
             if min(shape, default=0) < 0 or begin < 0 or not fits:

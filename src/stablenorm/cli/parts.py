@@ -5,7 +5,6 @@ import importlib.util
 import math
 import os
 import platform
-import re
 import sys
 import textwrap
 import time
@@ -44,17 +43,10 @@ class InputError(Exception):
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Lines as they are written, but for those that the terminal is too narrow for."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        # Prose, which is not indented, is set anew; an entry of a list goes on further in.
-        text = re.sub(r"(?<=\S)\n(?=\S)", " ", super()._fill_text(text, width, indent))
-        lines = []
-        for line in text.splitlines():
-            further = "    " if line.startswith(" ") else ""
-            options: dict[str, Any] = {"subsequent_indent": further, "break_on_hyphens": False}
-            lines += textwrap.wrap(line, width, **options) or [""]
-        return "\n".join(lines)
+    def _fill_text(self, text: str, width: int, _indent: str) -> str:
+        """Set paragraphs anew, and leave lists, whose lines are indented, as they are written."""
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
 
 
 def add_command(
@@ -130,11 +122,10 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return what reads an int and refuses one that is too small."""
 
     def read(text: str) -> int:
-        value = int(text)
-        if value < least:
+        if int(text) < least:
             msg = f"must be >= {least}, got {text}"
             raise argparse.ArgumentTypeError(msg)
-        return value
+        return int(text)
 
     # What argparse calls it, if it is no int.
     read.__name__ = "int"
@@ -153,17 +144,14 @@ def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
     """Refuse a shape that does not fit in memory: the system would end the process, not warn."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (needed := bytes_per_element * math.prod(shape)) > there:
-        msg = (
-            f"--shape must fit in memory, got {' '.join(map(str, shape))}, which takes "
-            f"{needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
-        )
+        takes = f"takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
+        msg = f"--shape must fit in memory, got {' '.join(map(str, shape))}, which {takes}"
         raise InputError(msg)
 
 
 def use_threads(threads: int | None) -> int:
     """Set how many threads a call may use, if asked to; return how many it may."""
-    if threads is not None:
-        set_num_threads(threads)
+    set_num_threads(threads or get_num_threads())
     return get_num_threads()
 
 
@@ -185,8 +173,7 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
 
 def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
     """Call ``plot(file, format=...)`` for the file of ``--plot``, if it was asked for."""
-    if path is not None:
-        write_whole(path, lambda file: plot(file, format=path.suffix[1:].lower()))
+    write_whole(path, lambda file: plot(file, format=str(path)[-3:].lower()))
 
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ _OUT = "stablenorm-report.html"
 
 _EXAMPLES = """\
 examples:
-  stablenorm report                       the bundled data: a real layer norm of a language model
-  stablenorm report mine.npz              x and, if held, gamma, beta, dy, eps from a file
+  stablenorm report           the bundled data: a layer norm of a language model
+  stablenorm report mine.npz  x and, if held, gamma, beta, dy, eps from a file
   stablenorm report mine.npz --out mine.html
 
 The page is one file. It loads nothing and runs no script. You can mail it, print it or keep it.

@@ -11,9 +11,9 @@ from stablenorm.report import accuracy_section, gradients_section, inspect
 
 _EXAMPLES = """\
 examples:
-  stablenorm run                          the bundled data: a real layer norm of a language model
-  stablenorm run mine.npz                 x and, if held, gamma, beta, dy, eps from a file
-  stablenorm run arrays/                  the same from x.npy, gamma.npy, ... in a directory
+  stablenorm run              the bundled data: a layer norm of a language model
+  stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
+  stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz
 
 to make such a file:

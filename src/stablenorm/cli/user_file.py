@@ -7,12 +7,9 @@ import os
 import runpy
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from stablenorm.cli.parts import InputError
 
@@ -43,7 +40,7 @@ class UserFile:
         print(f"stablenorm: running the code of {path}", file=sys.stderr)
         # The folder stays on the path: functions may import when they are called.
         sys.path.insert(0, str(self.path.parent))
-        with quiet(), self._inside():
+        with self._inside():
             # Not as a module: it would write __pycache__ beside the user's file.
             self._names = runpy.run_path(str(self.path), run_name=_MODULE)
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
@@ -128,12 +125,3 @@ def _is_layer(value: Any) -> bool:
 def key_of(name: str) -> str:
     """Return the name as it is compared: underscores and capitals are a matter of taste."""
     return str(name).replace("_", "").lower()
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Reset, for a while, the warnings and NumPy error state that a file may have changed."""
-    # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")
-        yield
