@@ -125,12 +125,6 @@ def test_a_workspace_keeps_all_that_was_in_use_at_once(work):
     assert work.nbytes == 3 * NBYTES
 
 
-def test_it_takes_up_to_twice_as_much_but_no_more(work):
-    where = place(work.empty(1 << 19, BYTE))
-    for size, same in [(1 << 18, True), (7 << 15, False), (9 << 15, True), (9 << 16, False)]:
-        assert (place(work.empty(size, BYTE)) == where) == same
-
-
 def test_odd_requests(work):
     assert work.empty(2**13 - 1).flags.owndata
     assert work.nbytes == 0

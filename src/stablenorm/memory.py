@@ -79,7 +79,7 @@ class _Lease:
 
 class Pool:
     """
-    Memory that nobody uses now, for the next array of about its size, up to a limit in bytes.
+    Memory that nobody uses now, for the next array of its capacity, up to a limit in bytes.
 
     Single operations on a dict are atomic, so there is no lock. A lock could stay locked in a
     forked child, and would deadlock if garbage collection began while it is held. Loops run over
@@ -100,26 +100,20 @@ class Pool:
         return sum(nbytes for _, nbytes in self._idle.copy().values())
 
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> Array:
-        """Return an array in `room` bytes or more, which come back when nothing refers to it."""
-        memory, nbytes = self._take(room) or (_new_memory(room), room)
-        array = np.ndarray(shape, dtype, np.asarray(_Lease(memory, nbytes, self)))
-        self.lent[id(memory)] = nbytes
+        """Return an array in memory of `room` bytes, which comes back when nothing refers to it."""
+        memory = self._take(room) or _new_memory(room)
+        array = np.ndarray(shape, dtype, np.asarray(_Lease(memory, room, self)))
+        self.lent[id(memory)] = room
         return array
 
-    def _take(self, room: int) -> tuple[Any, int] | None:
-        """Return idle memory of at least `room` bytes if there is any, which is then idle no more."""
-        while True:
-            # Up to twice as large is better than new, which the system would have to clear page
-            # by page. The smallest, and of several the latest: the likeliest to be in the caches.
-            least, best = 2 * room, None
-            for number, (_, nbytes) in self._idle.copy().items():
-                if room <= nbytes <= least:
-                    least, best = nbytes, number
-            if best is None:
-                return None
+    def _take(self, room: int) -> Any:
+        """Return idle memory of `room` bytes if there is any, which is then idle no more."""
+        # The latest: the likeliest to be in the caches.
+        for number, (_, nbytes) in reversed(self._idle.copy().items()):
             # None if another thread was quicker.
-            if taken := self._idle.pop(best, None):
-                return taken
+            if nbytes == room and (taken := self._idle.pop(number, None)):
+                return taken[0]
+        return None
 
     def take_back(self, memory: Any, nbytes: int) -> None:
         """Keep memory that nobody uses any more."""
