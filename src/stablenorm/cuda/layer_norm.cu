@@ -18,11 +18,8 @@
 // With LN_PAIRS the rows of x and eps are scaled, whatever their size; gamma, dy and their products
 // must be zero or between 2**-850 and 2**850, or low words are lost (below) and sums overflow (above).
 //
-// Beside the language this needs: __syncthreads, __syncthreads_or, __threadfence, __nanosleep;
-// __shfl_xor_sync of double with all 32 lanes; atomicAdd of unsigned; __ldcg of double; __dadd_rn,
-// __dmul_rn, __fma_rn, __ddiv_rn, __dsqrt_rn, __double2float_rn and _rz; bits of floats as integers and
-// back. Where __CUDA_ARCH__ is not defined, it needs half_to_float and float_to_half as well, which are
-// instructions of the device.
+// Where __CUDA_ARCH__ is not defined, it needs half_to_float and float_to_half, which are instructions of
+// the device.
 
 #include "layer_norm_numbers.cuh"
 

@@ -46,7 +46,7 @@ LN_INLINE void pull_back(const Parameters& p, const RowInHand& hand, const Proje
         accumulate(sums[1][i], dy);
         const Number q = centered_g(dy, gamma, of.mean_g);
         const Number rest = add(q, negative(mul(xhat, of.slope)));
-        round_scaled(dx.e[i], mul(rest, hand.row.rstd), scale_of_rstd(hand.row));
+        round_scaled(dx.e[i], mul(rest, hand.row.rstd), hand.row.rstd_exponent);
     }, hand.x.at(v), hand.dy.at(v), gamma_of(p).at(v));
     if (p.out != nullptr) store(p.out + at * p.out_stride + column(v), dx, count);
 }

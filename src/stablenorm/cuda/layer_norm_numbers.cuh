@@ -91,6 +91,7 @@ LN_INLINE Pair mul(Pair a, Pair b) {
     return fast_two_sum(p.hi, fma_rn(a.hi, b.lo, fma_rn(a.lo, b.hi, p.lo)));
 }
 
+LN_INLINE double shifted(double v, int) { return v; }
 LN_INLINE Pair shifted(Pair v, int k) { return {scaled(v.hi, k), scaled(v.lo, k)}; }
 
 // v**-0.5: a Newton step of second order from float64's own.

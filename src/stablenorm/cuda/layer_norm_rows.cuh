@@ -6,23 +6,18 @@ struct Row {
     double mean;
     Number rest; // of the mean: what its rounding to float64 took, which all elements share
     Number rstd;
-#if LN_PAIRS
-    int exponent, rstd_exponent;
-#endif
+    int exponent, rstd_exponent; // 0 without LN_PAIRS
 };
 
-#if LN_PAIRS
-LN_INLINE double raised(const Row& row, double v) { return mul(v, power_of_two(-row.exponent)); }
-LN_INLINE double lowered(const Row& row, double v) { return mul(v, power_of_two(row.exponent)); }
-LN_INLINE int scale_of_rstd(const Row& row) { return row.rstd_exponent; }
 // dgamma is summed in a scale of its own: a sum of subnormals has low words too.
-constexpr int DGAMMA_SCALE = 128;
-#else
-LN_INLINE double raised(const Row&, double v) { return v; }
-LN_INLINE double lowered(const Row&, double v) { return v; }
-LN_INLINE int scale_of_rstd(const Row&) { return 0; }
-constexpr int DGAMMA_SCALE = 0;
-#endif
+constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
+
+LN_INLINE double raised(const Row& row, double v) {
+    return LN_PAIRS ? mul(v, power_of_two(-row.exponent)) : v;
+}
+LN_INLINE double lowered(const Row& row, double v) {
+    return LN_PAIRS ? mul(v, power_of_two(row.exponent)) : v;
+}
 
 LN_INLINE Number centered(const Row& row, double v) {
     return add(difference(raised(row, v), row.mean), negative(row.rest));
@@ -30,12 +25,7 @@ LN_INLINE Number centered(const Row& row, double v) {
 
 // xhat * 2**k; only pairs have a k.
 LN_INLINE Number xhat_of(const Row& row, double v, int k = 0) {
-    const Number xhat = mul(centered(row, v), row.rstd);
-#if LN_PAIRS
-    return shifted(xhat, row.exponent + row.rstd_exponent + k);
-#else
-    return xhat;
-#endif
+    return shifted(mul(centered(row, v), row.rstd), row.exponent + row.rstd_exponent + k);
 }
 
 LN_INLINE Number affine(Number xhat, double gamma, double beta) {
