@@ -90,48 +90,45 @@ def _browse(directory, frames):
     return json.loads(html.unescape(found.group(1))), re.findall(r".*CONSOLE.*", done.stderr)
 
 
-def _page(path, patch):
-    """Return the report on a file."""
-    make_quick(patch)
+def _page(path):
     problem = read_problem(path, None, 0)
     return make_page(problem, compute(problem), lambda _: None)[0]
 
 
 @pytest.fixture(scope="module")
 def views(tmp_path_factory):
+    """What is found in the report in each view, in that of a hard file, and in a faulty page."""
+    folder = tmp_path_factory.mktemp("browser")
+    hard = folder / ("a-very-long-name-without-a-space-" * 4 + "<b>&.npz")
+    np.savez(hard, x=np.zeros((3, 8), np.float32))
     with pytest.MonkeyPatch.context() as patch:
-        text = _page(None, patch)
-    frames = [(text, width, scheme) for width, scheme in _VIEWS]
-    found, complaints = _browse(tmp_path_factory.mktemp("browser"), frames)
-    return dict(zip(_VIEWS, found, strict=True)), complaints
+        make_quick(patch)
+        bundled, zeros = _page(None), _page(hard)
+    long = f'<style>html{{background:#fff}}</style><p style="white-space:nowrap">{"long" * 200}'
+    words = '<svg width="300" height="100"><text x="290" y="50">leaves</text></svg>'
+    frames = {view: (bundled, *view) for view in _VIEWS}
+    frames["hard"] = (zeros, 390, "dark")
+    frames["faulty"] = (f'{long}{words}<p style="color:#bbb">pale', 390, "light")
+    found, complaints = _browse(folder, frames.values())
+    assert complaints == []
+    return dict(zip(frames, found, strict=True))
 
 
-@pytest.mark.parametrize("view", _VIEWS)
+@pytest.mark.parametrize("view", [*_VIEWS, "hard"])
 def test_the_page_fits_and_can_be_read(views, view):
-    found = views[0][view]
-    assert found["needed"] <= found["width"] == view[0]
+    found = views[view]
+    width, scheme = (390, "dark") if view == "hard" else view
+    assert found["needed"] <= found["width"] == width
     assert found["loaded"] == []
     assert found["drawn"] == 2
     assert found["outside"] == []
     assert found["faint"] == []
-    assert (sum(found["paper"]) > 600) == (view[1] == "light")
-    assert views[1] == []
+    assert (sum(found["paper"]) > 600) == (scheme == "light")
 
 
-def test_rows_of_zeros_and_a_long_name_make_a_page_as_well(tmp_path, monkeypatch):
-    name = tmp_path / ("a-very-long-name-without-a-space-" * 4 + "<b>&.npz")
-    np.savez(name, x=np.zeros((3, 8), np.float32))
-    (found,), complaints = _browse(tmp_path, [(_page(name, monkeypatch), 390, "dark")])
-    assert complaints == []
-    assert found["needed"] <= 390
-    assert found["outside"] == found["faint"] == []
-
-
-def test_the_probe_sees_what_it_is_there_to_see(tmp_path):
+def test_the_probe_sees_what_it_is_there_to_see(views):
     """Faults planted: a long word, words that leave a picture, pale letters."""
-    long = f'<style>html{{background:#fff}}</style><p style="white-space:nowrap">{"long" * 200}'
-    words = '<svg width="300" height="100"><text x="290" y="50">leaves</text></svg>'
-    (found,), _ = _browse(tmp_path, [(f'{long}{words}<p style="color:#bbb">pale', 390, "light")])
+    found = views["faulty"]
     assert found["needed"] > 390
     assert found["outside"] == ["leaves"]
     assert [text for text, _ in found["faint"]] == ["pale"]

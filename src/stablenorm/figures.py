@@ -1,7 +1,5 @@
 """Figures: colours that everybody tells apart, and a Matplotlib figure that needs no window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # Those of Okabe and Ito.

@@ -1,7 +1,5 @@
 """What all reports do alike: numbers, lines of a width, plain data, JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

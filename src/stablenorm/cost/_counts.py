@@ -7,8 +7,6 @@ multiplication, division or square root of reals; a fused multiply-add is two. W
 row (a division, a root) is left out of the flops: it is a part 1/n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

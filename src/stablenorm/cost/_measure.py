@@ -1,7 +1,5 @@
 """Measured times of the counted programs, and a roofline of two numbers, measured and drawn."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

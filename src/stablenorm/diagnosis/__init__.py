@@ -1,7 +1,5 @@
 """`diagnose`: what a layer norm would lose on given data, row by row and in all."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """A `Diagnosis`, and how it is shown: sentences, text, plain data, a picture."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 

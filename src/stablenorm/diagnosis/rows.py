@@ -10,8 +10,6 @@ Bits lost are log2 of that, in rounding errors of y: see `stablenorm.diagnose`. 
 element, which is a draw from the tail.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

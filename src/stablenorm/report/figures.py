@@ -1,7 +1,5 @@
 """The pictures of the report and of `complexity`, each on a Matplotlib figure; and as SVG."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Mapping

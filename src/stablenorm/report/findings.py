@@ -1,7 +1,5 @@
 """The main job: compute a layer norm and its gradients, and check every one of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The page of `stablenorm report`: everything is computed and measured, then written down."""
 
-from __future__ import annotations
-
 import datetime as dt
 import os
 import platform

@@ -1,7 +1,5 @@
 """What is known of a layer norm, in sections: the terminal and the page print the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
