@@ -64,19 +64,29 @@ def test_the_median_is_not_above_the_worst():
     assert "3.3e+04 in the median row, 3.3e+04 in the worst" in str(diagnose(x))
 
 
+def is_same(actual, expected):
+    pairs = zip(actual.per_row, expected.per_row, strict=True)
+    return actual.as_dict() == expected.as_dict() and all(
+        np.array_equal(one, other) for one, other in pairs
+    )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_layout_and_byte_order_change_nothing(dtype):
-    base = np.random.default_rng(0).standard_normal((50, 700)).astype(dtype)
-    wide = np.zeros((50, 1400), dtype)
-    wide[:, :700] = base
+def test_layout_byte_order_threads_and_blocks_change_nothing(dtype, monkeypatch):
+    base = (30 + np.random.default_rng(0).standard_normal((1000, 70))).astype(dtype)
     raw = np.frombuffer(b"\0" + base.tobytes(), np.uint8)[1:]
+    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 1)
     expected = diagnose(base)
-    swapped = base.astype(base.dtype.newbyteorder(">"))
-    for view in (wide[:, :700], np.asfortranarray(base), raw.view(dtype).reshape(50, 700), swapped):
-        actual = diagnose(view)
-        assert actual.as_dict() == expected.as_dict()
-        for one, other in zip(actual.per_row, expected.per_row, strict=True):
-            np.testing.assert_array_equal(one, other)
+    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 64 * 70)
+    for view in (
+        base,
+        np.hstack([base, base])[:, :70],
+        np.asfortranarray(base),
+        raw.view(dtype).reshape(base.shape),
+        base.astype(base.dtype.newbyteorder(">")),
+    ):
+        assert is_same(diagnose(view), expected)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 0.5])
@@ -106,13 +116,6 @@ def test_condition_numbers_are_the_norms_of_the_derivatives(n, eps):
         size = np.linalg.norm(function(x))
         expected = np.linalg.norm(jacobian, 2) * np.linalg.norm(x) / size
         assert condition == pytest.approx(expected, rel=1e-7, abs=1e-12)
-
-
-def test_one_element_loses_nothing_by_two_passes():
-    two_pass, one_pass = diagnose(np.array([[3.0], [1e300]])).per_row.lost[:2]
-    assert (two_pass == 0).all()
-    # The square of 1e300 is infinite.
-    assert one_pass.tolist() == [0, 53]
 
 
 def test_every_mark_is_set_by_its_row_alone():
@@ -151,18 +154,6 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     assert found.worst[1].advice.startswith("row 17: |mean|/std = 4")
     assert "; a float32 two-pass loses 15 of 24 bits of y, " in found.worst[1].advice
     assert found.per_row.mean.shape == (100,)
-
-
-def test_threads_and_blocks_change_nothing(monkeypatch):
-    x = (30 + np.random.default_rng(4).standard_normal((3000, 50))).astype(np.float32)
-    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 1)
-    expected = diagnose(x)
-    monkeypatch.setattr(stablenorm.diagnosis, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(stablenorm.diagnosis, "BLOCK", 64 * 50)
-    actual = diagnose(x)
-    assert actual.as_dict() == expected.as_dict()
-    for one, other in zip(actual.per_row, expected.per_row, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_float64_of_extreme_size_is_described_exactly():
@@ -216,12 +207,6 @@ def test_advice_names_what_is_special(row, eps, words):
     assert found.worst[0].advice.startswith(f"row 0: {words}")
 
 
-def test_rows_of_zeros_are_not_among_the_worst_unless_there_is_nothing_else():
-    x = np.zeros((30, 8), np.float32)
-    x[20] = np.arange(8)
-    assert diagnose(x, top=1).worst[0].index == 20
-
-
 def test_dtype_judges_the_data_as_what_it_would_be():
     x = 1e3 + np.random.default_rng(9).standard_normal((3, 100))
     assert diagnose(x, dtype=np.float16).dtype == "float16"
@@ -245,9 +230,3 @@ def test_json_is_whole_and_the_picture_is_drawn(tmp_path):
     for kind in ("png", "svg"):
         found.plot(tmp_path / f"d.{kind}")
         assert (tmp_path / f"d.{kind}").stat().st_size > 10_000
-
-
-def test_a_row_with_nan_does_not_hide_what_overflows_in_another():
-    x = np.array([[3e38, -3e38, 1e38, 2e38], [np.nan, 1, 2, 3]], np.float32)
-    alone, beside = diagnose(x[:1]).per_row.lost, diagnose(x).per_row.lost
-    np.testing.assert_array_equal(beside[:, 0], alone[:, 0])
