@@ -122,7 +122,10 @@ def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
     ("options", "message"),
     [
         (["--eps", "inf"], "eps must be finite and >= 0, got inf"),
-        (["--out", "nowhere/out.npz"], "in an existing directory, got nowhere/out.npz"),
+        (
+            ["--out", "nowhere/out.npz"],
+            "in an existing, writable directory, got nowhere/out.npz",
+        ),
         (["--out", "out.txt"], "--out must be a .npz file, got out.txt"),
         (["--seed", "-1"], "--seed: must be >= 0, got -1; see stablenorm run --help"),
         (["--seed", "a"], "--seed: invalid int value: 'a'; see stablenorm run --help"),

@@ -67,7 +67,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
     about = "passed to the forward; default: 1e-5"
     parser.add_argument("--eps", type=parts.eps, default=1e-5, help=about)
-    parts.add_seed(parser, "of the data")
+    parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
     parts.add_json(parser)
     parts.add_plot(parser, "draw error against step")
 

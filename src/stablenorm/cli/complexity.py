@@ -56,13 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     choose("numba")
     threads = parts.use_threads(arguments.threads)
     with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
-        measured = measure_costs(
-            (rows, n),
-            arguments.dtype,
-            threads,
-            rounds=_ROUNDS,
-            step=lambda: step("programs, copies and arithmetic"),
-        )
+        what = (rows, n), arguments.dtype, threads
+        measured = measure_costs(*what, rounds=_ROUNDS, step=lambda: step("programs and copies"))
 
     def plot(file: Any, **options: str) -> None:
         figure = new_figure(8, 5)

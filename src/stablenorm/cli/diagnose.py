@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +112,7 @@ def _choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
     raise parts.InputError(msg)
 
 
-def _counted(
-    blocks: Iterator[Array], rows: int, progress: Callable[[int, int], None]
-) -> Iterator[Array]:
+def _counted(blocks: Iterator[Array], rows: int, progress: Any) -> Iterator[Array]:
     """Tell `progress` how many rows are done when the next block is asked for."""
     done = 0
     for block in blocks:

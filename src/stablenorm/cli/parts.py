@@ -66,11 +66,6 @@ def add_shape(parser: argparse.ArgumentParser, about: str, **more: Any) -> None:
     parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about, **more)
 
 
-def add_seed(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add ``--seed`` to a command."""
-    parser.add_argument("--seed", type=at_least(0), default=0, help=f"{about}; default: 0")
-
-
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add ``--threads`` to a command."""
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: as in any call")
@@ -89,9 +84,7 @@ def add_output(
             msg = f"{option} must be a {' or '.join(suffixes)} file, got {text}"
             raise InputError(msg)
         if path.is_dir() or not os.access(path.parent, os.W_OK):
-            msg = (
-                f"{option} must be a file that can be written, in an existing directory, got {text}"
-            )
+            msg = f"{option} must be a file in an existing, writable directory, got {text}"
             raise InputError(msg)
         if option == "--plot":
             require("matplotlib", option)

@@ -22,7 +22,8 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
-    parts.add_seed(parser, "of a random dy, if the file has none")
+    about = "of a random dy, if the file has none; default: 0"
+    parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
 
 
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
