@@ -65,9 +65,6 @@ def nearest(value, dtype):
     return below if to_below < to_above else above
 
 
-# ---------------------------------------------------------------- values and roundings
-
-
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 3.0])
 @pytest.mark.parametrize("n", [2, 3, 7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -118,9 +115,6 @@ def test_errors_are_the_differences_over_the_ulp(dtype, rng):
                     assert error == pytest.approx(float(wanted), rel=4 * 2**-52)
 
 
-# ------------------------------------------------------- the gradient formulas, independently
-
-
 def test_dx_is_the_finite_difference_of_the_forward_in_rationals(rng):
     n, step = 5, Fraction(1, 2**150)
     x, gamma, beta, dy = (a for a in sample(np.dtype("float64"), 1, n, rng, offset=4.0))
@@ -136,9 +130,6 @@ def test_dx_is_the_finite_difference_of_the_forward_in_rationals(rng):
         secant = (loss(ends[0]) - loss(ends[1])) / (2 * step)
         # The secant is off by step**2 f'''/6: 2**-300 = 5e-91 times a derivative of order 1.
         assert abs(exact.value("dx", (0, i), 400) - secant) < Fraction(1, 10**85)
-
-
-# ------------------------------------------------------------------- decided, not estimated
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
@@ -186,17 +177,14 @@ def test_the_smallest_term_decides_a_near_tie(sign, eps):
     assert result.misrounded == pytest.approx(np.mean([v != low for v in expected]))
 
 
-def test_a_value_just_below_a_power_of_two_has_the_finer_ulp():
+def test_the_ulp_at_a_power_of_two_and_just_below_it():
     x = np.array([[0.0, 1.0, 5.0]])
     gamma = np.full(3, -(2.0**-1000))
     exact = exact_layer_norm(x, gamma, np.full(3, 1.0))
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
     actual = np.full((1, 3), 1 + 2.0**-23, np.float32)
     np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], [[1.0, 1.0, 2.0]])
-
-
-def test_an_exact_power_of_two_has_the_coarser_ulp():
-    # y is exactly -1, 1, which no enclosure of rstd = 2/3 ends at.
+    # And at a power of two, the coarser: y is -1, 1, which no enclosure of rstd = 2/3 ends at.
     exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
     actual = np.array([[-1 - 2.0**-23, 1 + 2.0**-23]], np.float32)
     np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 1.0)
@@ -255,9 +243,6 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
         np.testing.assert_array_equal(
             exact.ulp_errors(dgamma=given)["dgamma"], expected.ulp_errors(dgamma=given)["dgamma"]
         )
-
-
-# ----------------------------------------------------------------- both ends of the range
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
