@@ -203,11 +203,6 @@ def _cancelling_beta(f: Format, shape: Shape, rng: Random) -> Parts:
     return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, f) * _xhat(x, f, 1e-5)[0]}
 
 
-def _coin(f: Format, shape: Shape, rng: Random) -> Parts:
-    flips = _put(rng.integers(0, 2, shape), slice(2), (0, 1)[: shape[1]])
-    return {"x": 1 + flips * _ulp(f), "eps": 0.0}
-
-
 def _near_the_mean(f: Format, shape: Shape, rng: Random) -> Parts:
     step = 2.0 ** -(f.digits - 5)
     x = _put(1 + rng.integers(-8, 9, shape) * step, slice(1, 3), (1 - step, 1 + step))
@@ -228,30 +223,6 @@ def _subnormals(eps: float) -> Builder:
         return {"x": np.ldexp(k, f.emin - f.digits + 1), "eps": eps}
 
     return build
-
-
-def _two_outliers(f: Format, x: Array) -> Array:
-    large = 2.0 ** min(f.digits - 2, 14)
-    return _put(x, [3, 9], (large, -large))
-
-
-def _halves(f: Format, x: Array) -> Array:
-    first = np.arange(x.shape[1]) < x.shape[1] // 2
-    return 2.0 ** -(f.digits - 4) * x + np.where(first, 1, -1)
-
-
-def _residual_stream(f: Format, x: Array) -> Array:
-    x = _put(7.4e3 * x, slice(4), (2.77e5, -2.7e5, 2.5e5, -2.6e5))
-    return x / (8 if f is FLOAT16 else 1)
-
-
-def _var_below_eps(f: Format, shape: Shape, rng: Random) -> Parts:
-    scale, eps = (1e-4, 1e-2) if f is FLOAT16 else (1e-6, 1e-5)
-    return {"x": scale * rng.standard_normal(shape), "eps": eps}
-
-
-def _lognormal(shape: Shape, rng: Random) -> Array:
-    return np.sign(rng.standard_normal(shape)) * np.exp(4 * rng.standard_normal(shape))
 
 
 def _hard_gamma(f: Format, shape: Shape, rng: Random) -> Parts:
@@ -298,7 +269,10 @@ _ALL = (
     # 1.7 rounded to the format.
     Family("F07", "constant, but one element an ulp up, eps 0",
            _columns(lambda f, i: (np.rint(1.7 / _ulp(f)) + (i == i.size // 2)) * _ulp(f), eps=0.0), 2),
-    Family("F08", "1 or the next float, at random, eps 0", _coin, 2),
+    Family("F08", "1 or the next float, at random, eps 0",
+           lambda f, s, rng: {
+               "x": 1 + _put(rng.integers(0, 2, s), slice(2), (0, 1)[: s[1]]) * _ulp(f), "eps": 0.0},
+           2),
     Family("F09", "constant rows, eps 1e-12",
            lambda _, s, __: {"x": np.resize([[0.1], [12345.678]], (s[0], 1)) * np.ones(s), "eps": 1e-12},
            1, 2),
@@ -322,10 +296,17 @@ _ALL = (
     Family("F21", "one outlier whose square overflows",
            _x(lambda f, v: _put(v, 5, 2.0 ** (f.emax // 2 + 2))), 8,
            without={"float16": "whose squares do not overflow in float32"}),
-    Family("F22", "two opposite outliers", _x(_two_outliers), 10),
-    Family("F23", "one half around +1, the other around -1", _x(_halves), 2),
-    Family("F24", "four outliers of 2.7e5, eps 1e-6", _x(_residual_stream, eps=1e-6), 8),
-    Family("F25", "variance far below eps", _var_below_eps),
+    Family("F22", "two opposite outliers",
+           _x(lambda f, v: _put(v, [3, 9], np.array([1, -1]) * 2.0 ** min(f.digits - 2, 14))), 10),
+    Family("F23", "one half around +1, the other around -1",
+           _x(lambda f, v: 2.0 ** -(f.digits - 4) * v
+              + np.where(np.arange(v.shape[1]) < v.shape[1] // 2, 1, -1)), 2),
+    Family("F24", "four outliers of 2.7e5, eps 1e-6",
+           _x(lambda f, v: _put(7.4e3 * v, slice(4), (2.77e5, -2.7e5, 2.5e5, -2.6e5))
+              / (8 if f is FLOAT16 else 1), eps=1e-6), 8),
+    Family("F25", "variance far below eps",
+           lambda f, s, rng: {"x": (1e-4 if f is FLOAT16 else 1e-6) * rng.standard_normal(s),
+                              "eps": 1e-2 if f is FLOAT16 else 1e-5}),
     Family("F26", "variance equal to eps", _x(lambda _, v: 1e-5**0.5 * v)),
     Family("F27", "dy = 1, gamma = 1: dx is 0", _dy(lambda s, _: np.ones(s), gamma=1.0)),
     Family("F28", "dy = y, gamma = 1: dx nearly vanishes", _dy_is_y(1e-5)),
@@ -333,7 +314,8 @@ _ALL = (
     Family("F29", "dy = 1 + N/1000, gamma = 1",
            _dy(lambda s, rng: 1 + 1e-3 * rng.standard_normal(s), gamma=1.0)),
     Family("F30", "dy one-hot", _dy(lambda s, _: _put(np.zeros(s), s[1] // 3, 1))),
-    Family("F31", "dy of very different sizes", _dy(_lognormal)),
+    Family("F31", "dy of very different sizes",
+           _dy(lambda s, rng: np.sign(rng.standard_normal(s)) * np.exp(4 * rng.standard_normal(s)))),
     Family("F32", "beta cancels gamma * xhat", _cancelling_beta),
     Family("F33", "gamma of 0, -0, 1e30, subnormals", _hard_gamma),
     Family("F34", "two neighbouring floats, eps 0",

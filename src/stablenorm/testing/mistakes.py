@@ -150,21 +150,6 @@ def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     return dx, _sum_rows(dy * (cache.x - cache.mean)), dbeta
 
 
-def _biased_mean_of_g(g: Array, cache: Kept) -> Array:
-    wrong_mean = g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1)
-    return cache.rstd * (g - wrong_mean - cache.xhat * _mean(g * cache.xhat))
-
-
-def _rstd_of_n_minus_1(cache: Kept) -> Array:
-    n = cache.x.shape[-1]
-    return 1 / np.sqrt(cache.var * (n / (n - 1)) + cache.eps)
-
-
-def _mean_in_bfloat16(g: Array, cache: Kept) -> Array:
-    mean = cache.mean.astype(bfloat16).astype(cache.x.dtype)
-    return _dx(g, (cache.x - mean) * cache.rstd, cache.rstd)
-
-
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
@@ -181,9 +166,12 @@ MISTAKES: dict[str, Mistake] = {
     "dx[0, 0] * 1.01": Mistake(
         _spoiled_dx((0, 0), 1.01), "x", "element (0, 0) of dx is off by a factor of 1.01"),
     "n-1 in var": Mistake(
-        _wrong_rstd(_rstd_of_n_minus_1), "x", "the variance is divided by n - 1 in dx"),
+        _wrong_rstd(lambda c: 1 / np.sqrt(c.var * (c.x.shape[-1] / (c.x.shape[-1] - 1)) + c.eps)),
+        "x", "the variance is divided by n - 1 in dx"),
     "n-1 in mean(g)": Mistake(
-        _wrong_dx(_biased_mean_of_g), "x", "the mean of g is divided by n - 1 in dx"),
+        _wrong_dx(lambda g, c: c.rstd * (
+            g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * _mean(g * c.xhat))),
+        "x", "the mean of g is divided by n - 1 in dx"),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
         _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)),
         "x", "rstd is 1 / (sqrt(var) + eps) in dx"),
@@ -193,7 +181,8 @@ MISTAKES: dict[str, Mistake] = {
         _wrong_rstd(lambda c: c.rstd.astype(np.float32).astype(c.rstd.dtype)),
         "x", "rstd is kept in float32 in dx"),
     "mean rounded to bf16": Mistake(
-        _wrong_dx(_mean_in_bfloat16), "x", "the mean is kept in bfloat16 in dx"),
+        _wrong_dx(lambda g, c: _dx(g, (c.x - c.mean.astype(bfloat16).astype(c.x.dtype)) * c.rstd, c.rstd)),
+        "x", "the mean is kept in bfloat16 in dx"),
 }
 # fmt: on
 
