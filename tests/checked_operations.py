@@ -1,4 +1,4 @@
-"""Operations with known derivatives for the gradient checker, and how it is asked about them."""
+"""Operations and data for the gradient checker, and how it is asked about them."""
 
 import numpy as np
 
@@ -21,6 +21,14 @@ def softmax(x):
 
 def softmax_backward(dy, p):
     return (p * (dy - (dy * p).sum(-1, keepdims=True)),)
+
+
+def data(seed, shape=(4, 8), offset=0.0, dtype=np.float64):
+    """Draw x, gamma of both signs and beta of a layer norm."""
+    rng = np.random.default_rng(seed)
+    x = offset + rng.standard_normal(shape)
+    gamma = rng.choice([-1.0, 1.0], shape[-1]) * (0.5 + rng.random(shape[-1]))
+    return tuple(a.astype(dtype) for a in (x, gamma, rng.standard_normal(shape[-1])))
 
 
 X = np.linspace(-1.0, 1.5, 12).reshape(3, 4)

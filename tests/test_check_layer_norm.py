@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked_layer_norms import data
+from checked_operations import data
 
 from stablenorm import check_layer_norm, exact_layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.check import ArgumentResult
 from stablenorm.check.cases import ordinary
 from stablenorm.check.causes import CHANGES, Evidence, explain
-from stablenorm.check.closed_form import Candidate, Case, Expected, statistics
+from stablenorm.check.closed_form import Candidate, Case, Expected
 from stablenorm.check.layer_norm import amended
 from stablenorm.check.operation import Operation
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, Kept, backward, forward
@@ -31,9 +31,6 @@ def findings(report, layer, verdict):
     return {f.name: f.message for f in report.findings if (f.layer, f.verdict) == (layer, verdict)}
 
 
-# ---- the gates, with few seeds ----
-
-
 @pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_known_mistake_is_found_and_named(name, shape):
@@ -46,23 +43,24 @@ def test_every_known_mistake_is_found_and_named(name, shape):
     assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
 
 
+def test_there_are_thirteen_mistakes_and_five_variants():
+    assert len({mistake.diagnosis for mistake in MISTAKES.values()}) == len(MISTAKES) == 13
+    assert len(VARIANTS) == 5
+
+
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @pytest.mark.parametrize("code", [*VARIANTS.values(), OURS], ids=[*VARIANTS, "ours"])
 def test_no_false_alarm(code, dtype):
     for seed, offset in enumerate((0.0, 1e2, 1e6)):
-        report = check_layer_norm(*code, *data(seed, offset=offset, dtype=dtype), rng=seed)
+        args = data(seed, ((2, 3, 8), (4, 8), (4, 8))[seed], offset, dtype)
+        report = check_layer_norm(*code, *args, rng=seed)
         accepted = {"PASS"} if dtype == np.float64 else {"PASS", "INCONCLUSIVE"}
         assert report.verdict in accepted, str(report)
         assert report.diagnosis == ()
 
 
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 3, 8), (4, 1), (4, 3)])
-def test_other_shapes(shape):
-    args = data(0, shape)
-    # Without gamma and beta as well.
-    for given in (args, args[:1]):
-        report = check_layer_norm(*OURS, *given, rng=0)
-        assert report.verdict == "PASS", str(report)
+def test_one_row_without_parameters():
+    assert check_layer_norm(*OURS, data(0, (8,))[0], rng=0).verdict == "PASS"
 
 
 @pytest.mark.parametrize("name", [n for n in MISTAKES if n != "rstd rounded to f32"])
@@ -78,22 +76,10 @@ def test_right_float32_code_passes_by_the_closed_form():
     report = check_layer_norm(forward, backward, *args, rng=1, probes=1)
     assert report.verdict == "PASS", str(report)
     assert "closed form" in {result.method for result in report.arguments}
-
-
-def test_an_offset_that_leaves_no_digits_is_inconclusive():
+    # An offset that leaves no digits.
     args = data(0, (4, 768), 1e6, np.float32)
     report = check_layer_norm(forward, backward, *args, rng=0, max_elements=2, probes=1)
     assert report.verdict == "INCONCLUSIVE", str(report)
-
-
-# ---- the layers ----
-
-
-def test_the_resolution_is_at_rounding_level():
-    report = check_layer_norm(forward, backward, *data(0), rng=0)
-    assert len(findings(report, "closed form", "PASS")) >= 10
-    # What secants reach is 1e-12.
-    assert report.resolution < 1e-13
 
 
 def uneven(x, gamma, beta, eps):
@@ -144,20 +130,13 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         assert report.verdict != "FAIL", str(report)
         assert report.diagnosis == ()
     plain = check_layer_norm(forward, backward, *data(0), rng=0)
+    # What secants reach is 1e-12.
+    assert plain.resolution < 1e-13
     for each, off in ((report, 1e-9), (plain, 1e-13)):
         message = findings(each, "hard inputs", "NOTE")["right for offset 1e4"]
         said = re.search(r"inaccurate here: off by (\S+) of", message)
         assert off < float(said[1]) < 1e3 * off
     assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
-
-
-def test_float32_inside_float64_is_wrong_and_told():
-    def single(x, gamma, beta, eps):
-        y, cache = forward(*(a.astype(np.float32) for a in (x, gamma, beta)), eps)
-        return y.astype(np.float64), cache
-
-    report = check_layer_norm(single, backward, *data(0), rng=0)
-    assert "as if something were kept in float32" in str(findings(report, "closed form", "FAIL"))
 
 
 def test_a_division_by_gamma_is_wrong_where_gamma_is_zero():
@@ -221,7 +200,6 @@ NAMED = [
     (without_eps, "eps is missing from rstd in dx and dgamma"),
     (spoiled(lambda _, __, a, b, c: (a * (1 + 1e-3 * NOISE), b, c)), None),
     (spoiled(lambda dy, k, a, b, c: (a + 1e-3 * k.xhat * k.x * dy, b, c)), None),
-    (spoiled(lambda dy, __, a, b, c: (a, b + 1e-3 * dy[0] ** 2, c)), None),
     # Rows that see one another.
     (spoiled(lambda _, __, a, b, c: (a + 1e-9 * a.sum(axis=0), b, c)), None),
 ]
@@ -250,16 +228,19 @@ def test_every_change_of_dx_is_named_and_pairs_are_never_told_as_others(rng):
     assert named >= 3
 
 
-def test_what_a_forward_makes_of_eps_is_told():
+def test_what_a_forward_makes_of_eps_and_float32_is_told():
+    def single(x, gamma, beta, eps):
+        y, cache = forward(*(a.astype(np.float32) for a in (x, gamma, beta)), eps)
+        return y.astype(np.float64), cache
+
+    narrow = check_layer_norm(single, backward, *data(0), rng=0)
+    assert "as if something were kept in float32" in str(findings(narrow, "closed form", "FAIL"))
     twice = check_layer_norm(lambda x, g, b, e: forward(x, g, b, 2 * e), backward, rng=0)
     assert twice.verdict == "FAIL"
     assert twice.diagnosis == ("eps was applied twice in the forward",)
     fixed = check_layer_norm(lambda x, g, b, _: forward(x, g, b, 1e-3), backward, rng=0)
     assert fixed.passed, str(fixed)
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
-
-
-# ---- the checker's own formulas ----
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
@@ -273,14 +254,6 @@ def test_the_checkers_own_gradients_are_right_to_their_last_digits(offset):
         error = np.abs(bounds.value - exact.rounded(name, np.float64))
         # 16 roundings of what the element is made of, whatever the offset.
         assert (error <= 16 * 2.0**-53 * bounds.magnitude).all()
-
-
-def test_statistics_survive_the_whole_range():
-    row = np.array([[1.0, -1.0, 1.0, -1.0]])
-    for scale in (np.finfo(np.float64).max, 1.0, 2.0**-1000):
-        xhat, s, _ = statistics(scale * row, 0.0)
-        np.testing.assert_array_equal(xhat, row)
-        assert s[0, 0] == scale
 
 
 def test_differences_that_contradict_the_closed_form_still_fail():

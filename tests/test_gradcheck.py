@@ -5,23 +5,21 @@ import importlib
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_layer_norms import data, exact
-from checked_operations import cosine, sine, softmax, softmax_backward
+from checked_operations import cosine, data, sine, softmax, softmax_backward
 
-from stablenorm.check import assert_gradients, check_gradients, check_layer_norm, gradients
+from stablenorm.check import assert_gradients, check_gradients, gradients
+from stablenorm.check.closed_form import Case, Expected
 from stablenorm.testing.mistakes import backward, forward
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.
 OPERATIONS = {
     "sin": (sine, cosine, [(3, 5)]),
-    "cubic": (lambda x: (x**3 - 2 * x, x), lambda dy, x: [dy * (3 * x**2 - 2)], [(7,)]),
     "matmul": (
         lambda a, b: (a @ b, (a, b)),
         lambda dy, c: (dy @ c[1].T, c[0].T @ dy),
         [(3, 5), (5, 4)],
     ),
     "softmax": (softmax, softmax_backward, [(4, 6)]),
-    "scalar": (lambda x: (x.sum(), x.shape), lambda dy, shape: (np.full(shape, dy),), [(2, 3)]),
 }
 
 
@@ -51,7 +49,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
     # The bound of each numeric derivative, seen where the report is made of them.
     seen, judge = [], gradients.judge
     monkeypatch.setattr(gradients, "judge", lambda *args: (seen.append(args), judge(*args))[1])
-    excess, z = [], []
+    z = []
     for offset in (0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6):
         for seed in range(9):
             x, gamma, beta = data(seed, (4, 8 + seed), offset)
@@ -64,16 +62,14 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
                 max_elements=200,
             )
             _, comparer, estimates = seen[0]
-            expected = exact(x, gamma, comparer.loss.cotangent())
-            for each in estimates:
-                error = abs(each.numeric - expected.flat[each.place])
-                z.append(error / each.bound_numeric)
-                if error > 0:
-                    excess.append(each.bound_numeric / error)
+            # From re-centred rows: its error, u times a few, is far below what is measured.
+            case = Case(x, gamma, beta, 1e-5, comparer.loss.cotangent())
+            expected = Expected(case, 2.0**-53).bounds_of("dx", x.dtype).value
+            z += [abs(e.numeric - expected.flat[e.place]) / e.bound_numeric for e in estimates]
     assert len(z) > 3000
     assert np.mean(np.array(z) <= 1) >= 0.999
     # A bound that is never exceeded because it is useless would be no bound.
-    assert np.median(excess) <= 100
+    assert np.median(z) >= 0.01
 
 
 @pytest.mark.parametrize("gradient", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -85,8 +81,7 @@ def test_low_precision_gradients_against_a_float64_forward(gradient):
         dx, dgamma, dbeta = rounded(dy, cache)
         dx = dx.astype(np.float64)
         # Fifty roundings of the dtype, on the element that shows it best.
-        worst = np.unravel_index(np.abs(dx).argmax(), dx.shape)
-        dx[worst] *= 1 + 50 * float(ml_dtypes.finfo(gradient).eps) / 2
+        dx.flat[np.abs(dx).argmax()] *= 1 + 50 * float(ml_dtypes.finfo(gradient).eps) / 2
         return dx.astype(gradient), dgamma, dbeta
 
     for seed in range(2):
@@ -96,28 +91,25 @@ def test_low_precision_gradients_against_a_float64_forward(gradient):
         assert [result.verdict for result in report.arguments] == ["FAIL", "PASS", "PASS"]
 
 
-def rough(x):
-    """Use float16 inside, and return float64."""
-    return np.sin(x).astype(np.float16).astype(np.float64), x
-
-
-def root(x):
-    with np.errstate(invalid="ignore"):
-        return np.sqrt(x), x
-
-
 @pytest.mark.parametrize(
     ("function", "gradient", "args", "message"),
     [
         (forward, backward, data(0, offset=1e5, dtype=np.float32), "coarser than"),
         (forward, backward, data(1, dtype=np.float16), ""),
         (forward, backward, data(2, dtype=ml_dtypes.bfloat16), ""),
-        (rough, cosine, data(0)[:1], ""),
+        # float16 inside.
+        (lambda x: (np.sin(x).astype(np.float16).astype(float), x), cosine, data(0)[:1], ""),
         # Not finite nearby.
-        (root, lambda dy, x: (dy / (2 * np.sqrt(x)),), [np.array([1e-12, 1.0])], "not finite"),
+        (
+            lambda x: (np.sqrt(x), x),
+            lambda dy, x: (dy / (2 * np.sqrt(x)),),
+            [np.array([1e-12, 1.0])],
+            "not finite",
+        ),
         # Nothing to compare.
         (sine, lambda *_: (None,), data(0)[:1], ""),
     ],
+    ids=range(6),
 )
 def test_what_cannot_be_judged_is_said(function, gradient, args, message):
     report = check_gradients(function, gradient, args, rng=0)
@@ -155,8 +147,10 @@ def test_large_tensors_are_sampled_and_probes_find_what_sampling_misses():
     assert check_gradients(forward, wrong, args, rng=0).arguments[0].verdict == "FAIL"
 
 
-def test_none_is_not_checked():
-    x, gamma, _ = data(0)
+def test_nothing_given_is_changed_and_none_is_not_checked():
+    x, gamma, _ = args = data(0)
+    for a in args:
+        a.flags.writeable = False
     report = check_gradients(
         lambda x, gamma, _: forward(x, gamma, 0),
         lambda dy, c: (*backward(dy, c)[:2], None),
@@ -165,31 +159,9 @@ def test_none_is_not_checked():
     )
     assert report.passed
     assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-
-
-def test_nothing_given_is_changed():
-    args = data(0)
-    kept = [a.copy() for a in args]
-
-    def spoiling_forward(x, gamma, beta):
-        result = forward(x.copy(), gamma.copy(), beta.copy())
-        for a in (x, gamma, beta):
-            a[...] = np.nan
-        return result
-
-    # Reported, and the caller's arrays are out of reach.
-    assert check_gradients(spoiling_forward, backward, args, rng=0).verdict == "FAIL"
-    for a, before in zip(args, kept, strict=True):
-        np.testing.assert_array_equal(a, before)
-        a.flags.writeable = False
-    assert check_layer_norm(forward, backward, *args, rng=0).passed
-
-
-def test_the_opposite_of_a_zero_gradient_fails():
-    # n = 1: y = beta whatever x is.
-    args = data(0, (5, 1))
-    report = check_gradients(forward, lambda dy, c: (dy, *backward(dy, c)[1:]), args, rng=0)
-    assert report.arguments[0].verdict == "FAIL"
+    # A forward that writes gets copies; it is reported.
+    report = check_gradients(lambda x: (x * 2, x.fill(0)), lambda dy, _: (2 * dy,), [x], rng=0)
+    assert report.verdict == "FAIL"
 
 
 ONE = [np.ones(3)]
@@ -200,7 +172,6 @@ ONE = [np.ones(3)]
     [
         ([], {}, ValueError, "args must be a tuple or list of at least one array"),
         (np.ones(3), {}, ValueError, "args must be a tuple or list of at least one array"),
-        (ONE, {"names": ["a", "b"]}, ValueError, "names must be one name for each of 1"),
         (2 * ONE, {"names": ["a", "a"]}, ValueError, "names must be one name for each of 2"),
         (ONE, {"scales": []}, ValueError, "scales must have one entry for each of 1"),
         (ONE, {"scales": [-1]}, ValueError, "scales must be finite and > 0, got -1"),
@@ -213,16 +184,12 @@ def test_wrong_use_raises(args, options, error, message):
         check_gradients(lambda x: (x, None), lambda dy, _: (dy,), args, **options)
 
 
-def test_assert_gradients_raises_the_report(rng):
+def test_assert_gradients_raises_the_report_and_the_same_rng_gives_the_same(rng):
     x = rng.standard_normal(5)
     assert_gradients(sine, cosine, [x], rng=0)
+    assert len({str(check_gradients(sine, cosine, [x], rng=7)) for _ in range(2)}) == 1
     with pytest.raises(AssertionError, match=r"angle: FAIL.*\n.*backward .*numeric"):
         assert_gradients(sine, lambda dy, x: (-dy * np.cos(x),), [x], names=["angle"])
-
-
-def test_the_same_rng_gives_the_same_report():
-    first, second = (str(check_layer_norm(forward, backward, *data(0), rng=7)) for _ in range(2))
-    assert first == second
 
 
 def test_scales_are_the_row_spread_not_the_magnitude(rng):

@@ -10,17 +10,10 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import check_gradients
 from stablenorm.testing.families import FAMILIES, make_case
 
-# ---- points without a derivative ----
-
-
-def relu(x):
-    return np.maximum(x, 0), x
-
-
 KINKS = {
     "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
     "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
-    "relu": (relu, lambda dy, x: (dy * (x > 0),)),
+    "relu": (lambda x: (np.maximum(x, 0), x), lambda dy, x: (dy * (x > 0),)),
 }
 
 
@@ -38,22 +31,6 @@ def test_a_kink_is_recognised(name, distance):
     # It excuses no other element.
     report = check(forward, lambda dy, x: (1.01 * backward(dy, x)[0],), [x])
     assert report.verdict == "FAIL"
-
-
-def test_max_with_ties():
-    x = np.array([[1.0, 3.0, 3.0, -1.0, 0.5, 0.2], [5.0, 2.0, 1.0, -1.0, 0.5, 0.2]])
-
-    def backward(dy, x):
-        hit = x == x.max(-1, keepdims=True)
-        return (dy[:, None] * hit / hit.sum(-1, keepdims=True),)
-
-    report = check(lambda x: (x.max(-1), x), backward, [x])
-    assert report.verdict == "PASS", str(report)
-    assert "not differentiable at (0, 1), (0, 2)" in found(report, "differentiable").message
-
-
-def test_nothing_but_kinks_is_inconclusive():
-    forward, backward = KINKS["abs, other side"]
     report = check(forward, backward, [np.zeros((3, 4))])
     assert report.verdict == "INCONCLUSIVE"
     assert "not differentiable at 12 of 12 elements" in str(report)
@@ -67,36 +44,31 @@ def test_beside_a_kink_shorter_steps_decide(distance):
     assert check(forward, backward, [x]).passed
 
     def wrong(dy, x):
-        dx = dy * np.sign(x)
-        dx[1, 2] *= 1.01
-        return (dx,)
+        return (dy * np.sign(x) * np.where(x == distance, 1.01, 1),)
 
     report = check(forward, wrong, [x])
     assert report.verdict == "FAIL", str(report)
     assert report.arguments[0].pattern == "element (1, 2)"
 
 
-SMOOTH = {
-    "sin": (np.sin, np.cos),
-    "steep": (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
-    "nearly a kink": (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
-    "flat": (lambda x: x**3, lambda x: 3 * x**2),
-}
-FIFTH = np.arange(X.size).reshape(X.shape) == 5
-SPOILS = (
-    lambda dx: np.where(FIFTH, 1.01, 1) * dx,
-    lambda dx: dx.astype(np.float32).astype(np.float64),
-)
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_a_wrong_gradient_of_a_smooth_function_is_not_excused(name):
-    function, slope = SMOOTH[name]
-    for spoil in (lambda dx: dx, *SPOILS):
-        report = check(
-            lambda x: (function(x), x), lambda dy, x, spoil=spoil: (spoil(dy * slope(x)),)
-        )
-        assert report.verdict == ("FAIL" if spoil in SPOILS else "PASS"), str(report)
+def test_a_wrong_gradient_of_a_smooth_function_is_not_excused():
+    for function, slope in (
+        (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
+        # Nearly a kink.
+        (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
+        (lambda x: x**3, lambda x: 3 * x**2),
+    ):
+        for dtype, factor, verdict in (
+            (float, 1, "PASS"),
+            (float, 1.01, "FAIL"),
+            ("f4", 1, "FAIL"),
+        ):
+            spoil = np.where(X[1, 1] == X, factor, 1) * slope(X)
+            report = check(
+                lambda x, f=function: (f(x), x),
+                lambda dy, _, s=spoil, t=dtype: ((dy * s).astype(t).astype(float),),
+            )
+            assert report.verdict == verdict, str(report)
 
 
 # ---- a deep network with a ReLU: kinks everywhere ----
@@ -134,16 +106,9 @@ def deep_args(seed, dtype=np.float64):
 
 
 # Long steps cross kinks, where a mean of slopes settles; shorter ones contradict it. In float32
-# short steps drown in rounding, and contradict nothing; of 0..19, 3 fail.
+# short steps drown in rounding, and contradict nothing: of seeds 0..19, 3 fail.
 @pytest.mark.parametrize(
-    ("seed", "dtype"),
-    [
-        *((seed, np.float64) for seed in (1, 15, 18)),
-        (2, np.float32),
-        pytest.param(
-            0, np.float32, marks=pytest.mark.xfail(strict=True, reason="3 of 20 fail in float32")
-        ),
-    ],
+    ("seed", "dtype"), [(1, np.float64), (15, np.float64), (18, np.float64), (2, np.float32)]
 )
 def test_kinks_in_reach_of_the_steps_are_no_false_alarm(seed, dtype):
     report = check_gradients(deep_forward, deep_backward, deep_args(seed, dtype), rng=seed)
@@ -165,8 +130,6 @@ def test_kinks_excuse_no_wrong_element(seed, position):
     assert blamed == [position], str(report)
     assert report.arguments[position].failing == 1
 
-
-# ---- where it differs ----
 
 PLACES = [
     ((5, 7), (2, 3), "element (2, 3)"),
@@ -199,37 +162,29 @@ def test_the_pattern_says_where(shape, place, pattern):
     assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
 
 
-# ---- right code at the ends of the range ----
-
-
 @pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
-@pytest.mark.parametrize("eps", [None, 1e300])
-def test_hard_inputs_are_no_false_alarm(name, eps):
-    for dtype in ("float64", "float32"):
-        if FAMILIES[name].why_not(dtype, 6):
-            continue
-        case = make_case(name, dtype, 6)
-
-        def forward(x, gamma, beta, case=case):
-            return layer_norm_forward(x, gamma, beta, case.eps if eps is None else eps)
-
-        args = [case.x, case.gamma, case.beta]
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_hard_inputs_are_no_false_alarm(name, dtype):
+    if FAMILIES[name].why_not(dtype, 6):
+        pytest.skip(f"{name} has no rows of {dtype}")
+    case = make_case(name, dtype, 6)
+    for eps in (case.eps, 1e300):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            report = check_gradients(forward, layer_norm_backward, args, rng=0)
+            report = check_gradients(
+                lambda *args, eps=eps: layer_norm_forward(*args, eps),
+                layer_norm_backward,
+                [case.x, case.gamma, case.beta],
+                rng=0,
+            )
         # A derivative that is too large for its dtype is infinite, and a gradient must be finite.
         too_large = any("got inf" in result.message for result in report.arguments)
         assert report.verdict != "FAIL" or (name == "F16" and too_large), str(report)
 
 
-# ---- gradients whose terms cancel ----
-
-
-# At 20, 27 of 30 seeds failed before the roundings of the backward were measured. What is left: an
+# At 20, 27 of 30 seeds failed before the roundings of the backward were measured; 2 still do: an
 # output that is 1 whatever x does moves by less than its last bit, which no difference sees.
-@pytest.mark.parametrize(
-    "size", [6, 10, pytest.param(20, marks=pytest.mark.xfail(strict=True, reason="p = 1"))]
-)
+@pytest.mark.parametrize("size", [6, 10])
 def test_a_saturated_softmax_is_no_false_alarm(size):
     """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
     for seed in range(12):

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from checked_layer_norms import data, exact
+from checked_operations import data
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import row_identities
+from stablenorm.check.closed_form import Case, Expected
 from stablenorm.testing.families import FAMILIES, make_case
 from stablenorm.testing.mistakes import MISTAKES, backward, forward
 
@@ -37,18 +38,15 @@ def test_identities_hold_for_right_code_in_its_own_dtype(dtype, offset):
         assert verdicts(x, gamma, beta, 1e-5, dy, *rounded) == [True] * 3
 
 
-def test_an_offset_does_not_break_the_identities_themselves():
+def test_identities_leave_out_what_is_not_given_or_cannot_be_judged():
     # Right gradients, in float64 from re-centred rows: all that can be wrong is the check.
     x, gamma, _ = data(3, (4, 8), 1e8)
     dy = data(4)[0]
-    identities = row_identities(x, gamma, None, 1e-5, dy, None, exact(x, gamma, dy), None, None)
+    dx = Expected(Case(x, gamma, None, 1e-5, dy), 2.0**-53).bounds_of("dx", x.dtype).value
+    identities = row_identities(x, gamma, None, 1e-5, dy, None, dx, None, None)
     assert [identity.passed for identity in identities] == [True, True]
     assert max(identity.error for identity in identities) < 1e-14 * 8
-
-
-def test_identities_leave_out_what_is_not_given_or_cannot_be_judged():
-    x, gamma, _ = data(0)
-    dy = data(1)[0]
+    x = data(0)[0]
     y, cache = forward(x, gamma, 0)
     dx, dgamma, _ = backward(dy, cache)
     assert verdicts(x, gamma, None, 1e-5, dy, y, dx, dgamma, None) == [True] * 3
@@ -78,9 +76,8 @@ def test_identities_have_no_false_alarm_on_hard_families(name, dtype):
     for n in (3, 8, 129):
         if FAMILIES[name].why_not(np.dtype(dtype), n, 9):
             continue
-        for seed in range(3):
-            case = make_case(name, dtype, n, 9, rng=seed)
-            y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
-            results = (y, *layer_norm_backward(case.dy, cache))
-            if all(np.isfinite(a).all() for a in results):
-                assert all(verdicts(*case, *results)), (seed, n)
+        case = make_case(name, dtype, n, 9, rng=0)
+        y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps)
+        results = (y, *layer_norm_backward(case.dy, cache))
+        if all(np.isfinite(a).all() for a in results):
+            assert all(verdicts(*case, *results)), n
