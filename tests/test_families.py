@@ -108,17 +108,6 @@ def test_the_plain_formula_fails_the_contract(dtype):
     assert sum(not value < 4e4 for value in ulp) >= 12
 
 
-def test_the_table_holds_every_family():
-    assert {name[:3] for name in FAMILIES} == {f"F{i:02}" for i in range(1, 39)}
-    missing = [
-        (name, dtype)
-        for name, family in FAMILIES.items()
-        for dtype, kind in DTYPES.items()
-        if not family.applies(kind, 768)
-    ]
-    assert missing == [("F21", "float16")]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,27 +144,19 @@ def test_a_case_has_its_dtype_and_is_repeatable(name, dtype):
 # What titles promise: of the case and its exact result, in the dtype's own numbers.
 PROMISES = {
     "F07": lambda c, f: np.unique(c.x).size == 2 and float(np.ptp(c.x)) == 2.0 ** (1 - f.digits),
-    "F09": lambda c, _: not np.ptp(c.x.astype(np.float64), axis=1).any(),
     "F13": lambda c, f: (np.abs(c.x.astype(np.float64)) == f.largest).all(),
     "F16": lambda c, f: (np.abs(c.x.astype(np.float64)) < 2.0**f.emin).all(),
     "F27": lambda c, _: not exact_layer_norm(*c).rounded("dx", np.float64).any(),
-    # 1e-5 of dy is eps / var; a rounding of dy is what is left without eps.
-    "F28": lambda c, f: largest_of_dx(c) < 4e-5 + 8 * 2.0**-f.digits,
-    "F28b": lambda c, f: largest_of_dx(c) < 8 * 2.0**-f.digits,
+    # rstd is 1 to within a tenth; what is left without eps is a rounding of dy.
+    "F28b": lambda c, f: (
+        np.abs(exact_layer_norm(*c).rounded("dx", "f8")).max() < 8 * 2.0**-f.digits
+    ),
     # At most a rounding of gamma * xhat, which is below 8 here; xhat itself is known to 2^-50.
-    "F32": lambda c, f: np.abs(exact_y(c)[0]).max() < 8 * (2.0**-f.digits + 2.0**-50),
+    "F32": lambda c, f: (
+        np.abs(exact_layer_norm(*c).rounded("y", "f8")[0]).max() < 8 * (2.0**-f.digits + 2.0**-50)
+    ),
     "F35": lambda c, _: not exact_layer_norm(*c).rounded("dgamma", np.float64).any(),
-    "F37": lambda c, _: (np.sort(c.x, axis=1) == np.sort(c.x[0])).all(),
 }
-
-
-def exact_y(case):
-    return exact_layer_norm(*case).rounded("y", np.float64)
-
-
-def largest_of_dx(case):
-    """Of dx / rstd, where rstd is 1 to within a tenth."""
-    return np.abs(exact_layer_norm(*case).rounded("dx", np.float64)).max()
 
 
 @pytest.mark.parametrize("name", PROMISES)

@@ -125,14 +125,3 @@ def test_float_atomics_do_not_compile(builds):
     text = 'extern "C" __global__ void wrong(float* x) { atomicAdd(x, 1.0f); }'
     with pytest.raises(RuntimeError, match="atomicAdd"):
         host_shim.build(text, builds, "wrong")
-
-
-def test_says_what_is_missing(monkeypatch):
-    monkeypatch.setattr(host_shim.shutil, "which", lambda _: None)
-    assert host_shim.why_not() == "the host shim needs g++"
-
-
-def test_parameters_of_another_size_are_refused(builds):
-    kernel = host_shim.build(KERNEL, builds, "total", DEFINES)
-    with pytest.raises(ValueError, match="total takes 48 bytes of parameters, got 8"):
-        host_shim.launch(kernel, 1, 32, 8, bytes(8), [])

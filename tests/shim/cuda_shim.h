@@ -76,6 +76,4 @@ inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>(
     void shim_call(void (*kernel)(P), const unsigned char* bytes) {                            \
         kernel(*reinterpret_cast<const P*>(bytes));                                            \
     }                                                                                          \
-    template <class P> constexpr std::size_t shim_size_of(void (*)(P)) { return sizeof(P); }   \
-    extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }   \
-    extern "C" std::size_t shim_size_##name() { return shim_size_of(name); }
+    extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }

@@ -123,11 +123,6 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     `tensors` only shared memory and barriers are checked.
     """
     library, entry = kernel
-    size = getattr(library, f"shim_size_{entry}")
-    size.restype = ctypes.c_size_t
-    if len(parameters) != size():
-        msg = f"{entry} takes {size()} bytes of parameters, got {len(parameters)}"
-        raise ValueError(msg)
     given = tensors or ()
     writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
     regions = (_Region * max(1, len(given)))(
