@@ -66,8 +66,9 @@ def test_a_directory_of_npy_files(tmp_path, capsys):
     assert "float32" in capsys.readouterr().out
 
 
-def test_large_data_is_sampled_and_said_so(tmp_path, capsys):
-    x = np.random.default_rng(1).standard_normal((400, 768)).astype(np.float32)
+def test_large_data_is_sampled_and_said_so(tmp_path, capsys, monkeypatch):
+    x = np.random.default_rng(1).standard_normal((400, 64)).astype(np.float32)
+    monkeypatch.setattr(job, "_ORACLE_ELEMENTS", 65 * 64)
     assert main(["run", save(tmp_path, x=x, gamma=x[0])]) == 0
     assert "Exact results for 65 of 400 rows" in " ".join(capsys.readouterr().out.split())
 
@@ -199,9 +200,9 @@ def test_markup_in_a_file_name_is_shown_as_it_is(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_cuts_no_word_in_two(capsys, monkeypatch, width):
+def test_a_narrow_terminal_cuts_no_word_in_two(tmp_path, capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["run"]) == 0
+    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown
     assert max(map(len, shown.splitlines())) <= width

@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ class UserFile:
         print(f"stablenorm: running the code of {path}", file=sys.stderr)
         # The folder stays on the path: functions may import when they are called.
         sys.path.insert(0, str(self.path.parent))
+        # Opened once: the checked code is called thousands of times.
+        self._nothing = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
+        weakref.finalize(self, self._nothing.close)
         with self._inside():
             # Not as a module: it would write __pycache__ beside the user's file.
             self._names = runpy.run_path(str(self.path), run_name=_MODULE)
@@ -87,13 +91,9 @@ class UserFile:
     def _inside(self) -> Iterator[None]:
         """Give code of the file no input and no output, and tell what it raises in one line."""
         stdin = sys.stdin
-        with (
-            Path(os.devnull).open("r+", encoding="utf-8") as nothing,
-            contextlib.redirect_stdout(nothing),
-            contextlib.redirect_stderr(nothing),
-        ):
+        with contextlib.redirect_stdout(self._nothing), contextlib.redirect_stderr(self._nothing):
             # input() would wait for somebody who does not know that he is asked.
-            sys.stdin = nothing
+            sys.stdin = self._nothing
             try:
                 yield
             except (KeyboardInterrupt, MemoryError):
