@@ -12,7 +12,8 @@ import pytest
 from untimed import make_quick
 
 from stablenorm.cli.problem import read_problem
-from stablenorm.report import compute, make_page
+from stablenorm.report import make_page
+from stablenorm.report.findings import compute
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), None)

@@ -1,7 +1,6 @@
 """What replaces measurements where their figures do not matter."""
 
-import stablenorm.report.html as making
-from stablenorm import backends
+from stablenorm import backends, report
 from stablenorm.cost import _measure
 from stablenorm.timing import Timing
 
@@ -18,7 +17,7 @@ def call_once(calls, *, step=None, **_):
 def make_quick(patch):
     """Let the report be made without compiling or timing anything."""
     patch.setattr(backends, "_default", lambda: "numpy")
-    patch.setattr(making, "_BYTES", 2**14)
+    patch.setattr(report, "_BYTES", 2**14)
     patch.setattr(_measure, "measure_interleaved", call_once)
     patch.setattr(_measure, "_BACKENDS", dict.fromkeys(_measure._BACKENDS, "numpy"))
     patch.setattr(_measure, "_compiled", lambda: lambda *_: None)

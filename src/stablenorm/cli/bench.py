@@ -13,7 +13,8 @@ from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
-from stablenorm.report import Table, quantity, shape_text
+from stablenorm.report.sections import Table
+from stablenorm.text import quantity, shape_text
 from stablenorm.timing import measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients
 

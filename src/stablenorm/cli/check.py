@@ -12,7 +12,7 @@ from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
-from stablenorm.report import shape_text
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.

@@ -9,7 +9,8 @@ from stablenorm.cli import parts
 from stablenorm.cost import count_kept, measure_costs
 from stablenorm.figures import new_figure
 from stablenorm.formats import parse
-from stablenorm.report import cost_section, draw_costs
+from stablenorm.report.figures import draw_costs
+from stablenorm.report.sections import cost_section
 
 _ROUNDS = 11
 _EXAMPLES = """\

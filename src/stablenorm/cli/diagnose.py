@@ -15,7 +15,8 @@ from stablenorm.cli.files import BUNDLED, Member, list_members, load_number, rea
 from stablenorm.diagnosis import diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
 from stablenorm.formats import check_dtype, parse
-from stablenorm.report import Table, quantity, shape_text
+from stablenorm.report.sections import Table
+from stablenorm.text import quantity, shape_text
 from stablenorm.types import Array
 
 _EXAMPLES = """\

@@ -8,7 +8,7 @@ import numpy as np
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, load, load_number
 from stablenorm.cli.parts import InputError
-from stablenorm.report import Problem, compute
+from stablenorm.report.findings import Problem, compute
 from stablenorm.types import Array
 
 _INPUTS = ("x", "gamma", "beta", "dy")

@@ -7,7 +7,8 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.report import accuracy_section, gradients_section, inspect
+from stablenorm.report.findings import inspect
+from stablenorm.report.sections import accuracy_section, gradients_section
 
 _EXAMPLES = """\
 examples:

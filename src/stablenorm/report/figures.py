@@ -12,8 +12,6 @@ from stablenorm.figures import COLORS
 from stablenorm.report.findings import Output
 from stablenorm.text import prose
 
-# Pixels of a page; where there are fewer the picture scrolls, so that letters keep their size.
-_WIDTH = 720
 _INK, _GRAY = "#333333", "#777777"
 # The style sheet says what each color is on light and on dark paper.
 _VARIABLES = {
@@ -30,15 +28,15 @@ _STYLE: Any = {
 _LEAST = 1e-3
 
 
-def as_svg(draw: Callable[[Any], None], height: int, label: str) -> str:
-    """Return what `draw` draws on a figure so many pixels high as SVG, in the page's colors."""
+def as_svg(draw: Callable[[Any], None], label: str) -> str:
+    """Return what `draw` draws on a figure as SVG, in the page's colors."""
     import matplotlib as mpl  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     # What is referred to has an id made from the salt, so that no two pictures share one.
     with mpl.rc_context(_STYLE | {"svg.hashsalt": label}):
-        # 72 units per inch: a unit of the picture is a pixel of the page.
-        figure = Figure(figsize=(_WIDTH / 72, height / 72), layout="constrained")
+        # Of 720 units by 360, which the page makes pixels; where there are fewer, it scrolls.
+        figure = Figure(figsize=(10, 5), layout="constrained")
         draw(figure)
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -64,8 +62,10 @@ def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
     errors = [each for one in outputs.values() for each in (one.error, one.plain_error)]
     beyond = 100 * max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
     at = np.geomspace(_LEAST, beyond, 400)
+    lines = -(-len(outputs) // 2)
+    figure.set_figheight(3.2 * lines)
     for place, (name, output) in enumerate(outputs.items(), 1):
-        axes = figure.add_subplot(-(-len(outputs) // 2), 2, place)
+        axes = figure.add_subplot(lines, 2, place)
         for array, color, style, label in (
             (output.error, COLORS[0], "-", "stablenorm"),
             (output.plain_error, COLORS[1], "--", "plain formula"),

@@ -43,7 +43,6 @@ class Output(NamedTuple):
 class Findings(NamedTuple):
     """What was found about the results of one layer norm."""
 
-    problem: Problem
     outputs: dict[str, Output]
     oracle_rows: int
     rows: int
@@ -75,19 +74,14 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
     outputs = _judge(matrix, sample, results)
     step("gradient check")
     gradients = None
-    if all(is_finite(array) for array in results.values()):
+    if all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         # In float64, where finite differences see most.
         few = (matrix.x[_sample(rows, _CHECK_ELEMENTS // n)], *parameters)
         x, gamma, beta = (None if each is None else each.astype(np.float64) for each in few)
         gradients = check_layer_norm(
             layer_norm_forward, layer_norm_backward, x, gamma, beta, problem.eps, rng=0
         )
-    return Findings(problem, outputs, len(sample), rows, gradients)
-
-
-def is_finite(array: Array) -> bool:
-    """Tell whether no element is NaN or infinite."""
-    return bool(np.isfinite(array.astype(np.float64)).all())
+    return Findings(outputs, len(sample), rows, gradients)
 
 
 def _sample(rows: int, most: int) -> Array:
