@@ -30,7 +30,7 @@ def cupy(monkeypatch):
 def use(cupy, builds, monkeypatch):
     """Return a function that puts a device in place and returns the list of its launches."""
     assert sys.modules["cupy"] is cupy
-    return lambda **options: fake.FakeDevice(builds, **options).put(monkeypatch)
+    return functools.partial(fake.put_device, monkeypatch, builds)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """
 A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on memory of NumPy's.
 
-`make_module` returns one to put into sys.modules; a `FakeDevice` takes the place of the functions of
-`stablenorm.cuda.driver`: it runs layer_norm.cu on the host shim and writes down every launch.
+`make_module` returns one to put into sys.modules; `put_device` replaces the functions of
+`stablenorm.cuda.driver`: layer_norm.cu runs on the host shim, and every launch is written down.
 """
 
 import ctypes
@@ -154,52 +154,44 @@ class Launch(NamedTuple):
     traffic: dict[str, Any]
 
 
-class FakeDevice:
+def put_device(
+    monkeypatch, builds, *, cooperative=True, resident=3, run=True, seed=0, text="", fault=0
+):
     """
-    A device that holds `resident` blocks, and the list of its launches; unless `run`, none is done.
+    Put a device in place that holds `resident` blocks; return the list of its launches.
 
-    `seed` decides the schedules. With `text`, the backward is another source, in which `planted` is
-    `fault`.
+    Unless `run`, none is done. `seed` decides the schedules. With `text`, the backward is another
+    source, in which `planted` is `fault`.
     """
+    launches = []
 
-    def __init__(self, builds, *, cooperative=True, resident=3, run=True, seed=0, text="", fault=0):
-        self.builds, self.run, self.seed, self.text, self.fault = builds, run, seed, text, fault
-        self.facts = driver.Facts((9, 0), 1, cooperative)
-        self.resident, self.launches = resident, []
-
-    def put(self, monkeypatch):
-        """Take the place of the functions of the driver."""
-        monkeypatch.setattr(driver, "read_facts", lambda _: self.facts)
-        monkeypatch.setattr(driver, "load", self.load)
-        monkeypatch.setattr(driver, "count_resident", lambda *_: self.resident)
-        monkeypatch.setattr(driver, "launch", self.launch)
-        return self.launches
-
-    def load(self, _, kernel):
-        if not self.run:
+    def load(_, kernel):
+        if not run:
             return None
-        other = self.text if self.text and not kernel.forward else source()
-        library, entry = host_shim.build(other, self.builds, kernel.entry, kernel.defines)
-        if other is self.text:
-            ctypes.c_int.in_dll(library, "planted").value = self.fault
+        other = text if text and not kernel.forward else source()
+        library, entry = host_shim.build(other, builds, kernel.entry, kernel.defines)
+        if other is text:
+            ctypes.c_int.in_dll(library, "planted").value = fault
         return library, entry
 
-    def launch(self, function, kernel, grid, parameters, cooperative):
+    def launch(function, kernel, grid, parameters, together):
         values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
-        made = Launch(kernel, grid, values, cooperative, {})
-        self.launches.append(made)
-        if not self.run:
+        made = Launch(kernel, grid, values, together, {})
+        launches.append(made)
+        if not run:
             return
-        sizes = grid, kernel.block, kernel.shared_bytes
-        options = {"seed": self.seed + len(self.launches) - 1, "cooperative": cooperative}
-        for each in host_shim.launch(
-            function, *sizes, parameters, tensors(kernel, values), **options
-        ):
+        given = grid, kernel.block, kernel.shared_bytes, parameters, tensors(kernel, values)
+        options = {"seed": seed + len(launches) - 1, "cooperative": together}
+        for each in host_shim.launch(function, *given, **options):
             made.traffic[each.tensor.name] = each
-            if each.tensor.rights == WRITE:
-                assert (each.writes == 1).all(), (
-                    f"{each.tensor.name}: bytes are stored {np.unique(each.writes)} times"
-                )
+            # Each byte of a result is stored once.
+            assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
+
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 1, cooperative))
+    monkeypatch.setattr(driver, "load", load)
+    monkeypatch.setattr(driver, "count_resident", lambda *_: resident)
+    monkeypatch.setattr(driver, "launch", launch)
+    return launches
 
 
 def tensors(kernel, values):
