@@ -3,6 +3,7 @@
 """
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -130,13 +131,11 @@ class ExactLayerNorm:
 
     def mean(self, row: int) -> Fraction:
         """Return the exact mean of one row of the matrix view."""
-        integers, exponent = next(read_rows(self._inputs.x[[row]]))
-        return Fraction(sum(integers), self.n) * power(exponent)
+        return statistics.mean(map(Fraction, self._inputs.x[row].tolist()))
 
     def var(self, row: int) -> Fraction:
         """Return the exact biased variance of one row of the matrix view, without eps."""
-        mean, elements = self.mean(row), self._inputs.x[row].tolist()
-        return sum(((Fraction(x) - mean) ** 2 for x in elements), Fraction(0)) / self.n
+        return statistics.pvariance(map(Fraction, self._inputs.x[row].tolist()))
 
     def value(self, name: str, index: tuple[int, ...], bits: int = 256) -> Fraction:
         """
