@@ -88,12 +88,6 @@ def get_num_threads() -> int:
     ------
     ValueError
         If NUMBA_NUM_THREADS is not a positive integer.
-
-    Examples
-    --------
-    >>> import stablenorm
-    >>> stablenorm.get_num_threads() >= 1
-    True
     """
     if _chosen is None:
         set_num_threads(_default())
