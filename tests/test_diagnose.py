@@ -58,12 +58,6 @@ def test_mean_and_std_are_exact(n, dtype):
     np.testing.assert_allclose(found.std, exact.std(axis=1), rtol=1e-13)
 
 
-def test_the_median_is_not_above_the_worst():
-    """It is the middle of a power of two: of a single row, up to 1.4 times what that row has."""
-    x = 1.02 * 2.0**15 + np.array([[-1.0, 1.0] * 8])
-    assert "3.3e+04 in the median row, 3.3e+04 in the worst" in str(diagnose(x))
-
-
 def is_same(actual, expected):
     pairs = zip(actual.per_row, expected.per_row, strict=True)
     return actual.as_dict() == expected.as_dict() and all(
@@ -172,10 +166,7 @@ def test_float64_of_extreme_size_is_described_exactly():
         ({"x": np.ones((2, 3), int)}, TypeError, "x must be float16, bfloat16, float32 or float64"),
         ({"dtype": "int8"}, TypeError, "dtype must be float16.*got int8"),
         ({"eps": -1.0}, ValueError, "eps must be finite and >= 0, got -1.0"),
-        ({"eps": "a"}, TypeError, "eps must be a number"),
-        ({"axis": 2}, ValueError, "axis must name axes of x, which has 2 dimensions"),
         ({"top": -1}, ValueError, "top must be at least 0, got -1"),
-        ({"top": 1.5}, TypeError, "top must be an int"),
         ({"x": np.ones((2, 0))}, ValueError, "at least one element along axis 1"),
         ({"x": np.ma.ones((2, 3))}, TypeError, "got a masked one"),
     ],

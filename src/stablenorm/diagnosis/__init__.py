@@ -22,8 +22,8 @@ __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose", "diagnose_blocks
 # predict from the statistics of a block whatever its size.
 BLOCK = 1 << 19
 
-# Condition numbers are counted by powers of two up to this one: float64 of 2**1000 and a spread of
-# 1 is no rarer than that.
+# Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
+# 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
 
 
@@ -221,13 +221,11 @@ def _counts(values: Array, last: int) -> Array:
 
 
 def _together(a: Summary, b: Summary) -> Summary:
-    """Return the summary of the rows of both."""
-    return Summary(
-        a.rows + b.rows,
-        {name: count + b.marks[name] for name, count in a.marks.items()},
-        {name: counts + b.lost[name] for name, counts in a.lost.items()},
-        a.condition_y + b.condition_y,
-        a.condition_dx + b.condition_dx,
-        max(a.largest_condition_y, b.largest_condition_y),
-        max(a.largest_condition_dx, b.largest_condition_dx),
-    )
+    """Return the summary of the rows of both: counts are added, of the largest the larger is kept."""
+
+    def both(one: Any, other: Any) -> Any:
+        if isinstance(one, dict):
+            return {name: each + other[name] for name, each in one.items()}
+        return max(one, other) if isinstance(one, float) else one + other
+
+    return Summary._make(map(both, a, b))

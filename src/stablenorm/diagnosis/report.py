@@ -225,27 +225,17 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
         return ["no rows: nothing to say"]
     said = []
     if summary.condition_y.any():
-        of_y, of_dx = summary.largest_condition_y, summary.largest_condition_dx
+        of_y, of_dx = (2.0 ** (_median(v) + 1) for v in (summary.condition_y, summary.condition_dx))
         said.append(
-            f"condition number of y: {_median_power(summary.condition_y, of_y)} in the median row, "
-            f"{of_y:.2g} in the worst; of dx: {_median_power(summary.condition_dx, of_dx)}, "
-            f"{of_dx:.2g}"
+            f"condition number of y: below {of_y:.2g} in the median row, "
+            f"{summary.largest_condition_y:.2g} in the worst; of dx: {of_dx:.2g}, "
+            f"{summary.largest_condition_dx:.2g}"
         )
     working = working_format(parse(diagnosis.dtype)).dtype.name
     for name, meaning in MARKS.items():
         if count := summary.marks[name]:
             said.append(f"{name}: {_count_rows(count)} ({meaning.format(working=working)})")
     return said
-
-
-def _median_power(counts: Array, largest: float) -> str:
-    """Return the median of condition numbers counted by powers of two: at most the largest."""
-    power = _median(counts)
-    if power == len(counts) - 1:
-        return f"2^{power} or more"
-    if power == 0:
-        return f"at most {min(2.0, largest):.2g}"
-    return f"about {min(2.0 ** (power + 0.5), largest):.2g}"
 
 
 def _median(counts: Array) -> int:
