@@ -59,8 +59,9 @@ def test_no_false_alarm(code, dtype):
         assert report.diagnosis == ()
 
 
-def test_one_row_without_parameters():
-    assert check_layer_norm(*OURS, data(0, (8,))[0], rng=0).verdict == "PASS"
+@pytest.mark.parametrize(("scale", "eps"), [(1, 1e-5), (1e-300, 0.0)])
+def test_one_row_without_parameters(scale, eps):
+    assert check_layer_norm(*OURS, scale * data(0, (8,))[0], eps=eps, rng=0).verdict == "PASS"
 
 
 @pytest.mark.parametrize("name", [n for n in MISTAKES if n != "rstd rounded to f32"])

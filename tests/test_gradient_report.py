@@ -9,14 +9,7 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from stablenorm.check import (
-    ArgumentResult,
-    Difference,
-    Finding,
-    GradientReport,
-    Identity,
-    Secant,
-)
+from stablenorm.check import ArgumentResult, Difference, Finding, GradientReport, Identity, Secant
 
 # Four steps of a plain difference: truncation in step^2, noise in 1/step.
 CURVE = tuple(Secant(2.0**-k, 1.0 + 4.0**-k, 1e-15 * 2.0**k) for k in range(2, 6))

@@ -198,10 +198,11 @@ class Judged(NamedTuple):
 
     def relative(self, error: Array) -> float:
         """Return the largest of some errors relative to the RMS of what the elements are made of."""
-        rms = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
         largest = np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)
-        # The value may vanish, and what it is made of.
-        return float(largest) / (rms if np.isfinite(rms) and rms > 0 else 1.0)
+        with np.errstate(all="ignore"):
+            size = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
+            # The value may vanish, and what it is made of.
+            return float(largest / (size if np.isfinite(size) and size > 0 else 1.0))
 
     @property
     def error(self) -> float:

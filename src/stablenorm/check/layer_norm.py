@@ -25,6 +25,7 @@ from stablenorm.check.report import (
     GradientReport,
     Identity,
 )
+from stablenorm.formats import is_supported
 from stablenorm.types import Array
 
 # The noise in the error of a numeric derivative is estimated from some ten samples, and so itself
@@ -118,7 +119,7 @@ def check_layer_norm(
     x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
     check_eps(eps)
     scale = None
-    usable = x.ndim and x.size and np.isfinite(x.astype(np.float64)).all()
+    usable = is_supported(x.dtype) and x.ndim and x.size and np.isfinite(x).all()
     if usable:
         # The distance over which a row's y changes: sqrt(var + eps).
         _, scale, _ = statistics(x.astype(np.float64), eps)

@@ -59,7 +59,7 @@ class Difference(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bound; more than 1 is a failure."""
-        return abs(self.actual - self.numeric) / max(self.bound, TINIEST)
+        return float(abs(self.actual - self.numeric)) / max(self.bound, TINIEST)
 
 
 class Secant(NamedTuple):
@@ -136,7 +136,7 @@ class ArgumentResult:
     def z(self) -> float:
         """The difference in units of both bounds together; more than 1 is a failure."""
         bound = self.bound_numeric + self.bound_actual
-        return abs(self.actual - self.numeric) / max(bound, TINIEST)
+        return float(abs(self.actual - self.numeric)) / max(float(bound), TINIEST)
 
     def __str__(self) -> str:
         """Give one line; for what failed, or is not known, two more with the worst element."""
