@@ -19,6 +19,8 @@ FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
 BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
 LAYER = "class {}:\n  def __init__(self, {}): self.gamma = {}\n  forward = backward = None\n"
 BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None")
+FIXED = "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)")
+NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, *, rstd): ..."
 
 
 @pytest.mark.parametrize(
@@ -31,48 +33,20 @@ BOTH = LAYER.format("LayerNorm", "n", "None") + LAYER.format("Norm", "n", "None"
         ("input('Which one? ')", "", "EOFError: EOF when reading a line at mine.py:1"),
         ("\x00", "", "null bytes"),
         ("", "", "must have layer_norm_forward, or name one with --forward; it has no functions\n"),
-        (
-            "def ln(x): ...\ndef _hidden(x): ...\ndef dln(x): ...\nclass LayerNorm: ...",
-            "",
-            "name one with --forward; it has ln, dln\n",
-        ),
-        (CORE + USUAL, "--backward bwd", "must have bwd, or name one with --backward; it has stat"),
-        (
-            f"{FORWARD}raise NotImplementedError{BACKWARD}pass",
-            "",
-            "NotImplementedError: at mine.py:2",
-        ),
+        ("def ln(x): ...\ndef _ln(x): ...\nclass L: ...", "", "with --forward; it has ln\n"),
+        (CORE + USUAL, "--backward b", "must have b, or name one with --backward; it has stat"),
+        (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", "NotImplementedError: at mine.py:2"),
         (f"{FORWARD}exit(){BACKWARD}pass", "", "SystemExit: None at mine.py:2"),
-        (
-            f"{FORWARD}return x, x{BACKWARD}return dy @ dy,",
-            "--shape 2 3",
-            "ValueError: matmul: .* at mine.py:4\n",
-        ),
+        (f"{FORWARD}return x, x{BACKWARD}return dy @ dy,", "--shape 2 3", " at mine.py:4\n"),
         # What is left out: no cache, or one that comes apart.
-        (
-            f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, eps=0, *, rstd): ...",
-            "",
-            "the backward must take (dy, cache), got layer_norm_backward(dy, x, gamma=1, eps=0, *, ",
-        ),
-        (
-            f"def ln(*args): ...{BACKWARD}pass",
-            "--forward ln",
-            "the forward must take (x, gamma, beta, eps), got ln(*args)\n",
-        ),
+        (NO_CACHE, "", "must take (dy, cache), got layer_norm_backward(dy, x, gamma=1, *, rstd)"),
+        (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
         (f"f = max{BACKWARD}pass", "--forward f", "no signature found for builtin"),
         (BOTH, "", "no functions, and the classes LayerNorm, Norm: choose one with --class\n"),
-        (
-            BOTH,
-            "--class Layer",
-            "must be a class with forward(x) and backward(dy), got Layer; it h",
-        ),
+        (BOTH, "--class L", "must be a class with forward(x) and backward(dy), got L; it has"),
         (BOTH, "--class Norm --forward stats", "--class must be given without --forward"),
         (LAYER.format("L", "a, n", "0"), "", "tried L(8): TypeError: L.__init__() missing"),
-        (
-            "import numpy\n" + LAYER.format("L", "n=4", "numpy.ones(4)"),
-            "",
-            "L(): gamma does not have 8 elements\n",
-        ),
+        (FIXED, "", "L(): gamma does not have 8 elements\n"),
     ],
 )
 def test_code_that_cannot_be_run_is_one_line(text, options, message, capsys):
@@ -80,7 +54,7 @@ def test_code_that_cannot_be_run_is_one_line(text, options, message, capsys):
     out, err = shown(capsys)
     assert out == ""
     assert err.count("\n") == 2
-    assert re.search(re.escape(message).replace(r"\.\*", ".*"), err), err
+    assert message in err
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,7 @@ def save(tmp_path, **arrays):
 
 def test_bundled_data_passes(capsys):
     assert main(["run"]) == 0
-    shown = capsys.readouterr().out
-    assert "All checks passed." in shown
-    for name in ("y", "dx", "dgamma", "dbeta"):
-        assert name in shown
-    assert "plain formula" in shown
+    assert capsys.readouterr().out.endswith("All checks passed.\n")
 
 
 def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
@@ -53,17 +49,11 @@ def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
     assert str(dtype) in capsys.readouterr().out
 
 
-def test_a_random_dy_is_said_with_its_seed(tmp_path, capsys):
-    assert main(["run", save(tmp_path, x=X), "--seed", "7"]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "dy not given: random N(0, 1), seed 7" in shown
-
-
 def test_a_directory_of_npy_files(tmp_path, capsys):
     (tmp_path / "d").mkdir()
     np.save(tmp_path / "d" / "x.npy", X)
-    assert main(["run", "d"]) == 0
-    assert "float32" in capsys.readouterr().out
+    assert main(["run", "d", "--seed", "7"]) == 0
+    assert "dy not given: random N(0, 1), seed 7" in " ".join(capsys.readouterr().out.split())
 
 
 def test_large_data_is_sampled_and_said_so(tmp_path, capsys, monkeypatch):
@@ -73,23 +63,19 @@ def test_large_data_is_sampled_and_said_so(tmp_path, capsys, monkeypatch):
     assert "Exact results for 65 of 400 rows" in " ".join(capsys.readouterr().out.split())
 
 
-def unknown_method(path):
-    """Compression method 77, in both headers of the archive."""
-    np.savez(path, x=X)
-    content = bytearray(path.read_bytes())
-    content[8:10] = b"\x4d\x00"
-    central = content.index(b"PK\x01\x02")
-    content[central + 10 : central + 12] = b"\x4d\x00"
-    path.write_bytes(content)
+class Bomb:
+    """What would write a file when unpickled."""
+
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
 
 
 BAD_FILES = {
     "missing": (None, "must be an .npy, .npz or .safetensors file.*not there"),
     "pickled": (
-        lambda p: np.savez(p, x=np.array([{}, 1])),
+        lambda p: np.savez(p, x=np.array([Bomb()])),
         "must hold plain numbers, got pickled objects",
     ),
-    "method": (unknown_method, "must be whole, got a damaged one"),
     "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
     "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
     "gamma": (lambda p: np.savez(p, x=X, gamma=X[0, :4]), r"gamma must have shape \(5,\)"),
@@ -114,7 +100,6 @@ def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.count("\n") == 1
-
     assert re.search(message, shown.err), shown.err
     assert sorted(tmp_path.iterdir()) == before
 
@@ -123,10 +108,7 @@ def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
     ("options", "message"),
     [
         (["--eps", "inf"], "eps must be finite and >= 0, got inf"),
-        (
-            ["--out", "nowhere/out.npz"],
-            "in an existing, writable directory, got nowhere/out.npz",
-        ),
+        (["--out", "nowhere/o.npz"], "in an existing, writable directory, got nowhere/o.npz"),
         (["--out", "out.txt"], "--out must be a .npz file, got out.txt"),
         (["--seed", "-1"], "--seed: must be >= 0, got -1; see stablenorm run --help"),
         (["--seed", "a"], "--seed: invalid int value: 'a'; see stablenorm run --help"),
@@ -192,9 +174,8 @@ def test_too_large_for_memory(tmp_path, capsys, monkeypatch):
 def test_markup_in_a_file_name_is_shown_as_it_is(tmp_path, capsys):
     """Once a MarkupError of rich."""
     name = "[/bold]x.npz"
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    np.savez(path, x=X)
+    (tmp_path / "[").mkdir()
+    np.savez(tmp_path / name, x=X)
     assert main(["run", name]) == 0
     assert capsys.readouterr().out.startswith(f"{name}: x (3, 5)")
 
@@ -223,18 +204,6 @@ def test_python_dash_m_on_a_terminal_without_unicode(tmp_path):
     assert result.stderr == ""
     assert result.stdout.isascii()
     assert "All checks passed." in result.stdout
-
-
-def test_pickles_are_never_loaded(tmp_path):
-    """An object array that would write a file when unpickled."""
-
-    class Bomb:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "exploded"), "w"))
-
-    np.savez(tmp_path / "bomb.npz", x=np.array([Bomb()], dtype=object))
-    assert main(["run", "bomb.npz"]) == 2
-    assert not (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

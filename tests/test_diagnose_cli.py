@@ -116,12 +116,6 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
 
 
-def test_a_picture_is_drawn(x, tmp_path, capsys):
-    np.save(tmp_path / "c.npy", x)
-    assert run(capsys, tmp_path / "c.npy", "--plot", tmp_path / "c.svg")[0] == 0
-    assert (tmp_path / "c.svg").read_bytes().startswith(b"<?xml")
-
-
 def test_nothing_but_nan_is_said(x, tmp_path, capsys):
     np.save(tmp_path / "nan.npy", x * np.nan)
     status, out, err = run(capsys, tmp_path / "nan.npy")
@@ -133,13 +127,11 @@ def damage(path, x):
     """Write every file that cannot be used; return what is said of it."""
     np.save(path / "int.npy", x.astype(int))
     np.save(path / "objects.npy", np.array([None]), allow_pickle=True)
-    np.save(path / "number.npy", np.float32(3))
     np.save(path / "nothing.npy", x[:, :, :0])
     np.save(path / "whole.npy", x)
     raw = (path / "whole.npy").read_bytes()
     (path / "short.npy").write_bytes(raw[:-8])
     (path / "header.npy").write_bytes(raw[:40])
-    (path / "version.npy").write_bytes(raw[:6] + b"\x09" + raw[7:])
     np.savez_compressed(path / "whole.npz", h=x)
     packed = (path / "whole.npz").read_bytes()
     (path / "short.npz").write_bytes(packed[:-40])
@@ -150,8 +142,6 @@ def damage(path, x):
     tensors = (path / "whole.safetensors").read_bytes()
     (path / "short.safetensors").write_bytes(tensors[:-700])
     (path / "wrong.safetensors").write_bytes(tensors.replace(b"[6, 5, 32]", b"[6, 5, 33]"))
-    (path / "list.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
-    (path / "huge.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     (path / "junk.bin").write_bytes(bytes(range(1, 200)))
     (path / "empty.npy").write_bytes(b"")
 
@@ -163,18 +153,14 @@ def damage(path, x):
         (["."], "a directory"),
         (["int.npy"], "must be float16, bfloat16, float32 or float64, got int64"),
         (["objects.npy"], "must be float16, bfloat16, float32 or float64, got object"),
-        (["number.npy"], "axis must name axes of x, which has 0 dimensions"),
         (["nothing.npy"], "x must have at least one element along axis 2, got shape (6, 5, 0)"),
         (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
         (["header.npy"], "must be whole, got a damaged one"),
-        (["version.npy"], "must be whole, got a damaged one"),
         (["short.npz"], "must be an .npy, .npz or .safetensors file, got another"),
         (["flipped.npz"], "damaged one"),
         (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
         (["short.safetensors", "--member", "w"], "truncated"),
         (["wrong.safetensors"], "the place of w does not fit its shape"),
-        (["list.safetensors"], "must be whole, got a damaged one"),
-        (["huge.safetensors"], "got another, or a truncated one"),
         (["junk.bin"], "must be an .npy, .npz or .safetensors file, got another"),
         (["empty.npy"], "must be an .npy, .npz or .safetensors file, got another"),
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
@@ -214,24 +200,6 @@ def test_a_file_cut_while_it_is_read_is_truncated(tmp_path):
 
     with pytest.raises(InputError, match="truncated"):
         read()
-
-
-def test_progress_ends_at_the_last_row(x, tmp_path, monkeypatch):
-    seen = []
-
-    class Bar:
-        def __enter__(self):
-            return lambda done, total: seen.append((done, total))
-
-        def __exit__(self, *_):
-            return None
-
-    monkeypatch.setattr(command.parts, "progress_bar", lambda _: Bar())
-    monkeypatch.setattr("stablenorm.cli.files._BLOCK", 128 * 7)
-    np.save(tmp_path / "c.npy", x)
-    assert cli.main(["diagnose", str(tmp_path / "c.npy")]) == 0
-    assert seen[-1] == (30, 30)
-    assert len(seen) == 5
 
 
 def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):
