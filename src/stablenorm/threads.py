@@ -16,28 +16,13 @@ _chosen: int | None = None
 # thread, would wait for Numba's own locks for ever; so the fork waits.
 starting = threading.RLock()
 
-# More than any kernel takes to compile. Then the fork goes on: this lock is there to prevent one
-# that hangs, not to be the cause of another.
-_PATIENCE = 60.0
-
-_fork_has_it = False
-
-
-def _before_fork() -> None:
-    global _fork_has_it  # noqa: PLW0603  # between the two hooks
-    _fork_has_it = starting.acquire(timeout=_PATIENCE)
-
-
-def _after_fork() -> None:
-    if _fork_has_it:
-        starting.release()
-
-
 # Hooks run in reverse order, so this one comes before that of `logging`, which takes a lock that
 # the import of Numba needs as well: which is why `logging` is imported above.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
+        before=starting.acquire,
+        after_in_parent=starting.release,
+        after_in_child=starting.release,
     )
 
 

@@ -229,33 +229,31 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 
 
 class _Keeper:
-    """Collects the statistics of all rows, third words and exponents only where needed."""
+    """Collects the statistics of all rows."""
 
     def __init__(self, rows: int, n: int, wide: bool) -> None:
         self._n = n
         mean, mean_lo, rstd = np.empty((3, rows))
-        self.statistics = Statistics(mean, mean_lo, rstd, np.empty(rows) if wide else None)
+        self._kept = Statistics(mean, mean_lo, rstd, np.empty(rows) if wide else None)
+        self._tail, self._exponent = np.zeros(rows), np.zeros((rows, 2), np.int16)
 
     def __call__(self, rows: slice, mean: Array, mean_lo: Any, rstd: Any, var: Any) -> None:
-        kept = self.statistics
+        kept = self._kept
         kept.mean[rows] = mean[:, 0]
         if kept.rstd_lo is None:
             kept.mean_lo[rows], kept.rstd[rows] = mean_lo[:, 0], rstd[:, 0]
             return
-        kept.mean_lo[rows], tail, mean_exponent = _folded(mean_lo)
-        kept.rstd[rows], kept.rstd_lo[rows], rstd_exponent = _folded(rstd)
-        tail = np.where(self._matters(mean_lo, var), tail, 0.0)
-        exponent = np.stack([mean_exponent, rstd_exponent], axis=-1)
-        rows_kept = len(kept.mean)
-        if tail.any() and kept.mean_tail is None:
-            kept = kept._replace(mean_tail=np.zeros(rows_kept))
-        if exponent.any() and kept.exponent is None:
-            kept = kept._replace(exponent=np.zeros((rows_kept, 2), np.int16))
-        if kept.mean_tail is not None:
-            kept.mean_tail[rows] = tail
-        if kept.exponent is not None:
-            kept.exponent[rows] = exponent
-        self.statistics = kept
+        kept.mean_lo[rows], tail, self._exponent[rows, 0] = _folded(mean_lo)
+        kept.rstd[rows], kept.rstd_lo[rows], self._exponent[rows, 1] = _folded(rstd)
+        self._tail[rows] = np.where(self._matters(mean_lo, var), tail, 0.0)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Third words and exponents only where a row needs them."""
+        return self._kept._replace(
+            mean_tail=self._tail if self._tail.any() else None,
+            exponent=self._exponent if self._exponent.any() else None,
+        )
 
     def _matters(self, mean_lo: Wide, var: Wide) -> Array:
         """Tell where the second word of mean_lo is more than the contract can lose."""
