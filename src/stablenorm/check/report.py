@@ -259,6 +259,7 @@ class GradientReport:
         axes = figure.subplots()
 
         def level(error: float, label: str, **style: Any) -> None:
+            """Draw a line at an error that a logarithmic axis can show."""
             if math.isfinite(error) and error:
                 axes.axhline(max(error, _FLOOR), label=label, **style)
 
