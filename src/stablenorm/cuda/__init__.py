@@ -47,10 +47,7 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
         scale, shift = (arrays.flat(cupy, *each) for each in (("gamma", gamma), ("beta", beta)))
         dtypes = (getattr(a, "dtype", None) for a in (x, None, gamma, beta))
         kernel = _choose_kernel(n, *dtypes, pairs)
-        values = {
-            **_addresses(gamma=scale, beta=shift, **statistics._asdict()),
-            **_matrices(x=source, out=target),
-        }
+        values = _places(x=source, out=target, gamma=scale, beta=shift, **statistics._asdict())
         _launch(device, kernel, -(-rows // kernel.slots), False, rows=rows, n=n, eps=eps, **values)
         arrays.put_back(cupy, target, y)
         return statistics
@@ -83,14 +80,12 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
             for name, total in wanted.items()
         }
         scale = arrays.flat(cupy, "gamma", gamma)
-        values = {
-            **_addresses(gamma=scale, **made, **statistics._asdict()),
-            **_matrices(x=sources[0], dy=sources[1], out=target),
-        }
+        given = {"x": sources[0], "dy": sources[1], "out": target, "gamma": scale, **made}
+        values = _places(**given, **statistics._asdict())
         if wanted:
             nbytes = 2 * n * chunks.number * kernel.number_bytes
             room = workspace.room(cupy, device, nbytes, arrays.capturing(cupy))
-            values |= _addresses(**room)
+            values |= _places(**room)
         sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
         # Blocks wait for one another only where all are promised to run at once.
         barrier = bool(wanted) and driver.read_facts(device).cooperative
@@ -153,15 +148,15 @@ def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
 # ---- arguments as parameters of a kernel ----
 
 
-def _addresses(**found: Any) -> dict[str, int]:
-    # What is not there stays null.
-    return {name: int(a.data.ptr) for name, a in found.items() if a is not None}
-
-
-def _matrices(**found: arrays.Matrix | None) -> dict[str, int]:
-    there = {name: matrix for name, matrix in found.items() if matrix is not None}
-    strides = {f"{name}_stride": matrix.stride for name, matrix in there.items()}
-    return {name: matrix.pointer for name, matrix in there.items()} | strides
+def _places(**found: Any) -> dict[str, int]:
+    """Return addresses and strides; what is not there stays null."""
+    values: dict[str, int] = {}
+    for name, array in found.items():
+        if isinstance(array, arrays.Matrix):
+            values |= {name: array.pointer, f"{name}_stride": array.stride}
+        elif array is not None:
+            values[name] = int(array.data.ptr)
+    return values
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
