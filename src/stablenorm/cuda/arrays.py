@@ -113,9 +113,11 @@ def _imported(name: str, value: Any) -> Any:
 
 def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
     """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
-    found = _view(folded)
-    if found is not None:
-        return found
+    seen, itemsize = host.as_rows(_ghost(folded.array), folded.axes), folded.dtype.itemsize
+    if isinstance(seen, np.ndarray):
+        between, within = seen.strides
+        if (seen.shape[1] == 1 or within == itemsize) and between % itemsize == 0:
+            return Matrix(folded.array.data.ptr, between // itemsize)
     _check_copy(cupy, name)
     if read:
         rows = cupy.ascontiguousarray(folded.moved(cupy)).reshape(folded.shape)
@@ -142,18 +144,6 @@ def flat(cupy: Any, name: str, array: Any) -> Any:
 def capturing(cupy: Any) -> bool:
     """Tell whether a CUDA graph is being captured on the current stream."""
     return bool(cupy.cuda.get_current_stream().is_capturing())
-
-
-def _view(folded: Folded) -> Matrix | None:
-    """Return the rows in place, or None where only a copy has contiguous rows."""
-    array, itemsize = folded.array, folded.dtype.itemsize
-    rows = host.as_rows(_ghost(array), folded.axes)
-    if not isinstance(rows, np.ndarray):
-        return None
-    between, within = rows.strides
-    if (rows.shape[1] > 1 and within != itemsize) or between % itemsize:
-        return None
-    return Matrix(array.data.ptr, between // itemsize)
 
 
 def _check_copy(cupy: Any, name: str) -> None:
