@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("plain_terminal")
 
 FUNCTIONS = {
     "usual": USUAL,
-    "dict cache, dict of gradients, prints": """
+    "dicts, prints": """
 def layer_norm_forward(x, gamma, beta, eps=1e-6):
     print("shape", x.shape)
     y, (xhat, rstd, _) = norm(x, gamma, beta, eps)
@@ -163,9 +163,7 @@ def test_wrong_code_of_any_style_fails_and_is_diagnosed(style, capsys):
     assert "the mean of g is missing from dx" in shown(capsys)[0]
 
 
-@pytest.mark.parametrize(
-    "style", ["dict cache, dict of gradients, prints", "three axes only", *list(CLASSES)[:2]]
-)
+@pytest.mark.parametrize("style", ["dicts, prints", "three axes only", *list(CLASSES)[:2]])
 def test_a_mistake_in_dgamma_is_not_taken_for_one_in_dx(style, capsys):
     wrong = CORE.replace("(dy * xhat).sum(lead)", "(dy * xhat).mean(lead)")
     assert main(["check", write(wrong + STYLES[style]), "--json", "out.json"]) == 1
@@ -178,21 +176,9 @@ def test_a_mistake_in_dgamma_is_not_taken_for_one_in_dx(style, capsys):
 @pytest.mark.parametrize(
     ("style", "options", "words"),
     [
-        (
-            "eps fixed inside",
-            "",
-            "the eps given, 1e-05, is not used: it is 0.001 inside",
-        ),
-        (
-            "CS231n: rows only, ln_param",
-            "--eps 0.5",
-            "layernorm_forward(x, gamma, beta, ln_param)|x 6 x 8 float64, eps 0.5, seed 0",
-        ),
-        (
-            "dict cache, dict of gradients, prints",
-            "--shape 3 5 --dtype float32",
-            "x 3 x 5 float32, eps 1e-05, seed 0",
-        ),
+        ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
+        ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
+        ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
         ("accumulated", "--shape 3 4 5", "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5"),
     ],
 )
