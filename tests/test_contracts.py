@@ -72,7 +72,7 @@ F2, BF, F4, F8 = np.float16, ml_dtypes.bfloat16, np.float32, np.float64
 # Kernels are compiled for each mixture, for seconds: those of test_any_call.py.
 @pytest.mark.parametrize(
     ("x_dtype", "gamma_dtype", "beta_dtype", "dy_dtype"),
-    [(F2, F4, F4, F2), (BF, F4, F4, BF), (F4, F8, BF, F8), (F8, F4, BF, F2)],
+    [(F2, F4, F4, F2), (BF, F4, F4, BF), (F4, F8, BF, F8), (BF, BF, F8, F2)],
 )
 def test_each_result_has_its_own_dtype(rng, backend, x_dtype, gamma_dtype, beta_dtype, dy_dtype):
     """Half x with float32 gamma is normal (pytorch 135969, apex 1635)."""

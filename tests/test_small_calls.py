@@ -37,8 +37,7 @@ PARAMETERS = {
     "gamma": lambda gamma, _: (gamma, None),
     "beta": lambda _, beta: (None, beta),
     "none": lambda *_: (None, None),
-    "float32": lambda gamma, beta: (gamma.astype(np.float32), beta.astype(np.float32)),
-    "of two types": lambda gamma, beta: (gamma.astype(np.float32), beta.astype(np.float16)),
+    "at least float32": lambda *given: [v.astype(np.promote_types(v.dtype, "f4")) for v in given],
     "strided": lambda gamma, beta: (np.repeat(gamma, 2)[::2], np.repeat(beta, 3)[::3]),
 }
 

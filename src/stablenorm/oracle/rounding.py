@@ -43,7 +43,11 @@ class Format(NamedTuple):
 
     def ulp_exponent(self, top: int) -> int:
         """Exponent of the ulp at a number in [2**(top-1), 2**top)."""
-        return min(max(top - self.precision, self.finest), self.coarsest)
+        # Not min and max, here and below: calls of them were a fifth of the oracle's time.
+        ulp = top - self.precision
+        if self.finest <= ulp <= self.coarsest:
+            return ulp
+        return self.finest if ulp < self.finest else self.coarsest
 
 
 FORMATS = {
@@ -118,7 +122,9 @@ def power(exponent: int) -> Fraction:
 def to_parts(integer: int, exponent: int) -> tuple[float, int]:
     """Return ``integer * 2**exponent`` as a float of at most 64 bits and an exponent of two."""
     # 64 bits are more than a float64 holds, and an integer that small converts always.
-    excess = max(integer.bit_length() - 64, 0)
+    excess = integer.bit_length() - 64
+    if excess <= 0:
+        return float(integer), exponent
     return float(integer >> excess), exponent + excess
 
 
@@ -196,8 +202,10 @@ def judge(value: float, interval: Interval, fmt: Format) -> tuple[float, int, bo
     top = low.bit_length()
     fraction, exponent = math.frexp(value)
     exponent -= 53
-    finer = max(unit - exponent, 0)
-    error = abs((int(math.ldexp(fraction, 53)) << max(exponent - unit, 0)) - (low << finer))
+    number, finer = int(math.ldexp(fraction, 53)), unit - exponent
+    if finer < 0:
+        number, finer = number << -finer, 0
+    error = abs(number - (low << finer))
     # Open: another binade, or an error that the width blurs.
     if width and ((low + width).bit_length() != top or error <= width << ERROR_BITS + finer):
         return None
