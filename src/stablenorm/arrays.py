@@ -5,8 +5,6 @@ A CUDA array is recognised by its protocols, so that nothing of CUDA is loaded t
 none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator

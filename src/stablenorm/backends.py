@@ -1,7 +1,5 @@
 """The one table of implementations, and which one an array calls for."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import warnings

@@ -5,8 +5,6 @@ A library may have set it to flush subnormals to zero, or to round upward; the e
 `reference` are right only with gradual underflow and rounding to nearest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import sys

@@ -1,7 +1,5 @@
 """`LayerNorm`: a thin holder of gamma, beta and their gradients."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import numpy as np

@@ -5,8 +5,6 @@ It takes functions and knows nothing of what they do. It assumes that nothing el
 runs meanwhile.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

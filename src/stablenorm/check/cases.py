@@ -1,7 +1,5 @@
 """The problems on which a layer norm is compared with its closed form."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -8,8 +8,6 @@ coefficients (1, -1, -1); the mistakes change a coefficient, the rstd or the mea
 place of gamma. Of dx, two of them at once are tried as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which l
 digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Compare the gradient of one argument with numeric derivatives, and judge it."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

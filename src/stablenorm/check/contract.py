@@ -5,8 +5,6 @@ Inputs are left alone, the same call gives the same bits, and the backward is li
 one `Finding`, whose message is one line, also where the functions raise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -21,8 +21,6 @@ secants are made of. "rounding": the derivative is 0 but for rounding. "kink": t
 limit, but left and right slopes keep their distance. "no limit": nothing is known.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """Equations that the gradients of layer normalization satisfy exactly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

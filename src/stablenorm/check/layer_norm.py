@@ -1,7 +1,5 @@
 """`check_layer_norm`: the closed form judges, finite differences are the independent witness."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Call the functions under test safely; `Loss` is the scalar that is differentiated."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

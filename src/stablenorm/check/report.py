@@ -1,7 +1,5 @@
 """What a gradient check found: numbers and a verdict, as text and as a picture."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Every question about memory layout (does this array have a view as rows, do two 
 NumPy: an array of NumPy's with the same address and strides, whose elements are never touched.
 """
 
-from __future__ import annotations
-
 import math
 import types
 from typing import Any, NamedTuple

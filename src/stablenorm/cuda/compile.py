@@ -6,8 +6,6 @@ CuPy, whose compiler options end with ``-ftz=true``, which flushes subnormals (c
 No GPU and no driver is needed to compile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -4,8 +4,6 @@ What a launch asks of CUDA: facts of a device, a kernel, how many blocks fit, th
 Tests replace these functions by others, which run the same kernels on the CPU.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

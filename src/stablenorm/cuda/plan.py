@@ -6,8 +6,6 @@ of alignment or of what else runs. The grid, and who adds up the partial sums, d
 and change no bit.
 """
 
-from __future__ import annotations
-
 import struct
 from typing import Any, NamedTuple
 

@@ -9,8 +9,6 @@ sums come from CuPy's pool, which orders reuse by stream, or, for a CUDA graph, 
 that outlives it.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from typing import Any, Self

@@ -5,8 +5,6 @@ A format is recognised by the name of the dtype, so that bfloat16 needs no impor
 an interval leaves open is None; the element is then known exactly, as a `Surd`, and enclosed anew.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -77,7 +75,7 @@ class Interval(NamedTuple):
     width: int
     exponent: int
 
-    def plus(self, other: Interval) -> Interval:
+    def plus(self, other: "Interval") -> "Interval":
         """Return the sums of these numbers and those of another."""
         unit = min(self.exponent, other.exponent)
         mine, its = self.exponent - unit, other.exponent - unit
@@ -91,12 +89,12 @@ class Vector(NamedTuple):
     integers: list[int]
     exponent: int
 
-    def times(self, other: Vector) -> Vector:
+    def times(self, other: "Vector") -> "Vector":
         """Return the products, element by element."""
         products = [a * b for a, b in zip(self.integers, other.integers, strict=True)]
         return Vector(products, self.exponent + other.exponent)
 
-    def magnitudes(self) -> Vector:
+    def magnitudes(self) -> "Vector":
         """Return the magnitudes."""
         return Vector(list(map(abs, self.integers)), self.exponent)
 

@@ -49,8 +49,6 @@ instead would take 8 bytes per element: docs/explanation/complexity.md. The rows
 through a tree whose shape depends on (rows, n) alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 

@@ -7,8 +7,6 @@ annihilates. What judges the results is the reader's choice: nothing that comput
 imported here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ one plain two-pass `forward`, whose cache the wrong backwards misuse. Each mista
 gradient and leaves the other two right, so that it can be asked where it was found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

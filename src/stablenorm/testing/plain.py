@@ -5,8 +5,6 @@ It is here to be measured, so that a table can say what it would have returned. 
 the rounded mean, squares that overflow or underflow, sums over rows in the dtype of the data.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from stablenorm.types import Array

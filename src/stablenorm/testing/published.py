@@ -4,8 +4,6 @@ Rows that went wrong in public: the inputs of issue threads, and what was right.
 Where a thread gives a recipe with random numbers, the rows are drawn by it, from one fixed seed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
