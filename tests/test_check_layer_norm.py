@@ -133,10 +133,10 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
     plain = check_layer_norm(forward, backward, *data(0), rng=0)
     # What secants reach is 1e-12.
     assert plain.resolution < 1e-13
-    for each, off in ((report, 1e-9), (plain, 1e-13)):
+    for each, digits in ((report, 6), (plain, 10)):
         message = findings(each, "hard inputs", "NOTE")["right for offset 1e4"]
-        said = re.search(r"inaccurate here: off by (\S+) of", message)
-        assert off < float(said[1]) < 1e3 * off
+        said = re.search(r"keeps (\d+) of 16 digits", message)
+        assert digits <= int(said[1]) <= digits + 3
     assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
 
 
@@ -213,20 +213,12 @@ def test_more_causes_are_named_where_they_are_sure(wrong, expected):
     assert report.diagnosis == (() if expected is None else (expected,))
 
 
-def test_every_change_of_dx_is_named_and_pairs_are_never_told_as_others(rng):
+def test_every_change_of_dx_is_named(rng):
     x, gamma, beta = data(0, (6, 12))
     evidence = Evidence(ordinary(Case(x, gamma, beta, 1e-5, x), rng), 2.0**-53)
     bounds = evidence.bounds_of("dx", x.dtype)
     for change in CHANGES:
-        assert explain(evidence, "dx", evidence.dx([change])[0], bounds) == (change.words,)
-    named = 0
-    for _ in range(10):
-        pair = [CHANGES[i] for i in rng.choice(len(CHANGES), 2, replace=False)]
-        planted = pair[: 1 + (pair[0].kind != pair[1].kind)]
-        said = explain(evidence, "dx", evidence.dx(planted)[0], bounds)
-        assert set(said) <= {change.words for change in planted}
-        named += len(said) == 2
-    assert named >= 3
+        assert explain(evidence, "dx", evidence.dx(change)[0], bounds) == change.words
 
 
 def test_what_a_forward_makes_of_eps_and_float32_is_told():

@@ -68,17 +68,17 @@ def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
         "      differ by 5.00e-01, z = 5e+11; bounds: backward 1.00e-15, numeric 1.00e-12",
         "  gamma: PASS: 4 of 4 elements, resolution 3.0e-12",
         "  beta: NOT CHECKED: the argument is None",
-        "  identities: 1 of 2 pass",
+        "  identities: 1 FAIL, 1 PASS",
         "    FAIL: sum(dx) = 0: off by 1.00e-03, bound 1.00e-15",
-        "  contract: 1 of 2 pass, 1 note",
+        "  contract: 1 PASS, 1 FAIL, 1 NOTE",
         "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",
-        "  closed form: 1 pass",
+        "  closed form: 1 PASS",
         "  100 forward and 3 backward calls, 12.3 s",
     ]
     assert str(replace(PASSED, findings=FINDINGS[2:3])).splitlines() == [
         "PASS: an error of 3.0e-12, relative, would have been seen",
         "  gamma: PASS: 4 of 4 elements, resolution 3.0e-12",
-        "  contract: 1 note",
+        "  contract: 1 NOTE",
         "    NOTE: the same bits in every run: they differ by 1 ulp",
         "  10 forward and 0 backward calls",
     ]

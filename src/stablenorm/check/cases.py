@@ -132,7 +132,6 @@ def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str
     kept = worst.error < 10 * unit(max(worst.bounds.value.shape), worst.u)
     if kept or (trial.tolerated < 1 and worst.right):
         return "PASS", ""
-    return (
-        "NOTE",
-        f"{worst.name} is inaccurate here: off by {worst.error:.0e} of what it is made of",
-    )
+    digits = max(0, int(-math.log10(min(worst.error, 1))))
+    kept_of = f"keeps {digits} of {-math.log10(worst.u):.0f} digits on such data"
+    return "NOTE", f"{worst.name} {kept_of}; its formula is right"

@@ -5,11 +5,10 @@ A cause is named only if it explains *every* element to rounding, and nothing si
 does. The simplest is the right formula with one element, column or row that is wrong. Then come the
 changes of the formula: dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with
 coefficients (1, -1, -1); the mistakes change a coefficient, the rstd or the mean that go in, or the
-place of gamma. Of dx, two of them at once are tried as well.
+place of gamma.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import combinations
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +18,12 @@ from stablenorm.check.compare import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
 
-# Rows on which a change is tried before all.
-_FEW = 4
 # Fewer elements than that can be on a line by chance.
 _SMALLEST = 5
 
-# What is wrong with one output, in sentences with {} in place of its name; the output that it
-# would make; and how exactly.
-Guess = tuple[tuple[str, ...], Array, Array]
+# What is wrong with one output, with {} in place of its name; the output that it would make; and how
+# exactly.
+Guess = tuple[str, Array, Array]
 
 
 class Change(NamedTuple):
@@ -95,18 +92,19 @@ class Evidence(Expected):
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var = row_mean(np.square(self.centered))
 
-    def made(self, changes: Sequence[Change]) -> tuple[dict[str, Any], Array, Array]:
-        """Return by kind what the changes put in place; then xhat, and rstd in units of the right."""
+    def made(self, change: Change) -> tuple[dict[str, Any], Array, Array]:
+        """Return by kind what a change puts in place; then xhat, and rstd in units of the right."""
         with np.errstate(all="ignore"):
-            made = {c.kind: c.value(self) if callable(c.value) else c.value for c in changes}
+            value = change.value(self) if callable(change.value) else change.value
+            made = {change.kind: value}
             rstd = made.get("rstd", self.rstd)
             # By the difference of the means: rounding it once more would hide the change.
             centered = self.centered + (self.mean - made.get("mean", self.mean))
             return made, centered * rstd, rstd / self.rstd
 
-    def dx(self, changes: Sequence[Change]) -> tuple[Array, Array]:
-        """Return the dx that has these mistakes, and its bound."""
-        made, xhat, stretch = self.made(changes)
+    def dx(self, change: Change) -> tuple[Array, Array]:
+        """Return the dx that has this mistake, and its bound."""
+        made, xhat, stretch = self.made(change)
         before, after = made.get("gamma", (1, 0))
         times = tuple(float(made.get(f"term {place}", 1.0)) for place in (0, 1))
         with np.errstate(all="ignore"):
@@ -126,7 +124,7 @@ def diagnose(case: Case, judged: dict[str, Judged]) -> tuple[str, ...]:
         # With one element to a row, dx is 0, whatever the formula.
         if case.n < 2 or not np.isfinite(each.actual).all():
             continue
-        for words in explain(Evidence(case, each.u), name, each.actual, each.bounds):
+        if words := explain(Evidence(case, each.u), name, each.actual, each.bounds):
             # What can be said of several outputs is said once: "... in dx and dgamma".
             shown = "the forward" if name == "y" else name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
@@ -134,30 +132,22 @@ def diagnose(case: Case, judged: dict[str, Judged]) -> tuple[str, ...]:
     return tuple(words.replace("{}", " and ".join(names)) for words, names in found.items())
 
 
-def explain(evidence: Evidence, name: str, actual: Array, bounds: Bounds) -> tuple[str, ...]:
-    """Name what is wrong with one output, (rows, n) or (n,) in float64; nothing if not sure."""
+def explain(evidence: Evidence, name: str, actual: Array, bounds: Bounds) -> str:
+    """Name what is wrong with one output, (rows, n) or (n,) in float64; empty if not sure."""
     value, bound, *_ = bounds
     if alone := _fault(actual, value, bound, evidence.case.x.shape):
-        return (alone,)
-    # The simpler ones first.
-    if name == "dx":
-        pairs = [pair for pair in combinations(CHANGES, 2) if pair[0].kind != pair[1].kind]
-        kinds: list[Sequence[tuple[Change, ...]]] = [[(change,) for change in CHANGES], pairs]
-        tiers = [_of_dx(evidence, actual, candidates) for candidates in kinds]
-    else:
-        tiers = [(_of_y if name == "y" else _of_parameter)(evidence, name, bound)]
-    for guesses in tiers:
-        with np.errstate(all="ignore"):
-            explained = dict.fromkeys(w for w, *guess in guesses if _equal(actual, *guess))
-        # Two that are as simple are none.
-        if explained:
-            return next(iter(explained)) if len(explained) == 1 else ()
+        return alone
+    guesses = (_of_rows if name in ("y", "dx") else _of_parameter)(evidence, name, bound)
+    with np.errstate(all="ignore"):
+        explained = {words for words, *guess in guesses if _equal(actual, *guess)}
+    # Two that are as simple are none.
+    if explained:
+        return explained.pop() if len(explained) == 1 else ""
     if actual.size < _SMALLEST or not value.any():
-        return ()
+        return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
-    if not _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound):
-        return ()
-    return (f"{{}} is off by a factor of {factor:.6g}",)
+    is_all = _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound)
+    return f"{{}} is off by a factor of {factor:.6g}" if is_all else ""
 
 
 def _equal(actual: Array, value: Array, bound: Array) -> bool:
@@ -165,32 +155,26 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
-def _of_dx(
-    evidence: Evidence, actual: Array, candidates: Sequence[tuple[Change, ...]]
-) -> Iterator[Guess]:
-    x, dy = (a.reshape(-1, evidence.n)[:_FEW] for a in (evidence.case.x, evidence.case.dy))
-    few = Evidence(evidence.case._replace(x=x, dy=dy), evidence.u)
-    for changes in candidates:
-        if _equal(actual[:_FEW], *few.dx(changes)):
-            yield tuple(change.words for change in changes), *evidence.dx(changes)
-
-
-def _of_y(evidence: Evidence, _name: str, bound: Array) -> Iterator[Guess]:
+def _of_rows(evidence: Evidence, name: str, bound: Array) -> Iterator[Guess]:
+    if name == "dx":
+        for change in CHANGES:
+            yield change.words, *evidence.dx(change)
+        return
     for change in STATISTICS:
-        _, xhat, stretch = evidence.made([change])
+        _, xhat, stretch = evidence.made(change)
         value = evidence.gamma * xhat + evidence.beta
-        yield (change.words,), value, bound * np.max(np.abs(stretch), initial=1.0)
+        yield change.words, value, bound * np.max(np.abs(stretch), initial=1.0)
 
 
 def _of_parameter(evidence: Evidence, name: str, slack: Array) -> Iterator[Guess]:
     dy, xhat, s, gamma = evidence.dy, evidence.xhat, evidence.s, evidence.gamma
     own = dy * xhat if name == "dgamma" else dy
     total, rows = own.sum(axis=0), len(own)
-    yield ("{} is zero",), 0 * total, 0 * total
-    yield ("{} has the wrong sign",), -total, slack
-    yield ("{} contains gamma",), gamma * total, np.abs(gamma) * slack
+    yield "{} is zero", 0 * total, 0 * total
+    yield "{} has the wrong sign", -total, slack
+    yield "{} contains gamma", gamma * total, np.abs(gamma) * slack
     swapped = evidence.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
-    yield ("dgamma and dbeta are swapped",), swapped.value, swapped.plain
+    yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
         x = evidence.case.rows(evidence.case.x)
         made_of = [
@@ -198,17 +182,17 @@ def _of_parameter(evidence: Evidence, name: str, slack: Array) -> Iterator[Guess
             ("{} is made of x, not of xhat", x, np.max(np.abs(x)) + s),
         ]
         for change in STATISTICS:
-            _, changed, stretch = evidence.made([change])
+            _, changed, stretch = evidence.made(change)
             made_of.append((change.words, changed, np.maximum(np.abs(stretch), 1)))
         for words, array, size in made_of:
-            yield (words,), np.sum(dy * array, axis=0), slack * np.max(size)
+            yield words, np.sum(dy * array, axis=0), slack * np.max(size)
     if rows < 2:
         return
-    yield ("{} is averaged over the rows, not summed",), total / rows, slack
+    yield "{} is averaged over the rows, not summed", total / rows, slack
     for row, terms in enumerate(own):
         which = "the last row" if row == rows - 1 else f"row {row}"
-        yield (f"{which} is not accumulated in {{}}",), total - terms, slack
-        yield (f"{which} is accumulated twice in {{}}",), total + terms, slack
+        yield f"{which} is not accumulated in {{}}", total - terms, slack
+        yield f"{which} is accumulated twice in {{}}", total + terms, slack
 
 
 def _fault(actual: Array, value: Array, bound: Array, shape: tuple[int, ...]) -> str:

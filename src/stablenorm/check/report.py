@@ -1,7 +1,9 @@
 """What a gradient check found: numbers and a verdict, as text and as a picture."""
 
+import itertools
 import math
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -245,45 +247,35 @@ class GradientReport:
         Notes
         -----
         For each argument: how far a plain central difference at each step is from the
-        extrapolated value, at the element with the largest z, relative to the gradient's size.
+        extrapolated value, at the element with the largest z, relative to the largest element.
         """
         # Drawn at 9 inches by 150 dots, so that 900 pixels show letters of 10 points at their size.
         figure = new_figure(9, 4.3)
-        about = f"{self.verdict}: {self.diagnosis[0]}" if self.diagnosis else ""
-        about = about or self._headline()
+        about = f"{self.verdict}: {self.diagnosis[0]}" if self.diagnosis else self._headline()
         # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
         title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
         figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
         axes = figure.subplots()
-
-        def level(error: float, label: str, **style: Any) -> None:
-            """Draw a line at an error that a logarithmic axis can show."""
-            if math.isfinite(error) and error:
-                axes.axhline(max(error, _FLOOR), label=label, **style)
-
         judged = [result for result in self.arguments if result.judged]
-        for place, result in enumerate(judged):
-            color, name = COLORS[place % len(COLORS)], f"d{result.name}"
-            # Relative to the larger of the element and the RMS of all; hypot does not overflow.
-            known = [d.numeric for d in result.differences if math.isfinite(d.numeric)]
-            sizes = [abs(result.numeric), math.hypot(*known) / math.sqrt(max(len(known), 1))]
-            size = max(filter(math.isfinite, sizes), default=0.0) or 1.0
-            errors = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
-            points = sorted((s, max(error, _FLOOR)) for s, error in errors if math.isfinite(error))
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
-            level(
-                (result.bound_numeric + result.bound_actual) / size, f"{name}: bound", color=color
-            )
+        for result, color in zip(judged, itertools.cycle(COLORS), strict=False):
+            known = [result.numeric, *(each.numeric for each in result.differences)]
+            size = max((abs(v) for v in known if math.isfinite(v)), default=0.0) or 1.0
+            steps = [each.step for each in result.curve]
+            errors = [max(abs(s.numeric - result.numeric) / size, _FLOOR) for s in result.curve]
+            axes.plot(steps, errors, "o-", color=color, ms=4, lw=1.5)
+            lines = {"bound": result.bound_numeric + result.bound_actual}
             if result.z > 1:
-                difference = abs(result.actual - result.numeric) / size
-                level(difference, f"{name}: backward is off", color=color, ls=":", lw=2)
+                lines["backward is off"] = abs(result.actual - result.numeric)
+            for (what, error), dash in zip(lines.items(), "-:", strict=False):
+                if math.isfinite(error):
+                    label = f"d{result.name}: {what}"
+                    axes.axhline(max(error / size, _FLOOR), color=color, ls=dash, label=label)
         xlabel, ylabel = "step, in units of the argument's own scale", "relative error"
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
         title = (
-            "Dots: plain central differences at the worst place. Lines: how far backward may be off"
+            "Dots: plain central differences, at the worst place" if judged else "Nothing compared"
         )
-        axes.set_title(title if judged else "Nothing was compared", fontsize=9, loc="left")
+        axes.set_title(title, fontsize=9, loc="left")
         axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
@@ -294,14 +286,9 @@ class GradientReport:
         lines = [self._headline(), *(f"  {sentence}" for sentence in self.diagnosis)]
         lines += [f"  {line}" for each in self.arguments for line in str(each).splitlines()]
         for layer, seen in self._layers().items():
-            said = [each.verdict for each in seen]
-            passed, notes = said.count("PASS"), said.count("NOTE")
-            # Notes are not counted among them.
-            counted = len(said) - notes
-            words = [f"{passed} pass" if passed == counted else f"{passed} of {counted} pass"]
-            words = words if counted else []
-            words += [f"{notes} note" + "s" * (notes > 1)] if notes else []
-            lines.append(f"  {layer}: {', '.join(words)}")
+            counts = Counter(each.verdict for each in seen)
+            told = (f"{count} {verdict}" for verdict, count in counts.items())
+            lines.append(f"  {layer}: {', '.join(told)}")
             # Where something is wrong, what is merely worth knowing stands in the way.
             hidden = ("PASS",) if self.passed else ("PASS", "NOTE")
             shown = [each[1:] for each in seen if each.verdict not in hidden]

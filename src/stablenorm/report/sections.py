@@ -55,11 +55,12 @@ def accuracy_section(findings: Findings) -> Section:
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
-    shares = (f"{100 * o.contract.misrounded:.2g} % of {name}" for name, o in outputs.items())
+    wrong = {name: 100 * output.contract.misrounded for name, output in outputs.items()}
+    right = [f"all but {wrong[n]:.2g} % of {n}" if wrong[n] else f"all of {n}" for n in wrong]
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
     return Section(
         "Accuracy",
-        f"Of the elements compared, {', '.join(shares)} are not correctly rounded.",
+        f"Correctly rounded, of the elements compared: {', '.join(right)}.",
         (Table("Against the exact result", columns, rows),),
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. ulp: units in the last place of the output's dtype; 0.5 is correct "
