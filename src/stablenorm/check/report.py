@@ -260,9 +260,10 @@ class GradientReport:
         for result, color in zip(judged, itertools.cycle(COLORS), strict=False):
             known = [result.numeric, *(each.numeric for each in result.differences)]
             size = max((abs(v) for v in known if math.isfinite(v)), default=0.0) or 1.0
-            steps = [each.step for each in result.curve]
-            errors = [max(abs(s.numeric - result.numeric) / size, _FLOOR) for s in result.curve]
-            axes.plot(steps, errors, "o-", color=color, ms=4, lw=1.5)
+            errors = {each.step: abs(each.numeric - result.numeric) / size for each in result.curve}
+            points = [(s, max(e, _FLOOR)) for s, e in errors.items() if math.isfinite(e)]
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
             lines = {"bound": result.bound_numeric + result.bound_actual}
             if result.z > 1:
                 lines["backward is off"] = abs(result.actual - result.numeric)
