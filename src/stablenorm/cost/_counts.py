@@ -77,17 +77,7 @@ def count_kept(matrix: tuple[int, int], dtype: Any) -> dict[str, int]:
     """
     Count the bytes that must live from the forward to the backward, beside x and gamma.
 
-    Parameters
-    ----------
-    matrix : tuple of two ints
-        Rows, and elements of a row.
-    dtype : dtype or str
-        Of x: float16, bfloat16, float32 or float64.
-
-    Returns
-    -------
-    dict of str to int
-        Bytes, by what is kept. The first entry is what this package keeps.
+    By what is kept, of so many rows and elements of a row in `dtype`; this package keeps the first.
 
     Examples
     --------

@@ -8,6 +8,7 @@ imported here.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -181,18 +182,9 @@ def _xhat(x: Array, f: Format, eps: float) -> Array:
     return centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
 
 
-def _dy_is_y(eps: float) -> Builder:
-    def build(f: Format, shape: Shape, rng: Random) -> Parts:
-        x = rng.standard_normal(shape)
-        return {
-            "x": x,
-            "gamma": 1.0,
-            "beta": np.zeros(shape[1]),
-            "dy": _xhat(x, f, eps),
-            "eps": eps,
-        }
-
-    return build
+def _dy_is_y(f: Format, shape: Shape, rng: Random, eps: float = 1e-5) -> Parts:
+    x = rng.standard_normal(shape)
+    return {"x": x, "gamma": 1.0, "beta": np.zeros(shape[1]), "dy": _xhat(x, f, eps), "eps": eps}
 
 
 def _cancelling_beta(f: Format, shape: Shape, rng: Random) -> Parts:
@@ -215,12 +207,9 @@ def _pairs(f: Format, x: Array) -> Array:
     return x
 
 
-def _subnormals(eps: float) -> Builder:
-    def build(f: Format, shape: Shape, rng: Random) -> Parts:
-        k = _put(rng.integers(-9, 10, shape).astype(np.float64), slice(2), (-3, 5))
-        return {"x": np.ldexp(k, f.emin - f.digits + 1), "eps": eps}
-
-    return build
+def _subnormals(f: Format, shape: Shape, rng: Random, eps: float = 1e-5) -> Parts:
+    k = _put(rng.integers(-9, 10, shape).astype(np.float64), slice(2), (-3, 5))
+    return {"x": np.ldexp(k, f.emin - f.digits + 1), "eps": eps}
 
 
 def _hard_gamma(f: Format, shape: Shape, rng: Random) -> Parts:
@@ -283,8 +272,8 @@ _ALL = (
            lambda f, s, rng: {"x": f.largest * (1 - rng.integers(0, 8, s) * 2.0**-f.digits)}),
     Family("F15", "squares underflow, eps 0",
            _x(lambda f, v: 2.0 ** (f.emin // 2 - 8) * v, eps=0.0), 2),
-    Family("F16", "subnormals, eps 0", _subnormals(0.0), 2),
-    Family("F17", "subnormals, eps 1e-5", _subnormals(1e-5), 2),
+    Family("F16", "subnormals, eps 0", partial(_subnormals, eps=0.0), 2),
+    Family("F17", "subnormals, eps 1e-5", _subnormals, 2),
     Family("F18", "exponentials of normal numbers",
            _x(lambda f, v: np.exp((2 if f is FLOAT16 else 6) * v))),
     Family("F19", "one outlier of 1024", _x(lambda _, v: _put(v, 5, 2.0**10)), 8),
@@ -307,8 +296,8 @@ _ALL = (
                               "eps": 1e-2 if f is FLOAT16 else 1e-5}),
     Family("F26", "variance equal to eps", _x(lambda _, v: 1e-5**0.5 * v)),
     Family("F27", "dy = 1, gamma = 1: dx is 0", _dy(lambda s, _: np.ones(s), gamma=1.0)),
-    Family("F28", "dy = y, gamma = 1: dx nearly vanishes", _dy_is_y(1e-5)),
-    Family("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", _dy_is_y(0.0), 2),
+    Family("F28", "dy = y, gamma = 1: dx nearly vanishes", _dy_is_y),
+    Family("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", partial(_dy_is_y, eps=0.0), 2),
     Family("F29", "dy = 1 + N/1000, gamma = 1",
            _dy(lambda s, rng: 1 + 1e-3 * rng.standard_normal(s), gamma=1.0)),
     Family("F30", "dy one-hot", _dy(lambda s, _: _put(np.zeros(s), s[1] // 3, 1))),

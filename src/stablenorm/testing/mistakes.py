@@ -46,25 +46,7 @@ class Mistake(NamedTuple):
 
 
 def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
-    """
-    Normalize over the last axis in two passes, in the dtype given.
-
-    Parameters
-    ----------
-    x : array
-        Input, (..., n).
-    gamma, beta : array
-        Scale and shift, (n,).
-    eps : float, default: 1e-5
-        Added to the variance.
-
-    Returns
-    -------
-    y : array
-        The output.
-    cache : Kept
-        For the backwards of this module.
-    """
+    """Normalize over the last axis in two passes, in the dtype given; return y and the cache."""
     mean = _mean(x)
     centered = x - mean
     var = _mean(centered * centered)
@@ -75,19 +57,7 @@ def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Arr
 
 def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     """
-    Return the right dx, dgamma, dbeta, in the plain form.
-
-    Parameters
-    ----------
-    dy : array
-        Gradient with respect to y, (..., n).
-    cache : Kept
-        From `forward`.
-
-    Returns
-    -------
-    tuple of array
-        dx, dgamma and dbeta.
+    Return the right dx, dgamma, dbeta, in the plain form, for the cache of `forward`.
 
     Examples
     --------

@@ -55,21 +55,7 @@ def plain_forward(
 def plain_backward(
     dy: Array, cache: tuple[Array | None, Array, Array]
 ) -> tuple[Array, Array, Array]:
-    """
-    Pull `dy` back through `plain_forward`.
-
-    Parameters
-    ----------
-    dy : array
-        Of the shape of y.
-    cache : tuple
-        From `plain_forward`.
-
-    Returns
-    -------
-    tuple of three arrays
-        The gradients dx, dgamma and dbeta, of the dtype of `dy`.
-    """
+    """Pull `dy` back through `plain_forward`: dx, dgamma and dbeta, of the dtype of `dy`."""
     gamma, xhat, rstd = cache
     with np.errstate(all="ignore"):
         wide = dy.astype(xhat.dtype)
