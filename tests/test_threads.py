@@ -51,39 +51,36 @@ def counting():
         return memory.pointer_at(place + 8 * index, np.int64)
 
     @numba.cfunc(numba.void(numba.int64, numba.int64, numba.int64))
-    def count_tiles(record, words, me):
+    def count_tile(record, tile, me):
         """The first of all waits for another to take one."""
-        tiles, patience = at(record, 0)[0], at(record, 1)[0]
-        tile = module.take(words, -1)
-        while tile < tiles:
-            processor.atomic_add(at(record, 2 + me), 1)
-            processor.atomic_add(at(record, 10 + tile), 1)
-            for _ in range(patience):
-                others = 0
-                for part in range(8):
-                    others += part != me and processor.atomic_load(at(record, 2 + part)) > 0
-                if others:
-                    break
-                processor.pause()
-            tile = module.take(words, tile)
+        processor.atomic_add(at(record, 1 + me), 1)
+        processor.atomic_add(at(record, 9 + tile), 1)
+        for _ in range(at(record, 0)[0]):
+            others = 0
+            for part in range(8):
+                others += part != me and processor.atomic_load(at(record, 1 + part)) > 0
+            if others:
+                break
+            processor.pause()
 
-    @numba.njit("void(int64, int64[::1], int64[::1], int64)", nogil=True)
-    def counted(function, record, words, helpers):
-        module.run(function, memory.address(memory.pointer(record)), words, helpers)
+    @numba.njit("void(int64, int64[::1], int64, int64[::1], int64)", nogil=True)
+    def counted(function, record, tiles, words, helpers):
+        pool = memory.address(memory.pointer(words))
+        module.run(function, memory.address(memory.pointer(record)), tiles, pool, helpers)
 
-    return lambda *arguments: counted(count_tiles.address, *arguments)
+    return lambda *arguments: counted(count_tile.address, *arguments)
 
 
 def taken_by(helpers, tiles, patience=1_000_000):
     """Return how many tiles each takes, and how often each tile is taken, by so many helpers."""
-    record = np.zeros(10 + tiles, np.int64)
+    record = np.zeros(9 + tiles, np.int64)
     # 0.07 s: far more than a thread takes to come where processors are free.
-    record[:2] = tiles, patience
+    record[0] = patience
     stablenorm.set_num_threads(helpers + 1)
-    words, count = module.pool_for(1 << 20, 100)
+    words, count = module.pool_for(99, False)
     assert count == helpers
-    counting()(record, words, count)
-    return list(record[2:10]), list(record[10:])
+    counting()(record, tiles, words, count)
+    return list(record[1:9]), list(record[9:])
 
 
 def test_helpers_really_take_part(pool):
@@ -164,8 +161,8 @@ def test_a_small_input_starts_and_wakes_nobody(pool, dtype):
     layer_norm(make(3, (1023 // few, 64), dtype)[0])
     assert pool.alarms == []
     run(*make(3))
-    # Longer than they spin.
-    time.sleep(0.05)
+    # Longer than they spin and nap.
+    time.sleep(0.1)
     asleep = [pool.words[module._ASLEEP + me * module._APART] for me in (1, 2, 3)]
     run(*make(3, (60 // few, 1024), dtype))
     assert asleep == [1, 1, 1]
@@ -237,7 +234,7 @@ def test_helpers_let_go_of_the_arrays():
 def test_a_sleeping_helper_is_woken(pool):
     for _ in range(3):
         taken_by(1, 2, patience=0)
-        # Longer than it spins.
+        # Longer than it spins and naps.
         deadline = time.monotonic() + 5
         while not pool.words[module._ASLEEP + module._APART] and time.monotonic() < deadline:
             time.sleep(0.001)

@@ -25,6 +25,8 @@ _CUDA_KINDS = frozenset((2, 13))
 # Results of fewer elements are never recycled, whatever their dtype.
 _FEW = memory.LEAST // 8
 
+_ndarray = np.ndarray
+
 # In this machine's byte order.
 _FLOATING = frozenset(each.dtype for each in FORMATS)
 
@@ -64,11 +66,9 @@ def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
 
     Without a shape, whether it has elements.
     """
-    return bool(
-        type(array) is np.ndarray
-        and array.dtype in _FLOATING
-        and (array.shape == shape or (shape is None and array.size and array.ndim))
-    )
+    if type(array) is not _ndarray or array.dtype not in _FLOATING:
+        return False
+    return bool(array.size and array.ndim) if shape is None else array.shape == shape
 
 
 def _convert(name: str, value: Any) -> Array:
@@ -203,9 +203,13 @@ class Rows:
 
 
 def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
-    """See `array` as (rows, n), n the elements along `axes`, without copying it."""
-    if len(axes) == 1 and axes[0] == array.ndim - 1 and array.flags.c_contiguous:
-        return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
+    """
+    See `array` as (rows, n), n the elements along `axes`, without copying it.
+
+    One that is contiguous, and normalized over its last axis, is left as it is: `as_matrix`.
+    """
+    if array.flags.c_contiguous and len(axes) == 1 and axes[0] == array.ndim - 1:
+        return array
     leading = array.ndim - len(axes)
     moved = np.moveaxis(array, axes, range(leading, array.ndim))
     if not leading:
@@ -219,6 +223,11 @@ def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
     except AttributeError:
         return Rows(moved, leading)
     return view
+
+
+def as_matrix(array: Any) -> Any:
+    """Return what `as_rows` returned with two axes."""
+    return array if len(array.shape) == 2 else array.reshape(-1, array.shape[-1])
 
 
 def overlap(a: Array, b: Array) -> bool:

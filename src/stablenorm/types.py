@@ -117,6 +117,8 @@ class Cache(NamedTuple):
 
 def check_eps(eps: Any) -> float:
     """Return `eps` as a float; TypeError if it is no number, ValueError if not finite and >= 0."""
+    if type(eps) is float and 0.0 <= eps < math.inf:
+        return eps
     try:
         value = float(eps)
     except (TypeError, ValueError):

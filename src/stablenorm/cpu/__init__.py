@@ -13,58 +13,55 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
+from stablenorm.arrays import as_matrix
 from stablenorm.cpu import extreme
 from stablenorm.cpu.jobs import (
     COPY,
+    NO_MEMORY,
     REFERENCE,
+    Plan,
     backward_plan,
     forward_plan,
-    sums_from,
-    sums_of,
-    total_job,
+    job,
+    sums_size,
 )
-from stablenorm.cpu.layout import blocks, flat, joined
+from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.types import Array, Gradients, Statistics
 
-# An element in double-double takes as long as so many others.
-_COST = 4
-
 _new: Any = tuple.__new__
+_NOTHING_KEPT = (None,) * 6
 
-_NO_NUMBERS, _NO_MARKS = np.empty(0), np.empty(0, np.uint8)
+
+def normalize(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> None:
+    """Do what `forward` does, but for the statistics."""
+    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
+    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
+    if plan.wide:
+        forward(x, gamma, beta, eps, y)
+    elif _do(plan, (x, y, None, gamma, beta, *_NOTHING_KEPT, None, None, None), eps) == COPY:
+        _forward_in_blocks(x, y, (gamma, beta), _NOTHING_KEPT, eps)
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
     """Do what `reference.forward` does."""
-    rows, n = shape = x.shape
-    scale, shift = flat(gamma, n, 1.0, x.dtype), flat(beta, n, -0.0, x.dtype)
-    plan = forward_plan(x.dtype, scale.dtype, shift.dtype, shape)
-    parameters = scale, shift, eps
-    numbers, tails, marks = np.empty((3, rows)), _NO_NUMBERS, _NO_MARKS
+    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
+    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
+    rows = plan.rows
+    kept: Any = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None
     if plan.wide:
-        numbers, tails, marks = np.empty((4, rows)), np.empty(rows), np.empty(rows, np.uint8)
-    words, helpers = pool_for(_COST * rows * n if plan.wide else rows * n, plan.tiles)
-    rest = plan.scratch(1 + helpers), plan.words, words, helpers
-    state = COPY
-    if type(x) is type(y) is np.ndarray:
-        state = plan.job(x, *parameters, y, numbers, tails, marks, *rest)
+        kept = (*kept[:3], np.empty(rows), np.empty(rows), np.empty(rows, np.uint8))
+    state = _do(plan, (x, y, None, gamma, beta, *kept, None, None, None), eps)
     if state == COPY:
-        for block in blocks(rows, n, plan.tile_rows):
-            part = np.ascontiguousarray(x[block])
-            # Rows that are extreme are still needed, if y is x.
-            result = part.copy()
-            kept = numbers[:, block], tails[block], marks[block]
-            state = plan.job(part, *parameters, result, *kept, *rest)
-            if state == REFERENCE:
-                break
-            y[block] = result
-    if state == REFERENCE:
-        return reference.forward(x, gamma, beta, eps, y)
+        state = _forward_in_blocks(x, y, (gamma, beta), kept, eps)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
-        return _new(Statistics, (numbers[0], numbers[1], numbers[2], None, None, None))
-    found = Statistics(numbers[0], numbers[1], numbers[2], numbers[3], tails)
+        return _new(Statistics, kept)
+    tails, marks = kept[4:]
+    x, y = as_matrix(x), as_matrix(y)
+    if state == REFERENCE:
+        return reference.forward(x, gamma, beta, eps, y)
+    found = Statistics(*kept[:5])
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
         found = extreme.forward(x, gamma, beta, eps, y, found, marks)
@@ -81,7 +78,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
             # What the forward kept, as nothing of it was float64, is too little for double-double.
             reference.backward(dy, x, gamma, statistics, out)
         else:
-            _run(dy, x, gamma, statistics, out, _NO_MARKS)
+            _backward(dy, x, gamma, statistics, out, None)
         return
     if dx is not None and summing and np.may_share_memory(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
@@ -89,65 +86,110 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         backward(dy, x, gamma, statistics, Gradients(dx, None, None))
         return
     marks = extreme.marks_of(statistics)
-    if not _run(dy, x, gamma, statistics, out, marks):
+    if not _backward(dy, x, gamma, statistics, out, marks):
         reference.backward(dy, x, gamma, statistics, out)
         return
     if summing and np.count_nonzero(marks):
         reference.backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
     if dx is not None:
+        dy, x, dx = map(as_matrix, (dy, x, dx))
         extreme.write_dx(dy, x, gamma, statistics, dx, marks)
 
 
-def _run(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients, marks: Array
+def _forward_in_blocks(x: Any, y: Any, parameters: Any, kept: Any, eps: float) -> int:
+    """Gather rows that are not contiguous, some at a time."""
+    x, y = as_matrix(x), as_matrix(y)
+    rows, n = x.shape
+    plan = forward_plan(x.dtype, *map(_dtype, parameters), (rows, n), None)
+    for block in blocks(rows, n, plan.tile_rows):
+        part = np.ascontiguousarray(x[block])
+        # Rows that are extreme are still needed, if y is x.
+        result = part.copy()
+        some = (None if word is None else word[block] for word in kept)
+        arrays = part, result, None, *parameters, *some, None, None, None
+        if _do(plan, arrays, eps, len(part)) == REFERENCE:
+            return REFERENCE
+        y[block] = result
+    return 0
+
+
+def _backward(
+    dy: Any, x: Any, gamma: Any, statistics: Statistics, out: Gradients, marks: Array | None
 ) -> bool:
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
-    rows, n = shape = x.shape
     dx, dgamma, dbeta = out
-    wanted, summing = dx is not None, dgamma is not None or dbeta is not None
+    gamma, gamma_dtype = _flat(gamma)
+    inputs = dy.dtype, x.dtype, gamma_dtype
+    outputs = dx is not None, _dtype(dgamma), _dtype(dbeta)
     wide = statistics.rstd_lo is not None
-    scale = flat(gamma, n, 1.0, x.dtype)
-    plan = backward_plan(dy.dtype, x.dtype, scale.dtype, wide, summing, shape)
-    target = np.empty((1, 1), x.dtype) if dx is None else dx
-    sums = sums_of(plan.tiles if summing else 0, n)
-    numbers = joined(statistics[: 4 if wide else 3])
-    tails = _NO_NUMBERS if statistics.mean_tail is None else statistics.mean_tail
-    words, helpers = pool_for(_COST * rows * n if wide else rows * n, plan.tiles)
-    rest = plan.scratch(1 + helpers), plan.words, words, helpers
-    state = COPY
-    if type(dy) is type(x) is type(target) is np.ndarray:
-        state = plan.job(dy, x, scale, numbers, tails, marks, target, wanted, sums, *rest)
+    plan = backward_plan(inputs, outputs, wide, x.shape, row_strides(dy, x, dx))
+    kept = *statistics[:5], marks
+    totals = _room(dgamma), _room(dbeta)
+    state = _do(plan, (x, dx, dy, gamma, None, *kept, None, *totals))
     if state == COPY:
-        for block in blocks(rows, n, plan.tile_rows):
-            parts = np.ascontiguousarray(dy[block]), np.ascontiguousarray(x[block])
-            # Rows that are marked are still needed, if dx is dy.
-            result = np.array(dx[block], order="C") if dx is not None else target
-            kept = numbers[:, block], tails[block], marks[block]
-            here = sums_from(sums, block.start // plan.tile_rows, n) if summing else sums
-            state = plan.job(*parts, scale, *kept, result, wanted, here, *rest)
-            if state == REFERENCE:
-                break
-            if dx is not None:
-                dx[block] = result
+        x, dx, dy = as_matrix(x), None if dx is None else as_matrix(dx), as_matrix(dy)
+        state = _backward_in_blocks((inputs, outputs, wide), (x, dx, dy), gamma, kept, totals)
     if state == REFERENCE:
         return False
-    if summing:
-        _write_totals(sums, plan.tiles, n, dgamma, dbeta)
+    for total, room in zip((dgamma, dbeta), totals, strict=True):
+        if total is not None and room is not total:
+            total[...] = room
     return True
 
 
-def _write_totals(sums: Array, tiles: int, n: int, dgamma: Any, dbeta: Any) -> None:
-    """Add up the sums of all tiles."""
-    if _is_flat(dgamma) and _is_flat(dbeta) and dgamma.dtype == dbeta.dtype:
-        total_job(dgamma.dtype)(sums, n, tiles, dgamma, dbeta)
-        return
-    for which, total in enumerate((dgamma, dbeta)):
-        if total is not None:
-            pair = [np.empty(0, total.dtype)] * 2
-            pair[which] = np.empty(n, total.dtype)
-            total_job(total.dtype)(sums, n, tiles, *pair)
-            total[...] = pair[which].reshape(total.shape)
+def _backward_in_blocks(of: Any, arrays: Any, gamma: Any, kept: Any, totals: Any) -> int:
+    """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
+    x, dx, dy = arrays
+    rows, n = x.shape
+    plan = backward_plan(*of, x.shape, None)
+    sums, part_of = np.empty(sums_size(plan.tiles, n)), sums_size(1, n)
+    for block in blocks(rows, n, plan.tile_rows):
+        parts = np.ascontiguousarray(dy[block]), gamma, None
+        # Rows that are marked are still needed, if dx is dy.
+        result = None if dx is None else np.array(dx[block], order="C")
+        some = (None if word is None else word[block] for word in kept)
+        here = sums[block.start // plan.tile_rows * part_of :]
+        own = np.ascontiguousarray(x[block]), result, *parts, *some, here, None, None
+        if _do(plan, own, 0.0, block.stop - block.start) == REFERENCE:
+            return REFERENCE
+        if dx is not None:
+            dx[block] = result
+    # Of no rows: to add up the sums.
+    return _do(plan, (x, dx, dy, gamma, None, *kept, sums, *totals), 0.0, 0)
 
 
-def _is_flat(total: Any) -> bool:
-    return total is not None and total.ndim == 1 and total.flags.c_contiguous
+def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> int:
+    """Do a call, or only so many of its rows; return the state."""
+    words, most, small, gather, *_ = plan
+    if gather:
+        return COPY
+    pool, helpers = pool_for(most, small) if most else (None, 0)
+    if rows is not None:
+        words = plan.of_rows(rows)
+    state: int = _work(arrays, eps, words, pool, helpers)
+    if state == NO_MEMORY:
+        raise MemoryError
+    return state
+
+
+def _flat(parameter: Array | None) -> tuple[Array | None, Any]:
+    """Return `parameter` with its elements in order, and its dtype."""
+    if parameter is None:
+        return None, None
+    if not parameter.flags.c_contiguous:
+        parameter = np.ascontiguousarray(parameter)
+    return parameter, parameter.dtype
+
+
+def _dtype(array: Array | None) -> Any:
+    return None if array is None else array.dtype
+
+
+def _room(total: Array | None) -> Array | None:
+    """Return `total` where its elements are in order; else what is to be copied there."""
+    if total is None or total.flags.c_contiguous:
+        return total
+    return np.empty(total.shape, total.dtype)
+
+
+_work = job()

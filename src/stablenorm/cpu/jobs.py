@@ -1,9 +1,8 @@
 """
 What Python calls: from arrays to the record of a call, then tiles on all threads that take part.
 
-One function for each set of dtypes. Their names and the digest of all sources are what the machine
-code on disk is found by: each refers to `stamp`, and none to a compiled function in a variable, whose
-identity changes with the process.
+There is one such function. What depends on dtypes is compiled apart, as C functions whose addresses
+are among the words of a `Plan`, and named by its types.
 """
 
 from __future__ import annotations
@@ -15,23 +14,36 @@ import numpy as np
 from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
-from stablenorm.cpu.compiling import ELEMENTS, STAMP, array_type, compiled
+from stablenorm.cpu.compiling import ELEMENTS, STAMP, compiled, compiled_c
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import LINE, address, bits_of, further, pasted, pointer, width
-from stablenorm.cpu.pool import run
-from stablenorm.cpu.processor import restore, set_default
-from stablenorm.cpu.record import SIZE, Call, float64_at, write_record
-from stablenorm.cpu.sums import clear, merge, round_sums, widen
-from stablenorm.cpu.tiles import STAGED, padded, way_of
+from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
+from stablenorm.cpu.pool import MOST_HELPERS, run
+from stablenorm.cpu.processor import call, restore, set_default
+from stablenorm.cpu.record import (
+    ARRAYS,
+    BETA,
+    EPS,
+    GAMMA,
+    PLACE,
+    SCRATCH,
+    SIZE,
+    SUMS,
+    WAY,
+    Call,
+    address_of,
+    float64_at,
+    read_record,
+)
+from stablenorm.cpu.sums import fill, merge, round_sums, widen
+from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
-from stablenorm.formats import FLOAT64
+from stablenorm.threads import SMALL
 
 _padded: Any = padded.py_func
-_VECTOR, _WORDS, _MARKS = types.float64[::1], types.int64[::1], types.uint8[::1]
 
-# What a job returns: done; nothing done, since it needs arrays whose rows are contiguous; nothing
-# done, since gamma, beta or eps is of extreme size.
-DONE, COPY, REFERENCE = range(3)
+# What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
+# since gamma, beta or eps is of extreme size; nothing done, for want of memory.
+DONE, COPY, REFERENCE, NO_MEMORY = range(4)
 
 # Bytes of a record, in whole lines.
 _RECORD = SIZE + -SIZE % LINE
@@ -39,216 +51,247 @@ _RECORD = SIZE + -SIZE % LINE
 # Columns of the tiles' sums that are added up at a time, and so stay in the first-level cache.
 _BLOCK = 512
 
+_malloc = types.ExternalFunction("malloc", types.intp(types.intp))
+_free = types.ExternalFunction("free", types.void(types.intp))
+
 
 class Plan(NamedTuple):
-    """What is known of a call from its dtypes and shape."""
+    """What is known of a call from its dtypes, shape and strides."""
 
-    job: Any
+    words: Any
+    # Threads that there is work for, besides the caller; whether it is too little to wake any.
+    helpers: int
+    small: bool
+    # Whether rows are to be gathered first, since their elements are not one behind the other.
+    gather: bool
     wide: bool
+    rows: int
     tile_rows: int
     tiles: int
-    # float64 of scratch memory: of all threads, and of each.
-    shared: int
-    each: int
-    # For the job: rows per tile, whether results go past the caches, the function that takes
-    # tiles, and bytes per thread.
-    words: Any
 
-    def scratch(self, threads: int) -> Any:
-        """Return scratch memory for so many threads."""
-        return np.empty(self.shared + self.each * threads)
+    def of_rows(self, rows: int) -> Any:
+        """Return the words for so many of the rows, contiguous, with sums that the caller has."""
+        words = self.words.copy()
+        words[ARRAYS] = rows
+        return words
 
 
-def _plan(
-    job: Any, wide: bool, size: int, shape: Any, tile_rows: int, function: int, each: int
-) -> Plan:
-    rows, n = shape
-    each += -each % LINE
-    shared = (_RECORD + LINE) // 8 + 2 * _padded(n)
-    nbytes = rows * n * size
-    flags = nbytes >= PAST_CACHES, nbytes > OWN_CACHE
-    words = np.array([tile_rows, flags[0], function, each, flags[1]])
-    return Plan(job, wide, tile_rows, -(-rows // tile_rows), shared, each // 8, words)
-
-
-@pasted
-def _has_contiguous_rows(array):
-    return array.strides[1] == width(pointer(array)) or array.shape[1] == 1
-
-
-@pasted
-def _has_gaps(array):
-    return array.strides[0] != array.shape[1] * width(pointer(array)) and array.shape[0] > 1
-
-
-@pasted
-def _begin(scratch):
-    """Return the address of the first line of `scratch`."""
-    return (address(pointer(scratch)) + LINE - 1) & -LINE
-
-
-# ---- forward ----
-
-
-@functools.lru_cache(1024)
-def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: tuple[int, int]) -> Plan:
-    """Return how the forward of such arrays is done."""
-    wide = FLOAT64.dtype in (x_dtype, gamma_dtype, beta_dtype)
-    of = wide_tiles if wide else tiles
-    return _plan(
-        _forward_job(x_dtype, gamma_dtype, beta_dtype),
-        wide,
-        x_dtype.itemsize,
-        shape,
-        forward_rows(*shape),
-        of.forward_tiles(ELEMENTS[x_dtype]),
-        of.scratch_bytes(shape[1], False),
+def _plan(part: Call, gather: bool) -> Plan:
+    """Fill in what both directions share."""
+    elements = part.rows * part.n * (_COST if part.wide else 1)
+    each = part.scratch_bytes + -part.scratch_bytes % LINE
+    tiles_ = -(-part.rows // part.tile_rows)
+    whole = part._replace(
+        scratch_bytes=each,
+        tiles=tiles_,
+        shared_bytes=_RECORD + 2 * LINE + 16 * _padded(part.n) + 16 * _BLOCK,
     )
-
-
-@functools.cache
-def _forward_job(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any) -> Any:
-    stamp, wide = STAMP, FLOAT64.dtype in (x_dtype, gamma_dtype, beta_dtype)
-
-    def forward(x, gamma, beta, eps, y, numbers, tails, marks, scratch, plan, pool, helpers):
-        rows, n = x.shape
-        way = way_of(address(pointer(y)), address(pointer(x)), plan[1] != 0 and not _has_gaps(y))
-        if not (_has_contiguous_rows(x) and _has_contiguous_rows(y)) or stamp == "":
-            return COPY
-        if way == STAGED and (wide or _has_gaps(y)):
-            return COPY
-        word, done = set_default(), DONE
-        if wide and not (
-            is_moderate(pointer(gamma), n, SMALLEST)
-            and is_moderate(pointer(beta), n, 0.0)
-            and (eps == 0.0 or SMALLEST <= eps <= LARGEST)
-        ):
-            done = REFERENCE
-        else:
-            record, apart = _begin(scratch), 8 * padded(n)
-            parameters = record + _RECORD
-            widen(pointer(gamma), float64_at(parameters), n)
-            widen(pointer(beta), float64_at(parameters + apart), n)
-            call = Call(
-                address(pointer(x)), address(pointer(y)), 0, parameters, parameters + apart,
-                np.int64(bits_of(eps)), address(pointer(numbers)), numbers.strides[0],
-                address(pointer(tails)), address(pointer(marks)), 0,
-                x.strides[0], y.strides[0], 0, rows, n, plan[0],
-                parameters + 2 * apart, plan[3], way, 1, plan[4],
-            )  # fmt: skip
-            write_record(call, record)
-            run(plan[2], record, pool, helpers)
-        restore(word)
-        return done
-
-    return compiled(
-        forward,
-        types.int64(
-            array_type(x_dtype, 2), array_type(gamma_dtype, 1), array_type(beta_dtype, 1),
-            types.float64, array_type(x_dtype, 2, out=True), types.float64[:, :], _VECTOR, _MARKS,
-            _VECTOR, _WORDS, _WORDS, types.int64,
-        ),
+    helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
+    return Plan(
+        np.array(whole), helpers, elements < SMALL, gather, bool(part.wide), part.rows,
+        part.tile_rows, tiles_,
     )  # fmt: skip
 
 
-# ---- backward ----
+# An element in double-double takes as long as so many others.
+_COST = 4
+
+# Fewer elements than this, 2 microseconds of work, are shared with nobody.
+_LEAST_SHARED = 1 << 13
+
+
+@functools.lru_cache(1024)
+def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, strides: Any) -> Plan:
+    """
+    Return how the forward of such arrays is done; None stands for the dtype of what is missing.
+
+    `strides` are what `row_strides` returns of x and y.
+    """
+    rows, n, row_bytes = _sizes(shape, x_dtype)
+    # Not `==`: to NumPy its float64 equals None.
+    given = (each for each in (x_dtype, gamma_dtype, beta_dtype) if each is not None)
+    wide = any(each.type is np.float64 for each in given)
+    of = wide_tiles if wide else tiles
+    x_stride, out_stride = strides or (row_bytes, row_bytes)
+    gaps = out_stride != row_bytes
+    streamed = rows * row_bytes >= PAST_CACHES and not (wide or gaps)
+    part = Call(
+        rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, tile_rows=forward_rows(rows, n),
+        take_tiles=of.forward_tiles(ELEMENTS[x_dtype]),
+        widen_gamma=_widener(gamma_dtype), widen_beta=_widener(beta_dtype),
+        scratch_bytes=of.scratch_bytes(n, False), way=STREAMED if streamed else STRAIGHT,
+        # Of wide rows that are extreme, all of x is needed once more.
+        over_input=not (wide or gaps), ahead=rows * row_bytes > OWN_CACHE, wide=wide,
+    )  # fmt: skip
+    return _plan(part, strides == ())
 
 
 @functools.lru_cache(1024)
 def backward_plan(
-    dy_dtype: Any, x_dtype: Any, gamma_dtype: Any, wide: bool, summing: bool, shape: tuple[int, int]
+    inputs: tuple[Any, Any, Any],
+    outputs: tuple[bool, Any, Any],
+    wide: bool,
+    shape: Any,
+    strides: Any,
 ) -> Plan:
-    """Return how the backward of such arrays is done."""
+    """
+    Return how the backward of such arrays is done.
+
+    `inputs` are the dtypes of dy, x and gamma, `outputs` whether dx is wanted and the dtypes of
+    dgamma and dbeta, None where they are not. `strides` are those of dy, x and dx.
+    """
+    (dy_dtype, x_dtype, gamma_dtype), (wanted, *totals) = inputs, outputs
+    rows, n, row_bytes = _sizes(shape, x_dtype)
+    summing = any(each is not None for each in totals)
     of = wide_tiles if wide else tiles
-    return _plan(
-        _backward_job(dy_dtype, x_dtype, gamma_dtype, wide),
-        wide,
-        x_dtype.itemsize,
-        shape,
-        backward_rows(*shape),
-        of.backward_tiles(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
-        of.scratch_bytes(shape[1], True),
+    dy_stride, x_stride, out_stride = strides or (n * dy_dtype.itemsize, row_bytes, row_bytes)
+    gaps = out_stride != row_bytes
+    streamed = rows * row_bytes >= PAST_CACHES and not (wide or gaps)
+    part = Call(
+        rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, dy_stride=dy_stride,
+        tile_rows=backward_rows(rows, n),
+        take_tiles=of.backward_tiles(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
+        widen_gamma=_widener(gamma_dtype),
+        round_dgamma=_rounder(totals[0]), round_dbeta=_rounder(totals[1]),
+        scratch_bytes=of.scratch_bytes(n, True), way=STREAMED if streamed else STRAIGHT,
+        over_input=wide or not gaps, wanted=wanted, wide=wide,
+    )  # fmt: skip
+    plan = _plan(part, strides == ())
+    plan.words[Call._fields.index("sums_bytes")] = 8 * sums_size(plan.tiles, n) if summing else 0
+    return plan
+
+
+def _sizes(shape: Any, dtype: Any) -> tuple[int, int, int]:
+    n = shape[-1]
+    rows = 1
+    for length in shape[:-1]:
+        rows *= length
+    return rows, n, n * dtype.itemsize
+
+
+def sums_size(tiles: int, n: int) -> int:
+    """Return the float64 that hold dgamma and dbeta of so many tiles."""
+    return 4 * _padded(n) * tiles
+
+
+# ---- what is compiled ----
+
+
+@functools.cache
+def _widener(dtype: Any) -> int:
+    """Return the address of what copies n elements at an address into float64 at another."""
+    if dtype is None:
+        return 0
+    element, stamp = ELEMENTS[dtype], STAMP
+
+    def widen_all(source, to, n):
+        if stamp == "":
+            return
+        widen(pointer_at(source, element), float64_at(to), n)
+
+    return compiled_c(widen_all, f"widen_{element.__name__}")
+
+
+@functools.cache
+def _rounder(dtype: Any) -> int:
+    """Return the address of what adds up the tiles' dgamma (0) or dbeta (1), and rounds them."""
+    if dtype is None:
+        return 0
+    element, stamp = ELEMENTS[dtype], STAMP
+
+    def round_all(record, which, _):
+        if stamp == "":
+            return
+        p = read_record(record)
+        out = pointer_at(p.dbeta if which else p.dgamma, element)
+        apart = 8 * padded(p.n)
+        high = float64_at(record + p.shared_bytes - 2 * LINE - 16 * _BLOCK)
+        low = further(high, 8 * _BLOCK)
+        if p.tiles == 1:
+            part = p.sums + 2 * which * apart
+            round_sums(float64_at(part), float64_at(part + apart), p.n, out)
+            return
+        for start in range(0, p.n, _BLOCK):
+            count = min(_BLOCK, p.n - start)
+            fill(high, 2 * _BLOCK, 0.0)
+            for tile in range(p.tiles):
+                part = p.sums + (4 * tile + 2 * which) * apart + 8 * start
+                merge(float64_at(part), high, low, count)
+                merge(float64_at(part + apart), high, low, count)
+            round_sums(high, low, count, further(out, start * width(out)))
+
+    return compiled_c(round_all, f"round_{element.__name__}")
+
+
+@pasted
+def _prepare(function, source, to, n, neutral):
+    """Copy gamma or beta into float64; without it, write what changes nothing."""
+    if source == 0:
+        fill(float64_at(to), n, neutral)
+    else:
+        call(function, source, to, n)
+
+
+@pasted
+def _is_extreme(p, gamma, beta, eps):
+    return not (
+        is_moderate(float64_at(gamma), p.n, SMALLEST)
+        and (p.dy != 0 or is_moderate(float64_at(beta), p.n, 0.0))
+        and (eps == 0.0 or SMALLEST <= eps <= LARGEST)
     )
 
 
 @functools.cache
-def _backward_job(dy_dtype: Any, x_dtype: Any, gamma_dtype: Any, wide: bool) -> Any:
+def job() -> Any:
+    """
+    Return the compiled function that does a call.
+
+    It takes the arrays in the order of `Call`, eps, the words of a plan, those of the pool, and the
+    number of helpers; it returns DONE or what kept it from beginning.
+    """
     stamp = STAMP
 
-    def backward(
-        dy, x, gamma, numbers, tails, marks, dx, wanted, sums, scratch, plan, pool, helpers
-    ):
-        rows, n = x.shape
-        way = way_of(address(pointer(dx)), address(pointer(dy)), plan[1] != 0 and not _has_gaps(dx))
-        if not (_has_contiguous_rows(dy) and _has_contiguous_rows(x)) or stamp == "":
+    def work(arrays, eps, words, pool, helpers):
+        plan = pointer_at(address_of(words), np.int64)
+        p = read_record(address_of(words))
+        source = address_of(arrays[2]) if address_of(arrays[2]) != 0 else address_of(arrays[0])
+        in_place = address_of(arrays[1]) == source
+        if (in_place and p.over_input == 0) or stamp == "":
             return COPY
-        if not _has_contiguous_rows(dx) or (way == STAGED and not wide and _has_gaps(dx)):
-            return COPY
+        own_sums = p.sums_bytes if address_of(arrays[SUMS]) == 0 else 0
+        memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + own_sums)
+        if memory == 0:
+            return NO_MEMORY
         word, done = set_default(), DONE
-        if wide and not is_moderate(pointer(gamma), n, SMALLEST):
+        record = (memory + LINE - 1) & -LINE
+        to = pointer_at(record, np.int64)
+        for i in range(ARRAYS, len(p)):
+            to[i] = plan[i]
+        for i in range(ARRAYS):
+            to[i] = address_of(arrays[i])
+        gamma = record + _RECORD
+        beta, scratch = gamma + 8 * padded(p.n), record + p.shared_bytes - LINE
+        _prepare(p.widen_gamma, to[GAMMA], gamma, p.n, 1.0)
+        if address_of(arrays[2]) == 0:
+            _prepare(p.widen_beta, to[BETA], beta, p.n, -0.0)
+        to[GAMMA], to[BETA], to[EPS] = gamma, beta, np.int64(bits_of(eps))
+        to[SCRATCH] = scratch
+        if own_sums:
+            to[SUMS] = scratch + p.scratch_bytes * (1 + helpers)
+        if in_place:
+            to[WAY] = STAGED
+        p = read_record(record)
+        if p.wide and _is_extreme(p, gamma, beta, eps):
             done = REFERENCE
         else:
-            record = _begin(scratch)
-            parameters = record + _RECORD
-            widen(pointer(gamma), float64_at(parameters), n)
-            call = Call(
-                address(pointer(x)), address(pointer(dx)), address(pointer(dy)), parameters, 0,
-                0, address(pointer(numbers)), numbers.strides[0],
-                address(pointer(tails)) if tails.size else 0, address(pointer(marks)), _begin(sums),
-                x.strides[0], dx.strides[0], dy.strides[0], rows, n, plan[0],
-                parameters + 8 * padded(n), plan[3], way, wanted, plan[4],
-            )  # fmt: skip
-            write_record(call, record)
-            run(plan[2], record, pool, helpers)
+            run(p.take_tiles, record, address_of(pool), helpers)
+            if p.dgamma:
+                call(p.round_dgamma, record, 0, 0)
+            if p.dbeta:
+                call(p.round_dbeta, record, 1, 0)
+        _free(memory)
         restore(word)
         return done
 
-    backward.__name__ = "wide_backward" if wide else "backward"
-    return compiled(
-        backward,
-        types.int64(
-            array_type(dy_dtype, 2), array_type(x_dtype, 2), array_type(gamma_dtype, 1),
-            types.float64[:, :], _VECTOR, _MARKS, array_type(x_dtype, 2, out=True), types.int64,
-            _VECTOR, _VECTOR, _WORDS, _WORDS, types.int64,
-        ),
-    )  # fmt: skip
-
-
-def sums_of(tiles: int, n: int) -> Any:
-    """Return memory for dgamma and dbeta of so many tiles, and for adding them up."""
-    return np.empty(4 * _padded(n) * tiles + 2 * _BLOCK + LINE // 8)
-
-
-def sums_from(sums: Any, tile: int, n: int) -> Any:
-    """Return the memory of `sums_of` from a tile on."""
-    return sums[4 * _padded(n) * tile :]
-
-
-@functools.cache
-def total_job(dtype: Any) -> Any:
-    """Return what adds up the tiles' dgamma and dbeta, those that have elements, and rounds them."""
-    stamp = STAMP
-
-    def total(sums, n, tiles, dgamma, dbeta):
-        if stamp == "":
-            return
-        word = set_default()
-        first, apart = _begin(sums), 8 * padded(n)
-        high = float64_at(first + 4 * tiles * apart)
-        low = further(high, 8 * _BLOCK)
-        for start in range(0, n, _BLOCK):
-            count = min(_BLOCK, n - start)
-            for which in range(2):
-                to = pointer(dbeta) if which else pointer(dgamma)
-                if (dbeta.size if which else dgamma.size) == 0:
-                    continue
-                clear(high, 2 * _BLOCK)
-                for tile in range(tiles):
-                    part = first + (4 * tile + 2 * which) * apart + 8 * start
-                    merge(float64_at(part), high, low, count)
-                    merge(float64_at(part + apart), high, low, count)
-                round_sums(high, low, count, further(to, start * width(to)))
-        restore(word)
-
-    out = array_type(dtype, 1, out=True)
-    return compiled(total, types.void(_VECTOR, types.int64, types.int64, out, out))
+    arrays = types.UniTuple(PLACE, ARRAYS)
+    return compiled(work, types.int64(arrays, types.float64, PLACE, PLACE, types.int64))

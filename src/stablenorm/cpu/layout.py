@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.types import Array
-
 # Rows of a tile are a multiple of this: the kernels take two at a time.
 _ROWS_TOGETHER = 8
 
@@ -31,11 +29,10 @@ PAST_CACHES = 1 << 25
 # Of inputs beyond the cache of one core, the rows to come are asked for while those at hand are written.
 OWN_CACHE = 1 << 20
 
+_ndarray = np.ndarray
+
 # Elements gathered at a time from layouts that have no (rows, n) view with contiguous rows.
 _GATHERED = 1 << 16
-
-# Up to this length, gammas of ones and betas of -0 are made once: 1 microsecond of a small call.
-_NEUTRAL_KEPT = 1 << 12
 
 
 @functools.lru_cache(1024)
@@ -61,28 +58,30 @@ def blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def flat(parameter: Array | None, n: int, neutral: float, dtype: np.dtype[Any]) -> Array:
-    """Return `parameter` as n contiguous elements; without one, what changes nothing, not -0."""
-    if parameter is None:
-        return _neutral(n, neutral, dtype) if n <= _NEUTRAL_KEPT else np.full(n, neutral, dtype)
-    if parameter.ndim == 1 and parameter.flags.c_contiguous:
-        return parameter
-    return np.ascontiguousarray(parameter).reshape(-1)
+def row_strides(*arrays: Any) -> tuple[int, ...] | None:
+    """
+    Return the distances between rows, in bytes; None if all arrays are contiguous.
+
+    Arrays of more than two dimensions are. An empty tuple if the rows of one are not.
+    """
+    for array in arrays:
+        # Rows have no flags.
+        if array is not None and not (type(array) is _ndarray and array.flags.c_contiguous):
+            return _strides_with_gaps(arrays)
+    return None
 
 
-@functools.lru_cache(16)
-def _neutral(n: int, value: float, dtype: np.dtype[Any]) -> Array:
-    return np.full(n, value, dtype)
-
-
-def joined(words: Any) -> Any:
-    """Return arrays of one number per row as one array: the one they are views of, if so."""
-    base = words[0].base
-    if isinstance(base, np.ndarray) and base.shape == (len(words), len(words[0])):
-        # Not all(...): its generator takes as long as a small layer norm's arithmetic.
-        for word in words:
-            if word.base is not base:
-                break
+def _strides_with_gaps(arrays: Any) -> tuple[int, ...]:
+    found = []
+    for array in arrays:
+        if array is None:
+            found.append(0)
+        elif type(array) is not np.ndarray:
+            return ()
+        elif array.flags.c_contiguous:
+            found.append(array.shape[-1] * array.itemsize)
+        elif array.strides[1] == array.itemsize or array.shape[1] == 1:
+            found.append(array.strides[0])
         else:
-            return base
-    return np.stack(words)
+            return ()
+    return tuple(found)

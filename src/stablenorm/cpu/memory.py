@@ -24,7 +24,8 @@ LINE = 64
 
 ARCHITECTURE = llvm.get_process_triple().split("-")[0]
 
-# Without these instructions LLVM calls a library function that need not exist. What counts is the
+# Without these instructions, which processors have since 2013, LLVM calls a library function that need
+# not exist: float16 goes to the reference. What counts is the
 # processor that Numba compiles for: NUMBA_CPU_FEATURES may leave out what this one has.
 HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
     2
@@ -115,7 +116,7 @@ def get(_typing: Any, p: Any, j: Any) -> Any:
         if kind is types.uint16:
             v = builder.bitcast(builder.shl(builder.zext(v, _I32), _I32(16)), _F32)
         if kind is types.int16:
-            v = _half_to_float(builder, v)
+            v = builder.fpext(builder.bitcast(v, _F16), _F32)
         return v if v.type == _F64 else builder.fpext(v, _F64)
 
     return types.float64(p, types.intp), generate
@@ -136,16 +137,71 @@ def put(_typing: Any, p: Any, j: Any, value: Any) -> Any:
             lost = builder.add(builder.and_(bits, _I64(mask)), _I64(mask))
             odd = builder.and_(builder.or_(bits, lost), _I64(-1 - mask))
             v = builder.bitcast(odd, _F64)
-        if kind is not types.float64:
-            v = builder.fptrunc(v, _F32)
-        if kind is types.int16:
-            v = _float_to_half(builder, v)
-        if kind is types.uint16:
-            v = _float_to_bfloat(builder, v)
-        builder.store(v, builder.gep(args[0], [args[1]]), align=1)
+        _store(builder, kind, _to_float32(builder, kind, v), args)
         return context.get_dummy_value()
 
     return types.none(p, types.intp, types.float64), generate
+
+
+def _putting_nearly(rounded: bool) -> Any:
+    @intrinsic
+    def put_nearly(_typing: Any, p: Any, j: Any, value: Any, doubt: Any) -> Any:
+        """
+        Do what `put` does by way of float32; return `doubt`, negative if that may have gone wrong.
+
+        Twice rounded is wrong only where the first result is a midpoint for the second: one of 2**16
+        values (float16: 2**13), and float16's subnormals, whose midpoints are elsewhere.
+        """
+
+        def generate(_context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _, _, v, doubt = args
+            kind = sig.args[0].dtype
+            single = _to_float32(builder, kind, v)
+            _store(builder, kind, single, args)
+            if kind in _DROPPED:
+                found = _doubt(builder, builder.bitcast(single, _I32), *_CUT[kind])
+                doubt = builder.or_(doubt, builder.sext(found, _I64) if rounded else found)
+            elif kind is types.float32 and rounded:
+                doubt = builder.or_(doubt, _doubt(builder, builder.bitcast(v, _I64), 29, 897 << 52))
+            return doubt
+
+        # As wide as the bits that are looked at.
+        kind = types.int64 if rounded else types.int32
+        return kind(p, types.intp, types.float64, kind), generate
+
+    return put_nearly
+
+
+# Of a value that is itself a rounded sum, a midpoint of float32 is in doubt as well.
+put_nearly, put_sum_nearly = _putting_nearly(False), _putting_nearly(True)
+
+# Bits that float32 has and the narrow type has not; those of the narrow type's smallest normal number, if
+# its subnormals have other midpoints.
+_CUT = {types.uint16: (16, 0), types.int16: (13, 113 << 23)}
+
+
+def _doubt(builder: Any, bits: Any, cut: int, smallest: int) -> Any:
+    """Return an integer that is negative where the bits of a float are those of a midpoint, or of a small one."""
+    word = bits.type
+    rest = builder.and_(bits, word((1 << cut) - 1))
+    doubt = builder.sub(builder.xor(rest, word(1 << (cut - 1))), word(1))
+    if smallest:
+        size = builder.and_(bits, word((1 << (word.width - 1)) - 1))
+        doubt = builder.or_(doubt, builder.sub(size, word(smallest)))
+    return doubt
+
+
+def _to_float32(builder: Any, kind: Any, v: Any) -> Any:
+    return v if kind is types.float64 else builder.fptrunc(v, _F32)
+
+
+def _store(builder: Any, kind: Any, v: Any, args: Any) -> None:
+    """Store a float32, or a float64 as such, as an element of this type."""
+    if kind is types.int16:
+        v = builder.bitcast(builder.fptrunc(v, _F16), _I16)
+    if kind is types.uint16:
+        v = _float_to_bfloat(builder, v)
+    builder.store(v, builder.gep(args[0], [args[1]]), align=1)
 
 
 def _float_to_bfloat(builder: Any, v: Any) -> Any:
@@ -155,42 +211,6 @@ def _float_to_bfloat(builder: Any, v: Any) -> Any:
     # The carry of a NaN with all bits set would make it a zero.
     near = builder.select(builder.fcmp_unordered("uno", v, v), _I32(0x7FC00000), near)
     return builder.trunc(builder.lshr(near, _I32(16)), _I16)
-
-
-def _half_to_float(builder: Any, v: Any) -> Any:
-    if HALF_IN_HARDWARE:
-        return builder.fpext(builder.bitcast(v, _F16), _F32)
-    # The bits shifted into a float32 are 2**112 too small, those of subnormals as well.
-    wide = builder.zext(v, _I32)
-    rest = builder.shl(builder.and_(wide, _I32(0x7FFF)), _I32(13))
-    small = builder.fpext(builder.bitcast(rest, _F32), _F64)
-    scaled = builder.fptrunc(builder.fmul(small, _F64(2.0**112)), _F32)
-    special = builder.icmp_unsigned(">=", rest, _I32(0x7C00 << 13))
-    infinite = builder.bitcast(builder.or_(rest, _I32(0x7F800000)), _F32)
-    value = builder.bitcast(builder.select(special, infinite, scaled), _I32)
-    sign = builder.shl(builder.and_(wide, _I32(0x8000)), _I32(16))
-    return builder.bitcast(builder.or_(value, sign), _F32)
-
-
-def _float_to_half(builder: Any, v: Any) -> Any:
-    if HALF_IN_HARDWARE:
-        return builder.bitcast(builder.fptrunc(v, _F16), _I16)
-    bits = builder.bitcast(v, _I32)
-    sign = builder.and_(builder.lshr(bits, _I32(16)), _I32(0x8000))
-    size = builder.and_(bits, _I32(0x7FFFFFFF))
-    # Normal results: the exponent less 127 - 15; the carry rounds.
-    last = builder.and_(builder.lshr(size, _I32(13)), _I32(1))
-    result = builder.lshr(builder.add(builder.sub(size, _I32((112 << 23) - 0xFFF)), last), _I32(13))
-    # Subnormal results: adding 0.5, whose ulp is 2**-24, rounds to their grid.
-    half = builder.fadd(builder.bitcast(size, _F32), _F32(0.5))
-    tiny = builder.sub(builder.bitcast(half, _I32), _I32(0x3F000000))
-    result = builder.select(builder.icmp_unsigned("<", size, _I32(113 << 23)), tiny, result)
-    # From the midpoint between the largest, 65504, and 65536 on.
-    above = builder.icmp_unsigned(">=", size, _I32(0x477FF000))
-    result = builder.select(above, _I32(0x7C00), result)
-    nan = builder.icmp_unsigned(">", size, _I32(0x7F800000))
-    result = builder.select(nan, _I32(0x7E00), result)
-    return builder.trunc(builder.or_(result, sign), _I16)
 
 
 @intrinsic
@@ -213,50 +233,6 @@ def bits_of(_typing: Any, a: Any) -> Any:
 def float_of(_typing: Any, bits: Any) -> Any:
     """Return the float64 of these bits."""
     return types.float64(types.int64), lambda _c, builder, _s, args: builder.bitcast(args[0], _F64)
-
-
-@intrinsic
-def minus(_typing: Any, a: Any, b: Any) -> Any:
-    """
-    Return ``a - b``, made by the units that multiply.
-
-    On many processors (AMD Zen) those that add convert between formats as well, and are the ones
-    that all wait for. The bits are the same.
-    """
-    # 1.0, from where LLVM cannot see it: it would leave out a product with 1. "readnone" lets it be
-    # made once, before the loop that uses it.
-    hidden = ir.InlineAsm(ir.FunctionType(_I64, [_I64]), "", "=r,0")
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
-        one = builder.bitcast(bits, _F64)
-        return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
-
-    return types.float64(types.float64, types.float64), generate
-
-
-@intrinsic
-def odd_sum(_typing: Any, hi: Any, lo: Any) -> Any:
-    """
-    Return ``hi + lo`` rounded to odd, given that `hi` is the sum rounded to nearest.
-
-    Where `hi` is even and `lo` is not zero, that is the neighbour of `hi` on the side of `lo`.
-    """
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        hi, lo = args
-        bits = builder.bitcast(hi, _I64)
-        exact = builder.fcmp_ordered("==", lo, _F64(0.0))
-        odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
-        signs = builder.xor(bits, builder.bitcast(lo, _I64))
-        away = builder.icmp_signed(">=", signs, _I64(0))
-        moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
-        size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
-        special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
-        stays = builder.or_(builder.or_(exact, odd), special)
-        return builder.bitcast(builder.select(stays, bits, moved), _F64)
-
-    return types.float64(types.float64, types.float64), generate
 
 
 # ---- loops ----

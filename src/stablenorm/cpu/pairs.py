@@ -9,8 +9,59 @@ the bounds. Nothing here may be reassociated or contracted.
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from stablenorm.cpu.memory import fma, inlined, minus, odd_sum, pasted, put, width
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from stablenorm.cpu.memory import call_llvm, fma, inlined, pasted, put, put_sum_nearly, width
+
+_I64, _F64 = ir.IntType(64), ir.DoubleType()
+
+
+@intrinsic
+def minus(_typing: Any, a: Any, b: Any) -> Any:
+    """
+    Return ``a - b``, made by the units that multiply.
+
+    On many processors (AMD Zen) those that add convert between formats as well, and are the ones
+    that all wait for. The bits are the same.
+    """
+    # 1.0, from where LLVM cannot see it: it would leave out a product with 1. "readnone" lets it be
+    # made once, before the loop that uses it.
+    hidden = ir.InlineAsm(ir.FunctionType(_I64, [_I64]), "", "=r,0")
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
+        one = builder.bitcast(bits, _F64)
+        return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
+
+    return types.float64(types.float64, types.float64), generate
+
+
+@intrinsic
+def odd_sum(_typing: Any, hi: Any, lo: Any) -> Any:
+    """
+    Return ``hi + lo`` rounded to odd, given that `hi` is the sum rounded to nearest.
+
+    Where `hi` is even and `lo` is not zero, that is the neighbour of `hi` on the side of `lo`.
+    """
+
+    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+        hi, lo = args
+        bits = builder.bitcast(hi, _I64)
+        exact = builder.fcmp_ordered("==", lo, _F64(0.0))
+        odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
+        signs = builder.xor(bits, builder.bitcast(lo, _I64))
+        away = builder.icmp_signed(">=", signs, _I64(0))
+        moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
+        size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
+        special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
+        stays = builder.or_(builder.or_(exact, odd), special)
+        return builder.bitcast(builder.select(stays, bits, moved), _F64)
+
+    return types.float64(types.float64, types.float64), generate
 
 
 @inlined
@@ -87,3 +138,9 @@ def put_pair(y, j, high, low):
     else:
         total, rest = fast_two_sum(high, low)
         put(y, j, odd_sum(total, rest))
+
+
+@pasted
+def put_pair_nearly(y, j, high, low, doubt):
+    """Do what `put_pair` does, faster; return `doubt`, negative if that may have gone wrong."""
+    return put_sum_nearly(y, j, high + low, doubt)

@@ -4,8 +4,10 @@ Threads that share the tiles of one call: started when first needed, lent to one
 A call writes what is to be done into the pool's words, and adds one to a counter, GENERATION, which
 is odd while there is work. Everyone who takes part, the caller included, takes tile after tile from
 an atomic counter. So it does not matter how many helpers come, when, or whether at all; the caller
-waits only for those that have begun. Helpers compute without the GIL. One that has just worked spins
-a while, since the next call of a loop comes soon; then it sleeps in a queue.
+waits only for those that have begun. Helpers wait and compute without the GIL. One that has just worked
+spins a while, since the next call of a loop comes soon. Then it naps and looks, for some milliseconds:
+a nap ends on the processor on which it began, where a thread that another one wakes may be put beside
+that one. At last it sleeps in a queue.
 
 - Python threads that call at the same time: one has the helpers, the others work alone, so that a
   program with threads of its own is not oversubscribed.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from queue import SimpleQueue
 from typing import Any
@@ -38,7 +41,7 @@ from stablenorm.cpu.processor import (
     restore,
     set_default,
 )
-from stablenorm.threads import SMALL, get_num_threads
+from stablenorm.threads import get_num_threads
 
 # int64 between words that threads write: two cache lines, so that they do not disturb one another.
 _APART = 16
@@ -51,19 +54,22 @@ _FUNCTION, _RECORD, _HELPERS = (4 * _APART + i for i in range(3))
 _ASLEEP = 5 * _APART
 
 # More would find no tiles: the backward has at most 64.
-_MOST_HELPERS = 63
-
-# Stands for a pool where there are no helpers.
-NO_POOL = np.zeros(1, np.int64)
+MOST_HELPERS = 63
 
 # Turns of some 40 cycles: about 100 microseconds. Waking a thread takes 50 and more.
 _TURNS = 10_000
 
+# Naps of so many microseconds, each 3 of work for the processor, together some milliseconds.
+_NAP, _NAPS = 50, 100
+
 _YIELDS = hasattr(os, "sched_yield")
 _yield = types.ExternalFunction("sched_yield", types.intc())
+_nap = types.ExternalFunction("usleep", types.intc(types.uintc))
 
-# Fewer elements than this, 2 microseconds of work, are shared with nobody.
-_LEAST_SHARED = 1 << 13
+# Linux lengthens naps by 50 microseconds, to wake several threads at a time, unless a thread asks it not to.
+_LINUX = sys.platform == "linux"
+_PR_SET_TIMERSLACK = 29
+_set_slack = types.ExternalFunction("prctl", types.intc(types.intc, types.uint64))
 
 
 @pasted
@@ -80,12 +86,12 @@ def take(pool, previous):
 
 
 @pasted
-def run(function, record, words, helpers):
+def run(function, record, pool, helpers):
     """Call ``function(record, pool, me)`` on this thread, 0, and on so many helpers, if they are to be had."""
-    pool = address(pointer(words))
     if helpers == 0 or exchange(_word(pool, _TAKEN), 1) != 0:
         call(function, record, 0, 0)
         return
+    words = _word(pool, 0)
     words[_FUNCTION], words[_RECORD], words[_HELPERS], words[_NEXT] = function, record, helpers, 0
     atomic_add(_word(pool, _GENERATION), 1)
     call(function, record, pool, 0)
@@ -111,16 +117,21 @@ def _helping() -> Any:
         pool = address(pointer(words))
         generation, working = _word(pool, _GENERATION), _word(pool, _WORKING)
         asleep = _word(pool, _ASLEEP + me * _APART)
-        turns = 0 if stamp != "" else _TURNS
+        turns, last = 0 if stamp != "" else _TURNS, _TURNS + _NAPS
+        if _LINUX:
+            _set_slack(_PR_SET_TIMERSLACK, 1)
         word = set_default()
-        while turns <= _TURNS:
+        while turns <= last:
             # About to sleep: said first, so that whoever comes after the last look wakes this one.
-            if turns == _TURNS:
+            if turns == last:
                 exchange(asleep, 1)
             now = atomic_load(generation)
             if now % 2 == 0 or now == seen:
                 turns += 1
-                pause()
+                if turns > _TURNS:
+                    _nap(_NAP)
+                else:
+                    pause()
                 continue
             exchange(asleep, 0)
             atomic_add(working, 1)
@@ -139,7 +150,7 @@ class _Pool:
     """The helpers of this process."""
 
     def __init__(self) -> None:
-        self.words = np.zeros(_ASLEEP + (1 + _MOST_HELPERS) * _APART, np.int64)
+        self.words = np.zeros(_ASLEEP + (1 + MOST_HELPERS) * _APART, np.int64)
         self.alarms: list[SimpleQueue[None]] = []
         self._starting = threading.Lock()
 
@@ -191,13 +202,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget)
 
 
-def pool_for(elements: int, tiles: int) -> tuple[Any, int]:
-    """Return the words of the pool, and how many of its helpers so much work is worth."""
-    if elements < _LEAST_SHARED or tiles < 2:
-        return NO_POOL, 0
-    count = min(get_num_threads() - 1, tiles - 1, _MOST_HELPERS)
+def pool_for(most: int, small: bool) -> tuple[Any, int]:
+    """Return the words of the pool, and how many of its helpers, at most so many, are to be had."""
+    count = min(get_num_threads() - 1, most)
     pool = _pool
-    if elements < SMALL:
+    if small:
         # Not worth starting or waking anybody: shared with those that still spin.
         return pool.words, min(count, len(pool.alarms))
     if count > len(pool.alarms):

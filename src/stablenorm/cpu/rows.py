@@ -1,8 +1,8 @@
 """
 Rows of float16, bfloat16 and float32: the equations of `reference` in float64, in two passes.
 
-Two rows at a time: one's chain of additions, division and root overlaps with the other's, and both
-share what is read of gamma, beta and the sums over rows. No element of a row depends on the other.
+Two rows at a time are measured: one's chain of additions overlaps with the other's, and in the backward
+both share what is read of gamma and of the sums over rows. No element of a row depends on the other.
 
 Forward
 -------
@@ -54,7 +54,7 @@ import math
 import numpy as np
 from numba import njit
 
-from stablenorm.cpu.memory import get, named, pasted, put, wide_vectors
+from stablenorm.cpu.memory import get, named, pasted, put, put_nearly, wide_vectors
 
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
@@ -66,23 +66,39 @@ _summing = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "con
 _exactly = njit(error_model="numpy", forceinline=True, fastmath={"contract"})
 # Of many columns at a time, where a call costs nothing: compiled once, not again where it is used.
 _apart = njit(error_model="numpy", fastmath={"contract"})
+_summing_apart = njit(error_model="numpy", fastmath={"reassoc", "contract"})
 
 
 # ---- forward ----
 
 
+# Rows whose statistics are computed together, where they are short: divisions and roots, which all that
+# follows waits for, are made for all at once. Of longer rows two, so that they stay in the cache.
+TOGETHER, SHORT = 8, 512
+
+# Of so many rows: k, the sums of x - k and of its squares; mean, rest and rstd; whether k was bad.
+_K, _TOTAL, _SQUARES, _MEAN, _REST, _RSTD, _BAD = range(0, 7 * TOGETHER, TOGETHER)
+LANES = 7 * TOGETHER
+
+
 @_exactly
-def _guess(x, n):
+def as_float32(v):
+    """Return `v` rounded to float32, as a float64."""
+    return np.float64(np.float32(v))
+
+
+@_exactly
+def guess(x, n):
     """Return about the mean of a row."""
     if n < 8:
         return get(x, 0)
     s = n // 8
     a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
     b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
-    return np.float64(np.float32((a + b) * 0.125))
+    return as_float32((a + b) * 0.125)
 
 
-@_summing
+@_summing_apart
 def _measure(x, x2, n, k, k2):
     """Return the sums of x - k and of its squares, of two rows."""
     wide_vectors()
@@ -102,59 +118,52 @@ def _measure(x, x2, n, k, k2):
     return total, squares, total2, squares2
 
 
-@pasted
-def _root(var, eps):
-    # Rounding can make the difference of two equal squares negative.
-    return 1.0 / math.sqrt((max(var, 0.0)) + eps)
-
-
-@pasted
-def _two_sum(a, b):
-    """Return ``fl(a + b)`` and its exact error."""
-    total = a + b
-    b_part = total - a
-    return total, (a - (total - b_part)) + (b - b_part)
-
-
 @_exactly
-def statistics(x, x2, n, eps):
-    """Return mean, rest and rstd of two rows; the mean is mean + rest."""
-    k, k2 = _guess(x, n), _guess(x2, n)
+def measure(x, x2, n, k, k2, lanes, second):
+    """Put the guesses and sums of two rows into lane 0 and lane `second`."""
+    lanes[_K], lanes[_K + second] = k, k2
     total, squares, total2, squares2 = _measure(x, x2, n, k, k2)
-    d, d2 = total / n, total2 / n
-    var, var2 = squares / n - d * d, squares2 / n - d2 * d2
-    if d * d > 2.0 * var or d2 * d2 > 2.0 * var2:
-        if d * d > 2.0 * var:
-            k = np.float64(np.float32(k + d))
-        if d2 * d2 > 2.0 * var2:
-            k2 = np.float64(np.float32(k2 + d2))
-        total, squares, total2, squares2 = _measure(x, x2, n, k, k2)
-        d, d2 = total / n, total2 / n
-        var, var2 = squares / n - d * d, squares2 / n - d2 * d2
-    (mean, rest), (mean2, rest2) = _two_sum(k, d), _two_sum(k2, d2)
-    return (mean, rest, _root(var, eps)), (mean2, rest2, _root(var2, eps))
+    lanes[_TOTAL], lanes[_SQUARES] = total, squares
+    lanes[_TOTAL + second], lanes[_SQUARES + second] = total2, squares2
 
 
 @_exactly
-def normalize(x, y, x2, y2, start, stop, gamma, beta, one, two):
-    """Write columns ``[start, stop)`` of two rows of y."""
+def settle(lanes, count, n, eps):
+    """Compute mean, rest and rstd of so many rows; return whether one of the guesses was bad."""
     wide_vectors()
-    (mean, rest, rstd), (mean2, rest2, rstd2) = one, two
-    shift, shift2 = -rest * rstd, -rest2 * rstd2
-    for j in range(start, stop):
-        scale, offset = gamma[j], beta[j]
-        put(y, j, ((get(x, j) - mean) * rstd + shift) * scale + offset)
-        put(y2, j, ((get(x2, j) - mean2) * rstd2 + shift2) * scale + offset)
+    bad = 0.0
+    for r in range(count):
+        k, d = lanes[_K + r], lanes[_TOTAL + r] / n
+        var = lanes[_SQUARES + r] / n - d * d
+        lanes[_BAD + r] = 1.0 if d * d > 2.0 * var else 0.0
+        bad = max(bad, lanes[_BAD + r])
+        mean = k + d
+        d_part = mean - k
+        lanes[_MEAN + r], lanes[_REST + r] = mean, (k - (mean - d_part)) + (d - d_part)
+        # Rounding can make the difference of two equal squares negative.
+        lanes[_RSTD + r] = 1.0 / math.sqrt(max(var, 0.0) + eps)
+    return bad > 0.0
+
+
+@pasted
+def statistics(lanes, r):
+    """Return mean, rest and rstd of row r, and whether its guess was bad."""
+    return (lanes[_MEAN + r], lanes[_REST + r], lanes[_RSTD + r]), lanes[_BAD + r] > 0.0
 
 
 @_apart
-def normalize_piece(x, y, start, stop, gamma, beta, one):
-    """Write columns ``[start, stop)`` of one row to the front of `y`."""
+def normalize(x, y, start, stop, gamma, beta, row):
+    """Write columns ``[start, stop)`` of a row to the front of `y`."""
     wide_vectors()
-    mean, rest, rstd = one
-    shift = -rest * rstd
+    mean, rest, rstd = row
+    shift, doubt = -rest * rstd, np.int32(0)
     for j in range(start, stop):
-        put(y, j - start, ((get(x, j) - mean) * rstd + shift) * gamma[j] + beta[j])
+        h = (get(x, j) - mean) * rstd + shift
+        doubt = put_nearly(y, j - start, h * gamma[j] + beta[j], doubt)
+    if doubt < 0:
+        for j in range(start, stop):
+            h = (get(x, j) - mean) * rstd + shift
+            put(y, j - start, h * gamma[j] + beta[j])
 
 
 # ---- backward ----
@@ -219,21 +228,9 @@ def coefficients(row, a, b):
     return -b * rstd * rstd, -(a + b * s) * rstd
 
 
-@_exactly
-def write_dx(one, dx, p, q, two, dx2, p2, q2, n, gamma):
-    """Write two rows of dx."""
-    wide_vectors()
-    dy, x, mean, _, rstd, m = one
-    dy2, x2, mean2, _, rstd2, m2 = two
-    for j in range(n):
-        g, g2 = get(dy, j) * gamma[j] - m, get(dy2, j) * gamma[j] - m2
-        put(dx, j, (get(x, j) - mean) * p + (g * rstd + q))
-        put(dx2, j, (get(x2, j) - mean2) * p2 + (g2 * rstd2 + q2))
-
-
 @_apart
-def write_dx_piece(row, dx, p, q, start, stop, gamma):
-    """Write columns ``[start, stop)`` of one row to the front of `dx`."""
+def write_dx(row, dx, p, q, start, stop, gamma):
+    """Write columns ``[start, stop)`` of a row to the front of `dx`."""
     wide_vectors()
     dy, x, mean, _, rstd, m = row
     for j in range(start, stop):

@@ -12,11 +12,11 @@ _inlined = njit(error_model="numpy", forceinline=True)
 
 
 @_inlined
-def clear(sums, n):
-    """Set n sums to zero."""
+def fill(out, n, value):
+    """Set n float64 to `value`."""
     wide_vectors()
     for j in range(n):
-        sums[j] = 0.0
+        out[j] = value
 
 
 @_inlined

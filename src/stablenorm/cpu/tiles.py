@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
-
 from stablenorm.cpu import rows as equations
 from stablenorm.cpu.compiling import STAMP, compiled_c
 from stablenorm.cpu.memory import (
@@ -21,6 +19,7 @@ from stablenorm.cpu.memory import (
     copy_line,
     fence,
     float_of,
+    further,
     inlined,
     inner,
     named,
@@ -32,7 +31,7 @@ from stablenorm.cpu.memory import (
 )
 from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
-from stablenorm.cpu.sums import clear, merge
+from stablenorm.cpu.sums import fill, merge
 
 # Columns of a row that are staged at a time.
 PIECE = 256
@@ -42,14 +41,6 @@ STAGE = 4 * PIECE + 2 * LINE
 
 # Straight; through the stage; through it and past the caches, by non-temporal stores.
 STRAIGHT, STAGED, STREAMED = range(3)
-
-
-@pasted
-def way_of(out, source, past_caches):
-    """Return the way of results to the address `out` from the input at `source`."""
-    if out == source:
-        return STAGED
-    return STREAMED if past_caches else STRAIGHT
 
 
 @pasted
@@ -120,40 +111,55 @@ def _prefetch_columns(place, row, stride, start, stop, size):
 
 
 @inlined
+def _find_statistics(p, top, bottom, element, lanes):
+    """Measure some rows; those whose mean was guessed badly once more."""
+    n, eps = p.n, float_of(p.eps)
+    for i in range(top, bottom, 2):
+        # A last odd row is measured with itself: measured alone, its sums could have other bits.
+        second = min(1, bottom - 1 - i)
+        x = pointer_at(p.x + i * p.x_stride, element)
+        x2 = pointer_at(p.x + (i + second) * p.x_stride, element)
+        k, k2 = equations.guess(x, n), equations.guess(x2, n)
+        equations.measure(x, x2, n, k, k2, further(lanes, 8 * (i - top)), second)
+    if equations.settle(lanes, bottom - top, n, eps):
+        for r in range(bottom - top):
+            (mean, _, _), bad = equations.statistics(lanes, r)
+            if bad:
+                x = pointer_at(p.x + (top + r) * p.x_stride, element)
+                k = equations.as_float32(mean)
+                equations.measure(x, x, n, k, k, further(lanes, 8 * r), 0)
+        equations.settle(lanes, bottom - top, n, eps)
+
+
+@inlined
 def _forward_tile(p, first, stop, element, stage):
     n, gamma, beta = p.n, float64_at(p.gamma), float64_at(p.beta)
-    mean, rest = float64_at(p.numbers), float64_at(p.numbers + p.words_apart)
-    rstds, eps = float64_at(p.numbers + 2 * p.words_apart), float_of(p.eps)
-    state = _open_stage(p.out + first * p.out_stride)
-    for i in range(first, stop, 2):
-        # A last odd row is measured with itself: measured alone, its sums could have other bits.
-        j = min(i + 1, stop - 1)
-        x = pointer_at(p.x + i * p.x_stride, element)
-        x2 = pointer_at(p.x + j * p.x_stride, element)
-        one, two = equations.statistics(x, x2, n, eps)
-        mean[i], rest[i], rstds[i] = one
-        mean[j], rest[j], rstds[j] = two
-        y = pointer_at(p.out + i * p.out_stride, element)
-        if p.way == STRAIGHT and i < j:
-            y2 = pointer_at(p.out + j * p.out_stride, element)
-            step = PIECE if p.ahead else n
-            for start in range(0, n, step):
-                end = min(start + step, n)
+    lanes, state = float64_at(stage + STAGE), _open_stage(p.out + first * p.out_stride)
+    together = equations.TOGETHER if n <= equations.SHORT else 2
+    for top in range(first, stop, together):
+        bottom = min(top + together, stop)
+        _find_statistics(p, top, bottom, element, lanes)
+        for r in range(bottom - top if p.mean else 0):
+            (mean, rest, rstd), _ = equations.statistics(lanes, r)
+            float64_at(p.mean)[top + r], float64_at(p.rest)[top + r] = mean, rest
+            float64_at(p.rstd)[top + r] = rstd
+        for start in range(0, n if p.way == STRAIGHT else 0, PIECE):
+            end = min(start + PIECE, n)
+            for i in range(top, bottom):
+                x = pointer_at(p.x + i * p.x_stride, element)
                 if p.ahead:
-                    _prefetch_columns(p.x, i + 2, p.x_stride, start, end, width(x))
-                    _prefetch_columns(p.x, i + 3, p.x_stride, start, end, width(x))
-                equations.normalize(x, y, x2, y2, start, end, gamma, beta, one, two)
-        elif p.way == STRAIGHT:
-            # Not 0, for which Numba would compile another one.
-            equations.normalize_piece(x, y, np.int64(0), n, gamma, beta, one)
-        else:
-            for _ in range(i, j + 1):
-                for start in range(0, n, PIECE):
-                    end = min(start + PIECE, n)
-                    to = pointer_at(stage + state[1], element)
-                    equations.normalize_piece(x, to, start, end, gamma, beta, one)
-                    state = _empty_stage(state, (end - start) * width(to), stage, p.way)
-                x, one = x2, two
+                    _prefetch_columns(p.x, i + together, p.x_stride, start, end, width(x))
+                y = pointer_at(p.out + i * p.out_stride + start * width(x), element)
+                row, _ = equations.statistics(lanes, i - top)
+                equations.normalize(x, y, start, end, gamma, beta, row)
+        for i in range(top, top if p.way == STRAIGHT else bottom):
+            x = pointer_at(p.x + i * p.x_stride, element)
+            row, _ = equations.statistics(lanes, i - top)
+            for start in range(0, n, PIECE):
+                end = min(start + PIECE, n)
+                to = pointer_at(stage + state[1], element)
+                equations.normalize(x, to, start, end, gamma, beta, row)
+                state = _empty_stage(state, (end - start) * width(to), stage, p.way)
     if p.way != STRAIGHT:
         _close_stage(state, stage)
 
@@ -185,9 +191,8 @@ def _row(p, i, gamma, dy_element, x_element):
     """Return what the equations need of row i."""
     dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
     x = pointer_at(p.x + i * p.x_stride, x_element)
-    mean, rest = float64_at(p.numbers), float64_at(p.numbers + p.words_apart)
-    rstd = float64_at(p.numbers + 2 * p.words_apart)[i]
-    return dy, x, mean[i], -rest[i] * rstd, rstd, equations.pivot(dy, gamma, p.n)
+    mean, rest, rstd = float64_at(p.mean)[i], float64_at(p.rest)[i], float64_at(p.rstd)[i]
+    return dy, x, mean, -rest * rstd, rstd, equations.pivot(dy, gamma, p.n)
 
 
 def _backward_tile(summing: bool) -> Any:
@@ -202,10 +207,10 @@ def _backward_tile(summing: bool) -> Any:
         # dgamma and dbeta of a part are as far from one another as the totals.
         dgamma, dbeta = float64_at(part), float64_at(part + 2 * apart)
         if summing:
-            clear(float64_at(sums), 4 * padded(n))
+            fill(float64_at(sums), 4 * padded(n), 0.0)
         if summing and deep:
-            clear(dgamma, n)
-            clear(dbeta, n)
+            fill(dgamma, n, 0.0)
+            fill(dbeta, n, 0.0)
         state = _open_stage(p.out + first * p.out_stride)
         # A last odd row goes with one of zeros, which adds nothing.
         dy, x = pointer_at(zeros, dy_element), pointer_at(zeros, x_element)
@@ -221,20 +226,21 @@ def _backward_tile(summing: bool) -> Any:
                 continue
             p1, q1 = equations.coefficients(one, a / n, b / n)
             p2, q2 = equations.coefficients(two, a2 / n, b2 / n)
-            dx = pointer_at(p.out + i * p.out_stride, x_element)
-            if p.way == STRAIGHT and i + 1 < stop:
-                dx2 = pointer_at(p.out + (i + 1) * p.out_stride, x_element)
-                equations.write_dx(one, dx, p1, q1, two, dx2, p2, q2, n, gamma)
-            elif p.way == STRAIGHT:
-                equations.write_dx_piece(one, dx, p1, q1, np.int64(0), n, gamma)
-            else:
-                for _ in range(i, min(i + 2, stop)):
-                    for start in range(0, n, PIECE):
-                        end = min(start + PIECE, n)
-                        to = pointer_at(stage + state[1], x_element)
-                        equations.write_dx_piece(one, to, p1, q1, start, end, gamma)
-                        state = _empty_stage(state, (end - start) * width(to), stage, p.way)
-                    one, p1, q1 = two, p2, q2
+            for start in range(0, n if p.way == STRAIGHT else 0, PIECE):
+                end = min(start + PIECE, n)
+                dx = p.out + i * p.out_stride + start * width(x)
+                to = pointer_at(dx, x_element)
+                equations.write_dx(one, to, p1, q1, start, end, gamma)
+                if i + 1 < stop:
+                    to = pointer_at(dx + p.out_stride, x_element)
+                    equations.write_dx(two, to, p2, q2, start, end, gamma)
+            for _ in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
+                for start in range(0, n, PIECE):
+                    end = min(start + PIECE, n)
+                    to = pointer_at(stage + state[1], x_element)
+                    equations.write_dx(one, to, p1, q1, start, end, gamma)
+                    state = _empty_stage(state, (end - start) * width(to), stage, p.way)
+                one, p1, q1 = two, p2, q2
         if summing and deep:
             _end_part(part, sums, n)
         if p.wanted and p.way != STRAIGHT:
@@ -250,7 +256,7 @@ def _end_part(part, sums, n):
     for which in range(0, 4 * apart, 2 * apart):
         some, total = float64_at(part + which), float64_at(sums + which)
         merge(some, total, float64_at(sums + which + apart), n)
-        clear(some, n)
+        fill(some, n, 0.0)
 
 
 _summing_tile, _other_tile = _backward_tile(True), _backward_tile(False)
@@ -267,7 +273,7 @@ def backward_tiles(dy_element: Any, x_element: Any, summing: bool) -> int:
         p = read_record(record)
         scratch = p.scratch + me * p.scratch_bytes
         if p.rows % 2:
-            clear(float64_at(scratch + STAGE), padded(p.n))
+            fill(float64_at(scratch + STAGE), padded(p.n), 0.0)
         tile = take(pool, -1)
         while tile * p.tile_rows < p.rows:
             first = tile * p.tile_rows
@@ -289,4 +295,4 @@ _padded: Any = padded.py_func
 def scratch_bytes(n: int, backward: bool) -> int:
     """Return the bytes that a thread needs: the stage, a row of zeros, and the sums of a part."""
     # dgamma and dbeta of a part are as far apart as the totals: three vectors, of which two are used.
-    return STAGE + LINE + (8 * _padded(n) * 4 if backward else 0)
+    return STAGE + LINE + 8 * (4 * _padded(n) if backward else equations.LANES)

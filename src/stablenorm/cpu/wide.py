@@ -34,11 +34,12 @@ from stablenorm.cpu.pairs import (
     fast_two_sum,
     multiply,
     put_pair,
+    put_pair_nearly,
     reciprocal_root,
     two_product,
     two_sum,
 )
-from stablenorm.cpu.sums import clear
+from stablenorm.cpu.sums import fill
 
 # gamma, beta and eps, and cotangents but for zeros, are between these in size, or extreme. Then no
 # product of three numbers, nor its last 106 bits, leaves the range of float64:
@@ -122,7 +123,7 @@ def _settle_lanes(lanes):
 @inlined
 def _measure(x, n, k, lanes):
     """Return the means of x - k and of its square, as pairs."""
-    clear(lanes, 4 * LANES)
+    fill(lanes, 4 * LANES, 0.0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
         _measure_round(x, start, LANES, k, lanes)
@@ -196,16 +197,26 @@ def _xhat(v, mean, rest, tail, rstd, rstd_low):
 
 
 @inlined
+def _y(v, scale, shift, row):
+    h, h_low = _xhat(v, *row)
+    product, error = two_product(h, scale)
+    error = fma(h_low, scale, error)
+    total, left = two_sum(product, shift)
+    return total, left + error
+
+
+@inlined
 def normalize(x, y, n, gamma, beta, row):
     """Write a row of y."""
     wide_vectors()
-    mean, rest, tail, rstd, rstd_low = row
+    doubt = 0
     for j in range(n):
-        h, h_low = _xhat(get(x, j), mean, rest, tail, rstd, rstd_low)
-        product, error = two_product(h, gamma[j])
-        error = fma(h_low, gamma[j], error)
-        total, left = two_sum(product, beta[j])
-        put_pair(y, j, total, left + error)
+        high, low = _y(get(x, j), gamma[j], beta[j], row)
+        doubt = put_pair_nearly(y, j, high, low, doubt)
+    if doubt < 0:
+        for j in range(n):
+            high, low = _y(get(x, j), gamma[j], beta[j], row)
+            put_pair(y, j, high, low)
 
 
 # ---- backward ----
@@ -281,7 +292,7 @@ def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
     time of computing them again. Adds the row to the sums over rows if `summing`.
     """
     m, m_low = _smallest(dy, gamma, n)
-    clear(lanes, 4 * LANES)
+    fill(lanes, 4 * LANES, 0.0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
         if summing:
@@ -307,22 +318,32 @@ def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
 
 
 @inlined
+def _dx(shifted, xhat, means, rstd):
+    """Return an element of dx as a pair."""
+    (c, c_low), (h, h_low), (a, a_low, b, b_low) = shifted, xhat, means
+    along, error = two_product(h, b)
+    along_low = fma(h, b_low, fma(h_low, b, error))
+    c, error = two_sum(c, -a)
+    c_low = error + (c_low - a_low)
+    c, error = two_sum(c, -along)
+    c_low = error + (c_low - along_low)
+    product, error = two_product(c, rstd[0])
+    return product, fma(c, rstd[1], fma(c_low, rstd[0], error))
+
+
+@inlined
 def write_dx(factors, dx, n, means, row):
     """Write ``rstd * (g - m - a - xhat * b)``."""
     wide_vectors()
     shifted, shifted_low, xhat, xhat_low = factors
-    a, a_low, b, b_low = means
-    _, _, _, rstd, rstd_low = row
+    rstd, doubt = row[3:], 0
     for j in range(n):
-        c, c_low, h, h_low = shifted[j], shifted_low[j], xhat[j], xhat_low[j]
-        along, error = two_product(h, b)
-        along_low = fma(h, b_low, fma(h_low, b, error))
-        c, error = two_sum(c, -a)
-        c_low = error + (c_low - a_low)
-        c, error = two_sum(c, -along)
-        c_low = error + (c_low - along_low)
-        product, error = two_product(c, rstd)
-        put_pair(dx, j, product, fma(c, rstd_low, fma(c_low, rstd, error)))
+        high, low = _dx((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
+        doubt = put_pair_nearly(dx, j, high, low, doubt)
+    if doubt < 0:
+        for j in range(n):
+            high, low = _dx((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
+            put_pair(dx, j, high, low)
 
 
 @inlined

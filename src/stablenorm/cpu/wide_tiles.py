@@ -17,7 +17,7 @@ from stablenorm.cpu.compiling import STAMP, compiled_c
 from stablenorm.cpu.memory import LINE, float_of, inlined, pasted, pointer_at
 from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
-from stablenorm.cpu.sums import clear
+from stablenorm.cpu.sums import fill
 from stablenorm.cpu.tiles import ROWS_OF_PART, padded
 
 # Bytes of the lanes of sums.
@@ -37,7 +37,8 @@ def _four(place, apart):
 @inlined
 def _forward_tile(p, first, stop, element, scratch):
     n, gamma, beta, eps = p.n, float64_at(p.gamma), float64_at(p.beta), float_of(p.eps)
-    mean, rest, rstd, rstd_low = _four(p.numbers, p.words_apart)
+    mean, rest = float64_at(p.mean), float64_at(p.rest)
+    rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
     tails, marks = float64_at(p.tails), pointer_at(p.marks, np.uint8)
     lanes = float64_at(scratch)
     for i in range(first, stop):
@@ -82,7 +83,8 @@ def _settle(sums, n):
 @inlined
 def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch):
     n, gamma = p.n, float64_at(p.gamma)
-    mean, rest, rstd, rstd_low = _four(p.numbers, p.words_apart)
+    mean, rest = float64_at(p.mean), float64_at(p.rest)
+    rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
     tails, marks = float64_at(p.tails), pointer_at(p.marks, np.uint8)
     lanes = float64_at(scratch)
     factors = _four(scratch + _LANES, 8 * padded(n))
@@ -121,7 +123,7 @@ def backward_tiles(dy_element: Any, x_element: Any, summing: bool) -> int:
             stop = min(first + p.tile_rows, p.rows)
             sums = _four(p.sums + 4 * apart * tile, apart)
             if summing:
-                clear(sums[0], apart // 2)
+                fill(sums[0], apart // 2, 0.0)
             _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch)
             tile = take(pool, tile)
 

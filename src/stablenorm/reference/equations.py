@@ -54,6 +54,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stablenorm.arrays import as_matrix
 from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.rounding import round_to
@@ -95,6 +96,7 @@ def forward(
     x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
 ) -> Statistics:
     """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
+    x, y = as_matrix(x), as_matrix(y)
     wide = any_float64(x, gamma, beta)
     lift = _lifter(wide)
     scale, shift = _parameter(gamma, lift), _parameter(beta, lift)
@@ -128,6 +130,9 @@ def backward(
 
     ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written.
     """
+    dy, x = as_matrix(dy), as_matrix(x)
+    if out.dx is not None:
+        out = out._replace(dx=as_matrix(out.dx))
     wide = statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out)
     lift = _lifter(wide)
     scale = _parameter(gamma, lift)
