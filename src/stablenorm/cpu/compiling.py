@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import cfunc, config, from_dtype, njit, types
+from numba import cfunc, config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
 
@@ -54,34 +54,27 @@ _C_FUNCTIONS: list[Any] = []
 _C_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 
-def compiled(function: Callable[..., None], signature: Any) -> Callable[..., None]:
+def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """
     Compile `function` for `signature`, and for nothing else; it runs without the GIL.
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
-    with starting:
-        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
-        # Of threads that need it at the same time, the first compiles it for all.
-        known = [made for made in _DISPATCHERS if _is_same(made.py_func, function)]
-        dispatcher = known[0] if known else _dispatcher(function, signature)
-    # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
-    # microseconds, a tenth of a small layer norm. They have been seen to before. What is left, of
-    # arrays, is a look at their itemsize; so 16-bit types pass for the integers of their bits.
-    (made,) = dispatcher.overloads.values()
-    return made.entry_point
 
-
-def _dispatcher(function: Any, signature: Any) -> Any:
     def make(cache: bool) -> Any:
         dispatcher = njit(nogil=True, error_model="numpy", cache=cache)(function)
         dispatcher.compile(signature)
         return dispatcher
 
-    dispatcher = _cached(make, function)
-    dispatcher.disable_compile()
-    _DISPATCHERS.append(dispatcher)
-    return dispatcher
+    with starting:
+        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
+        dispatcher = _cached(make, function)
+        _DISPATCHERS.append(dispatcher)
+    # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
+    # microseconds, a tenth of a small layer norm.
+    (made,) = dispatcher.overloads.values()
+    entry: Callable[..., Any] = made.entry_point
+    return entry
 
 
 def compiled_c(function: Callable[..., None], name: str) -> Any:
@@ -108,14 +101,6 @@ def _cached(make: Callable[[bool], Any], function: Any) -> Any:
     return make(False)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Tell whether two functions are one definition, made of equal things for the same types."""
-    if one.__qualname__ != other.__qualname__ or one.__code__ is not other.__code__:
-        return False
-    first, second = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other))
-    return first == second
-
-
 def _key(signature: Any) -> str:
     """
     Return a digest of the types and the processor, for cache files of their own.
@@ -125,9 +110,3 @@ def _key(signature: Any) -> str:
     """
     processor = cpu_target.target_context.codegen().magic_tuple()
     return hashlib.sha256(repr((str(signature), processor)).encode()).hexdigest()[:16]
-
-
-def array_type(dtype: Any, ndim: int, out: bool = False) -> types.Array:
-    """Return the type of an array of any strides and alignment."""
-    element = from_dtype(np.dtype(ELEMENTS[dtype]))
-    return types.Array(element, ndim, "A", readonly=not out, aligned=False)

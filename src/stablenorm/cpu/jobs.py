@@ -117,7 +117,7 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
     streamed = rows * row_bytes >= PAST_CACHES and not (wide or gaps)
     part = Call(
         rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, tile_rows=forward_rows(rows, n),
-        take_tiles=of.forward_tiles(ELEMENTS[x_dtype]),
+        do_tile=of.forward_tile(ELEMENTS[x_dtype]),
         widen_gamma=_widener(gamma_dtype), widen_beta=_widener(beta_dtype),
         scratch_bytes=of.scratch_bytes(n, False), way=STREAMED if streamed else STRAIGHT,
         # Of wide rows that are extreme, all of x is needed once more.
@@ -150,7 +150,7 @@ def backward_plan(
     part = Call(
         rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, dy_stride=dy_stride,
         tile_rows=backward_rows(rows, n),
-        take_tiles=of.backward_tiles(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
+        do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
         widen_gamma=_widener(gamma_dtype),
         round_dgamma=_rounder(totals[0]), round_dbeta=_rounder(totals[1]),
         scratch_bytes=of.scratch_bytes(n, True), way=STREAMED if streamed else STRAIGHT,
@@ -284,7 +284,8 @@ def job() -> Any:
         if p.wide and _is_extreme(p, gamma, beta, eps):
             done = REFERENCE
         else:
-            run(p.take_tiles, record, address_of(pool), helpers)
+            tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows
+            run(p.do_tile, record, tiles_, address_of(pool), helpers)
             if p.dgamma:
                 call(p.round_dgamma, record, 0, 0)
             if p.dbeta:

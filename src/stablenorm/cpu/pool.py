@@ -2,7 +2,7 @@
 Threads that share the tiles of one call: started when first needed, lent to one call at a time.
 
 A call writes what is to be done into the pool's words, and adds one to a counter, GENERATION, which
-is odd while there is work. Everyone who takes part, the caller included, takes tile after tile from
+is odd while there is work. Everyone who takes part, the caller included, takes tile after tile by
 an atomic counter. So it does not matter how many helpers come, when, or whether at all; the caller
 waits only for those that have begun. Helpers wait and compute without the GIL. One that has just worked
 spins a while, since the next call of a loop comes soon. Then it naps and looks, for some milliseconds:
@@ -49,7 +49,7 @@ _APART = 16
 # Taken by one call at a time; odd while there is work; how many helpers are at work; the next tile.
 _TAKEN, _GENERATION, _WORKING, _NEXT = (i * _APART for i in range(4))
 # What the work is, written before the generation changes.
-_FUNCTION, _RECORD, _HELPERS = (4 * _APART + i for i in range(3))
+_FUNCTION, _RECORD, _TILES, _HELPERS = (4 * _APART + i for i in range(4))
 # Of each helper: whether it sleeps.
 _ASLEEP = 5 * _APART
 
@@ -78,23 +78,27 @@ def _word(pool, index):
 
 
 @pasted
-def take(pool, previous):
-    """Return the next tile, after `previous` or, of the first, -1; without a pool, in order."""
-    if pool == 0:
-        return previous + 1
-    return atomic_add(_word(pool, _NEXT), 1)
+def _take_tiles(pool, me):
+    """Do tile after tile until none is left."""
+    words = _word(pool, 0)
+    tile = atomic_add(_word(pool, _NEXT), 1)
+    while tile < words[_TILES]:
+        call(words[_FUNCTION], words[_RECORD], tile, me)
+        tile = atomic_add(_word(pool, _NEXT), 1)
 
 
 @pasted
-def run(function, record, pool, helpers):
-    """Call ``function(record, pool, me)`` on this thread, 0, and on so many helpers, if they are to be had."""
+def run(function, record, tiles, pool, helpers):
+    """Call ``function(record, tile, me)`` for each tile on this thread, 0, and helpers, if they are to be had."""
     if helpers == 0 or exchange(_word(pool, _TAKEN), 1) != 0:
-        call(function, record, 0, 0)
+        for tile in range(tiles):
+            call(function, record, tile, 0)
         return
     words = _word(pool, 0)
-    words[_FUNCTION], words[_RECORD], words[_HELPERS], words[_NEXT] = function, record, helpers, 0
+    words[_FUNCTION], words[_RECORD], words[_TILES] = function, record, tiles
+    words[_HELPERS], words[_NEXT] = helpers, 0
     atomic_add(_word(pool, _GENERATION), 1)
-    call(function, record, pool, 0)
+    _take_tiles(pool, 0)
     # Nobody begins any more.
     atomic_add(_word(pool, _GENERATION), 1)
     turns = 0
@@ -137,7 +141,7 @@ def _helping() -> Any:
             atomic_add(working, 1)
             # As long as this one works, the words stay what they are.
             if atomic_load(generation) == now and me <= words[_HELPERS]:
-                call(words[_FUNCTION], words[_RECORD], pool, me)
+                _take_tiles(pool, me)
             atomic_add(working, -1)
             seen, turns = now, 0
         restore(word)

@@ -51,8 +51,8 @@ class Call(NamedTuple):
     dy_stride: Any = 0
     tile_rows: Any = 0
     tiles: Any = 0
-    # C functions: to take tiles, to widen gamma and beta, to round dgamma and dbeta.
-    take_tiles: Any = 0
+    # C functions: to do a tile, to widen gamma and beta, to round dgamma and dbeta.
+    do_tile: Any = 0
     widen_gamma: Any = 0
     widen_beta: Any = 0
     round_dgamma: Any = 0

@@ -1,7 +1,7 @@
 """
 The tiles of a call of float16, bfloat16 and float32: rows two by two, from memory to memory.
 
-Each function that is compiled for given types takes tile after tile until none is left. Results that
+Results that
 are too many for the caches, or that overwrite an input, are first written to a stage of 1 KiB in the
 first-level cache, and copied from there in whole cache lines.
 """
@@ -29,7 +29,6 @@ from stablenorm.cpu.memory import (
     stream_line,
     width,
 )
-from stablenorm.cpu.pool import take
 from stablenorm.cpu.record import float64_at, read_record
 from stablenorm.cpu.sums import fill, merge
 
@@ -86,6 +85,15 @@ def _close_stage(state, stage):
 
 
 # ---- tiles ----
+
+
+@pasted
+def tile_of(record, number, me):
+    """Return a call, the first row of a tile and the one behind its last, and a thread's scratch memory."""
+    p = read_record(record)
+    first = number * p.tile_rows
+    return p, first, min(first + p.tile_rows, p.rows), p.scratch + me * p.scratch_bytes
+
 
 # Rows whose dgamma and dbeta are summed plainly.
 ROWS_OF_PART = 64
@@ -165,22 +173,17 @@ def _forward_tile(p, first, stop, element, stage):
 
 
 @functools.cache
-def forward_tiles(element: Any) -> int:
-    """Return the address of what normalizes tile after tile of rows of this type."""
+def forward_tile(element: Any) -> int:
+    """Return the address of what normalizes a tile of rows of this type."""
     stamp = STAMP
 
-    def tiles(record, pool, me):
+    def tile(record, number, me):
         if stamp == "":
             return
-        p = read_record(record)
-        stage = p.scratch + me * p.scratch_bytes
-        tile = take(pool, -1)
-        while tile * p.tile_rows < p.rows:
-            first = tile * p.tile_rows
-            _forward_tile(p, first, min(first + p.tile_rows, p.rows), element, stage)
-            tile = take(pool, tile)
+        p, first, stop, stage = tile_of(record, number, me)
+        _forward_tile(p, first, stop, element, stage)
 
-    return compiled_c(tiles, f"forward_tiles_{element.__name__}")
+    return compiled_c(tile, f"forward_tile_{element.__name__}")
 
 
 # ---- backward ----
@@ -213,6 +216,8 @@ def _backward_tile(summing: bool) -> Any:
             fill(dbeta, n, 0.0)
         state = _open_stage(p.out + first * p.out_stride)
         # A last odd row goes with one of zeros, which adds nothing.
+        if (stop - first) % 2:
+            fill(float64_at(zeros), padded(n), 0.0)
         dy, x = pointer_at(zeros, dy_element), pointer_at(zeros, x_element)
         nothing = dy, x, 0.0, 0.0, 0.0, 0.0
         for i in range(first, stop, 2):
@@ -263,30 +268,22 @@ _summing_tile, _other_tile = _backward_tile(True), _backward_tile(False)
 
 
 @functools.cache
-def backward_tiles(dy_element: Any, x_element: Any, summing: bool) -> int:
-    """Return the address of what pulls back tile after tile of rows of these types."""
+def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
+    """Return the address of what pulls back a tile of rows of these types."""
     stamp = STAMP
 
-    def tiles(record, pool, me):
+    def tile(record, number, me):
         if stamp == "":
             return
-        p = read_record(record)
-        scratch = p.scratch + me * p.scratch_bytes
-        if p.rows % 2:
-            fill(float64_at(scratch + STAGE), padded(p.n), 0.0)
-        tile = take(pool, -1)
-        while tile * p.tile_rows < p.rows:
-            first = tile * p.tile_rows
-            stop = min(first + p.tile_rows, p.rows)
-            if summing:
-                sums = p.sums + tile * 32 * padded(p.n)
-                _summing_tile(p, first, stop, dy_element, x_element, sums, scratch)
-            else:
-                _other_tile(p, first, stop, dy_element, x_element, 0, scratch)
-            tile = take(pool, tile)
+        p, first, stop, scratch = tile_of(record, number, me)
+        sums = p.sums + number * 32 * padded(p.n)
+        if summing:
+            _summing_tile(p, first, stop, dy_element, x_element, sums, scratch)
+        else:
+            _other_tile(p, first, stop, dy_element, x_element, sums, scratch)
 
     names = dy_element.__name__, x_element.__name__, summing
-    return compiled_c(tiles, "_".join(map(str, ("backward_tiles", *names))))
+    return compiled_c(tile, "_".join(map(str, ("backward_tile", *names))))
 
 
 _padded: Any = padded.py_func

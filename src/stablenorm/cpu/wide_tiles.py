@@ -15,10 +15,9 @@ import numpy as np
 from stablenorm.cpu import wide as equations
 from stablenorm.cpu.compiling import STAMP, compiled_c
 from stablenorm.cpu.memory import LINE, float_of, inlined, pasted, pointer_at
-from stablenorm.cpu.pool import take
-from stablenorm.cpu.record import float64_at, read_record
+from stablenorm.cpu.record import float64_at
 from stablenorm.cpu.sums import fill
-from stablenorm.cpu.tiles import ROWS_OF_PART, padded
+from stablenorm.cpu.tiles import ROWS_OF_PART, padded, tile_of
 
 # Bytes of the lanes of sums.
 _LANES = 8 * 4 * equations.LANES
@@ -52,22 +51,17 @@ def _forward_tile(p, first, stop, element, scratch):
 
 
 @functools.cache
-def forward_tiles(element: Any) -> int:
-    """Return the address of what normalizes tile after tile in double-double."""
+def forward_tile(element: Any) -> int:
+    """Return the address of what normalizes a tile in double-double."""
     stamp = STAMP
 
-    def tiles(record, pool, me):
+    def tile(record, number, me):
         if stamp == "":
             return
-        p = read_record(record)
-        scratch = p.scratch + me * p.scratch_bytes
-        tile = take(pool, -1)
-        while tile * p.tile_rows < p.rows:
-            first = tile * p.tile_rows
-            _forward_tile(p, first, min(first + p.tile_rows, p.rows), element, scratch)
-            tile = take(pool, tile)
+        p, first, stop, scratch = tile_of(record, number, me)
+        _forward_tile(p, first, stop, element, scratch)
 
-    return compiled_c(tiles, f"wide_forward_tiles_{element.__name__}")
+    return compiled_c(tile, f"wide_forward_tile_{element.__name__}")
 
 
 # ---- backward ----
@@ -108,27 +102,22 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
 
 
 @functools.cache
-def backward_tiles(dy_element: Any, x_element: Any, summing: bool) -> int:
-    """Return the address of what pulls back tile after tile in double-double."""
+def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
+    """Return the address of what pulls back a tile in double-double."""
     stamp = STAMP
 
-    def tiles(record, pool, me):
+    def tile(record, number, me):
         if stamp == "":
             return
-        p = read_record(record)
-        scratch, apart = p.scratch + me * p.scratch_bytes, 8 * padded(p.n)
-        tile = take(pool, -1)
-        while tile * p.tile_rows < p.rows:
-            first = tile * p.tile_rows
-            stop = min(first + p.tile_rows, p.rows)
-            sums = _four(p.sums + 4 * apart * tile, apart)
-            if summing:
-                fill(sums[0], apart // 2, 0.0)
-            _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch)
-            tile = take(pool, tile)
+        p, first, stop, scratch = tile_of(record, number, me)
+        apart = 8 * padded(p.n)
+        sums = _four(p.sums + 4 * apart * number, apart)
+        if summing:
+            fill(sums[0], apart // 2, 0.0)
+        _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch)
 
     names = dy_element.__name__, x_element.__name__, summing
-    return compiled_c(tiles, "_".join(map(str, ("wide_backward_tiles", *names))))
+    return compiled_c(tile, "_".join(map(str, ("wide_backward_tile", *names))))
 
 
 _padded: Any = padded.py_func
