@@ -154,7 +154,7 @@ def backward_plan(
         widen_gamma=_widener(gamma_dtype),
         round_dgamma=_rounder(totals[0]), round_dbeta=_rounder(totals[1]),
         scratch_bytes=of.scratch_bytes(n, True), way=STREAMED if streamed else STRAIGHT,
-        over_input=wide or not gaps, wanted=wanted, wide=wide,
+        over_input=wide or not gaps, wanted=wanted, ahead=rows * row_bytes > OWN_CACHE, wide=wide,
     )  # fmt: skip
     plan = _plan(part, strides == ())
     plan.words[Call._fields.index("sums_bytes")] = 8 * sums_size(plan.tiles, n) if summing else 0

@@ -115,6 +115,13 @@ def _prefetch_columns(place, row, stride, start, stop, size):
     prefetch(place + row * stride + start * size, (stop - start) * size)
 
 
+@pasted
+def _prefetch_both(p, row, start, stop, dy_size, x_size):
+    """Ask for some columns of a row of dy and of x to come."""
+    _prefetch_columns(p.dy, row, p.dy_stride, start, stop, dy_size)
+    _prefetch_columns(p.x, row, p.x_stride, start, stop, x_size)
+
+
 # ---- forward ----
 
 
@@ -165,6 +172,8 @@ def _forward_tile(p, first, stop, element, stage):
             row, _ = equations.statistics(lanes, i - top)
             for start in range(0, n, PIECE):
                 end = min(start + PIECE, n)
+                if p.ahead:
+                    _prefetch_columns(p.x, i + together, p.x_stride, start, end, width(x))
                 to = pointer_at(stage + state[1], element)
                 equations.normalize(x, to, start, end, gamma, beta, row)
                 state = _empty_stage(state, (end - start) * width(to), stage, p.way)
@@ -233,15 +242,20 @@ def _backward_tile(summing: bool) -> Any:
             p2, q2 = equations.coefficients(two, a2 / n, b2 / n)
             for start in range(0, n if p.way == STRAIGHT else 0, PIECE):
                 end = min(start + PIECE, n)
+                if p.ahead:
+                    _prefetch_both(p, i + 2, start, end, width(dy), width(x))
+                    _prefetch_both(p, i + 3, start, end, width(dy), width(x))
                 dx = p.out + i * p.out_stride + start * width(x)
                 to = pointer_at(dx, x_element)
                 equations.write_dx(one, to, p1, q1, start, end, gamma)
                 if i + 1 < stop:
                     to = pointer_at(dx + p.out_stride, x_element)
                     equations.write_dx(two, to, p2, q2, start, end, gamma)
-            for _ in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
+            for k in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
                 for start in range(0, n, PIECE):
                     end = min(start + PIECE, n)
+                    if p.ahead:
+                        _prefetch_both(p, k + 2, start, end, width(dy), width(x))
                     to = pointer_at(stage + state[1], x_element)
                     equations.write_dx(one, to, p1, q1, start, end, gamma)
                     state = _empty_stage(state, (end - start) * width(to), stage, p.way)
