@@ -279,9 +279,10 @@ def _prefetch_line(_typing: Any, place: Any) -> Any:
 
 
 @pasted
-def prefetch(place, count):
-    """Ask for the lines of `count` bytes from an address on; no address faults."""
-    for at in range(place, place + count, LINE):
+def prefetch(p, start, stop, distance):
+    """Ask for what lies so many bytes behind elements ``[start, stop)`` to come; no address faults."""
+    place = address(p) + distance
+    for at in range(place + start * width(p), place + stop * width(p), LINE):
         _prefetch_line(at)
 
 

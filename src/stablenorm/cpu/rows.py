@@ -54,10 +54,14 @@ import math
 import numpy as np
 from numba import njit
 
-from stablenorm.cpu.memory import get, named, pasted, put, put_nearly, wide_vectors
+from stablenorm.cpu.memory import get, named, pasted, prefetch, put, put_nearly, wide_vectors
 
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
+
+# Columns that are written in one go, while as many of a later row are asked for: more at a time, and the
+# processor cannot keep them in mind.
+CHUNK = 256
 
 # LLVM makes vector instructions of loops. For a sum it must be allowed to add in another order
 # ("reassoc"), which is fixed when it compiles and depends on n alone; "contract" makes a * b + c
@@ -152,18 +156,26 @@ def statistics(lanes, r):
 
 
 @_apart
-def normalize(x, y, start, stop, gamma, beta, row):
-    """Write columns ``[start, stop)`` of a row to the front of `y`."""
+def normalize(x, y, start, stop, gamma, beta, row, ahead):
+    """
+    Write columns ``[start, stop)`` of a row to the front of `y`.
+
+    Meanwhile what lies so many bytes behind x, unless 0, is asked for.
+    """
     wide_vectors()
     mean, rest, rstd = row
-    shift, doubt = -rest * rstd, np.int32(0)
-    for j in range(start, stop):
-        h = (get(x, j) - mean) * rstd + shift
-        doubt = put_nearly(y, j - start, h * gamma[j] + beta[j], doubt)
-    if doubt < 0:
-        for j in range(start, stop):
+    shift = -rest * rstd
+    for first in range(start, stop, CHUNK):
+        last, doubt = min(first + CHUNK, stop), np.int32(0)
+        if ahead:
+            prefetch(x, first, last, ahead)
+        for j in range(first, last):
             h = (get(x, j) - mean) * rstd + shift
-            put(y, j - start, h * gamma[j] + beta[j])
+            doubt = put_nearly(y, j - start, h * gamma[j] + beta[j], doubt)
+        if doubt < 0:
+            for j in range(first, last):
+                h = (get(x, j) - mean) * rstd + shift
+                put(y, j - start, h * gamma[j] + beta[j])
 
 
 # ---- backward ----
@@ -229,10 +241,16 @@ def coefficients(row, a, b):
 
 
 @_apart
-def write_dx(row, dx, p, q, start, stop, gamma):
-    """Write columns ``[start, stop)`` of a row to the front of `dx`."""
+def write_dx(row, dx, p, q, start, stop, gamma, ahead):
+    """Write columns ``[start, stop)`` of a row to the front of `dx`; `ahead` is of dy and x."""
     wide_vectors()
     dy, x, mean, _, rstd, m = row
-    for j in range(start, stop):
-        g = get(dy, j) * gamma[j] - m
-        put(dx, j - start, (get(x, j) - mean) * p + (g * rstd + q))
+    dy_ahead, x_ahead = ahead
+    for first in range(start, stop, CHUNK):
+        last = min(first + CHUNK, stop)
+        if x_ahead:
+            prefetch(dy, first, last, dy_ahead)
+            prefetch(x, first, last, x_ahead)
+        for j in range(first, last):
+            g = get(dy, j) * gamma[j] - m
+            put(dx, j - start, (get(x, j) - mean) * p + (g * rstd + q))

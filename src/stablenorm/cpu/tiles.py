@@ -25,7 +25,6 @@ from stablenorm.cpu.memory import (
     named,
     pasted,
     pointer_at,
-    prefetch,
     stream_line,
     width,
 )
@@ -34,6 +33,9 @@ from stablenorm.cpu.sums import fill, merge
 
 # Columns of a row that are staged at a time.
 PIECE = 256
+
+# Columns for which gamma and beta are still in the cache when the next row is written.
+SHARED = 512
 
 # Bytes of the stage: a piece of float32, and a line before and after.
 STAGE = 4 * PIECE + 2 * LINE
@@ -109,19 +111,6 @@ def padded(n):
     return n + 8 + -n % 8
 
 
-@pasted
-def _prefetch_columns(place, row, stride, start, stop, size):
-    """Ask for some columns of a row to come."""
-    prefetch(place + row * stride + start * size, (stop - start) * size)
-
-
-@pasted
-def _prefetch_both(p, row, start, stop, dy_size, x_size):
-    """Ask for some columns of a row of dy and of x to come."""
-    _prefetch_columns(p.dy, row, p.dy_stride, start, stop, dy_size)
-    _prefetch_columns(p.x, row, p.x_stride, start, stop, x_size)
-
-
 # ---- forward ----
 
 
@@ -158,24 +147,21 @@ def _forward_tile(p, first, stop, element, stage):
             (mean, rest, rstd), _ = equations.statistics(lanes, r)
             float64_at(p.mean)[top + r], float64_at(p.rest)[top + r] = mean, rest
             float64_at(p.rstd)[top + r] = rstd
-        for start in range(0, n if p.way == STRAIGHT else 0, PIECE):
-            end = min(start + PIECE, n)
+        ahead = 2 * together * p.x_stride if p.ahead else 0
+        for start in range(0, n if p.way == STRAIGHT else 0, SHARED):
+            end = min(start + SHARED, n)
             for i in range(top, bottom):
                 x = pointer_at(p.x + i * p.x_stride, element)
-                if p.ahead:
-                    _prefetch_columns(p.x, i + together, p.x_stride, start, end, width(x))
                 y = pointer_at(p.out + i * p.out_stride + start * width(x), element)
                 row, _ = equations.statistics(lanes, i - top)
-                equations.normalize(x, y, start, end, gamma, beta, row)
+                equations.normalize(x, y, start, end, gamma, beta, row, ahead)
         for i in range(top, top if p.way == STRAIGHT else bottom):
             x = pointer_at(p.x + i * p.x_stride, element)
             row, _ = equations.statistics(lanes, i - top)
             for start in range(0, n, PIECE):
                 end = min(start + PIECE, n)
-                if p.ahead:
-                    _prefetch_columns(p.x, i + together, p.x_stride, start, end, width(x))
                 to = pointer_at(stage + state[1], element)
-                equations.normalize(x, to, start, end, gamma, beta, row)
+                equations.normalize(x, to, start, end, gamma, beta, row, ahead)
                 state = _empty_stage(state, (end - start) * width(to), stage, p.way)
     if p.way != STRAIGHT:
         _close_stage(state, stage)
@@ -229,6 +215,7 @@ def _backward_tile(summing: bool) -> Any:
             fill(float64_at(zeros), padded(n), 0.0)
         dy, x = pointer_at(zeros, dy_element), pointer_at(zeros, x_element)
         nothing = dy, x, 0.0, 0.0, 0.0, 0.0
+        ahead = (4 * p.dy_stride, 4 * p.x_stride) if p.ahead else (0, 0)
         for i in range(first, stop, 2):
             if summing and deep and i > first and (i - first) % ROWS_OF_PART == 0:
                 _end_part(part, sums, n)
@@ -240,24 +227,19 @@ def _backward_tile(summing: bool) -> Any:
                 continue
             p1, q1 = equations.coefficients(one, a / n, b / n)
             p2, q2 = equations.coefficients(two, a2 / n, b2 / n)
-            for start in range(0, n if p.way == STRAIGHT else 0, PIECE):
-                end = min(start + PIECE, n)
-                if p.ahead:
-                    _prefetch_both(p, i + 2, start, end, width(dy), width(x))
-                    _prefetch_both(p, i + 3, start, end, width(dy), width(x))
+            for start in range(0, n if p.way == STRAIGHT else 0, SHARED):
+                end = min(start + SHARED, n)
                 dx = p.out + i * p.out_stride + start * width(x)
                 to = pointer_at(dx, x_element)
-                equations.write_dx(one, to, p1, q1, start, end, gamma)
+                equations.write_dx(one, to, p1, q1, start, end, gamma, ahead)
                 if i + 1 < stop:
                     to = pointer_at(dx + p.out_stride, x_element)
-                    equations.write_dx(two, to, p2, q2, start, end, gamma)
-            for k in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
+                    equations.write_dx(two, to, p2, q2, start, end, gamma, ahead)
+            for _ in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
                 for start in range(0, n, PIECE):
                     end = min(start + PIECE, n)
-                    if p.ahead:
-                        _prefetch_both(p, k + 2, start, end, width(dy), width(x))
                     to = pointer_at(stage + state[1], x_element)
-                    equations.write_dx(one, to, p1, q1, start, end, gamma)
+                    equations.write_dx(one, to, p1, q1, start, end, gamma, ahead)
                     state = _empty_stage(state, (end - start) * width(to), stage, p.way)
                 one, p1, q1 = two, p2, q2
         if summing and deep:
