@@ -246,16 +246,16 @@ def _least(dy, n):
 
 
 def _pulling(whole, summing):
-    def pull_columns(dy, x, start, count, gamma, row, m, m_low, sums, factors, lanes):
+    def pull_columns(arrays, start, count, row, pivot, sums, factors, lanes):
         """Do the work of `pull` from column `start` on, in all lanes, or in the first `count`."""
         wide_vectors()
-        mean, rest, tail, rstd, rstd_low = row
+        (dy, x, gamma), (m, m_low) = arrays, pivot
         dgamma, dgamma_low, dbeta, dbeta_low = sums
         shifted, shifted_low, xhat, xhat_low = factors
         for lane in range(LANES if whole else count):
             j = start + lane
             d = get(dy, j)
-            h, h_low = _xhat(get(x, j), mean, rest, tail, rstd, rstd_low)
+            h, h_low = _xhat(get(x, j), *row)
             g, g_low = two_product(d, gamma[j])
             c, error = two_sum(g, -m)
             c_low = error + (g_low - m_low)
@@ -284,27 +284,28 @@ _pull_round_summing, _pull_rest_summing = _pulling(True, True), _pulling(False, 
 
 
 @inlined
-def pull(dy, x, n, gamma, row, summing, sums, factors, lanes):
+def pull(arrays, n, row, summing, sums, factors, lanes):
     """
     Return whether the row is extreme, and the means of g - m and of (g - m) * xhat, as pairs.
 
     Leaves g - m and xhat in `factors`, four words per column: to read them back takes a third of the
     time of computing them again. Adds the row to the sums over rows if `summing`.
     """
-    m, m_low = _smallest(dy, gamma, n)
+    dy, _, gamma = arrays
+    pivot = _smallest(dy, gamma, n)
     fill(lanes, 4 * LANES, 0.0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
         if summing:
-            _pull_round_summing(dy, x, start, LANES, gamma, row, m, m_low, sums, factors, lanes)
+            _pull_round_summing(arrays, start, LANES, row, pivot, sums, factors, lanes)
         else:
-            _pull_round(dy, x, start, LANES, gamma, row, m, m_low, sums, factors, lanes)
+            _pull_round(arrays, start, LANES, row, pivot, sums, factors, lanes)
         if start % (LANES * DEPTH) == 0:
             _settle_lanes(lanes)
     if whole < n and summing:
-        _pull_rest_summing(dy, x, whole, n - whole, gamma, row, m, m_low, sums, factors, lanes)
+        _pull_rest_summing(arrays, whole, n - whole, row, pivot, sums, factors, lanes)
     elif whole < n:
-        _pull_rest(dy, x, whole, n - whole, gamma, row, m, m_low, sums, factors, lanes)
+        _pull_rest(arrays, whole, n - whole, row, pivot, sums, factors, lanes)
     _settle_lanes(lanes)
     count = float(n)
     a, a_low = _fold(lanes)

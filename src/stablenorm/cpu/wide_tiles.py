@@ -92,7 +92,8 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
         if not extreme:
             dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
             x = pointer_at(p.x + i * p.x_stride, x_element)
-            extreme, means = equations.pull(dy, x, n, gamma, row, summing, sums, factors, lanes)
+            arrays = dy, x, gamma
+            extreme, means = equations.pull(arrays, n, row, summing, sums, factors, lanes)
             marks[i] = extreme
         if p.wanted and not extreme:
             dx = pointer_at(p.out + i * p.out_stride, x_element)
