@@ -39,8 +39,12 @@ def normalize(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: An
     plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
     if plan.wide:
         forward(x, gamma, beta, eps, y)
-    elif _do(plan, (x, y, None, gamma, beta, *_NOTHING_KEPT, None, None, None), eps) == COPY:
+        return
+    state = _do(plan, (x, y, None, gamma, beta, *_NOTHING_KEPT, None, None, None), eps)
+    if state == COPY:
         _forward_in_blocks(x, y, (gamma, beta), _NOTHING_KEPT, eps)
+    if state == REFERENCE:
+        reference.forward(x, gamma, beta, eps, y)
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
@@ -54,13 +58,13 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     state = _do(plan, (x, y, None, gamma, beta, *kept, None, None, None), eps)
     if state == COPY:
         state = _forward_in_blocks(x, y, (gamma, beta), kept, eps)
+    if state == REFERENCE:
+        return reference.forward(x, gamma, beta, eps, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
         return _new(Statistics, kept)
     tails, marks = kept[4:]
     x, y = as_matrix(x), as_matrix(y)
-    if state == REFERENCE:
-        return reference.forward(x, gamma, beta, eps, y)
     found = Statistics(*kept[:5])
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
@@ -74,11 +78,10 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
     dx, dgamma, dbeta = out
     summing = dgamma is not None or dbeta is not None
     if statistics.rstd_lo is None:
-        if dy.dtype.type is np.float64:
-            # What the forward kept, as nothing of it was float64, is too little for double-double.
+        # What the forward kept, as nothing of it was float64, is too little for double-double.
+        narrow = dy.dtype.type is not np.float64
+        if not (narrow and _backward(dy, x, gamma, statistics, out, None)):
             reference.backward(dy, x, gamma, statistics, out)
-        else:
-            _backward(dy, x, gamma, statistics, out, None)
         return
     if dx is not None and summing and np.may_share_memory(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
@@ -160,13 +163,13 @@ def _backward_in_blocks(of: Any, arrays: Any, gamma: Any, kept: Any, totals: Any
 
 def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> int:
     """Do a call, or only so many of its rows; return the state."""
-    words, most, small, gather, *_ = plan
-    if gather:
-        return COPY
+    words, most, small, state, *_ = plan
+    if state:
+        return state
     pool, helpers = pool_for(most, small) if most else (None, 0)
     if rows is not None:
         words = plan.of_rows(rows)
-    state: int = _work(arrays, eps, words, pool, helpers)
+    state = _work(arrays, eps, words, pool, helpers)
     if state == NO_MEMORY:
         raise MemoryError
     return state

@@ -16,7 +16,15 @@ from numba import types
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, STAMP, compiled, compiled_c
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
+from stablenorm.cpu.memory import (
+    HALF_IN_HARDWARE,
+    LINE,
+    bits_of,
+    further,
+    pasted,
+    pointer_at,
+    width,
+)
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import (
@@ -37,6 +45,7 @@ from stablenorm.cpu.record import (
 from stablenorm.cpu.sums import fill, merge, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
+from stablenorm.formats import FLOAT16
 from stablenorm.threads import SMALL
 
 _padded: Any = padded.py_func
@@ -62,8 +71,9 @@ class Plan(NamedTuple):
     # Threads that there is work for, besides the caller; whether it is too little to wake any.
     helpers: int
     small: bool
-    # Whether rows are to be gathered first, since their elements are not one behind the other.
-    gather: bool
+    # COPY where the elements of rows are not one behind the other, REFERENCE where float16 is not
+    # to be had; else DONE.
+    state: int
     wide: bool
     rows: int
     tile_rows: int
@@ -76,8 +86,16 @@ class Plan(NamedTuple):
         return words
 
 
-def _plan(part: Call, gather: bool) -> Plan:
+_BY_REFERENCE = Plan(None, 0, False, REFERENCE, False, 0, 0, 0)
+
+
+def _lacks_half(dtypes: Any) -> bool:
+    return not HALF_IN_HARDWARE and FLOAT16.dtype in [each for each in dtypes if each is not None]
+
+
+def _plan(part: Call, strides: Any) -> Plan:
     """Fill in what both directions share."""
+    state = COPY if strides == () else DONE
     elements = part.rows * part.n * (_COST if part.wide else 1)
     each = part.scratch_bytes + -part.scratch_bytes % LINE
     tiles_ = -(-part.rows // part.tile_rows)
@@ -88,7 +106,7 @@ def _plan(part: Call, gather: bool) -> Plan:
     )
     helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
     return Plan(
-        np.array(whole), helpers, elements < SMALL, gather, bool(part.wide), part.rows,
+        np.array(whole), helpers, elements < SMALL, state, bool(part.wide), part.rows,
         part.tile_rows, tiles_,
     )  # fmt: skip
 
@@ -107,6 +125,8 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
 
     `strides` are what `row_strides` returns of x and y.
     """
+    if _lacks_half((x_dtype, gamma_dtype, beta_dtype)):
+        return _BY_REFERENCE
     rows, n, row_bytes = _sizes(shape, x_dtype)
     # Not `==`: to NumPy its float64 equals None.
     given = (each for each in (x_dtype, gamma_dtype, beta_dtype) if each is not None)
@@ -123,7 +143,7 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
         # Of wide rows that are extreme, all of x is needed once more.
         over_input=not (wide or gaps), ahead=rows * row_bytes > OWN_CACHE, wide=wide,
     )  # fmt: skip
-    return _plan(part, strides == ())
+    return _plan(part, strides)
 
 
 @functools.lru_cache(1024)
@@ -140,6 +160,8 @@ def backward_plan(
     `inputs` are the dtypes of dy, x and gamma, `outputs` whether dx is wanted and the dtypes of
     dgamma and dbeta, None where they are not. `strides` are those of dy, x and dx.
     """
+    if _lacks_half((*inputs, *outputs[1:])):
+        return _BY_REFERENCE
     (dy_dtype, x_dtype, gamma_dtype), (wanted, *totals) = inputs, outputs
     rows, n, row_bytes = _sizes(shape, x_dtype)
     summing = any(each is not None for each in totals)
@@ -156,7 +178,7 @@ def backward_plan(
         scratch_bytes=of.scratch_bytes(n, True), way=STREAMED if streamed else STRAIGHT,
         over_input=wide or not gaps, wanted=wanted, ahead=rows * row_bytes > OWN_CACHE, wide=wide,
     )  # fmt: skip
-    plan = _plan(part, strides == ())
+    plan = _plan(part, strides)
     plan.words[Call._fields.index("sums_bytes")] = 8 * sums_size(plan.tiles, n) if summing else 0
     return plan
 
