@@ -8,8 +8,9 @@ runs meanwhile.
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,18 +93,22 @@ def measure_interleaved(
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
     """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
     both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
-    first, *others = zip(*both, strict=True)
-    # It lives as long as the function that is returned; np.copyto releases the interpreter lock.
-    pool = ThreadPoolExecutor(max(1, threads - 1))
+    # np.copyto releases the interpreter lock.
+    return together([partial(np.copyto, *part) for part in zip(*both, strict=True)])
 
-    def copy() -> None:
-        """Copy all parts, the first of them here."""
-        begun = [pool.submit(np.copyto, *part) for part in others]
-        np.copyto(*first)
-        for part in begun:
-            part.result()
 
-    return copy
+def together(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
+    """Return a function that makes all calls at once, the first of them on its own thread."""
+    # It lives as long as the function that is returned.
+    pool = ThreadPoolExecutor(max(1, len(calls) - 1))
+
+    def call() -> None:
+        begun = [pool.submit(each) for each in calls[1:]]
+        calls[0]()
+        for each in begun:
+            each.result()
+
+    return call
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:

@@ -28,20 +28,12 @@ def sample(array: Array, gradient: Array, max_elements: int, rng: Generator) -> 
     if size <= max_elements:
         return list(range(size))
     n = array.shape[-1]
-    x = array.astype(np.float64).reshape(-1, n)
-    centered = np.abs(x - x.mean(axis=-1, keepdims=True))
-    places = [
-        *(0, n - 1, size - n, size - 1),
-        # The last full block of 128 (NumPy's own, and a usual tile) and what follows it.
-        *((n // 128) * 128 - 1, min((n // 128) * 128, n - 1)),
-        *(np.abs(x).argmax(), centered.argmin(), np.abs(gradient).argmax()),
-    ]
-    chosen = dict.fromkeys(int(place) for place in places if place >= 0)
-    for place in rng.permutation(size)[:_SAMPLE]:
-        if len(chosen) >= min(_SAMPLE, max_elements):
-            break
-        chosen[int(place)] = None
-    return list(chosen)[:max_elements]
+    # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
+    block = n // 128 * 128
+    extremes = np.abs(array).argmax(), np.abs(gradient).argmax()
+    places = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+    chosen = dict.fromkeys(map(int, [*places, *rng.permutation(size)[:_SAMPLE]]))
+    return list(chosen)[: min(_SAMPLE, max_elements)]
 
 
 def rms(values: Array, axis: int | None = None) -> Array:

@@ -191,7 +191,7 @@ def print_sections(*sections: Section) -> None:
     for section in sections:
         for table in section.tables:
             print_table(table)
-        lines += [each for each in (section.absent, section.text, section.notes) if each]
+        lines += filter(None, (section.text, section.notes))
     print_lines(*lines)
 
 

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ from stablenorm.figures import COLORS
 from stablenorm.formats import parse
 from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.testing.plain import plain_backward, plain_forward
-from stablenorm.timing import Timing, make_copy, measure_interleaved
+from stablenorm.timing import Timing, make_copy, measure_interleaved, together
 from stablenorm.types import Array, Gradients
 
 # Which backend a program is; the plain formula is none.
@@ -150,18 +149,8 @@ def _make_calls(matrix: tuple[int, int], dtype: str) -> dict[str, Callable[[], A
 
 def _make_flops(threads: int) -> Callable[[], Any]:
     """Return a call of float64 multiply-adds in so many threads."""
-    calculate = _compiled()
     arrays = np.zeros((threads, _VALUES))
-    # It lives as long as the call.
-    pool = ThreadPoolExecutor(max(1, threads - 1))
-
-    def call() -> None:
-        others = [pool.submit(calculate, array, 0.5, _REPEATS) for array in arrays[1:]]
-        calculate(arrays[0], 0.5, _REPEATS)
-        for other in others:
-            other.result()
-
-    return call
+    return together([functools.partial(_compiled(), array, 0.5, _REPEATS) for array in arrays])
 
 
 @functools.cache

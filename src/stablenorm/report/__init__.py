@@ -43,7 +43,7 @@ def make_page(
             measure_costs(matrix, str(x.dtype), get_num_threads(), rounds=_ROUNDS, limit=_SECONDS)
         )
     except ImportError as error:
-        cost = sections.Section("Cost and time", absent=f"the fused kernel: {error}")
+        cost = sections.Section("Cost and time", f"Not computed: the fused kernel: {error}.")
     ours, plain = (
         number(max(sections.worst(getattr(output, name)) for output in found.outputs.values()))
         for name in ("error", "plain_error")

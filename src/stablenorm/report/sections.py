@@ -25,17 +25,15 @@ class Section(NamedTuple):
     """
     One part of what is told; `notes` say how the numbers were obtained.
 
-    `draw` draws its picture, which shows what `caption` says. `absent` says why there is nothing to
-    tell, if there is nothing.
+    `draw` draws its picture, which shows what `caption` says.
     """
 
     heading: str
-    text: str = ""
+    text: str
     tables: Sequence[Table] = ()
     notes: str = ""
     draw: Callable[[Any], None] | None = None
     caption: str = ""
-    absent: str = ""
 
 
 def worst(errors: Array) -> float:
@@ -95,7 +93,7 @@ def gradients_section(findings: Findings) -> Section:
     """Tell what finite differences, the closed form and identities say."""
     heading, report = "Gradient check", findings.gradients
     if report is None:
-        return Section(heading, absent="an output overflows, and there is nothing to compare")
+        return Section(heading, "Not computed: an output overflows, and nothing can be compared.")
     rows = []
     for one in report.arguments:
         if one.judged:
