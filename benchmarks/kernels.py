@@ -32,7 +32,6 @@ WORKER = """
 import json, sys, time
 import ml_dtypes, numpy as np
 import stablenorm
-stablenorm.set_num_threads(1)
 made = {}
 def of(name):
     return np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
@@ -51,10 +50,11 @@ def make(dtype, parameters, n, size):
 for line in sys.stdin:
     direction, *case = json.loads(line)
     case = tuple(case)
+    stablenorm.set_num_threads(2 if direction.endswith("2") else 1)
     if case not in made:
         made.clear()
         made[case] = make(*case)
-    call = made[case][direction]
+    call = made[case][direction.rstrip("2")]
     call()
     times, end = [], time.perf_counter() + 0.01
     while not times or time.perf_counter() < end:
@@ -121,7 +121,13 @@ def first_calls(dtype: str) -> list[float]:
 
 def measure() -> dict[str, Any]:
     """Return old time over new time, the rates of mixtures, and the first calls."""
-    found: dict[str, Any] = {"origin": origin(), "ratios": {}, "mixed": {}, "first": {}}
+    found: dict[str, Any] = {
+        "origin": origin(),
+        "ratios": {},
+        "mixed": {},
+        "start": [],
+        "first": {},
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = ["git", "archive", BEFORE, "src"]
         archive = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout
@@ -140,6 +146,10 @@ def measure() -> dict[str, Any]:
             cases = [("float32", "float64", n, BYTES // 2), ("float64", "float64", n, BYTES)]
             pairs = [compare(*((now, (each, *case)) for case in cases)) for each in PASSES]
             found["mixed"][str(n)] = [wide / mixed for mixed, wide in pairs]
+        case = ("float32", "float32", 1024, BYTES)
+        for each in PASSES:
+            one, two = compare((now, (each, *case)), (now, (each + "2", *case)))
+            found["start"].append(two - one / 2)
         before.close()
         now.close()
     found["first"] = {dtype: first_calls(dtype) for dtype in ("float32", "float16", "float64")}
@@ -170,6 +180,9 @@ def main() -> None:
     first = [
         (dtype, *(f"{value:.2f} s" for value in pair)) for dtype, pair in found["first"].items()
     ]
+    start = [
+        f"{1e6 * value:.0f} us {each}" for each, value in zip(PASSES, found["start"], strict=True)
+    ]
     text = f"""# The kernels against those before
 
 The CPU kernels take two passes over a row each way. Those of commit {BEFORE} took three. Both ran here in
@@ -184,6 +197,10 @@ turns on one thread, x of 1 MiB, with `out=`.
 Elements per second, over those of float64 x. The target is 1.
 
 {table(("n", "forward", "backward"), mixed)}
+
+## A second thread
+
+Time of two threads less half that of one, at n = 1024, float32: {" and ".join(start)}. The target is 10 us.
 
 ## First calls
 

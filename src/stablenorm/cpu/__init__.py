@@ -8,6 +8,7 @@ bfloat16 and float32, `wide` those of calls of which something is float64.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -30,31 +31,18 @@ from stablenorm.cpu.pool import pool_for
 from stablenorm.types import Array, Gradients, Statistics
 
 _new: Any = tuple.__new__
-_NOTHING_KEPT = (None,) * 6
+_NOTHING_KEPT: Any = (None,) * 6
 
 
-def normalize(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> None:
-    """Do what `forward` does, but for the statistics."""
+def forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Any:
+    """Do what `reference.forward` does; unless `keep`, statistics need not be returned."""
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
     plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
+    rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
-        forward(x, gamma, beta, eps, y)
-        return
-    state = _do(plan, (x, y, None, gamma, beta, *_NOTHING_KEPT, None, None, None), eps)
-    if state == COPY:
-        _forward_in_blocks(x, y, (gamma, beta), _NOTHING_KEPT, eps)
-    if state == REFERENCE:
-        reference.forward(x, gamma, beta, eps, y)
-
-
-def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
-    """Do what `reference.forward` does."""
-    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
-    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
-    rows = plan.rows
-    kept: Any = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None
-    if plan.wide:
-        kept = (*kept[:3], np.empty(rows), np.empty(rows), np.empty(rows, np.uint8))
+        kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8)
+    elif keep:
+        kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None
     state = _do(plan, (x, y, None, gamma, beta, *kept, None, None, None), eps)
     if state == COPY:
         state = _forward_in_blocks(x, y, (gamma, beta), kept, eps)
@@ -64,13 +52,15 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
         return _new(Statistics, kept)
     tails, marks = kept[4:]
-    x, y = as_matrix(x), as_matrix(y)
     found = Statistics(*kept[:5])
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
-        found = extreme.forward(x, gamma, beta, eps, y, found, marks)
+        found = extreme.forward(as_matrix(x), gamma, beta, eps, as_matrix(y), found, marks)
     # Dropped where no row needs it, as in the reference.
     return found if np.count_nonzero(tails) else found._replace(mean_tail=None)
+
+
+normalize = functools.partial(forward, keep=False)
 
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,14 +34,12 @@ _ndarray = np.ndarray
 _GATHERED = 1 << 16
 
 
-@functools.lru_cache(1024)
 def forward_rows(rows: int, n: int) -> int:
     """Return the rows of a tile of the forward."""
     elements = min(max(rows * n // _FEW, _LEAST_FORWARD_TILE), _FORWARD_TILE)
     return max(elements // n // _ROWS_TOGETHER, 1) * _ROWS_TOGETHER
 
 
-@functools.lru_cache(1024)
 def backward_rows(rows: int, n: int) -> int:
     """Return the rows of a tile of the backward."""
     most = max(min(_SUMS // n, _MOST_TILES), _FEWEST_TILES)

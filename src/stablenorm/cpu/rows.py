@@ -91,17 +91,6 @@ def as_float32(v):
     return np.float64(np.float32(v))
 
 
-@_exactly
-def guess(x, n):
-    """Return about the mean of a row."""
-    if n < 8:
-        return get(x, 0)
-    s = n // 8
-    a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
-    b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
-    return as_float32((a + b) * 0.125)
-
-
 @_summing_apart
 def _measure(x, x2, n, k, k2):
     """Return the sums of x - k and of its squares, of two rows."""

@@ -1,9 +1,8 @@
 """
-The tiles of a call of float16, bfloat16 and float32: rows two by two, from memory to memory.
+The tiles of a call of float16, bfloat16 and float32, from memory to memory.
 
-Results that
-are too many for the caches, or that overwrite an input, are first written to a stage of 1 KiB in the
-first-level cache, and copied from there in whole cache lines.
+Results that are too many for the caches, or that overwrite an input, are first written to a stage of
+1 KiB in the first-level cache, and copied from there in whole cache lines.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from stablenorm.cpu.memory import (
     width,
 )
 from stablenorm.cpu.record import float64_at, read_record
-from stablenorm.cpu.sums import fill, merge
+from stablenorm.cpu.sums import fill, merge, sample_mean
 
 # Columns of a row that are staged at a time.
 PIECE = 256
@@ -123,7 +122,8 @@ def _find_statistics(p, top, bottom, element, lanes):
         second = min(1, bottom - 1 - i)
         x = pointer_at(p.x + i * p.x_stride, element)
         x2 = pointer_at(p.x + (i + second) * p.x_stride, element)
-        k, k2 = equations.guess(x, n), equations.guess(x2, n)
+        k = equations.as_float32(sample_mean(x, n))
+        k2 = equations.as_float32(sample_mean(x2, n))
         equations.measure(x, x2, n, k, k2, further(lanes, 8 * (i - top)), second)
     if equations.settle(lanes, bottom - top, n, eps):
         for r in range(bottom - top):

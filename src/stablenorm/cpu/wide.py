@@ -39,7 +39,7 @@ from stablenorm.cpu.pairs import (
     two_product,
     two_sum,
 )
-from stablenorm.cpu.sums import fill
+from stablenorm.cpu.sums import fill, sample_mean
 
 # gamma, beta and eps, and cotangents but for zeros, are between these in size, or extreme. Then no
 # product of three numbers, nor its last 106 bits, leaves the range of float64:
@@ -72,17 +72,6 @@ def _fold(lanes):
 
 
 # ---- forward ----
-
-
-@pasted
-def _guess(x, n):
-    """Return about the mean of a row."""
-    if n < 8:
-        return get(x, 0)
-    s = n // 8
-    a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
-    b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
-    return (a + b) * 0.125
 
 
 def _measuring(whole):
@@ -157,7 +146,7 @@ def _is_constant(x, n, k):
 @inlined
 def statistics(x, n, eps, lanes):
     """Return whether the row is extreme; and mean, rest, tail, rstd and its low part."""
-    k = _guess(x, n)
+    k = sample_mean(x, n)
     d, d_low, square, square_low = _measure(x, n, k, lanes)
     var, var_low = _variance(d, d_low, square, square_low)
     if d * d > 2.0 * var:
