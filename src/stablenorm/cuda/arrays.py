@@ -111,7 +111,8 @@ def _imported(name: str, value: Any) -> Any:
 
 def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
     """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
-    seen, itemsize = host.as_rows(_ghost(folded.array), folded.axes), folded.dtype.itemsize
+    seen = host.as_matrix(host.as_rows(_ghost(folded.array), folded.axes))
+    itemsize = folded.dtype.itemsize
     if isinstance(seen, np.ndarray):
         between, within = seen.strides
         if (seen.shape[1] == 1 or within == itemsize) and between % itemsize == 0:

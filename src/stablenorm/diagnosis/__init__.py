@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import as_rows, normalize_axes, normalized_shape
+from stablenorm.arrays import as_matrix, as_rows, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
@@ -102,7 +102,7 @@ def diagnose(
     normalized_shape(array.shape, axes)
     kind = parse(array.dtype if dtype is None else dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, kind))
-    rows = as_rows(array, axes)
+    rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])
     return diagnose_blocks(
         (rows[start : start + step] for start in range(0, rows.shape[0], step)),
