@@ -214,13 +214,10 @@ def set_idle_limit(nbytes: int) -> None:
 
 def get_idle_limit() -> int:
     """
-    Return how much memory of large results may be kept while nobody uses it.
+    Return how many bytes of large results may be kept while nobody uses them.
 
-    Returns
-    -------
-    int
-        What `set_idle_limit` was given; before that 512 MiB, or a sixteenth of the memory of
-        the machine or the container if that is less.
+    What `set_idle_limit` was given; before that 512 MiB, or a sixteenth of the memory of the machine
+    or the container if that is less.
     """
     return int(pool.limit)
 

@@ -7,7 +7,7 @@ import numpy as np
 from stablenorm.check.closed_form import Case, Expected, statistics
 from stablenorm.check.operation import unit_roundoff
 from stablenorm.check.report import Identity
-from stablenorm.types import Array
+from stablenorm.types import Array, check_eps
 
 
 def row_identities(
@@ -95,13 +95,6 @@ def row_identities(
         if known and keep.all():
             found.append(_euler(case, y, dgamma, None if beta is None else dbeta))
     return tuple(found)
-
-
-def check_eps(eps: float) -> None:
-    """Raise ValueError unless eps can be added to a variance."""
-    if not (np.isfinite(eps) and eps >= 0):
-        msg = f"eps must be finite and >= 0, got {eps}"
-        raise ValueError(msg)
 
 
 def _dx_identities(case: Case, dx: Array) -> list[Identity]:

@@ -14,7 +14,7 @@ from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import OUTPUTS, Candidate, Case, Judged, statistics, unit
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.gradients import Progress, check_gradients
-from stablenorm.check.identities import check_eps, row_identities
+from stablenorm.check.identities import row_identities
 from stablenorm.check.operation import Backward, FaultError, Operation, norm
 from stablenorm.check.report import (
     ArgumentResult,
@@ -24,7 +24,7 @@ from stablenorm.check.report import (
     Identity,
 )
 from stablenorm.formats import is_supported
-from stablenorm.types import Array
+from stablenorm.types import Array, check_eps
 
 # The noise in the error of a numeric derivative is estimated from some ten samples, and so itself
 # off by a third or two now and then.

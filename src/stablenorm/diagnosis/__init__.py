@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import as_matrix, as_rows, normalize_axes, normalized_shape
+from stablenorm.arrays import HOST, as_matrix, as_rows, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
@@ -93,14 +93,10 @@ def diagnose(
     >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
     (2, True)
     """
-    if isinstance(x, np.ma.MaskedArray):
-        msg = "x must be a plain array, got a masked one, whose mask would be ignored"
-        raise TypeError(msg)
-    array = np.asarray(x)
-    check_dtype("x", array)
+    array = HOST.convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
-    kind = parse(array.dtype if dtype is None else dtype).newbyteorder("=")
+    kind = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, kind))
     rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])

@@ -8,7 +8,7 @@ import numpy as np
 from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, working_format
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
-from stablenorm.text import plain, to_json, wrapped
+from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.types import Array
 
 # A row's |mean| / std is mentioned from here on: it costs two bits.
@@ -209,9 +209,8 @@ def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    shape = " x ".join(map(str, diagnosis.shape))
     rows = _count_rows(diagnosis.summary.rows)
-    return f"{shape} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
+    return f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
 
 
 def _count_rows(count: int) -> str:

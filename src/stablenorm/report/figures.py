@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.cost import Measured, draw_roofline
-from stablenorm.figures import COLORS
+from stablenorm.figures import COLORS, new_figure
 from stablenorm.report.findings import Output
 from stablenorm.text import prose
 
@@ -31,12 +31,11 @@ _LEAST = 1e-3
 def as_svg(draw: Callable[[Any], None], label: str) -> str:
     """Return what `draw` draws on a figure as SVG, in the page's colors."""
     import matplotlib as mpl  # noqa: PLC0415
-    from matplotlib.figure import Figure  # noqa: PLC0415
 
     # What is referred to has an id made from the salt, so that no two pictures share one.
     with mpl.rc_context(_STYLE | {"svg.hashsalt": label}):
         # Of 720 units by 360, which the page makes pixels; where there are fewer, it scrolls.
-        figure = Figure(figsize=(10, 5), layout="constrained")
+        figure = new_figure(10, 5)
         draw(figure)
         file = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
