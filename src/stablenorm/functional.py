@@ -1,7 +1,5 @@
 """The public functions: check everything once, see the array as rows, call a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -121,18 +119,10 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`. Not modified; the cache refers to it, or, if it was in the other byte
-        order, to a copy.
-    gamma, beta : array, optional
-        As for `layer_norm`, and so are `eps`, `axis` and `backend`.
-    eps : float, default: 1e-5
-        Added to the variance before the square root. Finite and >= 0.
-    axis : int or tuple of int, default: -1
-        The axes normalized together.
+        As for `layer_norm`, and so are `gamma`, `beta`, `eps`, `axis` and `backend`. Not modified;
+        the cache refers to it, or, if it was in the other byte order, to a copy.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
-    backend : {"numba", "numpy", "cuda"}, optional
-        Which implementation computes it.
 
     Returns
     -------

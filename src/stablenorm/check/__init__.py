@@ -18,14 +18,6 @@ from stablenorm.check.report import (
 )
 
 __all__ = [
-    "ArgumentResult",
-    "Difference",
-    "Finding",
-    "GradientReport",
-    "Identity",
-    "Secant",
-    "assert_gradients",
-    "check_gradients",
-    "check_layer_norm",
-    "row_identities",
-]
+    "ArgumentResult", "Difference", "Finding", "GradientReport", "Identity", "Secant",
+    "assert_gradients", "check_gradients", "check_layer_norm", "row_identities",
+]  # fmt: skip

@@ -139,12 +139,7 @@ def assert_gradients(
     forward: Forward, backward: Backward, args: Sequence[Any], **options: Any
 ) -> None:
     """
-    Raise AssertionError, with the report, unless `check_gradients` says PASS.
-
-    Parameters
-    ----------
-    forward, backward, args, **options : Any
-        As for `check_gradients`.
+    Raise AssertionError, with the report, unless `check_gradients`, of the same parameters, says PASS.
 
     Examples
     --------

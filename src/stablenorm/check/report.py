@@ -230,23 +230,10 @@ class GradientReport:
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
-        Draw error against step.
+        Draw error against step, into a file.
 
-        Parameters
-        ----------
-        path : str, path-like or binary file
-            Where to write the picture.
-        format : {"png", "svg", "pdf"}, optional
-            Default: by the ending of `path`.
-
-        Raises
-        ------
-        ImportError
-            If Matplotlib is not there.
-
-        Notes
-        -----
-        For each argument: how far a plain central difference at each step is from the
+        `path` is one or its name; `format` "png", "svg" or "pdf", by default the name's ending. It
+        needs Matplotlib. For each argument: how far a plain central difference at each step is from the
         extrapolated value, at the element with the largest z, relative to the largest element.
         """
         # Drawn at 9 inches by 150 dots, so that 900 pixels show letters of 10 points at their size.

@@ -141,17 +141,8 @@ class Diagnosis:
         """
         Draw how many rows lose how many bits.
 
-        Parameters
-        ----------
-        path : str, path-like or binary file
-            Where to write the picture.
-        format : {"png", "svg", "pdf"}, optional
-            Default: by the ending of `path`.
-
-        Raises
-        ------
-        ImportError
-            If Matplotlib is not there.
+        `path` is a file or its name; `format` "png", "svg" or "pdf", by default the name's ending.
+        It needs Matplotlib.
         """
         figure = new_figure(10, 4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)

@@ -5,12 +5,6 @@ from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.testing.published import PUBLISHED, Published
 
 __all__ = [
-    "FAMILIES",
-    "PUBLISHED",
-    "Case",
-    "Family",
-    "Published",
-    "make_case",
-    "plain_backward",
+    "FAMILIES", "PUBLISHED", "Case", "Family", "Published", "make_case", "plain_backward",
     "plain_forward",
-]
+]  # fmt: skip

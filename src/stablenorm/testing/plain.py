@@ -16,21 +16,8 @@ def plain_forward(
     """
     Normalize the last axis of `x` in float32, or float64 if `x` has that.
 
-    Parameters
-    ----------
-    x : array
-        Shape (..., n). 16-bit types are computed in float32, as most implementations do.
-    gamma, beta : array, optional
-        Shape (n,).
-    eps : float, default: 1e-5
-        Added to the variance.
-
-    Returns
-    -------
-    y : array
-        Of the shape and dtype of `x`.
-    cache : tuple
-        gamma, xhat and rstd, for `plain_backward`.
+    16-bit types are computed in float32, as most implementations do. y has the dtype of `x`; the
+    cache, for `plain_backward`, is gamma, xhat and rstd.
 
     Examples
     --------
