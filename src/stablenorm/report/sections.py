@@ -53,12 +53,12 @@ def accuracy_section(findings: Findings) -> Section:
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
-    wrong = {name: 100 * output.contract.misrounded for name, output in outputs.items()}
-    right = [f"all but {wrong[n]:.2g} % of {n}" if wrong[n] else f"all of {n}" for n in wrong]
+    shares = {name: 100 * output.contract.misrounded for name, output in outputs.items()}
+    wrong = ", ".join(f"{share:.2g} % of {name}" for name, share in shares.items() if share)
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
     return Section(
         "Accuracy",
-        f"Correctly rounded, of the elements compared: {', '.join(right)}.",
+        f"Every element compared is correctly rounded{wrong and f', but for {wrong}'}.",
         (Table("Against the exact result", columns, rows),),
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. ulp: units in the last place of the output's dtype; 0.5 is correct "
@@ -93,7 +93,7 @@ def gradients_section(findings: Findings) -> Section:
     """Tell what finite differences, the closed form and identities say."""
     heading, report = "Gradient check", findings.gradients
     if report is None:
-        return Section(heading, "Not computed: an output overflows, and nothing can be compared.")
+        return Section(heading, "Not checked: an output overflows, and nothing can be compared.")
     rows = []
     for one in report.arguments:
         if one.judged:
