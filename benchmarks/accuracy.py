@@ -217,7 +217,7 @@ elements cancel.
 
 ## Other lengths, and many rows
 
-The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} telling families; \
+The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} of the families; \
 {MANY} rows: dgamma and dbeta).
 
 {verdicts(others, ("n", "rows", "dtype"), lambda j: (j.n, j.rows, j.dtype))}
