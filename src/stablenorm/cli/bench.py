@@ -38,7 +38,7 @@ examples:
 
 how to read it:
   time      median of calls that take turns with those of the other lines
-  fresh     a new array for each result; large ones cost page faults
+  fresh     without out=: large results reuse the memory of earlier ones
   out=      results written into arrays that exist already
   GB/s      bytes over time: forward x and y, backward dy, x and dx
   of copy   GB/s over those of a copy of 256 MiB with as many threads, measured
