@@ -18,6 +18,7 @@ from stablenorm.arrays import as_matrix
 from stablenorm.cpu import extreme
 from stablenorm.cpu.jobs import (
     COPY,
+    DONE,
     NO_MEMORY,
     REFERENCE,
     Plan,
@@ -43,9 +44,11 @@ def forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True
         kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8)
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None
-    state = _do(plan, (x, y, None, gamma, beta, *kept, None, None, None), eps)
+    arrays = x, y, None, gamma, beta, *kept, None, None, None
+    state = _do(plan, arrays, eps)
     if state == COPY:
-        state = _forward_in_blocks(x, y, (gamma, beta), kept, eps)
+        plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, None)
+        state = _do_in_blocks(plan, arrays, eps)
     if state == REFERENCE:
         return reference.forward(x, gamma, beta, eps, y)
     if not plan.wide:
@@ -89,23 +92,6 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         extreme.write_dx(dy, x, gamma, statistics, dx, marks)
 
 
-def _forward_in_blocks(x: Any, y: Any, parameters: Any, kept: Any, eps: float) -> int:
-    """Gather rows that are not contiguous, some at a time."""
-    x, y = as_matrix(x), as_matrix(y)
-    rows, n = x.shape
-    plan = forward_plan(x.dtype, *map(_dtype, parameters), (rows, n), None)
-    for block in blocks(rows, n, plan.tile_rows):
-        part = np.ascontiguousarray(x[block])
-        # Rows that are extreme are still needed, if y is x.
-        result = part.copy()
-        some = (None if word is None else word[block] for word in kept)
-        arrays = part, result, None, *parameters, *some, None, None, None
-        if _do(plan, arrays, eps, len(part)) == REFERENCE:
-            return REFERENCE
-        y[block] = result
-    return 0
-
-
 def _backward(
     dy: Any, x: Any, gamma: Any, statistics: Statistics, out: Gradients, marks: Array | None
 ) -> bool:
@@ -113,42 +99,21 @@ def _backward(
     dx, dgamma, dbeta = out
     gamma, gamma_dtype = _flat(gamma)
     inputs = dy.dtype, x.dtype, gamma_dtype
-    outputs = dx is not None, _dtype(dgamma), _dtype(dbeta)
+    outputs = _dtype(dgamma), _dtype(dbeta)
     wide = statistics.rstd_lo is not None
     plan = backward_plan(inputs, outputs, wide, x.shape, row_strides(dy, x, dx))
-    kept = *statistics[:5], marks
     totals = _room(dgamma), _room(dbeta)
-    state = _do(plan, (x, dx, dy, gamma, None, *kept, None, *totals))
+    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, None, *totals
+    state = _do(plan, arrays)
     if state == COPY:
-        x, dx, dy = as_matrix(x), None if dx is None else as_matrix(dx), as_matrix(dy)
-        state = _backward_in_blocks((inputs, outputs, wide), (x, dx, dy), gamma, kept, totals)
+        plan = backward_plan(inputs, outputs, wide, x.shape, None)
+        state = _do_in_blocks(plan, arrays)
     if state == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):
         if total is not None and room is not total:
             total[...] = room
     return True
-
-
-def _backward_in_blocks(of: Any, arrays: Any, gamma: Any, kept: Any, totals: Any) -> int:
-    """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
-    x, dx, dy = arrays
-    rows, n = x.shape
-    plan = backward_plan(*of, x.shape, None)
-    sums, part_of = np.empty(sums_size(plan.tiles, n)), sums_size(1, n)
-    for block in blocks(rows, n, plan.tile_rows):
-        parts = np.ascontiguousarray(dy[block]), gamma, None
-        # Rows that are marked are still needed, if dx is dy.
-        result = None if dx is None else np.array(dx[block], order="C")
-        some = (None if word is None else word[block] for word in kept)
-        here = sums[block.start // plan.tile_rows * part_of :]
-        own = np.ascontiguousarray(x[block]), result, *parts, *some, here, None, None
-        if _do(plan, own, 0.0, block.stop - block.start) == REFERENCE:
-            return REFERENCE
-        if dx is not None:
-            dx[block] = result
-    # Of no rows: to add up the sums.
-    return _do(plan, (x, dx, dy, gamma, None, *kept, sums, *totals), 0.0, 0)
 
 
 def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> int:
@@ -163,6 +128,30 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> i
     if state == NO_MEMORY:
         raise MemoryError
     return state
+
+
+def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
+    """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
+    x: Any = as_matrix(arrays[0])
+    out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
+    parameters, kept, totals = arrays[3:5], arrays[5:11], arrays[12:]
+    n, sums = x.shape[1], None
+    if any(total is not None for total in totals):
+        sums = np.empty((plan.tiles, sums_size(1, n)))
+    for block in blocks(plan.rows, n, plan.tile_rows):
+        cotangent = None if dy is None else np.ascontiguousarray(dy[block])
+        # Rows that are extreme are still needed, where the result overwrites them.
+        result = None if out is None else np.array(out[block], order="C")
+        here = None if sums is None else sums[block.start // plan.tile_rows :]
+        some = (None if word is None else word[block] for word in kept)
+        given = np.ascontiguousarray(x[block]), result, cotangent, *parameters, *some
+        if _do(plan, (*given, here, None, None), eps, block.stop - block.start) == REFERENCE:
+            return REFERENCE
+        if out is not None:
+            out[block] = result
+    # Of no rows: to add up the sums.
+    last = x, out, dy, *parameters, *kept, sums, *totals
+    return DONE if sums is None else _do(plan, last, eps, 0)
 
 
 def _flat(parameter: Array | None) -> tuple[Array | None, Any]:

@@ -13,6 +13,7 @@ from numba import cfunc, config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
 
+from stablenorm.cpu.memory import HALF_IN_HARDWARE
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.threads import starting
 
@@ -29,6 +30,8 @@ ELEMENTS: dict[Any, Any] = {
     FLOAT16.dtype: np.int16,
     BFLOAT16.dtype: np.uint16,
 }
+if not HALF_IN_HARDWARE:
+    del ELEMENTS[FLOAT16.dtype]
 
 
 def _stamp() -> str:

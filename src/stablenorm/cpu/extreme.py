@@ -21,13 +21,7 @@ _GATHERED = 1 << 18
 
 
 def forward(
-    x: Any,
-    gamma: Array | None,
-    beta: Array | None,
-    eps: float,
-    y: Any,
-    kept: Any,
-    marks: Array,
+    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any, kept: Any, marks: Array
 ) -> Any:
     """
     Write y of the marked rows; return the statistics of all.

@@ -8,6 +8,7 @@ are among the words of a `Plan`, and named by its types.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,46 +17,21 @@ from numba import types
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, STAMP, compiled, compiled_c
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import (
-    HALF_IN_HARDWARE,
-    LINE,
-    bits_of,
-    further,
-    pasted,
-    pointer_at,
-    width,
-)
+from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
-from stablenorm.cpu.record import (
-    ARRAYS,
-    BETA,
-    EPS,
-    GAMMA,
-    PLACE,
-    SCRATCH,
-    SIZE,
-    SUMS,
-    WAY,
-    Call,
-    address_of,
-    float64_at,
-    read_record,
-)
+from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
 from stablenorm.cpu.sums import fill, merge, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
-from stablenorm.formats import FLOAT16
 from stablenorm.threads import SMALL
-
-_padded: Any = padded.py_func
 
 # What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
 # since gamma, beta or eps is of extreme size; nothing done, for want of memory.
 DONE, COPY, REFERENCE, NO_MEMORY = range(4)
 
 # Bytes of a record, in whole lines.
-_RECORD = SIZE + -SIZE % LINE
+_RECORD = 8 * len(AT) + -8 * len(AT) % LINE
 
 # Columns of the tiles' sums that are added up at a time, and so stay in the first-level cache.
 _BLOCK = 512
@@ -88,27 +64,28 @@ class Plan(NamedTuple):
 
 _BY_REFERENCE = Plan(None, 0, False, REFERENCE, False, 0, 0, 0)
 
-
-def _lacks_half(dtypes: Any) -> bool:
-    return not HALF_IN_HARDWARE and FLOAT16.dtype in [each for each in dtypes if each is not None]
+_known = {None, *ELEMENTS}.issuperset
 
 
-def _plan(part: Call, strides: Any) -> Plan:
-    """Fill in what both directions share."""
-    state = COPY if strides == () else DONE
-    elements = part.rows * part.n * (_COST if part.wide else 1)
-    each = part.scratch_bytes + -part.scratch_bytes % LINE
-    tiles_ = -(-part.rows // part.tile_rows)
+def _plan(part: Call, dtype: Any, strides: Any, wide: bool) -> Plan:
+    """Fill in what both directions share, given the dtype of x."""
+    rows, n = part.rows, part.n
+    row_bytes = n * dtype.itemsize
+    *_, x_stride, out_stride = strides or (row_bytes, row_bytes)
+    straight = wide or out_stride != row_bytes
+    streamed = rows * row_bytes >= PAST_CACHES and not straight
+    tiles_ = -(-rows // part.tile_rows)
     whole = part._replace(
-        scratch_bytes=each,
-        tiles=tiles_,
-        shared_bytes=_RECORD + 2 * LINE + 16 * _padded(part.n) + 16 * _BLOCK,
-    )
-    helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
-    return Plan(
-        np.array(whole), helpers, elements < SMALL, state, bool(part.wide), part.rows,
-        part.tile_rows, tiles_,
+        x_stride=x_stride, out_stride=out_stride, tiles=tiles_,
+        way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
+        over_input=part.over_input or not straight,
+        scratch_bytes=part.scratch_bytes + -part.scratch_bytes % LINE,
+        shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 16 * _BLOCK,
     )  # fmt: skip
+    elements = rows * n * (_COST if wide else 1)
+    helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
+    state, small = COPY if strides == () else DONE, elements < SMALL
+    return Plan(np.array(whole), helpers, small, state, wide, rows, part.tile_rows, tiles_)
 
 
 # An element in double-double takes as long as so many others.
@@ -125,75 +102,48 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
 
     `strides` are what `row_strides` returns of x and y.
     """
-    if _lacks_half((x_dtype, gamma_dtype, beta_dtype)):
+    if not _known((x_dtype, gamma_dtype, beta_dtype)):
         return _BY_REFERENCE
-    rows, n, row_bytes = _sizes(shape, x_dtype)
     # Not `==`: to NumPy its float64 equals None.
     given = (each for each in (x_dtype, gamma_dtype, beta_dtype) if each is not None)
     wide = any(each.type is np.float64 for each in given)
-    of = wide_tiles if wide else tiles
-    x_stride, out_stride = strides or (row_bytes, row_bytes)
-    gaps = out_stride != row_bytes
-    streamed = rows * row_bytes >= PAST_CACHES and not (wide or gaps)
+    rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
     part = Call(
-        rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, tile_rows=forward_rows(rows, n),
-        do_tile=of.forward_tile(ELEMENTS[x_dtype]),
+        rows=rows, n=n, tile_rows=forward_rows(rows, n), do_tile=of.forward_tile(ELEMENTS[x_dtype]),
         widen_gamma=_widener(gamma_dtype), widen_beta=_widener(beta_dtype),
-        scratch_bytes=of.scratch_bytes(n, False), way=STREAMED if streamed else STRAIGHT,
         # Of wide rows that are extreme, all of x is needed once more.
-        over_input=not (wide or gaps), ahead=rows * row_bytes > OWN_CACHE, wide=wide,
+        scratch_bytes=of.scratch_bytes(n, False), over_input=False,
     )  # fmt: skip
-    return _plan(part, strides)
+    return _plan(part, x_dtype, strides, wide)
 
 
 @functools.lru_cache(1024)
-def backward_plan(
-    inputs: tuple[Any, Any, Any],
-    outputs: tuple[bool, Any, Any],
-    wide: bool,
-    shape: Any,
-    strides: Any,
-) -> Plan:
+def backward_plan(inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any) -> Plan:
     """
     Return how the backward of such arrays is done.
 
-    `inputs` are the dtypes of dy, x and gamma, `outputs` whether dx is wanted and the dtypes of
-    dgamma and dbeta, None where they are not. `strides` are those of dy, x and dx.
+    `inputs` are the dtypes of dy, x and gamma, `totals` those of dgamma and dbeta, None where they
+    are not wanted. `strides` are those of dy, x and dx.
     """
-    if _lacks_half((*inputs, *outputs[1:])):
+    if not _known((*inputs, *totals)):
         return _BY_REFERENCE
-    (dy_dtype, x_dtype, gamma_dtype), (wanted, *totals) = inputs, outputs
-    rows, n, row_bytes = _sizes(shape, x_dtype)
+    dy_dtype, x_dtype, gamma_dtype = inputs
     summing = any(each is not None for each in totals)
-    of = wide_tiles if wide else tiles
-    dy_stride, x_stride, out_stride = strides or (n * dy_dtype.itemsize, row_bytes, row_bytes)
-    gaps = out_stride != row_bytes
-    streamed = rows * row_bytes >= PAST_CACHES and not (wide or gaps)
+    rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
     part = Call(
-        rows=rows, n=n, x_stride=x_stride, out_stride=out_stride, dy_stride=dy_stride,
+        rows=rows, n=n, dy_stride=strides[0] if strides else n * dy_dtype.itemsize,
         tile_rows=backward_rows(rows, n),
         do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
         widen_gamma=_widener(gamma_dtype),
         round_dgamma=_rounder(totals[0]), round_dbeta=_rounder(totals[1]),
-        scratch_bytes=of.scratch_bytes(n, True), way=STREAMED if streamed else STRAIGHT,
-        over_input=wide or not gaps, wanted=wanted, ahead=rows * row_bytes > OWN_CACHE, wide=wide,
+        scratch_bytes=of.scratch_bytes(n, True), over_input=wide,
     )  # fmt: skip
-    plan = _plan(part, strides)
-    plan.words[Call._fields.index("sums_bytes")] = 8 * sums_size(plan.tiles, n) if summing else 0
-    return plan
-
-
-def _sizes(shape: Any, dtype: Any) -> tuple[int, int, int]:
-    n = shape[-1]
-    rows = 1
-    for length in shape[:-1]:
-        rows *= length
-    return rows, n, n * dtype.itemsize
+    return _plan(part, x_dtype, strides, wide)
 
 
 def sums_size(tiles: int, n: int) -> int:
     """Return the float64 that hold dgamma and dbeta of so many tiles."""
-    return 4 * _padded(n) * tiles
+    return 4 * padded.py_func(n) * tiles
 
 
 # ---- what is compiled ----
@@ -276,12 +226,14 @@ def job() -> Any:
     def work(arrays, eps, words, pool, helpers):
         plan = pointer_at(address_of(words), np.int64)
         p = read_record(address_of(words))
-        source = address_of(arrays[2]) if address_of(arrays[2]) != 0 else address_of(arrays[0])
-        in_place = address_of(arrays[1]) == source
+        x, out, dy = address_of(arrays[0]), address_of(arrays[1]), address_of(arrays[2])
+        in_place = out == (dy if dy != 0 else x)
         if (in_place and p.over_input == 0) or stamp == "":
             return COPY
-        own_sums = p.sums_bytes if address_of(arrays[SUMS]) == 0 else 0
-        memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + own_sums)
+        totals = address_of(arrays[AT.dgamma]) | address_of(arrays[AT.dbeta])
+        own_sums = totals != 0 and address_of(arrays[AT.sums]) == 0
+        sums = 32 * padded(p.n) * p.tiles if own_sums else 0
+        memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
         if memory == 0:
             return NO_MEMORY
         word, done = set_default(), DONE
@@ -293,17 +245,17 @@ def job() -> Any:
             to[i] = address_of(arrays[i])
         gamma = record + _RECORD
         beta, scratch = gamma + 8 * padded(p.n), record + p.shared_bytes - LINE
-        _prepare(p.widen_gamma, to[GAMMA], gamma, p.n, 1.0)
-        if address_of(arrays[2]) == 0:
-            _prepare(p.widen_beta, to[BETA], beta, p.n, -0.0)
-        to[GAMMA], to[BETA], to[EPS] = gamma, beta, np.int64(bits_of(eps))
-        to[SCRATCH] = scratch
+        _prepare(p.widen_gamma, to[AT.gamma], gamma, p.n, 1.0)
+        if dy == 0:
+            _prepare(p.widen_beta, to[AT.beta], beta, p.n, -0.0)
+        to[AT.gamma], to[AT.beta], to[AT.eps] = gamma, beta, np.int64(bits_of(eps))
+        to[AT.scratch] = scratch
         if own_sums:
-            to[SUMS] = scratch + p.scratch_bytes * (1 + helpers)
+            to[AT.sums] = scratch + p.scratch_bytes * (1 + helpers)
         if in_place:
-            to[WAY] = STAGED
+            to[AT.way] = STAGED
         p = read_record(record)
-        if p.wide and _is_extreme(p, gamma, beta, eps):
+        if p.marks and _is_extreme(p, gamma, beta, eps):
             done = REFERENCE
         else:
             tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows

@@ -7,6 +7,8 @@ counts per call, which halved the speed of rows of 64 elements.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -53,6 +55,25 @@ def named(function: Any, *variant: Any) -> Any:
     function.__name__ = "_".join(map(str, (function.__name__, *variant)))
     function.__qualname__ = function.__name__
     return function
+
+
+def emit(result: Any, *kinds: Any) -> Callable[[Any], Any]:
+    """Make an intrinsic, of these types, of a function of the builder and the arguments."""
+
+    def make(function: Any) -> Any:
+        # Numba takes the names of the arguments from `function`.
+        @intrinsic
+        @functools.wraps(function)
+        def emitted(_typing: Any, *_given: Any) -> Any:
+            def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
+                made = function(builder, *args)
+                return context.get_dummy_value() if result is types.none else made
+
+            return result(*kinds), generate
+
+        return emitted
+
+    return make
 
 
 # ---- pointers ----
@@ -213,26 +234,22 @@ def _float_to_bfloat(builder: Any, v: Any) -> Any:
     return builder.trunc(builder.lshr(near, _I32(16)), _I16)
 
 
-@intrinsic
-def fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+@emit(types.float64, types.float64, types.float64, types.float64)
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return ``a * b + c`` of float64, rounded once."""
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.fma.f64", _F64, args)
-
-    return types.float64(types.float64, types.float64, types.float64), generate
+    return call_llvm(builder, "llvm.fma.f64", _F64, [a, b, c])
 
 
-@intrinsic
-def bits_of(_typing: Any, a: Any) -> Any:
+@emit(types.uint64, types.float64)
+def bits_of(builder: Any, a: Any) -> Any:
     """Return the bits of a float64 as an unsigned integer."""
-    return types.uint64(types.float64), lambda _c, builder, _s, args: builder.bitcast(args[0], _I64)
+    return builder.bitcast(a, _I64)
 
 
-@intrinsic
-def float_of(_typing: Any, bits: Any) -> Any:
+@emit(types.float64, types.int64)
+def float_of(builder: Any, bits: Any) -> Any:
     """Return the float64 of these bits."""
-    return types.float64(types.int64), lambda _c, builder, _s, args: builder.bitcast(args[0], _F64)
+    return builder.bitcast(bits, _F64)
 
 
 # ---- loops ----
@@ -268,14 +285,10 @@ def call_llvm(builder: Any, name: str, result: Any, args: Any) -> Any:
 # ---- caches ----
 
 
-@intrinsic
-def _prefetch_line(_typing: Any, place: Any) -> Any:
-    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        p = builder.inttoptr(args[0], _I8.as_pointer())
-        call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, _I32(0), _I32(2), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.none(types.intp), generate
+@emit(types.none, types.intp)
+def _prefetch_line(builder: Any, place: Any) -> None:
+    p = builder.inttoptr(place, _I8.as_pointer())
+    call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), [p, _I32(0), _I32(2), _I32(1)])
 
 
 @pasted
@@ -287,19 +300,13 @@ def prefetch(p, start, stop, distance):
 
 
 def _copying(kind: Any, align: int, past_caches: bool = False) -> Any:
-    @intrinsic
-    def copy(_typing: Any, to: Any, source: Any) -> Any:
+    @emit(types.none, types.intp, types.intp)
+    def copy(builder: Any, to: Any, source: Any) -> None:
         """Copy a number of this kind between addresses."""
-
-        def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            to, source = (builder.inttoptr(arg, kind.as_pointer()) for arg in args)
-            stored = builder.store(builder.load(source, align=align), to, align=align)
-            if past_caches:
-                hint = builder.module.add_metadata([_I32(1)])
-                stored.set_metadata("nontemporal", hint)
-            return context.get_dummy_value()
-
-        return types.none(types.intp, types.intp), generate
+        to, source = (builder.inttoptr(place, kind.as_pointer()) for place in (to, source))
+        stored = builder.store(builder.load(source, align=align), to, align=align)
+        if past_caches:
+            stored.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
     return copy
 
@@ -316,12 +323,7 @@ def copy_bytes(to, source, count):
         _copy_byte(to + at, source + at)
 
 
-@intrinsic
-def fence(_typing: Any) -> Any:
+@emit(types.none)
+def fence(builder: Any) -> None:
     """Order everything stored so far, lines past the caches included, before what follows."""
-
-    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.none(), generate
+    builder.fence("seq_cst")

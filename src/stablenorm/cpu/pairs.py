@@ -13,15 +13,14 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from stablenorm.cpu.memory import call_llvm, fma, inlined, pasted, put, put_sum_nearly, width
+from stablenorm.cpu.memory import call_llvm, emit, fma, inlined, pasted, put, put_sum_nearly, width
 
 _I64, _F64 = ir.IntType(64), ir.DoubleType()
 
 
-@intrinsic
-def minus(_typing: Any, a: Any, b: Any) -> Any:
+@emit(types.float64, types.float64, types.float64)
+def minus(builder: Any, a: Any, b: Any) -> Any:
     """
     Return ``a - b``, made by the units that multiply.
 
@@ -31,37 +30,28 @@ def minus(_typing: Any, a: Any, b: Any) -> Any:
     # 1.0, from where LLVM cannot see it: it would leave out a product with 1. "readnone" lets it be
     # made once, before the loop that uses it.
     hidden = ir.InlineAsm(ir.FunctionType(_I64, [_I64]), "", "=r,0")
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
-        one = builder.bitcast(bits, _F64)
-        return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(args[1]), one, args[0]])
-
-    return types.float64(types.float64, types.float64), generate
+    bits = builder.call(hidden, [_I64(0x3FF0000000000000)], attrs=("readnone", "nounwind"))
+    one = builder.bitcast(bits, _F64)
+    return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(b), one, a])
 
 
-@intrinsic
-def odd_sum(_typing: Any, hi: Any, lo: Any) -> Any:
+@emit(types.float64, types.float64, types.float64)
+def odd_sum(builder: Any, hi: Any, lo: Any) -> Any:
     """
     Return ``hi + lo`` rounded to odd, given that `hi` is the sum rounded to nearest.
 
     Where `hi` is even and `lo` is not zero, that is the neighbour of `hi` on the side of `lo`.
     """
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        hi, lo = args
-        bits = builder.bitcast(hi, _I64)
-        exact = builder.fcmp_ordered("==", lo, _F64(0.0))
-        odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
-        signs = builder.xor(bits, builder.bitcast(lo, _I64))
-        away = builder.icmp_signed(">=", signs, _I64(0))
-        moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
-        size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
-        special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
-        stays = builder.or_(builder.or_(exact, odd), special)
-        return builder.bitcast(builder.select(stays, bits, moved), _F64)
-
-    return types.float64(types.float64, types.float64), generate
+    bits = builder.bitcast(hi, _I64)
+    exact = builder.fcmp_ordered("==", lo, _F64(0.0))
+    odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
+    signs = builder.xor(bits, builder.bitcast(lo, _I64))
+    away = builder.icmp_signed(">=", signs, _I64(0))
+    moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
+    size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
+    special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
+    stays = builder.or_(builder.or_(exact, odd), special)
+    return builder.bitcast(builder.select(stays, bits, moved), _F64)
 
 
 @inlined

@@ -13,9 +13,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from stablenorm.cpu.memory import ARCHITECTURE, call_llvm
+from stablenorm.cpu.memory import ARCHITECTURE, call_llvm, emit
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _X86 = ARCHITECTURE in ("x86_64", "i686")
@@ -26,37 +25,27 @@ _ARM = ARCHITECTURE in ("aarch64", "arm64")
 _MXCSR, _SETTINGS = 0x1F80, 0xFFC0
 
 
-@intrinsic
-def set_default(_typing: Any) -> Any:
+_DEFAULT = _I64(_MXCSR if _X86 else 0)
+
+
+@emit(types.int64)
+def set_default(builder: Any) -> Any:
     """Set the default control word, if it is another; return what it was."""
-
-    def generate(_context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
-        word = _read(builder)
-        _write_unless_default(builder, word, _default())
-        return word
-
-    return types.int64(), generate
+    word = _read(builder)
+    _write_unless_default(builder, word, _DEFAULT)
+    return word
 
 
-@intrinsic
-def restore(_typing: Any, word: Any) -> Any:
+@emit(types.none, types.int64)
+def restore(builder: Any, word: Any) -> None:
     """Set the control word that `set_default` returned, if it is not the default."""
-
-    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        _write_unless_default(builder, args[0], args[0])
-        return context.get_dummy_value()
-
-    return types.none(types.int64), generate
-
-
-def _default() -> Any:
-    return ir.Constant(_I64, _MXCSR if _X86 else 0)
+    _write_unless_default(builder, word, word)
 
 
 def _write_unless_default(builder: Any, word: Any, value: Any) -> None:
-    settings = builder.and_(word, ir.Constant(_I64, _SETTINGS)) if _X86 else word
+    settings = builder.and_(word, _I64(_SETTINGS)) if _X86 else word
     # Writing it, on x86, waits for all arithmetic before it.
-    with builder.if_then(builder.icmp_unsigned("!=", settings, _default()), likely=False):
+    with builder.if_then(builder.icmp_unsigned("!=", settings, _DEFAULT), likely=False):
         _write(builder, value)
 
 
@@ -68,7 +57,7 @@ def _read(builder: Any) -> Any:
     if _ARM:
         return call_llvm(builder, "llvm.aarch64.get.fpcr", _I64, [])
     # Other processors are left as they are.
-    return _default()
+    return _DEFAULT
 
 
 def _write(builder: Any, word: Any) -> None:
@@ -87,15 +76,14 @@ def _as_bytes(builder: Any, place: Any) -> Any:
 # ---- threads ----
 
 
+_WORD = types.CPointer(types.int64)
+
+
 def _atomic(operation: str) -> Any:
-    @intrinsic
-    def change(_typing: Any, p: Any, value: Any) -> Any:
+    @emit(types.intp, _WORD, types.intp)
+    def change(builder: Any, p: Any, value: Any) -> Any:
         """Change the int64 that `p` points to; return what was there before."""
-
-        def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-            return builder.atomic_rmw(operation, args[0], args[1], "seq_cst")
-
-        return types.intp(p, types.intp), generate
+        return builder.atomic_rmw(operation, p, value, "seq_cst")
 
     return change
 
@@ -103,38 +91,24 @@ def _atomic(operation: str) -> Any:
 atomic_add, exchange = _atomic("add"), _atomic("xchg")
 
 
-@intrinsic
-def atomic_load(_typing: Any, p: Any) -> Any:
+@emit(types.intp, _WORD)
+def atomic_load(builder: Any, p: Any) -> Any:
     """Return the int64 that `p` points to as other threads last left it."""
-
-    def generate(_context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        return builder.load_atomic(args[0], "seq_cst", 8)
-
-    return types.intp(p), generate
+    return builder.load_atomic(p, "seq_cst", 8)
 
 
-@intrinsic
-def pause(_typing: Any) -> Any:
+@emit(types.none)
+def pause(builder: Any) -> None:
     """Tell the processor that this thread is waiting."""
-
-    def generate(context: Any, builder: Any, _sig: Any, _args: Any) -> Any:
-        # On other processors, nothing: the wait is as right, and a little hotter.
-        if _X86:
-            call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
-        elif _ARM:
-            call_llvm(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
-        return context.get_dummy_value()
-
-    return types.none(), generate
+    # On other processors, nothing: the wait is as right, and a little hotter.
+    if _X86:
+        call_llvm(builder, "llvm.x86.sse2.pause", ir.VoidType(), [])
+    elif _ARM:
+        call_llvm(builder, "llvm.aarch64.hint", ir.VoidType(), [_I32(1)])
 
 
-@intrinsic
-def call(_typing: Any, function: Any, record: Any, pool: Any, me: Any) -> Any:
+@emit(types.none, *[types.intp] * 4)
+def call(builder: Any, function: Any, first: Any, second: Any, third: Any) -> None:
     """Call the C function of three int64 whose address is `function`."""
     kind = ir.FunctionType(ir.VoidType(), [_I64] * 3).as_pointer()
-
-    def generate(context: Any, builder: Any, _sig: Any, args: Any) -> Any:
-        builder.call(builder.inttoptr(args[0], kind), args[1:])
-        return context.get_dummy_value()
-
-    return types.none(*[types.intp] * 4), generate
+    builder.call(builder.inttoptr(function, kind), [first, second, third])

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     rstd: Any = 0
     rstd_low: Any = 0
     tails: Any = 0
-    # In double-double, one byte per row: whether it is left to the reference.
+    # Only in double-double, one byte per row: whether it is left to the reference.
     marks: Any = 0
     # Of each tile: dgamma, its low part, dbeta, its low part.
     sums: Any = 0
@@ -57,30 +57,22 @@ class Call(NamedTuple):
     widen_beta: Any = 0
     round_dgamma: Any = 0
     round_dbeta: Any = 0
-    # Bytes of scratch memory: of all threads, of each, and of the sums.
+    # Bytes of scratch memory: of all threads, and of each.
     shared_bytes: Any = 0
     scratch_bytes: Any = 0
-    sums_bytes: Any = 0
     # How results reach memory; whether they may overwrite the input.
     way: Any = 0
     over_input: Any = 0
-    # Whether dx is wanted; whether the next rows are to be asked for ahead of time.
-    wanted: Any = 0
+    # Whether the next rows are to be asked for ahead of time.
     ahead: Any = 0
-    wide: Any = 0
     # Set by the job: the bits of eps, and the first thread's scratch memory.
     eps: Any = 0
     scratch: Any = 0
 
 
-# How many of them are arrays, and where some others are.
-ARRAYS = Call._fields.index("rows")
-GAMMA, BETA, SUMS, WAY, EPS, SCRATCH = map(
-    Call._fields.index, ("gamma", "beta", "sums", "way", "eps", "scratch")
-)
-
-# Bytes of a record.
-SIZE = 8 * len(Call._fields)
+# Where each of them is; the arrays come first.
+AT = Call(*range(len(Call._fields)))
+ARRAYS = AT.rows
 
 
 @pasted
@@ -90,7 +82,7 @@ def read_record(record):
     return Call(
         w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12],
         w[13], w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], w[24],
-        w[25], w[26], w[27], w[28], w[29], w[30], w[31], w[32], w[33], w[34], w[35],
+        w[25], w[26], w[27], w[28], w[29], w[30], w[31], w[32],
     )  # fmt: skip
 
 

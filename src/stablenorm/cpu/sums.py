@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from stablenorm.cpu.memory import get, wide_vectors
+from stablenorm.cpu.memory import get, inlined, wide_vectors
 from stablenorm.cpu.pairs import put_pair, two_sum
 
-_inlined = njit(error_model="numpy", forceinline=True)
 
-
-@_inlined
+@inlined
 def fill(out, n, value):
     """Set n float64 to `value`."""
     wide_vectors()
@@ -19,7 +16,7 @@ def fill(out, n, value):
         out[j] = value
 
 
-@_inlined
+@inlined
 def sample_mean(x, n):
     """Return the mean of eight elements of a row."""
     if n < 8:
@@ -30,7 +27,7 @@ def sample_mean(x, n):
     return (a + b) * 0.125
 
 
-@_inlined
+@inlined
 def widen(parameter, out, n):
     """Copy n elements into float64."""
     wide_vectors()
@@ -38,7 +35,7 @@ def widen(parameter, out, n):
         out[j] = get(parameter, j)
 
 
-@_inlined
+@inlined
 def merge(part, total, low, n):
     """Add `part` to the compensated sums ``total + low``."""
     wide_vectors()
@@ -51,7 +48,7 @@ def merge(part, total, low, n):
         low[j] = error - (total[j] - high) if finite else 0.0
 
 
-@_inlined
+@inlined
 def round_sums(total, low, n, out):
     """Round ``total + low`` once into `out`."""
     wide_vectors()

@@ -223,7 +223,7 @@ def _backward_tile(summing: bool) -> Any:
             if i + 1 < stop:
                 two = _row(p, i + 1, gamma, dy_element, x_element)
             a, b, a2, b2 = pull(one, two, n, gamma, dgamma, dbeta)
-            if not p.wanted:
+            if not p.out:
                 continue
             p1, q1 = equations.coefficients(one, a / n, b / n)
             p2, q2 = equations.coefficients(two, a2 / n, b2 / n)
@@ -244,7 +244,7 @@ def _backward_tile(summing: bool) -> Any:
                 one, p1, q1 = two, p2, q2
         if summing and deep:
             _end_part(part, sums, n)
-        if p.wanted and p.way != STRAIGHT:
+        if p.out and p.way != STRAIGHT:
             _close_stage(state, stage)
 
     return inlined(named(backward_tile, summing))
@@ -282,10 +282,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
     return compiled_c(tile, "_".join(map(str, ("backward_tile", *names))))
 
 
-_padded: Any = padded.py_func
-
-
 def scratch_bytes(n: int, backward: bool) -> int:
     """Return the bytes that a thread needs: the stage, a row of zeros, and the sums of a part."""
     # dgamma and dbeta of a part are as far apart as the totals: three vectors, of which two are used.
-    return STAGE + LINE + 8 * (4 * _padded(n) if backward else equations.LANES)
+    return STAGE + LINE + 8 * (4 * padded.py_func(n) if backward else equations.LANES)

@@ -17,16 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm.cpu.memory import (
-    bits_of,
-    fma,
-    further,
-    get,
-    inlined,
-    named,
-    pasted,
-    wide_vectors,
-)
+from stablenorm.cpu.memory import bits_of, fma, further, get, inlined, named, pasted, wide_vectors
 from stablenorm.cpu.pairs import (
     accumulate,
     add,

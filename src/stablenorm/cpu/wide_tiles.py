@@ -95,7 +95,7 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
             arrays = dy, x, gamma
             extreme, means = equations.pull(arrays, n, row, summing, sums, factors, lanes)
             marks[i] = extreme
-        if p.wanted and not extreme:
+        if p.out and not extreme:
             dx = pointer_at(p.out + i * p.out_stride, x_element)
             equations.write_dx(factors, dx, n, means, row)
     if summing:
@@ -121,9 +121,6 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
     return compiled_c(tile, "_".join(map(str, ("wide_backward_tile", *names))))
 
 
-_padded: Any = padded.py_func
-
-
 def scratch_bytes(n: int, backward: bool) -> int:
     """Return the bytes that a thread needs: the lanes, and four words per column."""
-    return LINE + _LANES + (32 * _padded(n) if backward else 0)
+    return LINE + _LANES + (32 * padded.py_func(n) if backward else 0)
