@@ -231,10 +231,10 @@ ordinary data. [The contract](../reference/accuracy-contract.md) shows one and d
 ## All families
 
 First the worst error of all outputs of stablenorm, in ulp, for each dtype, without the elements that
-cancel beyond the limit. Then the plain formula: two passes in NumPy, in float32. "Of the row": its largest error over the
-largest exact element of the row, which is how much of the row it spoils. An element near 0 may be off
-by many of its own ulp and matter little. "all of it": NaN, infinity, or something other than 0 where
-all of the row is exactly 0.
+cancel beyond the limit. Then the plain formula: two passes in NumPy, in float32. "Of the row": its
+largest error over the largest exact element of the row, which is how much of the row it spoils. An
+element near 0 may be off by many of its own ulp and matter little. "all of it": NaN, infinity, or
+something other than 0 where all of the row is exactly 0.
 
 {family_table(main)}
 """
