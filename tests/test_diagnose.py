@@ -221,3 +221,9 @@ def test_json_is_whole_and_the_picture_is_drawn(tmp_path):
     for kind in ("png", "svg"):
         found.plot(tmp_path / f"d.{kind}")
         assert (tmp_path / f"d.{kind}").stat().st_size > 10_000
+
+
+def test_the_median_row_is_said_to_be_no_worse_than_the_worst(rng):
+    """Its condition number is known to a power of two: "below 2, 1 in the worst"."""
+    said = str(diagnose(rng.standard_normal((8, 64))))
+    assert "at most 1 in the median row, 1 in the worst" in said

@@ -215,11 +215,13 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
         return ["no rows: nothing to say"]
     said = []
     if summary.condition_y.any():
-        of_y, of_dx = (2.0 ** (_median(v) + 1) for v in (summary.condition_y, summary.condition_dx))
+        y, dx = summary.largest_condition_y, summary.largest_condition_dx
+        # The median is known to a power of two.
+        of_y = min(2.0 ** (_median(summary.condition_y) + 1), y)
+        of_dx = min(2.0 ** (_median(summary.condition_dx) + 1), dx)
         said.append(
-            f"condition number of y: below {of_y:.2g} in the median row, "
-            f"{summary.largest_condition_y:.2g} in the worst; of dx: {of_dx:.2g}, "
-            f"{summary.largest_condition_dx:.2g}"
+            f"condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
+            f"of dx: {of_dx:.2g}, {dx:.2g}"
         )
     working = working_format(parse(diagnosis.dtype)).dtype.name
     for name, meaning in MARKS.items():
