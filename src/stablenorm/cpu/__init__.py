@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
-from stablenorm.arrays import as_matrix
+from stablenorm.arrays import Rows, as_matrix
 from stablenorm.cpu import extreme
 from stablenorm.cpu.jobs import (
     COPY,
@@ -35,8 +35,12 @@ _new: Any = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 6
 
 
-def forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Any:
-    """Do what `reference.forward` does; unless `keep`, statistics need not be returned."""
+def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
+    """Do what `reference.forward` does."""
+    return _forward(x, gamma, beta, eps, y)
+
+
+def _forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Any:
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
     plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
     rows, kept = plan.rows, _NOTHING_KEPT
@@ -63,12 +67,14 @@ def forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True
     return found if np.count_nonzero(tails) else found._replace(mean_tail=None)
 
 
-normalize = functools.partial(forward, keep=False)
+# Without statistics.
+normalize = functools.partial(_forward, keep=False)
 
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
-    dx, dgamma, dbeta = out
+    dx: Any = out.dx
+    _, dgamma, dbeta = out
     summing = dgamma is not None or dbeta is not None
     if statistics.rstd_lo is None:
         # What the forward kept, as nothing of it was float64, is too little for double-double.
@@ -76,7 +82,8 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         if not (narrow and _backward(dy, x, gamma, statistics, out, None)):
             reference.backward(dy, x, gamma, statistics, out)
         return
-    if dx is not None and summing and np.may_share_memory(dy, dx):
+    # Of `Rows` NumPy cannot tell.
+    if summing and dx is not None and (type(dx) is Rows or np.may_share_memory(dy, dx)):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
         backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
         backward(dy, x, gamma, statistics, Gradients(dx, None, None))
@@ -150,7 +157,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         if out is not None:
             out[block] = result
     # Of no rows: to add up the sums.
-    last = x, out, dy, *parameters, *kept, sums, *totals
+    last = None, None, sums, *parameters, *kept, sums, *totals
     return DONE if sums is None else _do(plan, last, eps, 0)
 
 
