@@ -29,6 +29,7 @@ from stablenorm.cpu.jobs import (
 )
 from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
+from stablenorm.cpu.record import AT
 from stablenorm.types import Array, Gradients, Statistics
 
 _new: Any = tuple.__new__
@@ -130,7 +131,8 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> i
         return state
     pool, helpers = pool_for(most, small) if most else (None, 0)
     if rows is not None:
-        words = plan.of_rows(rows)
+        words = words.copy()
+        words[AT.rows] = rows
     state = _work(arrays, eps, words, pool, helpers)
     if state == NO_MEMORY:
         raise MemoryError

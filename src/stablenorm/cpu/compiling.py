@@ -69,10 +69,8 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
         dispatcher.compile(signature)
         return dispatcher
 
-    with starting:
-        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
-        dispatcher = _cached(make, function)
-        _DISPATCHERS.append(dispatcher)
+    dispatcher = _cached(make, function, signature)
+    _DISPATCHERS.append(dispatcher)
     # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
     # microseconds, a tenth of a small layer norm.
     (made,) = dispatcher.overloads.values()
@@ -82,26 +80,26 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
 
 def compiled_c(function: Callable[..., None], name: str) -> Any:
     """Compile `function` of three int64 as a C function; return its address."""
-    with starting:
-        function.__name__ = name
-        function.__qualname__ = f"{name}.{_key(_C_SIGNATURE)}"
-        make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
-        made = _cached(make, function)
-        _C_FUNCTIONS.append(made)
+    function.__name__ = name
+    make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
+    made = _cached(make, function, _C_SIGNATURE)
+    _C_FUNCTIONS.append(made)
     return made.address
 
 
-def _cached(make: Callable[[bool], Any], function: Any) -> Any:
+def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
     """Return what `make` makes with the cache on disk; without it if that is forbidden."""
-    for _ in range(2):
-        try:
-            return make(True)
-        except Exception:  # noqa: BLE001  # whatever a forbidden cache or damaged files raise
-            with contextlib.suppress(Exception):
-                # Damaged files: forgotten by this, and written anew.
-                FunctionCache(function).flush()
-    # An error of the function itself comes again, here.
-    return make(False)
+    function.__qualname__ = f"{function.__name__}.{_key(signature)}"
+    with starting:
+        for _ in range(2):
+            try:
+                return make(True)
+            except Exception:  # noqa: BLE001  # whatever a forbidden cache or damaged files raise
+                with contextlib.suppress(Exception):
+                    # Damaged files: forgotten by this, and written anew.
+                    FunctionCache(function).flush()
+        # An error of the function itself comes again, here.
+        return make(False)
 
 
 def _key(signature: Any) -> str:

@@ -7,17 +7,14 @@ depend on its neighbours: only the extreme rows themselves go there. The sums ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from stablenorm import reference
+from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST
 from stablenorm.types import Array, Gradients, Statistics
-
-# Elements gathered at a time for the reference.
-_GATHERED = 1 << 18
 
 
 def forward(
@@ -29,7 +26,9 @@ def forward(
     Each of these rows gets an exponent, by which the backward knows it.
     """
     exponent = np.zeros((x.shape[0], 2), np.int16)
-    for part in _chunks(np.flatnonzero(marks), x.shape[1]):
+    rows = np.flatnonzero(marks)
+    for block in blocks(len(rows), x.shape[1], 1):
+        part = rows[block]
         result: Any = np.empty((len(part), x.shape[1]), x.dtype)
         some = reference.forward(x[part], gamma, beta, eps, result)
         y[part] = result
@@ -57,15 +56,12 @@ def write_dx(
     dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, marks: Array
 ) -> None:
     """Write dx of the marked rows."""
-    for part in _chunks(np.flatnonzero(marks), x.shape[1]):
+    rows = np.flatnonzero(marks)
+    for block in blocks(len(rows), x.shape[1], 1):
+        part = rows[block]
         words: Any = [None if word is None else word[part] for word in statistics]
         some = Statistics(*words)
         result = np.empty((len(part), x.shape[1]), x.dtype)
         out = Gradients(result, None, None)
         reference.backward(dy[part], x[part], gamma, some, out)
         dx[part] = result
-
-
-def _chunks(rows: Array, n: int) -> Iterator[Array]:
-    step = max(_GATHERED // n, 1)
-    return (rows[start : start + step] for start in range(0, len(rows), step))

@@ -55,12 +55,6 @@ class Plan(NamedTuple):
     tile_rows: int
     tiles: int
 
-    def of_rows(self, rows: int) -> Any:
-        """Return the words for so many of the rows, contiguous, with sums that the caller has."""
-        words = self.words.copy()
-        words[ARRAYS] = rows
-        return words
-
 
 _BY_REFERENCE = Plan(None, 0, False, REFERENCE, False, 0, 0, 0)
 
@@ -230,8 +224,7 @@ def job() -> Any:
         in_place = out == (dy if dy != 0 else x)
         if (in_place and p.over_input == 0) or stamp == "":
             return COPY
-        totals = address_of(arrays[AT.dgamma]) | address_of(arrays[AT.dbeta])
-        own_sums = totals != 0 and address_of(arrays[AT.sums]) == 0
+        own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
         sums = 32 * padded(p.n) * p.tiles if own_sums else 0
         memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
         if memory == 0:

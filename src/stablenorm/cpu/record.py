@@ -98,14 +98,11 @@ def float64_at(place):
 class _Place(types.Type):
     """Where the elements of a NumPy array begin; of None, 0."""
 
+    bitwidth = 64
+
 
 PLACE = _Place("place")
-
-
-@register_model(_Place)
-class _PlaceModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _I64)
+register_model(_Place)(models.IntegerModel)
 
 
 @unbox(_Place)

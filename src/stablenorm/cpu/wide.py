@@ -225,12 +225,11 @@ def _least(dy, n):
     return least
 
 
-def _pulling(whole, summing):
+def _pulling(whole):
     def pull_columns(arrays, start, count, row, pivot, sums, factors, lanes):
         """Do the work of `pull` from column `start` on, in all lanes, or in the first `count`."""
         wide_vectors()
         (dy, x, gamma), (m, m_low) = arrays, pivot
-        dgamma, dgamma_low, dbeta, dbeta_low = sums
         shifted, shifted_low, xhat, xhat_low = factors
         for lane in range(LANES if whole else count):
             j = start + lane
@@ -248,7 +247,9 @@ def _pulling(whole, summing):
                 lanes[2 * LANES + lane], lanes[3 * LANES + lane],
                 product, fma(c, h_low, fma(c_low, h, error)),
             )  # fmt: skip
-            if summing:
+            # Numba compiles no branch that waits for None.
+            if sums is not None:
+                dgamma, dgamma_low, dbeta, dbeta_low = sums
                 product, error = two_product(d, h)
                 dgamma[j], dgamma_low[j] = accumulate(
                     dgamma[j], dgamma_low[j], product, fma(d, h_low, error)
@@ -256,35 +257,29 @@ def _pulling(whole, summing):
                 dbeta[j], error = two_sum(dbeta[j], d)
                 dbeta_low[j] += error
 
-    return inlined(named(pull_columns, whole, summing))
+    return inlined(named(pull_columns, whole))
 
 
-_pull_round, _pull_rest = _pulling(True, False), _pulling(False, False)
-_pull_round_summing, _pull_rest_summing = _pulling(True, True), _pulling(False, True)
+_pull_round, _pull_rest = _pulling(True), _pulling(False)
 
 
 @inlined
-def pull(arrays, n, row, summing, sums, factors, lanes):
+def pull(arrays, n, row, sums, factors, lanes):
     """
     Return whether the row is extreme, and the means of g - m and of (g - m) * xhat, as pairs.
 
     Leaves g - m and xhat in `factors`, four words per column: to read them back takes a third of the
-    time of computing them again. Adds the row to the sums over rows if `summing`.
+    time of computing them again. Adds the row to the sums over rows, unless that is None.
     """
     dy, _, gamma = arrays
     pivot = _smallest(dy, gamma, n)
     fill(lanes, 4 * LANES, 0.0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
-        if summing:
-            _pull_round_summing(arrays, start, LANES, row, pivot, sums, factors, lanes)
-        else:
-            _pull_round(arrays, start, LANES, row, pivot, sums, factors, lanes)
+        _pull_round(arrays, start, LANES, row, pivot, sums, factors, lanes)
         if start % (LANES * DEPTH) == 0:
             _settle_lanes(lanes)
-    if whole < n and summing:
-        _pull_rest_summing(arrays, whole, n - whole, row, pivot, sums, factors, lanes)
-    elif whole < n:
+    if whole < n:
         _pull_rest(arrays, whole, n - whole, row, pivot, sums, factors, lanes)
     _settle_lanes(lanes)
     count = float(n)

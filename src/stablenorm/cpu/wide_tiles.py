@@ -75,7 +75,7 @@ def _settle(sums, n):
 
 
 @inlined
-def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch):
+def _backward_tile(p, first, stop, dy_element, x_element, sums, scratch):
     n, gamma = p.n, float64_at(p.gamma)
     mean, rest = float64_at(p.mean), float64_at(p.rest)
     rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
@@ -84,7 +84,7 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
     factors = _four(scratch + _LANES, 8 * padded(n))
     for i in range(first, stop):
         # As the low parts of the sums grow, they lose digits of their own.
-        if summing and i > first and (i - first) % ROWS_OF_PART == 0:
+        if sums is not None and i > first and (i - first) % ROWS_OF_PART == 0:
             _settle(sums, n)
         tail = tails[i] if p.tails else 0.0
         row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
@@ -93,12 +93,12 @@ def _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch
             dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
             x = pointer_at(p.x + i * p.x_stride, x_element)
             arrays = dy, x, gamma
-            extreme, means = equations.pull(arrays, n, row, summing, sums, factors, lanes)
+            extreme, means = equations.pull(arrays, n, row, sums, factors, lanes)
             marks[i] = extreme
         if p.out and not extreme:
             dx = pointer_at(p.out + i * p.out_stride, x_element)
             equations.write_dx(factors, dx, n, means, row)
-    if summing:
+    if sums is not None:
         _settle(sums, n)
 
 
@@ -115,7 +115,9 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
         sums = _four(p.sums + 4 * apart * number, apart)
         if summing:
             fill(sums[0], apart // 2, 0.0)
-        _backward_tile(p, first, stop, dy_element, x_element, summing, sums, scratch)
+            _backward_tile(p, first, stop, dy_element, x_element, sums, scratch)
+        else:
+            _backward_tile(p, first, stop, dy_element, x_element, None, scratch)
 
     names = dy_element.__name__, x_element.__name__, summing
     return compiled_c(tile, "_".join(map(str, ("wide_backward_tile", *names))))
