@@ -46,12 +46,13 @@ from stablenorm.threads import get_num_threads
 # int64 between words that threads write: two cache lines, so that they do not disturb one another.
 _APART = 16
 
-# Taken by one call at a time; odd while there is work; how many helpers are at work; the next tile.
-_TAKEN, _GENERATION, _WORKING, _NEXT = (i * _APART for i in range(4))
+# Taken by one call at a time; odd while there is work; how many helpers are at work; how many tiles
+# are begun, and how many of them by helpers.
+_TAKEN, _GENERATION, _WORKING, _BEGUN, _FROM_END = (i * _APART for i in range(5))
 # What the work is, written before the generation changes.
-_FUNCTION, _RECORD, _TILES, _HELPERS = (4 * _APART + i for i in range(4))
+_FUNCTION, _RECORD, _TILES, _HELPERS = (5 * _APART + i for i in range(4))
 # Of each helper: whether it sleeps.
-_ASLEEP = 5 * _APART
+_ASLEEP = 6 * _APART
 
 # More would find no tiles: the backward has at most 64.
 MOST_HELPERS = 63
@@ -79,12 +80,19 @@ def _word(pool, index):
 
 @pasted
 def _take_tiles(pool, me):
-    """Do tile after tile until none is left."""
-    words = _word(pool, 0)
-    tile = atomic_add(_word(pool, _NEXT), 1)
-    while tile < words[_TILES]:
+    """
+    Do tile after tile until none is left: the caller from the first on, helpers from the last.
+
+    So in the next call of a loop each processor has about the tiles that its own cache holds.
+    """
+    words, mine = _word(pool, 0), 0
+    while atomic_add(_word(pool, _BEGUN), 1) < words[_TILES]:
+        if me == 0:
+            tile = mine
+            mine += 1
+        else:
+            tile = words[_TILES] - 1 - atomic_add(_word(pool, _FROM_END), 1)
         call(words[_FUNCTION], words[_RECORD], tile, me)
-        tile = atomic_add(_word(pool, _NEXT), 1)
 
 
 @pasted
@@ -96,7 +104,7 @@ def run(function, record, tiles, pool, helpers):
         return
     words = _word(pool, 0)
     words[_FUNCTION], words[_RECORD], words[_TILES] = function, record, tiles
-    words[_HELPERS], words[_NEXT] = helpers, 0
+    words[_HELPERS], words[_BEGUN], words[_FROM_END] = helpers, 0, 0
     atomic_add(_word(pool, _GENERATION), 1)
     _take_tiles(pool, 0)
     # Nobody begins any more.
