@@ -66,7 +66,8 @@ def keep(name: str, doc: str, measure: Callable[[], dict[str, Any]]) -> dict[str
     path = HERE / "results" / f"{name}.json"
     if not parser.parse_args().render:
         path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
-    return json.loads(path.read_text(encoding="utf-8"))
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
 
 
 def origin_line(command: str, made: Mapping[str, Any]) -> str:

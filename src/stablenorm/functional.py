@@ -253,7 +253,7 @@ def _forward(
     out: Array | None,
     backend: str | None,
     keep: bool,
-) -> Any:
+) -> tuple[Array, *tuple[Any, ...]]:
     """Return y, and what `Cache` is made of; without `keep`, y may overwrite x."""
     if axis == -1 and is_plain(x, None):
         name = choose(backend)

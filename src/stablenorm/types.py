@@ -110,7 +110,7 @@ class Cache(NamedTuple):
                 low = low + lower
             if exponent is not None:
                 low = np.ldexp(low, exponent[:, which])
-            total = first + low
+            total: Array = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])
 

@@ -55,7 +55,8 @@ class Bounds(NamedTuple):
 
 def row_mean(a: Array) -> Array:
     """Average over the last axis and keep it."""
-    return np.mean(a, axis=-1, keepdims=True)
+    mean: Array = np.mean(a, axis=-1, keepdims=True)
+    return mean
 
 
 def unit(n: int, u: float) -> float:
@@ -147,18 +148,21 @@ class Expected:
         shift, stretch = self._slacks[careless]
         of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.xhat), 1e-300)
         if name == "y":
-            return 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
-        lost = np.abs(self.dy) * of_xhat if name == "dgamma" else 0.0 * self.dy
-        return unit(len(self.dy), self.u) * magnitude + np.sum(lost, axis=0)
+            bound: Array = 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
+        else:
+            lost = np.abs(self.dy) * of_xhat if name == "dgamma" else 0.0 * self.dy
+            bound = unit(len(self.dy), self.u) * magnitude + np.sum(lost, axis=0)
+        return bound
 
     def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
         """Return how far off dx / rstd, made of g and xhat, may be in a program."""
         shift, stretch = self._slacks[careless]
         size, slope = row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
         magnitude = np.abs(g) + size + np.abs(xhat) * slope
-        bound = (3 * stretch + unit(self.case.n, self.u)) * magnitude
+        rounded: Array = (3 * stretch + unit(self.case.n, self.u)) * magnitude
         # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
-        return bound + shift * (slope + np.abs(xhat) * size + shift * size)
+        shifted: Array = shift * (slope + np.abs(xhat) * size + shift * size)
+        return rounded + shifted
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:

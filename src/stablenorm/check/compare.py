@@ -52,7 +52,8 @@ def rounding_bound(gradient: Array, loss: Loss) -> Array:
     terms = max([length for shape in shapes for length in shape] + [loss.y.size / values.size, 1])
     half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
     sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
-    return (half_ulp + 4 * u * (np.abs(values) + row_rms) + sums).reshape(-1)
+    bound: Array = half_ulp + 4 * u * (np.abs(values) + row_rms) + sums
+    return bound.reshape(-1)
 
 
 def natural_size(loss: Loss, span: Array) -> float:

@@ -293,7 +293,8 @@ def measure_noise(loss: Loss, position: int, scale: Array, rng: Generator) -> No
         ulps = np.maximum(size * scale / quantum, 1)
         # None near 0: each element is to leave its rounding behind.
         factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
-        return np.round(factors * ulps) * quantum
+        offsets: Array = np.round(factors * ulps) * quantum
+        return offsets
 
     def outputs(offsets: Array) -> Array:
         values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]

@@ -286,7 +286,7 @@ def _default_scale(array: Array) -> Array:
     # Divided by the largest magnitude, lest squares overflow or vanish.
     largest = float(np.abs(values).max()) or 1.0
     values /= largest
-    scale = values.std(axis=-1, keepdims=True)
+    scale: Array = values.std(axis=-1, keepdims=True)
     # No spread, but for rounding: that of the whole array; none either: the magnitude is all
     # that is known.
     for fallback in (float(values.std()), 1.0):

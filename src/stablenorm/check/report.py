@@ -222,7 +222,8 @@ class GradientReport:
             is one. What JSON has no number for is a string that float() reads: "nan", "inf".
         """
         held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
-        return plain(held | vars(self))
+        result: dict[str, Any] = plain(held | vars(self))
+        return result
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""

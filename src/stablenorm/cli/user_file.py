@@ -115,7 +115,8 @@ class UserFile:
                 place = f"{self.name}:{frame.lineno}"
         if isinstance(error, SystemExit):
             place += "; put what is not to be run under if __name__ == '__main__':"
-        return type(type(error).__name__, (UserError,), {})(f"{text} at {place}".strip())
+        named: type[UserError] = type(type(error).__name__, (UserError,), {})
+        return named(f"{text} at {place}".strip())
 
 
 def _is_layer(value: Any) -> bool:

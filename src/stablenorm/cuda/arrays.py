@@ -34,7 +34,8 @@ class Folded(NamedTuple):
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the elements."""
-        return self.array.dtype
+        dtype: np.dtype[Any] = self.array.dtype
+        return dtype
 
     def moved(self, cupy: Any) -> Any:
         """Return a view with the axes of the rows last."""

@@ -131,7 +131,8 @@ class Diagnosis:
             string, "nan", "inf" or "-inf".
         """
         names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods", "summary", "worst")
-        return plain({name: getattr(self, name) for name in names})
+        result: dict[str, Any] = plain({name: getattr(self, name) for name in names})
+        return result
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""

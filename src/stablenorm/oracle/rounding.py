@@ -183,7 +183,8 @@ class Judged(NamedTuple):
     def in_ulp(self) -> Array:
         """Return the errors in ulp."""
         with np.errstate(over="ignore", under="ignore"):
-            return np.ldexp(self.mantissa, self.exponent - self.ulp)
+            errors: Array = np.ldexp(self.mantissa, self.exponent - self.ulp)
+        return errors
 
 
 def judge(value: float, interval: Interval, fmt: Format) -> tuple[float, int, bool, int] | None:

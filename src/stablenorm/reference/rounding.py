@@ -69,5 +69,6 @@ def _to_odd_float32(value: Array) -> Array:
     # Toward zero: back by one where the nearest lies beyond the value (an infinity included:
     # its neighbour is the largest finite float32, which is odd, and rounds to bfloat16's inf).
     beyond = inexact & (np.abs(nearest) > np.abs(value))
-    bits = nearest.view(np.uint32) - beyond.astype(np.uint32)
-    return (bits | inexact.astype(np.uint32)).view(np.float32)
+    truncated = nearest.view(np.uint32) - beyond.astype(np.uint32)
+    odd: Array = truncated | inexact.astype(np.uint32)
+    return odd.view(np.float32)

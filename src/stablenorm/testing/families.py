@@ -139,7 +139,8 @@ def _cast(value: Any, form: Format) -> Array:
     """Round to a format, keeping what is meant to be finite finite."""
     value = np.asarray(value, dtype=np.float64)
     clipped = np.clip(value, -form.largest, form.largest)
-    return np.where(np.isfinite(value), clipped, value).astype(form.dtype)
+    kept: Array = np.where(np.isfinite(value), clipped, value)
+    return kept.astype(form.dtype)
 
 
 def _rounded(value: Any, form: Format) -> Array:
@@ -179,7 +180,8 @@ def _xhat(x: Array, f: Format, eps: float) -> Array:
     """The textbook formula in float64, of `x` rounded: good enough to build an input from."""
     x = _rounded(x, f)
     centered = x - x.mean(axis=-1, keepdims=True)
-    return centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
+    xhat: Array = centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
+    return xhat
 
 
 def _dy_is_y(f: Format, shape: Shape, rng: Random, eps: float = 1e-5) -> Parts:

@@ -71,11 +71,13 @@ def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
 
 
 def _mean(a: Array) -> Array:
-    return a.mean(axis=-1, keepdims=True)
+    mean: Array = a.mean(axis=-1, keepdims=True)
+    return mean
 
 
 def _sum_rows(a: Array) -> Array:
-    return a.reshape(-1, a.shape[-1]).sum(axis=0)
+    total: Array = a.reshape(-1, a.shape[-1]).sum(axis=0)
+    return total
 
 
 def _parameters(dy: Array, xhat: Array) -> tuple[Array, Array]:
@@ -83,7 +85,8 @@ def _parameters(dy: Array, xhat: Array) -> tuple[Array, Array]:
 
 
 def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    return rstd * (g - _mean(g) - xhat * _mean(g * xhat))
+    dx: Array = rstd * (g - _mean(g) - xhat * _mean(g * xhat))
+    return dx
 
 
 def _wrong_dx(make: Callable[[Array, Kept], Array]) -> Backward:
