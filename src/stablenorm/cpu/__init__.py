@@ -32,7 +32,7 @@ from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
 from stablenorm.types import Array, Gradients, Statistics
 
-_new: Any = tuple.__new__
+_new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 6
 
 
@@ -41,7 +41,7 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     return _forward(x, gamma, beta, eps, y)
 
 
-def _forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Any:
+def _forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Statistics:
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
     plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
     rows, kept = plan.rows, _NOTHING_KEPT
@@ -133,10 +133,10 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> i
     if rows is not None:
         words = words.copy()
         words[AT.rows] = rows
-    state = _work(arrays, eps, words, pool, helpers)
-    if state == NO_MEMORY:
+    done: int = _work(arrays, eps, words, pool, helpers)
+    if done == NO_MEMORY:
         raise MemoryError
-    return state
+    return done
 
 
 def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
