@@ -79,8 +79,10 @@ def _torch(threads: int) -> Peer:
 
     def back(result: Any) -> Array:
         if result.dtype == torch.bfloat16:
-            return result.view(torch.int16).numpy().view(bfloat16)
-        return result.numpy()
+            bits: Array = result.view(torch.int16).numpy()
+            return bits.view(bfloat16)
+        array: Array = result.numpy()
+        return array
 
     def make(problem: Problem, eps: float) -> Calls:
         x, gamma, beta, dy = map(tensor, problem[:4])

@@ -152,7 +152,8 @@ def ulp_at_outlier(subject: Peer, at: Input) -> float:
 def of_dbeta(subject: Peer, at: Input) -> float:
     """Return max|error of dbeta| / sum|dy|, the exact sums by fsum."""
     pairs = zip(run(subject, at)["dbeta"], at.dy.astype(np.float64).T.tolist(), strict=True)
-    return max(abs(a - math.fsum(c)) / math.fsum(map(abs, c)) for a, c in pairs)
+    largest: float = max(abs(a - math.fsum(c)) / math.fsum(map(abs, c)) for a, c in pairs)
+    return largest
 
 
 def rows_touched(subject: Peer, at: Input) -> float:

@@ -20,7 +20,8 @@ Moments = Callable[[Array], tuple[Array, Array]]
 
 def mean_of(v: Array) -> Array:
     """Return the row means, as a column of v's dtype."""
-    return v.mean(axis=-1, keepdims=True)
+    mean: Array = v.mean(axis=-1, keepdims=True)
+    return mean
 
 
 def two_pass(x: Array) -> tuple[Array, Array]:
@@ -58,7 +59,8 @@ def normalize(x: Array, moments: Moments, eps: float) -> Array:
     """Return xhat in the dtype of x, from statistics in that dtype."""
     with np.errstate(all="ignore"):
         mean, var = moments(x)
-        return (x - mean) / np.sqrt(var + x.dtype.type(eps))
+        xhat: Array = (x - mean) / np.sqrt(var + x.dtype.type(eps))
+    return xhat
 
 
 def corrected(x: Array, eps: float) -> Array:
@@ -66,13 +68,15 @@ def corrected(x: Array, eps: float) -> Array:
     with np.errstate(all="ignore"):
         centered = x - mean_of(x)
         centered = centered - mean_of(centered)
-        return centered / np.sqrt(mean_of(np.square(centered)) + x.dtype.type(eps))
+        xhat: Array = centered / np.sqrt(mean_of(np.square(centered)) + x.dtype.type(eps))
+    return xhat
 
 
 def centered_form(g: Array, xhat: Array, rstd: Array) -> Array:
     """The dx that centers g first."""
     q = g - mean_of(g)
-    return rstd * (q - xhat * mean_of(q * xhat))
+    dx: Array = rstd * (q - xhat * mean_of(q * xhat))
+    return dx
 
 
 # What may be kept of the mean between forward and backward, and who keeps that.
@@ -98,7 +102,8 @@ def masked_by_product(x: Array, n: int, eps: float) -> Array:
         mean = (x * mask).sum(axis=-1, keepdims=True) / x.dtype.type(n)
         centered = (x - mean) * mask
         var = np.square(centered).sum(axis=-1, keepdims=True) / x.dtype.type(n)
-        return (centered / np.sqrt(var + x.dtype.type(eps)))[:, :n]
+        xhat: Array = centered / np.sqrt(var + x.dtype.type(eps))
+    return xhat[:, :n]
 
 
 def rounded_before_gamma(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
