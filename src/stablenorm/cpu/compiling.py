@@ -89,8 +89,9 @@ def compiled_c(function: Callable[..., None], name: str) -> Any:
 
 def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
     """Return what `make` makes with the cache on disk; without it if that is forbidden."""
-    function.__qualname__ = f"{function.__name__}.{_key(signature)}"
     with starting:
+        # Inside: the digest asks LLVM, whose lock a fork must not find taken.
+        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
         for _ in range(2):
             try:
                 return make(True)
