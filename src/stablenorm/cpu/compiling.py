@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from numba import cfunc, config, njit, types
 from numba.core.caching import FunctionCache
 from numba.core.registry import cpu_target
 
-from stablenorm.cpu.memory import HALF_IN_HARDWARE
+from stablenorm.cpu.memory import HALF_IN_HARDWARE, named
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
 from stablenorm.threads import starting
 
@@ -23,8 +24,9 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError(msg)
 
 # How the kernels are told the element type: 16-bit types by the integers that hold their bits. These are
-# NumPy's types, whose identity is the same in every process.
+# NumPy's types, whose identity is the same in every process. None is for what is missing.
 ELEMENTS: dict[Any, Any] = {
+    None: None,
     FLOAT64.dtype: np.float64,
     FLOAT32.dtype: np.float32,
     FLOAT16.dtype: np.int16,
@@ -34,21 +36,9 @@ if not HALF_IN_HARDWARE:
     del ELEMENTS[FLOAT16.dtype]
 
 
-def _stamp() -> str:
-    """
-    Return a digest of every source of this folder that Numba compiles.
-
-    Numba notices a change of the file that holds the cached function, not of those that it calls
-    into. The digest is a constant of each cached function, and thereby part of its key.
-    """
-    digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-STAMP = _stamp()
-
+# Every source of this folder. Numba notices a change of the file that holds a function, not of those
+# that it calls into.
+_SOURCES = b"".join(source.read_bytes() for source in sorted(Path(__file__).parent.glob("*.py")))
 
 # They own the machine code.
 _DISPATCHERS: list[Any] = []
@@ -78,13 +68,26 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
     return entry
 
 
-def compiled_c(function: Callable[..., None], name: str) -> Any:
-    """Compile `function` of three int64 as a C function; return its address."""
-    function.__name__ = name
-    make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
-    made = _cached(make, function, _C_SIGNATURE)
-    _C_FUNCTIONS.append(made)
-    return made.address
+def address_of_compiled(choose: Callable[..., Any]) -> Callable[..., int]:
+    """
+    Decorate what returns a function of three int64, given the types of elements or other choices.
+
+    What it returns then is the address of that function, compiled as a C function; 0 of None.
+    """
+
+    @functools.cache
+    def address(*choices: Any) -> int:
+        if None in choices:
+            return 0
+        names = (getattr(choice, "__name__", choice) for choice in choices)
+        function = named(choose(*choices), *names)
+        make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
+        made = _cached(make, function, _C_SIGNATURE)
+        _C_FUNCTIONS.append(made)
+        place: int = made.address
+        return place
+
+    return address
 
 
 def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
@@ -105,10 +108,11 @@ def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
 
 def _key(signature: Any) -> str:
     """
-    Return a digest of the types and the processor, for cache files of their own.
+    Return a digest of the types, the processor and the sources, for cache files of their own.
 
     Of an index that they shared, processes that start at the same time would each write their own
     version, and a later one could be led to the machine code of other types or another processor.
     """
     processor = cpu_target.target_context.codegen().magic_tuple()
-    return hashlib.sha256(repr((str(signature), processor)).encode()).hexdigest()[:16]
+    types_ = repr((str(signature), processor)).encode()
+    return hashlib.sha256(types_ + _SOURCES).hexdigest()[:16]

@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
-from stablenorm.cpu.compiling import ELEMENTS, STAMP, compiled, compiled_c
+from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
 from stablenorm.cpu.pool import MOST_HELPERS, run
@@ -58,7 +58,7 @@ class Plan(NamedTuple):
 
 _BY_REFERENCE = Plan(None, 0, False, REFERENCE, False, 0, 0, 0)
 
-_known = {None, *ELEMENTS}.issuperset
+_known = set(ELEMENTS).issuperset
 
 
 def _plan(part: Call, dtype: Any, strides: Any, wide: bool) -> Plan:
@@ -104,7 +104,7 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
     rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
     part = Call(
         rows=rows, n=n, tile_rows=forward_rows(rows, n), do_tile=of.forward_tile(ELEMENTS[x_dtype]),
-        widen_gamma=_widener(gamma_dtype), widen_beta=_widener(beta_dtype),
+        widen_gamma=_widener(ELEMENTS[gamma_dtype]), widen_beta=_widener(ELEMENTS[beta_dtype]),
         # Of wide rows that are extreme, all of x is needed once more.
         scratch_bytes=of.scratch_bytes(n, False), over_input=False,
     )  # fmt: skip
@@ -128,8 +128,8 @@ def backward_plan(inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any
         rows=rows, n=n, dy_stride=strides[0] if strides else n * dy_dtype.itemsize,
         tile_rows=backward_rows(rows, n),
         do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
-        widen_gamma=_widener(gamma_dtype),
-        round_dgamma=_rounder(totals[0]), round_dbeta=_rounder(totals[1]),
+        widen_gamma=_widener(ELEMENTS[gamma_dtype]),
+        round_dgamma=_rounder(ELEMENTS[totals[0]]), round_dbeta=_rounder(ELEMENTS[totals[1]]),
         scratch_bytes=of.scratch_bytes(n, True), over_input=wide,
     )  # fmt: skip
     return _plan(part, x_dtype, strides, wide)
@@ -143,31 +143,19 @@ def sums_size(tiles: int, n: int) -> int:
 # ---- what is compiled ----
 
 
-@functools.cache
-def _widener(dtype: Any) -> int:
-    """Return the address of what copies n elements at an address into float64 at another."""
-    if dtype is None:
-        return 0
-    element, stamp = ELEMENTS[dtype], STAMP
-
+@address_of_compiled
+def _widener(element: Any) -> Any:
     def widen_all(source, to, n):
-        if stamp == "":
-            return
+        """Copy n elements at an address into float64 at another."""
         widen(pointer_at(source, element), float64_at(to), n)
 
-    return compiled_c(widen_all, f"widen_{element.__name__}")
+    return widen_all
 
 
-@functools.cache
-def _rounder(dtype: Any) -> int:
-    """Return the address of what adds up the tiles' dgamma (0) or dbeta (1), and rounds them."""
-    if dtype is None:
-        return 0
-    element, stamp = ELEMENTS[dtype], STAMP
-
+@address_of_compiled
+def _rounder(element: Any) -> Any:
     def round_all(record, which, _):
-        if stamp == "":
-            return
+        """Add up the tiles' dgamma (0) or dbeta (1), and round them."""
         p = read_record(record)
         out = pointer_at(p.dbeta if which else p.dgamma, element)
         apart = 8 * padded(p.n)
@@ -186,7 +174,7 @@ def _rounder(dtype: Any) -> int:
                 merge(float64_at(part + apart), high, low, count)
             round_sums(high, low, count, further(out, start * width(out)))
 
-    return compiled_c(round_all, f"round_{element.__name__}")
+    return round_all
 
 
 @pasted
@@ -215,14 +203,13 @@ def job() -> Any:
     It takes the arrays in the order of `Call`, eps, the words of a plan, those of the pool, and the
     number of helpers; it returns DONE or what kept it from beginning.
     """
-    stamp = STAMP
 
     def work(arrays, eps, words, pool, helpers):
         plan = pointer_at(address_of(words), np.int64)
         p = read_record(address_of(words))
         x, out, dy = address_of(arrays[0]), address_of(arrays[1]), address_of(arrays[2])
         in_place = out == (dy if dy != 0 else x)
-        if (in_place and p.over_input == 0) or stamp == "":
+        if in_place and p.over_input == 0:
             return COPY
         own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
         sums = 32 * padded(p.n) * p.tiles if own_sums else 0

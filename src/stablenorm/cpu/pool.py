@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from stablenorm.cpu.compiling import STAMP, compiled
+from stablenorm.cpu.compiling import compiled
 from stablenorm.cpu.memory import address, pasted, pointer, pointer_at
 from stablenorm.cpu.processor import (
     atomic_add,
@@ -122,14 +122,13 @@ def run(function, record, tiles, pool, helpers):
 @functools.cache
 def _helping() -> Any:
     """Return what helpers run, compiled when the first is started."""
-    stamp = STAMP
 
     def help_out(words, me, seen):  # type: ignore[no-untyped-def]
         """Work on whatever comes; return the last generation seen when nothing has come for a while."""
         pool = address(pointer(words))
         generation, working = _word(pool, _GENERATION), _word(pool, _WORKING)
         asleep = _word(pool, _ASLEEP + me * _APART)
-        turns, last = 0 if stamp != "" else _TURNS, _TURNS + _NAPS
+        turns, last = 0, _TURNS + _NAPS
         if _LINUX:
             _set_slack(_PR_SET_TIMERSLACK, 1)
         word = set_default()

@@ -7,11 +7,10 @@ Results that are too many for the caches, or that overwrite an input, are first 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from stablenorm.cpu import rows as equations
-from stablenorm.cpu.compiling import STAMP, compiled_c
+from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import (
     LINE,
     copy_bytes,
@@ -171,18 +170,15 @@ def _forward_tile(p, first, stop, element, stage):
         _close_stage(state, stage)
 
 
-@functools.cache
-def forward_tile(element: Any) -> int:
-    """Return the address of what normalizes a tile of rows of this type."""
-    stamp = STAMP
+@address_of_compiled
+def forward_tile(element: Any) -> Any:
+    """Return what normalizes a tile of rows of this type."""
 
-    def tile(record, number, me):
-        if stamp == "":
-            return
+    def forward(record, number, me):
         p, first, stop, stage = tile_of(record, number, me)
         _forward_tile(p, first, stop, element, stage)
 
-    return compiled_c(tile, f"forward_tile_{element.__name__}")
+    return forward
 
 
 # ---- backward ----
@@ -267,14 +263,11 @@ def _end_part(part, sums, n):
 _summing_tile, _other_tile = _backward_tile(True), _backward_tile(False)
 
 
-@functools.cache
-def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
-    """Return the address of what pulls back a tile of rows of these types."""
-    stamp = STAMP
+@address_of_compiled
+def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
+    """Return what pulls back a tile of rows of these types."""
 
-    def tile(record, number, me):
-        if stamp == "":
-            return
+    def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
         sums = p.sums + number * 32 * padded(p.n)
         if summing:
@@ -282,8 +275,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
         else:
             _other_tile(p, first, stop, dy_element, x_element, sums, scratch)
 
-    names = dy_element.__name__, x_element.__name__, summing
-    return compiled_c(tile, "_".join(map(str, ("backward_tile", *names))))
+    return backward
 
 
 def scratch_bytes(n: int, backward: bool) -> int:

@@ -7,13 +7,12 @@ to memory: the arithmetic takes longer than the way past the caches would save.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 
 from stablenorm.cpu import wide as equations
-from stablenorm.cpu.compiling import STAMP, compiled_c
+from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import LINE, float_of, inlined, pasted, pointer_at
 from stablenorm.cpu.record import float64_at
 from stablenorm.cpu.sums import fill
@@ -50,18 +49,15 @@ def _forward_tile(p, first, stop, element, scratch):
             equations.normalize(x, y, n, gamma, beta, row)
 
 
-@functools.cache
-def forward_tile(element: Any) -> int:
-    """Return the address of what normalizes a tile in double-double."""
-    stamp = STAMP
+@address_of_compiled
+def forward_tile(element: Any) -> Any:
+    """Return what normalizes a tile in double-double."""
 
-    def tile(record, number, me):
-        if stamp == "":
-            return
+    def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
         _forward_tile(p, first, stop, element, scratch)
 
-    return compiled_c(tile, f"wide_forward_tile_{element.__name__}")
+    return forward
 
 
 # ---- backward ----
@@ -102,14 +98,11 @@ def _backward_tile(p, first, stop, dy_element, x_element, sums, scratch):
         _settle(sums, n)
 
 
-@functools.cache
-def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
-    """Return the address of what pulls back a tile in double-double."""
-    stamp = STAMP
+@address_of_compiled
+def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
+    """Return what pulls back a tile in double-double."""
 
-    def tile(record, number, me):
-        if stamp == "":
-            return
+    def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
         apart = 8 * padded(p.n)
         sums = _four(p.sums + 4 * apart * number, apart)
@@ -119,8 +112,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> int:
         else:
             _backward_tile(p, first, stop, dy_element, x_element, None, scratch)
 
-    names = dy_element.__name__, x_element.__name__, summing
-    return compiled_c(tile, "_".join(map(str, ("wide_backward_tile", *names))))
+    return backward
 
 
 def scratch_bytes(n: int, backward: bool) -> int:
