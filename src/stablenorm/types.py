@@ -45,6 +45,9 @@ class Statistics(NamedTuple):
     # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
     # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500.
     exponent: Array | None = None
+    # Of rounding="nearest" alone: the root mean square of xhat, or a few ulps more; 0 of constant
+    # rows, NaN of rows that have no layer norm.
+    spread: Array | None = None
 
     @property
     def nbytes(self) -> int:

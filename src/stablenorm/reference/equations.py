@@ -298,10 +298,14 @@ class _RowSum:
         """Return the sum of all, rounded once to the dtype and in the shape of `like`."""
         if not self._partial:
             return np.zeros(like.shape, like.dtype)
+        return _round(self.total(), like.dtype).reshape(like.shape)
+
+    def total(self) -> Any:
+        """Return the sum of all, of at least one block, as one row."""
         total = self._partial[-1][1]
         for _, partial in reversed(self._partial[:-1]):
             total = partial + total
-        return _round(total, like.dtype).reshape(like.shape)
+        return total
 
 
 def _sum_rows(block: Any) -> Any:

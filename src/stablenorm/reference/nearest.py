@@ -1,0 +1,359 @@
+r"""
+The equations for ``rounding="nearest"``: every element is the exact one rounded to nearest, ties to even.
+
+They run on `Wide`, and each value v comes with a bound e of its error. Where v - e and v + e round
+to the same bits, so does the exact value. What that leaves undecided goes to `exact`. The bound
+is 0 where an element is exact: of constant rows y is beta, and a gamma or dy of 0 adds nothing.
+
+The bounds
+----------
+In units of ``2**-106``; terms of higher order are far below what K is rounded up by. One addition
+errs by 3, a product by 7, a quotient by an integer by 4, relative to the result (Joldes, Muller and
+Popescu, ACM TOMS 44 (2017) 15; their 5 for products has a longer proof), and `Wide.rsqrt` by 16. A
+sum of n terms is a tree of h = ceil(log2 n) additions: 3 h times the sum of their magnitudes. With
+``D = rstd mean|x - m|``, m the mean rounded to float64, and c = x - mean:
+
+==================  =============================================================================
+mean of x - m       (3 h + 4) mean|x - m|, a shift that all elements of the row share
+c                   3 abs(c), and the shift, whose square is nothing beside var: D is at most
+                    1 + 1.5 sqrt(n), as x - m is at most an ulp off what is no constant row
+var + eps           6 for c**2, 7 + 3 h + 4 of the mean, 3: 3 h + 20, relative
+rstd                half of that, and 16: 1.5 h + 26, relative
+xhat                (1.5 h + 36) abs(xhat) + (3 h + 4) D
+y                   (1.5 h + 46) abs(gamma xhat) + (3 h + 7) abs(gamma) D + 3 abs(beta)
+g - mean(g)         3 abs(g - mean g) + (3 h + 4) mean|g|; g itself is exact
+B = mean((g -       with W = mean abs((g - mean g) xhat): (4.5 h + 50) W; both shifts vanish,
+mean g) xhat)       as each is multiplied by a mean of 0
+dx                  rstd times (1.5 h + 39) abs(g - mean g) + (4.5 h + 33) mean|g|
+                    + (7.5 h + 129) abs(xhat) W + (3 h + 4) D W
+dgamma              k additions per row: the sum of abs(dy) ((1.5 h + 43 + 3 k) abs(xhat)
+                    + (3 h + 4) D)
+dbeta               3 k times the sum of abs(dy)
+==================  =============================================================================
+
+To add e to v errs by 4 abs(v) more, at most. So the K of the code: 3 h + 64 for y, and 8 for beta;
+8 h + 160 for dx; 3 h + 3 k + 64 for dgamma; 3 k + 4 for dbeta.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stablenorm.arrays import as_matrix
+from stablenorm.control import default_control
+from stablenorm.formats import format_of
+from stablenorm.reference import exact
+from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.equations import _BLOCK, RowsLike, _blocks, _center, _Keeper, _RowSum
+from stablenorm.types import Array, Gradients, Statistics
+
+_UNIT = 2.0**-106
+
+# Sums below 2**102 of the last place of their terms are exact in double-double: each error is a
+# multiple of that place, and less than it.
+_EXACT = 102
+
+
+@default_control()
+def forward_nearest(
+    x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
+) -> Statistics:
+    """Do what `forward` does, every element of `y` rounded to nearest; `spread` is filled as well."""
+    x, y = as_matrix(x), as_matrix(y)
+    n, dtype = x.shape[1], y.dtype
+    gamma, beta = _parameter(gamma, n, 1.0), _parameter(beta, n, 0.0)
+    finite = np.isfinite(gamma) & np.isfinite(beta)
+    scale, shift = np.where(finite, gamma, 0.0), np.where(finite, beta, 0.0)
+    wide_scale, wide_shift = Wide.exactly(scale[None]), Wide.exactly(shift[None])
+    keep, spread = _AllWords(x.shape[0], n, True), np.empty(x.shape[0])
+    factor = 3 * _height(n) + 64
+    with np.errstate(all="ignore"):
+        for rows in _blocks(x.shape):
+            part = _normalized(x[rows], eps)
+            product = part.xhat * wide_scale
+            size = _plus(product, _times(wide_scale, part.drift))
+            # Where nothing is added to beta, it is exact.
+            of_shift = _scaled(wide_shift, np.where(size.hi == 0, 0.0, 8.0))
+            bound = _plus(_scaled(size, factor), of_shift)
+            result, undecided = _rounded(product + wide_shift, bound, dtype)
+            undecided[part.undefined] = False
+            if undecided.any():
+                result[undecided] = exact.y_elements(part.x, scale, shift, eps, undecided, dtype)
+            if not finite.all():
+                # Of an infinite gamma, the sign of xhat counts.
+                sign = np.zeros(result.shape)
+                infinite = np.isinf(gamma) & ~part.undefined[:, None]
+                sign[infinite] = exact.signs(part.x, infinite)
+                extended = np.where(np.isfinite(gamma), 0.0, gamma) * sign + beta
+                result[:, ~finite] = extended[:, ~finite]
+            result[part.undefined[:, None] | np.isnan(result)] = np.nan
+            y[rows] = result
+            spread[rows] = part.keep(keep, rows)
+    return keep.statistics._replace(spread=spread)
+
+
+@default_control()
+def backward_nearest(
+    dy: RowsLike,
+    x: RowsLike,
+    gamma: Array | None,
+    eps: float,
+    statistics: Statistics,  # noqa: ARG001, what all backends are given
+    out: Gradients,
+) -> None:
+    """
+    Do what `backward` does, every element rounded to nearest, from x and eps.
+
+    ``out.dx`` may be `dy` itself: the sums over rows come first.
+    """
+    columns = np.arange(x.shape[-1])
+    dtypes = [None if each is None else each.dtype for each in out[1:]]
+    for total, values in zip(out[1:], columns_nearest(dy, x, eps, columns, *dtypes), strict=True):
+        if total is not None and values is not None:
+            total[...] = values.reshape(total.shape)
+    if out.dx is not None:
+        _write_dx(as_matrix(dy), as_matrix(x), gamma, eps, as_matrix(out.dx))
+
+
+def _write_dx(dy: RowsLike, x: RowsLike, gamma: Array | None, eps: float, dx: RowsLike) -> None:
+    n = x.shape[1]
+    gamma = _parameter(gamma, n, 1.0)
+    finite = np.isfinite(gamma)
+    scale = np.where(finite, gamma, 0.0)
+    wide_scale, factor = Wide.exactly(scale[None]), 8 * _height(n) + 160
+    with np.errstate(all="ignore"):
+        for rows in _blocks(x.shape):
+            part = _normalized(x[rows], eps)
+            cotangent = dy[rows].astype(np.float64)
+            undefined = part.undefined | ~(finite & np.isfinite(cotangent)).all(axis=1)
+            cotangent[undefined] = 0.0
+            g = Wide.exactly(cotangent) * wide_scale
+            centered = g - g.mean()
+            product = centered * part.xhat
+            value = (centered - part.xhat * product.mean()) * part.rstd
+            size = _times(_plus(part.xhat, part.drift), _size(product).mean())
+            size = _times(_plus(centered, _size(g).mean(), size), part.rstd)
+            result, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
+            zero = _constant(g) | (n == 2 and eps == 0)
+            undecided[undefined | zero] = False
+            if undecided.any():
+                result[undecided] = exact.dx_elements(
+                    cotangent, part.x, scale, eps, undecided, dx.dtype
+                )
+            result[zero] = 0.0
+            result[undefined] = np.nan
+            dx[rows] = result
+
+
+@default_control()
+def columns_nearest(
+    dy: RowsLike,
+    x: RowsLike,
+    eps: float,
+    columns: Array,
+    dtype_dgamma: np.dtype[Any] | None,
+    dtype_dbeta: np.dtype[Any] | None,
+) -> tuple[Array | None, Array | None]:
+    """Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype."""
+    dy, x = as_matrix(dy), as_matrix(x)
+    with np.errstate(all="ignore"):
+        return (
+            None if dtype_dgamma is None else _dgamma(dy, x, eps, columns, dtype_dgamma),
+            None if dtype_dbeta is None else _dbeta(dy, columns, dtype_dbeta),
+        )
+
+
+def _dgamma(dy: RowsLike, x: RowsLike, eps: float, columns: Array, dtype: Any) -> Array:
+    sums, sizes = _RowSum(), _RowSum()
+    extended, undefined = np.zeros(len(columns)), False
+    for rows in _blocks(x.shape):
+        part = _normalized(x[rows], eps)
+        cotangent = dy[rows][:, columns].astype(np.float64)
+        finite = np.isfinite(cotangent)
+        if not finite.all():
+            # Of an infinite dy, the sign of xhat counts.
+            wanted, sign = np.zeros(x[rows].shape, bool), np.zeros(x[rows].shape)
+            wanted[:, columns] = ~finite
+            sign[wanted] = exact.signs(part.x, wanted)
+            infinite = np.where(finite, 0.0, cotangent * sign[:, columns])
+            extended += infinite.sum(axis=0)
+            cotangent = np.where(finite, cotangent, 0.0)
+        term, xhat = Wide.exactly(cotangent), part.xhat[:, columns]
+        sums.add(term * xhat)
+        sizes.add(_times(term, _plus(xhat, part.drift)))
+        undefined |= bool(part.undefined.any())
+    if undefined or not x.shape[0]:
+        return np.full(len(columns), np.nan if undefined else 0.0).astype(dtype)
+    factor = 3 * _height(x.shape[1]) + 3 * _added(x.shape[0]) + 64
+    result, undecided = _rounded(sums.total(), _scaled(sizes.total(), factor), dtype)
+    result, undecided = result[0], undecided[0] & (extended == 0)
+    if undecided.any():
+        blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
+        known = [row for block in blocks for row in exact.rows_of_columns(block, eps)]
+        for j, (column, values) in _columns(columns, undecided, dy, x):
+            result[j] = exact.dgamma_element(column, values, known, dtype)
+    return _extended(result, extended)
+
+
+def _dbeta(dy: RowsLike, columns: Array, dtype: Any) -> Array:
+    sums, sizes = _RowSum(), _RowSum()
+    extended = np.zeros(len(columns))
+    # The exponent of a last place that all terms of a column have.
+    digits, last = format_of(dy.dtype).digits, np.full(len(columns), 1 << 20)
+    for rows in _blocks(dy.shape):
+        cotangent = dy[rows][:, columns].astype(np.float64)
+        finite = np.isfinite(cotangent)
+        extended += np.where(finite, 0.0, cotangent).sum(axis=0)
+        cotangent = np.where(finite, cotangent, 0.0)
+        places = np.where(cotangent == 0, 1 << 20, np.frexp(cotangent)[1] - digits)
+        last = np.minimum(last, places.min(axis=0))
+        term = Wide.exactly(cotangent)
+        sums.add(term)
+        sizes.add(_size(term))
+    if not dy.shape[0]:
+        return np.zeros(len(columns), dtype)
+    size = sizes.total()
+    factor = np.where(size.magnitude() <= last + _EXACT, 0.0, 3 * _added(dy.shape[0]) + 4)
+    result, undecided = _rounded(sums.total(), _scaled(size, factor), dtype)
+    result, undecided = result[0], undecided[0] & (extended == 0)
+    for j, (column,) in _columns(columns, undecided, dy):
+        result[j] = exact.dbeta_element(column, dtype)
+    return _extended(result, extended)
+
+
+def _extended(result: Array, extended: Array) -> Array:
+    """Put the sums of what is not finite in their places."""
+    nan = np.isnan(extended)
+    infinite = (extended != 0) & ~nan
+    result[infinite] = extended[infinite]
+    result[nan] = np.nan
+    return result
+
+
+def _columns(columns: Array, wanted: Array, *matrices: RowsLike) -> Iterator[tuple[int, Any]]:
+    """Yield the places that are `wanted`, and those columns of the matrices in float64."""
+    places = np.flatnonzero(wanted)
+    shape = matrices[0].shape
+    step = max(1, _BLOCK // shape[0])
+    for start in range(0, len(places), step):
+        some = places[start : start + step]
+        gathered = [
+            np.concatenate(
+                [m[rows][:, columns[some]].astype(np.float64) for rows in _blocks(shape)]
+            ).T
+            for m in matrices
+        ]
+        yield from zip(some.tolist(), zip(*gathered, strict=True), strict=True)
+
+
+# ---- rows ----
+
+
+class _Part(NamedTuple):
+    """Some rows: x without what is not finite, and what all elements need; D is `drift`."""
+
+    x: Array
+    undefined: Array
+    mean: Array
+    mean_lo: Wide
+    var: Wide
+    rstd: Wide
+    xhat: Wide
+    drift: Wide
+
+    def keep(self, keep: _Keeper, rows: slice) -> Array:
+        """Keep the statistics; return the root mean square of xhat, or a little more."""
+        square = self.var * self.rstd * self.rstd
+        exponent = square.magnitude()
+        exponent += exponent & 1
+        root = np.ldexp(np.sqrt(square.scaled_to(exponent).hi), exponent // 2)
+        # Two ulps are more than the roundings above; with eps = 0 it is 1.
+        root = np.minimum(np.nextafter(np.nextafter(root, 2.0), 2.0), 1.0)
+        root[square.hi == 0] = 0.0
+        root[self.undefined[:, None]] = np.nan
+        # As without rounding="nearest": infinite where the variance is 0 and eps too.
+        self.rstd.hi[self.undefined] = np.where(np.isnan(self.mean), np.nan, np.inf)[self.undefined]
+        keep(rows, self.mean, self.mean_lo, self.rstd, self.var)
+        spread: Array = root[:, 0]
+        return spread
+
+
+class _AllWords(_Keeper):
+    """Keeps the last word of each mean."""
+
+    def _matters(self, mean_lo: Wide, var: Wide) -> Array:  # noqa: ARG002
+        return np.array(True)
+
+
+def _normalized(x: Array, eps: float) -> _Part:
+    x = x.astype(np.float64)
+    spoiled = ~np.isfinite(x).all(axis=1)
+    x[spoiled] = 0.0
+    undefined: Any = spoiled if eps else (x == x[:, :1]).all(axis=1)
+    centered, mean, mean_lo = _center(Wide.exactly(x), Wide.exactly)
+    var = (centered * centered).mean()
+    # Where there is no layer norm, the numbers are of no use, but finite.
+    rstd = (var + Wide.exactly(np.where(undefined, 1.0, eps)[:, None])).rsqrt()
+    mean[spoiled] = np.nan
+    drift = _times(_plus(_size(centered).mean(), mean_lo), rstd)
+    return _Part(x, undefined, mean, mean_lo, var, rstd, centered * rstd, drift)
+
+
+def _parameter(parameter: Array | None, n: int, default: float) -> Array:
+    return np.full(n, default) if parameter is None else parameter.reshape(-1).astype(np.float64)
+
+
+def _constant(v: Wide) -> Array:
+    """Tell which rows have elements all of which are the same."""
+    if not isinstance(v.exponent, int):
+        v = v.scaled_to(v.magnitude().max(axis=1, keepdims=True))
+    same: Array = ((v.hi == v.hi[:, :1]) & (v.lo == v.lo[:, :1])).all(axis=1)
+    return same
+
+
+# ---- bounds: of these numbers a float64 and an exponent are enough ----
+
+
+def _height(n: int) -> int:
+    """Return how many additions a term of a mean passes through."""
+    return (n - 1).bit_length()
+
+
+def _added(rows: int) -> int:
+    """Return how many additions a term of a sum over rows passes through, at most."""
+    # In its block and then among the blocks, each rounded up; once more where they are put together.
+    return rows.bit_length() + 4
+
+
+def _size(v: Wide) -> Wide:
+    return Wide(np.abs(v.hi), np.zeros_like(v.hi), v.exponent)
+
+
+def _scaled(v: Wide, factor: Array | float) -> Wide:
+    return _size(Wide(v.hi * factor, v.lo, v.exponent))
+
+
+def _times(a: Wide, b: Wide) -> Wide:
+    return _size(Wide(a.hi * b.hi, b.lo, a.exponent + b.exponent))
+
+
+def _plus(*parts: Wide) -> Wide:
+    """Return the sum of the magnitudes."""
+    exponent: Array | int = 0
+    if not all(isinstance(part.exponent, int) for part in parts):
+        exponent = np.maximum.reduce(np.broadcast_arrays(*(part.magnitude() for part in parts)))
+        parts = tuple(part.scaled_to(exponent) for part in parts)
+    total = functools.reduce(np.add, (np.abs(part.hi) for part in parts))
+    return Wide(total, np.zeros_like(total), exponent)
+
+
+def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """Return `v` rounded, and where a bound in units of 2**-106 leaves its rounding undecided."""
+    e, zero = bound.hi * _UNIT, np.zeros_like(bound.hi)
+    # Not -e: of two zeros the sum is to be +0.
+    low = (v + Wide(0.0 - e, zero, bound.exponent)).round_to(dtype)
+    high = (v + Wide(e, zero, bound.exponent)).round_to(dtype)
+    bits = f"u{dtype.itemsize}"
+    return low, low.view(bits) != high.view(bits)
