@@ -219,7 +219,7 @@ def job() -> Any:
         word, done = set_default(), DONE
         record = (memory + LINE - 1) & -LINE
         to = pointer_at(record, np.int64)
-        for i in range(ARRAYS, len(p)):
+        for i in range(ARRAYS, len(AT)):
             to[i] = plan[i]
         for i in range(ARRAYS):
             to[i] = address_of(arrays[i])

@@ -38,10 +38,13 @@ HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
 # subnormals.
 _DROPPED = {types.uint16: 53 - 10, types.int16: 53 - 13}
 
-inner = njit(error_model="numpy")
-inlined = njit(error_model="numpy", forceinline=True)
+# Of functions that others call, never Python: what Python and C would call is a tenth of the time to compile.
+within = functools.partial(
+    njit, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
+inner, inlined = within(), within(forceinline=True)
 # Of a few lines: what Numba puts in place of a call before it compiles anything, in half the time.
-pasted = njit(error_model="numpy", inline="always")
+pasted = within(inline="always")
 
 
 def named(function: Any, *variant: Any) -> Any:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import from_dtype, types
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
-from stablenorm.cpu.memory import pasted, pointer_at
+from stablenorm.cpu.memory import emit, pasted, pointer_at
 
 _I64 = ir.IntType(64)
 
@@ -75,15 +75,13 @@ AT = Call(*range(len(Call._fields)))
 ARRAYS = AT.rows
 
 
-@pasted
-def read_record(record):
-    """Return the `Call` at the address `record`."""
-    w = pointer_at(record, np.int64)
-    return Call(
-        w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7], w[8], w[9], w[10], w[11], w[12],
-        w[13], w[14], w[15], w[16], w[17], w[18], w[19], w[20], w[21], w[22], w[23], w[24],
-        w[25], w[26], w[27], w[28], w[29], w[30], w[31], w[32],
-    )  # fmt: skip
+_RECORD = from_dtype(np.dtype([(name, np.int64) for name in Call._fields]))
+
+
+@emit(_RECORD, types.intp)
+def read_record(builder: Any, place: Any) -> Any:
+    """Return a record with the names of `Call` at an address; each is read where it is used."""
+    return builder.inttoptr(place, ir.ArrayType(ir.IntType(8), 8 * len(AT)).as_pointer())
 
 
 @pasted

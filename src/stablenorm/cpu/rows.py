@@ -52,9 +52,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
-from stablenorm.cpu.memory import get, named, pasted, prefetch, put, put_nearly, wide_vectors
+from stablenorm.cpu.memory import (
+    get,
+    named,
+    pasted,
+    prefetch,
+    put,
+    put_nearly,
+    wide_vectors,
+    within,
+)
 
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
@@ -66,11 +74,11 @@ CHUNK = 256
 # LLVM makes vector instructions of loops. For a sum it must be allowed to add in another order
 # ("reassoc"), which is fixed when it compiles and depends on n alone; "contract" makes a * b + c
 # one rounding.
-_summing = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "contract"})
-_exactly = njit(error_model="numpy", forceinline=True, fastmath={"contract"})
+_summing = within(forceinline=True, fastmath={"reassoc", "contract"})
+_exactly = within(forceinline=True, fastmath={"contract"})
 # Of many columns at a time, where a call costs nothing: compiled once, not again where it is used.
-_apart = njit(error_model="numpy", fastmath={"contract"})
-_summing_apart = njit(error_model="numpy", fastmath={"reassoc", "contract"})
+_apart = within(fastmath={"contract"})
+_summing_apart = within(fastmath={"reassoc", "contract"})
 
 
 # ---- forward ----
