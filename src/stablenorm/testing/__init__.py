@@ -1,11 +1,13 @@
 """For test suites of other layer norms: hard inputs, rows that went wrong in public, the plain formula."""
 
+from stablenorm.testing.digests import digest, digest_inputs, published_digests
 from stablenorm.testing.families import FAMILIES, Case, Family, make_case
 from stablenorm.testing.midpoints import NearMidpoint, near_midpoints
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.testing.published import PUBLISHED, Published
 
 __all__ = [
-    "FAMILIES", "PUBLISHED", "Case", "Family", "NearMidpoint", "Published", "make_case",
-    "near_midpoints", "plain_backward", "plain_forward",
+    "FAMILIES", "PUBLISHED", "Case", "Family", "NearMidpoint", "Published", "digest",
+    "digest_inputs", "make_case", "near_midpoints", "plain_backward", "plain_forward",
+    "published_digests",
 ]  # fmt: skip

@@ -1,0 +1,42 @@
+"""The fixed inputs and their digests: made alike for ever, and the exact results rounded once."""
+
+import numpy as np
+import pytest
+
+from stablenorm import exact_layer_norm
+from stablenorm.testing import digest, digest_inputs, published_digests
+from stablenorm.testing.digests import _splitmix
+
+NAMES = tuple(published_digests())
+
+
+def test_the_integers_are_those_of_others():
+    # As Rosetta Code lists them for this seed.
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert _splitmix(1234567, 3).tolist() == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_digests_are_those_of_the_exact_results(name):
+    case = digest_inputs()[name]
+    exact, dtypes = exact_layer_norm(*case), [case[i].dtype for i in (0, 0, 1, 2)]
+    outputs = zip(("y", "dx", "dgamma", "dbeta"), dtypes, strict=True)
+    found = tuple(digest(exact.rounded(*each)) for each in outputs)
+    assert found == published_digests()[name]
+
+
+def test_no_bit_was_lost_on_the_way():
+    inputs = digest_inputs()
+    x = inputs["plain f64 3x768"].x
+    integers = _splitmix(4 * NAMES.index("plain f64 3x768"), 3, 768)
+    assert x[2, 5] == ((int(integers[2, 5]) >> 10) - 2**53) / 2**52
+    # Each kind is what its name says.
+    assert np.unique(inputs["last-bit f32 3x768"].x).size == 2
+    assert inputs["exponents f64 3x64"].x.max() > 2.0**900
+    assert 0 < inputs["tiny f32 3x64"].x.max() < 2.0**-140
+
+
+def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
+    nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
+    assert digest(nan[:1]) == digest(nan[1:])
+    assert digest(np.ones(1, "<f4")) == digest(np.ones(1, ">f4")) != digest(np.zeros(1, "f4"))
