@@ -27,6 +27,8 @@ class LayerNorm:
         Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
     dtype : dtype, default: float32
         Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
+    rounding : {"fast", "nearest"}, default: "fast"
+        As for `layer_norm`.
     workspace : Workspace, optional
         Where y and dx come from, so that a loop does not allocate them anew each time; layers
         may share one. Default: they are what the functions return.
@@ -63,6 +65,7 @@ class LayerNorm:
         gamma: bool = True,
         beta: bool = True,
         dtype: DTypeLike = np.float32,
+        rounding: str = "fast",
         workspace: Workspace | None = None,
     ) -> None:
         ones = np.ones(shape, parse(dtype))
@@ -72,6 +75,7 @@ class LayerNorm:
         if axis is None:
             axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
         self.axis = axis
+        self.rounding = rounding
         self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
@@ -89,8 +93,9 @@ class LayerNorm:
         """Return the normalized `x`, and remember what `backward` needs."""
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
         y, cache = layer_norm_forward(
-            x, gamma, beta, self.eps, axis=self.axis, out=self._room_for(x)
-        )
+            x, gamma, beta, self.eps,
+            axis=self.axis, out=self._room_for(x), rounding=self.rounding,
+        )  # fmt: skip
         lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
         if lengths != self.shape:
             msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"

@@ -81,6 +81,8 @@ class Cache(NamedTuple):
     axis: tuple[int, ...]
     statistics: Statistics
     backend: str
+    eps: float
+    rounding: str
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
@@ -88,7 +90,7 @@ class Cache(NamedTuple):
         return (
             f"Cache(x: {self.x.dtype} {self.x.shape}, gamma: {gamma}, beta: {self.beta_dtype}, "
             f"axis: {self.axis}, statistics: {self.statistics.nbytes} bytes, "
-            f"backend: {self.backend!r})"
+            f"backend: {self.backend!r}, rounding: {self.rounding!r})"
         )
 
     @property

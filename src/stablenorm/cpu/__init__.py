@@ -33,7 +33,7 @@ from stablenorm.cpu.record import AT
 from stablenorm.types import Array, Gradients, Statistics
 
 _new = tuple.__new__
-_NOTHING_KEPT: Any = (None,) * 6
+_NOTHING_KEPT: Any = (None,) * 7
 
 
 def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
@@ -41,26 +41,29 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
     return _forward(x, gamma, beta, eps, y)
 
 
-def _forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True) -> Statistics:
+def _forward(
+    x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True, nearest: bool = False
+) -> Statistics:
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
-    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y))
+    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y), nearest)
     rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
-        kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8)
+        spread = np.zeros(rows) if nearest else None
+        kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8), spread
     elif keep:
-        kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None
-    arrays = x, y, None, gamma, beta, *kept, None, None, None
+        kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
+    arrays = x, y, None, gamma, beta, *kept, None, None, None, None
     state = _do(plan, arrays, eps)
     if state == COPY:
-        plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, None)
+        plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, None, nearest)
         state = _do_in_blocks(plan, arrays, eps)
     if state == REFERENCE:
-        return reference.forward(x, gamma, beta, eps, y)
+        return (reference.forward_nearest if nearest else reference.forward)(x, gamma, beta, eps, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
-        return _new(Statistics, (*kept, None))
-    tails, marks = kept[4:]
-    found = Statistics(*kept[:5])
+        return _new(Statistics, kept)
+    tails, marks, spread = kept[4:]
+    found = Statistics(*kept[:5], None, spread)
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
         found = extreme.forward(as_matrix(x), gamma, beta, eps, as_matrix(y), found, marks)
@@ -70,6 +73,14 @@ def _forward(x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = Tru
 
 # Without statistics.
 normalize = functools.partial(_forward, keep=False)
+
+
+def forward_nearest(x: Any, gamma: Any, beta: Any, eps: float, y: Any) -> Statistics:
+    """Do what `reference.forward_nearest` does."""
+    if _may_share(x, y):
+        # Rows that are undecided are computed once more.
+        x = np.array(as_matrix(x)[:])
+    return _forward(x, gamma, beta, eps, y, nearest=True)
 
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
@@ -83,8 +94,7 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         if not (narrow and _backward(dy, x, gamma, statistics, out, None)):
             reference.backward(dy, x, gamma, statistics, out)
         return
-    # Of `Rows` NumPy cannot tell.
-    if summing and dx is not None and (type(dx) is Rows or np.may_share_memory(dy, dx)):
+    if summing and dx is not None and _may_share(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
         backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
         backward(dy, x, gamma, statistics, Gradients(dx, None, None))
@@ -100,21 +110,42 @@ def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: 
         extreme.write_dx(dy, x, gamma, statistics, dx, marks)
 
 
+def backward_nearest(
+    dy: Any, x: Any, gamma: Array | None, eps: float, statistics: Statistics, out: Gradients
+) -> None:
+    """Do what `reference.backward_nearest` does."""
+    dx, dgamma, dbeta = out
+    if dx is not None and _may_share(dy, dx):
+        dy = np.array(as_matrix(dy)[:])
+    marks, undecided = extreme.marks_of(statistics), np.zeros((2, x.shape[-1]), np.uint8)
+    if not _backward(dy, x, gamma, statistics, out, marks, undecided):
+        reference.backward_nearest(dy, x, gamma, eps, statistics, out)
+        return
+    extreme.decide(dy, x, gamma, eps, statistics, out, marks, undecided)
+
+
+def _may_share(a: Any, b: Any) -> bool:
+    # Of `Rows` NumPy cannot tell.
+    return type(b) is Rows or np.may_share_memory(a, b)
+
+
 def _backward(
-    dy: Any, x: Any, gamma: Any, statistics: Statistics, out: Gradients, marks: Array | None
-) -> bool:
+    dy: Any, x: Any, gamma: Any, statistics: Statistics, out: Gradients, marks: Array | None,
+    undecided: Array | None = None,
+) -> bool:  # fmt: skip
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
     dx, dgamma, dbeta = out
     gamma, gamma_dtype = _flat(gamma)
     inputs = dy.dtype, x.dtype, gamma_dtype
     outputs = _dtype(dgamma), _dtype(dbeta)
-    wide = statistics.rstd_lo is not None
-    plan = backward_plan(inputs, outputs, wide, x.shape, row_strides(dy, x, dx))
+    wide, nearest = statistics.rstd_lo is not None, undecided is not None
+    plan = backward_plan(inputs, outputs, wide, x.shape, row_strides(dy, x, dx), nearest)
     totals = _room(dgamma), _room(dbeta)
-    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, None, *totals
+    spread = statistics.spread if nearest else None
+    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, None, *totals, undecided
     state = _do(plan, arrays)
     if state == COPY:
-        plan = backward_plan(inputs, outputs, wide, x.shape, None)
+        plan = backward_plan(inputs, outputs, wide, x.shape, None, nearest)
         state = _do_in_blocks(plan, arrays)
     if state == REFERENCE:
         return False
@@ -143,10 +174,10 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
     x: Any = as_matrix(arrays[0])
     out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
-    parameters, kept, totals = arrays[3:5], arrays[5:11], arrays[12:]
+    parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:]
     n, sums = x.shape[1], None
-    if any(total is not None for total in totals):
-        sums = np.empty((plan.tiles, sums_size(1, n)))
+    if any(total is not None for total in totals[:2]):
+        sums = np.empty((plan.tiles, sums_size(1, n, kept[-1] is not None)))
     for block in blocks(plan.rows, n, plan.tile_rows):
         cotangent = None if dy is None else np.ascontiguousarray(dy[block])
         # Rows that are extreme are still needed, where the result overwrites them.
@@ -154,7 +185,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         here = None if sums is None else sums[block.start // plan.tile_rows :]
         some = (None if word is None else word[block] for word in kept)
         given = np.ascontiguousarray(x[block]), result, cotangent, *parameters, *some
-        if _do(plan, (*given, here, None, None), eps, block.stop - block.start) == REFERENCE:
+        if _do(plan, (*given, here, None, None, None), eps, block.stop - block.start) == REFERENCE:
             return REFERENCE
         if out is not None:
             out[block] = result

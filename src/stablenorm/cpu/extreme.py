@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
+from stablenorm.arrays import as_matrix
 from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST
 from stablenorm.types import Array, Gradients, Statistics
+
+
+# The mark of such a row; of one that is merely undecided, it is another.
+EXTREME = 1
 
 
 def forward(
@@ -27,11 +32,17 @@ def forward(
     """
     exponent = np.zeros((x.shape[0], 2), np.int16)
     rows = np.flatnonzero(marks)
+    normalize = reference.forward if kept.spread is None else reference.forward_nearest
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result: Any = np.empty((len(part), x.shape[1]), x.dtype)
-        some = reference.forward(x[part], gamma, beta, eps, result)
+        some = normalize(x[part], gamma, beta, eps, result)
         y[part] = result
+        if kept.spread is not None:
+            # Of rows that are merely undecided, the statistics are as good as these.
+            here = marks[part] == EXTREME
+            some, part = of_rows(some, here), part[here]
+            kept.spread[part] = some.spread
         for row, word in zip(kept[:5], some[:5], strict=True):
             row[part] = 0.0 if word is None else word
         if some.exponent is not None:
@@ -52,6 +63,12 @@ def marks_of(statistics: Statistics) -> Array:
     return marks.astype(np.uint8)
 
 
+def of_rows(statistics: Statistics, rows: Array) -> Statistics:
+    """Return the statistics of these rows."""
+    words: Any = [None if word is None else word[rows] for word in statistics]
+    return Statistics(*words)
+
+
 def write_dx(
     dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, marks: Array
 ) -> None:
@@ -59,9 +76,37 @@ def write_dx(
     rows = np.flatnonzero(marks)
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
-        words: Any = [None if word is None else word[part] for word in statistics]
-        some = Statistics(*words)
+        some = of_rows(statistics, part)
         result = np.empty((len(part), x.shape[1]), x.dtype)
         out = Gradients(result, None, None)
         reference.backward(dy[part], x[part], gamma, some, out)
         dx[part] = result
+
+
+def decide(
+    dy: Any, x: Any, gamma: Any, eps: float, statistics: Statistics, out: Gradients, marks: Array,
+    undecided: Array,
+) -> None:  # fmt: skip
+    """Round correctly what the kernels have left: marked rows of dx, and columns of dgamma and dbeta."""
+    dx, *totals = out
+    if dx is not None and np.count_nonzero(marks):
+        dy_rows, x_rows, dx_rows = as_matrix(dy), as_matrix(x), as_matrix(dx)
+        rows = np.flatnonzero(marks)
+        for block in blocks(len(rows), x_rows.shape[1], 1):
+            part = rows[block]
+            result = np.empty((len(part), x_rows.shape[1]), x_rows.dtype)
+            reference.backward_nearest(
+                dy_rows[part], x_rows[part], gamma, eps, of_rows(statistics, part),
+                Gradients(result, None, None),
+            )  # fmt: skip
+            dx_rows[part] = result
+    if (marks == EXTREME).any():
+        reference.backward_nearest(dy, x, gamma, eps, statistics, Gradients(None, *totals))
+        return
+    columns = np.flatnonzero(undecided.any(axis=0))
+    if len(columns):
+        dtypes = (None if total is None else total.dtype for total in totals)
+        found = reference.columns_nearest(as_matrix(dy), as_matrix(x), eps, columns, *dtypes)
+        for total, values in zip(totals, found, strict=True):
+            if total is not None:
+                total.reshape(-1)[columns] = values

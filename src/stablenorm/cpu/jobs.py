@@ -18,10 +18,11 @@ from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
+from stablenorm.cpu.nearest import is_exact, put_decided, sums_bound, total_error
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
-from stablenorm.cpu.sums import fill, merge, round_sums, widen
+from stablenorm.cpu.sums import add_to, fill, merge, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
 from stablenorm.threads import SMALL
@@ -74,7 +75,7 @@ def _plan(part: Call, dtype: Any, strides: Any, wide: bool) -> Plan:
         way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
         over_input=part.over_input or not straight,
         scratch_bytes=part.scratch_bytes + -part.scratch_bytes % LINE,
-        shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 16 * _BLOCK,
+        shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 24 * _BLOCK,
     )  # fmt: skip
     elements = rows * n * (_COST if wide else 1)
     helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
@@ -90,7 +91,9 @@ _LEAST_SHARED = 1 << 13
 
 
 @functools.lru_cache(1024)
-def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, strides: Any) -> Plan:
+def forward_plan(
+    x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, strides: Any, nearest: bool = False
+) -> Plan:
     """
     Return how the forward of such arrays is done; None stands for the dtype of what is missing.
 
@@ -100,10 +103,12 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
         return _BY_REFERENCE
     # Not `==`: to NumPy its float64 equals None.
     given = (each for each in (x_dtype, gamma_dtype, beta_dtype) if each is not None)
-    wide = any(each.type is np.float64 for each in given)
+    wide = nearest or any(each.type is np.float64 for each in given)
     rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
+    rounding = (nearest,) if wide else ()
     part = Call(
-        rows=rows, n=n, tile_rows=forward_rows(rows, n), do_tile=of.forward_tile(ELEMENTS[x_dtype]),
+        rows=rows, n=n, tile_rows=forward_rows(rows, n),
+        do_tile=of.forward_tile(ELEMENTS[x_dtype], *rounding),
         widen_gamma=_widener(ELEMENTS[gamma_dtype]), widen_beta=_widener(ELEMENTS[beta_dtype]),
         # Of wide rows that are extreme, all of x is needed once more.
         scratch_bytes=of.scratch_bytes(n, False), over_input=False,
@@ -112,7 +117,9 @@ def forward_plan(x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, st
 
 
 @functools.lru_cache(1024)
-def backward_plan(inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any) -> Plan:
+def backward_plan(
+    inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any, nearest: bool = False
+) -> Plan:
     """
     Return how the backward of such arrays is done.
 
@@ -124,20 +131,22 @@ def backward_plan(inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any
     dy_dtype, x_dtype, gamma_dtype = inputs
     summing = any(each is not None for each in totals)
     rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
+    rounding = (nearest,) if wide else ()
     part = Call(
         rows=rows, n=n, dy_stride=strides[0] if strides else n * dy_dtype.itemsize,
         tile_rows=backward_rows(rows, n),
-        do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing),
+        do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing, *rounding),
         widen_gamma=_widener(ELEMENTS[gamma_dtype]),
-        round_dgamma=_rounder(ELEMENTS[totals[0]]), round_dbeta=_rounder(ELEMENTS[totals[1]]),
+        round_dgamma=_rounder(ELEMENTS[totals[0]], nearest),
+        round_dbeta=_rounder(ELEMENTS[totals[1]], nearest),
         scratch_bytes=of.scratch_bytes(n, True), over_input=wide,
     )  # fmt: skip
     return _plan(part, x_dtype, strides, wide)
 
 
-def sums_size(tiles: int, n: int) -> int:
-    """Return the float64 that hold dgamma and dbeta of so many tiles."""
-    return 4 * padded.py_func(n) * tiles
+def sums_size(tiles: int, n: int, nearest: bool) -> int:
+    """Return the float64 that hold dgamma and dbeta of so many tiles, and their bounds."""
+    return (6 if nearest else 4) * padded.py_func(n) * tiles
 
 
 # ---- what is compiled ----
@@ -153,28 +162,49 @@ def _widener(element: Any) -> Any:
 
 
 @address_of_compiled
-def _rounder(element: Any) -> Any:
+def _rounder(element: Any, nearest: bool) -> Any:
+    finish = _decide_sums if nearest else _round_sums
+
     def round_all(record, which, _):
         """Add up the tiles' dgamma (0) or dbeta (1), and round them."""
         p = read_record(record)
         out = pointer_at(p.dbeta if which else p.dgamma, element)
         apart = 8 * padded(p.n)
-        high = float64_at(record + p.shared_bytes - 2 * LINE - 16 * _BLOCK)
-        low = further(high, 8 * _BLOCK)
-        if p.tiles == 1:
-            part = p.sums + 2 * which * apart
-            round_sums(float64_at(part), float64_at(part + apart), p.n, out)
-            return
+        high = float64_at(record + p.shared_bytes - 2 * LINE - 24 * _BLOCK)
+        low, size = further(high, 8 * _BLOCK), further(high, 16 * _BLOCK)
         for start in range(0, p.n, _BLOCK):
             count = min(_BLOCK, p.n - start)
-            fill(high, 2 * _BLOCK, 0.0)
+            fill(high, 3 * _BLOCK, 0.0)
             for tile in range(p.tiles):
-                part = p.sums + (4 * tile + 2 * which) * apart + 8 * start
+                sums = p.sums + tile * apart * (6 if p.spread else 4) + 8 * start
+                part = sums + 2 * which * apart
+                if p.spread:
+                    add_to(size, float64_at(sums + (4 + which) * apart), count)
                 merge(float64_at(part), high, low, count)
                 merge(float64_at(part + apart), high, low, count)
-            round_sums(high, low, count, further(out, start * width(out)))
+            to = further(out, start * width(out))
+            finish(p, high, low, size, start, count, to, which)
 
     return round_all
+
+
+@pasted
+def _round_sums(_p, high, low, _size, _start, count, out, _which):
+    round_sums(high, low, count, out)
+
+
+@pasted
+def _decide_sums(p, high, low, size, start, count, out, which):
+    bound = sums_bound(p.n, p.tile_rows, p.tiles)
+    most, last = 0.0, 0.0
+    for tile in range(p.tiles):
+        ranges = further(float64_at(p.sums), 8 * ((6 * tile + 5) * padded(p.n) + p.n))
+        most, last = max(most, ranges[0]), max(last, ranges[1])
+    exact = which and is_exact(float(p.rows), most, last)
+    undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
+    for j in range(count):
+        error = 0.0 if exact else total_error(low[j], bound * size[j])
+        undecided[j] = not put_decided(out, j, high[j], low[j], error)
 
 
 @pasted
@@ -212,7 +242,10 @@ def job() -> Any:
         if in_place and p.over_input == 0:
             return COPY
         own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
-        sums = 32 * padded(p.n) * p.tiles if own_sums else 0
+        sums = 0
+        if own_sums:
+            vectors = 6 if address_of(arrays[AT.spread]) else 4
+            sums = 8 * vectors * padded(p.n) * p.tiles
         memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
         if memory == 0:
             return NO_MEMORY

@@ -39,10 +39,14 @@ class Call(NamedTuple):
     tails: Any = 0
     # Only in double-double, one byte per row: whether it is left to the reference.
     marks: Any = 0
-    # Of each tile: dgamma, its low part, dbeta, its low part.
+    # Only for correct rounding, one float64 per row: rms(xhat), or a little more.
+    spread: Any = 0
+    # Of each tile: dgamma, its low part, dbeta, its low part; for correct rounding, two bounds as well.
     sums: Any = 0
     dgamma: Any = 0
     dbeta: Any = 0
+    # Only for correct rounding, two bytes per column: whether dgamma and dbeta are undecided.
+    undecided: Any = 0
     # What the dtypes and the shape decide.
     rows: Any = 0
     n: Any = 0

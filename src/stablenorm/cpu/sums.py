@@ -36,6 +36,14 @@ def widen(parameter, out, n):
 
 
 @inlined
+def add_to(total, part, n):
+    """Add `part` to the plain sums `total`."""
+    wide_vectors()
+    for j in range(n):
+        total[j] += part[j]
+
+
+@inlined
 def merge(part, total, low, n):
     """Add `part` to the compensated sums ``total + low``."""
     wide_vectors()

@@ -136,7 +136,7 @@ def _is_constant(x, n, k):
 
 @inlined
 def statistics(x, n, eps, lanes):
-    """Return whether the row is extreme; and mean, rest, tail, rstd and its low part."""
+    """Return whether the row is extreme; mean, rest, tail, rstd and its low part; and var."""
     k = sample_mean(x, n)
     d, d_low, square, square_low = _measure(x, n, k, lanes)
     var, var_low = _variance(d, d_low, square, square_low)
@@ -148,24 +148,24 @@ def statistics(x, n, eps, lanes):
     # A square of zero may be one that has vanished.
     moderate = SMALLEST * SMALLEST <= square <= LARGEST * LARGEST
     if not moderate and not (square == 0.0 and _is_constant(x, n, k)):
-        return True, (0.0, 0.0, 0.0, 0.0, 0.0)
+        return True, (0.0, 0.0, 0.0, 0.0, 0.0), 0.0
     v, v_low = add(var, var_low, eps, 0.0)
     if not v > 0.0:
-        return True, (0.0, 0.0, 0.0, 0.0, 0.0)
+        return True, (0.0, 0.0, 0.0, 0.0, 0.0), 0.0
     rstd, rstd_low = reciprocal_root(v, v_low)
     mean, error = two_sum(k, d)
     rest, tail = two_sum(error, d_low)
     if tail * tail * _TAIL_MATTERS * n <= var:
         tail = 0.0
-    return False, (mean, rest, tail, rstd, rstd_low)
+    return False, (mean, rest, tail, rstd, rstd_low), var
 
 
 @inlined
-def _xhat(v, mean, rest, tail, rstd, rstd_low):
+def xhat_of(v, mean, rest, tail, rstd, rstd_low):
     """
     Return ``(v - mean - rest - tail) * (rstd + rstd_low)`` as a pair.
 
-    Here and in `_shifted_g` the low part may exceed half an ulp of the high one, by a few bits: what
+    Here and in `pull` the low part may exceed half an ulp of the high one, by a few bits: what
     follows takes products and sums of these, where that costs nothing.
     """
     c, c_low = two_sum(v, -mean)
@@ -177,8 +177,8 @@ def _xhat(v, mean, rest, tail, rstd, rstd_low):
 
 
 @inlined
-def _y(v, scale, shift, row):
-    h, h_low = _xhat(v, *row)
+def affine(h, h_low, scale, shift):
+    """Return ``(h + h_low) * scale + shift`` as a pair."""
     product, error = two_product(h, scale)
     error = fma(h_low, scale, error)
     total, left = two_sum(product, shift)
@@ -191,11 +191,11 @@ def normalize(x, y, n, gamma, beta, row):
     wide_vectors()
     doubt = 0
     for j in range(n):
-        high, low = _y(get(x, j), gamma[j], beta[j], row)
+        high, low = affine(*xhat_of(get(x, j), *row), gamma[j], beta[j])
         doubt = put_pair_nearly(y, j, high, low, doubt)
     if doubt < 0:
         for j in range(n):
-            high, low = _y(get(x, j), gamma[j], beta[j], row)
+            high, low = affine(*xhat_of(get(x, j), *row), gamma[j], beta[j])
             put_pair(y, j, high, low)
 
 
@@ -203,7 +203,7 @@ def normalize(x, y, n, gamma, beta, row):
 
 
 @inlined
-def _smallest(dy, gamma, n):
+def smallest(dy, gamma, n):
     """Return the smallest of four g = gamma * dy, as a pair."""
     s = max(n // 4, 1)
     m, m_low = two_product(get(dy, 0), gamma[0])
@@ -234,7 +234,7 @@ def _pulling(whole):
         for lane in range(LANES if whole else count):
             j = start + lane
             d = get(dy, j)
-            h, h_low = _xhat(get(x, j), *row)
+            h, h_low = xhat_of(get(x, j), *row)
             g, g_low = two_product(d, gamma[j])
             c, error = two_sum(g, -m)
             c_low = error + (g_low - m_low)
@@ -272,7 +272,7 @@ def pull(arrays, n, row, sums, factors, lanes):
     time of computing them again. Adds the row to the sums over rows, unless that is None.
     """
     dy, _, gamma = arrays
-    pivot = _smallest(dy, gamma, n)
+    pivot = smallest(dy, gamma, n)
     fill(lanes, 4 * LANES, 0.0)
     whole = n - n % LANES
     for start in range(0, whole, LANES):
@@ -294,7 +294,7 @@ def pull(arrays, n, row, sums, factors, lanes):
 
 
 @inlined
-def _dx(shifted, xhat, means, rstd):
+def dx_of(shifted, xhat, means, rstd):
     """Return an element of dx as a pair."""
     (c, c_low), (h, h_low), (a, a_low, b, b_low) = shifted, xhat, means
     along, error = two_product(h, b)
@@ -314,11 +314,11 @@ def write_dx(factors, dx, n, means, row):
     shifted, shifted_low, xhat, xhat_low = factors
     rstd, doubt = row[3:], 0
     for j in range(n):
-        high, low = _dx((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
+        high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
         doubt = put_pair_nearly(dx, j, high, low, doubt)
     if doubt < 0:
         for j in range(n):
-            high, low = _dx((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
+            high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
             put_pair(dx, j, high, low)
 
 

@@ -11,12 +11,16 @@ from typing import Any
 
 import numpy as np
 
+from stablenorm.cpu import nearest
 from stablenorm.cpu import wide as equations
 from stablenorm.cpu.compiling import address_of_compiled
-from stablenorm.cpu.memory import LINE, float_of, inlined, pasted, pointer_at
+from stablenorm.cpu.memory import LINE, float_of, further, inlined, pasted, pointer_at
 from stablenorm.cpu.record import float64_at
 from stablenorm.cpu.sums import fill
 from stablenorm.cpu.tiles import ROWS_OF_PART, padded, tile_of
+
+# The mark of a row that is not extreme, but of which an element is undecided.
+UNDECIDED = 2
 
 # Bytes of the lanes of sums.
 _LANES = 8 * 4 * equations.LANES
@@ -29,11 +33,21 @@ def _four(place, apart):
     return float64_at(place), float64_at(second), float64_at(third), float64_at(third + apart)
 
 
+@pasted
+def _spreads(p, _number):
+    return float64_at(p.spread)
+
+
+@pasted
+def _none(_p, _number):
+    return None
+
+
 # ---- forward ----
 
 
 @inlined
-def _forward_tile(p, first, stop, element, scratch):
+def _forward_tile(p, first, stop, element, scratch, spreads):
     n, gamma, beta, eps = p.n, float64_at(p.gamma), float64_at(p.beta), float_of(p.eps)
     mean, rest = float64_at(p.mean), float64_at(p.rest)
     rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
@@ -41,21 +55,29 @@ def _forward_tile(p, first, stop, element, scratch):
     lanes = float64_at(scratch)
     for i in range(first, stop):
         x = pointer_at(p.x + i * p.x_stride, element)
-        extreme, row = equations.statistics(x, n, eps, lanes)
+        extreme, row, var = equations.statistics(x, n, eps, lanes)
         marks[i] = extreme
         mean[i], rest[i], tails[i], rstd[i], rstd_low[i] = row
-        if not extreme:
-            y = pointer_at(p.out + i * p.out_stride, element)
+        y = pointer_at(p.out + i * p.out_stride, element)
+        if extreme:
+            continue
+        # Numba compiles no branch that waits for None.
+        if spreads is None:
             equations.normalize(x, y, n, gamma, beta, row)
+        else:
+            spreads[i] = nearest.spread_of(var, rstd[i])
+            if nearest.normalize(x, y, n, gamma, beta, row, spreads[i]):
+                marks[i] = UNDECIDED
 
 
 @address_of_compiled
-def forward_tile(element: Any) -> Any:
+def forward_tile(element: Any, rounding: bool) -> Any:
     """Return what normalizes a tile in double-double."""
+    spreads_of = _spreads if rounding else _none
 
     def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
-        _forward_tile(p, first, stop, element, scratch)
+        _forward_tile(p, first, stop, element, scratch, spreads_of(p, number))
 
     return forward
 
@@ -71,8 +93,8 @@ def _settle(sums, n):
 
 
 @inlined
-def _backward_tile(p, first, stop, dy_element, x_element, sums, scratch):
-    n, gamma = p.n, float64_at(p.gamma)
+def _backward_tile(p, first, stop, elements, sums, spreads, scratch):
+    n, gamma, (dy_element, x_element) = p.n, float64_at(p.gamma), elements
     mean, rest = float64_at(p.mean), float64_at(p.rest)
     rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
     tails, marks = float64_at(p.tails), pointer_at(p.marks, np.uint8)
@@ -82,35 +104,56 @@ def _backward_tile(p, first, stop, dy_element, x_element, sums, scratch):
         # As the low parts of the sums grow, they lose digits of their own.
         if sums is not None and i > first and (i - first) % ROWS_OF_PART == 0:
             _settle(sums, n)
+        if marks[i] != 0:
+            continue
         tail = tails[i] if p.tails else 0.0
         row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
-        extreme, means = marks[i] != 0, (0.0, 0.0, 0.0, 0.0)
-        if not extreme:
-            dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
-            x = pointer_at(p.x + i * p.x_stride, x_element)
-            arrays = dy, x, gamma
-            extreme, means = equations.pull(arrays, n, row, sums, factors, lanes)
-            marks[i] = extreme
-        if p.out and not extreme:
-            dx = pointer_at(p.out + i * p.out_stride, x_element)
-            equations.write_dx(factors, dx, n, means, row)
+        dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
+        x = pointer_at(p.x + i * p.x_stride, x_element)
+        arrays = dy, x, gamma
+        extreme, means = equations.pull(arrays, n, row, sums, factors, lanes)
+        marks[i] = extreme
+        if extreme:
+            continue
+        dx = pointer_at(p.out + i * p.out_stride, x_element)
+        if spreads is None:
+            if p.out:
+                equations.write_dx(factors, dx, n, means, row)
+            continue
+        if sums is not None:
+            nearest.add_sizes(dy, factors, n, spreads[i], sizes_behind(sums, n))
+        if p.out and nearest.write_dx(arrays, factors, dx, n, means, row):
+            marks[i] = UNDECIDED
     if sums is not None:
         _settle(sums, n)
 
 
+@pasted
+def sizes_behind(sums, n):
+    """Return where the sums are of what the bounds of dgamma and dbeta are made of."""
+    apart = 8 * padded(n)
+    return further(sums[3], apart), further(sums[3], 2 * apart)
+
+
+@pasted
+def _cleared_sums(p, number):
+    apart = 8 * padded(p.n)
+    size = apart * (6 if p.spread else 4)
+    sums = _four(p.sums + size * number, apart)
+    fill(sums[0], size // 8, 0.0)
+    return sums
+
+
 @address_of_compiled
-def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
+def backward_tile(dy_element: Any, x_element: Any, summing: bool, rounding: bool) -> Any:
     """Return what pulls back a tile in double-double."""
+    elements = dy_element, x_element
+    sums_of, spreads_of = _cleared_sums if summing else _none, _spreads if rounding else _none
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
-        apart = 8 * padded(p.n)
-        sums = _four(p.sums + 4 * apart * number, apart)
-        if summing:
-            fill(sums[0], apart // 2, 0.0)
-            _backward_tile(p, first, stop, dy_element, x_element, sums, scratch)
-        else:
-            _backward_tile(p, first, stop, dy_element, x_element, None, scratch)
+        sums, spreads = sums_of(p, number), spreads_of(p, number)
+        _backward_tile(p, first, stop, elements, sums, spreads, scratch)
 
     return backward
 

@@ -1,0 +1,212 @@
+"""
+``rounding="nearest"``: the results of `wide` with bounds of their errors, and what these leave undecided.
+
+Each element is computed as a pair, and known to within e of it. It is decided if all numbers that
+close to the pair round alike. Rows and columns in which an element is not decided are marked,
+and the reference computes them, with integers at last.
+
+Whether an element is decided is asked twice. First of a row as a whole, at once with the results:
+a float32 or a 16-bit float can only be in doubt where the float64 next to the pair is a midpoint of
+it, or the neighbour of one. Rows in doubt are then asked element by element.
+
+Bounds
+------
+In units of u**2, u = 2**-53, as `wide` derives them for its own sums; with xhat's, ``w = rms(xhat)``:
+
+- xhat: ``b (|xhat| + w)``, with b = `row_bound`;
+- y: ``b |gamma| (|xhat| + w)``, and the rounding of the low part;
+- dx: ``b rstd (|g - m| + (1 + |xhat|) M)``, where m is what is subtracted from g, and
+  ``M = 2 |m| + 3 rms(g - m)``; if all of g - m is 0, it is exact, and M = 0;
+- dgamma: `sums_bound` times the sum of ``|dy| (|xhat| + w)``; dbeta: times that of ``|dy|``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from stablenorm.cpu.memory import (
+    bits_of,
+    float_of,
+    fma,
+    get,
+    inlined,
+    pasted,
+    put,
+    put_sum_nearly,
+    wide_vectors,
+    width,
+)
+from stablenorm.cpu.pairs import odd_sum, two_sum
+from stablenorm.cpu.wide import affine, dx_of, smallest, xhat_of
+
+_UNIT = 2.0**-106
+
+# The low part of a pair is a float64 that has been rounded itself; so is the sum with the bound.
+_OF_LOW = 2.0**-52
+
+# How far a float64 is from its neighbour, at least, as a part of its size; half of it is kept for the bound.
+_HALF_ULP = 2.0**54
+
+# For sums that nobody needs in one order.
+_in_any_order = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "contract"})
+
+
+@pasted
+def row_bound(n):
+    return (0.5 * n + 600.0) * _UNIT
+
+
+@pasted
+def sums_bound(n, tile_rows, tiles):
+    return (0.5 * n + 600.0 + 64.0 * tile_rows + 8.0 * tiles) * _UNIT
+
+
+@pasted
+def total_error(low, error):
+    """Return `error`, and that of a low part that has been rounded and will be once more."""
+    return fma(_OF_LOW, abs(low), error)
+
+
+@pasted
+def _put(y, j, high, low, error, doubt):
+    """Round ``high + low`` into element j; return `doubt`, negative if it may be another number."""
+    if width(y) == 8:
+        error = total_error(low, error)
+        lower, upper = high + (low - error), high + (low + error)
+        # Zero gets the sign of plus.
+        put(y, j, upper + 0.0)
+        same = lower == upper
+        return doubt if same else np.int64(-1)
+    total = (high + low) + 0.0
+    doubt = put_sum_nearly(y, j, total, doubt)
+    rest = fma(-_HALF_ULP, error, fma(-4.0, abs(low), abs(total)))
+    return doubt | np.int64(bits_of(rest))
+
+
+@pasted
+def _put_one(y, j, high, low):
+    total, rest = two_sum(high, low)
+    if width(y) == 8:
+        put(y, j, total + 0.0)
+    else:
+        put(y, j, odd_sum(total, rest) + 0.0)
+    return bits_of(get(y, j))
+
+
+@pasted
+def put_decided(y, j, high, low, error):
+    """Round ``high + low`` once into element j; return whether all numbers within `error` round alike."""
+    return _put_one(y, j, high, low - error) == _put_one(y, j, high, low + error)
+
+
+# ---- forward ----
+
+
+@inlined
+def spread_of(square, rstd):
+    """Return rms(xhat), or a little more, given the row's variance."""
+    return math.sqrt(max(square, 0.0)) * rstd * (1.0 + 2.0**-48)
+
+
+@pasted
+def _y(x, j, gamma, beta, row, spread):
+    h, h_low = xhat_of(get(x, j), *row)
+    high, low = affine(h, h_low, gamma[j], beta[j])
+    return high, low, abs(gamma[j]) * (abs(h) + spread)
+
+
+@inlined
+def normalize(x, y, n, gamma, beta, row, spread):
+    """Write a row of y; return whether an element of it is undecided."""
+    wide_vectors()
+    bound, doubt = row_bound(n), np.int64(0)
+    for j in range(n):
+        high, low, size = _y(x, j, gamma, beta, row, spread)
+        doubt = _put(y, j, high, low, bound * size, doubt)
+    decided = True
+    if doubt < 0:
+        for j in range(n):
+            high, low, size = _y(x, j, gamma, beta, row, spread)
+            decided &= put_decided(y, j, high, low, total_error(low, bound * size))
+    return not decided
+
+
+# ---- backward ----
+
+
+@_in_any_order
+def _size_of(factors, n):
+    """Return the sum of ``(g - m)**2``, 0 only where all of g - m is."""
+    shifted, shifted_low, _, _ = factors
+    total = 0.0
+    for j in range(n):
+        c = abs(shifted[j]) + abs(shifted_low[j])
+        total += c * c
+    return total
+
+
+@pasted
+def _dx(factors, j, means, rstd, size):
+    shifted, shifted_low, h, h_low = factors
+    high, low = dx_of((shifted[j], shifted_low[j]), (h[j], h_low[j]), means, rstd)
+    return high, low, abs(shifted[j]) + (1.0 + abs(h[j])) * size
+
+
+@inlined
+def write_dx(arrays, factors, dx, n, means, row):
+    """Write a row of dx; return whether an element of it is undecided."""
+    wide_vectors()
+    dy, _, gamma = arrays
+    rstd, doubt = row[3:], np.int64(0)
+    total, size = _size_of(factors, n), 0.0
+    if total > 0.0:
+        size = 2.0 * abs(smallest(dy, gamma, n)[0]) + 3.1 * math.sqrt(total / n)
+    bound = row_bound(n) * rstd[0]
+    for j in range(n):
+        high, low, part = _dx(factors, j, means, rstd, size)
+        doubt = _put(dx, j, high, low, bound * part, doubt)
+    decided = True
+    if doubt < 0:
+        for j in range(n):
+            high, low, part = _dx(factors, j, means, rstd, size)
+            decided &= put_decided(dx, j, high, low, total_error(low, bound * part))
+    return not decided
+
+
+@inlined
+def add_sizes(dy, factors, n, spread, sizes):
+    """
+    Add a row to what the bounds of dgamma and dbeta are made of.
+
+    Behind the last column of dbeta's: the largest |dy|, and one over the last bit of the smallest.
+    """
+    wide_vectors()
+    _, _, h, _ = factors
+    of_dgamma, of_dbeta = sizes
+    # The bits of a float order like its size. Less one, those of zero are the largest.
+    most, least = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
+    for j in range(n):
+        d = abs(get(dy, j))
+        of_dgamma[j] += d * (abs(h[j]) + spread)
+        of_dbeta[j] += d
+        most, least = max(most, bits_of(d)), min(least, bits_of(d) - np.uint64(1))
+    of_dbeta[n] = max(of_dbeta[n], float_of(np.int64(most)))
+    if most > 0:
+        # Bits of a float64, float32, and at most of a 16-bit float, but for the first.
+        digits = 2.0**52 if width(dy) == 8 else 2.0**23 if width(dy) == 4 else 2.0**10
+        of_dbeta[n + 1] = max(of_dbeta[n + 1], digits / float_of(np.int64(least) + 1))
+
+
+@pasted
+def is_exact(rows, most, last):
+    """
+    Tell whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|.
+
+    The low parts, of so many rounding errors, are then below 2**53 times that.
+    """
+    return rows * 2.0**-53 * rows * most * last <= 2.0**53
+
+
