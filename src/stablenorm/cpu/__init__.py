@@ -114,8 +114,7 @@ def backward_nearest(
     dy: Any, x: Any, gamma: Array | None, eps: float, statistics: Statistics, out: Gradients
 ) -> None:
     """Do what `reference.backward_nearest` does."""
-    dx, dgamma, dbeta = out
-    if dx is not None and _may_share(dy, dx):
+    if out.dx is not None and _may_share(dy, out.dx):
         dy = np.array(as_matrix(dy)[:])
     marks, undecided = extreme.marks_of(statistics), np.zeros((2, x.shape[-1]), np.uint8)
     if not _backward(dy, x, gamma, statistics, out, marks, undecided):

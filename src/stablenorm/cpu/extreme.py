@@ -17,7 +17,6 @@ from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST
 from stablenorm.types import Array, Gradients, Statistics
 
-
 # The mark of such a row; of one that is merely undecided, it is another.
 EXTREME = 1
 

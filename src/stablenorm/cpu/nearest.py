@@ -56,12 +56,14 @@ _in_any_order = njit(error_model="numpy", forceinline=True, fastmath={"reassoc",
 
 @pasted
 def row_bound(n):
-    return (0.5 * n + 600.0) * _UNIT
+    """Return b for rows of n elements."""
+    return (2.0 * n + 800.0) * _UNIT
 
 
 @pasted
 def sums_bound(n, tile_rows, tiles):
-    return (0.5 * n + 600.0 + 64.0 * tile_rows + 8.0 * tiles) * _UNIT
+    """Return the same for sums over so many tiles of rows."""
+    return (2.0 * n + 38.0 * tile_rows + 4.0 * tiles + 3300.0) * _UNIT
 
 
 @pasted
@@ -208,5 +210,3 @@ def is_exact(rows, most, last):
     The low parts, of so many rounding errors, are then below 2**53 times that.
     """
     return rows * 2.0**-53 * rows * most * last <= 2.0**53
-
-
