@@ -85,7 +85,7 @@ def test_a_cache_prints_on_one_line():
     _, cache = layer_norm_forward(x, np.ones(4, np.float32), backend="numpy")
     assert repr(cache) == (
         "Cache(x: float16 (2, 3, 4), gamma: float32 (4,), beta: None, axis: (2,), "
-        "statistics: 144 bytes, backend: 'numpy')"
+        "statistics: 144 bytes, backend: 'numpy', rounding: 'fast')"
     )
     assert pickle.loads(pickle.dumps(cache)).mean.tolist() == cache.mean.tolist()
     assert len(tuple(cache)) == len(cache._fields)

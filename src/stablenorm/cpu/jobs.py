@@ -163,8 +163,6 @@ def _widener(element: Any) -> Any:
 
 @address_of_compiled
 def _rounder(element: Any, nearest: bool) -> Any:
-    finish = _decide_sums if nearest else _round_sums
-
     def round_all(record, which, _):
         """Add up the tiles' dgamma (0) or dbeta (1), and round them."""
         p = read_record(record)
@@ -183,18 +181,17 @@ def _rounder(element: Any, nearest: bool) -> Any:
                 merge(float64_at(part), high, low, count)
                 merge(float64_at(part + apart), high, low, count)
             to = further(out, start * width(out))
-            finish(p, high, low, size, start, count, to, which)
+            if nearest:
+                _decide_sums(p, (high, low, size), start, count, to, which)
+            else:
+                round_sums(high, low, count, to)
 
     return round_all
 
 
 @pasted
-def _round_sums(_p, high, low, _size, _start, count, out, _which):
-    round_sums(high, low, count, out)
-
-
-@pasted
-def _decide_sums(p, high, low, size, start, count, out, which):
+def _decide_sums(p, sums, start, count, out, which):
+    high, low, size = sums
     bound = sums_bound(p.n, p.tile_rows, p.tiles)
     most, last = 0.0, 0.0
     for tile in range(p.tiles):

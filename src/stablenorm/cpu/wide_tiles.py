@@ -33,16 +33,6 @@ def _four(place, apart):
     return float64_at(place), float64_at(second), float64_at(third), float64_at(third + apart)
 
 
-@pasted
-def _spreads(p, _number):
-    return float64_at(p.spread)
-
-
-@pasted
-def _none(_p, _number):
-    return None
-
-
 # ---- forward ----
 
 
@@ -73,11 +63,11 @@ def _forward_tile(p, first, stop, element, scratch, spreads):
 @address_of_compiled
 def forward_tile(element: Any, rounding: bool) -> Any:
     """Return what normalizes a tile in double-double."""
-    spreads_of = _spreads if rounding else _none
 
     def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
-        _forward_tile(p, first, stop, element, scratch, spreads_of(p, number))
+        spreads = float64_at(p.spread) if rounding else None
+        _forward_tile(p, first, stop, element, scratch, spreads)
 
     return forward
 
@@ -148,11 +138,11 @@ def _cleared_sums(p, number):
 def backward_tile(dy_element: Any, x_element: Any, summing: bool, rounding: bool) -> Any:
     """Return what pulls back a tile in double-double."""
     elements = dy_element, x_element
-    sums_of, spreads_of = _cleared_sums if summing else _none, _spreads if rounding else _none
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
-        sums, spreads = sums_of(p, number), spreads_of(p, number)
+        sums = _cleared_sums(p, number) if summing else None
+        spreads = float64_at(p.spread) if rounding else None
         _backward_tile(p, first, stop, elements, sums, spreads, scratch)
 
     return backward
