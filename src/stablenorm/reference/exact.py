@@ -39,47 +39,53 @@ _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
 
 
 class Root(NamedTuple):
-    """``1 / sqrt(radicand)``, which lies from ``floor`` to ``floor + 1`` in units of ``2**-bits``."""
+    """
+    ``1 / sqrt(radicand)``, which lies from `floor` to ``floor + 1`` in units of ``2**-bits``.
+
+    `whole` is the square root of the radicand where that is an integer, and 0 elsewhere.
+    """
 
     radicand: int
     bits: int
     floor: int
+    whole: int
 
 
-# An integer, an exponent of two, and the root that they are multiplied by.
-Term = tuple[int, int, Root]
+# An integer, and the root that it is multiplied by.
+Term = tuple[int, Root]
 
 
 def _root(radicand: int, bits: int = _BITS) -> Root:
-    bits += radicand.bit_length() // 2
-    return Root(radicand, bits, math.isqrt((1 << 2 * bits) // radicand))
+    whole = math.isqrt(radicand)
+    bits += whole.bit_length()
+    floor = math.isqrt((1 << 2 * bits) // radicand)
+    return Root(radicand, bits, floor, whole if whole * whole == radicand else 0)
 
 
-# ---- floats as integers ----
+# ---- float64 numbers as integers ----
+
+
+def _pairs(values: Array) -> list[tuple[int, int]]:
+    """Return an integer and an exponent of two for each number."""
+    mantissa, exponent = np.frexp(values)
+    whole = np.ldexp(mantissa, 53).astype(np.int64)
+    return list(zip(whole.tolist(), (exponent - 53).tolist(), strict=True))
 
 
 def _integers(values: Array) -> tuple[list[int], int]:
-    """Return float64 `values` as integers and one exponent of two."""
+    """Return integers and one exponent of two for all."""
     mantissa, exponent = np.frexp(values)
     whole = np.ldexp(mantissa, 53).astype(np.int64)
-    some = whole != 0
-    if not some.any():
-        return [0] * len(values), 0
-    least = exponent[some].min()
     # Without the zeros that all of them end in: short integers are quicker.
     every = int(np.bitwise_or.reduce(whole))
-    zeros = (every & -every).bit_length() - 1
-    shifts = np.where(some, exponent - least, 0).tolist()
+    zeros = max((every & -every).bit_length() - 1, 0)
+    least = exponent[whole != 0].min(initial=2000)
+    shifts = np.where(whole == 0, 0, exponent - least).tolist()
     return list(map(lshift, (whole >> zeros).tolist(), shifts)), int(least) - 53 + zeros
 
 
-def _integer(value: float) -> tuple[int, int]:
-    mantissa, exponent = math.frexp(value)
-    return int(math.ldexp(mantissa, 53)), exponent - 53
-
-
 class Row:
-    """A row in integers, as the module docstring names them; `shift` is ``scale - q``."""
+    """A row as the module docstring names it; `shift` is ``scale - q``."""
 
     __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
 
@@ -99,6 +105,64 @@ class Row:
         return self.n * self.integers[column] - self.total
 
 
+# ---- elements where a mask, `wanted`, is set; in the order of the mask ----
+
+
+def _places(wanted: Array) -> Iterator[tuple[int, list[int]]]:
+    for i in np.flatnonzero(wanted.any(axis=1)).tolist():
+        yield i, np.flatnonzero(wanted[i]).tolist()
+
+
+def signs(x: Array, wanted: Array) -> list[int]:
+    """Return the signs of xhat: -1, 0 or 1."""
+    found = []
+    for i, columns in _places(wanted):
+        centered = map(Row(x[i], 0.0).centered, columns)
+        found += [(c > 0) - (c < 0) for c in centered]
+    return found
+
+
+def y_elements(
+    x: Array, gamma: Array, beta: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
+) -> Array:
+    """Return elements of y."""
+    found, form = [], format_of(dtype)
+    parameters = list(zip(_pairs(gamma), _pairs(beta), strict=True))
+    for i, columns in _places(wanted):
+        row = Row(x[i], eps)
+        root = _root(row.radicand)
+        for j in columns:
+            (factor, exponent), (offset, places) = parameters[j]
+            exponent += row.shift
+            unit = min(exponent, places)
+            factor = factor * row.centered(j) << exponent - unit
+            found.append(_nearest(offset << places - unit, [(factor, root)], unit, form))
+    return np.array(found).astype(dtype)
+
+
+def dx_elements(
+    dy: Array, x: Array, gamma: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
+) -> Array:
+    """Return elements of dx."""
+    found, form = [], format_of(dtype)
+    scale, exponent = _integers(gamma)
+    for i, columns in _places(wanted):
+        row = Row(x[i], eps)
+        root = _root(row.radicand**3)
+        cotangent, r = _integers(dy[i])
+        g, unit = list(map(mul, scale, cotangent)), r + exponent - row.q
+        total = sum(g)
+        inner = row.n * sum(map(mul, g, row.integers)) - total * row.total << 2 * row.shift
+        n, x_total, x_integers, radicand = row.n, row.total, row.integers, row.radicand
+        for j in columns:
+            factor = (n * g[j] - total) * radicand - (n * x_integers[j] - x_total) * inner
+            found.append(_nearest(0, [(factor, root)], unit, form))
+    return np.array(found).astype(dtype)
+
+
+# ---- columns ----
+
+
 class RowOfColumn(NamedTuple):
     """What an element of dgamma needs of each row."""
 
@@ -109,59 +173,6 @@ class RowOfColumn(NamedTuple):
     root: Root
 
 
-# ---- the elements ----
-
-
-def _places(wanted: Array) -> Iterator[tuple[int, list[int]]]:
-    """Yield the rows in which a mask is set somewhere, and where."""
-    for i in np.flatnonzero(wanted.any(axis=1)).tolist():
-        yield i, np.flatnonzero(wanted[i]).tolist()
-
-
-def signs(x: Array, wanted: Array) -> Array:
-    """Return the signs of xhat, where `wanted` is set: -1, 0 or 1; x is float64, as all below."""
-    found: list[int] = []
-    for i, columns in _places(wanted):
-        centered = map(Row(x[i], 0.0).centered, columns)
-        found += [(c > 0) - (c < 0) for c in centered]
-    return np.array(found, np.float64)
-
-
-def y_elements(
-    x: Array, gamma: Array, beta: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
-) -> Array:
-    """Return y where `wanted` is set."""
-    found, form = [], format_of(dtype)
-    scale, offset = gamma.tolist(), beta.tolist()
-    for i, columns in _places(wanted):
-        row = Row(x[i], eps)
-        root = _root(row.radicand)
-        for j in columns:
-            factor, exponent = _integer(scale[j])
-            term = factor * row.centered(j), exponent + row.shift, root
-            found.append(_nearest(_integer(offset[j]), [term], form))
-    return np.array(found).astype(dtype)
-
-
-def dx_elements(
-    dy: Array, x: Array, gamma: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
-) -> Array:
-    """Return dx where `wanted` is set."""
-    found, form = [], format_of(dtype)
-    scale, exponent = _integers(gamma)
-    for i, columns in _places(wanted):
-        row = Row(x[i], eps)
-        root = _root(row.radicand**3)
-        cotangent, r = _integers(dy[i])
-        g, places = list(map(mul, scale, cotangent)), r + exponent - row.q
-        total = sum(g)
-        inner = row.n * sum(map(mul, g, row.integers)) - total * row.total << 2 * row.shift
-        for j in columns:
-            factor = (row.n * g[j] - total) * row.radicand - row.centered(j) * inner
-            found.append(_nearest((0, 0), [(factor, places, root)], form))
-    return np.array(found).astype(dtype)
-
-
 def rows_of_columns(x: Array, eps: float) -> list[RowOfColumn]:
     """Return what elements of dgamma need of these rows, which have a layer norm."""
     rows = (Row(each, eps) for each in x)
@@ -170,48 +181,59 @@ def rows_of_columns(x: Array, eps: float) -> list[RowOfColumn]:
 
 def dgamma_element(dy: Array, x: Array, rows: Sequence[RowOfColumn], dtype: np.dtype[Any]) -> float:
     """Return dgamma of one column, given all rows."""
-    terms = []
-    for cotangent, value, row in zip(dy.tolist(), x.tolist(), rows, strict=True):
-        factor, exponent = _integer(cotangent)
-        integer, places = _integer(value)
-        integer, places = row.n * integer, places - row.scale
-        centered = (integer << places if places >= 0 else integer >> -places) - row.total
-        terms.append((factor * centered, exponent + row.shift, row.root))
-    return _nearest((0, 0), terms, format_of(dtype))
+    pairs = _pairs(dy)
+    unit = min(exponent + row.shift for (_, exponent), row in zip(pairs, rows, strict=True))
+    # Rows of the same numbers have the same root.
+    totals: dict[int, int] = {}
+    roots: dict[int, Root] = {}
+    for (factor, exponent), (integer, place), row in zip(pairs, _pairs(x), rows, strict=True):
+        n, total, scale, shift, root = row
+        places = place - scale
+        centered = (n * integer << places if places >= 0 else n * integer >> -places) - total
+        term = factor * centered << exponent + shift - unit
+        totals[root.radicand] = totals.get(root.radicand, 0) + term
+        roots[root.radicand] = root
+    terms = [(total, roots[radicand]) for radicand, total in totals.items() if total]
+    return _nearest(0, terms, unit, format_of(dtype))
 
 
 def dbeta_element(dy: Array, dtype: np.dtype[Any]) -> float:
     """Return dbeta of one column."""
     integers, exponent = _integers(dy)
-    return _nearest((sum(integers), exponent), [], format_of(dtype))
+    return _nearest(sum(integers), [], exponent, format_of(dtype))
 
 
 # ---- rounding ----
 
 
-def _nearest(offset: tuple[int, int], terms: Sequence[Term], form: Format) -> float:
-    """Round ``offset[0] * 2**offset[1]`` plus the sum of `terms` to a format."""
-    found = _round(*_enclosed(offset, terms), form)
+def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
+    """Round the sum of `offset` and `terms`, times ``2**unit``, to a format."""
+    found = _round(*_enclosed(offset, terms, unit), form)
     if found is not None:
         return found
-    offset, merged = _merged(offset, terms)
+    offset, merged, unit = _merged(offset, terms, unit)
     bits = _BITS
     while True:
-        terms = [(factor, exponent, _root(radicand, bits)) for factor, exponent, radicand in merged]
-        if (found := _round(*_enclosed(offset, terms), form)) is not None:
+        terms = [(factor, _root(radicand, bits)) for factor, radicand in merged]
+        if (found := _round(*_enclosed(offset, terms, unit), form)) is not None:
             return found
         bits *= 2
 
 
-def _enclosed(offset: tuple[int, int], terms: Sequence[Term]) -> tuple[int, int, int]:
+def _enclosed(offset: int, terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
     """Return integers below and above the sum, the same where it is exact, and their unit."""
-    unit = min([offset[1], *(exponent - root.bits for _, exponent, root in terms)])
-    low = high = offset[0] << offset[1] - unit
-    for factor, exponent, root in terms:
-        places = exponent - root.bits - unit
-        low += (factor * root.floor + min(factor, 0)) << places
-        high += (factor * root.floor + max(factor, 0)) << places
-    return low, high, unit
+    bits = max([root.bits for _, root in terms]) if terms else 0
+    low = high = offset << bits
+    for factor, (_, places, floor, whole) in terms:
+        if whole:
+            least, rest = divmod(factor << places, whole)
+            most = least + 1 if rest else least
+        else:
+            least = factor * floor
+            least, most = (least, least + factor) if factor > 0 else (least + factor, least)
+        low += least << bits - places
+        high += most << bits - places
+    return low, high, unit - bits
 
 
 def _round(low: int, high: int, unit: int, form: Format) -> float | None:
@@ -222,54 +244,54 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
     if low < 0 or low == 0 < high:
         return None
     # Of the grid at the lower end, which is no coarser than that at the upper.
-    ulp = max(low.bit_length() + unit, form.emin + 1) - form.digits
+    top = low.bit_length() + unit
+    ulp = (top if top > form.emin else form.emin + 1) - form.digits
     places = ulp - 1 - unit
     if places > 0:
-        halves, rest = low >> places, low & (1 << places) - 1
-        same = high >> places == halves
+        halves = low >> places
+        same, sharp = high >> places == halves, halves << places == low
     else:
-        halves, rest, same = low << -places, 0, low == high
+        halves, same, sharp = low << -places, low == high, True
     # On a midpoint, the lower end leaves open whether all is a tie.
-    if not same or (low < high and rest == 0 and halves & 1):
+    if not same or (sharp and halves & 1 and low < high):
         return None
-    steps = halves >> 1 if rest == 0 and halves & 3 == 1 else halves + 1 >> 1
+    steps = halves >> 1 if sharp and halves & 3 == 1 else halves + 1 >> 1
     finite = steps.bit_length() + ulp <= form.emax + 1
     value = math.ldexp(steps, ulp) if finite else math.inf
     return -value if negative else value
 
 
 def _merged(
-    offset: tuple[int, int], terms: Sequence[Term]
-) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
-    """Return the sum with what is rational in the offset, and radicands that are independent."""
-    unit = min(exponent for _, exponent, _ in terms)
-    totals: dict[int, int] = {}
-    for number, exponent, root in terms:
-        totals[root.radicand] = totals.get(root.radicand, 0) + (number << exponent - unit)
-    # What is rational is a multiple of 1 / sqrt(1).
-    rational = offset[0] * Fraction(2) ** (offset[1] - unit)
-    kinds: dict[tuple[int, ...], dict[int, Fraction]] = {_kind(1): {1: rational}}
-    for radicand, total in totals.items():
-        if total == 0:
+    offset: int, terms: Sequence[Term], unit: int
+) -> tuple[int, list[tuple[int, int]], int]:
+    """Return the sum with what is dyadic in the offset, and with radicands that are independent."""
+    rational = Fraction(offset)
+    kinds: dict[tuple[int, ...], dict[int, Fraction]] = {}
+    for factor, (radicand, _, _, whole) in terms:
+        if whole:
+            rational += Fraction(factor, whole)
             continue
         alike = kinds.setdefault(_kind(radicand), {})
         for other in alike:
-            middle = math.isqrt(other * radicand)
-            if middle * middle == other * radicand:
-                # 1 / sqrt(radicand) = middle / radicand / sqrt(other).
-                alike[other] += Fraction(total * middle, radicand)
+            root = math.isqrt(other * radicand)
+            if root * root == other * radicand:
+                # 1 / sqrt(radicand) = root / radicand / sqrt(other).
+                alike[other] += Fraction(factor * root, radicand)
                 break
         else:
-            alike[radicand] = Fraction(total)
-    offset, merged = (0, 0), []
-    for radicand, factor in (item for alike in kinds.values() for item in alike.items()):
-        top, bottom = (factor * Fraction(2) ** unit).as_integer_ratio()
-        if radicand == 1 and bottom & (bottom - 1) == 0:
-            # A dyadic rational: the only kind that can be a tie.
-            offset = top, 1 - bottom.bit_length()
-        elif top:
-            merged.append((top, 0, radicand * bottom**2))
-    return offset, merged
+            alike[radicand] = Fraction(factor)
+    merged = [
+        (factor.numerator, radicand * factor.denominator**2)
+        for alike in kinds.values()
+        for radicand, factor in alike.items()
+        if factor
+    ]
+    offset, divisor = rational.as_integer_ratio()
+    if divisor & (divisor - 1):
+        # No tie either.
+        return 0, [*merged, (offset, divisor**2)], unit
+    places = divisor.bit_length() - 1
+    return offset, [(factor << places, radicand) for factor, radicand in merged], unit - places
 
 
 def _kind(radicand: int) -> tuple[int, ...]:
