@@ -15,6 +15,7 @@ Each has x, gamma, beta and dy as ``[dtype, shape, numbers]``, eps, and its elem
 writes them, exact in the dtype.
 """
 
+import itertools
 import json
 import math
 import re
@@ -114,32 +115,25 @@ def search(
     """
     array, dtype = getattr(case, argument), _dtype_of(output, case)
     digits, top = format_of(array.dtype).digits, math.frexp(float(array[place]))[1]
+
+    def _changed(significand: int) -> Case:
+        copy = array.copy()
+        copy[place] = math.ldexp(significand, top - digits)
+        return case._replace(**{argument: copy})
+
+    # From the largest significand down: the binade of the result, and so its ulp, is that of the first.
     least, most = 2 ** (digits - 1), 2**digits - 1
-    changed = [_changed(case, argument, place, math.ldexp(g, top - digits)) for g in (least, most)]
-    first, last = (exact_layer_norm(*each).value(output, where, 2 * _BITS) for each in changed)
-    # Made positive, as midpoints are the same on both sides of 0.
-    first, last = (-first, -last) if last < 0 else (first, last)
-    slope = (last - first) / (most - least)
-    if slope == 0 or last == 0 or _exponent(last) > format_of(dtype).emax:
-        return None
-    # Below `begin` are other binades, with another ulp.
-    edge = Fraction(2) ** (_exponent(last) + (slope < 0))
-    begin = least + max(0, math.ceil((edge - first) / slope))
-    # Positions modulo one ulp, as integers; wider by what their rounding comes to, lest a tie be missed.
-    unit, ulp = 2**_BITS, _ulp(last, dtype)
+    last, first = (_value(_changed(significand), output, where) for significand in (least, most))
+    ulp, unit = _ulp(first, dtype), 2**_BITS
+    # In units of the ulp, modulo 1; wider by what the roundings come to, lest a tie be missed.
     wide = math.floor(limit * unit) + 2 * most
-    low = unit // 2 - wide - math.floor((first + slope * (begin - least)) / ulp * unit)
-    more = _first_within(math.floor(slope / ulp * unit), unit, low, 2 * wide)
-    if more is None or begin + more > most:
+    low = unit // 2 - wide - math.floor(first / ulp * unit)
+    step = math.floor((last - first) / (most - least) / ulp * unit)
+    steps = _first_within(step, unit, low, 2 * wide)
+    if steps is None or steps > most - least or _exponent(first) > format_of(dtype).emax:
         return None
-    found = _changed(case, argument, place, math.ldexp(begin + more, top - digits))
+    found = _changed(most - steps)
     return found if abs(_distance(found, output, where)) <= limit else None
-
-
-def _changed(case: Case, argument: str, place: tuple[int, ...], value: float) -> Case:
-    array = getattr(case, argument).copy()
-    array[place] = value
-    return case._replace(**{argument: array})
 
 
 def _first_within(step: int, modulus: int, low: int, width: int) -> int | None:
@@ -158,9 +152,13 @@ def _first_within(step: int, modulus: int, low: int, width: int) -> int | None:
     return None if laps is None else -(-(low + laps * modulus) // step)
 
 
+def _value(case: Case, output: str, where: tuple[int, ...]) -> Fraction:
+    return exact_layer_norm(*case).value(output, where, 2 * _BITS)
+
+
 def _distance(case: Case, output: str, where: tuple[int, ...]) -> float:
     """Return how far above the nearest midpoint an element lies, in ulp."""
-    value = exact_layer_norm(*case).value(output, where, 2 * _BITS)
+    value = _value(case, output, where)
     place = value / _ulp(value, _dtype_of(output, case))
     return float(place - math.floor(place) - Fraction(1, 2))
 
@@ -179,61 +177,55 @@ def _exponent(value: Fraction) -> int:
 
 # ---- how the file was made ----
 
-_FAMILIES = ("F01", "F03", "F07", "F12", "F16", "F18", "F28b", "F31")
+_FAMILIES = ("F01", "F03", "F07", "F12", "F17", "F18", "F28b", "F31")
 # Rows whose variance is a square: with eps = 0, xhat is rational, and there are ties.
 _SQUARES = ((1, 3), (5, 1, 5, 1), (1, 2, 3, 4, 5, 6, 7))
-# Dtypes of x, of gamma and beta, of dy.
-_MIXED = [
-    ("float16", "float32", "float16"),
-    ("bfloat16", "float32", "bfloat16"),
-    ("float32", "float64", "float32"),
-    ("float32", "float32", "float64"),
+# Of x, of gamma and beta, of dy.
+_DTYPES = [3 * (form.dtype.name,) for form in FORMATS] + [
+    *(("float16", "float32", "float16"), ("bfloat16", "float32", "bfloat16")),
+    *(("float32", "float64", "float32"), ("float32", "float32", "float64")),
 ]
 
 
 def make() -> Iterator[dict[str, Any]]:
     """Search what midpoints.json holds, input by input."""
+    for k, names in itertools.product(range(13), _DTYPES):
+        of_x, of_gamma, of_dy = map(parse, names)
+        x, gamma, beta, eps, dy = make_case(_FAMILIES[k % 8], of_x, (5, 8, 12, 16)[k % 4], rng=k)
+        # At the end, dx and dgamma are subnormal.
+        dy = np.ldexp(dy, format_of(of_x).emin + 1 if k == 12 else 0).astype(of_dy)
+        yield _search_all(Case(x, gamma.astype(of_gamma), beta.astype(of_gamma), eps, dy))
     for form in FORMATS:
-        yield _keep(*_add_up(make_case("F01", form.dtype, 12, 4)))
         for row in _SQUARES:
             _, gamma, beta, _, dy = make_case("F01", form.dtype, len(row))
-            x = np.array([row, row[::-1]]).astype(form.dtype)
             # Coarser by 2**4 to 2**6 than what is added to them.
             dy[0] *= 16
-            yield _keep(*_search_all(Case(x, gamma, 64 * beta, 0.0, dy), 0))
-        for k, family in enumerate(3 * _FAMILIES):
-            yield _keep(*_search_all(make_case(family, form.dtype, (5, 8, 12, 16)[k % 4], rng=k)))
-        # dx and dgamma are subnormal.
-        case = make_case("F01", form.dtype, 8)
-        yield _keep(*_search_all(case._replace(dy=np.ldexp(case.dy, form.emin + 1))))
-    for k, names in enumerate(6 * _MIXED):
-        of_x, of_gamma, of_dy = map(parse, names)
-        x, gamma, beta, eps, dy = make_case("F01", of_x, 8, rng=k)
-        case = Case(x, gamma.astype(of_gamma), beta.astype(of_gamma), eps, dy.astype(of_dy))
-        yield _keep(*_search_all(case))
+            x = np.array([row, row[::-1]]).astype(form.dtype)
+            yield _search_all(Case(x, gamma, 64 * beta, 0.0, dy), 0)
+        case = _add_up(make_case("F01", form.dtype, 12, 4))
+        yield _keep(case, [("dbeta", (j,)) for j in range(12)])
 
 
-def _search_all(case: Case, share: float = 2.0**-3) -> tuple[Case, list[Element]]:
-    """Search each y of row 0 by gamma, then one dx of row 0 by its dy, then each dgamma by row 1."""
-    columns = range(case.x.shape[1])
-    tries: list[tuple[*Element, *Element]] = [("y", (0, j), "gamma", (j,)) for j in columns]
+def _search_all(case: Case, share: float = 2.0**-3) -> dict[str, Any]:
+    """Search a y of each column by gamma, a dx of row 0 by its dy, and each dgamma by row 1 of dy."""
+    columns, found = range(case.x.shape[1]), list[Element]()
+    tries: list[tuple[*Element, *Element]]
+    tries = [("y", (i, j), "gamma", (j,)) for i in (0, 1) for j in columns]
     tries += [("dx", (0, j), "dy", (0, k)) for j in columns for k in columns]
     tries += [("dgamma", (j,), "dy", (1, j)) for j in columns]
-    found: list[Element] = []
     for output, where, argument, place in tries:
-        # Another dy would spoil the dx that was found.
-        if output == "dx" and any(name == "dx" for name, _ in found):
+        # Another one would spoil what was found.
+        if any(name == output and (name == "dx" or w[-1] == where[-1]) for name, w in found):
             continue
         # With an eighth, one try in eight succeeds.
         limit = share * 2.0 ** -format_of(getattr(case, argument).dtype).digits
-        changed = search(case, output, where, argument, place, limit)
-        if changed is not None:
+        if changed := search(case, output, where, argument, place, limit):
             case = changed
             found.append((output, where))
-    return case, found
+    return _keep(case, found)
 
 
-def _add_up(case: Case) -> tuple[Case, list[Element]]:
+def _add_up(case: Case) -> Case:
     """Make each dbeta of a float, half its ulp and something far smaller, in any order; two ties."""
     form, columns = format_of(case.dy.dtype), np.arange(case.x.shape[1])
     rng = np.random.default_rng(0)
@@ -244,8 +236,7 @@ def _add_up(case: Case) -> tuple[Case, list[Element]]:
     # From an eighth of that down to a subnormal.
     smaller = exponent - 3 + (form.emin - form.digits + 4 - exponent) * columns // columns[-1]
     dy[2] = np.ldexp(rng.choice([-1.0, 1.0], columns.size), smaller) * (columns > 1)
-    dy = rng.permuted(dy, axis=0).astype(case.dy.dtype)
-    return case._replace(dy=dy), [("dbeta", (j,)) for j in columns.tolist()]
+    return case._replace(dy=rng.permuted(dy, axis=0).astype(case.dy.dtype))
 
 
 def _keep(case: Case, found: list[Element]) -> dict[str, Any]:
