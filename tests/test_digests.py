@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from stablenorm import exact_layer_norm
+from stablenorm.cli import main
+from stablenorm.cli import run as command
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.testing.digests import _splitmix
 
@@ -40,3 +42,16 @@ def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
     nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
     assert digest(nan[:1]) == digest(nan[1:])
     assert digest(np.ones(1, "<f4")) == digest(np.ones(1, ">f4")) != digest(np.zeros(1, "f4"))
+
+
+@pytest.mark.usefixtures("plain_terminal")
+def test_run_prints_them_and_says_whether_they_are_the_same(capsys, monkeypatch):
+    assert main(["run", "--digests"]) == 0
+    *lines, verdict = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines] == [
+        [*name.split(), *digests] for name, digests in published_digests().items()
+    ]
+    assert verdict == "All are as published."
+    monkeypatch.setattr(command, "digest", lambda _: 12 * "0")
+    assert main(["run", "--digests"]) == 1
+    assert capsys.readouterr().out.endswith("24 LINES DIFFER from those published.\n")

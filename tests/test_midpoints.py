@@ -54,36 +54,29 @@ def test_the_answers_are_those_of_mpmath():
 
 
 def test_all_outputs_and_dtypes_are_there_and_near():
-    found = near_midpoints()
-    names = ("float16", "bfloat16", "float32", "float64")
+    found, names = near_midpoints(), ("float16", "bfloat16", "float32", "float64")
     kinds = {(e.output, e.expected.dtype.name, e.distance == 0) for e in found}
     assert kinds == set(itertools.product(NAMES, names, (True, False)))
-    for each in found:
-        inputs = {array.dtype.name for array in (each.x, each.gamma, each.dy)}
-        if not inputs & {"float16", "bfloat16"}:
-            assert abs(each.distance) <= 1e-8
-    assert len({len(each.gamma) for each in found}) >= 7
+    # What a significand of 8 bits reaches, and those of 24 and 53.
+    assert max(abs(e.distance) for e in found if e.output != "dbeta") < 1e-3
+    assert max(abs(e.distance) for e in found if e.dy.dtype in (np.float32, np.float64)) < 1e-8
 
 
 @pytest.mark.parametrize("output", ["y", "dx", "dgamma"])
-def test_the_search_finds_the_first_of_all_significands(output):
+def test_the_search_finds_the_last_of_all_significands(output):
     case = make_case("F02", "bfloat16", 5)
     where = (2,) if output == "dgamma" else (0, 2)
     argument, place = ("gamma", (2,)) if output == "y" else ("dy", (0, 2))
-    limit, near, last = 2.0**-5, [], None
-    for significand in range(255, 127, -1):
-        array = getattr(case, argument).copy()
-        array[place] = math.ldexp(significand, math.frexp(float(array[place]))[1] - 8)
-        changed = case._replace(**{argument: array})
-        exact = float(exact_layer_norm(*changed).value(output, where))
-        binade = math.copysign(1, exact), math.frexp(exact)[1]
-        last = last or binade
-        # frexp's exponent less 8 is that of the ulp.
-        if binade == last and abs(math.ldexp(exact, 8 - last[1]) % 1 - 0.5) <= limit:
-            near.append(changed)
+    array, limit, near = getattr(case, argument), 2.0**-5, []
+    for significand in range(128, 256):
+        changed = array.copy()
+        changed[place] = math.ldexp(significand, math.frexp(float(array[place]))[1] - 8)
+        exact = exact_layer_norm(*case._replace(**{argument: changed})).value(output, where)
+        # An ulp has the exponent of frexp less 8.
+        ulps = math.ldexp(float(exact), 8 - math.frexp(float(exact))[1])
+        near += [changed] if abs(ulps % 1 - 0.5) <= limit else []
     found = search(case, output, where, argument, place, limit)
-    assert near
-    np.testing.assert_array_equal(getattr(found, argument), getattr(near[-1], argument))
+    np.testing.assert_array_equal(getattr(found, argument), near[-1])
 
 
 def test_the_search_finds_what_is_kept():
@@ -92,21 +85,18 @@ def test_the_search_finds_what_is_kept():
         place = {"y": ("gamma", (j,)), "dgamma": ("dy", (1, j))}.get(each.output)
         # The exponent decides, whatever the significand was; for ties there are several.
         if place and each.distance:
-            limit = 1.001 * abs(each.distance)
-            again = search(case, each.output, each.where, *place, limit)
+            again = search(case, *each[5:7], *place, 1.001 * abs(each.distance))
             assert getattr(again, place[0])[place[1]] == getattr(case, place[0])[place[1]]
 
 
-def run(case, backend, **options):
-    y, cache = layer_norm_forward(*case[:4], backend=backend, **options)
-    outputs = dict(zip(NAMES, (y, *layer_norm_backward(case.dy, cache)), strict=True))
-    return outputs[case.output][case.where]
-
-
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
-def test_within_half_an_ulp_and_a_thousandth_misses_some(backend):
-    found = near_midpoints()
-    missed = [each for each in found if run(each, backend) != each.expected]
-    # Each kind of arithmetic is fooled.
-    kinds = {(each.output, each.expected.dtype.name) for each in missed}
-    assert {("dx", "float32"), ("dx", "float64"), ("y", "float32"), ("y", "float64")} <= kinds
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
+    missed = []
+    for case in near_midpoints():
+        y, cache = layer_norm_forward(*case[:4], backend=backend, rounding=rounding)
+        outputs = dict(zip(NAMES, (y, *layer_norm_backward(case.dy, cache)), strict=True))
+        if outputs[case.output][case.where] != case.expected:
+            missed.append((case.output, case.expected.dtype.name))
+    kinds = set(itertools.product(NAMES, ("float32", "float64")))
+    assert kinds <= set(missed) if rounding == "fast" else missed == []

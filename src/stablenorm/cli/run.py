@@ -7,8 +7,10 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
+from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.report.findings import inspect
 from stablenorm.report.sections import accuracy_section, gradients_section
+from stablenorm.testing import digest, digest_inputs, published_digests
 
 _EXAMPLES = """\
 examples:
@@ -16,6 +18,7 @@ examples:
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz
+  stablenorm run --digests    is rounding="nearest" the same here as everywhere?
 
 to make such a file:
   np.savez("mine.npz", x=x, gamma=gamma, beta=beta, dy=dy, eps=1e-5)
@@ -37,10 +40,16 @@ def add(commands: Any) -> None:
     )
     add_problem(parser)
     parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
+    about = (
+        'compare digests of fixed inputs, rounding="nearest", with those published; nothing else'
+    )
+    parser.add_argument("--digests", action="store_true", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
+    if arguments.digests:
+        return _compare_digests()
     source, out = arguments.file, arguments.out
     if source and out and source.exists() and out.exists() and out.samefile(source):
         msg = f"--out must not be the file that is read, got {source}"
@@ -58,3 +67,17 @@ def run(arguments: argparse.Namespace) -> int:
     verdict = "All checks passed." if judged else "No check failed."
     parts.print_lines(verdict if findings.passed else "A CHECK FAILED.")
     return 0 if findings.passed else parts.EXIT_FAILED
+
+
+def _compare_digests() -> int:
+    """Print the digests of y, dx, dgamma and dbeta of each fixed input, and whether they are right."""
+    published, differ = published_digests(), 0
+    for name, case in digest_inputs().items():
+        y, cache = layer_norm_forward(*case[:4], rounding="nearest")
+        outputs = y, *layer_norm_backward(case.dy, cache)
+        found = tuple(digest(output) for output in outputs if output is not None)
+        differ += found != published[name]
+        parts.print_lines(" ".join((f"{name:27}", *found)))
+    verdict = f"{differ} LINES DIFFER from those published." if differ else "All are as published."
+    parts.print_lines(verdict)
+    return parts.EXIT_FAILED if differ else 0
