@@ -108,18 +108,15 @@ class Row:
 # ---- elements where a mask, `wanted`, is set; in the order of the mask ----
 
 
-def _places(wanted: Array) -> Iterator[tuple[int, list[int]]]:
-    for i in np.flatnonzero(wanted.any(axis=1)).tolist():
-        yield i, np.flatnonzero(wanted[i]).tolist()
+def _places(wanted: Array) -> Iterator[tuple[int, Array]]:
+    return ((i, np.flatnonzero(wanted[i])) for i in np.flatnonzero(wanted.any(axis=1)).tolist())
 
 
 def signs(x: Array, wanted: Array) -> list[int]:
     """Return the signs of xhat: -1, 0 or 1."""
-    found = []
-    for i, columns in _places(wanted):
-        centered = map(Row(x[i], 0.0).centered, columns)
-        found += [(c > 0) - (c < 0) for c in centered]
-    return found
+    rows = ((Row(x[i], 0.0), columns) for i, columns in _places(wanted))
+    centered = (row.centered(j) for row, columns in rows for j in columns.tolist())
+    return [(c > 0) - (c < 0) for c in centered]
 
 
 def y_elements(
@@ -127,16 +124,15 @@ def y_elements(
 ) -> Array:
     """Return elements of y."""
     found, form = [], format_of(dtype)
-    parameters = list(zip(_pairs(gamma), _pairs(beta), strict=True))
     for i, columns in _places(wanted):
         row = Row(x[i], eps)
         root = _root(row.radicand)
-        for j in columns:
-            (factor, exponent), (offset, places) = parameters[j]
-            exponent += row.shift
-            unit = min(exponent, places)
-            factor = factor * row.centered(j) << exponent - unit
-            found.append(_nearest(offset << places - unit, [(factor, root)], unit, form))
+        parameters = zip(*map(_pairs, (gamma[columns], beta[columns])), strict=True)
+        centered = map(row.centered, columns.tolist())
+        for c, ((scale, exponent), (offset, place)) in zip(centered, parameters, strict=True):
+            unit = min(exponent + row.shift, place)
+            factor = scale * c << exponent + row.shift - unit
+            found.append(_nearest(offset << place - unit, [(factor, root)], unit, form))
     return np.array(found).astype(dtype)
 
 
@@ -153,46 +149,41 @@ def dx_elements(
         g, unit = list(map(mul, scale, cotangent)), r + exponent - row.q
         total = sum(g)
         inner = row.n * sum(map(mul, g, row.integers)) - total * row.total << 2 * row.shift
-        n, x_total, x_integers, radicand = row.n, row.total, row.integers, row.radicand
-        for j in columns:
-            factor = (n * g[j] - total) * radicand - (n * x_integers[j] - x_total) * inner
+        for j in columns.tolist():
+            factor = (row.n * g[j] - total) * row.radicand - row.centered(j) * inner
             found.append(_nearest(0, [(factor, root)], unit, form))
     return np.array(found).astype(dtype)
 
 
-# ---- columns ----
+# ---- elements of columns ----
 
 
-class RowOfColumn(NamedTuple):
-    """What an element of dgamma needs of each row."""
-
-    n: int
-    total: int
-    scale: int
-    shift: int
-    root: Root
-
-
-def rows_of_columns(x: Array, eps: float) -> list[RowOfColumn]:
+def rows_and_roots(x: Array, eps: float) -> list[tuple[Row, Root]]:
     """Return what elements of dgamma need of these rows, which have a layer norm."""
-    rows = (Row(each, eps) for each in x)
-    return [RowOfColumn(r.n, r.total, r.scale, r.shift, _root(r.radicand)) for r in rows]
+    found = []
+    for each in x:
+        row = Row(each, eps)
+        # Of many rows, they are too much to keep.
+        row.integers = []
+        found.append((row, _root(row.radicand)))
+    return found
 
 
-def dgamma_element(dy: Array, x: Array, rows: Sequence[RowOfColumn], dtype: np.dtype[Any]) -> float:
+def dgamma_element(
+    dy: Array, x: Array, rows: Sequence[tuple[Row, Root]], dtype: np.dtype[Any]
+) -> float:
     """Return dgamma of one column, given all rows."""
     pairs = _pairs(dy)
-    unit = min(exponent + row.shift for (_, exponent), row in zip(pairs, rows, strict=True))
+    unit = min(exponent + row.shift for (_, exponent), (row, _) in zip(pairs, rows, strict=True))
     # Rows of the same numbers have the same root.
     totals: dict[int, int] = {}
-    roots: dict[int, Root] = {}
-    for (factor, exponent), (integer, place), row in zip(pairs, _pairs(x), rows, strict=True):
-        n, total, scale, shift, root = row
-        places = place - scale
-        centered = (n * integer << places if places >= 0 else n * integer >> -places) - total
-        term = factor * centered << exponent + shift - unit
+    both = zip(pairs, _pairs(x), rows, strict=True)
+    for (factor, exponent), (integer, exponent_x), (row, root) in both:
+        places = exponent_x - row.scale
+        value = integer << places if places >= 0 else integer >> -places
+        term = factor * (row.n * value - row.total) << exponent + row.shift - unit
         totals[root.radicand] = totals.get(root.radicand, 0) + term
-        roots[root.radicand] = root
+    roots = {root.radicand: root for _, root in rows}
     terms = [(total, roots[radicand]) for radicand, total in totals.items() if total]
     return _nearest(0, terms, unit, format_of(dtype))
 

@@ -54,6 +54,7 @@ _UNIT = 2.0**-106
 # Sums below 2**102 of the last place of their terms are exact in double-double: each error is a
 # multiple of that place, and less than it.
 _EXACT = 102
+_NONE = 1 << 20
 
 
 @default_control()
@@ -79,8 +80,7 @@ def forward_nearest(
             bound = _plus(_scaled(size, factor), of_shift)
             result, undecided = _rounded(product + wide_shift, bound, dtype)
             undecided[part.undefined] = False
-            if undecided.any():
-                result[undecided] = exact.y_elements(part.x, scale, shift, eps, undecided, dtype)
+            result[undecided] = exact.y_elements(part.x, scale, shift, eps, undecided, dtype)
             if not finite.all():
                 # Of an infinite gamma, the sign of xhat counts.
                 sign = np.zeros(result.shape)
@@ -138,10 +138,9 @@ def _write_dx(dy: RowsLike, x: RowsLike, gamma: Array | None, eps: float, dx: Ro
             result, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
             zero = _constant(g) | (n == 2 and eps == 0)
             undecided[undefined | zero] = False
-            if undecided.any():
-                result[undecided] = exact.dx_elements(
-                    cotangent, part.x, scale, eps, undecided, dx.dtype
-                )
+            result[undecided] = exact.dx_elements(
+                cotangent, part.x, scale, eps, undecided, dx.dtype
+            )
             result[zero] = 0.0
             result[undefined] = np.nan
             dx[rows] = result
@@ -158,94 +157,94 @@ def columns_nearest(
 ) -> tuple[Array | None, Array | None]:
     """Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype."""
     dy, x = as_matrix(dy), as_matrix(x)
+    dgamma = None if dtype_dgamma is None else np.zeros(len(columns), dtype_dgamma)
+    dbeta = None if dtype_dbeta is None else np.zeros(len(columns), dtype_dbeta)
     with np.errstate(all="ignore"):
-        return (
-            None if dtype_dgamma is None else _dgamma(dy, x, eps, columns, dtype_dgamma),
-            None if dtype_dbeta is None else _dbeta(dy, columns, dtype_dbeta),
-        )
+        if dgamma is not None and x.shape[0]:
+            dgamma = _dgamma(dy, x, eps, columns, dgamma.dtype)
+        if dbeta is not None and x.shape[0]:
+            dbeta = _dbeta(dy, columns, dbeta.dtype)
+    return dgamma, dbeta
 
 
 def _dgamma(dy: RowsLike, x: RowsLike, eps: float, columns: Array, dtype: Any) -> Array:
-    sums, sizes = _RowSum(), _RowSum()
-    extended, undefined = np.zeros(len(columns)), False
+    (count, n), undefined, total = x.shape, False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], eps)
-        cotangent = dy[rows][:, columns].astype(np.float64)
-        finite = np.isfinite(cotangent)
-        if not finite.all():
+        cotangent, infinite = _split(dy[rows][:, columns])
+        if infinite.any():
             # Of an infinite dy, the sign of xhat counts.
-            wanted, sign = np.zeros(x[rows].shape, bool), np.zeros(x[rows].shape)
-            wanted[:, columns] = ~finite
+            wanted, sign = np.zeros(part.x.shape, bool), np.zeros(part.x.shape)
+            wanted[:, columns] = infinite != 0
             sign[wanted] = exact.signs(part.x, wanted)
-            infinite = np.where(finite, 0.0, cotangent * sign[:, columns])
-            extended += infinite.sum(axis=0)
-            cotangent = np.where(finite, cotangent, 0.0)
+            infinite *= sign[:, columns]
         term, xhat = Wide.exactly(cotangent), part.xhat[:, columns]
-        sums.add(term * xhat)
-        sizes.add(_times(term, _plus(xhat, part.drift)))
+        total.add(term * xhat, _times(term, _plus(xhat, part.drift)), infinite)
         undefined |= bool(part.undefined.any())
-    if undefined or not x.shape[0]:
-        return np.full(len(columns), np.nan if undefined else 0.0).astype(dtype)
-    factor = 3 * _height(x.shape[1]) + 3 * _added(x.shape[0]) + 64
-    result, undecided = _rounded(sums.total(), _scaled(sizes.total(), factor), dtype)
-    result, undecided = result[0], undecided[0] & (extended == 0)
+    if undefined:
+        return np.full(len(columns), np.nan).astype(dtype)
+    result, undecided = total.rounded(3 * (_height(n) + _added(count)) + 64, dtype)
     if undecided.any():
         blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
-        known = [row for block in blocks for row in exact.rows_of_columns(block, eps)]
+        known = [row for block in blocks for row in exact.rows_and_roots(block, eps)]
         for j, (column, values) in _columns(columns, undecided, dy, x):
             result[j] = exact.dgamma_element(column, values, known, dtype)
-    return _extended(result, extended)
+    return result
 
 
 def _dbeta(dy: RowsLike, columns: Array, dtype: Any) -> Array:
-    sums, sizes = _RowSum(), _RowSum()
-    extended = np.zeros(len(columns))
+    total, digits = _Total(len(columns)), format_of(dy.dtype).digits
     # The exponent of a last place that all terms of a column have.
-    digits, last = format_of(dy.dtype).digits, np.full(len(columns), 1 << 20)
+    last = np.full(len(columns), _NONE)
     for rows in _blocks(dy.shape):
-        cotangent = dy[rows][:, columns].astype(np.float64)
-        finite = np.isfinite(cotangent)
-        extended += np.where(finite, 0.0, cotangent).sum(axis=0)
-        cotangent = np.where(finite, cotangent, 0.0)
-        places = np.where(cotangent == 0, 1 << 20, np.frexp(cotangent)[1] - digits)
+        cotangent, infinite = _split(dy[rows][:, columns])
+        places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - digits)
         last = np.minimum(last, places.min(axis=0))
         term = Wide.exactly(cotangent)
-        sums.add(term)
-        sizes.add(_size(term))
-    if not dy.shape[0]:
-        return np.zeros(len(columns), dtype)
-    size = sizes.total()
-    factor = np.where(size.magnitude() <= last + _EXACT, 0.0, 3 * _added(dy.shape[0]) + 4)
-    result, undecided = _rounded(sums.total(), _scaled(size, factor), dtype)
-    result, undecided = result[0], undecided[0] & (extended == 0)
+        total.add(term, _size(term), infinite)
+    sharp = total.sizes.total().magnitude() <= last + _EXACT
+    result, undecided = total.rounded(np.where(sharp, 0.0, 3 * _added(dy.shape[0]) + 4), dtype)
     for j, (column,) in _columns(columns, undecided, dy):
         result[j] = exact.dbeta_element(column, dtype)
-    return _extended(result, extended)
-
-
-def _extended(result: Array, extended: Array) -> Array:
-    """Put the sums of what is not finite in their places."""
-    nan = np.isnan(extended)
-    infinite = (extended != 0) & ~nan
-    result[infinite] = extended[infinite]
-    result[nan] = np.nan
     return result
+
+
+class _Total:
+    """A sum over rows: of terms, of their sizes, and of what is not finite."""
+
+    def __init__(self, width: int) -> None:
+        self._terms, self.sizes, self._infinite = _RowSum(), _RowSum(), np.zeros(width)
+
+    def add(self, terms: Wide, sizes: Wide, infinite: Array) -> None:
+        self._terms.add(terms)
+        self.sizes.add(sizes)
+        self._infinite += infinite.sum(axis=0)
+
+    def rounded(self, factor: Array | float, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        """Return the sums rounded, and where `factor` times the sizes leaves that undecided."""
+        bound = _scaled(self.sizes.total(), factor)
+        (result,), (undecided,) = _rounded(self._terms.total(), bound, dtype)
+        nan, finite = np.isnan(self._infinite), self._infinite == 0
+        result[~finite], result[nan] = self._infinite[~finite], np.nan
+        return result, undecided & finite
 
 
 def _columns(columns: Array, wanted: Array, *matrices: RowsLike) -> Iterator[tuple[int, Any]]:
     """Yield the places that are `wanted`, and those columns of the matrices in float64."""
-    places = np.flatnonzero(wanted)
-    shape = matrices[0].shape
+    places, shape = np.flatnonzero(wanted), matrices[0].shape
+    # As many as a block holds.
     step = max(1, _BLOCK // shape[0])
-    for start in range(0, len(places), step):
-        some = places[start : start + step]
-        gathered = [
-            np.concatenate(
-                [m[rows][:, columns[some]].astype(np.float64) for rows in _blocks(shape)]
-            ).T
-            for m in matrices
-        ]
-        yield from zip(some.tolist(), zip(*gathered, strict=True), strict=True)
+    for some in (places[start : start + step] for start in range(0, len(places), step)):
+        parts = [[m[rows][:, columns[some]] for rows in _blocks(shape)] for m in matrices]
+        whole = (np.concatenate(part).astype(np.float64).T for part in parts)
+        yield from zip(some.tolist(), zip(*whole, strict=True), strict=True)
+
+
+def _split(values: Array) -> tuple[Array, Array]:
+    """Return in float64 what is finite and what is not, zeros between."""
+    values = values.astype(np.float64)
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
 
 
 # ---- rows ----
