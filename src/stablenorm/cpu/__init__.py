@@ -16,20 +16,11 @@ import numpy as np
 from stablenorm import reference
 from stablenorm.arrays import Rows, as_matrix
 from stablenorm.cpu import extreme
-from stablenorm.cpu.jobs import (
-    COPY,
-    DONE,
-    NO_MEMORY,
-    REFERENCE,
-    Plan,
-    backward_plan,
-    forward_plan,
-    job,
-    sums_size,
-)
+from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, make_plan, sums_size
 from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
+from stablenorm.cpu.tiles import STRAIGHT
 from stablenorm.types import Array, Gradients, Statistics
 
 _new = tuple.__new__
@@ -45,7 +36,8 @@ def _forward(
     x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True, nearest: bool = False
 ) -> Statistics:
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
-    plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, row_strides(x, y), nearest)
+    dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
+    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, nearest)
     rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
@@ -53,11 +45,7 @@ def _forward(
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
     arrays = x, y, None, gamma, beta, *kept, None, None, None, None
-    state = _do(plan, arrays, eps)
-    if state == COPY:
-        plan = forward_plan(x.dtype, gamma_dtype, beta_dtype, x.shape, None, nearest)
-        state = _do_in_blocks(plan, arrays, eps)
-    if state == REFERENCE:
+    if _do(plan, arrays, eps) == REFERENCE:
         return (reference.forward_nearest if nearest else reference.forward)(x, gamma, beta, eps, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
@@ -135,18 +123,13 @@ def _backward(
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
     dx, dgamma, dbeta = out
     gamma, gamma_dtype = _flat(gamma)
-    inputs = dy.dtype, x.dtype, gamma_dtype
-    outputs = _dtype(dgamma), _dtype(dbeta)
-    wide, nearest = statistics.rstd_lo is not None, undecided is not None
-    plan = backward_plan(inputs, outputs, wide, x.shape, row_strides(dy, x, dx), nearest)
+    pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
+    nearest, strides = undecided is not None, row_strides(dy, x, dx)
+    plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, nearest)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
     arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, None, *totals, undecided
-    state = _do(plan, arrays)
-    if state == COPY:
-        plan = backward_plan(inputs, outputs, wide, x.shape, None, nearest)
-        state = _do_in_blocks(plan, arrays)
-    if state == REFERENCE:
+    if _do(plan, arrays) == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):
         if total is not None and room is not total:
@@ -154,19 +137,17 @@ def _backward(
     return True
 
 
-def _do(plan: Plan, arrays: Any, eps: float = 0.0, rows: int | None = None) -> int:
-    """Do a call, or only so many of its rows; return the state."""
+def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
+    """Do a call; return DONE or REFERENCE."""
     words, most, small, state, *_ = plan
-    if state:
-        return state
-    pool, helpers = pool_for(most, small) if most else (None, 0)
-    if rows is not None:
-        words = words.copy()
-        words[AT.rows] = rows
-    done: int = _work(arrays, eps, words, pool, helpers)
-    if done == NO_MEMORY:
+    if state == DONE:
+        pool, helpers = pool_for(most, small) if most else (None, 0)
+        state = do(arrays, eps, words, pool, helpers)
+    if state == COPY:
+        return _do_in_blocks(plan, arrays, eps)
+    if state == NO_MEMORY:
         raise MemoryError
-    return done
+    return state
 
 
 def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
@@ -174,23 +155,30 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     x: Any = as_matrix(arrays[0])
     out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
     parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:]
-    n, sums = x.shape[1], None
+    n, sums, words = x.shape[1], None, plan.words.copy()
+    words[AT.x_stride] = words[AT.out_stride] = n * x.dtype.itemsize
+    words[AT.dy_stride] = 0 if dy is None else n * dy.dtype.itemsize
+    words[AT.way], words[AT.over_input] = STRAIGHT, True
+    plan, tile_rows = plan._replace(words=words, state=DONE), int(words[AT.tile_rows])
     if any(total is not None for total in totals[:2]):
-        sums = np.empty((plan.tiles, sums_size(1, n, kept[-1] is not None)))
-    for block in blocks(plan.rows, n, plan.tile_rows):
+        sums = np.empty((words[AT.tiles], sums_size(1, n, kept[-1] is not None)))
+    for block in blocks(plan.rows, n, tile_rows):
         cotangent = None if dy is None else np.ascontiguousarray(dy[block])
         # Rows that are extreme are still needed, where the result overwrites them.
         result = None if out is None else np.array(out[block], order="C")
-        here = None if sums is None else sums[block.start // plan.tile_rows :]
+        here = None if sums is None else sums[block.start // tile_rows :]
         some = (None if word is None else word[block] for word in kept)
         given = np.ascontiguousarray(x[block]), result, cotangent, *parameters, *some
-        if _do(plan, (*given, here, None, None, None), eps, block.stop - block.start) == REFERENCE:
+        words[AT.rows] = block.stop - block.start
+        if _do(plan, (*given, here, None, None, None), eps) == REFERENCE:
             return REFERENCE
         if out is not None:
             out[block] = result
+    if sums is None:
+        return DONE
     # Of no rows: to add up the sums.
-    last = None, None, sums, *parameters, *kept, sums, *totals
-    return DONE if sums is None else _do(plan, last, eps, 0)
+    words[AT.rows] = 0
+    return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals), eps)
 
 
 def _flat(parameter: Array | None) -> tuple[Array | None, Any]:
@@ -211,6 +199,3 @@ def _room(total: Array | None) -> Array | None:
     if total is None or total.flags.c_contiguous:
         return total
     return np.empty(total.shape, total.dtype)
-
-
-_work = job()

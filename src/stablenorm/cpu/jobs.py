@@ -17,14 +17,14 @@ from numba import types
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import LINE, bits_of, further, pasted, pointer_at, width
+from stablenorm.cpu.memory import LINE, bits_of, further, inner, pasted, pointer_at, width
 from stablenorm.cpu.nearest import is_exact, put_decided, sums_bound, total_error
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
 from stablenorm.cpu.sums import add_to, fill, merge, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
-from stablenorm.cpu.wide import LARGEST, SMALLEST, is_moderate
+from stablenorm.cpu.wide import LARGEST, SMALLEST
 from stablenorm.threads import SMALL
 
 # What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
@@ -37,6 +37,12 @@ _RECORD = 8 * len(AT) + -8 * len(AT) % LINE
 # Columns of the tiles' sums that are added up at a time, and so stay in the first-level cache.
 _BLOCK = 512
 
+# An element in double-double takes as long as so many others.
+_COST = 4
+
+# Fewer elements than this, 2 microseconds of work, are shared with nobody.
+_LEAST_SHARED = 1 << 13
+
 _malloc = types.ExternalFunction("malloc", types.intp(types.intp))
 _free = types.ExternalFunction("free", types.void(types.intp))
 
@@ -44,104 +50,69 @@ _free = types.ExternalFunction("free", types.void(types.intp))
 class Plan(NamedTuple):
     """What is known of a call from its dtypes, shape and strides."""
 
-    words: Any
+    words: Any = None
     # Threads that there is work for, besides the caller; whether it is too little to wake any.
-    helpers: int
-    small: bool
+    helpers: int = 0
+    small: bool = False
     # COPY where the elements of rows are not one behind the other, REFERENCE where float16 is not
     # to be had; else DONE.
-    state: int
-    wide: bool
-    rows: int
-    tile_rows: int
-    tiles: int
+    state: int = REFERENCE
+    wide: bool = False
+    rows: int = 0
 
-
-_BY_REFERENCE = Plan(None, 0, False, REFERENCE, False, 0, 0, 0)
 
 _known = set(ELEMENTS).issuperset
 
 
-def _plan(part: Call, dtype: Any, strides: Any, wide: bool) -> Plan:
-    """Fill in what both directions share, given the dtype of x."""
-    rows, n = part.rows, part.n
-    row_bytes = n * dtype.itemsize
-    *_, x_stride, out_stride = strides or (row_bytes, row_bytes)
+@functools.lru_cache(2048)
+def make_plan(
+    shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any = None, nearest: bool = False
+) -> Plan:
+    """
+    Return how a call is done: forward or, given what is `pulled` back, backward.
+
+    `strides` are what `row_strides` returns of dy, x and the result. `x` is a dtype, as `parameters`
+    are, of gamma and beta, None of what is missing; `pulled` are those of dy, dgamma and dbeta, and
+    whether the forward was done in double-double.
+    """
+    dy, *totals, wide = pulled or (None, None, None, nearest)
+    # Not `==` below: to NumPy its float64 equals None.
+    if not _known((x, *parameters, dy, *totals)):
+        return Plan()
+    if dy is None:
+        given = (each for each in (x, *parameters) if each is not None)
+        wide = nearest or any(each.type is np.float64 for each in given)
+    rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
+    gamma, beta = (ELEMENTS[each] for each in parameters)
+    rounding = (nearest,) if wide else ()
+    row_bytes = n * x.itemsize
+    if dy is None:
+        tile_rows, dy_bytes = forward_rows(rows, n), 0
+        do_tile = of.forward_tile(ELEMENTS[x], *rounding)
+    else:
+        tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
+        summing = any(each is not None for each in totals)
+        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *rounding)
+    dy_stride, x_stride, out_stride = strides or (dy_bytes, row_bytes, row_bytes)
     straight = wide or out_stride != row_bytes
     streamed = rows * row_bytes >= PAST_CACHES and not straight
-    tiles_ = -(-rows // part.tile_rows)
-    whole = part._replace(
-        x_stride=x_stride, out_stride=out_stride, tiles=tiles_,
-        way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
-        over_input=part.over_input or not straight,
-        scratch_bytes=part.scratch_bytes + -part.scratch_bytes % LINE,
+    scratch_bytes, tiles_ = of.scratch_bytes(n, dy is not None), -(-rows // tile_rows)
+    words = Call(
+        rows=rows, n=n, dy_stride=dy_stride, x_stride=x_stride, out_stride=out_stride,
+        tile_rows=tile_rows, tiles=tiles_, do_tile=do_tile,
+        widen_gamma=_widener(gamma), widen_beta=_widener(beta),
+        round_dgamma=_rounder(ELEMENTS[totals[0]], nearest),
+        round_dbeta=_rounder(ELEMENTS[totals[1]], nearest),
+        scratch_bytes=scratch_bytes + -scratch_bytes % LINE,
         shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 24 * _BLOCK,
+        way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
+        # Of wide rows that are extreme, all of x is needed once more.
+        over_input=not straight or (wide and dy is not None),
     )  # fmt: skip
     elements = rows * n * (_COST if wide else 1)
     helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
-    state, small = COPY if strides == () else DONE, elements < SMALL
-    return Plan(np.array(whole), helpers, small, state, wide, rows, part.tile_rows, tiles_)
-
-
-# An element in double-double takes as long as so many others.
-_COST = 4
-
-# Fewer elements than this, 2 microseconds of work, are shared with nobody.
-_LEAST_SHARED = 1 << 13
-
-
-@functools.lru_cache(1024)
-def forward_plan(
-    x_dtype: Any, gamma_dtype: Any, beta_dtype: Any, shape: Any, strides: Any, nearest: bool = False
-) -> Plan:
-    """
-    Return how the forward of such arrays is done; None stands for the dtype of what is missing.
-
-    `strides` are what `row_strides` returns of x and y.
-    """
-    if not _known((x_dtype, gamma_dtype, beta_dtype)):
-        return _BY_REFERENCE
-    # Not `==`: to NumPy its float64 equals None.
-    given = (each for each in (x_dtype, gamma_dtype, beta_dtype) if each is not None)
-    wide = nearest or any(each.type is np.float64 for each in given)
-    rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
-    rounding = (nearest,) if wide else ()
-    part = Call(
-        rows=rows, n=n, tile_rows=forward_rows(rows, n),
-        do_tile=of.forward_tile(ELEMENTS[x_dtype], *rounding),
-        widen_gamma=_widener(ELEMENTS[gamma_dtype]), widen_beta=_widener(ELEMENTS[beta_dtype]),
-        # Of wide rows that are extreme, all of x is needed once more.
-        scratch_bytes=of.scratch_bytes(n, False), over_input=False,
-    )  # fmt: skip
-    return _plan(part, x_dtype, strides, wide)
-
-
-@functools.lru_cache(1024)
-def backward_plan(
-    inputs: Any, totals: Any, wide: bool, shape: Any, strides: Any, nearest: bool = False
-) -> Plan:
-    """
-    Return how the backward of such arrays is done.
-
-    `inputs` are the dtypes of dy, x and gamma, `totals` those of dgamma and dbeta, None where they
-    are not wanted. `strides` are those of dy, x and dx.
-    """
-    if not _known((*inputs, *totals)):
-        return _BY_REFERENCE
-    dy_dtype, x_dtype, gamma_dtype = inputs
-    summing = any(each is not None for each in totals)
-    rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
-    rounding = (nearest,) if wide else ()
-    part = Call(
-        rows=rows, n=n, dy_stride=strides[0] if strides else n * dy_dtype.itemsize,
-        tile_rows=backward_rows(rows, n),
-        do_tile=of.backward_tile(ELEMENTS[dy_dtype], ELEMENTS[x_dtype], summing, *rounding),
-        widen_gamma=_widener(ELEMENTS[gamma_dtype]),
-        round_dgamma=_rounder(ELEMENTS[totals[0]], nearest),
-        round_dbeta=_rounder(ELEMENTS[totals[1]], nearest),
-        scratch_bytes=of.scratch_bytes(n, True), over_input=wide,
-    )  # fmt: skip
-    return _plan(part, x_dtype, strides, wide)
+    state = COPY if strides == () else DONE
+    return Plan(np.array(words), helpers, elements < SMALL, state, wide, rows)
 
 
 def sums_size(tiles: int, n: int, nearest: bool) -> int:
@@ -197,14 +168,24 @@ def _decide_sums(p, sums, start, count, out, which):
     for tile in range(p.tiles):
         ranges = further(float64_at(p.sums), 8 * ((6 * tile + 5) * padded(p.n) + p.n))
         most, last = max(most, ranges[0]), max(last, ranges[1])
-    exact = which and is_exact(float(p.rows), most, last)
+    exact = which and is_exact(float(p.tiles * p.tile_rows), most, last)
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
     for j in range(count):
         error = 0.0 if exact else total_error(low[j], bound * size[j])
         undecided[j] = not put_decided(out, j, high[j], low[j], error)
 
 
-@pasted
+@inner
+def _is_moderate(parameter, n, least):
+    """Tell whether all of n float64 are 0 or between `least` and the largest in size."""
+    moderate = True
+    for j in range(n):
+        size = abs(parameter[j])
+        moderate = moderate and (size == 0.0 or least <= size <= LARGEST)
+    return moderate
+
+
+@inner
 def _prepare(function, source, to, n, neutral):
     """Copy gamma or beta into float64; without it, write what changes nothing."""
     if source == 0:
@@ -213,70 +194,59 @@ def _prepare(function, source, to, n, neutral):
         call(function, source, to, n)
 
 
-@pasted
-def _is_extreme(p, gamma, beta, eps):
-    return not (
-        is_moderate(float64_at(gamma), p.n, SMALLEST)
-        and (p.dy != 0 or is_moderate(float64_at(beta), p.n, 0.0))
+def _do(arrays, eps, words, pool, helpers):
+    """
+    Do a call; return DONE, or what kept it from beginning.
+
+    `arrays` are in the order of `Call`, `words` those of a plan, `pool` those of the pool.
+    """
+    p = read_record(address_of(words))
+    x, out, dy = address_of(arrays[0]), address_of(arrays[1]), address_of(arrays[2])
+    in_place = out == (dy if dy != 0 else x)
+    if in_place and p.over_input == 0:
+        return COPY
+    own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
+    vectors = (6 if address_of(arrays[AT.spread]) else 4) if own_sums else 0
+    sums = 8 * vectors * padded(p.n) * p.tiles
+    memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
+    if memory == 0:
+        return NO_MEMORY
+    word, done = set_default(), DONE
+    record = (memory + LINE - 1) & -LINE
+    plan, to = pointer_at(address_of(words), np.int64), pointer_at(record, np.int64)
+    for i in range(ARRAYS, len(AT)):
+        to[i] = plan[i]
+    for i in range(ARRAYS):
+        to[i] = address_of(arrays[i])
+    p = read_record(record)
+    gamma = record + _RECORD
+    beta = gamma + 8 * padded(p.n)
+    _prepare(p.widen_gamma, p.gamma, gamma, p.n, 1.0)
+    if dy == 0:
+        _prepare(p.widen_beta, p.beta, beta, p.n, -0.0)
+    p.gamma, p.beta, p.eps = gamma, beta, np.int64(bits_of(eps))
+    p.scratch = record + p.shared_bytes - LINE
+    if own_sums:
+        p.sums = p.scratch + p.scratch_bytes * (1 + helpers)
+    if in_place:
+        p.way = STAGED
+    if p.marks and not (
+        _is_moderate(float64_at(gamma), p.n, SMALLEST)
+        and (dy != 0 or _is_moderate(float64_at(beta), p.n, 0.0))
         and (eps == 0.0 or SMALLEST <= eps <= LARGEST)
-    )
+    ):
+        done = REFERENCE
+    else:
+        tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows
+        run(p.do_tile, record, tiles_, address_of(pool), helpers)
+        if p.dgamma:
+            call(p.round_dgamma, record, 0, 0)
+        if p.dbeta:
+            call(p.round_dbeta, record, 1, 0)
+    _free(memory)
+    restore(word)
+    return done
 
 
-@functools.cache
-def job() -> Any:
-    """
-    Return the compiled function that does a call.
-
-    It takes the arrays in the order of `Call`, eps, the words of a plan, those of the pool, and the
-    number of helpers; it returns DONE or what kept it from beginning.
-    """
-
-    def work(arrays, eps, words, pool, helpers):
-        plan = pointer_at(address_of(words), np.int64)
-        p = read_record(address_of(words))
-        x, out, dy = address_of(arrays[0]), address_of(arrays[1]), address_of(arrays[2])
-        in_place = out == (dy if dy != 0 else x)
-        if in_place and p.over_input == 0:
-            return COPY
-        own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
-        sums = 0
-        if own_sums:
-            vectors = 6 if address_of(arrays[AT.spread]) else 4
-            sums = 8 * vectors * padded(p.n) * p.tiles
-        memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
-        if memory == 0:
-            return NO_MEMORY
-        word, done = set_default(), DONE
-        record = (memory + LINE - 1) & -LINE
-        to = pointer_at(record, np.int64)
-        for i in range(ARRAYS, len(AT)):
-            to[i] = plan[i]
-        for i in range(ARRAYS):
-            to[i] = address_of(arrays[i])
-        gamma = record + _RECORD
-        beta, scratch = gamma + 8 * padded(p.n), record + p.shared_bytes - LINE
-        _prepare(p.widen_gamma, to[AT.gamma], gamma, p.n, 1.0)
-        if dy == 0:
-            _prepare(p.widen_beta, to[AT.beta], beta, p.n, -0.0)
-        to[AT.gamma], to[AT.beta], to[AT.eps] = gamma, beta, np.int64(bits_of(eps))
-        to[AT.scratch] = scratch
-        if own_sums:
-            to[AT.sums] = scratch + p.scratch_bytes * (1 + helpers)
-        if in_place:
-            to[AT.way] = STAGED
-        p = read_record(record)
-        if p.marks and _is_extreme(p, gamma, beta, eps):
-            done = REFERENCE
-        else:
-            tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows
-            run(p.do_tile, record, tiles_, address_of(pool), helpers)
-            if p.dgamma:
-                call(p.round_dgamma, record, 0, 0)
-            if p.dbeta:
-                call(p.round_dbeta, record, 1, 0)
-        _free(memory)
-        restore(word)
-        return done
-
-    arrays = types.UniTuple(PLACE, ARRAYS)
-    return compiled(work, types.int64(arrays, types.float64, PLACE, PLACE, types.int64))
+_ARRAYS = types.UniTuple(PLACE, ARRAYS)
+do = compiled(_do, types.int64(_ARRAYS, types.float64, PLACE, PLACE, types.int64))

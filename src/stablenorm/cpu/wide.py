@@ -320,13 +320,3 @@ def write_dx(factors, dx, n, means, row):
         for j in range(n):
             high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
             put_pair(dx, j, high, low)
-
-
-@inlined
-def is_moderate(parameter, n, least):
-    """Tell whether all of n elements are 0 or between `least` and `LARGEST` in size."""
-    moderate = True
-    for j in range(n):
-        size = abs(get(parameter, j))
-        moderate = moderate and (size == 0.0 or least <= size <= LARGEST)
-    return moderate
