@@ -62,10 +62,7 @@ def near_midpoints() -> list[NearMidpoint]:
     """
     Return the elements that are kept: of all four outputs, in all four dtypes, and in mixtures.
 
-    Returns
-    -------
-    list of NearMidpoint
-        Elements of the same input follow one another and share its arrays.
+    Elements of the same input follow one another and share its arrays.
 
     Examples
     --------
