@@ -75,3 +75,12 @@ def test_results_may_overwrite_the_input(backend):
     assert np.array_equal(dx, expected["dx"])
     y = layer_norm(x, eps=0.1, rounding="nearest", out=x, backend=backend)
     assert np.array_equal(y, expected["y"])
+
+
+def test_a_backward_after_a_forward_of_extreme_beta_knows_tiny_rows(backend):
+    x, dy = np.array([[1.82512575e-309, -3.03630258e-309]]), np.array([[-1.0, 1.0]]) / 64
+    # beta sends the forward to the reference; dgamma underflows to -0.
+    beta = np.array([1e200, 1.0])
+    assert_nearest(
+        run(x, np.ones(2), beta, 1e30, dy, backend=backend), x, np.ones(2), beta, 1e30, dy
+    )

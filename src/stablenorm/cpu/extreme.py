@@ -14,7 +14,7 @@ import numpy as np
 from stablenorm import reference
 from stablenorm.arrays import as_matrix
 from stablenorm.cpu.layout import blocks
-from stablenorm.cpu.wide import LARGEST
+from stablenorm.cpu.wide import LARGEST, SMALLEST
 from stablenorm.types import Array, Gradients, Statistics
 
 # The mark of such a row; of one that is merely undecided, it is another.
@@ -59,6 +59,9 @@ def marks_of(statistics: Statistics) -> Array:
     marks = ~((statistics.rstd <= LARGEST) & (np.abs(statistics.mean) < np.inf))
     if statistics.exponent is not None:
         marks |= statistics.exponent.any(axis=1)
+    if statistics.spread is not None:
+        # Of a forward that was all the reference's: no kernel has seen that x is tiny under eps.
+        marks |= (statistics.spread > 0.0) & (statistics.spread < SMALLEST)
     return marks.astype(np.uint8)
 
 
