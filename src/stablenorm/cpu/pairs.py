@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from stablenorm.cpu.memory import call_llvm, emit, fma, inlined, pasted, put, put_sum_nearly, width
+from stablenorm.cpu.memory import call_llvm, emit, fma, inlined, pasted, put, width
 
 _I64, _F64 = ir.IntType(64), ir.DoubleType()
 
@@ -24,8 +24,8 @@ def minus(builder: Any, a: Any, b: Any) -> Any:
     """
     Return ``a - b``, made by the units that multiply.
 
-    On many processors (AMD Zen) those that add convert between formats as well, and are the ones
-    that all wait for. The bits are the same.
+    On many processors (AMD Zen) those that add and those that multiply are apart. Half of a sum's six
+    operations each keep both at work. The bits are the same.
     """
     # 1.0, from where LLVM cannot see it: it would leave out a product with 1. "readnone" lets it be
     # made once, before the loop that uses it.
@@ -58,7 +58,7 @@ def odd_sum(builder: Any, hi: Any, lo: Any) -> Any:
 def two_sum(a, b):
     """Return ``fl(a + b)`` and its exact error."""
     total = a + b
-    b_part = total - a
+    b_part = minus(total, a)
     return total, minus(a, total - b_part) + minus(b, b_part)
 
 
@@ -128,9 +128,3 @@ def put_pair(y, j, high, low):
     else:
         total, rest = fast_two_sum(high, low)
         put(y, j, odd_sum(total, rest))
-
-
-@pasted
-def put_pair_nearly(y, j, high, low, doubt):
-    """Do what `put_pair` does, faster; return `doubt`, negative if that may have gone wrong."""
-    return put_sum_nearly(y, j, high + low, doubt)

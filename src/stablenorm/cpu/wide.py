@@ -1,12 +1,35 @@
 """
 Rows of which something is float64: the equations of `rows` in double-double, in two passes.
 
-As there, a guess k of the mean is subtracted first, and one of four elements of g. Here x - k is exact
-as a pair, whatever k is. The mean is then written as ``mean + rest + tail``, three float64 that do
-not overlap, of which the last matters only where the row is far off zero against its spread.
+As there, a guess k of the mean is subtracted first, and m, one of a few elements of g. Here x - k is
+exact as a pair, whatever k is. Where a row's samples differ in sign, k is 0, and so is m: nothing is
+subtracted, and a loop without that is taken. The mean is then written as ``mean + rest + tail``, three
+float64 that do not overlap, of which the last matters only where the row is far off zero against its spread.
 
-LLVM may not split sums of pairs by itself. So the source does: column j is added to lane j % 32, and
+LLVM may not split sums of pairs by itself. So the source does: column j is added to lane j % 16, and
 at the end the lanes are added by halves.
+
+Bounds
+------
+In units of u**2, u = 2**-53, without terms of u**3. The high part of a sum loses nothing. Its low part is at
+most (i + 1) u T after i additions since it was last settled, with T the sum of all sizes so far; the two
+roundings of an addition are then at most (i + 2) u**2 T. That is (d + 5) / 2 per column of a lane where d
+are added between two settlings: 4.5 for d = 4. Low parts of the terms, of some u, add a constant; so do the
+16 lanes (5 per level) and the division (4). With ``S = rms(g - m)``, ``w = rms(xhat)``, and
+
+- ``H = 4.5 ceil(n / 16) + 35``: mean(x - k) errs by H mean|x - k|, mean((x - k)**2) by (H + 4) of itself;
+- ``J = 3.5 ceil(n / 16) + 55``: mean(g - m) errs by J mean|g - m| + 12 |m|;
+- var, as mean((x - k)**2) <= 3 var: 7.9 H + 37 of itself; rstd: 4 H + 30 of itself;
+- the mean: 1.75 H sqrt(var), and a tail left out, 64 mean|x - mean|;
+- xhat: (4 H + 45) |xhat| + (1.75 H + 64) w;
+- y: |gamma| ((4 H + 60) |xhat| + (1.75 H + 64) w) + 2 |y|;
+- mean((g - m) xhat): (J + 5.75 H + 130) S + 12 |m|;
+- dx: rstd times (4 H + 50) |g - m| + (J + 5.75 H + 130) S + (J + 14 H + 230) |xhat| S
+  + 100 (1 + |xhat|) |m|;
+- dgamma, of R rows of a tile, settled every 64, and t tiles: the sum of |dy| times what xhat errs by,
+  and 34.5 R + 4 t + 400 times the sum of |dy xhat|; dbeta: 34.5 R + 4 t + 100 times the sum of |dy|.
+
+y and dx of float64 are rounded from ``fl(high + low)``, which is the rounded pair but for the error of low.
 
 Pairs have the range of float64, so that squares of 1e200 overflow, and the low parts of products below
 1e-290 vanish. Rows that could come near either are extreme: they are left alone and reported, and the
@@ -17,7 +40,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm.cpu.memory import bits_of, fma, further, get, inlined, named, pasted, wide_vectors
+from stablenorm.cpu.memory import bits_of, fma, get, inlined, pasted, put_sum_nearly, wide_vectors
 from stablenorm.cpu.pairs import (
     accumulate,
     add,
@@ -25,7 +48,6 @@ from stablenorm.cpu.pairs import (
     fast_two_sum,
     multiply,
     put_pair,
-    put_pair_nearly,
     reciprocal_root,
     two_product,
     two_sum,
@@ -39,9 +61,10 @@ LARGEST, SMALLEST = 2.0**200, 2.0**-200
 
 _SMALLEST_BITS = np.uint64(2 * int(np.float64(SMALLEST).view(np.uint64)) - 1)
 
-# Lanes of a sum, and columns of a lane until its low part is brought back below half an ulp of the
-# high one: as it grows, it loses digits of its own.
-LANES, DEPTH = 32, 8
+# Lanes of a sum: two vectors of 512 bits. The columns that a lane of the forward adds up in registers,
+# before its low part is brought back below half an ulp of the high one: as it grows, it loses digits
+# of its own. (The backward, with more at hand, adds two; four took no less time.)
+LANES, DEPTH = 16, 4
 
 # The tail of the mean is kept where it exceeds 2**-100 of the least that mean|x - mean| can be,
 # sqrt(var / n): a quarter of what the contract allows (2**-98).
@@ -49,41 +72,70 @@ _TAIL_MATTERS = 2.0**200
 
 
 @inlined
-def _fold(lanes):
-    """Return the sum of the lanes of a pair."""
+def _load(lanes, lane):
+    """Return two pairs of a lane."""
+    return (
+        lanes[lane], lanes[LANES + lane], lanes[2 * LANES + lane], lanes[3 * LANES + lane],
+    )  # fmt: skip
+
+
+@inlined
+def _store(lanes, lane, some):
+    """Keep two pairs of a lane, each with a low part of at most half an ulp of the high one."""
+    lanes[lane], lanes[LANES + lane] = fast_two_sum(some[0], some[1])
+    lanes[2 * LANES + lane], lanes[3 * LANES + lane] = fast_two_sum(some[2], some[3])
+
+
+@inlined
+def _means(lanes, n):
+    """Return the two sums of all lanes, divided by n."""
     wide_vectors()
-    half = LANES // 2
-    while half > 0:
+    for half in (8, 4, 2, 1):
         for lane in range(half):
-            lanes[lane], lanes[LANES + lane] = add(
-                lanes[lane], lanes[LANES + lane], lanes[lane + half], lanes[LANES + lane + half]
-            )
-        half //= 2
-    return lanes[0], lanes[LANES]
+            a, a_low, b, b_low = _load(lanes, lane)
+            c, c_low, d, d_low = _load(lanes, lane + half)
+            _store(lanes, lane, (*accumulate(a, a_low, c, c_low), *accumulate(b, b_low, d, d_low)))
+    a, a_low, b, b_low = _load(lanes, 0)
+    return *divide(a, a_low, float(n)), *divide(b, b_low, float(n))
 
 
 # ---- forward ----
 
 
-def _measuring(whole):
-    def measure(x, start, count, k, lanes):
-        """Add x - k and its square, from column `start` on, to all lanes, or to the first `count`."""
-        wide_vectors()
-        for lane in range(LANES if whole else count):
-            c, c_low = two_sum(get(x, start + lane), -k)
-            lanes[lane], lanes[LANES + lane] = accumulate(
-                lanes[lane], lanes[LANES + lane], c, c_low
-            )
-            # 2 c c_low; c_low**2 is below the last bit of a pair.
-            square, error = two_product(c, c)
-            lanes[2 * LANES + lane], lanes[3 * LANES + lane] = accumulate(
-                lanes[2 * LANES + lane], lanes[3 * LANES + lane], square, fma(c + c, c_low, error)
-            )
-
-    return inlined(named(measure, whole))
+@inlined
+def _measure_plain(v, some):
+    """Add v and its square to the pairs of a lane."""
+    total, total_low, squares, squares_low = some
+    square, error = two_product(v, v)
+    total, rest = two_sum(total, v)
+    return total, total_low + rest, *accumulate(squares, squares_low, square, error)
 
 
-_measure_round, _measure_rest = _measuring(True), _measuring(False)
+@inlined
+def _measure_round(x, start, lanes):
+    """Add x and its square, of `DEPTH` columns per lane."""
+    wide_vectors()
+    for lane in range(LANES):
+        j = start + lane
+        some = _measure_plain(get(x, j), _load(lanes, lane))
+        some = _measure_plain(get(x, j + LANES), some)
+        some = _measure_plain(get(x, j + 2 * LANES), some)
+        some = _measure_plain(get(x, j + 3 * LANES), some)
+        _store(lanes, lane, some)
+
+
+@inlined
+def _measure_shifted(x, start, count, k, lanes):
+    """Add x - k and its square, of one column of each of `count` lanes."""
+    wide_vectors()
+    for lane in range(count):
+        total, total_low, squares, squares_low = _load(lanes, lane)
+        c, c_low = two_sum(get(x, start + lane), -k)
+        square, error = two_product(c, c)
+        # 2 c c_low; c_low**2 is below the last bit of a pair.
+        error = fma(c + c, c_low, error)
+        sums = accumulate(total, total_low, c, c_low)
+        _store(lanes, lane, (*sums, *accumulate(squares, squares_low, square, error)))
 
 
 @inlined
@@ -94,30 +146,17 @@ def settle(high, low, n):
         high[j], low[j] = fast_two_sum(high[j], low[j])
 
 
-@pasted
-def _settle_lanes(lanes):
-    settle(lanes, further(lanes, 8 * LANES), LANES)
-    settle(further(lanes, 16 * LANES), further(lanes, 24 * LANES), LANES)
-
-
 @inlined
 def _measure(x, n, k, lanes):
     """Return the means of x - k and of its square, as pairs."""
     fill(lanes, 4 * LANES, 0.0)
-    whole = n - n % LANES
-    for start in range(0, whole, LANES):
-        _measure_round(x, start, LANES, k, lanes)
-        if start % (LANES * DEPTH) == 0:
-            _settle_lanes(lanes)
-    if whole < n:
-        _measure_rest(x, whole, n - whole, k, lanes)
-    _settle_lanes(lanes)
-    count = float(n)
-    total, total_low = _fold(lanes)
-    square, square_low = _fold(further(lanes, 16 * LANES))
-    total, total_low = divide(total, total_low, count)
-    square, square_low = divide(square, square_low, count)
-    return total, total_low, square, square_low
+    # Of rows about zero; the rest of them by the other loop, where k = 0 changes nothing.
+    whole = n - n % (LANES * DEPTH) if k == 0.0 else 0
+    for start in range(0, whole, LANES * DEPTH):
+        _measure_round(x, start, lanes)
+    for start in range(whole, n, LANES):
+        _measure_shifted(x, start, min(LANES, n - start), k, lanes)
+    return _means(lanes, n)
 
 
 @pasted
@@ -135,16 +174,24 @@ def _is_constant(x, n, k):
 
 
 @inlined
+def _guess(x, n):
+    """Return about the mean of a row; 0, which costs nothing to subtract, where it is between the samples."""
+    least, most = np.inf, -np.inf
+    for j in range(0, n, max(n // 8, 1)):
+        least, most = min(least, get(x, j)), max(most, get(x, j))
+    return 0.0 if least < 0.0 < most else sample_mean(x, n)
+
+
+@inlined
 def statistics(x, n, eps, lanes):
     """Return whether the row is extreme; mean, rest, tail, rstd and its low part; and var."""
-    k = sample_mean(x, n)
-    d, d_low, square, square_low = _measure(x, n, k, lanes)
-    var, var_low = _variance(d, d_low, square, square_low)
-    if d * d > 2.0 * var:
-        # Elsewhere than the eight elements: the difference has lost two bits or more.
+    k, d, tries = _guess(x, n), 0.0, 2
+    while tries > 0:
         k += d
         d, d_low, square, square_low = _measure(x, n, k, lanes)
         var, var_low = _variance(d, d_low, square, square_low)
+        # If the mean is elsewhere than the samples, the difference has lost two bits or more.
+        tries = tries - 1 if d * d > 2.0 * var else 0
     # A square of zero may be one that has vanished.
     moderate = SMALLEST * SMALLEST <= square <= LARGEST * LARGEST
     if not moderate and not (square == 0.0 and _is_constant(x, n, k)):
@@ -192,7 +239,7 @@ def normalize(x, y, n, gamma, beta, row):
     doubt = 0
     for j in range(n):
         high, low = affine(*xhat_of(get(x, j), *row), gamma[j], beta[j])
-        doubt = put_pair_nearly(y, j, high, low, doubt)
+        doubt = put_sum_nearly(y, j, high + low, doubt)
     if doubt < 0:
         for j in range(n):
             high, low = affine(*xhat_of(get(x, j), *row), gamma[j], beta[j])
@@ -204,14 +251,16 @@ def normalize(x, y, n, gamma, beta, row):
 
 @inlined
 def smallest(dy, gamma, n):
-    """Return the smallest of four g = gamma * dy, as a pair."""
-    s = max(n // 4, 1)
+    """Return the smallest of some g = gamma * dy, as a pair; 0 if they differ in sign."""
+    s = max(n // 8, 1)
     m, m_low = two_product(get(dy, 0), gamma[0])
-    for j in range(s, min(4 * s, n), s):
+    least = most = m
+    for j in range(s, n, s):
         g, g_low = two_product(get(dy, j), gamma[j])
+        least, most = min(least, g), max(most, g)
         if abs(g) < abs(m):
             m, m_low = g, g_low
-    return m, m_low
+    return (0.0, 0.0) if least < 0.0 < most else (m, m_low)
 
 
 @inlined
@@ -225,42 +274,50 @@ def _least(dy, n):
     return least
 
 
-def _pulling(whole):
-    def pull_columns(arrays, start, count, row, pivot, sums, factors, lanes):
-        """Do the work of `pull` from column `start` on, in all lanes, or in the first `count`."""
-        wide_vectors()
-        (dy, x, gamma), (m, m_low) = arrays, pivot
-        shifted, shifted_low, xhat, xhat_low = factors
-        for lane in range(LANES if whole else count):
-            j = start + lane
-            d = get(dy, j)
-            h, h_low = xhat_of(get(x, j), *row)
-            g, g_low = two_product(d, gamma[j])
-            c, error = two_sum(g, -m)
-            c_low = error + (g_low - m_low)
-            shifted[j], shifted_low[j], xhat[j], xhat_low[j] = c, c_low, h, h_low
-            lanes[lane], lanes[LANES + lane] = accumulate(
-                lanes[lane], lanes[LANES + lane], c, c_low
-            )
-            product, error = two_product(c, h)
-            lanes[2 * LANES + lane], lanes[3 * LANES + lane] = accumulate(
-                lanes[2 * LANES + lane], lanes[3 * LANES + lane],
-                product, fma(c, h_low, fma(c_low, h, error)),
-            )  # fmt: skip
-            # Numba compiles no branch that waits for None.
-            if sums is not None:
-                dgamma, dgamma_low, dbeta, dbeta_low = sums
-                product, error = two_product(d, h)
-                dgamma[j], dgamma_low[j] = accumulate(
-                    dgamma[j], dgamma_low[j], product, fma(d, h_low, error)
-                )
-                dbeta[j], error = two_sum(dbeta[j], d)
-                dbeta_low[j] += error
-
-    return inlined(named(pull_columns, whole))
+@inlined
+def _pull_element(arrays, j, row, m, shifted, sums, factors, some):
+    """Do the work of `pull` for column j; return the pairs of its lane. m is 0 unless `shifted`."""
+    dy, x, gamma = arrays
+    c_high, c_rest, xhat, xhat_low = factors
+    a, a_low, b, b_low = some
+    d = get(dy, j)
+    h, h_low = xhat_of(get(x, j), *row)
+    c, c_low = two_product(d, gamma[j])
+    if shifted:
+        c, error = two_sum(c, -m[0])
+        c_low = error + (c_low - m[1])
+    c_high[j], c_rest[j], xhat[j], xhat_low[j] = c, c_low, h, h_low
+    # Numba compiles no branch that waits for None.
+    if sums is not None:
+        dgamma, dgamma_low, dbeta, dbeta_low = sums
+        product, error = two_product(d, h)
+        dgamma[j], dgamma_low[j] = accumulate(
+            dgamma[j], dgamma_low[j], product, fma(d, h_low, error)
+        )
+        dbeta[j], error = two_sum(dbeta[j], d)
+        dbeta_low[j] += error
+    product, error = two_product(c, h)
+    error = fma(c, h_low, fma(c_low, h, error))
+    return *accumulate(a, a_low, c, c_low), *accumulate(b, b_low, product, error)
 
 
-_pull_round, _pull_rest = _pulling(True), _pulling(False)
+@inlined
+def _pull_round(arrays, start, row, m, sums, factors, lanes):
+    wide_vectors()
+    for lane in range(LANES):
+        j, some = start + lane, _load(lanes, lane)
+        some = _pull_element(arrays, j, row, m, False, sums, factors, some)
+        some = _pull_element(arrays, j + LANES, row, m, False, sums, factors, some)
+        _store(lanes, lane, some)
+
+
+@inlined
+def _pull_rest(arrays, start, count, row, m, sums, factors, lanes):
+    wide_vectors()
+    for lane in range(count):
+        some = _load(lanes, lane)
+        some = _pull_element(arrays, start + lane, row, m, True, sums, factors, some)
+        _store(lanes, lane, some)
 
 
 @inlined
@@ -272,21 +329,15 @@ def pull(arrays, n, row, sums, factors, lanes):
     time of computing them again. Adds the row to the sums over rows, unless that is None.
     """
     dy, _, gamma = arrays
-    pivot = smallest(dy, gamma, n)
+    m = smallest(dy, gamma, n)
     fill(lanes, 4 * LANES, 0.0)
-    whole = n - n % LANES
-    for start in range(0, whole, LANES):
-        _pull_round(arrays, start, LANES, row, pivot, sums, factors, lanes)
-        if start % (LANES * DEPTH) == 0:
-            _settle_lanes(lanes)
-    if whole < n:
-        _pull_rest(arrays, whole, n - whole, row, pivot, sums, factors, lanes)
-    _settle_lanes(lanes)
-    count = float(n)
-    a, a_low = _fold(lanes)
-    b, b_low = _fold(further(lanes, 16 * LANES))
-    a, a_low = divide(a, a_low, count)
-    b, b_low = divide(b, b_low, count)
+    whole = n - n % (2 * LANES) if m[0] == 0.0 else 0
+    for start in range(0, whole, 2 * LANES):
+        _pull_round(arrays, start, row, m, sums, factors, lanes)
+    for start in range(whole, n, LANES):
+        count = min(LANES, n - start)
+        _pull_rest(arrays, start, count, row, m, sums, factors, lanes)
+    a, a_low, b, b_low = _means(lanes, n)
     # NaN and infinity show in the sums.
     most = LARGEST * LARGEST
     moderate = _least(dy, n) >= _SMALLEST_BITS and abs(a) <= most and abs(b) <= most
@@ -315,7 +366,7 @@ def write_dx(factors, dx, n, means, row):
     rstd, doubt = row[3:], 0
     for j in range(n):
         high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
-        doubt = put_pair_nearly(dx, j, high, low, doubt)
+        doubt = put_sum_nearly(dx, j, high + low, doubt)
     if doubt < 0:
         for j in range(n):
             high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, rstd)
