@@ -1,8 +1,9 @@
 """
 Rows of float16, bfloat16 and float32: the equations of `reference` in float64, in two passes.
 
-Two rows at a time are measured: one's chain of additions overlaps with the other's, and in the backward
+Two rows at a time are summed: one's chain of additions overlaps with the other's, and in the backward
 both share what is read of gamma and of the sums over rows. No element of a row depends on the other.
+What is known of a row as a whole is in its lane: a column of a small table of float64.
 
 Forward
 -------
@@ -54,9 +55,9 @@ import math
 import numpy as np
 
 from stablenorm.cpu.memory import (
+    further,
     get,
     named,
-    pasted,
     prefetch,
     put,
     put_nearly,
@@ -67,112 +68,117 @@ from stablenorm.cpu.memory import (
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
 
+# Rows that are done together, where they are short: divisions and roots, which all that follows waits
+# for, are made for all at once, and calls are fewer. Of longer rows two, so that they stay in the cache.
+TOGETHER, SHORT = 8, 256
+
+# The lanes of so many rows. Forward: k, the sums of x - k and of its squares. Backward: m, the sums of
+# g - m and of (g - m) * xhat, and p and q of ``dx = rstd * (g - m) + (x - mean) * p + q``.
+# Last, eight elements of x of each row. Functions of all lanes, used or not, are given their number,
+# `every`: of a number that it knows, LLVM would unroll the loop before it makes vectors of it.
+_MEAN, _REST, _RSTD, _K, _TOTAL, _PRODUCTS, _P, _Q, SAMPLES = range(0, 9 * TOGETHER, TOGETHER)
+LANES = 12 * TOGETHER
+
 # Columns that are written in one go, while as many of a later row are asked for: more at a time, and the
 # processor cannot keep them in mind.
-CHUNK = 256
+PIECE = 256
 
 # LLVM makes vector instructions of loops. For a sum it must be allowed to add in another order
 # ("reassoc"), which is fixed when it compiles and depends on n alone; "contract" makes a * b + c
 # one rounding.
-_summing = within(forceinline=True, fastmath={"reassoc", "contract"})
 _exactly = within(forceinline=True, fastmath={"contract"})
 # Of many columns at a time, where a call costs nothing: compiled once, not again where it is used.
 _apart = within(fastmath={"contract"})
-_summing_apart = within(fastmath={"reassoc", "contract"})
+_summing = within(fastmath={"reassoc", "contract"})
+
+
+@_exactly
+def lane(lanes, r):
+    """Return mean, rest, rstd, k or m, p and q."""
+    mean, rest, rstd, k = lanes[_MEAN + r], lanes[_REST + r], lanes[_RSTD + r], lanes[_K + r]
+    return mean, rest, rstd, k, lanes[_P + r], lanes[_Q + r]
+
+
+@_exactly
+def load(lanes, r, mean, rest, rstd, m):
+    """Fill a lane of the backward."""
+    lanes[_MEAN + r], lanes[_REST + r], lanes[_RSTD + r], lanes[_K + r] = mean, rest, rstd, m
 
 
 # ---- forward ----
 
 
-# Rows whose statistics are computed together, where they are short: divisions and roots, which all that
-# follows waits for, are made for all at once. Of longer rows two, so that they stay in the cache.
-TOGETHER, SHORT = 8, 512
-
-# Of so many rows: k, the sums of x - k and of its squares; mean, rest and rstd; whether k was bad.
-_K, _TOTAL, _SQUARES, _MEAN, _REST, _RSTD, _BAD = range(0, 7 * TOGETHER, TOGETHER)
-LANES = 7 * TOGETHER
-
-
 @_exactly
-def as_float32(v):
+def _as_float32(v):
     """Return `v` rounded to float32, as a float64."""
     return np.float64(np.float32(v))
 
 
-@_summing_apart
-def _measure(x, x2, n, k, k2):
-    """Return the sums of x - k and of its squares, of two rows."""
+@_exactly
+def guess(x, stride, rows, n, lanes, samples, every):
+    """Guess the means of some rows, of eight elements each."""
+    # Copied as they are: converted one by one, they took a third of the time at n = 64, float16.
+    step = n // 8
+    for r in range(rows):
+        row = further(x, r * stride)
+        for i in range(8):
+            samples[8 * i + r] = row[i * step]
+    for r in range(every):
+        a = (get(samples, r) + get(samples, 8 + r)) + (get(samples, 16 + r) + get(samples, 24 + r))
+        b = (get(samples, 32 + r) + get(samples, 40 + r)) + (
+            get(samples, 48 + r) + get(samples, 56 + r)
+        )
+        lanes[_K + r] = _as_float32((a + b) * 0.125)
+
+
+@_summing
+def measure(x, stride, rows, n, lanes):
+    """Sum x - k and its squares."""
     wide_vectors()
-    total, squares, total2, squares2 = 0.0, 0.0, 0.0, 0.0
-    for start in range(0, n, BLOCK):
-        a, b, a2, b2 = 0.0, 0.0, 0.0, 0.0
-        for j in range(start, min(start + BLOCK, n)):
-            c, c2 = get(x, j) - k, get(x2, j) - k2
-            a += c
-            b += c * c
-            a2 += c2
-            b2 += c2 * c2
-        total += a
-        squares += b
-        total2 += a2
-        squares2 += b2
-    return total, squares, total2, squares2
+    for r in range(0, rows, 2):
+        # A last odd row is measured with itself: measured alone, its sums could have other bits.
+        r2 = min(r + 1, rows - 1)
+        x1, x2 = further(x, r * stride), further(x, r2 * stride)
+        k1, k2 = lanes[_K + r], lanes[_K + r2]
+        total1, squares1, total2, squares2 = 0.0, 0.0, 0.0, 0.0
+        for start in range(0, n, BLOCK):
+            a1, b1, a2, b2 = 0.0, 0.0, 0.0, 0.0
+            for j in range(start, min(start + BLOCK, n)):
+                c1, c2 = get(x1, j) - k1, get(x2, j) - k2
+                a1 += c1
+                b1 += c1 * c1
+                a2 += c2
+                b2 += c2 * c2
+            total1 += a1
+            squares1 += b1
+            total2 += a2
+            squares2 += b2
+        lanes[_TOTAL + r], lanes[_PRODUCTS + r] = total1, squares1
+        lanes[_TOTAL + r2], lanes[_PRODUCTS + r2] = total2, squares2
 
 
 @_exactly
-def measure(x, x2, n, k, k2, lanes, second):
-    """Put the guesses and sums of two rows into lane 0 and lane `second`."""
-    lanes[_K], lanes[_K + second] = k, k2
-    total, squares, total2, squares2 = _measure(x, x2, n, k, k2)
-    lanes[_TOTAL], lanes[_SQUARES] = total, squares
-    lanes[_TOTAL + second], lanes[_SQUARES + second] = total2, squares2
-
-
-@_exactly
-def settle(lanes, count, n, eps):
-    """Compute mean, rest and rstd of so many rows; return whether one of the guesses was bad."""
-    wide_vectors()
-    bad = 0.0
-    for r in range(count):
+def settle(lanes, n, eps, every):
+    """Compute mean, rest and rstd; return whether a guess was bad, which then is a better one."""
+    bad = False
+    for r in range(every):
         k, d = lanes[_K + r], lanes[_TOTAL + r] / n
-        var = lanes[_SQUARES + r] / n - d * d
-        lanes[_BAD + r] = 1.0 if d * d > 2.0 * var else 0.0
-        bad = max(bad, lanes[_BAD + r])
+        var = lanes[_PRODUCTS + r] / n - d * d
         mean = k + d
         d_part = mean - k
         lanes[_MEAN + r], lanes[_REST + r] = mean, (k - (mean - d_part)) + (d - d_part)
         # Rounding can make the difference of two equal squares negative.
         lanes[_RSTD + r] = 1.0 / math.sqrt(max(var, 0.0) + eps)
-    return bad > 0.0
+        far = d * d > 2.0 * var
+        lanes[_K + r] = _as_float32(mean) if far else k
+        bad |= far
+    return bad
 
 
-@pasted
-def statistics(lanes, r):
-    """Return mean, rest and rstd of row r, and whether its guess was bad."""
-    return (lanes[_MEAN + r], lanes[_REST + r], lanes[_RSTD + r]), lanes[_BAD + r] > 0.0
-
-
-@_apart
-def normalize(x, y, start, stop, gamma, beta, row, ahead):
-    """
-    Write columns ``[start, stop)`` of a row to the front of `y`.
-
-    Meanwhile what lies so many bytes behind x, unless 0, is asked for.
-    """
-    wide_vectors()
-    mean, rest, rstd = row
-    shift = -rest * rstd
-    for first in range(start, stop, CHUNK):
-        last, doubt = min(first + CHUNK, stop), np.int32(0)
-        if ahead:
-            prefetch(x, first, last, ahead)
-        for j in range(first, last):
-            h = (get(x, j) - mean) * rstd + shift
-            doubt = put_nearly(y, j - start, h * gamma[j] + beta[j], doubt)
-        if doubt < 0:
-            for j in range(first, last):
-                h = (get(x, j) - mean) * rstd + shift
-                put(y, j - start, h * gamma[j] + beta[j])
+@_exactly
+def _y(_, x, j, row, parameters):
+    (mean, rest, rstd, _, _, _), (gamma, beta) = row, parameters
+    return ((get(x, j) - mean) * rstd + -rest * rstd) * gamma[j] + beta[j]
 
 
 # ---- backward ----
@@ -194,34 +200,44 @@ def pivot(dy, gamma, n):
 
 
 def _pulling(summing):
-    def pull(one, two, n, gamma, dgamma, dbeta):
+    def pull(arrays, strides, rows, n, gamma, sums, lanes, zeros):
         """
-        Return the sums of g - m and of (g - m) * xhat of two rows.
+        Sum g - m and (g - m) * xhat.
 
-        Adds both rows to the sums over rows, if so compiled.
+        Adds the rows to the sums over rows, if so compiled. A last odd row goes with one of zeros,
+        which adds nothing.
         """
         wide_vectors()
-        dy, x, mean, s, rstd, m = one
-        dy2, x2, mean2, s2, rstd2, m2 = two
-        total, along, total2, along2 = 0.0, 0.0, 0.0, 0.0
-        for start in range(0, n, BLOCK):
-            a, b, a2, b2 = 0.0, 0.0, 0.0, 0.0
-            for j in range(start, min(start + BLOCK, n)):
-                d, d2 = get(dy, j), get(dy2, j)
-                h, h2 = (get(x, j) - mean) * rstd + s, (get(x2, j) - mean2) * rstd2 + s2
-                g, g2 = d * gamma[j] - m, d2 * gamma[j] - m2
-                a += g
-                b += g * h
-                a2 += g2
-                b2 += g2 * h2
-                if summing:
-                    dbeta[j] = (dbeta[j] + d) + d2
-                    dgamma[j] = (dgamma[j] + d * h) + d2 * h2
-            total += a
-            along += b
-            total2 += a2
-            along2 += b2
-        return total, along, total2, along2
+        (dy, x), (dy_stride, x_stride), (dgamma, dbeta) = arrays, strides, sums
+        for r in range(0, rows, 2):
+            dy1, x1 = further(dy, r * dy_stride), further(x, r * x_stride)
+            dy2, x2 = zeros
+            if r + 1 < rows:
+                dy2, x2 = further(dy1, dy_stride), further(x1, x_stride)
+            mean1, rest1, rstd1, m1, _, _ = lane(lanes, r)
+            mean2, rest2, rstd2, m2, _, _ = lane(lanes, r + 1)
+            s1, s2 = -rest1 * rstd1, -rest2 * rstd2
+            total1, along1, total2, along2 = 0.0, 0.0, 0.0, 0.0
+            for start in range(0, n, BLOCK):
+                a1, b1, a2, b2 = 0.0, 0.0, 0.0, 0.0
+                for j in range(start, min(start + BLOCK, n)):
+                    d1, d2 = get(dy1, j), get(dy2, j)
+                    h1 = (get(x1, j) - mean1) * rstd1 + s1
+                    h2 = (get(x2, j) - mean2) * rstd2 + s2
+                    g1, g2 = d1 * gamma[j] - m1, d2 * gamma[j] - m2
+                    a1 += g1
+                    b1 += g1 * h1
+                    a2 += g2
+                    b2 += g2 * h2
+                    if summing:
+                        dbeta[j] = (dbeta[j] + d1) + d2
+                        dgamma[j] = (dgamma[j] + d1 * h1) + d2 * h2
+                total1 += a1
+                along1 += b1
+                total2 += a2
+                along2 += b2
+            lanes[_TOTAL + r], lanes[_PRODUCTS + r] = total1, along1
+            lanes[_TOTAL + r + 1], lanes[_PRODUCTS + r + 1] = total2, along2
 
     return _summing(named(pull, summing))
 
@@ -229,25 +245,52 @@ def _pulling(summing):
 pull, pull_summing = _pulling(False), _pulling(True)
 
 
-@pasted
-def coefficients(row, a, b):
-    """Return p and q of ``dx = rstd * (g - m) + (x - mean) * p + q``, from the means of `pull`'s sums."""
-    _, _, _, s, rstd, _ = row
-    # xhat = (x - mean) * rstd + s
-    return -b * rstd * rstd, -(a + b * s) * rstd
+@_exactly
+def find_coefficients(lanes, n, every):
+    """Compute p and q from the means of `pull`'s sums."""
+    for r in range(every):
+        a, b = lanes[_TOTAL + r] / n, lanes[_PRODUCTS + r] / n
+        _, rest, rstd, _, _, _ = lane(lanes, r)
+        # xhat = (x - mean) * rstd + s
+        s = -rest * rstd
+        lanes[_P + r], lanes[_Q + r] = -b * rstd * rstd, -(a + b * s) * rstd
 
 
-@_apart
-def write_dx(row, dx, p, q, start, stop, gamma, ahead):
-    """Write columns ``[start, stop)`` of a row to the front of `dx`; `ahead` is of dy and x."""
-    wide_vectors()
-    dy, x, mean, _, rstd, m = row
-    dy_ahead, x_ahead = ahead
-    for first in range(start, stop, CHUNK):
-        last = min(first + CHUNK, stop)
-        if x_ahead:
-            prefetch(dy, first, last, dy_ahead)
-            prefetch(x, first, last, x_ahead)
-        for j in range(first, last):
-            g = get(dy, j) * gamma[j] - m
-            put(dx, j - start, (get(x, j) - mean) * p + (g * rstd + q))
+@_exactly
+def _dx(dy, x, j, row, gamma):
+    mean, _, rstd, m, p, q = row
+    return (get(x, j) - mean) * p + ((get(dy, j) * gamma[j] - m) * rstd + q)
+
+
+# ---- both ----
+
+
+def _writing(name, value):
+    def write(given, out, rows, columns):
+        """
+        Write some columns of some rows, to where `out` points, which is that of the first.
+
+        Meanwhile what lies so many bytes behind dy and x, unless 0, is asked for.
+        """
+        wide_vectors()
+        (dys, xs), (dy_stride, x_stride, out_stride), parameters, lanes, aheads = given
+        (top, bottom), (left, right), (dy_ahead, x_ahead) = rows, columns, aheads
+        for start in range(left, right, PIECE):
+            stop = min(start + PIECE, right)
+            for r in range(top, bottom):
+                dy, x = further(dys, r * dy_stride), further(xs, r * x_stride)
+                to, row, doubt = further(out, (r - top) * out_stride), lane(lanes, r), np.int32(0)
+                if dy_ahead:
+                    prefetch(dy, start, stop, dy_ahead)
+                if x_ahead:
+                    prefetch(x, start, stop, x_ahead)
+                for j in range(start, stop):
+                    doubt = put_nearly(to, j - left, value(dy, x, j, row, parameters), doubt)
+                if doubt < 0:
+                    for j in range(start, stop):
+                        put(to, j - left, value(dy, x, j, row, parameters))
+
+    return _apart(named(write, name))
+
+
+write_y, write_dx = _writing("y", _y), _writing("dx", _dx)

@@ -1,8 +1,8 @@
 """
 The tiles of a call of float16, bfloat16 and float32, from memory to memory.
 
-Results that are too many for the caches, or that overwrite an input, are first written to a stage of
-1 KiB in the first-level cache, and copied from there in whole cache lines.
+Results that are too many for the caches, or that overwrite an input, are first written to a stage in
+the first-level cache, and copied from there in whole cache lines.
 """
 
 from __future__ import annotations
@@ -18,73 +18,53 @@ from stablenorm.cpu.memory import (
     fence,
     float_of,
     further,
-    inlined,
     inner,
-    named,
     pasted,
     pointer_at,
     stream_line,
     width,
 )
 from stablenorm.cpu.record import float64_at, read_record
-from stablenorm.cpu.sums import fill, merge, sample_mean
-
-# Columns of a row that are staged at a time.
-PIECE = 256
-
-# Columns for which gamma and beta are still in the cache when the next row is written.
-SHARED = 512
+from stablenorm.cpu.sums import fill, merge
 
 # Bytes of x that the forward asks for ahead of time, at least: at n = 769, 256 MiB, 9 % faster than two
 # pairs of rows.
 AHEAD = 1 << 14
 
-# Bytes of the stage: a piece of float32, and a line before and after.
-STAGE = 4 * PIECE + 2 * LINE
+# Bytes of the lanes, and of the stage behind them: a piece of float32 of each row, and two lines more.
+_LANES = 8 * equations.LANES
+_STAGE = 4 * equations.PIECE * equations.TOGETHER + 2 * LINE
 
 # Straight; through the stage; through it and past the caches, by non-temporal stores.
 STRAIGHT, STAGED, STREAMED = range(3)
 
 
-@pasted
-def _open_stage(out):
-    """
-    Return the state of a stage for results that begin at the address `out`.
-
-    That is the address of a line, the bytes in the stage that go there, and how many of the first
-    line's bytes are not ours.
-    """
-    before = out % LINE
-    return out - before, before, before
-
-
 @inner
-def _empty_stage(state, added, stage, way):
-    """Copy the whole lines of the stage, so many bytes more, and move the rest of a line to its front."""
-    line, filled, before = state
-    filled += added
-    whole = filled - filled % LINE
-    if whole == 0:
-        return line, filled, before
-    begin = 0
-    if before > 0:
-        copy_bytes(line + before, stage + before, LINE - before)
-        begin = LINE
-    if way == STREAMED:
-        for at in range(begin, whole, LINE):
-            stream_line(line + at, stage + at)
-    else:
-        for at in range(begin, whole, LINE):
-            copy_line(line + at, stage + at)
-    copy_line(stage, stage + whole)
-    return line + whole, filled - whole, 0
+def _empty_stage(place, end, stage, way):
+    """
+    Copy what is staged for the addresses [place, end), but for a last line that is not whole.
+
+    Return where the rest goes, which is moved to the front: the stage begins with the line of `place`.
+    """
+    whole, source = end & -LINE, stage - (place & -LINE)
+    if whole <= place:
+        return place
+    begin = place + -place % LINE
+    copy_bytes(place, source + place, begin - place)
+    for line in range(begin, whole, LINE):
+        if way == STREAMED:
+            stream_line(line, source + line)
+        else:
+            copy_line(line, source + line)
+    copy_line(stage, source + whole)
+    return whole
 
 
 @pasted
-def _close_stage(state, stage):
-    """Copy what is left, and order everything stored before what follows."""
-    line, filled, before = state
-    copy_bytes(line + before, stage + before, filled - before)
+def _close_stage(staged):
+    """Copy the rest, and order everything stored before what follows."""
+    place, end, stage = staged
+    copy_bytes(place, stage + place % LINE, end - place)
     fence()
 
 
@@ -113,61 +93,31 @@ def padded(n):
     return n + 8 + -n % 8
 
 
+@pasted
+def _write_rows(write, given, p, top, rows, element, staged):
+    """
+    Write some rows, straight to memory or through the stage; return the state of the stage.
+
+    That is the first address to which it has not been copied, the one behind the last for which something
+    is staged, and where the stage is.
+    """
+    place, end, stage = staged
+    straight, size = p.way == STRAIGHT, width(pointer_at(stage, element))
+    # What is staged goes to memory in its order, and must fit.
+    at_once, piece = (rows, p.n) if straight or p.n <= equations.PIECE else (1, equations.PIECE)
+    for i in range(0, rows, at_once):
+        for start in range(0, p.n, piece):
+            stop, to = min(start + piece, p.n), stage + end - (place & -LINE)
+            if straight:
+                to = p.out + (top + i) * p.out_stride
+            write(given, pointer_at(to, element), (i, i + at_once), (start, stop))
+            if not straight:
+                end += at_once * (stop - start) * size
+                place = _empty_stage(place, end, stage, p.way)
+    return place, end, stage
+
+
 # ---- forward ----
-
-
-@inlined
-def _find_statistics(p, top, bottom, element, lanes):
-    """Measure some rows; those whose mean was guessed badly once more."""
-    n, eps = p.n, float_of(p.eps)
-    for i in range(top, bottom, 2):
-        # A last odd row is measured with itself: measured alone, its sums could have other bits.
-        second = min(1, bottom - 1 - i)
-        x = pointer_at(p.x + i * p.x_stride, element)
-        x2 = pointer_at(p.x + (i + second) * p.x_stride, element)
-        k = equations.as_float32(sample_mean(x, n))
-        k2 = equations.as_float32(sample_mean(x2, n))
-        equations.measure(x, x2, n, k, k2, further(lanes, 8 * (i - top)), second)
-    if equations.settle(lanes, bottom - top, n, eps):
-        for r in range(bottom - top):
-            (mean, _, _), bad = equations.statistics(lanes, r)
-            if bad:
-                x = pointer_at(p.x + (top + r) * p.x_stride, element)
-                k = equations.as_float32(mean)
-                equations.measure(x, x, n, k, k, further(lanes, 8 * r), 0)
-        equations.settle(lanes, bottom - top, n, eps)
-
-
-@inlined
-def _forward_tile(p, first, stop, element, stage):
-    n, gamma, beta = p.n, float64_at(p.gamma), float64_at(p.beta)
-    lanes, state = float64_at(stage + STAGE), _open_stage(p.out + first * p.out_stride)
-    together = equations.TOGETHER if n <= equations.SHORT else 2
-    for top in range(first, stop, together):
-        bottom = min(top + together, stop)
-        _find_statistics(p, top, bottom, element, lanes)
-        for r in range(bottom - top if p.mean else 0):
-            (mean, rest, rstd), _ = equations.statistics(lanes, r)
-            float64_at(p.mean)[top + r], float64_at(p.rest)[top + r] = mean, rest
-            float64_at(p.rstd)[top + r] = rstd
-        ahead = max(2 * together * p.x_stride, AHEAD) if p.ahead else 0
-        for start in range(0, n if p.way == STRAIGHT else 0, SHARED):
-            end = min(start + SHARED, n)
-            for i in range(top, bottom):
-                x = pointer_at(p.x + i * p.x_stride, element)
-                y = pointer_at(p.out + i * p.out_stride + start * width(x), element)
-                row, _ = equations.statistics(lanes, i - top)
-                equations.normalize(x, y, start, end, gamma, beta, row, ahead)
-        for i in range(top, top if p.way == STRAIGHT else bottom):
-            x = pointer_at(p.x + i * p.x_stride, element)
-            row, _ = equations.statistics(lanes, i - top)
-            for start in range(0, n, PIECE):
-                end = min(start + PIECE, n)
-                to = pointer_at(stage + state[1], element)
-                equations.normalize(x, to, start, end, gamma, beta, row, ahead)
-                state = _empty_stage(state, (end - start) * width(to), stage, p.way)
-    if p.way != STRAIGHT:
-        _close_stage(state, stage)
 
 
 @address_of_compiled
@@ -175,8 +125,30 @@ def forward_tile(element: Any) -> Any:
     """Return what normalizes a tile of rows of this type."""
 
     def forward(record, number, me):
-        p, first, stop, stage = tile_of(record, number, me)
-        _forward_tile(p, first, stop, element, stage)
+        p, first, stop, scratch = tile_of(record, number, me)
+        n, eps, lanes, stage = p.n, float_of(p.eps), float64_at(scratch), scratch + _LANES
+        together = equations.TOGETHER if n <= equations.SHORT else 2
+        out = p.out + first * p.out_stride
+        parameters, staged = (float64_at(p.gamma), float64_at(p.beta)), (out, out, stage)
+        ahead = max(2 * together * p.x_stride, AHEAD) if p.ahead else 0
+        samples = pointer_at(scratch + 8 * equations.SAMPLES, element)
+        fill(lanes, equations.LANES, 0.0)
+        for top in range(first, stop, together):
+            rows = min(together, stop - top)
+            x = pointer_at(p.x + top * p.x_stride, element)
+            equations.guess(x, p.x_stride, rows, n, lanes, samples, equations.TOGETHER)
+            for _ in range(2):
+                equations.measure(x, p.x_stride, rows, n, lanes)
+                if not equations.settle(lanes, n, eps, equations.TOGETHER):
+                    break
+            for i in range(top, top + rows if p.mean else top):
+                mean, rest, rstd, _, _, _ = equations.lane(lanes, i - top)
+                float64_at(p.mean)[i], float64_at(p.rest)[i] = mean, rest
+                float64_at(p.rstd)[i] = rstd
+            given = (x, x), (p.x_stride, p.x_stride, p.out_stride), parameters, lanes, (0, ahead)
+            staged = _write_rows(equations.write_y, given, p, top, rows, element, staged)
+        if p.way != STRAIGHT:
+            _close_stage(staged)
 
     return forward
 
@@ -184,70 +156,60 @@ def forward_tile(element: Any) -> Any:
 # ---- backward ----
 
 
-@pasted
-def _row(p, i, gamma, dy_element, x_element):
-    """Return what the equations need of row i."""
-    dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
-    x = pointer_at(p.x + i * p.x_stride, x_element)
-    mean, rest, rstd = float64_at(p.mean)[i], float64_at(p.rest)[i], float64_at(p.rstd)[i]
-    return dy, x, mean, -rest * rstd, rstd, equations.pivot(dy, gamma, p.n)
+@address_of_compiled
+def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
+    """Return what pulls back a tile of rows of these types."""
 
-
-def _backward_tile(summing: bool) -> Any:
-    pull = equations.pull_summing if summing else equations.pull
-
-    def backward_tile(p, first, stop, dy_element, x_element, sums, scratch):
-        n, apart, gamma = p.n, 8 * padded(p.n), float64_at(p.gamma)
-        stage, zeros = scratch, scratch + STAGE
-        # Of more than one part, the sums of a part are apart from the compensated totals.
+    def backward(record, number, me):
+        p, first, stop, scratch = tile_of(record, number, me)
+        n, gamma = p.n, float64_at(p.gamma)
+        lanes, stage, apart = float64_at(scratch), scratch + _LANES, 8 * padded(n)
+        row_of_zeros, sums = stage + _STAGE, p.sums + 4 * apart * number
+        # Of more than one part, the sums of a part are apart from the compensated totals. Its dgamma
+        # and dbeta are as far from one another.
         deep = stop - first > ROWS_OF_PART
-        part = zeros + apart if deep else sums
-        # dgamma and dbeta of a part are as far from one another as the totals.
-        dgamma, dbeta = float64_at(part), float64_at(part + 2 * apart)
+        part = row_of_zeros + apart if deep else sums
+        columns = float64_at(part), float64_at(part + 2 * apart)
+        fill(float64_at(row_of_zeros), 4 * padded(n) if deep else padded(n), 0.0)
         if summing:
             fill(float64_at(sums), 4 * padded(n), 0.0)
-        if summing and deep:
-            fill(dgamma, n, 0.0)
-            fill(dbeta, n, 0.0)
-        state = _open_stage(p.out + first * p.out_stride)
-        # A last odd row goes with one of zeros, which adds nothing.
-        if (stop - first) % 2:
-            fill(float64_at(zeros), padded(n), 0.0)
-        dy, x = pointer_at(zeros, dy_element), pointer_at(zeros, x_element)
-        nothing = dy, x, 0.0, 0.0, 0.0, 0.0
+        zeros = pointer_at(row_of_zeros, dy_element), pointer_at(row_of_zeros, x_element)
         ahead = (4 * p.dy_stride, 4 * p.x_stride) if p.ahead else (0, 0)
-        for i in range(first, stop, 2):
-            if summing and deep and i > first and (i - first) % ROWS_OF_PART == 0:
+        together = equations.TOGETHER if n <= equations.SHORT else 2
+        out = p.out + first * p.out_stride
+        staged = out, out, stage
+        for top in range(first, stop, together):
+            if summing and deep and top > first and (top - first) % ROWS_OF_PART == 0:
                 _end_part(part, sums, n)
-            one, two = _row(p, i, gamma, dy_element, x_element), nothing
-            if i + 1 < stop:
-                two = _row(p, i + 1, gamma, dy_element, x_element)
-            a, b, a2, b2 = pull(one, two, n, gamma, dgamma, dbeta)
+            rows = min(together, stop - top)
+            dy = pointer_at(p.dy + top * p.dy_stride, dy_element)
+            x = pointer_at(p.x + top * p.x_stride, x_element)
+            # Behind the last, the lane of a row of zeros.
+            equations.load(lanes, rows - 1 + rows % 2, 0.0, 0.0, 0.0, 0.0)
+            for r in range(rows):
+                i, m = top + r, equations.pivot(further(dy, r * p.dy_stride), gamma, n)
+                mean, rest, rstd = (
+                    float64_at(p.mean)[i],
+                    float64_at(p.rest)[i],
+                    float64_at(p.rstd)[i],
+                )
+                equations.load(lanes, r, mean, rest, rstd, m)
+            arrays, strides = (dy, x), (p.dy_stride, p.x_stride)
+            if summing:
+                equations.pull_summing(arrays, strides, rows, n, gamma, columns, lanes, zeros)
+            else:
+                equations.pull(arrays, strides, rows, n, gamma, columns, lanes, zeros)
             if not p.out:
                 continue
-            p1, q1 = equations.coefficients(one, a / n, b / n)
-            p2, q2 = equations.coefficients(two, a2 / n, b2 / n)
-            for start in range(0, n if p.way == STRAIGHT else 0, SHARED):
-                end = min(start + SHARED, n)
-                dx = p.out + i * p.out_stride + start * width(x)
-                to = pointer_at(dx, x_element)
-                equations.write_dx(one, to, p1, q1, start, end, gamma, ahead)
-                if i + 1 < stop:
-                    to = pointer_at(dx + p.out_stride, x_element)
-                    equations.write_dx(two, to, p2, q2, start, end, gamma, ahead)
-            for _ in range(i, i if p.way == STRAIGHT else min(i + 2, stop)):
-                for start in range(0, n, PIECE):
-                    end = min(start + PIECE, n)
-                    to = pointer_at(stage + state[1], x_element)
-                    equations.write_dx(one, to, p1, q1, start, end, gamma, ahead)
-                    state = _empty_stage(state, (end - start) * width(to), stage, p.way)
-                one, p1, q1 = two, p2, q2
+            equations.find_coefficients(lanes, n, equations.TOGETHER)
+            given = (dy, x), (p.dy_stride, p.x_stride, p.out_stride), gamma, lanes, ahead
+            staged = _write_rows(equations.write_dx, given, p, top, rows, x_element, staged)
         if summing and deep:
             _end_part(part, sums, n)
         if p.out and p.way != STRAIGHT:
-            _close_stage(state, stage)
+            _close_stage(staged)
 
-    return inlined(named(backward_tile, summing))
+    return backward
 
 
 @pasted
@@ -260,25 +222,7 @@ def _end_part(part, sums, n):
         fill(some, n, 0.0)
 
 
-_summing_tile, _other_tile = _backward_tile(True), _backward_tile(False)
-
-
-@address_of_compiled
-def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
-    """Return what pulls back a tile of rows of these types."""
-
-    def backward(record, number, me):
-        p, first, stop, scratch = tile_of(record, number, me)
-        sums = p.sums + number * 32 * padded(p.n)
-        if summing:
-            _summing_tile(p, first, stop, dy_element, x_element, sums, scratch)
-        else:
-            _other_tile(p, first, stop, dy_element, x_element, sums, scratch)
-
-    return backward
-
-
 def scratch_bytes(n: int, backward: bool) -> int:
-    """Return the bytes that a thread needs: the stage, a row of zeros, and the sums of a part."""
+    """Return the bytes that a thread needs: lanes, the stage, a row of zeros, and the sums of a part."""
     # dgamma and dbeta of a part are as far apart as the totals: three vectors, of which two are used.
-    return STAGE + LINE + 8 * (4 * padded.py_func(n) if backward else equations.LANES)
+    return _LANES + _STAGE + (32 * padded.py_func(n) if backward else 0)
