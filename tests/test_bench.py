@@ -120,14 +120,15 @@ def run(capsys, *arguments, status=0):
 def test_a_table_and_a_file(capsys):
     shown = run(
         capsys, "--shape", 2, 3, 8, "--shape", 16, "--dtype", "float32", "--dtype", "bfloat16",
-        "--json", "r.json",
+        "--rounding", "fast", "--rounding", "nearest", "--json", "r.json",
     )  # fmt: skip
     assert shown.err == ""
-    for word in ("2 x 3 x 8", "16", "bfloat16", "backward", "out=", "GB/s", *BACKENDS):
+    for word in ("2 x 3 x 8", "16", "bfloat16", "backward", "out=", "GB/s", ", nearest", *BACKENDS):
         assert word in shown.out
     held = json.loads(Path("r.json").read_text())
-    # Shapes, dtypes, directions, and fresh or out=.
-    assert len(held["rows"]) == 2 * 2 * 2 * 2 * len(BACKENDS)
+    # Shapes, dtypes, directions, roundings, and fresh or out=.
+    assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
+    assert {row["rounding"] for row in held["rows"]} == {"fast", "nearest"}
     for row in held["rows"]:
         nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
         nbytes *= 2 if row["dtype"] == "bfloat16" else 4

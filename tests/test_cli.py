@@ -11,9 +11,10 @@ import pytest
 
 import stablenorm
 import stablenorm.report.findings as job
-from stablenorm import Gradients, layer_norm_backward, layer_norm_forward
+from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
 from stablenorm.cli import problem as reading
+from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
 
@@ -157,7 +158,7 @@ def test_bad_arguments_are_one_line(capsys, arguments):
 
 
 def test_too_large_for_memory(tmp_path, capsys, monkeypatch):
-    def too_large(*_):
+    def too_large(*_, **__):
         msg = "Unable to allocate 8.00 PiB"
         raise MemoryError(msg)
 
@@ -259,6 +260,27 @@ def test_a_wrong_backward_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
     shown = capsys.readouterr().out
     assert "A CHECK FAILED." in shown
     assert "FAIL" in shown
+
+
+@pytest.mark.parametrize(
+    ("rounding", "kept"), [("fast", False), ("nearest", True), ("nearest", False)]
+)
+def test_what_is_misrounded_is_counted_and_fails_nearest(
+    capsys, tmp_path, monkeypatch, rounding, kept
+):
+    """An element within 0.501 ulp that is not the nearest float: of fast, and of a broken nearest."""
+    case = next(
+        c for c in near_midpoints()
+        if c.output == "y" and layer_norm(*c[:4])[c.where] != c.expected
+    )  # fmt: skip
+    if not kept:
+        monkeypatch.setattr(job, "layer_norm_forward", lambda *a, **_: layer_norm_forward(*a))
+    path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
+    assert main(["run", path, "--rounding", rounding]) == (rounding == "nearest" and not kept)
+    shown = " ".join(capsys.readouterr().out.split())
+    words = f'Rounding "{rounding}". Misrounded: {int(not kept)} of {case.x.size} elements of y,'
+    assert words in shown
+    assert ("A CHECK FAILED" in shown) == (rounding == "nearest" and not kept)
 
 
 def test_the_version_is_said(capsys):

@@ -21,6 +21,11 @@ def number(value: float) -> str:
     return f"{value:.0f}" if 1e3 <= abs(value) < 1e5 else f"{value:.3g}"
 
 
+def grouped(count: int) -> str:
+    """Write a count with a space between its thousands."""
+    return f"{count:,}".replace(",", " ")
+
+
 def quantity(value: float, unit: str) -> str:
     """Write three digits and the unit, with the prefix that fits."""
     prefix = next((p for p, size in _PREFIXES.items() if value >= size), "")

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ _LIMIT = 2.0
 _ROUNDS = 15
 # What is known of each line of the table: the median of its seconds, their quartiles, ...
 _ROW = (
-    *("shape", "dtype", "direction", "backend", "outputs"),
+    *("shape", "dtype", "direction", "backend", "rounding", "outputs"),
     *("seconds", "quartiles", "bytes_per_second", "of_copy"),
 )
 
@@ -34,6 +35,7 @@ examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
   stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
+  stablenorm bench --rounding fast --rounding nearest --backend numba
   stablenorm bench --threads 1 --json res.json
 
 how to read it:
@@ -63,6 +65,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", action="append", choices=parts.DTYPES, help=f"{several}float32")
     about = f"{several}all that can be loaded"
     parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
+    about = f"{several}fast; nearest by numpy takes 2 us per element"
+    parser.add_argument("--rounding", action="append", choices=parts.ROUNDINGS, help=about)
     parts.add_threads(parser)
     parts.add_json(parser)
 
@@ -75,7 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
         parts.check_memory(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
     # A backend that is named twice is one backend.
-    backends = list(dict.fromkeys(map(choose, arguments.backend or usable_backends())))
+    backends = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
+    ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
     threads = parts.use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
     with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
@@ -83,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         copy = measure_copy(threads)
         for shape, dtype in itertools.product(shapes, dtypes):
             step(f"{shape_text(shape)} {dtype}")
-            rows += _measure(make_problem(shape, dtype), backends, copy)
+            rows += _measure(make_problem(shape, dtype), ways, copy)
     content = {"rows": rows, "copy_bytes_per_second": copy, "threads": threads}
     parts.write_json(arguments.json, content)
     _print(rows)
@@ -117,16 +122,14 @@ def make_problem(shape: Sequence[int], dtype: str) -> Problem:
 
 
 def make_candidates(
-    problem: Problem, backend: str | None
+    problem: Problem, backend: str | None, rounding: str = "fast"
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return, per direction, the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem
-    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    forward = partial(layer_norm_forward, x, gamma, beta, backend=backend, rounding=rounding)
+    _, cache = forward()
     return {
-        "forward": {
-            "fresh": lambda: layer_norm_forward(x, gamma, beta, backend=backend),
-            "out=": lambda: layer_norm_forward(x, gamma, beta, out=y, backend=backend),
-        },
+        "forward": {"fresh": forward, "out=": partial(forward, out=y)},
         "backward": {
             "fresh": lambda: layer_norm_backward(dy, cache),
             "out=": lambda: layer_norm_backward(dy, cache, out=gradients),
@@ -143,20 +146,21 @@ def usable_backends() -> list[str]:
     return found
 
 
-def _measure(problem: Problem, backends: Sequence[str], copy: float) -> Iterator[dict[str, Any]]:
-    """Time all backends on one problem, interleaved: seconds are medians, with their quartiles."""
-    x, candidates = problem.x, {name: make_candidates(problem, name) for name in backends}
+def _measure(
+    problem: Problem, ways: Sequence[tuple[str, str]], copy: float
+) -> Iterator[dict[str, Any]]:
+    """Time backends and roundings on one problem, interleaved: medians, with their quartiles."""
+    x, candidates = problem.x, {way: make_candidates(problem, *way) for way in ways}
     for direction, arrays in PASSES.items():
         calls = {
-            f"{backend} {outputs}": call
-            for backend in backends
-            for outputs, call in candidates[backend][direction].items()
+            f"{' '.join(way)} {outputs}": call
+            for way in ways
+            for outputs, call in candidates[way][direction].items()
         }
         timings = measure_interleaved(calls, rounds=_ROUNDS, least=1, limit=_LIMIT * len(calls))
         for name, t in timings.items():
-            backend, outputs = name.split()
             speed = arrays * x.nbytes / t.median
-            about = x.shape, str(x.dtype), direction, backend, outputs
+            about = x.shape, str(x.dtype), direction, *name.split()
             yield dict(
                 zip(_ROW, (*about, t.median, (t.low, t.high), speed, speed / copy), strict=True)
             )
@@ -169,7 +173,8 @@ def _print(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
         cells += [None] if said not in ("", about) else []
-        which = "" if said == about else about, row["backend"], row["outputs"]
+        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
+        which = "" if said == about else about, backend, row["outputs"]
         speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
         cells.append((*which, quantity(row["seconds"], "s"), *speed))
         said = about

@@ -28,6 +28,7 @@ from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import check_eps
 
 DTYPES = tuple(each.dtype.name for each in FORMATS)
+ROUNDINGS = "fast", "nearest"
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
 

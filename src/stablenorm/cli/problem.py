@@ -15,13 +15,15 @@ _INPUTS = ("x", "gamma", "beta", "dy")
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads one layer norm: file, eps, seed."""
+    """Add the options of a command that reads one layer norm: file, eps, rounding, seed."""
     about = (
         "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
         "gamma, beta, dy, eps; default: the bundled data"
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
+    about = "nearest: every element correctly rounded, or the check fails; default: fast"
+    parser.add_argument("--rounding", choices=parts.ROUNDINGS, default="fast", help=about)
     about = "of a random dy, if the file has none; default: 0"
     parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
 
@@ -29,6 +31,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
     """Read what the arguments name, and compute it; InputError if that cannot be done or checked."""
     problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+    problem = problem._replace(rounding=arguments.rounding)
     try:
         results = compute(problem)
     except (TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from stablenorm.diagnosis import Diagnosis
 from stablenorm.diagnosis.report import method_rows, sentences
 from stablenorm.report import figures
 from stablenorm.report.findings import Findings
-from stablenorm.text import number, quantity, shape_text
+from stablenorm.text import grouped, number, quantity, shape_text
 from stablenorm.types import Array
 
 
@@ -36,6 +36,14 @@ class Section(NamedTuple):
     caption: str = ""
 
 
+# By the rounding, what is promised.
+_CONTRACTS = {
+    "fast": "0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), but for an element that "
+    "cancels almost completely",
+    "nearest": "none is misrounded",
+}
+
+
 def worst(errors: Array) -> float:
     """Return the largest of them, 0 of none."""
     return float(errors.max(initial=0.0))
@@ -49,22 +57,24 @@ def accuracy_section(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
     outputs, rows = findings.outputs, []
     for name, output in outputs.items():
-        array, passed = output.array, _verdict(output.contract.passed)
+        array, passed = output.array, _verdict(findings.keeps(output))
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
-    shares = {name: 100 * output.contract.misrounded for name, output in outputs.items()}
-    wrong = ", ".join(f"{share:.2g} % of {name}" for name, share in shares.items() if share)
+    wrong = ", ".join(
+        f"{grouped(output.misrounded)} of {grouped(output.error.size)} {'elements ' * (name == 'y')}of {name}"
+        for name, output in outputs.items()
+    )
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
     return Section(
         "Accuracy",
-        f"Every element compared is correctly rounded{wrong and f', but for {wrong}'}.",
+        f'Rounding "{findings.rounding}". Misrounded: {wrong}.',
         (Table("Against the exact result", columns, rows),),
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
-        "sums over these rows. ulp: units in the last place of the output's dtype; 0.5 is correct "
-        "rounding. Plain formula: the worst ulp of two passes in float32 (float64 for float64). The "
-        "contract: 0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), but for an element "
-        "that cancels almost completely.",
+        "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
+        "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
+        "0.5. Plain formula: the worst ulp of two passes in float32 (float64 for float64). "
+        f"The contract: {_CONTRACTS[findings.rounding]}.",
         partial(figures.draw_errors, outputs=outputs),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
         "right edge, elements are NaN or infinite and should not be.",
