@@ -111,4 +111,4 @@ def decide(
         found = reference.columns_nearest(as_matrix(dy), as_matrix(x), eps, columns, *dtypes)
         for total, values in zip(totals, found, strict=True):
             if total is not None:
-                total.reshape(-1)[columns] = values
+                total.flat[columns] = values
