@@ -14,16 +14,19 @@ from stablenorm.cpu import memory
 from stablenorm.reference.rounding import round_to
 
 @njit
+def at(array):
+    return memory.pointer_at(array.ctypes.data, array.dtype)
+
+@njit
 def convert(source, to):
     memory.wide_vectors()
     for j in range(source.size):
-        memory.put(memory.pointer(to), j, memory.get(memory.pointer(source), j))
+        memory.put(at(to), j, memory.get(at(source), j))
 
 @njit
 def convert_nearly(source, to, doubt):
     for j in range(source.size):
-        place = memory.pointer(to)
-        doubt[j] = memory.put_nearly(place, j, memory.get(memory.pointer(source), j), np.int32(0))
+        doubt[j] = memory.put_nearly(at(to), j, memory.get(at(source), j), np.int32(0))
 
 def all_of(dtype):
     return np.arange(2**16, dtype=np.uint16).view(dtype)

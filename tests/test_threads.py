@@ -65,8 +65,7 @@ def counting():
 
     @numba.njit("void(int64, int64[::1], int64, int64[::1], int64)", nogil=True)
     def counted(function, record, tiles, words, helpers):
-        pool = memory.address(memory.pointer(words))
-        module.run(function, memory.address(memory.pointer(record)), tiles, pool, helpers)
+        module.run(function, record.ctypes.data, tiles, words.ctypes.data, helpers)
 
     return lambda *arguments: counted(count_tile.address, *arguments)
 

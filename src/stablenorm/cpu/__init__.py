@@ -16,7 +16,7 @@ import numpy as np
 from stablenorm import reference
 from stablenorm.arrays import Rows, as_matrix
 from stablenorm.cpu import extreme
-from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, make_plan, sums_size
+from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, make_plan
 from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
@@ -161,7 +161,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     words[AT.way], words[AT.over_input] = STRAIGHT, True
     plan, tile_rows = plan._replace(words=words, state=DONE), int(words[AT.tile_rows])
     if any(total is not None for total in totals[:2]):
-        sums = np.empty((words[AT.tiles], sums_size(1, n, kept[-1] is not None)))
+        sums = np.empty((words[AT.tiles], words[AT.sums_bytes]), np.uint8)
     for block in blocks(plan.rows, n, tile_rows):
         cotangent = None if dy is None else np.ascontiguousarray(dy[block])
         # Rows that are extreme are still needed, where the result overwrites them.

@@ -103,6 +103,7 @@ def make_plan(
         widen_gamma=_widener(gamma), widen_beta=_widener(beta),
         round_dgamma=_rounder(ELEMENTS[totals[0]], nearest),
         round_dbeta=_rounder(ELEMENTS[totals[1]], nearest),
+        sums_bytes=8 * (6 if nearest else 4) * padded.py_func(n),
         scratch_bytes=scratch_bytes + -scratch_bytes % LINE,
         shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 24 * _BLOCK,
         way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
@@ -113,11 +114,6 @@ def make_plan(
     helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
     state = COPY if strides == () else DONE
     return Plan(np.array(words), helpers, elements < SMALL, state, wide, rows)
-
-
-def sums_size(tiles: int, n: int, nearest: bool) -> int:
-    """Return the float64 that hold dgamma and dbeta of so many tiles, and their bounds."""
-    return (6 if nearest else 4) * padded.py_func(n) * tiles
 
 
 # ---- what is compiled ----
@@ -145,7 +141,7 @@ def _rounder(element: Any, nearest: bool) -> Any:
             count = min(_BLOCK, p.n - start)
             fill(high, 3 * _BLOCK, 0.0)
             for tile in range(p.tiles):
-                sums = p.sums + tile * apart * (6 if p.spread else 4) + 8 * start
+                sums = p.sums + tile * p.sums_bytes + 8 * start
                 part = sums + 2 * which * apart
                 if p.spread:
                     add_to(size, float64_at(sums + (4 + which) * apart), count)
@@ -206,8 +202,7 @@ def _do(arrays, eps, words, pool, helpers):
     if in_place and p.over_input == 0:
         return COPY
     own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
-    vectors = (6 if address_of(arrays[AT.spread]) else 4) if own_sums else 0
-    sums = 8 * vectors * padded(p.n) * p.tiles
+    sums = p.sums_bytes * p.tiles if own_sums else 0
     memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
     if memory == 0:
         return NO_MEMORY

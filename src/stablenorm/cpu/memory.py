@@ -83,16 +83,6 @@ def emit(result: Any, *kinds: Any) -> Callable[[Any], Any]:
 
 
 @intrinsic
-def pointer(_typing: Any, array: Any) -> Any:
-    """Return where `array` begins; the pointer does not keep it alive."""
-
-    def generate(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return context.make_array(sig.args[0])(context, builder, args[0]).data
-
-    return types.CPointer(array.dtype)(array), generate
-
-
-@intrinsic
 def address(_typing: Any, p: Any) -> Any:
     """Return the address that `p` points to."""
     return types.intp(p), lambda _context, builder, _sig, args: builder.ptrtoint(args[0], _I64)

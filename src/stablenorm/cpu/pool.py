@@ -31,7 +31,7 @@ import numpy as np
 from numba import types
 
 from stablenorm.cpu.compiling import compiled
-from stablenorm.cpu.memory import address, pasted, pointer, pointer_at
+from stablenorm.cpu.memory import pasted, pointer_at
 from stablenorm.cpu.processor import (
     atomic_add,
     atomic_load,
@@ -41,6 +41,7 @@ from stablenorm.cpu.processor import (
     restore,
     set_default,
 )
+from stablenorm.cpu.record import PLACE, address_of
 from stablenorm.threads import get_num_threads
 
 # int64 between words that threads write: two cache lines, so that they do not disturb one another.
@@ -125,7 +126,7 @@ def _helping() -> Any:
 
     def help_out(words, me, seen):  # type: ignore[no-untyped-def]
         """Work on whatever comes; return the last generation seen when nothing has come for a while."""
-        pool = address(pointer(words))
+        pool = address_of(words)
         generation, working = _word(pool, _GENERATION), _word(pool, _WORKING)
         asleep = _word(pool, _ASLEEP + me * _APART)
         turns, last = 0, _TURNS + _NAPS
@@ -147,14 +148,14 @@ def _helping() -> Any:
             exchange(asleep, 0)
             atomic_add(working, 1)
             # As long as this one works, the words stay what they are.
-            if atomic_load(generation) == now and me <= words[_HELPERS]:
+            if atomic_load(generation) == now and me <= _word(pool, _HELPERS)[0]:
                 _take_tiles(pool, me)
             atomic_add(working, -1)
             seen, turns = now, 0
         restore(word)
         return seen
 
-    return compiled(help_out, types.int64(types.int64[::1], types.int64, types.int64))
+    return compiled(help_out, types.int64(PLACE, types.int64, types.int64))
 
 
 class _Pool:

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from stablenorm.cpu.memory import ARCHITECTURE, call_llvm, emit
+from stablenorm.cpu.memory import ARCHITECTURE, call_llvm, emit, pasted
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _X86 = ARCHITECTURE in ("x86_64", "i686")
@@ -22,33 +22,27 @@ _ARM = ARCHITECTURE in ("aarch64", "arm64")
 
 # MXCSR of x86: all exceptions masked, no flushing, to nearest. Its last six bits are no settings
 # but what has happened so far.
-_MXCSR, _SETTINGS = 0x1F80, 0xFFC0
+_DEFAULT, _SETTINGS = (0x1F80, 0xFFC0) if _X86 else (0, -1)
 
 
-_DEFAULT = _I64(_MXCSR if _X86 else 0)
-
-
-@emit(types.int64)
-def set_default(builder: Any) -> Any:
+@pasted
+def set_default():  # type: ignore[no-untyped-def]
     """Set the default control word, if it is another; return what it was."""
-    word = _read(builder)
-    _write_unless_default(builder, word, _DEFAULT)
+    word = _read()
+    # Writing it, on x86, waits for all arithmetic before it.
+    if word & _SETTINGS != _DEFAULT:
+        _write(_DEFAULT)
     return word
 
 
-@emit(types.none, types.int64)
-def restore(builder: Any, word: Any) -> None:
+@pasted
+def restore(word):  # type: ignore[no-untyped-def]
     """Set the control word that `set_default` returned, if it is not the default."""
-    _write_unless_default(builder, word, word)
+    if word & _SETTINGS != _DEFAULT:
+        _write(word)
 
 
-def _write_unless_default(builder: Any, word: Any, value: Any) -> None:
-    settings = builder.and_(word, _I64(_SETTINGS)) if _X86 else word
-    # Writing it, on x86, waits for all arithmetic before it.
-    with builder.if_then(builder.icmp_unsigned("!=", settings, _DEFAULT), likely=False):
-        _write(builder, value)
-
-
+@emit(types.int64)
 def _read(builder: Any) -> Any:
     if _X86:
         place = cgutils.alloca_once(builder, _I32)
@@ -57,9 +51,10 @@ def _read(builder: Any) -> Any:
     if _ARM:
         return call_llvm(builder, "llvm.aarch64.get.fpcr", _I64, [])
     # Other processors are left as they are.
-    return _DEFAULT
+    return _I64(_DEFAULT)
 
 
+@emit(types.none, types.int64)
 def _write(builder: Any, word: Any) -> None:
     if _X86:
         place = cgutils.alloca_once(builder, _I32)

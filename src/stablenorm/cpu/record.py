@@ -61,7 +61,8 @@ class Call(NamedTuple):
     widen_beta: Any = 0
     round_dgamma: Any = 0
     round_dbeta: Any = 0
-    # Bytes of scratch memory: of all threads, and of each.
+    # Bytes of a tile's sums, and of scratch memory: of all threads, and of each.
+    sums_bytes: Any = 0
     shared_bytes: Any = 0
     scratch_bytes: Any = 0
     # How results reach memory; whether they may overwrite the input.
