@@ -63,7 +63,7 @@ def row_bound(n):
 @pasted
 def sums_bound(n, tile_rows, tiles):
     """Return the same for sums over so many tiles of rows."""
-    return (2.0 * n + 38.0 * tile_rows + 4.0 * tiles + 3300.0) * _UNIT
+    return (2.0 * n + 36.0 * tile_rows + 8.0 * tiles + 2000.0) * _UNIT
 
 
 @pasted
@@ -197,8 +197,8 @@ def add_sizes(dy, factors, n, spread, sizes):
         most, least = max(most, bits_of(d)), min(least, bits_of(d) - np.uint64(1))
     of_dbeta[n] = max(of_dbeta[n], float_of(np.int64(most)))
     if most > 0:
-        # Bits of a float64, float32, and at most of a 16-bit float, but for the first.
-        digits = 2.0**52 if width(dy) == 8 else 2.0**23 if width(dy) == 4 else 2.0**10
+        # Of p bits, the last is more than 2**-p of the float: 53, 24, and at most 11 for 16-bit floats.
+        digits = 2.0**53 if width(dy) == 8 else 2.0**24 if width(dy) == 4 else 2.0**11
         of_dbeta[n + 1] = max(of_dbeta[n + 1], digits / float_of(np.int64(least) + 1))
 
 
@@ -207,6 +207,7 @@ def is_exact(rows, most, last):
     """
     Tell whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|.
 
-    The low parts, of so many rounding errors, are then below 2**53 times that.
+    The low parts, of so many rounding errors, are then at most 2**52 times that: so any two add up
+    exactly.
     """
-    return rows * 2.0**-53 * rows * most * last <= 2.0**53
+    return rows * 2.0**-53 * rows * most * last <= 2.0**52

@@ -59,7 +59,9 @@ from stablenorm.cpu.sums import fill, sample_mean
 # 3 * 200 + 3 * 53 + 106 < 1022.
 LARGEST, SMALLEST = 2.0**200, 2.0**-200
 
+# Of these, the bits but for the sign; less one, of the smallest.
 _SMALLEST_BITS = np.uint64(2 * int(np.float64(SMALLEST).view(np.uint64)) - 1)
+_LARGEST_BITS = np.uint64(2 * int(np.float64(LARGEST).view(np.uint64)))
 
 # Lanes of a sum: two vectors of 512 bits. The columns that a lane of the forward adds up in registers,
 # before its low part is brought back below half an ulp of the high one: as it grows, it loses digits
@@ -264,14 +266,15 @@ def smallest(dy, gamma, n):
 
 
 @inlined
-def _least(dy, n):
-    """Return the smallest |dy| of a row but for zeros; if there are only zeros, NaN or infinity is larger."""
+def _in_range(dy, n):
+    """Tell whether all of a row of dy are 0 or between `SMALLEST` and `LARGEST` in size."""
     wide_vectors()
-    # The bits of a float order like its size. Less one, those of zero are the largest.
-    least = np.uint64(0xFFFFFFFFFFFFFFFF)
+    # The bits of a float order like its size, but for the sign. Less one, those of zero are the largest.
+    least, most = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     for j in range(n):
-        least = min(least, (bits_of(get(dy, j)) << np.uint64(1)) - np.uint64(1))
-    return least
+        size = bits_of(get(dy, j)) << np.uint64(1)
+        least, most = min(least, size - np.uint64(1)), max(most, size)
+    return least >= _SMALLEST_BITS and most <= _LARGEST_BITS
 
 
 @inlined
@@ -338,10 +341,7 @@ def pull(arrays, n, row, sums, factors, lanes):
         count = min(LANES, n - start)
         _pull_rest(arrays, start, count, row, m, sums, factors, lanes)
     a, a_low, b, b_low = _means(lanes, n)
-    # NaN and infinity show in the sums.
-    most = LARGEST * LARGEST
-    moderate = _least(dy, n) >= _SMALLEST_BITS and abs(a) <= most and abs(b) <= most
-    return not moderate, (a, a_low, b, b_low)
+    return not _in_range(dy, n), (a, a_low, b, b_low)
 
 
 @inlined
