@@ -54,7 +54,7 @@ figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
 	$(BIN)/python benchmarks/figures_report.py
 	$(BIN)/python benchmarks/fusing.py
 
-accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 4 min
+accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
 
 .PHONY: complexity diagnose
@@ -64,7 +64,10 @@ complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1
 diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
-.PHONY: kernels
+.PHONY: rounding kernels
+rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
+	$(BIN)/python benchmarks/rounding.py
+
 kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
 	$(BIN)/python benchmarks/kernels.py
 

@@ -56,10 +56,10 @@ def layer_norm(
         a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
         is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
     rounding : {"fast", "nearest"}, default: "fast"
-        "fast" is within 0.501 ulp, at the speed of memory. With "nearest" every element is the exact
+        "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
-        return the same bits; it takes about four times as long (float64: 1.3 times). Not for
-        arrays on a CUDA device.
+        return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
+        full of exact ties far longer. Not for arrays on a CUDA device.
 
     Returns
     -------

@@ -1,0 +1,186 @@
+"""
+What rounding="nearest" costs, and how much of it the kernels leave to integers: `make rounding`.
+
+Writes docs/evidence/rounding.md, and exits with 1 if the two CPU backends differ in an element. Four minutes,
+alone on the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from page import DOCS, digits, keep, origin, origin_line, table, write
+
+from stablenorm import layer_norm_backward, layer_norm_forward, reference
+from stablenorm.cli.bench import PASSES, make_candidates, make_problem
+from stablenorm.testing import FAMILIES, Case, make_case
+from stablenorm.timing import measure_interleaved
+
+# By dtype, the largest time of nearest over that of fast, and shapes that fit a small machine.
+GATES = {"float32": 4, "float64": 1.3}
+SHAPES = {
+    "float32": [(32, 512, 768), (65_536, 1024)],
+    "float64": [(16, 512, 768), (32_768, 1024)],
+}
+ROWS, N = 64, 1024
+# Seconds of each dtype: to count what is undecided, and to compare the backends.
+COUNTED, COMPARED = 25, 30
+
+
+def run(case: Case, backend: str | None = None) -> tuple[Any, ...]:
+    """Return y, dx, dgamma and dbeta."""
+    y, cache = layer_norm_forward(*case[:4], rounding="nearest", backend=backend)
+    return y, *layer_norm_backward(case.dy, cache)
+
+
+def draw(rng: np.random.Generator, dtype: Any, rows: int) -> Case:
+    """Return N(0, 1)."""
+    x, dy, (gamma, beta) = (rng.standard_normal((k, N), dtype=dtype) for k in (rows, rows, 2))
+    return Case(x, gamma, beta, 1e-5, dy)
+
+
+def left_over(case: Case) -> Counter[str]:
+    """Count the rows of y and dx, and the sums, in which the kernels leave something undecided."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, size: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            found.update(size(*arguments))
+            return real(*arguments)
+
+        real = getattr(reference, name)
+        return call
+
+    sizes: dict[str, Any] = {
+        "forward_nearest": lambda x, *_: {"y": len(x)},
+        "backward_nearest": lambda *a: {"sums": N} if a[-1].dx is None else {"dx": len(a[0])},
+        "columns_nearest": lambda *a: {"sums": len(a[3])},
+    }
+    with mock.patch.multiple(reference, **{name: counting(name, sizes[name]) for name in sizes}):
+        run(case)
+    return found
+
+
+def medians(limit: float, **calls: Any) -> list[float]:
+    """Return seconds of each call, taken in turns."""
+    found = measure_interleaved(calls, rounds=9, least=1, limit=limit)
+    return [timing.median for timing in found.values()]
+
+
+def ratio(shape: tuple[int, ...], dtype: str, direction: str) -> float:
+    """Return the time of nearest over that of fast, with `out=`."""
+    problem = make_problem(shape, dtype)
+    calls = {
+        each: make_candidates(problem, None, each)[direction]["out="]
+        for each in ("fast", "nearest")
+    }
+    fast, nearest = medians(4, **calls)
+    print(shape, dtype, direction, nearest / fast, flush=True)
+    return nearest / fast
+
+
+def random_data(dtype: str) -> tuple[Any, ...]:
+    """Count what is undecided of N(0, 1), and how many elements of the backends differ."""
+    rng, left, differ = np.random.default_rng(0), Counter[str](), 0
+    counted = compared = 0
+    end = time.perf_counter() + COUNTED
+    while time.perf_counter() < end or (dtype == "float32" and counted < 10**8):
+        case = draw(rng, dtype, 4096)
+        left += left_over(case)
+        counted += case.x.size
+    end = time.perf_counter() + COMPARED
+    while time.perf_counter() < end:
+        case = draw(rng, dtype, 256)
+        for one, other in zip(run(case), run(case, "numpy"), strict=True):
+            differ += int((one.view(f"u{one.itemsize}") != other.view(f"u{one.itemsize}")).sum())
+        compared += case.x.size
+    print(dtype, counted, left, compared, differ, flush=True)
+    return dtype, counted, left["y"], left["dx"], left["sums"], compared, differ
+
+
+def hard(dtype: str) -> list[tuple[Any, ...]]:
+    """Return, for each kind of input, the time over that of N(0, 1), and what the kernels leave over."""
+    x, gamma, beta, eps, dy = normal = draw(np.random.default_rng(0), dtype, ROWS)
+    # Of all y and dx: halfway between two float32.
+    one, tie = np.sign(np.arange(N) % 4 - 1.5).astype(dtype), np.full(N, 1 + 2.0**-24)
+    tied = Case(np.tile(one, (ROWS, 1)), tie, 0 * tie, 0.0, np.tile(np.roll(one, 1), (ROWS, 1)))
+    cases = {
+        **({"exact ties": tied} if dtype == "float32" else {}),
+        "constant rows": Case(np.ones_like(x) * x[:, :1], gamma, beta, eps, dy),
+        "gamma dy constant": Case(x, np.ones_like(gamma), beta, eps, np.ones_like(x) * dy[:, :1]),
+        "dy = 0": Case(x, gamma, beta, eps, np.zeros_like(x)),
+    } | {
+        f"{each.title} <small>{each.name}</small>": make_case(each.name, dtype, N, ROWS)
+        for each in FAMILIES.values()
+        if each.finite and not each.why_not(np.dtype(dtype), N, ROWS)
+    }
+    found = []
+    for name, case in cases.items():
+        it, base = medians(0.5, it=lambda case=case: run(case), normal=lambda: run(normal))
+        left = left_over(case)
+        found.append((name, dtype, it / base, ROWS / it, left["y"], left["dx"], left["sums"]))
+    print(*found, sep="\n", flush=True)
+    return found
+
+
+def measure() -> dict[str, Any]:
+    """Return all that the page holds."""
+    return {
+        "origin": origin(),
+        "ratios": [
+            (dtype, shape, *(ratio(shape, dtype, each) for each in PASSES), GATES[dtype])
+            for dtype, shapes in SHAPES.items()
+            for shape in shapes
+        ],
+        "random": [random_data(dtype) for dtype in GATES],
+        "hard": [line for dtype in GATES for line in hard(dtype)],
+    }
+
+
+def main() -> int:
+    """Measure, and write the page."""
+    found = keep("rounding", __doc__ or "", measure)
+    lines = [(d, tuple(s), *map(digits, cells)) for d, s, *cells in found["ratios"]]
+    kinds = [(*line[:2], *map(digits, line[2:4]), *line[4:]) for line in found["hard"]]
+    text = f"""# What correct rounding costs
+
+`rounding="nearest"` returns the exact result rounded to nearest, without exception
+([the contract](../reference/accuracy-contract.md)). The kernels compute in double-double, with bounds of
+the errors. The rows and columns in which these leave something undecided go to the reference, which has
+integers at last.
+
+## Time of nearest over that of fast
+
+All threads of this machine, with `out=`.
+
+{table(("dtype", "x", "forward", "backward", "at most"), lines)}
+
+## Random data
+
+Rows of {N} from N(0, 1): of how many elements the kernels left how many rows of y, rows of dx, and
+columns of dgamma and dbeta undecided. Then how many elements of x were given to both CPU backends, and
+how many elements of all four results differed in a bit.
+
+{table(("dtype", "elements", "y", "dx", "dgamma, dbeta", "compared", "differ"), found["random"])}
+
+## Hard inputs
+
+Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
+kind, and each [family](accuracy.md). Then what the kernels left undecided: rows of y, rows of dx, columns of dgamma and
+dbeta.
+
+{table(("x", "dtype", "time", "rows per second", "y", "dx", "dgamma, dbeta"), kinds)}
+
+{origin_line("make rounding", found["origin"])}
+"""
+    write(DOCS / "evidence" / "rounding.md", text, __file__)
+    return int(any(line[-1] for line in found["random"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
