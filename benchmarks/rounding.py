@@ -171,8 +171,8 @@ how many elements of all four results differed in a bit.
 ## Hard inputs
 
 Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
-kind, and each [family](accuracy.md). Then what the kernels left undecided: rows of y, rows of dx, columns of dgamma and
-dbeta.
+kind, and each [family](accuracy.md). Then what the kernels left undecided: rows of y, rows of dx, columns
+of dgamma and dbeta.
 
 {table(("x", "dtype", "time", "rows per second", "y", "dx", "dgamma, dbeta"), kinds)}
 
