@@ -72,16 +72,17 @@ def of_rows(statistics: Statistics, rows: Array) -> Statistics:
 
 
 def write_dx(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, marks: Array
+    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, marks: Array, *eps: float
 ) -> None:
-    """Write dx of the marked rows."""
+    """Write dx of the marked rows, correctly rounded if given eps."""
+    pull_back: Any = reference.backward_nearest if eps else reference.backward
+    dy, x, dx = map(as_matrix, (dy, x, dx))
     rows = np.flatnonzero(marks)
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
-        some = of_rows(statistics, part)
         result = np.empty((len(part), x.shape[1]), x.dtype)
-        out = Gradients(result, None, None)
-        reference.backward(dy[part], x[part], gamma, some, out)
+        some, out = of_rows(statistics, part), Gradients(result, None, None)
+        pull_back(dy[part], x[part], gamma, *eps, some, out)
         dx[part] = result
 
 
@@ -91,17 +92,8 @@ def decide(
 ) -> None:  # fmt: skip
     """Round correctly what the kernels have left: marked rows of dx, and columns of dgamma and dbeta."""
     dx, *totals = out
-    if dx is not None and np.count_nonzero(marks):
-        dy_rows, x_rows, dx_rows = as_matrix(dy), as_matrix(x), as_matrix(dx)
-        rows = np.flatnonzero(marks)
-        for block in blocks(len(rows), x_rows.shape[1], 1):
-            part = rows[block]
-            result = np.empty((len(part), x_rows.shape[1]), x_rows.dtype)
-            reference.backward_nearest(
-                dy_rows[part], x_rows[part], gamma, eps, of_rows(statistics, part),
-                Gradients(result, None, None),
-            )  # fmt: skip
-            dx_rows[part] = result
+    if dx is not None:
+        write_dx(dy, x, gamma, statistics, dx, marks, eps)
     if (marks == EXTREME).any():
         reference.backward_nearest(dy, x, gamma, eps, statistics, Gradients(None, *totals))
         return
