@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rationals import BFLOAT16, DTYPES, NAMES, fractions, neighbours, sample
 
-from stablenorm.oracle import exact_layer_norm
+from stablenorm.oracle import exact_layer_norm, rounding
 
 UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Digits of the square root in the tests' own arithmetic, which sees it through a few operations.
@@ -310,3 +310,10 @@ def test_the_whole_range_of_float64_in_one_row(eps, rng):
             else:
                 # A quotient of Python integers is correctly rounded, subnormals included.
                 assert given == value.numerator / value.denominator
+
+
+def test_an_enclosure_that_crosses_a_negative_power_of_two_is_open():
+    """In steps of 128 the nearest is -2^30; above it they are 64, and -2^30 + 40 is not."""
+    assert (
+        rounding.nearest(rounding.Interval(-(1 << 30), 40, 0), rounding.FORMATS["float32"]) is None
+    )

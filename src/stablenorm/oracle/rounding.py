@@ -151,9 +151,10 @@ def nearest(interval: Interval, fmt: Format) -> float | None:
         steps = low >> shift
         rest, half = low - (steps << shift), 1 << shift - 1
     # Open: a width that reaches a midpoint, or zero with its sign. Another binade is none of these:
-    # on either grid the nearest is the power of two between them.
+    # on either grid the nearest is the power of two between them. (Above a negative one the grid is
+    # twice as fine.)
     sign_open = low < 0 <= low + width
-    if width and (sign_open or shift <= 0 or width >= half or rest <= half <= rest + width):
+    if width and (sign_open or shift <= 0 or 2 * width >= half or rest <= half <= rest + width):
         return None
     steps += rest > half or (rest == half and steps & 1)
     if steps == 0:

@@ -351,8 +351,7 @@ def _plus(*parts: Wide) -> Wide:
 def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return `v` rounded, and where a bound in units of 2**-106 leaves its rounding undecided."""
     e, zero = bound.hi * _UNIT, np.zeros_like(bound.hi)
-    # Not -e: of two zeros the sum is to be +0.
-    low = (v + Wide(0.0 - e, zero, bound.exponent)).round_to(dtype)
+    low = (v + Wide(-e, zero, bound.exponent)).round_to(dtype)
     high = (v + Wide(e, zero, bound.exponent)).round_to(dtype)
     bits = f"u{dtype.itemsize}"
     return low, low.view(bits) != high.view(bits)
