@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stablenorm.cpu.memory import get, inlined, wide_vectors
-from stablenorm.cpu.pairs import put_pair, two_sum
+from stablenorm.cpu.pairs import fast_two_sum, put_pair, two_sum
 
 
 @inlined
@@ -33,6 +33,14 @@ def widen(parameter, out, n):
     wide_vectors()
     for j in range(n):
         out[j] = get(parameter, j)
+
+
+@inlined
+def settle(high, low, n):
+    """Bring n pairs back to where the low part is at most half an ulp of the high one."""
+    wide_vectors()
+    for j in range(n):
+        high[j], low[j] = fast_two_sum(high[j], low[j])
 
 
 @inlined

@@ -16,7 +16,7 @@ from stablenorm.cpu import wide as equations
 from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import LINE, float_of, further, inlined, pasted, pointer_at
 from stablenorm.cpu.record import float64_at
-from stablenorm.cpu.sums import fill
+from stablenorm.cpu.sums import fill, settle
 from stablenorm.cpu.tiles import ROWS_OF_PART, padded, tile_of
 
 # The mark of a row that is not extreme, but of which an element is undecided.
@@ -78,8 +78,8 @@ def forward_tile(element: Any, rounding: bool) -> Any:
 @pasted
 def _settle(sums, n):
     dgamma, dgamma_low, dbeta, dbeta_low = sums
-    equations.settle(dgamma, dgamma_low, n)
-    equations.settle(dbeta, dbeta_low, n)
+    settle(dgamma, dgamma_low, n)
+    settle(dbeta, dbeta_low, n)
 
 
 @inlined
