@@ -70,7 +70,7 @@ BLOCK = 2048
 
 # Rows that are done together, where they are short: divisions and roots, which all that follows waits
 # for, are made for all at once, and calls are fewer. Of longer rows two, so that they stay in the cache.
-TOGETHER, SHORT = 8, 256
+TOGETHER, SHORT = 8, 1024
 
 # The lanes of so many rows. Forward: k, the sums of x - k and of its squares. Backward: m, the sums of
 # g - m and of (g - m) * xhat, and p and q of ``dx = rstd * (g - m) + (x - mean) * p + q``.
@@ -109,52 +109,25 @@ def load(lanes, r, mean, rest, rstd, m):
 
 
 @_exactly
-def _as_float32(v):
-    """Return `v` rounded to float32, as a float64."""
-    return np.float64(np.float32(v))
-
-
-@_exactly
 def guess(x, stride, rows, n, lanes, samples, every):
     """Guess the means of some rows, of eight elements each."""
     # Copied as they are: converted one by one, they took a third of the time at n = 64, float16.
     step = n // 8
-    for r in range(rows):
-        row = further(x, r * stride)
+    for r in range(rows + rows % 2):
+        row = further(x, min(r, rows - 1) * stride)
         for i in range(8):
             samples[8 * i + r] = row[i * step]
     for r in range(every):
         a = (get(samples, r) + get(samples, 8 + r)) + (get(samples, 16 + r) + get(samples, 24 + r))
-        b = (get(samples, 32 + r) + get(samples, 40 + r)) + (
-            get(samples, 48 + r) + get(samples, 56 + r)
-        )
-        lanes[_K + r] = _as_float32((a + b) * 0.125)
+        b = get(samples, 32 + r) + get(samples, 40 + r)
+        b += get(samples, 48 + r) + get(samples, 56 + r)
+        lanes[_K + r] = np.float32((a + b) * 0.125)
 
 
-@_summing
-def measure(x, stride, rows, n, lanes):
-    """Sum x - k and its squares."""
-    wide_vectors()
-    for r in range(0, rows, 2):
-        # A last odd row is measured with itself: measured alone, its sums could have other bits.
-        r2 = min(r + 1, rows - 1)
-        x1, x2 = further(x, r * stride), further(x, r2 * stride)
-        k1, k2 = lanes[_K + r], lanes[_K + r2]
-        total1, squares1, total2, squares2 = 0.0, 0.0, 0.0, 0.0
-        for start in range(0, n, BLOCK):
-            a1, b1, a2, b2 = 0.0, 0.0, 0.0, 0.0
-            for j in range(start, min(start + BLOCK, n)):
-                c1, c2 = get(x1, j) - k1, get(x2, j) - k2
-                a1 += c1
-                b1 += c1 * c1
-                a2 += c2
-                b2 += c2 * c2
-            total1 += a1
-            squares1 += b1
-            total2 += a2
-            squares2 += b2
-        lanes[_TOTAL + r], lanes[_PRODUCTS + r] = total1, squares1
-        lanes[_TOTAL + r2], lanes[_PRODUCTS + r2] = total2, squares2
+@_exactly
+def _shifted(_, x, j, row, _parameters):
+    c = get(x, j) - row[3]
+    return 0.0, c, c
 
 
 @_exactly
@@ -170,7 +143,7 @@ def settle(lanes, n, eps, every):
         # Rounding can make the difference of two equal squares negative.
         lanes[_RSTD + r] = 1.0 / math.sqrt(max(var, 0.0) + eps)
         far = d * d > 2.0 * var
-        lanes[_K + r] = _as_float32(mean) if far else k
+        lanes[_K + r] = np.float64(np.float32(mean)) if far else k
         bad |= far
     return bad
 
@@ -199,50 +172,10 @@ def pivot(dy, gamma, n):
     return a if abs(a) < abs(c) else c
 
 
-def _pulling(summing):
-    def pull(arrays, strides, rows, n, gamma, sums, lanes, zeros):
-        """
-        Sum g - m and (g - m) * xhat.
-
-        Adds the rows to the sums over rows, if so compiled. A last odd row goes with one of zeros,
-        which adds nothing.
-        """
-        wide_vectors()
-        (dy, x), (dy_stride, x_stride), (dgamma, dbeta) = arrays, strides, sums
-        for r in range(0, rows, 2):
-            dy1, x1 = further(dy, r * dy_stride), further(x, r * x_stride)
-            dy2, x2 = zeros
-            if r + 1 < rows:
-                dy2, x2 = further(dy1, dy_stride), further(x1, x_stride)
-            mean1, rest1, rstd1, m1, _, _ = lane(lanes, r)
-            mean2, rest2, rstd2, m2, _, _ = lane(lanes, r + 1)
-            s1, s2 = -rest1 * rstd1, -rest2 * rstd2
-            total1, along1, total2, along2 = 0.0, 0.0, 0.0, 0.0
-            for start in range(0, n, BLOCK):
-                a1, b1, a2, b2 = 0.0, 0.0, 0.0, 0.0
-                for j in range(start, min(start + BLOCK, n)):
-                    d1, d2 = get(dy1, j), get(dy2, j)
-                    h1 = (get(x1, j) - mean1) * rstd1 + s1
-                    h2 = (get(x2, j) - mean2) * rstd2 + s2
-                    g1, g2 = d1 * gamma[j] - m1, d2 * gamma[j] - m2
-                    a1 += g1
-                    b1 += g1 * h1
-                    a2 += g2
-                    b2 += g2 * h2
-                    if summing:
-                        dbeta[j] = (dbeta[j] + d1) + d2
-                        dgamma[j] = (dgamma[j] + d1 * h1) + d2 * h2
-                total1 += a1
-                along1 += b1
-                total2 += a2
-                along2 += b2
-            lanes[_TOTAL + r], lanes[_PRODUCTS + r] = total1, along1
-            lanes[_TOTAL + r + 1], lanes[_PRODUCTS + r + 1] = total2, along2
-
-    return _summing(named(pull, summing))
-
-
-pull, pull_summing = _pulling(False), _pulling(True)
+@_exactly
+def _pulled(dy, x, j, row, gamma):
+    (mean, rest, rstd, m, _, _), d = row, get(dy, j)
+    return d, d * gamma[j] - m, (get(x, j) - mean) * rstd + -rest * rstd
 
 
 @_exactly
@@ -263,6 +196,49 @@ def _dx(dy, x, j, row, gamma):
 
 
 # ---- both ----
+
+
+def _adding(name, terms):
+    def add(given, rows, n, last, sums):
+        """
+        Sum the second of the `terms` and its product with the third, of some rows.
+
+        A last odd row goes with `last`: alone, its sums could have other bits. The first term, and its
+        product with the third, are added to the sums over rows, unless None.
+        """
+        wide_vectors()
+        (dy, x), (dy_stride, x_stride, _), parameters, lanes, _ = given
+        for r in range(0, rows, 2):
+            dy1, x1 = further(dy, r * dy_stride), further(x, r * x_stride)
+            dy2, x2 = last
+            if r + 1 < rows:
+                dy2, x2 = further(dy1, dy_stride), further(x1, x_stride)
+            row1, row2 = lane(lanes, r), lane(lanes, r + 1)
+            total1, products1, total2, products2 = 0.0, 0.0, 0.0, 0.0
+            for start in range(0, n, BLOCK):
+                a1, b1, a2, b2 = 0.0, 0.0, 0.0, 0.0
+                for j in range(start, min(start + BLOCK, n)):
+                    d1, g1, h1 = terms(dy1, x1, j, row1, parameters)
+                    d2, g2, h2 = terms(dy2, x2, j, row2, parameters)
+                    a1 += g1
+                    b1 += g1 * h1
+                    a2 += g2
+                    b2 += g2 * h2
+                    if sums is not None:
+                        dgamma, dbeta = sums
+                        dbeta[j] = (dbeta[j] + d1) + d2
+                        dgamma[j] = (dgamma[j] + d1 * h1) + d2 * h2
+                total1 += a1
+                products1 += b1
+                total2 += a2
+                products2 += b2
+            lanes[_TOTAL + r], lanes[_PRODUCTS + r] = total1, products1
+            lanes[_TOTAL + r + 1], lanes[_PRODUCTS + r + 1] = total2, products2
+
+    return _summing(named(add, name))
+
+
+measure, pull = _adding("measure", _shifted), _adding("pull", _pulled)
 
 
 def _writing(name, value):

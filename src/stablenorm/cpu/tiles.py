@@ -136,16 +136,17 @@ def forward_tile(element: Any) -> Any:
         for top in range(first, stop, together):
             rows = min(together, stop - top)
             x = pointer_at(p.x + top * p.x_stride, element)
+            given = (x, x), (p.x_stride, p.x_stride, p.out_stride), parameters, lanes, (0, ahead)
+            last = further(x, (rows - 1) * p.x_stride)
             equations.guess(x, p.x_stride, rows, n, lanes, samples, equations.TOGETHER)
             for _ in range(2):
-                equations.measure(x, p.x_stride, rows, n, lanes)
+                equations.measure(given, rows, n, (last, last), None)
                 if not equations.settle(lanes, n, eps, equations.TOGETHER):
                     break
             for i in range(top, top + rows if p.mean else top):
                 mean, rest, rstd, _, _, _ = equations.lane(lanes, i - top)
                 float64_at(p.mean)[i], float64_at(p.rest)[i] = mean, rest
                 float64_at(p.rstd)[i] = rstd
-            given = (x, x), (p.x_stride, p.x_stride, p.out_stride), parameters, lanes, (0, ahead)
             staged = _write_rows(equations.write_y, given, p, top, rows, element, staged)
         if p.way != STRAIGHT:
             _close_stage(staged)
@@ -174,8 +175,8 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
         if summing:
             fill(float64_at(sums), 4 * padded(n), 0.0)
         zeros = pointer_at(row_of_zeros, dy_element), pointer_at(row_of_zeros, x_element)
-        ahead = (4 * p.dy_stride, 4 * p.x_stride) if p.ahead else (0, 0)
         together = equations.TOGETHER if n <= equations.SHORT else 2
+        ahead = (2 * together * p.dy_stride, 2 * together * p.x_stride) if p.ahead else (0, 0)
         out = p.out + first * p.out_stride
         staged = out, out, stage
         for top in range(first, stop, together):
@@ -188,21 +189,16 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
             equations.load(lanes, rows - 1 + rows % 2, 0.0, 0.0, 0.0, 0.0)
             for r in range(rows):
                 i, m = top + r, equations.pivot(further(dy, r * p.dy_stride), gamma, n)
-                mean, rest, rstd = (
-                    float64_at(p.mean)[i],
-                    float64_at(p.rest)[i],
-                    float64_at(p.rstd)[i],
-                )
-                equations.load(lanes, r, mean, rest, rstd, m)
-            arrays, strides = (dy, x), (p.dy_stride, p.x_stride)
+                mean, rest = float64_at(p.mean)[i], float64_at(p.rest)[i]
+                equations.load(lanes, r, mean, rest, float64_at(p.rstd)[i], m)
+            given = (dy, x), (p.dy_stride, p.x_stride, p.out_stride), gamma, lanes, ahead
             if summing:
-                equations.pull_summing(arrays, strides, rows, n, gamma, columns, lanes, zeros)
+                equations.pull(given, rows, n, zeros, columns)
             else:
-                equations.pull(arrays, strides, rows, n, gamma, columns, lanes, zeros)
+                equations.pull(given, rows, n, zeros, None)
             if not p.out:
                 continue
             equations.find_coefficients(lanes, n, equations.TOGETHER)
-            given = (dy, x), (p.dy_stride, p.x_stride, p.out_stride), gamma, lanes, ahead
             staged = _write_rows(equations.write_dx, given, p, top, rows, x_element, staged)
         if summing and deep:
             _end_part(part, sums, n)
