@@ -51,7 +51,7 @@ def make_page(
     verdict = "No check failed." if found.passed else "A check failed; its table says which."
     abstract = (
         f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
-        f"last place; stablenorm by {ours}, where 0.5 is correct rounding. {verdict} x has the shape "
+        f"last place; stablenorm by {ours}, a correctly rounded result by at most 0.5. {verdict} x has the shape "
         f"{shape_text(x.shape)} in {x.dtype} ({quantity(x.nbytes, 'B')}), and eps is "
         f"{number(problem.eps)}. The cotangent is {problem.dy_origin}."
     )
