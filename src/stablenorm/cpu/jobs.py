@@ -135,6 +135,10 @@ def _rounder(element: Any, nearest: bool) -> Any:
         p = read_record(record)
         out = pointer_at(p.dbeta if which else p.dgamma, element)
         apart = 8 * padded(p.n)
+        if p.tiles == 1 and not nearest:
+            part = p.sums + 2 * which * apart
+            round_sums(float64_at(part), float64_at(part + apart), p.n, out)
+            return
         high = float64_at(record + p.shared_bytes - 2 * LINE - 24 * _BLOCK)
         low, size = further(high, 8 * _BLOCK), further(high, 16 * _BLOCK)
         for start in range(0, p.n, _BLOCK):

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 
 from stablenorm.cpu.memory import (
     bits_of,
@@ -38,6 +37,7 @@ from stablenorm.cpu.memory import (
     put_sum_nearly,
     wide_vectors,
     width,
+    within,
 )
 from stablenorm.cpu.pairs import odd_sum, two_sum
 from stablenorm.cpu.wide import affine, dx_of, smallest, xhat_of
@@ -51,7 +51,7 @@ _OF_LOW = 2.0**-52
 _HALF_ULP = 2.0**54
 
 # For sums that nobody needs in one order.
-_in_any_order = njit(error_model="numpy", forceinline=True, fastmath={"reassoc", "contract"})
+_in_any_order = within(forceinline=True, fastmath={"reassoc", "contract"})
 
 
 @pasted
