@@ -7,17 +7,13 @@ and the reference computes them, with integers at last.
 
 Whether an element is decided is asked twice. First of a row as a whole, at once with the results:
 a float32 or a 16-bit float can only be in doubt where the float64 next to the pair is a midpoint of
-it, or the neighbour of one. Rows in doubt are then asked element by element.
+it. Rows in doubt are then asked element by element.
 
-Bounds
-------
-In units of u**2, u = 2**-53, as `wide` derives them for its own sums; with xhat's, ``w = rms(xhat)``:
-
-- xhat: ``b (|xhat| + w)``, with b = `row_bound`;
-- y: ``b |gamma| (|xhat| + w)``, and the rounding of the low part;
-- dx: ``b rstd (|g - m| + (1 + |xhat|) M)``, where m is what is subtracted from g, and
-  ``M = 2 |m| + 3 rms(g - m)``; if all of g - m is 0, it is exact, and M = 0;
-- dgamma: `sums_bound` times the sum of ``|dy| (|xhat| + w)``; dbeta: times that of ``|dy|``.
+The bounds, and why the neighbours of a midpoint are in no doubt, are derived in
+docs/reference/accuracy-contract.md: of y, ``b |gamma| (|xhat| + w)``, with b = `row_bound` and
+``w = rms(xhat)``; of dx, ``b rstd (|g - m| + (1 + |xhat|) M)``, where m is what is subtracted from g, and
+``M = 2 |m| + 3 rms(g - m)``; of dgamma and dbeta, `sums_bound` times the sums of ``|dy| (|xhat| + w)`` and
+``|dy|``. All are 0 where nothing is lost. The rounding of the low part comes on top.
 """
 
 from __future__ import annotations
@@ -140,14 +136,20 @@ def normalize(x, y, n, gamma, beta, row, spread):
 
 
 @_in_any_order
-def _size_of(factors, n):
-    """Return the sum of ``(g - m)**2``, 0 only where all of g - m is."""
-    shifted, shifted_low, _, _ = factors
+def _sum_of_squares(shifted, shifted_low, n):
     total = 0.0
     for j in range(n):
         c = abs(shifted[j]) + abs(shifted_low[j])
         total += c * c
     return total
+
+
+@inlined
+def _size_of(arrays, factors, n):
+    """Return ``2 |m| + 3 rms(g - m)``, or a little more; 0 only where all of g - m is."""
+    total = _sum_of_squares(factors[0], factors[1], n)
+    m = abs(smallest(arrays[0], arrays[2], n)[0])
+    return 2.0 * m + 3.1 * math.sqrt(total / n) if total > 0.0 else 0.0
 
 
 @pasted
@@ -161,11 +163,7 @@ def _dx(factors, j, means, rstd, size):
 def write_dx(arrays, factors, dx, n, means, row):
     """Write a row of dx; return whether an element of it is undecided."""
     wide_vectors()
-    dy, _, gamma = arrays
-    rstd, doubt = row[3:], np.int64(0)
-    total, size = _size_of(factors, n), 0.0
-    if total > 0.0:
-        size = 2.0 * abs(smallest(dy, gamma, n)[0]) + 3.1 * math.sqrt(total / n)
+    rstd, doubt, size = row[3:], np.int64(0), _size_of(arrays, factors, n)
     bound = row_bound(n) * rstd[0]
     for j in range(n):
         high, low, part = _dx(factors, j, means, rstd, size)

@@ -9,25 +9,8 @@ float64 that do not overlap, of which the last matters only where the row is far
 LLVM may not split sums of pairs by itself. So the source does: column j is added to lane j % 16, and
 at the end the lanes are added by halves.
 
-Bounds
-------
-In units of u**2, u = 2**-53, without terms of u**3. The high part of a sum loses nothing. Its low part is at
-most (i + 1) u T after i additions since it was last settled, with T the sum of all sizes so far; the two
-roundings of an addition are then at most (i + 2) u**2 T. That is (d + 5) / 2 per column of a lane where d
-are added between two settlings: 4.5 for d = 4. Low parts of the terms, of some u, add a constant; so do the
-16 lanes (5 per level) and the division (4). With ``S = rms(g - m)``, ``w = rms(xhat)``, and
-
-- ``H = 4.5 ceil(n / 16) + 35``: mean(x - k) errs by H mean|x - k|, mean((x - k)**2) by (H + 4) of itself;
-- ``J = 3.5 ceil(n / 16) + 55``: mean(g - m) errs by J mean|g - m| + 12 |m|;
-- var, as mean((x - k)**2) <= 3 var: 7.9 H + 37 of itself; rstd: 4 H + 30 of itself;
-- the mean: 1.75 H sqrt(var), and a tail left out, 64 mean|x - mean|;
-- xhat: (4 H + 45) |xhat| + (1.75 H + 64) w;
-- y: |gamma| ((4 H + 60) |xhat| + (1.75 H + 64) w) + 2 |y|;
-- mean((g - m) xhat): (J + 5.75 H + 130) S + 12 |m|;
-- dx: rstd times (4 H + 50) |g - m| + (J + 5.75 H + 130) S + (J + 14 H + 230) |xhat| S
-  + 100 (1 + |xhat|) |m|;
-- dgamma, of R rows of a tile, settled every 64, and t tiles: the sum of |dy| times what xhat errs by,
-  and 34.5 R + 4 t + 400 times the sum of |dy xhat|; dbeta: 34.5 R + 4 t + 100 times the sum of |dy|.
+The high part of a sum loses nothing, and its low part gathers what rounding takes from the high one. The
+bounds of all steps are derived in docs/reference/accuracy-contract.md.
 
 y and dx are rounded from ``fl(high + low)``: for float64 that is the rounded pair, but for the error of low;
 for float32, it is twice rounded, which moves a midpoint by 2**-29 ulp.
@@ -205,7 +188,8 @@ def xhat_of(v, mean, rest, tail, rstd, rstd_low):
     follows takes products and sums of these, where that costs nothing.
     """
     c, c_low = two_sum(v, -mean)
-    # |rest| is at most half an ulp of the mean: c is 0, or no smaller.
+    # |rest| is at most half an ulp of the mean: c is 0, or no smaller. Or else the mean is all but
+    # 0 beside the spread of the row, and what is lost is nothing beside that.
     c, error = fast_two_sum(c, -rest)
     c_low = (error + c_low) - tail
     product, error = two_product(c, rstd)

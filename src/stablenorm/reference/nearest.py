@@ -1,38 +1,12 @@
-r"""
+"""
 The equations for ``rounding="nearest"``: every element is the exact one rounded to nearest, ties to even.
 
 They run on `Wide`, and each value v comes with a bound e of its error. Where v - e and v + e round
 to the same bits, so does the exact value. What that leaves undecided goes to `exact`. The bound
 is 0 where an element is exact: of constant rows y is beta, and a gamma or dy of 0 adds nothing.
 
-The bounds
-----------
-In units of ``2**-106``; terms of higher order are far below what K is rounded up by. One addition
-errs by 3, a product by 7, a quotient by an integer by 4, relative to the result (Joldes, Muller and
-Popescu, ACM TOMS 44 (2017) 15; their 5 for products has a longer proof), and `Wide.rsqrt` by 16. A
-sum of n terms is a tree of h = ceil(log2 n) additions: 3 h times the sum of their magnitudes. With
-``D = rstd mean|x - m|``, m the mean rounded to float64, and c = x - mean:
-
-==================  =============================================================================
-mean of x - m       (3 h + 4) mean|x - m|, a shift that all elements of the row share
-c                   3 abs(c), and the shift, whose square is nothing beside var: D is at most
-                    1 + 1.5 sqrt(n), as x - m is at most an ulp off what is no constant row
-var + eps           6 for c**2, 7 + 3 h + 4 of the mean, 3: 3 h + 20, relative
-rstd                half of that, and 16: 1.5 h + 26, relative
-xhat                (1.5 h + 36) abs(xhat) + (3 h + 4) D
-y                   (1.5 h + 46) abs(gamma xhat) + (3 h + 7) abs(gamma) D + 3 abs(beta)
-g - mean(g)         3 abs(g - mean g) + (3 h + 4) mean|g|; g itself is exact
-B = mean((g -       with W = mean abs((g - mean g) xhat): (4.5 h + 50) W; both shifts vanish,
-mean g) xhat)       as each is multiplied by a mean of 0
-dx                  rstd times (1.5 h + 39) abs(g - mean g) + (4.5 h + 33) mean|g|
-                    + (7.5 h + 129) abs(xhat) W + (3 h + 4) D W
-dgamma              k additions per row: the sum of abs(dy) ((1.5 h + 43 + 3 k) abs(xhat)
-                    + (3 h + 4) D)
-dbeta               3 k times the sum of abs(dy)
-==================  =============================================================================
-
-To add e to v errs by 4 abs(v) more, at most. So the K of the code: 3 h + 64 for y, and 8 for beta;
-8 h + 160 for dx; 3 h + 3 k + 64 for dgamma; 3 k + 4 for dbeta.
+The bounds are derived in docs/reference/accuracy-contract.md. A sum is a tree of h = ceil(log2 n) additions,
+and D stands for ``rstd mean|x - m|``, m the mean rounded to float64.
 """
 
 import functools
