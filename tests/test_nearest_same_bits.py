@@ -1,0 +1,122 @@
+"""rounding="nearest": the same bits for any instruction set, threads, tiles, chunks and backend."""
+
+import hashlib
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+from interpreter import python
+
+import stablenorm
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.testing import digest as published
+from stablenorm.testing import digest_inputs, published_digests
+
+llvm = pytest.importorskip("llvmlite.binding")
+jobs = pytest.importorskip("stablenorm.cpu.jobs")
+layout = pytest.importorskip("stablenorm.cpu.layout")
+
+
+def make(dtype, rows, n):
+    """Return x, gamma, beta and dy; some rows are constant, or next to constant."""
+    rng = np.random.default_rng(n)
+    x, dy = rng.standard_normal((2, rows, n)) * np.exp2(rng.integers(-9, 9, (2, rows, n)))
+    x[::7] = 3 + 2.0**-20 * (x[::7] > 4)
+    dy[::5] = 1
+    gamma, beta = rng.standard_normal((2, n))
+    return tuple(each.astype(dtype) for each in (x, gamma, beta, dy))
+
+
+def compute(x, gamma, beta, dy, **options):
+    y, cache = layer_norm_forward(x, gamma, beta, rounding="nearest", **options)
+    return y, *layer_norm_backward(dy, cache)
+
+
+def digest(arrays):
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def digests(dtype, **options):
+    shapes = (300, 33), (40, 500), (7, 1), (9, 2)
+    return [digest(compute(*make(dtype, *shape), **options)) for shape in shapes]
+
+
+def published_by(dtype):
+    """Return the names of the published inputs of this dtype, and the digests of their results."""
+    for name, case in digest_inputs().items():
+        if case.x.dtype == dtype:
+            y, cache = layer_norm_forward(*case[:4], rounding="nearest")
+            yield name, tuple(map(published, (y, *layer_norm_backward(case.dy, cache))))
+
+
+ANOTHER_PROCESSOR = """
+from numba.core.registry import cpu_target
+from test_nearest_same_bits import digests, published_by
+name, features = cpu_target.target_context.codegen().magic_tuple()[1:]
+print(digests({dtype!r}) + [name, features] + list(published_by({dtype!r})))
+"""
+
+# What a level of x86-64 has and the one below has not. Both lack AVX-512; the first, FMA as well.
+LEVELS = {"x86-64-v2": ("float64", "sse4.2"), "x86-64-v3": ("float32", "avx2")}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_another_instruction_set_changes_no_bit(level):
+    dtype, needed = LEVELS[level]
+    if platform.machine() not in ("x86_64", "AMD64") or not llvm.get_host_cpu_features()[needed]:
+        pytest.skip(f"no {level}")
+    environment = {
+        "NUMBA_CPU_NAME": level,
+        "NUMBA_CPU_FEATURES": "",
+        "PYTHONPATH": Path(__file__).parent,
+    }
+    found = eval(python(ANOTHER_PROCESSOR.format(dtype=dtype), **environment))
+    expected = digests(dtype, backend="numpy")
+    assert found[:6] == [*expected, level, ""]
+    assert len(found) > 8
+    assert all(published_digests()[name] == results for name, results in found[6:])
+
+
+@pytest.fixture
+def other_plans():
+    """Forget, at the end, what is planned with other tiles."""
+    threads = stablenorm.get_num_threads()
+    yield
+    jobs.make_plan.cache_clear()
+    stablenorm.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("other_plans")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_threads_and_tiles_change_no_bit(dtype, monkeypatch):
+    expected, tiles = digests(dtype, backend="numpy"), set()
+    for threads, forward, backward, most in (
+        (1, 14, 16, 64),
+        (2, 9, 9, 64),
+        (3, 20, 20, 1),
+        (3, 10, 11, 5),
+    ):
+        monkeypatch.setattr(layout, "_FORWARD_TILE", 1 << forward)
+        monkeypatch.setattr(layout, "_LEAST_FORWARD_TILE", 1 << forward)
+        monkeypatch.setattr(layout, "_BACKWARD_TILE", 1 << backward)
+        monkeypatch.setattr(layout, "_MOST_TILES", most)
+        monkeypatch.setattr(layout, "_FEWEST_TILES", 1)
+        jobs.make_plan.cache_clear()
+        stablenorm.set_num_threads(threads)
+        tiles.add((layout.forward_rows(300, 33), layout.backward_rows(300, 33)))
+        assert digests(dtype) == expected
+    assert len(tiles) == 4
+
+
+def test_chunks_of_rows_and_gathered_rows_have_the_same_bits(dtype, backend):
+    x, gamma, beta, dy = make(dtype, 60, 33)
+    y, dx, dgamma, dbeta = compute(x, gamma, beta, dy, backend=backend)
+    for rows in (slice(0, 1), slice(1, 38), slice(38, 60)):
+        part = compute(x[rows], gamma, beta, dy[rows], backend=backend)
+        assert digest(part[:2]) == digest((y[rows], dx[rows]))
+    shape = (5, 12, 33)
+    x, dy = (np.moveaxis(a.reshape(shape), -1, 1).copy() for a in (x, dy))
+    found = compute(x, gamma, beta, dy, axis=1, backend=backend)
+    y, dx = (np.moveaxis(a.reshape(shape), -1, 1) for a in (y, dx))
+    assert digest(found) == digest((y, dx, dgamma, dbeta))
