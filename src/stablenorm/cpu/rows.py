@@ -87,8 +87,6 @@ PIECE = 256
 # ("reassoc"), which is fixed when it compiles and depends on n alone; "contract" makes a * b + c
 # one rounding.
 _exactly = within(forceinline=True, fastmath={"contract"})
-# Of many columns at a time, where a call costs nothing: compiled once, not again where it is used.
-_apart = within(fastmath={"contract"})
 _summing = within(fastmath={"reassoc", "contract"})
 
 
@@ -266,7 +264,7 @@ def _writing(name, value):
                     for j in range(start, stop):
                         put(to, j - left, value(dy, x, j, row, parameters))
 
-    return _apart(named(write, name))
+    return _exactly(named(write, name))
 
 
 write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
