@@ -27,10 +27,14 @@ _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
 
 
-def forward(
+def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
+    """Do what `reference.forward` does."""
+    return _forward(x, gamma, beta, eps, y)
+
+
+def _forward(
     x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True, nearest: bool = False
 ) -> Statistics:
-    """Do what `reference.forward` does, or its `forward_nearest`; the statistics may be left out."""
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
     plan = make_plan(x.shape, strides, x.dtype, dtypes, None, nearest)
@@ -56,7 +60,7 @@ def forward(
 
 
 # Without statistics.
-normalize = functools.partial(forward, keep=False)
+normalize = functools.partial(_forward, keep=False)
 
 
 def forward_nearest(x: Any, gamma: Any, beta: Any, eps: float, y: Any) -> Statistics:
@@ -64,7 +68,7 @@ def forward_nearest(x: Any, gamma: Any, beta: Any, eps: float, y: Any) -> Statis
     if _may_share(x, y):
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
-    return forward(x, gamma, beta, eps, y, nearest=True)
+    return _forward(x, gamma, beta, eps, y, nearest=True)
 
 
 def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
