@@ -56,9 +56,10 @@ def compiled():
                 wide_tiles._settle(totals, n)
             row = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3], rows[i, 4]
             arrays = at(dy[i]), at(x[i]), at(gamma)
-            bad, four = wide.pull(arrays, n, row, totals, factors, at(lanes))
+            bad, four, range_of_dy = wide.pull(arrays, n, row, totals, factors, at(lanes))
             extreme |= bad
-            nearest.add_sizes(at(dy[i]), factors, n, spreads[i], (at(sums[4]), at(sums[5])))
+            sizes = at(sums[4]), at(sums[5])
+            nearest.add_sizes(at(dy[i]), factors, n, spreads[i], range_of_dy, sizes)
             means[i, 0], means[i, 1], means[i, 2], means[i, 3] = four
             means[i, 4], means[i, 5] = wide.smallest(at(dy[i]), at(gamma), n)
             size = nearest._size_of(arrays, factors, n)

@@ -177,7 +177,7 @@ def write_dx(arrays, factors, dx, n, means, row):
 
 
 @inlined
-def add_sizes(dy, factors, n, spread, sizes):
+def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
     """
     Add a row to what the bounds of dgamma and dbeta are made of.
 
@@ -185,14 +185,11 @@ def add_sizes(dy, factors, n, spread, sizes):
     """
     wide_vectors()
     _, _, h, _ = factors
-    of_dgamma, of_dbeta = sizes
-    # The bits of a float order like its size. Less one, those of zero are the largest.
-    most, least = np.uint64(0), np.uint64(0xFFFFFFFFFFFFFFFF)
+    (least, most), (of_dgamma, of_dbeta) = range_of_dy, sizes
     for j in range(n):
         d = abs(get(dy, j))
         of_dgamma[j] += d * (abs(h[j]) + spread)
         of_dbeta[j] += d
-        most, least = max(most, bits_of(d)), min(least, bits_of(d) - np.uint64(1))
     of_dbeta[n] = max(of_dbeta[n], float_of(np.int64(most)))
     if most > 0:
         # Of p bits, the last is more than 2**-p of the float: 53, 24, and at most 11 for 16-bit floats.

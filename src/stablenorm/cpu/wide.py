@@ -42,9 +42,9 @@ from stablenorm.cpu.sums import fill, sample_mean
 # 3 * 200 + 3 * 53 + 106 < 1022.
 LARGEST, SMALLEST = 2.0**200, 2.0**-200
 
-# Of these, the bits but for the sign; less one, of the smallest.
-_SMALLEST_BITS = np.uint64(2 * int(np.float64(SMALLEST).view(np.uint64)) - 1)
-_LARGEST_BITS = np.uint64(2 * int(np.float64(LARGEST).view(np.uint64)))
+# Their bits; of the smallest, less one.
+_SMALLEST_BITS = np.uint64(int(np.float64(SMALLEST).view(np.uint64)) - 1)
+_LARGEST_BITS = np.uint64(int(np.float64(LARGEST).view(np.uint64)))
 
 # Lanes of a sum: two vectors of 512 bits. The columns that a lane of the forward adds up in registers,
 # before its low part is brought back below half an ulp of the high one: as it grows, it loses digits
@@ -232,15 +232,15 @@ def smallest(dy, gamma, n):
 
 
 @inlined
-def _in_range(dy, n):
-    """Tell whether all of a row of dy are 0 or between `SMALLEST` and `LARGEST` in size."""
+def _range_of(dy, n):
+    """Return the bits of the smallest |dy| of a row but for zeros, less one, and of the largest."""
     wide_vectors()
-    # The bits of a float order like its size, but for the sign. Less one, those of zero are the largest.
+    # They order like the sizes. Those of zero, less one, are the largest.
     least, most = np.uint64(0xFFFFFFFFFFFFFFFF), np.uint64(0)
     for j in range(n):
-        size = bits_of(get(dy, j)) << np.uint64(1)
+        size = bits_of(abs(get(dy, j)))
         least, most = min(least, size - np.uint64(1)), max(most, size)
-    return least >= _SMALLEST_BITS and most <= _LARGEST_BITS
+    return least, most
 
 
 @inlined
@@ -292,7 +292,7 @@ def _pull_rest(arrays, start, count, row, m, sums, factors, lanes):
 @inlined
 def pull(arrays, n, row, sums, factors, lanes):
     """
-    Return whether the row is extreme, and the means of g - m and of (g - m) * xhat, as pairs.
+    Return whether the row is extreme; the means of g - m and of (g - m) * xhat, as pairs; `_range_of` dy.
 
     Leaves g - m and xhat in `factors`, four words per column: to read them back takes a third of the
     time of computing them again. Adds the row to the sums over rows, unless that is None.
@@ -307,7 +307,9 @@ def pull(arrays, n, row, sums, factors, lanes):
         count = min(LANES, n - start)
         _pull_rest(arrays, start, count, row, m, sums, factors, lanes)
     a, a_low, b, b_low = _means(lanes, n)
-    return not _in_range(dy, n), (a, a_low, b, b_low)
+    least, most = range_of_dy = _range_of(dy, n)
+    extreme = least < _SMALLEST_BITS or most > _LARGEST_BITS
+    return extreme, (a, a_low, b, b_low), range_of_dy
 
 
 @inlined

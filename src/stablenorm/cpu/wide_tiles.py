@@ -101,7 +101,7 @@ def _backward_tile(p, first, stop, elements, sums, spreads, scratch):
         dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
         x = pointer_at(p.x + i * p.x_stride, x_element)
         arrays = dy, x, gamma
-        extreme, means = equations.pull(arrays, n, row, sums, factors, lanes)
+        extreme, means, range_of_dy = equations.pull(arrays, n, row, sums, factors, lanes)
         marks[i] = extreme
         if extreme:
             continue
@@ -111,7 +111,7 @@ def _backward_tile(p, first, stop, elements, sums, spreads, scratch):
                 equations.write_dx(factors, dx, n, means, row)
             continue
         if sums is not None:
-            nearest.add_sizes(dy, factors, n, spreads[i], sizes_behind(sums, n))
+            nearest.add_sizes(dy, factors, n, spreads[i], range_of_dy, sizes_behind(sums, n))
         if p.out and nearest.write_dx(arrays, factors, dx, n, means, row):
             marks[i] = UNDECIDED
     if sums is not None:
