@@ -27,6 +27,8 @@ SHAPES = {
     "float64": [(16, 512, 768), (32_768, 1024)],
 }
 ROWS, N = 64, 1024
+# Rows per second that are wanted of whatever goes to integers.
+LEAST = 300
 # Seconds of each dtype: to count what is undecided, and to compare the backends.
 COUNTED, COMPARED = 25, 30
 
@@ -133,11 +135,22 @@ def measure() -> dict[str, Any]:
     }
 
 
+def marked(value: float, failed: bool, why: str) -> str:
+    """Write a figure, and beside it whether it fails its target."""
+    return digits(value) + f" **{why}**" * failed
+
+
 def main() -> int:
     """Measure, and write the page."""
     found = keep("rounding", __doc__ or "", measure)
-    lines = [(d, tuple(s), *map(digits, cells)) for d, s, *cells in found["ratios"]]
-    kinds = [(*line[:2], *map(digits, line[2:4]), *line[4:]) for line in found["hard"]]
+    lines = [
+        (dtype, tuple(shape), *(marked(each, each > most, f"above {most}") for each in ratios))
+        for dtype, shape, *ratios, most in found["ratios"]
+    ]
+    kinds = [
+        (name, dtype, digits(times), marked(speed, speed < LEAST, f"below {LEAST}"), *left)
+        for name, dtype, times, speed, *left in found["hard"]
+    ]
     text = f"""# What correct rounding costs
 
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
@@ -147,9 +160,9 @@ integers at last.
 
 ## Time of nearest over that of fast
 
-All threads of this machine, with `out=`.
+All threads of this machine, with `out=`. At most {GATES["float32"]} is wanted of float32, {GATES["float64"]} of float64.
 
-{table(("dtype", "x", "forward", "backward", "at most"), lines)}
+{table(("dtype", "x", "forward", "backward"), lines)}
 
 ## Random data
 
@@ -163,7 +176,7 @@ how many elements of all four results differed in a bit.
 
 Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
 kind, and each [family](accuracy.md). Then what the kernels left undecided: rows of y, rows of dx, columns
-of dgamma and dbeta.
+of dgamma and dbeta. At least {LEAST} rows per second are wanted.
 
 {table(("x", "dtype", "time", "rows per second", "y", "dx", "dgamma, dbeta"), kinds)}
 

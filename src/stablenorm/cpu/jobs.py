@@ -147,7 +147,7 @@ def _rounder(element: Any, nearest: bool) -> Any:
             for tile in range(p.tiles):
                 sums = p.sums + tile * p.sums_bytes + 8 * start
                 part = sums + 2 * which * apart
-                if p.spread:
+                if nearest:
                     add_to(size, float64_at(sums + (4 + which) * apart), count)
                 merge(float64_at(part), high, low, count)
                 merge(float64_at(part + apart), high, low, count)
@@ -166,7 +166,7 @@ def _decide_sums(p, sums, start, count, out, which):
     bound = sums_bound(p.n, p.tile_rows, p.tiles)
     most, last = 0.0, 0.0
     for tile in range(p.tiles):
-        ranges = further(float64_at(p.sums), 8 * ((6 * tile + 5) * padded(p.n) + p.n))
+        ranges = float64_at(p.sums + tile * p.sums_bytes + 8 * (5 * padded(p.n) + p.n))
         most, last = max(most, ranges[0]), max(last, ranges[1])
     exact = which and is_exact(float(p.tiles * p.tile_rows), most, last)
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)

@@ -167,7 +167,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
         p, first, stop, scratch = tile_of(record, number, me)
         n, gamma = p.n, float64_at(p.gamma)
         lanes, stage, apart = float64_at(scratch), scratch + _LANES, 8 * padded(n)
-        row_of_zeros, sums = stage + _STAGE, p.sums + 4 * apart * number
+        row_of_zeros, sums = stage + _STAGE, p.sums + p.sums_bytes * number
         # Of more than one part, the sums of a part are apart from the compensated totals. Its dgamma
         # and dbeta are as far from one another.
         deep = stop - first > ROWS_OF_PART

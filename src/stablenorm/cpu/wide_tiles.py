@@ -127,10 +127,8 @@ def sizes_behind(sums, n):
 
 @pasted
 def _cleared_sums(p, number):
-    apart = 8 * padded(p.n)
-    size = apart * (6 if p.spread else 4)
-    sums = _four(p.sums + size * number, apart)
-    fill(sums[0], size // 8, 0.0)
+    sums = _four(p.sums + p.sums_bytes * number, 8 * padded(p.n))
+    fill(sums[0], p.sums_bytes // 8, 0.0)
     return sums
 
 
