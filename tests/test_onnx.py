@@ -1,0 +1,106 @@
+"""
+The node cases of ONNX: 19 of LayerNormalization, 19 of RMSNormalization, float32 throughout.
+
+They are the test_data_set_0 of test_layer_normalization_* and test_rms_normalization_* that
+github.com/onnx/onnx (Apache-2.0) kept in onnx/backend/test/data/node until commit a8f77b5b9, opsets
+17 and 23. Its generator draws them from NumPy's seed 0, and since then they exist only so. They are
+drawn here in the same order; a digest of all their tensors says that no bit differs.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from stablenorm import exact_layer_norm, layer_norm_forward
+
+# By operator: the digest of X, W, (B,) Y, (Mean, InvStdDev) of all cases, as ONNX stored them.
+DIGESTS = {
+    "layer": "606f72f8051a09468cd2b580331e288b4c4325347c8d6c935e255d0e919b5e5d",
+    "rms": "3670142d597e80c34ad83a48202b76da21292167e1bf400170805c3c33b7f9cd",
+}
+# The shape of X, epsilon (a float32 attribute), and the axes in the order of the draws. Axis k
+# stands for all axes from k on. The second is the default axis.
+DRAWS = [
+    ((2, 3, 4, 5), 1e-5, (0, -4, 1, -3, 2, -2, 3, -1)),
+    ((2, 3, 4, 5), 1e-5, (-1,)),
+    ((3, 4), 1e-5, (0, -2, 1, -1)),
+    ((2, 3, 5), 1e-1, (0, -3, 1, -2, 2, -1)),
+]
+
+
+class Case(NamedTuple):
+    x: np.ndarray
+    gamma: np.ndarray
+    beta: np.ndarray | None
+    eps: float
+    axis: tuple[int, ...]
+
+    def rows(self, array):
+        """Return an array of the shape of x, or of gamma, as (rows, n)."""
+        return array.reshape(-1, self.gamma.size)
+
+    def expected(self):
+        """Return Y and, of a layer norm, Mean and InvStdDev as (rows, 1): ONNX's own results."""
+        x, n, eps = self.rows(self.x), self.gamma.size, np.float32(self.eps)
+        mean = x.sum(axis=1, keepdims=True) / n if self.beta is not None else np.float32(0)
+        centered = x - mean
+        rstd = np.reciprocal(np.sqrt((centered * centered).sum(axis=1, keepdims=True) / n + eps))
+        y = (centered * rstd).reshape(self.x.shape) * self.gamma
+        return (y,) if self.beta is None else (y + self.beta, mean, rstd)
+
+
+def draw(operator):
+    for shape, eps, axes in DRAWS:
+        rng = np.random.RandomState(0)
+        x = rng.standard_normal(shape).astype(np.float32)
+        for axis in axes:
+            gamma, beta = rng.standard_normal(shape[axis:]).astype(np.float32), None
+            if operator == "layer":
+                beta = rng.standard_normal(shape[axis:]).astype(np.float32)
+            normalized = tuple(range(axis % len(shape), len(shape)))
+            yield Case(x, gamma, beta, float(np.float32(eps)), normalized)
+
+
+@pytest.mark.parametrize("operator", DIGESTS)
+def test_the_cases_are_those_of_onnx(operator):
+    tensors = [
+        array
+        for case in draw(operator)
+        for array in (case.x, case.gamma, case.beta, *case.expected())
+        if array is not None
+    ]
+    assert len(tensors) == 19 * {"layer": 6, "rms": 3}[operator]
+    assert {array.dtype for array in tensors} == {np.dtype("float32")}
+    stored = b"".join(array.astype("<f4").tobytes() for array in tensors)
+    assert hashlib.sha256(stored).hexdigest() == DIGESTS[operator]
+
+
+NORMS = {"layer": (layer_norm_forward, exact_layer_norm)}
+
+
+@pytest.mark.parametrize("operator", NORMS)
+def test_ours_are_exact_and_those_of_onnx_near(operator, backend):
+    forward, exact_norm = NORMS[operator]
+    for case in draw(operator):
+        parameters = [array for array in (case.gamma, case.beta) if array is not None]
+        y, cache = forward(case.x, *parameters, eps=case.eps, axis=case.axis, backend=backend)
+        flat = [array.ravel() for array in parameters]
+        exact = exact_norm(case.rows(case.x), *flat, eps=case.eps)
+        assert exact.check_contract(y=case.rows(y))["y"].passed
+
+        # Theirs are of float32 sums of n terms: to first order, each of n - 1 additions and a few
+        # other operations adds at most 2^-24 of all that it sums.
+        unit = (case.gamma.size + 8) * 2.0**-24
+        expected, *statistics = case.expected()
+        x = case.x.astype(np.float64)
+        size = abs(x).mean(axis=case.axis, keepdims=True)
+        xhat = (x - cache.mean) * cache.rstd
+        terms = abs(case.gamma) * (abs(xhat) + size * cache.rstd)
+        terms += 0 if case.beta is None else abs(case.beta)
+        assert (abs(expected - y) <= unit * terms).all()
+        if statistics:
+            mean, rstd = (array.reshape(size.shape) for array in statistics)
+            assert (abs(mean - cache.mean) <= unit * size).all()
+            assert (abs(rstd - cache.rstd) <= unit * cache.rstd).all()
