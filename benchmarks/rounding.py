@@ -47,7 +47,7 @@ def draw(rng: np.random.Generator, dtype: Any, rows: int) -> Case:
 
 def left_over(case: Case) -> tuple[int, int, int]:
     """Count the rows of y, rows of dx, and columns in which the kernels leave something undecided."""
-    names = "forward_nearest", "backward_nearest", "columns_nearest"
+    names = "forward", "backward", "columns_of_sums"
     spies = {name: mock.Mock(wraps=getattr(reference, name)) for name in names}
     with mock.patch.multiple(reference, **spies):
         run(case)

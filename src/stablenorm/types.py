@@ -22,6 +22,20 @@ class Gradients(NamedTuple):
     dbeta: Array | None
 
 
+class Norm(NamedTuple):
+    """What is computed of each row: all that a call is given, but for arrays of the shape of x."""
+
+    gamma: Array | None = None
+    beta: Array | None = None
+    eps: float = 1e-5
+    # "layer", or "rms": as if the mean, and in the backward that of g, were 0.
+    kind: str = "layer"
+    # y = (gamma + gamma_offset) * xhat + beta, the sum exact.
+    gamma_offset: float = 0.0
+    # "fast" or "nearest".
+    rounding: str = "fast"
+
+
 class Statistics(NamedTuple):
     """
     Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.
@@ -63,6 +77,10 @@ class Cache(NamedTuple):
 
     Attributes
     ----------
+    x : array
+        What was normalized.
+    norm : Norm
+        How: gamma, beta, eps and the options of the call.
     mean, rstd : array
         The mean of each row, and ``(var + eps)**-0.5``: float64, of the shape of x with 1 for the
         normalized axes. Computed anew at each access.
@@ -76,21 +94,21 @@ class Cache(NamedTuple):
     """
 
     x: Array
-    gamma: Array | None
-    beta_dtype: np.dtype[Any] | None
+    norm: Norm
     axis: tuple[int, ...]
     statistics: Statistics
     backend: str
-    eps: float
-    rounding: str
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
-        gamma = None if self.gamma is None else f"{self.gamma.dtype} {self.gamma.shape}"
+        x, gamma, beta = (
+            None if each is None else f"{each.dtype} {each.shape}"
+            for each in (self.x, *self.norm[:2])
+        )
         return (
-            f"Cache(x: {self.x.dtype} {self.x.shape}, gamma: {gamma}, beta: {self.beta_dtype}, "
-            f"axis: {self.axis}, statistics: {self.statistics.nbytes} bytes, "
-            f"backend: {self.backend!r}, rounding: {self.rounding!r})"
+            f"Cache(x: {x}, gamma: {gamma}, beta: {beta}, axis: {self.axis}, "
+            f"statistics: {self.statistics.nbytes} bytes, backend: {self.backend!r}, "
+            f"rounding: {self.norm.rounding!r})"
         )
 
     @property

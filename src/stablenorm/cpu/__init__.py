@@ -21,21 +21,23 @@ from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
 from stablenorm.cpu.tiles import STRAIGHT
-from stablenorm.types import Array, Gradients, Statistics
+from stablenorm.types import Array, Gradients, Norm, Statistics
 
 _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
 
 
-def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
+def forward(x: Any, norm: Norm, y: Any) -> Statistics:
     """Do what `reference.forward` does."""
-    return _forward(x, gamma, beta, eps, y)
+    return _forward(x, norm, y)
 
 
-def _forward(
-    x: Any, gamma: Any, beta: Any, eps: float, y: Any, keep: bool = True, nearest: bool = False
-) -> Statistics:
-    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
+def _forward(x: Any, norm: Norm, y: Any, keep: bool = True) -> Statistics:
+    nearest = norm.rounding == "nearest"
+    if nearest and _may_share(x, y):
+        # Rows that are undecided are computed once more.
+        x = np.array(as_matrix(x)[:])
+    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(norm.gamma), _flat(norm.beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
     plan = make_plan(x.shape, strides, x.dtype, dtypes, None, nearest)
     rows, kept = plan.rows, _NOTHING_KEPT
@@ -45,8 +47,8 @@ def _forward(
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
     arrays = x, y, None, gamma, beta, *kept, None, None, None, None
-    if _do(plan, arrays, eps) == REFERENCE:
-        return (reference.forward_nearest if nearest else reference.forward)(x, gamma, beta, eps, y)
+    if _do(plan, arrays, norm.eps) == REFERENCE:
+        return reference.forward(x, norm, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
         return _new(Statistics, kept)
@@ -54,7 +56,7 @@ def _forward(
     found = _new(Statistics, (*kept[:5], None, spread))
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
-        found = extreme.forward(as_matrix(x), gamma, beta, eps, as_matrix(y), found, marks)
+        found = extreme.forward(as_matrix(x), norm, as_matrix(y), found, marks)
     # Dropped where no row needs it, as in the reference.
     return found if np.count_nonzero(tails) else found._replace(mean_tail=None)
 
@@ -63,50 +65,42 @@ def _forward(
 normalize = functools.partial(_forward, keep=False)
 
 
-def forward_nearest(x: Any, gamma: Any, beta: Any, eps: float, y: Any) -> Statistics:
-    """Do what `reference.forward_nearest` does."""
-    if _may_share(x, y):
-        # Rows that are undecided are computed once more.
-        x = np.array(as_matrix(x)[:])
-    return _forward(x, gamma, beta, eps, y, nearest=True)
-
-
-def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
+def backward(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
+    if norm.rounding == "nearest":
+        _backward_nearest(dy, x, norm, statistics, out)
+        return
     dx, dgamma, dbeta = out
     summing = dgamma is not None or dbeta is not None
     if statistics.rstd_lo is None:
         # What the forward kept, as nothing of it was float64, is too little for double-double.
         narrow = dy.dtype.type is not np.float64
-        if not (narrow and _backward(dy, x, gamma, statistics, out, None)):
-            reference.backward(dy, x, gamma, statistics, out)
+        if not (narrow and _backward(dy, x, norm, statistics, out, None)):
+            reference.backward(dy, x, norm, statistics, out)
         return
     if summing and dx is not None and _may_share(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
-        backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
-        backward(dy, x, gamma, statistics, Gradients(dx, None, None))
+        backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
+        backward(dy, x, norm, statistics, Gradients(dx, None, None))
         return
     marks = extreme.marks_of(statistics)
-    if not _backward(dy, x, gamma, statistics, out, marks):
-        reference.backward(dy, x, gamma, statistics, out)
+    if not _backward(dy, x, norm, statistics, out, marks):
+        reference.backward(dy, x, norm, statistics, out)
         return
     if summing and np.count_nonzero(marks):
-        reference.backward(dy, x, gamma, statistics, Gradients(None, dgamma, dbeta))
+        reference.backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
     if dx is not None:
-        extreme.write_dx(dy, x, gamma, statistics, dx, marks)
+        extreme.write_dx(dy, x, norm, statistics, dx, marks)
 
 
-def backward_nearest(
-    dy: Any, x: Any, gamma: Array | None, eps: float, statistics: Statistics, out: Gradients
-) -> None:
-    """Do what `reference.backward_nearest` does."""
+def _backward_nearest(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
     if out.dx is not None and _may_share(dy, out.dx):
         dy = np.array(as_matrix(dy)[:])
     marks, undecided = extreme.marks_of(statistics), np.zeros((2, x.shape[-1]), np.uint8)
-    if not _backward(dy, x, gamma, statistics, out, marks, undecided):
-        reference.backward_nearest(dy, x, gamma, eps, statistics, out)
+    if not _backward(dy, x, norm, statistics, out, marks, undecided):
+        reference.backward(dy, x, norm, statistics, out)
         return
-    extreme.decide(dy, x, gamma, eps, statistics, out, marks, undecided)
+    extreme.decide(dy, x, norm, statistics, out, marks, undecided)
 
 
 def _may_share(a: Any, b: Any) -> bool:
@@ -115,12 +109,12 @@ def _may_share(a: Any, b: Any) -> bool:
 
 
 def _backward(
-    dy: Any, x: Any, gamma: Any, statistics: Statistics, out: Gradients, marks: Array | None,
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array | None,
     undecided: Array | None = None,
 ) -> bool:  # fmt: skip
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
     dx, dgamma, dbeta = out
-    gamma, gamma_dtype = _flat(gamma)
+    gamma, gamma_dtype = _flat(norm.gamma)
     pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
     nearest, strides = undecided is not None, row_strides(dy, x, dx)
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, nearest)

@@ -15,15 +15,13 @@ from stablenorm import reference
 from stablenorm.arrays import as_matrix
 from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST, SMALLEST
-from stablenorm.types import Array, Gradients, Statistics
+from stablenorm.types import Array, Gradients, Norm, Statistics
 
 # The mark of such a row; of one that is merely undecided, it is another.
 EXTREME = 1
 
 
-def forward(
-    x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any, kept: Any, marks: Array
-) -> Any:
+def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
     """
     Write y of the marked rows; return the statistics of all.
 
@@ -31,11 +29,10 @@ def forward(
     """
     exponent = np.zeros((x.shape[0], 2), np.int16)
     rows = np.flatnonzero(marks)
-    normalize = reference.forward if kept.spread is None else reference.forward_nearest
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result: Any = np.empty((len(part), x.shape[1]), x.dtype)
-        some = normalize(x[part], gamma, beta, eps, result)
+        some = reference.forward(x[part], norm, result)
         y[part] = result
         if kept.spread is not None:
             # Of rows that are merely undecided, the statistics are as good as these.
@@ -71,36 +68,33 @@ def of_rows(statistics: Statistics, rows: Array) -> Statistics:
     return Statistics(*words)
 
 
-def write_dx(
-    dy: Any, x: Any, gamma: Array | None, statistics: Statistics, dx: Any, marks: Array, *eps: float
-) -> None:
-    """Write dx of the marked rows, correctly rounded if given eps."""
-    pull_back: Any = reference.backward_nearest if eps else reference.backward
+def write_dx(dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array) -> None:
+    """Write dx of the marked rows."""
     dy, x, dx = map(as_matrix, (dy, x, dx))
     rows = np.flatnonzero(marks)
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result = np.empty((len(part), x.shape[1]), x.dtype)
         some, out = of_rows(statistics, part), Gradients(result, None, None)
-        pull_back(dy[part], x[part], gamma, *eps, some, out)
+        reference.backward(dy[part], x[part], norm, some, out)
         dx[part] = result
 
 
 def decide(
-    dy: Any, x: Any, gamma: Any, eps: float, statistics: Statistics, out: Gradients, marks: Array,
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array,
     undecided: Array,
 ) -> None:  # fmt: skip
     """Round correctly what the kernels have left: marked rows of dx, and columns of dgamma and dbeta."""
     dx, *totals = out
     if dx is not None:
-        write_dx(dy, x, gamma, statistics, dx, marks, eps)
+        write_dx(dy, x, norm, statistics, dx, marks)
     if (marks == EXTREME).any():
-        reference.backward_nearest(dy, x, gamma, eps, statistics, Gradients(None, *totals))
+        reference.backward(dy, x, norm, statistics, Gradients(None, *totals))
         return
     columns = np.flatnonzero(undecided.any(axis=0))
     if len(columns):
         dtypes = (None if total is None else total.dtype for total in totals)
-        found = reference.columns_nearest(as_matrix(dy), as_matrix(x), eps, columns, *dtypes)
+        found = reference.columns_of_sums(as_matrix(dy), as_matrix(x), norm, columns, *dtypes)
         for total, values in zip(totals, found, strict=True):
             if total is not None:
                 total.flat[columns] = values

@@ -18,7 +18,7 @@ from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
-from stablenorm.types import Array, Gradients, Statistics, any_float64
+from stablenorm.types import Gradients, Norm, Statistics, any_float64
 
 __all__ = ["CudaWorkspace", "check_usable"]
 
@@ -32,8 +32,9 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
 
-def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any) -> Statistics:
+def forward(x: Any, norm: Norm, y: Any) -> Statistics:
     """Do what `reference.forward` does."""
+    gamma, beta, eps = norm[:3]
     with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
         pairs = any_float64(x, gamma, beta)
@@ -55,8 +56,9 @@ def forward(x: Any, gamma: Array | None, beta: Array | None, eps: float, y: Any)
 normalize = forward
 
 
-def backward(dy: Any, x: Any, gamma: Array | None, statistics: Statistics, out: Gradients) -> None:
+def backward(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
     """Do what `reference.backward` does."""
+    gamma = norm.gamma
     # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
     dx: Any = out.dx
     totals: dict[str, Any] = {"dgamma": out.dgamma, "dbeta": out.dbeta}

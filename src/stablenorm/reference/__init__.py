@@ -2,18 +2,30 @@
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
 """
 
-from stablenorm.reference.equations import backward, forward, project
-from stablenorm.reference.nearest import backward_nearest, columns_nearest, forward_nearest
+from typing import Any
+
+from stablenorm.reference import equations, nearest
+from stablenorm.reference.equations import RowsLike, project
+from stablenorm.reference.nearest import columns_of_sums
+from stablenorm.types import Gradients, Norm, Statistics
+
+__all__ = ["backward", "columns_of_sums", "forward", "normalize", "project"]
+
+
+def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
+    """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
+    statistics: Statistics = _of(norm).forward(x, norm, y)
+    return statistics
+
 
 # Here the statistics cost nothing beside the rest.
 normalize = forward
 
-__all__ = [
-    "backward",
-    "backward_nearest",
-    "columns_nearest",
-    "forward",
-    "forward_nearest",
-    "normalize",
-    "project",
-]
+
+def backward(dy: RowsLike, x: RowsLike, norm: Norm, statistics: Statistics, out: Gradients) -> None:
+    """Pull `dy` back through `forward`, into those arrays of `out` that are not None."""
+    _of(norm).backward(dy, x, norm, statistics, out)
+
+
+def _of(norm: Norm) -> Any:
+    return nearest if norm.rounding == "nearest" else equations

@@ -20,6 +20,8 @@ Backward, given dy, the gradient of a scalar with respect to y::
     dgamma = sum over rows of dy * xhat
     dbeta  = sum over rows of dy
 
+RMS norm is the same with the mean, and in the backward mean(g), set to 0.
+
 docs/explanation/derivation.md derives these lines, and its steps are checked with symbols. Three facts
 shape the code:
 
@@ -58,7 +60,7 @@ from stablenorm.arrays import as_matrix
 from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.rounding import round_to
-from stablenorm.types import Array, Gradients, Statistics, any_float64
+from stablenorm.types import Array, Gradients, Norm, Statistics, any_float64
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by
@@ -83,29 +85,27 @@ class RowsLike(Protocol):
     def __setitem__(self, rows: slice, block: Array, /) -> None: ...
 
 
-def project(v: Any, xhat: Any) -> Any:
-    """Remove from each row of `v` its parts along the ones and along `xhat`."""
-    # Centred first: then mean(v * xhat) is safe however large mean(v) is.
-    v = v - _mean(v)
-    v -= xhat * _mean(v * xhat)
-    return v
+def project(v: Any, xhat: Any, kind: str = "layer") -> Any:
+    """Remove from each row of `v` its part along `xhat`, and for "layer" that along the ones."""
+    if kind == "layer":
+        # First: then mean(v * xhat) is safe however large mean(v) is.
+        v = v - _mean(v)
+    return v - xhat * _mean(v * xhat)
 
 
 @default_control()
-def forward(
-    x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
-) -> Statistics:
+def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
     """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
     x, y = as_matrix(x), as_matrix(y)
-    wide = any_float64(x, gamma, beta)
+    wide = any_float64(x, norm.gamma, norm.beta)
     lift = _lifter(wide)
-    scale, shift = _parameter(gamma, lift), _parameter(beta, lift)
+    scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
     keep = _Keeper(x.shape[0], x.shape[1], wide)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            centered, mean, mean_lo = _center(lift(x[rows]), lift)
+            centered, mean, mean_lo = _center(lift(x[rows]), lift, norm.kind)
             var = _mean(centered * centered)
-            rstd = _rsqrt(var + lift(np.float64(eps)))
+            rstd = _rsqrt(var + eps)
             centered *= rstd
             result = centered
             if scale is not None:
@@ -121,7 +121,7 @@ def forward(
 def backward(
     dy: RowsLike,
     x: RowsLike,
-    gamma: Array | None,
+    norm: Norm,
     statistics: Statistics,
     out: Gradients,
 ) -> None:
@@ -133,9 +133,9 @@ def backward(
     dy, x = as_matrix(dy), as_matrix(x)
     if out.dx is not None:
         out = out._replace(dx=as_matrix(out.dx))
-    wide = statistics.rstd_lo is not None or any_float64(dy, x, gamma, *out)
+    wide = statistics.rstd_lo is not None or any_float64(dy, x, norm.gamma, *out)
     lift = _lifter(wide)
-    scale = _parameter(gamma, lift)
+    scale = _scale(norm, lift)
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
     with np.errstate(all="ignore"):
         for rows in _blocks(dy.shape):
@@ -148,9 +148,7 @@ def backward(
                 sum_dbeta.add(cotangent)
             if out.dx is not None:
                 g = cotangent if scale is None else cotangent * scale
-                projected = project(g, xhat)
-                projected *= rstd
-                out.dx[rows] = _round(projected, out.dx.dtype)
+                out.dx[rows] = _round(project(g, xhat, norm.kind) * rstd, out.dx.dtype)
         if out.dgamma is not None:
             out.dgamma[...] = sum_dgamma.rounded(out.dgamma)
         if out.dbeta is not None:
@@ -173,6 +171,11 @@ def _parameter(parameter: Array | None, lift: Callable[[Any], Any]) -> Any:
     return None if parameter is None else lift(parameter.reshape(1, -1))
 
 
+def _scale(norm: Norm, lift: Callable[[Any], Any]) -> Any:
+    scale = _parameter(norm.gamma, lift)
+    return scale + lift(np.float64(norm.gamma_offset)) if norm.gamma_offset else scale
+
+
 def _mean(v: Any) -> Any:
     if isinstance(v, Wide):
         return v.mean()
@@ -187,8 +190,11 @@ def _round(v: Any, dtype: np.dtype[Any]) -> Array:
     return v.round_to(dtype) if isinstance(v, Wide) else round_to(v, dtype)
 
 
-def _center(x: Any, lift: Callable[[Any], Any]) -> tuple[Any, Array, Any]:
-    """Return x less its row mean, and the mean as a float64 and the rest."""
+def _center(x: Any, lift: Callable[[Any], Any], kind: str = "layer") -> tuple[Any, Array, Any]:
+    """Return x less its row mean, and the mean as a float64 and the rest; for "rms" that is 0."""
+    if kind == "rms":
+        zero = np.zeros((x.shape[0], 1))
+        return x, zero, lift(zero)
     mean = _round(_mean(x), np.dtype(np.float64))
     # `x` is this block's own copy: writing over it saves a pass over fresh memory.
     x -= lift(mean)

@@ -21,7 +21,7 @@ from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import _BLOCK, RowsLike, _blocks, _center, _Keeper, _RowSum
-from stablenorm.types import Array, Gradients, Statistics
+from stablenorm.types import Array, Gradients, Norm, Statistics
 
 _UNIT = 2.0**-106
 
@@ -32,13 +32,11 @@ _NONE = 1 << 20
 
 
 @default_control()
-def forward_nearest(
-    x: RowsLike, gamma: Array | None, beta: Array | None, eps: float, y: RowsLike
-) -> Statistics:
-    """Do what `forward` does, every element of `y` rounded to nearest; `spread` is filled as well."""
+def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
+    """Do what `equations.forward` does, rounded to nearest; `spread` is filled as well."""
     x, y = as_matrix(x), as_matrix(y)
-    n, dtype = x.shape[1], y.dtype
-    gamma, beta = _parameter(gamma, n, 1.0), _parameter(beta, n, 0.0)
+    n, dtype, eps = x.shape[1], y.dtype, norm.eps
+    gamma, beta = _parameter(norm.gamma, n, 1.0), _parameter(norm.beta, n, 0.0)
     finite = np.isfinite(gamma) & np.isfinite(beta)
     scale, shift = np.where(finite, gamma, 0.0), np.where(finite, beta, 0.0)
     wide_scale, wide_shift = Wide.exactly(scale[None]), Wide.exactly(shift[None])
@@ -69,31 +67,30 @@ def forward_nearest(
 
 
 @default_control()
-def backward_nearest(
+def backward(
     dy: RowsLike,
     x: RowsLike,
-    gamma: Array | None,
-    eps: float,
+    norm: Norm,
     statistics: Statistics,  # noqa: ARG001, what all backends are given
     out: Gradients,
 ) -> None:
     """
-    Do what `backward` does, every element rounded to nearest, from x and eps.
+    Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
     ``out.dx`` may be `dy` itself: the sums over rows come first.
     """
     columns = np.arange(x.shape[-1])
     dtypes = [None if each is None else each.dtype for each in out[1:]]
-    for total, values in zip(out[1:], columns_nearest(dy, x, eps, columns, *dtypes), strict=True):
+    for total, values in zip(out[1:], columns_of_sums(dy, x, norm, columns, *dtypes), strict=True):
         if total is not None and values is not None:
             total[...] = values.reshape(total.shape)
     if out.dx is not None:
-        _write_dx(as_matrix(dy), as_matrix(x), gamma, eps, as_matrix(out.dx))
+        _write_dx(as_matrix(dy), as_matrix(x), norm, as_matrix(out.dx))
 
 
-def _write_dx(dy: RowsLike, x: RowsLike, gamma: Array | None, eps: float, dx: RowsLike) -> None:
-    n = x.shape[1]
-    gamma = _parameter(gamma, n, 1.0)
+def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike) -> None:
+    n, eps = x.shape[1], norm.eps
+    gamma = _parameter(norm.gamma, n, 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
     wide_scale, factor = Wide.exactly(scale[None]), 8 * _height(n) + 160
@@ -121,10 +118,10 @@ def _write_dx(dy: RowsLike, x: RowsLike, gamma: Array | None, eps: float, dx: Ro
 
 
 @default_control()
-def columns_nearest(
+def columns_of_sums(
     dy: RowsLike,
     x: RowsLike,
-    eps: float,
+    norm: Norm,
     columns: Array,
     dtype_dgamma: np.dtype[Any] | None,
     dtype_dbeta: np.dtype[Any] | None,
@@ -135,14 +132,14 @@ def columns_nearest(
     dbeta = None if dtype_dbeta is None else np.zeros(len(columns), dtype_dbeta)
     with np.errstate(all="ignore"):
         if dgamma is not None and x.shape[0]:
-            dgamma = _dgamma(dy, x, eps, columns, dgamma.dtype)
+            dgamma = _dgamma(dy, x, norm, columns, dgamma.dtype)
         if dbeta is not None and x.shape[0]:
             dbeta = _dbeta(dy, columns, dbeta.dtype)
     return dgamma, dbeta
 
 
-def _dgamma(dy: RowsLike, x: RowsLike, eps: float, columns: Array, dtype: Any) -> Array:
-    (count, n), undefined, total = x.shape, False, _Total(len(columns))
+def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any) -> Array:
+    (count, n), eps, undefined, total = x.shape, norm.eps, False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], eps)
         cotangent, infinite = _split(dy[rows][:, columns])

@@ -1,22 +1,14 @@
-"""The public functions: check everything once, see the array as rows, call a backend."""
+"""The functions of layer normalization."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import (
-    Arrays,
-    is_plain,
-    normalize_axes,
-    normalized_shape,
-    on_cuda_device,
-    show_axes,
-)
-from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
-from stablenorm.types import Array, Cache, Gradients, Statistics, check_eps
+from stablenorm.functional.calls import NAMES, backward, forward
+from stablenorm.types import Array, Cache, Gradients, Norm
 
-_NAMES = ("x", "gamma", "beta")
+# As a NamedTuple makes itself, in half the time.
+_new = tuple.__new__
 
 
 def layer_norm(
@@ -107,7 +99,8 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    return _forward(x, gamma, beta, eps, axis, out, backend, rounding, keep=False)[0]
+    norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
+    return forward(x, norm, axis, out, backend, keep=False)[0]
 
 
 def layer_norm_forward(
@@ -160,16 +153,15 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    found = _forward(x, gamma, beta, eps, axis, out, backend, rounding, keep=True)
-    # As a NamedTuple makes itself, in half the time.
-    return found[0], tuple.__new__(Cache, found[1:])
+    norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
+    return forward(x, norm, axis, out, backend)
 
 
 def layer_norm_backward(
     dy: ArrayLike,
     cache: Cache,
     *,
-    wrt: Sequence[str] = _NAMES,
+    wrt: Sequence[str] = NAMES,
     out: Sequence[Array | None] | None = None,
 ) -> Gradients:
     """
@@ -230,186 +222,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    if not isinstance(cache, Cache):
-        raise TypeError(_not_a_cache(dy, cache))
-    x_shape = cache.x.shape
-    arrays = arrays_of(cache.backend)
-    # What is plain is in host memory: no dy for a cache that is on a device.
-    if cache.backend == "cuda" or not is_plain(dy, x_shape):
-        dy = arrays.convert("dy", dy)
-    if dy.shape != x_shape:
-        msg = f"dy must have shape {x_shape} to match the y of this cache, got {dy.shape}"
-        raise ValueError(msg)
-    asked = _asked(wrt)
-    gradients = _gradients(arrays, dy, cache, asked, out)
-    dx = None if gradients.dx is None else arrays.rows(gradients.dx, cache.axis)
-    dy, x = arrays.rows(dy, cache.axis), arrays.rows(cache.x, cache.axis)
-    found = Gradients(dx, *gradients[1:])
-    if cache.rounding == "fast":
-        implementation("backward", cache.backend)(dy, x, cache.gamma, cache.statistics, found)
-    else:
-        implementation("backward_nearest", cache.backend)(
-            dy, x, cache.gamma, cache.eps, cache.statistics, found
-        )
-    return gradients
-
-
-def _forward(
-    x: ArrayLike,
-    gamma: ArrayLike | None,
-    beta: ArrayLike | None,
-    eps: float,
-    axis: int | tuple[int, ...],
-    out: Array | None,
-    backend: str | None,
-    rounding: str,
-    keep: bool,
-) -> tuple[Array, *tuple[Any, ...]]:
-    """Return y, and what `Cache` is made of; without `keep`, y may overwrite x."""
-    if axis == -1 and is_plain(x, None):
-        name = choose(backend)
-        arrays = arrays_of(name)
-        # What most calls have, and a small one would feel the checks of the rest.
-        axes: tuple[int, ...] = (x.ndim - 1,)
-        shape = x.shape[-1:]
-        if gamma is not None and not is_plain(gamma, shape):
-            gamma = _parameter(arrays, "gamma", gamma, shape, axes)
-        if beta is not None and not is_plain(beta, shape):
-            beta = _parameter(arrays, "beta", beta, shape, axes)
-    else:
-        name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
-        arrays = arrays_of(name)
-        x = arrays.convert("x", x)
-        axes = normalize_axes(axis, x.ndim)
-        shape = normalized_shape(x.shape, axes)
-        gamma = _parameter(arrays, "gamma", gamma, shape, axes)
-        beta = _parameter(arrays, "beta", beta, shape, axes)
-    eps = check_eps(eps)
-    if out is None:
-        y = arrays.empty(x.shape, x.dtype, x)
-    else:
-        y = arrays.target("out", out, x.shape, x.dtype)
-        others = {"x": x, "gamma": gamma, "beta": beta}
-        _refuse_overlap(arrays, "out", y, others, but=None if keep else "x")
-    operation = "forward" if keep else "normalize"
-    if rounding != "fast":
-        _check_nearest(rounding, name)
-        operation = "forward_nearest"
-    statistics: Statistics = implementation(operation, name)(
-        arrays.rows(x, axes), gamma, beta, eps, arrays.rows(y, axes)
-    )
-    beta_dtype = None if beta is None else beta.dtype
-    return y, x, gamma, beta_dtype, axes, statistics, name, eps, rounding
-
-
-def _check_nearest(rounding: Any, backend: str) -> None:
-    if rounding != "nearest":
-        msg = f'rounding must be "fast" or "nearest", got {rounding!r}'
-        raise ValueError(msg)
-    if backend == "cuda":
-        msg = 'rounding must be "fast" on a CUDA device, got "nearest"; pass x.get() for that'
-        raise ValueError(msg)
-
-
-def _not_a_cache(dy: Any, cache: Any) -> str:
-    """Say what is wrong with `cache`, and what the cure is."""
-    cure = "write y, cache = layer_norm_forward(...), then layer_norm_backward(dy, cache)"
-    if isinstance(dy, Cache):
-        cure = "the two are swapped, write layer_norm_backward(dy, cache)"
-    elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
-        cure = (
-            "this is all that layer_norm_forward returned, write y, cache = layer_norm_forward(...)"
-        )
-    return f"cache must be the Cache that layer_norm_forward returns, got {type(cache).__name__}; {cure}"
-
-
-def _parameter(
-    arrays: Arrays,
-    name: str,
-    value: ArrayLike | None,
-    shape: tuple[int, ...],
-    axes: tuple[int, ...],
-) -> Array | None:
-    if value is None:
-        return None
-    array = arrays.convert(name, value)
-    if array.shape != shape:
-        msg = (
-            f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}, "
-            f"got {array.shape}"
-        )
-        raise ValueError(msg)
-    return array
-
-
-def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
-    if wrt is _NAMES:
-        return _NAMES
-    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-    if unknown := [name for name in names if name not in _NAMES]:
-        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {unknown[0]!r}"
-        raise ValueError(msg)
-    return names
-
-
-def _refuse_overlap(
-    arrays: Arrays,
-    name: str,
-    array: Array,
-    others: dict[str, Array | None],
-    but: str | None = None,
-) -> None:
-    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
-    for other, there in others.items():
-        if there is not None and arrays.overlap(array, there):
-            # Asked last: of arrays that do not overlap, which is nearly always, it need not be.
-            if other == but and arrays.same_elements(array, there):
-                continue
-            msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
-            raise ValueError(msg)
-
-
-def _gradients(
-    arrays: Arrays,
-    dy: Array,
-    cache: Cache,
-    asked: tuple[str, ...],
-    out: Sequence[Array | None] | None,
-) -> Gradients:
-    """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
-    like, gamma, beta_dtype = cache.x, cache.gamma, cache.beta_dtype
-    gamma = gamma if "gamma" in asked else None
-    beta_dtype = beta_dtype if "beta" in asked else None
-    shape = normalized_shape(like.shape, cache.axis) if gamma is None else gamma.shape
-    if out is None:
-        return Gradients(
-            arrays.empty(like.shape, like.dtype, like) if "x" in asked else None,
-            None if gamma is None else arrays.empty(shape, gamma.dtype, like),
-            None if beta_dtype is None else arrays.empty(shape, beta_dtype, like),
-        )
-    given = tuple(out)
-    if len(given) != len(_NAMES):
-        msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
-        raise ValueError(msg)
-    dtypes = (
-        like.dtype if "x" in asked else None,
-        None if gamma is None else gamma.dtype,
-        beta_dtype,
-    )
-    others: dict[str, Array | None] = {"x": like, "gamma": cache.gamma, "dy": dy}
-    found: list[Array | None] = []
-    for name, lengths, dtype, array in zip(
-        _NAMES, (like.shape, shape, shape), dtypes, given, strict=True
-    ):
-        if dtype is None:
-            found.append(None)
-        elif array is None:
-            found.append(arrays.empty(lengths, dtype, like))
-        else:
-            called = f"out.d{name}"
-            checked = arrays.target(called, array, lengths, dtype)
-            _refuse_overlap(arrays, called, checked, others, but="dy" if name == "x" else None)
-            # New ones are not among these: nothing that was given can share memory with them.
-            others[called] = checked
-            found.append(checked)
-    return Gradients(found[0], found[1], found[2])
+    return backward(dy, cache, wrt, out)

@@ -1,0 +1,208 @@
+"""What the public functions share: check everything once, see the array as rows, call a backend."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from stablenorm.arrays import (
+    Arrays,
+    is_plain,
+    normalize_axes,
+    normalized_shape,
+    on_cuda_device,
+    show_axes,
+)
+from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
+from stablenorm.types import Array, Cache, Gradients, Norm, check_eps
+
+NAMES = ("x", "gamma", "beta")
+
+
+def forward(
+    x: ArrayLike,
+    norm: Norm,
+    axis: int | tuple[int, ...],
+    out: Array | None,
+    backend: str | None,
+    keep: bool = True,
+) -> tuple[Array, Any]:
+    """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
+    if axis == -1 and is_plain(x, None):
+        name = choose(backend)
+        arrays = arrays_of(name)
+        # What most calls have, and a small one would feel the checks of the rest.
+        axes: tuple[int, ...] = (x.ndim - 1,)
+    else:
+        name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+        arrays = arrays_of(name)
+        x = arrays.convert("x", x)
+        axes = normalize_axes(axis, x.ndim)
+    norm = _checked(arrays, norm, x.shape, axes, name)
+    if out is None:
+        y = arrays.empty(x.shape, x.dtype, x)
+    else:
+        y = arrays.target("out", out, x.shape, x.dtype)
+        others = {"x": x, "gamma": norm.gamma, "beta": norm.beta}
+        _refuse_overlap(arrays, "out", y, others, but=None if keep else "x")
+    rows_of_x, rows_of_y = arrays.rows(x, axes), arrays.rows(y, axes)
+    if not keep:
+        implementation("normalize", name)(rows_of_x, norm, rows_of_y)
+        return y, None
+    statistics = implementation("forward", name)(rows_of_x, norm, rows_of_y)
+    # As a NamedTuple makes itself, in half the time.
+    return y, tuple.__new__(Cache, (x, norm, axes, statistics, name))
+
+
+def backward(
+    dy: ArrayLike,
+    cache: Cache,
+    wrt: Sequence[str],
+    out: Sequence[Array | None] | None,
+) -> Gradients:
+    """Return the gradients that are asked for."""
+    if not isinstance(cache, Cache):
+        raise TypeError(_not_a_cache(dy, cache))
+    x, norm, axes, statistics, name = cache[:5]
+    arrays = arrays_of(name)
+    # What is plain is in host memory: no dy for a cache that is on a device.
+    if name == "cuda" or not is_plain(dy, x.shape):
+        dy = arrays.convert("dy", dy)
+    if dy.shape != x.shape:
+        msg = f"dy must have shape {x.shape} to match the y of this cache, got {dy.shape}"
+        raise ValueError(msg)
+    gradients = _gradients(arrays, dy, cache, _asked(wrt), out)
+    dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
+    found = Gradients(dx, *gradients[1:])
+    implementation("backward", name)(
+        arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found
+    )
+    return gradients
+
+
+def _checked(
+    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
+) -> Norm:
+    """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
+    gamma, beta, given, kind, gamma_offset, rounding = norm
+    # Zero-length axes aside, which normalized_shape refuses, this is what most calls have.
+    shape = x_shape[-1:] if axes == (len(x_shape) - 1,) and x_shape[-1] else None
+    if shape is None:
+        shape = normalized_shape(x_shape, axes)
+    changed = False
+    if gamma is not None and (backend == "cuda" or not is_plain(gamma, shape)):
+        gamma, changed = _parameter(arrays, "gamma", gamma, shape, axes), True
+    if beta is not None and (backend == "cuda" or not is_plain(beta, shape)):
+        beta, changed = _parameter(arrays, "beta", beta, shape, axes), True
+    eps = check_eps(given)
+    if rounding != "fast":
+        _check_nearest(rounding, backend)
+    if changed or eps is not given:
+        return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
+    return norm
+
+
+def _check_nearest(rounding: Any, backend: str) -> None:
+    if rounding != "nearest":
+        msg = f'rounding must be "fast" or "nearest", got {rounding!r}'
+        raise ValueError(msg)
+    if backend == "cuda":
+        msg = 'rounding must be "fast" on a CUDA device, got "nearest"; pass x.get() for that'
+        raise ValueError(msg)
+
+
+def _not_a_cache(dy: Any, cache: Any) -> str:
+    """Say what is wrong with `cache`, and what the cure is."""
+    cure = "write y, cache = layer_norm_forward(...), then layer_norm_backward(dy, cache)"
+    if isinstance(dy, Cache):
+        cure = "the two are swapped, write layer_norm_backward(dy, cache)"
+    elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
+        cure = (
+            "this is all that layer_norm_forward returned, write y, cache = layer_norm_forward(...)"
+        )
+    return f"cache must be the Cache that layer_norm_forward returns, got {type(cache).__name__}; {cure}"
+
+
+def _parameter(
+    arrays: Arrays,
+    name: str,
+    value: ArrayLike | None,
+    shape: tuple[int, ...],
+    axes: tuple[int, ...],
+) -> Array | None:
+    if value is None:
+        return None
+    array = arrays.convert(name, value)
+    if array.shape != shape:
+        msg = (
+            f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}, "
+            f"got {array.shape}"
+        )
+        raise ValueError(msg)
+    return array
+
+
+def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
+    if wrt is NAMES:
+        return NAMES
+    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+    if unknown := [name for name in names if name not in NAMES]:
+        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {unknown[0]!r}"
+        raise ValueError(msg)
+    return names
+
+
+def _refuse_overlap(
+    arrays: Arrays,
+    name: str,
+    array: Array,
+    others: dict[str, Array | None],
+    but: str | None = None,
+) -> None:
+    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
+    for other, there in others.items():
+        if there is not None and arrays.overlap(array, there):
+            # Asked last: of arrays that do not overlap, which is nearly always, it need not be.
+            if other == but and arrays.same_elements(array, there):
+                continue
+            msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
+            raise ValueError(msg)
+
+
+def _gradients(
+    arrays: Arrays,
+    dy: Array,
+    cache: Cache,
+    asked: tuple[str, ...],
+    out: Sequence[Array | None] | None,
+) -> Gradients:
+    """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
+    like, norm = cache.x, cache.norm
+    gamma = norm.gamma if "gamma" in asked else None
+    beta = norm.beta if "beta" in asked else None
+    if out is None:
+        return Gradients(
+            arrays.empty(like.shape, like.dtype, like) if "x" in asked else None,
+            None if gamma is None else arrays.empty(gamma.shape, gamma.dtype, like),
+            None if beta is None else arrays.empty(beta.shape, beta.dtype, like),
+        )
+    given = tuple(out)
+    if len(given) != len(NAMES):
+        msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
+        raise ValueError(msg)
+    likes = like if "x" in asked else None, gamma, beta
+    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, "dy": dy}
+    found: list[Array | None] = []
+    for name, wanted, array in zip(NAMES, likes, given, strict=True):
+        if wanted is None:
+            found.append(None)
+        elif array is None:
+            found.append(arrays.empty(wanted.shape, wanted.dtype, like))
+        else:
+            called = f"out.d{name}"
+            checked = arrays.target(called, array, wanted.shape, wanted.dtype)
+            _refuse_overlap(arrays, called, checked, others, but="dy" if name == "x" else None)
+            # New ones are not among these: nothing that was given can share memory with them.
+            others[called] = checked
+            found.append(checked)
+    return Gradients(found[0], found[1], found[2])
