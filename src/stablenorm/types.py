@@ -36,6 +36,23 @@ class Norm(NamedTuple):
     rounding: str = "fast"
 
 
+class Residual(NamedTuple):
+    """What is added to x before the norm, and where the sum goes: both of the shape of x."""
+
+    residual: Any
+    sum: Any
+
+
+class Extra(NamedTuple):
+    """What a backward is given beside dy, but for what is seldom given."""
+
+    # Of the shape of x, added to dx: the cotangent of what else x was used for.
+    dsum: Any = None
+
+
+NOTHING_EXTRA = Extra()
+
+
 class Statistics(NamedTuple):
     """
     Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.

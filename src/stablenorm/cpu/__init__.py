@@ -8,7 +8,6 @@ bfloat16 and float32, `wide` those of calls of which something is float64.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -21,25 +20,32 @@ from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
 from stablenorm.cpu.tiles import STRAIGHT
-from stablenorm.types import Array, Gradients, Norm, Statistics
+from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
 
 _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
 
 
-def forward(x: Any, norm: Norm, y: Any) -> Statistics:
+def forward(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> Statistics:
     """Do what `reference.forward` does."""
-    return _forward(x, norm, y)
+    return _forward(x, norm, y, residual, True)
 
 
-def _forward(x: Any, norm: Norm, y: Any, keep: bool = True) -> Statistics:
+def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> None:
+    """Do what `forward` does, but for the statistics."""
+    _forward(x, norm, y, residual, False)
+
+
+def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) -> Statistics:
+    if residual is not None:
+        x = reference.add(x, *residual)
     nearest = norm.rounding == "nearest"
     if nearest and _may_share(x, y):
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(norm.gamma), _flat(norm.beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
-    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, nearest)
+    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, ("nearest",) if nearest else ())
     rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
@@ -61,12 +67,18 @@ def _forward(x: Any, norm: Norm, y: Any, keep: bool = True) -> Statistics:
     return found if np.count_nonzero(tails) else found._replace(mean_tail=None)
 
 
-# Without statistics.
-normalize = functools.partial(_forward, keep=False)
-
-
-def backward(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
+def backward(
+    dy: Any,
+    x: Any,
+    norm: Norm,
+    statistics: Statistics,
+    out: Gradients,
+    extra: Extra = NOTHING_EXTRA,
+) -> None:
     """Do what `reference.backward` does."""
+    if extra.dsum is not None:
+        reference.backward(dy, x, norm, statistics, out, extra)
+        return
     if norm.rounding == "nearest":
         _backward_nearest(dy, x, norm, statistics, out)
         return
@@ -117,7 +129,8 @@ def _backward(
     gamma, gamma_dtype = _flat(norm.gamma)
     pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
     nearest, strides = undecided is not None, row_strides(dy, x, dx)
-    plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, nearest)
+    options = ("nearest",) if nearest else ()
+    plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
     arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, None, *totals, undecided

@@ -66,15 +66,16 @@ _known = set(ELEMENTS).issuperset
 
 @functools.lru_cache(2048)
 def make_plan(
-    shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any = None, nearest: bool = False
+    shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any = None, options: Any = ()
 ) -> Plan:
     """
     Return how a call is done: forward or, given what is `pulled` back, backward.
 
     `strides` are what `row_strides` returns of dy, x and the result. `x` is a dtype, as `parameters`
     are, of gamma and beta, None of what is missing; `pulled` are those of dy, dgamma and dbeta, and
-    whether the forward was done in double-double.
+    whether the forward was done in double-double. `options` are words for what else is wanted.
     """
+    nearest = "nearest" in options
     dy, *totals, wide = pulled or (None, None, None, nearest)
     # Not `==` below: to NumPy its float64 equals None.
     if not _known((x, *parameters, dy, *totals)):

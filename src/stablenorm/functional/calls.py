@@ -14,7 +14,7 @@ from stablenorm.arrays import (
     show_axes,
 )
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
-from stablenorm.types import Array, Cache, Gradients, Norm, check_eps
+from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, check_eps
 
 NAMES = ("x", "gamma", "beta")
 
@@ -26,6 +26,7 @@ def forward(
     out: Array | None,
     backend: str | None,
     keep: bool = True,
+    residual: ArrayLike | None = None,
 ) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
     if axis == -1 and is_plain(x, None):
@@ -39,17 +40,23 @@ def forward(
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
     norm = _checked(arrays, norm, x.shape, axes, name)
+    if residual is not None:
+        residual = _like(arrays, "residual", residual, x.shape, name)
     if out is None:
         y = arrays.empty(x.shape, x.dtype, x)
     else:
         y = arrays.target("out", out, x.shape, x.dtype)
-        others = {"x": x, "gamma": norm.gamma, "beta": norm.beta}
-        _refuse_overlap(arrays, "out", y, others, but=None if keep else "x")
-    rows_of_x, rows_of_y = arrays.rows(x, axes), arrays.rows(y, axes)
+        others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
+        needed = keep and residual is None
+        _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
+    given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
+    if residual is not None:
+        x = arrays.empty(x.shape, x.dtype, x)
+        given += (Residual(arrays.rows(residual, axes), arrays.rows(x, axes)),)
     if not keep:
-        implementation("normalize", name)(rows_of_x, norm, rows_of_y)
+        implementation("normalize", name)(*given)
         return y, None
-    statistics = implementation("forward", name)(rows_of_x, norm, rows_of_y)
+    statistics = implementation("forward", name)(*given)
     # As a NamedTuple makes itself, in half the time.
     return y, tuple.__new__(Cache, (x, norm, axes, statistics, name))
 
@@ -59,6 +66,7 @@ def backward(
     cache: Cache,
     wrt: Sequence[str],
     out: Sequence[Array | None] | None,
+    dsum: ArrayLike | None = None,
 ) -> Gradients:
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
@@ -71,12 +79,18 @@ def backward(
     if dy.shape != x.shape:
         msg = f"dy must have shape {x.shape} to match the y of this cache, got {dy.shape}"
         raise ValueError(msg)
-    gradients = _gradients(arrays, dy, cache, _asked(wrt), out)
+    if dsum is not None:
+        dsum = _like(arrays, "dsum", dsum, x.shape, name)
+        if norm.rounding == "nearest":
+            msg = 'dsum cannot be rounded to nearest yet; use rounding="fast", or add dsum to dx'
+            raise ValueError(msg)
+    gradients = _gradients(arrays, {"dy": dy, "dsum": dsum}, cache, _asked(wrt), out)
     dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
     found = Gradients(dx, *gradients[1:])
-    implementation("backward", name)(
-        arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found
-    )
+    given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
+    if dsum is not None:
+        given += (Extra(arrays.rows(dsum, axes)),)
+    implementation("backward", name)(*given)
     return gradients
 
 
@@ -100,6 +114,20 @@ def _checked(
     if changed or eps is not given:
         return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
     return norm
+
+
+def _like(
+    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], backend: str
+) -> Array:
+    """Return an argument of the shape of x."""
+    if backend == "cuda":
+        msg = f"{name} cannot be given for arrays on a CUDA device yet; add it to the result there"
+        raise ValueError(msg)
+    array: Array = arrays.convert(name, value)
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape}, that of x, got {array.shape}"
+        raise ValueError(msg)
+    return array
 
 
 def _check_nearest(rounding: Any, backend: str) -> None:
@@ -171,7 +199,7 @@ def _refuse_overlap(
 
 def _gradients(
     arrays: Arrays,
-    dy: Array,
+    inputs: dict[str, Array | None],
     cache: Cache,
     asked: tuple[str, ...],
     out: Sequence[Array | None] | None,
@@ -191,7 +219,7 @@ def _gradients(
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
         raise ValueError(msg)
     likes = like if "x" in asked else None, gamma, beta
-    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, "dy": dy}
+    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, **inputs}
     found: list[Array | None] = []
     for name, wanted, array in zip(NAMES, likes, given, strict=True):
         if wanted is None:

@@ -21,6 +21,7 @@ def layer_norm(
     out: Array | None = None,
     backend: str | None = None,
     rounding: str = "fast",
+    residual: ArrayLike | None = None,
 ) -> Array:
     """
     Normalize `x` over `axis` to zero mean and unit variance, then scale and shift.
@@ -52,6 +53,8 @@ def layer_norm(
         result rounded to nearest, ties to even, so that all backends, machines and versions
         return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
         full of exact ties far longer. Not for arrays on a CUDA device.
+    residual : array of the shape of x, optional
+        As for `layer_norm_forward`.
 
     Returns
     -------
@@ -100,7 +103,7 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
-    return forward(x, norm, axis, out, backend, keep=False)[0]
+    return forward(x, norm, axis, out, backend, False, residual)[0]
 
 
 def layer_norm_forward(
@@ -113,6 +116,7 @@ def layer_norm_forward(
     out: Array | None = None,
     backend: str | None = None,
     rounding: str = "fast",
+    residual: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
@@ -125,6 +129,10 @@ def layer_norm_forward(
         byte order, to a copy.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
+    residual : array of the shape of x, optional
+        Added to `x` first: what is normalized is ``s = x + residual``, rounded once to the dtype of
+        `x`. It is ``cache.x``, for the next residual. Of any of the four dtypes; of that of `x`, if
+        it has 16 or 32 bits, it is added while the rows are in the cache. Not for CUDA arrays.
 
     Returns
     -------
@@ -154,7 +162,7 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
-    return forward(x, norm, axis, out, backend)
+    return forward(x, norm, axis, out, backend, True, residual)
 
 
 def layer_norm_backward(
@@ -163,6 +171,7 @@ def layer_norm_backward(
     *,
     wrt: Sequence[str] = NAMES,
     out: Sequence[Array | None] | None = None,
+    dsum: ArrayLike | None = None,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
@@ -179,6 +188,11 @@ def layer_norm_backward(
     out : Gradients or tuple of three, optional
         Arrays to write dx, dgamma and dbeta into; None for those to be allocated. They may not
         overlap one another or an input, but dx may be exactly `dy`.
+    dsum : array of the shape of x, optional
+        Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
+        of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
+        dtype than a 16- or 32-bit `x`, it takes the slow reference. Not with
+        ``rounding="nearest"`` yet, not for CUDA arrays.
 
     Returns
     -------
@@ -204,7 +218,8 @@ def layer_norm_backward(
     The errors are within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma and
     dbeta), as `layer_norm` says of y. With ``g = gamma * dy``, S is
 
-    - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y;
+    - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y; with a
+      dsum, + |dsum|;
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for float64,
       2**-94;
     - for dbeta: the sum over rows of ``|dy|``, the same c.
@@ -222,4 +237,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out)
+    return backward(dy, cache, wrt, out, dsum)

@@ -5,15 +5,21 @@ The equations in NumPy on (rows, n), in float64 or double-double, rounded once: 
 from typing import Any
 
 from stablenorm.reference import equations, nearest
-from stablenorm.reference.equations import RowsLike, project
+from stablenorm.reference.equations import RowsLike, add, project
 from stablenorm.reference.nearest import columns_of_sums
-from stablenorm.types import Gradients, Norm, Statistics
+from stablenorm.types import NOTHING_EXTRA, Extra, Gradients, Norm, Residual, Statistics
 
-__all__ = ["backward", "columns_of_sums", "forward", "normalize", "project"]
+__all__ = ["add", "backward", "columns_of_sums", "forward", "normalize", "project"]
 
 
-def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
-    """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
+def forward(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> Statistics:
+    """
+    Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
+
+    With a residual, x + residual is normalized, rounded to x's dtype and written to ``residual.sum``.
+    """
+    if residual is not None:
+        x = equations.add(x, *residual)
     statistics: Statistics = _of(norm).forward(x, norm, y)
     return statistics
 
@@ -22,9 +28,16 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
 normalize = forward
 
 
-def backward(dy: RowsLike, x: RowsLike, norm: Norm, statistics: Statistics, out: Gradients) -> None:
+def backward(
+    dy: RowsLike,
+    x: RowsLike,
+    norm: Norm,
+    statistics: Statistics,
+    out: Gradients,
+    extra: Extra = NOTHING_EXTRA,
+) -> None:
     """Pull `dy` back through `forward`, into those arrays of `out` that are not None."""
-    _of(norm).backward(dy, x, norm, statistics, out)
+    _of(norm).backward(dy, x, norm, statistics, out, extra)
 
 
 def _of(norm: Norm) -> Any:

@@ -21,7 +21,7 @@ from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import _BLOCK, RowsLike, _blocks, _center, _Keeper, _RowSum
-from stablenorm.types import Array, Gradients, Norm, Statistics
+from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
 
 _UNIT = 2.0**-106
 
@@ -73,6 +73,7 @@ def backward(
     norm: Norm,
     statistics: Statistics,  # noqa: ARG001, what all backends are given
     out: Gradients,
+    extra: Extra = NOTHING_EXTRA,  # noqa: ARG001, refused above
 ) -> None:
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
