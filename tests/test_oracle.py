@@ -1,28 +1,26 @@
 """The oracle against plain rational arithmetic, and against wrong answers, which it must reject."""
 
 import math
-from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
 import pytest
-from rationals import BFLOAT16, DTYPES, NAMES, fractions, neighbours, sample
+from rationals import (
+    BFLOAT16,
+    DTYPES,
+    NAMES,
+    fractions,
+    nearest,
+    neighbours,
+    sample,
+    square_root,
+)
 
-from stablenorm.oracle import exact_layer_norm, rounding
+from stablenorm.oracle import exact_layer_norm, rounding, surds
 
-UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Digits of the square root in the tests' own arithmetic, which sees it through a few operations.
 DIGITS = 300
-
-
-def square_root(value, digits):
-    """The square root of a rational to so many digits, by decimal arithmetic."""
-    with localcontext() as context:
-        context.prec = digits + 10
-        context.Emax, context.Emin = 10**6, -(10**6)
-        root = (Decimal(value.numerator) / Decimal(value.denominator)).sqrt()
-        return Fraction(root)
 
 
 def textbook_row(x, gamma, beta, eps, dy, digits=DIGITS):
@@ -54,15 +52,6 @@ def textbook(x, gamma, beta, eps, dy, digits=DIGITS):
         "dgamma": [sum(column) for column in zip(*(row["dgamma"] for row in rows), strict=True)],
         "dbeta": [sum(fractions(column)) for column in dy.T],
     }
-
-
-def nearest(value, dtype):
-    below, above = neighbours(value, dtype)
-    to_below, to_above = value - Fraction(float(below)), Fraction(float(above)) - value
-    if to_below == to_above:
-        bits = int(np.asarray(below).view(UINT[dtype.itemsize]))
-        return below if bits % 2 == 0 else above
-    return below if to_below < to_above else above
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5, 3.0])
@@ -317,3 +306,10 @@ def test_an_enclosure_that_crosses_a_negative_power_of_two_is_open():
     assert (
         rounding.nearest(rounding.Interval(-(1 << 30), 40, 0), rounding.FORMATS["float32"]) is None
     )
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+def test_a_square_root_is_exact_only_if_nothing_is_left_over(excess):
+    """The first 512 bits of 1 + 2^-600 are those of 1."""
+    root = surds.enclose_root(1 + excess * Fraction(1, 2**600))
+    assert root == rounding.Interval(*((1 << 256, 1, -256) if excess else (1, 0, 0)))

@@ -187,6 +187,6 @@ def test_wrong_arrays_and_names():
         exact.ulp_errors(y=x[0])
     with pytest.raises(TypeError, match=r"y must be .* got int64"):
         exact.check_contract(y=np.zeros((1, 3), int))
-    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, got 'z'"):
+    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, ty, got 'z'"):
         exact.rounded("z", np.float32)
     assert exact.ulp_errors() == {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         check_layer_norm,
     )
     from stablenorm.diagnosis import Diagnosis, diagnose
-    from stablenorm.oracle import exact_layer_norm
+    from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 
 __version__ = "0.1.0"
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_layer_norm",
     "diagnose",
     "exact_layer_norm",
+    "exact_rms_norm",
     "get_num_threads",
     "layer_norm",
     "layer_norm_backward",
@@ -49,6 +50,7 @@ _LATER = {
     "check_layer_norm": "stablenorm.check",
     "diagnose": "stablenorm.diagnosis",
     "exact_layer_norm": "stablenorm.oracle",
+    "exact_rms_norm": "stablenorm.oracle",
 }
 
 

@@ -1,5 +1,5 @@
 """
-The exact answer of layer normalization and of its gradients, to judge implementations by.
+The exact answers of layer norm, RMS norm and their derivatives, to judge implementations by.
 
 Every float is an integer times a power of two, so mean, variance and all sums of a row are exact
 integers over known denominators; the only irrational number is ``rstd``, enclosed by one integer
@@ -8,6 +8,14 @@ element is correctly rounded is decided, never estimated. Nothing here is shared
 is judged; NumPy only reads and writes the arrays.
 """
 
-from stablenorm.oracle.exact import ContractResult, ExactLayerNorm, exact_layer_norm
+from stablenorm.oracle.contract import ContractResult
+from stablenorm.oracle.exact import ExactNorm
+from stablenorm.oracle.norms import exact_double_backward, exact_layer_norm, exact_rms_norm
 
-__all__ = ["ContractResult", "ExactLayerNorm", "exact_layer_norm"]
+__all__ = [
+    "ContractResult",
+    "ExactNorm",
+    "exact_double_backward",
+    "exact_layer_norm",
+    "exact_rms_norm",
+]

@@ -8,7 +8,7 @@ an interval leaves open is None; the element is then known exactly, as a `Surd`,
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -75,41 +75,60 @@ class Interval(NamedTuple):
     width: int
     exponent: int
 
-    def plus(self, other: "Interval") -> "Interval":
-        """Return the sums of these numbers and those of another."""
-        unit = min(self.exponent, other.exponent)
-        mine, its = self.exponent - unit, other.exponent - unit
-        low = (self.low << mine) + (other.low << its)
-        return Interval(low, (self.width << mine) + (other.width << its), unit)
-
 
 class Vector(NamedTuple):
-    """The numbers ``integers * 2**exponent``."""
+    """The numbers ``integers * unit``; the unit is positive."""
 
     integers: list[int]
-    exponent: int
+    unit: Fraction
+
+    def plus(self, other: "Vector") -> "Vector":
+        """Return the sums, element by element."""
+        mine, its = self.unit, other.unit
+        # The greatest number that both units are multiples of.
+        low = math.gcd(mine.numerator, its.numerator)
+        high = math.lcm(mine.denominator, its.denominator)
+        a = mine.numerator // low * (high // mine.denominator)
+        b = its.numerator // low * (high // its.denominator)
+        pairs = zip(self.integers, other.integers, strict=True)
+        return Vector([a * v + b * w for v, w in pairs], Fraction(low, high))
 
     def times(self, other: "Vector") -> "Vector":
         """Return the products, element by element."""
-        products = [a * b for a, b in zip(self.integers, other.integers, strict=True)]
-        return Vector(products, self.exponent + other.exponent)
+        products = list(map(operator.mul, self.integers, other.integers))
+        return Vector(products, self.unit * other.unit)
+
+    def scaled(self, factor: Fraction) -> "Vector":
+        """Return the products with one number."""
+        if factor <= 0:
+            sign = -1 if factor else 0
+            return Vector([sign * v for v in self.integers], self.unit * (-factor or 1))
+        return Vector(self.integers, self.unit * factor)
+
+    def dot(self, other: "Vector") -> Fraction:
+        """Return the sum of the products."""
+        products: int = sum(map(operator.mul, self.integers, other.integers))
+        return products * self.unit * other.unit
+
+    def total(self) -> Fraction:
+        """Return the sum."""
+        return sum(self.integers) * self.unit
 
     def magnitudes(self) -> "Vector":
         """Return the magnitudes."""
-        return Vector(list(map(abs, self.integers)), self.exponent)
+        return Vector(list(map(abs, self.integers)), self.unit)
 
 
-def read_rows(matrix: Array) -> Iterator[Vector]:
-    """Yield each row of a (rows, n) float64 matrix as integers and one exponent of two."""
-    for row in matrix:
-        # The denominators are powers of two.
-        ratios = [v.as_integer_ratio() for v in row.tolist()]
-        places = max((q.bit_length() - 1 for _, q in ratios), default=0)
-        integers = [p << places + 1 - q.bit_length() for p, q in ratios]
-        # Without the zeros that all of them end in: short integers are quicker.
-        ends = functools.reduce(operator.or_, integers, 0)
-        zeros = max((ends & -ends).bit_length() - 1, 0)
-        yield Vector([v >> zeros for v in integers], zeros - places)
+def read(values: Array) -> Vector:
+    """Return float64 `values` as integers and a power of two."""
+    # The denominators are powers of two.
+    ratios = [v.as_integer_ratio() for v in values.tolist()]
+    places = max((q.bit_length() - 1 for _, q in ratios), default=0)
+    integers = [p << places + 1 - q.bit_length() for p, q in ratios]
+    # Without the zeros that all of them end in: short integers are quicker.
+    ends = functools.reduce(operator.or_, integers, 0)
+    zeros = max((ends & -ends).bit_length() - 1, 0)
+    return Vector([v >> zeros for v in integers], power(zeros - places))
 
 
 def power(exponent: int) -> Fraction:

@@ -1,233 +1,268 @@
 """
-Rows in integers: statistics, and y, dx, dgamma as integers times one irrational factor a row.
+Rows in exact arithmetic: each quantity is written as on paper, as multiples of ``rstd`` and of 1.
 
-With ``x = X 2**scale`` (X integers) and ``C = n X - sum(X)``:
+All of a row but ``rstd`` is rational: with ``rstd**2 = 1 / (var + eps)``, odd powers of rstd are
+rational multiples of it and even powers are rational. So ``xhat = centered * rstd``, and with
+``g = (gamma + gamma_offset) * dy``
 
-- ``x - mean = C 2**scale / n`` and ``var = sum(C**2) 4**scale / n**3``;
-- ``var + eps = V 4**half / n**3`` with an integer V, called `radicand`;
-- ``w = rstd / n = 2**-half sqrt(n / V)``, so that ``xhat = C 2**scale w``.
+    dx = rstd (g - mean(g) - centered (rstd**2 mean(g * centered)))
 
-With ``g = gamma * dy = G 2**j``, using that C sums to zero and that ``n w**2 = n**2 / (V 4**half)``:
-
-    dx = n w (g - mean(g) - xhat mean(g xhat))
-       = w / V 2**j ((n G - sum(G)) V - C n sum(G C) 4**(scale - half))
-
-The factor of T = (...) is the same for a whole row: dx is zero, and has its sign, where T does.
+is rstd times a rational. RMS norm has ``mean(x)`` and ``mean(g)`` set to zero in the same lines.
+What a mask leaves out is zero in every vector, and ones are subtracted only where the mask is True.
 """
 
-import itertools
-import math
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-import numpy as np
+from stablenorm.oracle.rounding import Array, Exactly, Interval, Vector, read
+from stablenorm.oracle.surds import Part, Surd, enclose, exactly, part
 
-from stablenorm.oracle.rounding import Array, Exactly, Interval, Vector, power, read_rows
-from stablenorm.oracle.surds import Surd
 
-# Bits of the square root. An element is enclosed to about 250 bits less its cancellation; what that
-# leaves open (a tie, an exact zero, an exact result) goes to `Surd`.
-ROOT_BITS = 256
+class UndefinedError(Exception):
+    """A row has no variance, and eps is 0: it has no xhat."""
+
+
+class Row:
+    """
+    One row: its statistics, and the vectors given for it by their names.
+
+    `xhat` and `project` leave a factor rstd out, so that they are rational.
+    """
+
+    def __init__(self, inputs: "Inputs", index: int):
+        self._inputs = inputs
+        self._index = index
+        self.layer = inputs.kind == "layer"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._inputs.vectors or name in self._inputs.matrices
+
+    def __getitem__(self, name: str) -> Vector:
+        found = self._inputs.vectors.get(name)
+        return read(self._inputs.matrices[name][self._index]) if found is None else found
+
+    @functools.cached_property
+    def ones(self) -> Vector:
+        """1 where the mask is True, 0 elsewhere."""
+        return self["where"]
+
+    @functools.cached_property
+    def n(self) -> Fraction:
+        """The number of elements of the row that are not masked; 1 if all are."""
+        return self.ones.total() or Fraction(1)
+
+    @functools.cached_property
+    def mean(self) -> Fraction:
+        """The mean; 0 for RMS norm."""
+        return self["x"].total() / self.n if self.layer else Fraction(0)
+
+    @functools.cached_property
+    def centered(self) -> Vector:
+        """``x - mean``."""
+        return self.center(self["x"])
+
+    @functools.cached_property
+    def var(self) -> Fraction:
+        """The mean of ``centered**2``."""
+        return self.centered.dot(self.centered) / self.n
+
+    @functools.cached_property
+    def square(self) -> Fraction:
+        """``rstd**2``."""
+        total = self.var + self._inputs.eps
+        if total == 0 and any(self.ones.integers):
+            raise UndefinedError
+        # A row that is masked as a whole is 0, whatever its rstd.
+        return 1 / (total or Fraction(1))
+
+    def center(self, v: Vector) -> Vector:
+        """Return ``v - mean(v)``, for RMS norm v."""
+        return v.plus(self.ones.scaled(-v.total() / self.n)) if self.layer else v
+
+    @property
+    def xhat(self) -> Vector:
+        """``xhat / rstd``."""
+        return self.centered
+
+    def project(self, v: Vector) -> Vector:
+        """Return ``v - mean(v) - xhat * mean(v * xhat)``."""
+        inner = self.square * v.dot(self.centered) / self.n
+        return self.center(v).plus(self.centered.scaled(-inner))
+
+    def times_rstd(self, v: Vector) -> Part:
+        """Return ``v * rstd``."""
+        return part(v, self.square)
+
+
+class Magnitudes(Row):
+    """A row whose quantities, each part in magnitude, are S of the contract."""
+
+    def _spread(self, v: Vector) -> Vector:
+        """Return ``|v| + mean|v|``, for RMS norm ``|v|``."""
+        v = v.magnitudes()
+        return v.plus(self.ones.scaled(v.total() / self.n)) if self.layer else v
+
+    @property
+    def xhat(self) -> Vector:
+        """``(|xhat| + mean|xhat|) / rstd``."""
+        return self._spread(self.centered)
+
+    def project(self, v: Vector) -> Vector:
+        """Return ``|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|``."""
+        products = self.center(v).times(self.centered).magnitudes()
+        return self._spread(v).plus(self.xhat.scaled(self.square * products.total() / self.n))
+
+
+# ---- the quantities: of each row, or summed over all rows ----
+
+Parts = Iterator[Part]
+
+
+def _y(row: Row) -> Parts:
+    yield row.times_rstd(row["scale"].times(row.xhat))
+    if "beta" in row:
+        yield part(row["beta"].times(row.ones))
+
+
+def _dx(row: Row) -> Parts:
+    yield row.times_rstd(row.project(row["scale"].times(row["dy"])))
+    if "dsum" in row:
+        yield part(row["dsum"])
+    # The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
+    if "dmean" in row:
+        yield part(row.ones.scaled(row["dmean"].total() / row.n))
+    if "drstd" in row:
+        yield row.times_rstd(row.xhat.scaled(-row["drstd"].total() * row.square / row.n))
+
+
+def _dgamma(row: Row) -> Parts:
+    yield row.times_rstd(row["dy"].times(row.xhat))
+
+
+def _dbeta(row: Row) -> Parts:
+    yield part(row["dy"])
+
+
+def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
+    """Yield the tangent of y, given the names of those of x, gamma, beta."""
+    # The Jacobian of xhat is symmetric: the tangent of xhat is rstd project(tx).
+    yield row.times_rstd(row["scale"].times(row.project(row[x])))
+    if gamma in row:
+        yield row.times_rstd(row[gamma].times(row.xhat))
+    if beta in row:
+        yield part(row[beta].times(row.ones))
+
+
+def _ty(row: Row) -> Parts:
+    return _jvp(row, "tx", "tgamma", "tbeta")
+
+
+# Second order: the cotangents ddx, ddgamma, ddbeta of dx, dgamma, dbeta pulled back to dy, x, gamma.
+# What is pulled back is the gradient of
+#     L = <ddx, rstd project(g)> + <ddgamma * dy, xhat> + <ddbeta, dy>.
+# project is symmetric, so that the gradient with respect to dy is a jvp.
+
+
+def _ddy(row: Row) -> Parts:
+    return _jvp(row, "ddx", "ddgamma", "ddbeta")
+
+
+def _double_dgamma(row: Row) -> Parts:
+    yield row.times_rstd(row["dy"].times(row.project(row["ddx"])))
+
+
+def _double_dx(row: Row) -> Parts:
+    dy, u = row["dy"], row["ddx"]
+    g = row["scale"].times(dy)
+    if "ddgamma" in row:
+        yield row.times_rstd(row.project(row["ddgamma"].times(dy)))
+    # <u, rstd project(g)> = n rstd (mean(u (g - mean(g))) - a b), with a = mean(u xhat) and
+    # b = mean(g xhat). The gradients of rstd, a and b are -rstd**2 xhat / n, rstd project(u) / n and
+    # rstd project(g) / n; and mean(u (g - mean(g))) - a b = mean(project(u) g). Together:
+    # -rstd**2 (xhat mean(project(u) g) + project(u) b + project(g) a).
+    pu, pg = row.project(u), row.project(g)
+    along = row.xhat.scaled(pu.dot(g) / row.n)
+    across = pu.scaled(g.dot(row.xhat) / row.n).plus(pg.scaled(u.dot(row.xhat) / row.n))
+    yield row.times_rstd(along.plus(across).scaled(-row.square))
+
+
+class Quantity(NamedTuple):
+    """How a quantity is made of a row, whether summed over rows, and the argument it needs."""
+
+    parts: Callable[[Row], Parts]
+    summed: bool
+    needs: str
+
+
+NORM = {
+    "y": Quantity(_y, False, "x"),
+    "dx": Quantity(_dx, False, "dy"),
+    "dgamma": Quantity(_dgamma, True, "dy"),
+    "dbeta": Quantity(_dbeta, True, "dy"),
+    "ty": Quantity(_ty, False, "tx"),
+}
+DOUBLE_BACKWARD = {
+    "ddy": Quantity(_ddy, False, "ddx"),
+    "dx": Quantity(_double_dx, False, "dy"),
+    "dgamma": Quantity(_double_dgamma, True, "dy"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """The integers of one row, as the module docstring names them."""
+class Inputs:
+    """
+    What the quantities are made of, all float64.
 
-    centered: list[int]
-    scale: int
-    radicand: int
-    half: int
+    `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
+    all rows share, and under the names of summed quantities what is added to those.
+    """
 
-    @property
-    def n(self) -> int:
-        """Elements of the row."""
-        return len(self.centered)
-
-    def root(self, divisor: int) -> Interval:
-        """Enclose ``w / divisor``."""
-        shift = ROOT_BITS + (self.radicand.bit_length() + 1) // 2
-        ratio, rest = divmod(self.n << 2 * shift, self.radicand)
-        lower = math.isqrt(ratio)
-        if divisor == 1:
-            exact = rest == 0 and lower * lower == ratio
-            return Interval(lower, 0 if exact else 1, -shift - self.half)
-        # 2**more <= divisor, so that the width of w adds at most one unit to that of the floor.
-        more = divisor.bit_length() - 1
-        return Interval((lower << more) // divisor, 2, -shift - self.half - more)
-
-    def affine(self, factor: Vector, offset: Vector | None = None) -> "Terms":
-        """Return ``factor * xhat + offset``."""
-        return Terms(self, factor.times(Vector(self.centered, self.scale)), 1, offset)
-
-    def dx(self, g: Vector) -> "Terms":
-        """Return dx."""
-        n, v, total = self.n, self.radicand, sum(g.integers)
-        inner = sum(a * c for a, c in zip(g.integers, self.centered, strict=True))
-        factor = n * inner << 2 * (self.scale - self.half)
-        pairs = zip(g.integers, self.centered, strict=True)
-        return Terms(
-            self, Vector([(n * a - total) * v - c * factor for a, c in pairs], g.exponent), v
-        )
-
-    def deviations(self) -> list[int]:
-        """Return ``n |C| + sum |C|``: n times ``|xhat| + mean|xhat|`` in the unit of C."""
-        spread = sum(map(abs, self.centered))
-        return [self.n * abs(c) + spread for c in self.centered]
-
-    def affine_size(self, factor: Vector, offset: Vector | None = None) -> "Terms":
-        """Return ``|factor| (|xhat| + mean|xhat|) + |offset|``."""
-        products = factor.magnitudes().times(Vector(self.deviations(), self.scale))
-        return Terms(self, products, self.n, offset and offset.magnitudes())
-
-    def dx_size(self, g: Vector) -> "Terms":
-        """Return ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean g) xhat|)``."""
-        n, v = self.n, self.radicand
-        total, spread = sum(g.integers), sum(map(abs, g.integers))
-        pairs = zip(g.integers, self.centered, strict=True)
-        factor = sum(abs((n * a - total) * c) for a, c in pairs) << 2 * (self.scale - self.half)
-        both = zip(g.integers, self.deviations(), strict=True)
-        integers = [(n * abs(a) + spread) * n * v + d * factor for a, d in both]
-        return Terms(self, Vector(integers, g.exponent), n * v)
-
-
-class Terms(NamedTuple):
-    """Numbers ``multiples * w / divisor + offset`` of a row."""
-
-    row: Row
-    multiples: Vector
-    divisor: int
-    offset: Vector | None = None
-
-    def intervals(self) -> list[Interval]:
-        """Enclose each number."""
-        factor = self.row.root(self.divisor)
-        place = self.multiples.exponent + factor.exponent
-        offset = self.offset or Vector([0] * self.row.n, place)
-        unit = min(place, offset.exponent)
-        low, width = factor.low << place - unit, factor.width << place - unit
-        high, shift = low + width, offset.exponent - unit
-        return [
-            Interval((t * low if t >= 0 else t * high) + (b << shift), abs(t) * width, unit)
-            for t, b in zip(self.multiples.integers, offset.integers, strict=True)
-        ]
-
-    def exactly(self, columns: list[int]) -> Iterator[tuple[Fraction, int, Fraction]]:
-        """Yield (offset, radicand, c): the number is ``offset + c sqrt(n / radicand)``."""
-        # w = 2**-half sqrt(n / V); what is a power of 4 in V leaves it, so that rows that differ
-        # by a power of two have the same root.
-        radicand = self.row.radicand
-        fours = ((radicand & -radicand).bit_length() - 1) // 2
-        unit = power(self.multiples.exponent - self.row.half - fours) / self.divisor
-        offset = self.offset or Vector([0] * self.row.n, 0)
-        for i in columns:
-            rational = offset.integers[i] * power(offset.exponent)
-            yield rational, radicand >> 2 * fours, self.multiples.integers[i] * unit
-
-
-def read_row(vector: Vector, eps: Fraction) -> Row | None:
-    """Return the row, or None where var + eps is zero: xhat is undefined."""
-    integers, scale = vector
-    n, total = len(integers), sum(integers)
-    centered = [n * v - total for v in integers]
-    squares = sum(c * c for c in centered)
-    if squares == 0 and eps == 0:
-        return None
-    # A float's denominator is a power of two; the exponent is made even for the square root.
-    places = eps.denominator.bit_length() - 1
-    half = min(scale, -((places + 1) // 2))
-    offset = eps.numerator * n**3 << -places - 2 * half
-    return Row(centered, scale, (squares << 2 * (scale - half)) + offset, half)
-
-
-# ---- all rows, block by block: a block of y or dx is a row; dgamma and dbeta are one each ----
-
-
-class Inputs(NamedTuple):
-    """What a layer norm and its gradients are made of; x and dy are (rows, n) float64 matrices."""
-
-    x: Array
-    gamma: Vector
-    beta: Vector
+    kind: str
     eps: Fraction
-    dy: Array | None
+    matrices: dict[str, Array]
+    vectors: dict[str, Vector]
+    quantities: dict[str, Quantity]
 
-    def block(self, name: str, index: int) -> "Inputs":
-        """Return what one block of a quantity is made of."""
-        if name in {"dgamma", "dbeta"}:
-            return self
-        dy = None if self.dy is None else self.dy[[index]]
-        return self._replace(x=self.x[[index]], dy=dy)
-
-    def cotangent(self) -> Array:
-        """Return dy, which everything but y needs."""
-        if self.dy is None:
-            msg = "dy must be given to exact_layer_norm for dx, dgamma and dbeta, got None"
+    def blocks(self, name: str) -> range:
+        """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
+        needed = self.quantities[name].needs
+        if needed not in self.matrices:
+            msg = f"{needed} must be given for {name}, got None"
             raise ValueError(msg)
-        return self.dy
+        return range(1 if self.quantities[name].summed else len(self.matrices["x"]))
 
-    def terms(self, name: str, sizes: bool = False) -> Iterator[Terms | None]:
+    def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
+        """Yield the parts of one block."""
+        quantity = self.quantities[name]
+        if not quantity.summed:
+            yield from quantity.parts(kind(self, block))
+            return
+        if name in self.vectors:
+            yield part(self.vectors[name])
+        for index in range(len(self.matrices["x"])):
+            yield from quantity.parts(kind(self, index))
+
+    def enclosed(self, name: str, block: int, sizes: bool = False) -> list[Interval] | None:
         """
-        Yield y, dx, or its part of dgamma, for each row; None where it is undefined.
+        Enclose the elements of one block; None if it is undefined.
 
         Or, if `sizes`, S of the contract: the sum of the magnitudes that each is made of.
         """
-        cotangents = itertools.repeat(None) if name == "y" else read_rows(self.cotangent())
-        for x, dy in zip(read_rows(self.x), cotangents, strict=False):
-            row = read_row(x, self.eps)
-            if row is None:
-                yield None
-                continue
-            affine, dx = (row.affine_size, row.dx_size) if sizes else (row.affine, row.dx)
-            if dy is None:
-                yield affine(self.gamma, self.beta)
-            else:
-                yield affine(dy) if name == "dgamma" else dx(self.gamma.times(dy))
+        parts = self.parts(name, block, Magnitudes if sizes else Row)
+        if sizes:
+            parts = (Part(list(map(abs, integers)), square) for integers, square in parts)
+        try:
+            return enclose(parts, self.matrices["x"].shape[1])
+        except UndefinedError:
+            return None
 
-    def blocks(self, name: str, sizes: bool = False) -> Iterator[list[Interval] | None]:
-        """Enclose what `terms` yields, block by block; None for one that is undefined."""
-        if name == "dbeta":
-            dy, n = self.cotangent(), self.x.shape[1]
-            (all_of_it,) = read_rows((np.abs(dy) if sizes else dy).reshape(1, -1))
-            integers, exponent = all_of_it
-            yield [Interval(sum(integers[column::n]), 0, exponent) for column in range(n)]
-        elif name == "dgamma":
-            yield self._dgamma(sizes)
-        else:
-            for terms in self.terms(name, sizes):
-                yield None if terms is None else terms.intervals()
-
-    def _dgamma(self, sizes: bool) -> list[Interval] | None:
-        total = [Interval(0, 0, 0)] * self.x.shape[1]
-        for terms in self.terms("dgamma", sizes):
-            if terms is None:
-                return None
-            total = [one.plus(other) for one, other in zip(total, terms.intervals(), strict=True)]
-        return total
-
-    def exactly(self, name: str, index: int) -> Exactly:
+    def exactly(self, name: str, block: int) -> Exactly:
         """Return the function that gives elements of a block, by their columns, exactly."""
-        return lambda columns: self.block(name, index).surds(name, columns) if columns else []
 
-    def surds(self, name: str, columns: list[int]) -> list[Surd]:
-        """Return elements, by their columns, of the one block that is made of these inputs."""
-        n = self.x.shape[1]
-        if name == "dbeta":
-            dy = read_rows(self.cotangent().T[columns])
-            return [Surd(sum(integers) * power(exponent), n, {}) for integers, exponent in dy]
-        rationals = [Fraction(0)] * len(columns)
-        # Rows with the same square root share a term.
-        sums: list[dict[int, Fraction]] = [{} for _ in columns]
-        for terms in self.terms(name):
-            if terms is None:
-                msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
-                raise ValueError(msg)
-            for place, (offset, radicand, coefficient) in enumerate(terms.exactly(columns)):
-                rationals[place] += offset
-                sums[place][radicand] = sums[place].get(radicand, 0) + coefficient
-        return [
-            Surd(rational, n, {radicand: c for radicand, c in found.items() if c})
-            for rational, found in zip(rationals, sums, strict=True)
-        ]
+        def surds(columns: list[int]) -> list[Surd]:
+            return exactly(self.parts(name, block), columns) if columns else []
+
+        return surds

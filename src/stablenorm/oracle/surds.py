@@ -1,39 +1,97 @@
 """
-Exact comparisons of sums of square roots with rationals: for the elements that enclosures leave open.
+Sums of multiples of square roots of rationals: enclosed, and compared exactly where that leaves open.
 
-Every element of y, dx and dgamma is a rational plus a sum of rational multiples of square roots.
-Square roots of positive integers, no two of which differ by a rational factor, are linearly
-independent over the rationals (Besicovitch, J. London Math. Soc. 15 (1940) 3). So once terms that
-differ by a rational factor are merged, what is left is either rational, and compared exactly, or
-irrational, and then some finite precision separates it from any rational number.
+Every element of every quantity is such a sum; the rational ones among its terms are multiples of
+``sqrt(1)``. A block of elements is a sequence of `Part`, a term of each element. Square roots of
+positive integers, no two of which differ by a rational factor, are linearly independent over the
+rationals (Besicovitch, J. London Math. Soc. 15 (1940) 3). So once terms that differ by a rational
+factor are merged, what is left is either rational, and compared exactly, or irrational, and then
+some finite precision separates it from any rational number.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
-from stablenorm.oracle.rounding import Interval, T, power
+from stablenorm.oracle.rounding import Interval, T, Vector, power
 
-# A first try that nearly always decides; it doubles until it does.
+# Bits of a square root. An element is enclosed to about 250 bits less its cancellation; what that
+# leaves open (a tie, an exact zero, an exact result) goes to `Surd`.
+ROOT_BITS = 256
+
+# A first try of `Surd` that nearly always decides; it doubles until it does.
 FIRST_BITS = 512
+
+
+class Part(NamedTuple):
+    """The numbers ``integers * sqrt(square)``."""
+
+    integers: list[int]
+    square: Fraction
+
+
+def part(vector: Vector, square: Fraction = Fraction(1)) -> Part:
+    """Return ``vector * sqrt(square)``."""
+    return Part(vector.integers, vector.unit**2 * square)
+
+
+def enclose_root(square: Fraction) -> Interval:
+    """Enclose the square root of a positive rational, exactly if it has few enough bits."""
+    p, q = square.as_integer_ratio()
+    shift = max(ROOT_BITS + (q.bit_length() - p.bit_length()) // 2, 0)
+    ratio, rest = divmod(p << 2 * shift, q)
+    root = math.isqrt(ratio)
+    if rest or root * root != ratio:
+        return Interval(root, 1, -shift)
+    zeros = (root & -root).bit_length() - 1
+    return Interval(root >> zeros, 0, zeros - shift)
+
+
+def enclose(parts: Iterable[Part], n: int) -> list[Interval]:
+    """Enclose the `n` sums of the parts."""
+    lows, widths, unit = [0] * n, [0] * n, 0
+    for integers, square in parts:
+        low, width, exponent = enclose_root(square)
+        coarser, shift = max(unit - exponent, 0), max(exponent - unit, 0)
+        low, width = low << shift, width << shift
+        high = low + width
+        pairs = zip(lows, integers, strict=True)
+        lows = [(v << coarser) + (t * low if t >= 0 else t * high) for v, t in pairs]
+        if width or coarser:
+            pairs = zip(widths, integers, strict=True)
+            widths = [(v << coarser) + abs(t) * width for v, t in pairs]
+        unit = min(unit, exponent)
+    return [Interval(low, width, unit) for low, width in zip(lows, widths, strict=True)]
+
+
+def exactly(parts: Iterable[Part], columns: list[int]) -> "list[Surd]":
+    """Return some of the sums of the parts, by their columns."""
+    sums: list[dict[int, Fraction]] = [{} for _ in columns]
+    for integers, (p, q) in ((integers, square.as_integer_ratio()) for integers, square in parts):
+        # sqrt(p / q) = sqrt(p q) / q. What is a power of 4 in p q leaves the root, so that rows that
+        # differ by a power of two share a term.
+        fours = (((p * q) & -(p * q)).bit_length() - 1) // 2
+        radicand, unit = p * q >> 2 * fours, power(fours) / q
+        for found, column in zip(sums, columns, strict=True):
+            found[radicand] = found.get(radicand, 0) + integers[column] * unit
+    return [Surd({radicand: c for radicand, c in found.items() if c}) for found in sums]
 
 
 @dataclass(frozen=True, slots=True)
 class Surd:
-    """The number ``rational + sum(coefficient * sqrt(n / radicand))`` over the items of `terms`."""
+    """The number ``sum(coefficient * sqrt(radicand))`` over the items of `terms`."""
 
-    rational: Fraction
-    n: int
     terms: dict[int, Fraction]
 
     def enclose(self, bits: int) -> Interval:
-        """Enclose the number, each square root to about `bits` bits; exactly if it is dyadic."""
-        low = high = self.rational
+        """Enclose the number, each square root to `bits` bits or more; exactly if it is dyadic."""
+        low = high = Fraction(0)
         for radicand, coefficient in self.terms.items():
-            shift = bits + (radicand.bit_length() + 1) // 2
-            root = math.isqrt((self.n << 2 * shift) // radicand)
-            ends = [coefficient * Fraction(root + k, 1 << shift) for k in (0, 1)]
+            square = radicand << 2 * bits
+            root = math.isqrt(square)
+            ends = [coefficient * Fraction(v, 1 << bits) for v in (root, root + (root**2 < square))]
             low += min(ends)
             high += max(ends)
         size, places = max(abs(low), abs(high)), low.denominator.bit_length() - 1
@@ -44,24 +102,18 @@ class Surd:
         return Interval(first, math.ceil(high / power(unit)) - first, unit)
 
     def settled(self) -> "Surd":
-        """Merge the terms that differ by a rational factor, and those that are rational."""
-        rational = self.rational
-        merged: dict[int, Fraction] = {}
+        """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
+        merged = {1: Fraction(0)}
         for radicand, coefficient in self.terms.items():
-            # sqrt(n / radicand) = sqrt(n * radicand) / radicand.
-            root = _exact_root(self.n * radicand)
-            if root is not None:
-                rational += coefficient * Fraction(root, radicand)
-                continue
             for other in merged:
-                # sqrt(n / radicand) = sqrt(n / other) * sqrt(other * radicand) / radicand.
-                root = _exact_root(other * radicand)
-                if root is not None:
-                    merged[other] += coefficient * Fraction(root, radicand)
+                # sqrt(radicand) = sqrt(other) * sqrt(other * radicand) / other.
+                root = math.isqrt(other * radicand)
+                if root * root == other * radicand:
+                    merged[other] += coefficient * Fraction(root, other)
                     break
             else:
                 merged[radicand] = coefficient
-        return Surd(rational, self.n, {r: c for r, c in merged.items() if c})
+        return Surd({r: c for r, c in merged.items() if c})
 
     def decide(self, verdict: Callable[[Interval], T | None]) -> T:
         """Raise the precision until `verdict` of the enclosure is not None."""
@@ -82,10 +134,8 @@ class Surd:
             return low * power(exponent) if close else None
 
         number = self.settled()
-        return number.decide(verdict) if number.terms else number.rational
-
-
-def _exact_root(integer: int) -> int | None:
-    """Return the square root of `integer` if it is a perfect square."""
-    root = math.isqrt(integer)
-    return root if root * root == integer else None
+        return (
+            number.decide(verdict)
+            if number.terms.keys() - {1}
+            else number.terms.get(1, Fraction(0))
+        )

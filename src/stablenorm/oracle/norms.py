@@ -1,0 +1,275 @@
+"""`exact_layer_norm`, `exact_rms_norm`, `exact_double_backward`: arguments checked, made float64."""
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from stablenorm.oracle.exact import ExactNorm, as_float64
+from stablenorm.oracle.rounding import Array, format_of, read, round_block
+from stablenorm.oracle.rows import DOUBLE_BACKWARD, NORM, Inputs, Quantity
+from stablenorm.oracle.surds import enclose, part
+
+Given = Array | None
+
+
+def exact_layer_norm(
+    x: Array,
+    gamma: Given = None,
+    beta: Given = None,
+    eps: float = 1e-5,
+    dy: Given = None,
+    *,
+    gamma_offset: float = 0.0,
+    residual: Given = None,
+    where: Given = None,
+    dsum: Given = None,
+    dmean: Given = None,
+    drstd: Given = None,
+    accumulate: tuple[Given, Given] = (None, None),
+    tx: Given = None,
+    tgamma: Given = None,
+    tbeta: Given = None,
+) -> ExactNorm:
+    """
+    Return the exact layer norm of `x` over its last axis, to measure implementations against.
+
+    Every array but `where` is float16, bfloat16, float32 or float64, and finite where it is used.
+
+    Parameters
+    ----------
+    x : array of shape (..., n)
+        What is normalized; n at least 1.
+    gamma, beta : array of shape (n,), optional
+        Scale and shift. Default: 1 and 0.
+    eps : float, default: 1e-5
+        Added to the variance before the square root: this float64, whatever the dtype of `x`.
+    dy : array of the shape of x, optional
+        The cotangent of y. Needed for dx, dgamma and dbeta.
+    gamma_offset : float, default: 0.0
+        The scale is ``gamma + gamma_offset``, the exact sum.
+    residual : array of the shape of x, optional
+        Added to `x`, and the sum rounded once to the dtype of `x`, before it is normalized.
+    where : array of bool, optional
+        Broadcast against `x`. Elements where it is False are in no statistic and in no sum over
+        rows, and are not read; y, ty and the norm's own part of dx are 0 there.
+    dsum : array of the shape of x, optional
+        Added to dx: the cotangent of what is normalized, apart from that of y.
+    dmean, drstd : array of shape (..., 1), optional
+        The cotangents of the mean and of rstd, whose gradients are added to dx.
+    accumulate : pair of array of shape (n,) or None, optional
+        What dgamma and dbeta are added to, before they are rounded.
+    tx : array of the shape of x, optional
+        The tangent of `x` (with a residual, of the sum). Needed for ty.
+    tgamma, tbeta : array of shape (n,), optional
+        The tangents of gamma and beta. Default: 0.
+
+    Returns
+    -------
+    ExactNorm
+        The exact y, dx, dgamma, dbeta and ty, as of infinite precision: their errors in ulp, their
+        correctly rounded values, the contract. Computed when asked for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If a dtype is not one of the four; if a shape is wrong, a value is not finite, or eps is
+        negative or not finite.
+
+    Notes
+    -----
+    A row of n = 768 costs milliseconds, and one of float64 that spans the whole range of exponents a
+    multiple of that. Slice `x` and `dy` first when a sample of rows is enough.
+
+    Examples
+    --------
+    >>> exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), eps=0.0)
+    >>> exact.mean(0), exact.var(0)
+    (Fraction(2, 1), Fraction(14, 3))
+    >>> exact.rounded("y", np.float16).dtype
+    dtype('float16')
+    """
+    matrices = {"dy": dy, "dsum": dsum, "dmean": dmean, "drstd": drstd, "tx": tx}
+    vectors = {"beta": beta, "tgamma": tgamma, "tbeta": tbeta}
+    scale = (gamma, gamma_offset)
+    more = (residual, where, accumulate)
+    return _exact("layer", NORM, x, eps, scale, matrices, vectors, *more)
+
+
+def exact_rms_norm(
+    x: Array,
+    gamma: Given = None,
+    beta: Given = None,
+    eps: float = 1e-5,
+    dy: Given = None,
+    *,
+    gamma_offset: float = 0.0,
+    residual: Given = None,
+    where: Given = None,
+    dsum: Given = None,
+    drstd: Given = None,
+    accumulate: tuple[Given, Given] = (None, None),
+    tx: Given = None,
+    tgamma: Given = None,
+    tbeta: Given = None,
+) -> ExactNorm:
+    """
+    Return the exact RMS norm of `x` over its last axis: ``xhat = x / sqrt(mean(x**2) + eps)``.
+
+    The parameters are those of `exact_layer_norm`. There is no mean, and so no `dmean`.
+
+    Returns
+    -------
+    ExactNorm
+        As of `exact_layer_norm`.
+
+    Examples
+    --------
+    >>> exact = exact_rms_norm(np.array([[1.0, 7.0]]), eps=0.0)
+    >>> exact.mean(0), exact.var(0)
+    (Fraction(0, 1), Fraction(25, 1))
+    >>> exact.rounded("y", np.float64)
+    array([[0.2, 1.4]])
+    """
+    matrices = {"dy": dy, "dsum": dsum, "drstd": drstd, "tx": tx}
+    vectors = {"beta": beta, "tgamma": tgamma, "tbeta": tbeta}
+    scale = (gamma, gamma_offset)
+    more = (residual, where, accumulate)
+    return _exact("rms", NORM, x, eps, scale, matrices, vectors, *more)
+
+
+def exact_double_backward(
+    ddx: Array,
+    dy: Array,
+    x: Array,
+    gamma: Given = None,
+    eps: float = 1e-5,
+    *,
+    ddgamma: Given = None,
+    ddbeta: Given = None,
+    gamma_offset: float = 0.0,
+    kind: str = "layer",
+) -> ExactNorm:
+    """
+    Return the exact pullback of the backward: of its dx, dgamma, dbeta to its dy, x and gamma.
+
+    Parameters
+    ----------
+    ddx : array of the shape of x
+        The cotangent of the backward's dx.
+    dy, x, gamma, eps, gamma_offset
+        What the backward is taken of, as in `exact_layer_norm`.
+    ddgamma, ddbeta : array of shape (n,), optional
+        The cotangents of the backward's dgamma and dbeta. Default: 0.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
+
+    Returns
+    -------
+    ExactNorm
+        The exact ddy, dx, dgamma: the gradients of ``sum(ddx * backward's dx) + sum(ddgamma *
+        backward's dgamma) + sum(ddbeta * backward's dbeta)`` with respect to dy, x, gamma. All but
+        `ExactNorm.check_contract`.
+
+    Examples
+    --------
+    >>> x, dy, ddx = np.array([[1.0, 7.0]]), np.array([[25.0, 0.0]]), np.array([[0.0, 25.0]])
+    >>> exact = exact_double_backward(ddx, dy, x, eps=0.0, kind="rms")
+    >>> exact.rounded("dgamma", np.float64)
+    array([-17.5,   0. ])
+    """
+    if kind not in {"layer", "rms"}:
+        msg = f"kind must be 'layer' or 'rms', got {kind!r}"
+        raise ValueError(msg)
+    matrices: dict[str, Given] = {"dy": dy, "ddx": ddx}
+    vectors = {"ddgamma": ddgamma, "ddbeta": ddbeta}
+    return _exact(kind, DOUBLE_BACKWARD, x, eps, (gamma, gamma_offset), matrices, vectors)
+
+
+def _exact(
+    kind: str,
+    quantities: dict[str, Quantity],
+    x: Array,
+    eps: float,
+    scale: tuple[Given, float],
+    matrices: dict[str, Given],
+    vectors: dict[str, Given],
+    residual: Given = None,
+    where: Given = None,
+    accumulate: tuple[Given, Given] = (None, None),
+) -> ExactNorm:
+    """Check what is given, by the names of the arguments, and make it an `ExactNorm`."""
+    x = np.asarray(x)
+    if x.ndim < 1 or x.shape[-1] < 1:
+        msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
+        raise ValueError(msg)
+    if not (math.isfinite(eps) and eps >= 0):
+        msg = f"eps must be finite and >= 0, got {eps}"
+        raise ValueError(msg)
+    gamma, gamma_offset = scale
+    if not math.isfinite(gamma_offset):
+        msg = f"gamma_offset must be finite, got {gamma_offset}"
+        raise ValueError(msg)
+    n, mask = x.shape[-1], None if where is None else _mask(where, x)
+    values = _read("x", x, x.shape, mask)
+    if residual is not None:
+        values = _sum(values, _read("residual", np.asarray(residual), x.shape, mask), x.dtype)
+    exact = {"x": values}
+    for name, array in matrices.items():
+        if array is not None:
+            shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
+            # dsum does not come through the norm: what it adds is masked by nothing.
+            hidden = mask if name in {"dy", "tx", "ddx"} else None
+            exact[name] = _read(name, np.asarray(array), shape, hidden)
+    vectors = vectors | {"gamma": gamma} | dict(zip(("dgamma", "dbeta"), accumulate, strict=True))
+    shared = {
+        name: read(_read(name, np.asarray(array), (n,)))
+        for name, array in vectors.items()
+        if array is not None
+    }
+    ones = read(np.ones(n))
+    shared["scale"] = shared.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
+    if mask is None:
+        shared["where"] = ones
+    else:
+        exact["where"] = mask.astype(np.float64)
+    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in exact.items()}
+    inputs = Inputs(kind, Fraction(float(eps)), rows, shared, quantities)
+    return ExactNorm(values.astype(x.dtype), inputs)
+
+
+def _mask(where: Array, x: Array) -> Array:
+    """Return `where`, of the shape of x."""
+    where = np.asarray(where)
+    if where.dtype != np.bool_:
+        msg = f"where must be bool, got {where.dtype.name}"
+        raise TypeError(msg)
+    try:
+        return np.broadcast_to(where, x.shape)
+    except ValueError:
+        msg = f"where must broadcast against x of shape {x.shape}, got {where.shape}"
+        raise ValueError(msg) from None
+
+
+def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
+    """Return ``x + residual`` rounded once to `dtype`, as float64."""
+    fmt, rows = format_of(dtype, "x"), np.zeros_like(x).reshape(-1, x.shape[-1])
+    pairs = zip(x.reshape(rows.shape), residual.reshape(rows.shape), strict=True)
+    for row, (a, b) in zip(rows, pairs, strict=True):
+        # Sums of floats are integers in units of a power of two: nothing is left open.
+        row[:] = round_block(enclose([part(read(a)), part(read(b))], len(row)), fmt, lambda _: [])
+    return _finite("x + residual", rows.reshape(x.shape))
+
+
+def _read(name: str, array: Array, shape: tuple[int, ...], mask: Given = None) -> Array:
+    """Return the float64 copy of an argument, 0 where `mask` is False."""
+    values = as_float64(name, array, shape)
+    return _finite(name, values if mask is None else np.where(mask, values, 0.0))
+
+
+def _finite(name: str, values: Array) -> Array:
+    if not np.isfinite(values).all():
+        msg = f"{name} must be finite for an exact result, got {values[~np.isfinite(values)][0]}"
+        raise ValueError(msg)
+    return values

@@ -1,0 +1,334 @@
+"""The family's exact forms against a plain forward in rationals and its differences."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from rationals import DTYPES, fractions, nearest, sample, square_root
+
+from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
+
+KINDS = {"layer": exact_layer_norm, "rms": exact_rms_norm}
+# Digits of the square root; the step of a central difference; and what that difference may be off
+# by: step**2 = 5e-91 times a third derivative, which the samples here keep below 1e6.
+DIGITS, STEP, CLOSE = 320, Fraction(1, 2**150), Fraction(1, 10**84)
+
+
+def dot(a, b):
+    return sum(v * w for v, w in zip(a, b, strict=True))
+
+
+def plain(kind, x, gamma, beta, eps, where=None):
+    """One row of y, its mean, its rstd, by the formula."""
+    kept = [v for v, keep in zip(x, where or [True] * len(x), strict=True) if keep]
+    mean = sum(kept) / len(kept) if kind == "layer" else Fraction(0)
+    rstd = 1 / square_root(sum((v - mean) ** 2 for v in kept) / len(kept) + eps, DIGITS)
+    y = [a * (v - mean) * rstd + b for v, a, b in zip(x, gamma, beta, strict=True)]
+    return [v * keep for v, keep in zip(y, where or [1] * len(x), strict=True)], mean, rstd
+
+
+def plain_backward(kind, x, gamma, eps, dy):
+    """One row of dx and the row's terms of dgamma, by the chain rule through rstd and mean."""
+    n = len(x)
+    xhat, mean, rstd = plain(kind, x, [1] * n, [0] * n, eps)
+    g = [a * b for a, b in zip(gamma, dy, strict=True)]
+    drstd = dot(g, x) - mean * sum(g)
+    dx = [a * rstd - drstd * rstd**3 * (v - mean) / n for a, v in zip(g, x, strict=True)]
+    if kind == "layer":
+        dx = [v - sum(g) * rstd / n for v in dx]
+    return dx, [a * h for a, h in zip(dy, xhat, strict=True)]
+
+
+def slope(function, point, direction):
+    """The central difference of a function of a list."""
+    ends = [
+        function([v + side * STEP * t for v, t in zip(point, direction, strict=True)])
+        for side in (1, -1)
+    ]
+    return (ends[0] - ends[1]) / (2 * STEP)
+
+
+def unit(n, i):
+    return [Fraction(k == i) for k in range(n)]
+
+
+def hold(exact, expected, rows, sums):
+    """Hold each element against what is expected of the rows; `sums` start with what is given."""
+    sums = {name: fractions(start) for name, start in sums.items()}
+    for r in range(rows):
+        for name, values in expected(r).items():
+            if name in sums:
+                sums[name] = [a + b for a, b in zip(sums[name], values, strict=True)]
+                continue
+            for i, value in enumerate(values):
+                assert abs(exact.value(name, (r, i), 400) - value) < CLOSE
+    for name, values in sums.items():
+        for i, value in enumerate(values):
+            assert abs(exact.value(name, (i,), 400) - value) < CLOSE
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng):
+    rows, n, eps, offset = 2, 4, 0.25, 0.1
+    x, gamma, beta, dy = sample(np.dtype("float64"), rows, n, rng, offset=1.0)
+    dsum, tx = rng.standard_normal((2, rows, n))
+    more = {"drstd": rng.standard_normal((rows, 1))}
+    if kind == "layer":
+        more["dmean"] = rng.standard_normal((rows, 1))
+    tgamma, tbeta, old_dgamma, old_dbeta = rng.standard_normal((4, n))
+    where = np.array([[True, False, True, True], [True] * 4]) if masked else None
+    exact = KINDS[kind](
+        x, gamma, beta, eps, dy, gamma_offset=offset, where=where, dsum=dsum, tx=tx, tgamma=tgamma,
+        tbeta=tbeta, accumulate=(old_dgamma, old_dbeta), **more,
+    )  # fmt: skip
+    scale = [v + Fraction(offset) for v in fractions(gamma)]
+    statistics = [more.get(name, np.zeros((rows, 1))) for name in ("dmean", "drstd")]
+
+    def expected(r):
+        keep = where[r].tolist() if masked else [True] * n
+        state = [v * k for v, k in zip(fractions(x[r]), keep, strict=True)]
+        state += [*scale, *fractions(beta)]
+        tangents = [*fractions(tx[r]), *fractions(tgamma), *fractions(tbeta)]
+
+        def forward(v):
+            return plain(kind, v[:n], v[n : 2 * n], v[2 * n :], Fraction(eps), keep)
+
+        def loss(v):
+            y, *others = forward(v)
+            pulled = dot([Fraction(d[r, 0]) for d in statistics], others)
+            return dot(fractions(dy[r]), y) + pulled + dot(fractions(dsum[r]), v[:n])
+
+        slopes = [slope(loss, state, unit(3 * n, i)) for i in range(3 * n)]
+        return {
+            "y": forward(state)[0],
+            "ty": [slope(lambda v, i=i: forward(v)[0][i], state, tangents) for i in range(n)],
+            "dx": slopes[:n],
+            "dgamma": slopes[n : 2 * n],
+            "dbeta": slopes[2 * n :],
+        }
+
+    hold(exact, expected, rows, {"dgamma": old_dgamma, "dbeta": old_dbeta})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_double_backward_is_the_difference_of_the_backward(kind, rng):
+    rows, n, eps, offset = 2, 4, 0.25, 1.0
+    x, gamma, _, dy = sample(np.dtype("float64"), rows, n, rng, offset=1.0)
+    ddx, (ddgamma, ddbeta) = rng.standard_normal((rows, n)), rng.standard_normal((2, n))
+    exact = exact_double_backward(
+        ddx, dy, x, gamma, eps, ddgamma=ddgamma, ddbeta=ddbeta, gamma_offset=offset, kind=kind
+    )
+    scale = [v + Fraction(offset) for v in fractions(gamma)]
+
+    def expected(r):
+        def loss(v):
+            w = v[2 * n :]
+            dx, dgamma = plain_backward(kind, v[:n], v[n : 2 * n], Fraction(eps), w)
+            sums = dot(fractions(ddgamma), dgamma) + dot(fractions(ddbeta), w)
+            return dot(fractions(ddx[r]), dx) + sums
+
+        state = [*fractions(x[r]), *scale, *fractions(dy[r])]
+        slopes = [slope(loss, state, unit(3 * n, i)) for i in range(3 * n)]
+        return {"dx": slopes[:n], "dgamma": slopes[n : 2 * n], "ddy": slopes[2 * n :]}
+
+    hold(exact, expected, rows, {"dgamma": np.zeros(n)})
+    # Without the cotangents of the sums, and as arrays: rounded once.
+    alone = exact_double_backward(ddx, dy, x, gamma, eps, gamma_offset=offset, kind=kind)
+    for name in ("ddy", "dx", "dgamma"):
+        actual = alone.rounded(name, np.float32)
+        assert alone.ulp_errors(**{name: actual})[name].max() <= 0.5
+    zeros = {"ddgamma": np.zeros(n), "ddbeta": np.zeros(n), "gamma_offset": offset, "kind": kind}
+    same = exact_double_backward(ddx, dy, x, gamma, eps, **zeros)
+    assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
+
+
+@pytest.mark.parametrize("second", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
+    exponents = rng.integers(-12, 12, (2, 3, 7)).astype(np.float64)
+    x, residual = rng.standard_normal((2, 3, 7)) * 2**exponents
+    x, residual = x.astype(dtype), residual.astype(second)
+    exact = exact_layer_norm(x, residual=residual)
+    pairs = zip(fractions(x.ravel()), fractions(residual.ravel()), strict=True)
+    expected = np.array([nearest(a + b, dtype) for a, b in pairs], dtype).reshape(x.shape)
+    assert exact.x.dtype == dtype
+    np.testing.assert_array_equal(exact.x, expected)
+    alone = exact_layer_norm(expected).rounded("y", np.float64)
+    np.testing.assert_array_equal(exact.rounded("y", np.float64), alone)
+
+
+def test_a_residual_is_not_rounded_to_float64_on_its_way():
+    # bfloat16: 1 + 2**-8 is a tie, which 2**-100 decides.
+    x = np.array([[1.0, 0.0]]).astype(DTYPES[1])
+    exact = exact_layer_norm(x, residual=np.array([[2.0**-8 + 2.0**-60, 0.0]]))
+    assert float(exact.x[0, 0]) == 1 + 2.0**-7
+    exact = exact_layer_norm(x, residual=np.array([[2.0**-8, 0.0]]))
+    assert float(exact.x[0, 0]) == 1
+
+
+def test_the_sum_of_gamma_and_its_offset_is_exact():
+    # 1 + 2**-60 is 1 in every dtype; beta takes the 1 away.
+    x, gamma = np.array([[-1.0, 1.0]]), np.full(2, 2.0**-60)
+    exact = exact_rms_norm(x, gamma, np.array([1.0, -1.0]), 0.0, gamma_offset=1.0)
+    np.testing.assert_array_equal(exact.rounded("y", np.float32), [[-(2.0**-60), 2.0**-60]])
+
+
+def test_what_is_accumulated_is_rounded_once():
+    # float16 at 2048 has steps of 2: 2049 is a tie, and 2**-20 decides it.
+    dy = np.array([[1.0], [2.0**-20]])
+    old = np.array([2048.0], np.float16)
+    exact = exact_rms_norm(np.ones((2, 1)), eps=0.0, dy=dy, accumulate=(old, old))
+    for name in ("dgamma", "dbeta"):
+        assert exact.rounded(name, np.float16) == 2050
+        assert exact.check_contract(**{name: old})[name].misrounded == 1
+    alone = exact_rms_norm(np.ones((2, 1)), eps=0.0, dy=dy, accumulate=(None, old))
+    assert alone.rounded("dgamma", np.float16) == 1
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_masked_elements_are_as_if_they_were_not_there(kind, eps, rng):
+    x, gamma, beta, dy = sample(np.dtype("float32"), 3, 6, rng, offset=1.0)
+    where = np.array([[1, 1, 0, 1, 0, 1], [1] * 6, [0] * 6], bool)
+    hidden = {"x": np.where(where, x, np.nan), "dy": np.where(where, dy, np.inf)}
+    exact = KINDS[kind](hidden["x"], gamma, beta, eps, hidden["dy"], where=where)
+    first = where[0]
+    short = KINDS[kind](x[:1, first], gamma[first], beta[first], eps, dy[:1, first])
+    whole = KINDS[kind](x[1:2], gamma, beta, eps, dy[1:2])
+    for name in ("y", "dx"):
+        actual = exact.rounded(name, np.float64)
+        np.testing.assert_array_equal(actual[0, first], short.rounded(name, np.float64)[0])
+        np.testing.assert_array_equal(actual[1], whole.rounded(name, np.float64)[0])
+        np.testing.assert_array_equal(actual[~where], 0.0)
+        # A row without any True is defined whatever eps is.
+        assert exact.check_contract(**{name: actual})[name].passed
+    both = KINDS[kind](
+        np.where(where, x, 0)[:2], gamma, beta, eps, np.where(where, dy, 0)[:2], where=where[:2]
+    )
+    for name in ("dgamma", "dbeta"):
+        np.testing.assert_array_equal(exact.rounded(name, "f8"), both.rounded(name, "f8"))
+    columns = dy.astype(np.float64).sum(0, where=where)
+    np.testing.assert_allclose(exact.rounded("dbeta", "f8"), columns, rtol=1e-12)
+    np.testing.assert_array_equal(exact.x, np.where(where, x, 0))
+    # A mask of whole rows, broadcast.
+    rows = KINDS[kind](x, gamma, beta, eps, dy, where=where.any(1, keepdims=True))
+    np.testing.assert_array_equal(rows.rounded("y", "f8")[2], 0.0)
+    np.testing.assert_array_equal(rows.rounded("y", "f8")[1], exact.rounded("y", "f8")[1])
+
+
+def magnitudes(kind, x, gamma, beta, eps, dy, dsum, drstd, tx, tgamma, tbeta, old):
+    """S of the contract, written in float64."""
+
+    def mean(v):
+        return v.mean(-1, keepdims=True)
+
+    zero = kind == "rms"
+    centered = x if zero else x - mean(x)
+    rstd = 1 / np.sqrt(mean(centered**2) + eps)
+    xhat = centered * rstd
+
+    def spread(v):
+        return np.abs(v) + (0 if zero else mean(np.abs(v)))
+
+    def projected(v):
+        mixed = (v if zero else v - mean(v)) * xhat
+        return rstd * (spread(v) + spread(xhat) * mean(np.abs(mixed)))
+
+    statistic = np.abs(drstd) * rstd**2 * spread(xhat) / x.shape[1]
+    tangent = np.abs(gamma) * projected(tx) + np.abs(tgamma) * spread(xhat) + np.abs(tbeta)
+    return {
+        "y": np.abs(gamma) * spread(xhat) + np.abs(beta),
+        "dx": projected(gamma * dy) + np.abs(dsum) + statistic,
+        "ty": tangent,
+        "dgamma": (np.abs(dy) * spread(xhat)).sum(0) + np.abs(old[0]),
+        "dbeta": np.abs(dy).sum(0) + np.abs(old[1]),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, rng):
+    x, gamma, beta, dy = sample(np.dtype("float64"), 3, 6, rng)
+    dsum, tx = rng.standard_normal((2, 3, 6))
+    drstd, (tgamma, tbeta, *old) = rng.standard_normal((3, 1)), rng.standard_normal((4, 6))
+    exact = KINDS[kind](
+        x, gamma, beta, 1e-5, dy, dsum=dsum, drstd=drstd, accumulate=old, tx=tx, tgamma=tgamma,
+        tbeta=tbeta,
+    )  # fmt: skip
+    sizes = magnitudes(kind, x, gamma, beta, 1e-5, dy, dsum, drstd, tx, tgamma, tbeta, old)
+    for name, size in sizes.items():
+        actual = exact.rounded(name, np.float32)
+        assert exact.check_contract(**{name: actual})[name].worst_ulp <= 0.5
+        index = (1, 2) if actual.ndim == 2 else (2,)
+        # Far from the exact value: the error is the difference itself, the ulp nothing beside it.
+        actual[index] = 2.0**40
+        result = exact.check_contract(**{name: actual})[name]
+        expected = (
+            2.0**40 / size[index] / 2.0 ** (-44 if name.startswith("d") and name != "dx" else -48)
+        )
+        assert result.worst_index == index
+        assert result.worst_excess == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("eps", [0.0, 5e-324, 1e300])
+def test_rms_norm_over_the_whole_range_of_float64(eps, rng):
+    x = np.ldexp(rng.standard_normal((3, 9)), rng.integers(-1074, 1022, (3, 9)))
+    x[1:, :2] = [[1.7e308, 1.7e308], [5e-324, -5e-324]]
+    x[2, 2:] = 0
+    exact = exact_rms_norm(x, eps=eps, dy=x[::-1])
+    for row, values in enumerate(x):
+        scaled = fractions(values)
+        square = dot(scaled, scaled) / len(scaled) + Fraction(eps)
+        # The ratio is below 3; its numerator and denominator are not.
+        expected = [v * square_root(1 / square, 1500) for v in scaled]
+        actual = exact.rounded("y", np.float64)[row]
+        assert actual.tolist() == [v.numerator / v.denominator for v in expected]
+    for name in ("dx", "dgamma"):
+        actual = exact.rounded(name, np.float64)
+        assert exact.check_contract(**{name: actual})[name].misrounded == 0
+
+
+def test_rms_norm_of_equal_elements_is_rational():
+    # sqrt(25) = 5, whatever n; and a row of zeros without eps is undefined.
+    exact = exact_rms_norm(np.array([[5.0, -5.0, 5.0], [0.0, 0.0, 0.0]]), np.full(3, 3.0), eps=0.0)
+    assert [exact.value("y", (0, i)) for i in range(3)] == [3, -3, 3]
+    np.testing.assert_array_equal(np.isnan(exact.rounded("y", "f8")), [[False] * 3, [True] * 3])
+    assert (exact.mean(0), exact.var(0)) == (0, 25)
+    # Rows of opposite signs cancel, whatever their scale.
+    x = np.array([[1.0, 2.0, 3.0], [-3.0, -6.0, -9.0]])
+    zeros = exact_rms_norm(x, eps=0.0, dy=np.ones((2, 3))).rounded("dgamma", np.float64)
+    np.testing.assert_array_equal(zeros, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
+        ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
+        ({"residual": np.ones(3)}, ValueError, r"residual must have shape \(2, 3\), got \(3,\)"),
+        ({"residual": np.full((2, 3), 1e308)}, ValueError, r"x \+ residual must be finite.* inf"),
+        ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
+        ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
+        ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
+        ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
+        ({"tgamma": np.ones(3, int)}, TypeError, "tgamma must be float16, .* got int64"),
+    ],
+)
+def test_wrong_arguments(change, error, message):
+    for exact in KINDS.values():
+        with pytest.raises(error, match=message):
+            exact(np.full((2, 3), 1e308), **change)
+
+
+def test_what_is_not_there_is_said():
+    x = np.array([[1.0, 2.0, 4.0]])
+    with pytest.raises(ValueError, match="tx must be given for ty, got None"):
+        exact_rms_norm(x, tgamma=x[0]).rounded("ty", np.float32)
+    with pytest.raises(ValueError, match="kind must be 'layer' or 'rms', got 'batch'"):
+        exact_double_backward(x, x, x, kind="batch")
+    second = exact_double_backward(x, x, x)
+    with pytest.raises(ValueError, match="there is none for second order, use ulp_errors"):
+        second.check_contract(ddy=x)
+    with pytest.raises(ValueError, match="name must be one of ddy, dx, dgamma, got 'y'"):
+        second.rounded("y", np.float32)
