@@ -158,7 +158,7 @@ def exact_double_backward(
     ----------
     ddx : array of the shape of x
         The cotangent of the backward's dx.
-    dy, x, gamma, eps, gamma_offset
+    dy, x, gamma, eps, gamma_offset : array or float
         What the backward is taken of, as in `exact_layer_norm`.
     ddgamma, ddbeta : array of shape (n,), optional
         The cotangents of the backward's dgamma and dbeta. Default: 0.
