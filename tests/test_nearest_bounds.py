@@ -43,7 +43,8 @@ def compiled():
         spread = nearest.spread_of(single, row[3])
         for j in range(n):
             xhat[j, 0], xhat[j, 1] = wide.xhat_of(x[j], *row)
-            y[j, 0], y[j, 1], y[j, 2] = nearest._y(at(x), j, at(gamma), at(beta), row, spread)
+            given = at(x), at(gamma), at(beta), row, spread
+            y[j, 0], y[j, 1], y[j, 2] = nearest._y(given, j)
             y[j, 2] *= nearest.row_bound(n)
         return extreme, (d, d_low, square, square_low, *var), row, spread
 
@@ -62,9 +63,9 @@ def compiled():
             nearest.add_sizes(at(dy[i]), factors, n, spreads[i], range_of_dy, sizes)
             means[i, 0], means[i, 1], means[i, 2], means[i, 3] = four
             means[i, 4], means[i, 5] = wide.smallest(at(dy[i]), at(gamma), n)
-            size = nearest._size_of(arrays, factors, n)
+            size = nearest.size_of(arrays, factors, n)
             for j in range(n):
-                dx[i, j] = nearest._dx(factors, j, four, row[3:], size)
+                dx[i, j] = nearest._dx((factors, four, row[3:], size), j)
                 dx[i, j, 2] *= nearest.row_bound(n) * row[3]
         wide_tiles._settle(totals, n)
         return extreme

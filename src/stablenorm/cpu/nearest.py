@@ -28,6 +28,7 @@ from stablenorm.cpu.memory import (
     fma,
     get,
     inlined,
+    named,
     pasted,
     put,
     put_sum_nearly,
@@ -109,27 +110,12 @@ def spread_of(square, rstd):
     return math.sqrt(max(square, 0.0)) * rstd * (1.0 + 2.0**-48)
 
 
-@pasted
-def _y(x, j, gamma, beta, row, spread):
+@inlined
+def _y(given, j):
+    x, gamma, beta, row, spread = given
     h, h_low = xhat_of(get(x, j), *row)
     high, low = affine(h, h_low, gamma[j], beta[j])
     return high, low, abs(gamma[j]) * (abs(h) + spread)
-
-
-@inlined
-def normalize(x, y, n, gamma, beta, row, spread):
-    """Write a row of y; return whether an element of it is undecided."""
-    wide_vectors()
-    bound, doubt = row_bound(n), np.int64(0)
-    for j in range(n):
-        high, low, size = _y(x, j, gamma, beta, row, spread)
-        doubt = _put(y, j, high, low, bound * size, doubt)
-    decided = True
-    if doubt < 0:
-        for j in range(n):
-            high, low, size = _y(x, j, gamma, beta, row, spread)
-            decided &= put_decided(y, j, high, low, total_error(low, bound * size))
-    return not decided
 
 
 # ---- backward ----
@@ -145,35 +131,18 @@ def _sum_of_squares(shifted, shifted_low, n):
 
 
 @inlined
-def _size_of(arrays, factors, n):
+def size_of(arrays, factors, n):
     """Return ``2 |m| + 3 rms(g - m)``, or a little more; 0 only where all of g - m is."""
     total = _sum_of_squares(factors[0], factors[1], n)
     m = abs(smallest(arrays[0], arrays[2], n)[0])
     return 2.0 * m + 3.1 * math.sqrt(total / n) if total > 0.0 else 0.0
 
 
-@pasted
-def _dx(factors, j, means, rstd, size):
-    shifted, shifted_low, h, h_low = factors
+@inlined
+def _dx(given, j):
+    (shifted, shifted_low, h, h_low), means, rstd, size = given
     high, low = dx_of((shifted[j], shifted_low[j]), (h[j], h_low[j]), means, rstd)
     return high, low, abs(shifted[j]) + (1.0 + abs(h[j])) * size
-
-
-@inlined
-def write_dx(arrays, factors, dx, n, means, row):
-    """Write a row of dx; return whether an element of it is undecided."""
-    wide_vectors()
-    rstd, doubt, size = row[3:], np.int64(0), _size_of(arrays, factors, n)
-    bound = row_bound(n) * rstd[0]
-    for j in range(n):
-        high, low, part = _dx(factors, j, means, rstd, size)
-        doubt = _put(dx, j, high, low, bound * part, doubt)
-    decided = True
-    if doubt < 0:
-        for j in range(n):
-            high, low, part = _dx(factors, j, means, rstd, size)
-            decided &= put_decided(dx, j, high, low, total_error(low, bound * part))
-    return not decided
 
 
 @inlined
@@ -206,3 +175,37 @@ def is_exact(rows, most, last):
     exactly.
     """
     return rows * 2.0**-53 * rows * most * last <= 2.0**52
+
+
+# ---- both ----
+
+
+def _writing(name, value):
+    def write(given, out, n, bound):
+        """
+        Write a row; return whether an element of it is undecided.
+
+        Element j is a pair that is known to within `bound` times its size: what `value` returns. Without a
+        bound, it is the float64 next to the pair that is rounded.
+        """
+        wide_vectors()
+        decided = True
+        if bound is None:
+            for j in range(n):
+                high, low, _ = value(given, j)
+                put(out, j, high + low)
+        else:
+            doubt = np.int64(0)
+            for j in range(n):
+                high, low, size = value(given, j)
+                doubt = _put(out, j, high, low, bound * size, doubt)
+            if doubt < 0:
+                for j in range(n):
+                    high, low, size = value(given, j)
+                    decided &= put_decided(out, j, high, low, total_error(low, bound * size))
+        return not decided
+
+    return inlined(named(write, name))
+
+
+write_y, write_dx = _writing("y", _y), _writing("dx", _dx)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm.cpu.memory import bits_of, fma, get, inlined, pasted, put, wide_vectors
+from stablenorm.cpu.memory import bits_of, fma, get, inlined, pasted, wide_vectors
 from stablenorm.cpu.pairs import (
     accumulate,
     add,
@@ -88,39 +88,35 @@ def _means(lanes, n):
 
 
 @inlined
-def _measure_plain(v, some):
-    """Add v and its square to the pairs of a lane."""
+def _measure_element(v, k, some):
+    """Add v - k and its square to the pairs of a lane."""
     total, total_low, squares, squares_low = some
-    square, error = two_product(v, v)
-    total, rest = two_sum(total, v)
-    return total, total_low + rest, *accumulate(squares, squares_low, square, error)
+    if k is None:
+        square, error = two_product(v, v)
+        # A low part of -0.0 is nothing, and LLVM leaves it out.
+        return *accumulate(total, total_low, v, -0.0), *accumulate(
+            squares, squares_low, square, error
+        )
+    c, c_low = two_sum(v, -k)
+    square, error = two_product(c, c)
+    # 2 c c_low; c_low**2 is below the last bit of a pair.
+    error = fma(c + c, c_low, error)
+    sums = accumulate(total, total_low, c, c_low)
+    return *sums, *accumulate(squares, squares_low, square, error)
 
 
 @inlined
-def _measure_round(x, start, lanes):
-    """Add x and its square, of `DEPTH` columns per lane."""
+def _measure_some(x, start, count, k, lanes):
+    """Add x - k and its square, of one column of each of `count` lanes; of four of each lane, if k is None."""
     wide_vectors()
-    for lane in range(LANES):
+    for lane in range(count if count is not None else LANES):
         j = start + lane
-        some = _measure_plain(get(x, j), _load(lanes, lane))
-        some = _measure_plain(get(x, j + LANES), some)
-        some = _measure_plain(get(x, j + 2 * LANES), some)
-        some = _measure_plain(get(x, j + 3 * LANES), some)
+        some = _measure_element(get(x, j), k, _load(lanes, lane))
+        if k is None:
+            some = _measure_element(get(x, j + LANES), k, some)
+            some = _measure_element(get(x, j + 2 * LANES), k, some)
+            some = _measure_element(get(x, j + 3 * LANES), k, some)
         _store(lanes, lane, some)
-
-
-@inlined
-def _measure_shifted(x, start, count, k, lanes):
-    """Add x - k and its square, of one column of each of `count` lanes."""
-    wide_vectors()
-    for lane in range(count):
-        total, total_low, squares, squares_low = _load(lanes, lane)
-        c, c_low = two_sum(get(x, start + lane), -k)
-        square, error = two_product(c, c)
-        # 2 c c_low; c_low**2 is below the last bit of a pair.
-        error = fma(c + c, c_low, error)
-        sums = accumulate(total, total_low, c, c_low)
-        _store(lanes, lane, (*sums, *accumulate(squares, squares_low, square, error)))
 
 
 @inlined
@@ -130,9 +126,9 @@ def _measure(x, n, k, lanes):
     # Of rows about zero; the rest of them by the other loop, where k = 0 changes nothing.
     whole = n - n % (LANES * DEPTH) if k == 0.0 else 0
     for start in range(0, whole, LANES * DEPTH):
-        _measure_round(x, start, lanes)
+        _measure_some(x, start, None, None, lanes)
     for start in range(whole, n, LANES):
-        _measure_shifted(x, start, min(LANES, n - start), k, lanes)
+        _measure_some(x, start, min(LANES, n - start), k, lanes)
     return _means(lanes, n)
 
 
@@ -205,15 +201,6 @@ def affine(h, h_low, scale, shift):
     return total, left + error
 
 
-@inlined
-def normalize(x, y, n, gamma, beta, row):
-    """Write a row of y."""
-    wide_vectors()
-    for j in range(n):
-        high, low = affine(*xhat_of(get(x, j), *row), gamma[j], beta[j])
-        put(y, j, high + low)
-
-
 # ---- backward ----
 
 
@@ -244,15 +231,15 @@ def _range_of(dy, n):
 
 
 @inlined
-def _pull_element(arrays, j, row, m, shifted, sums, factors, some):
-    """Do the work of `pull` for column j; return the pairs of its lane. m is 0 unless `shifted`."""
+def _pull_element(arrays, j, row, m, sums, factors, some):
+    """Do the work of `pull` for column j; return the pairs of its lane."""
     dy, x, gamma = arrays
     c_high, c_rest, xhat, xhat_low = factors
     a, a_low, b, b_low = some
     d = get(dy, j)
     h, h_low = xhat_of(get(x, j), *row)
     c, c_low = two_product(d, gamma[j])
-    if shifted:
+    if m is not None:
         c, error = two_sum(c, -m[0])
         c_low = error + (c_low - m[1])
     c_high[j], c_rest[j], xhat[j], xhat_low[j] = c, c_low, h, h_low
@@ -271,21 +258,14 @@ def _pull_element(arrays, j, row, m, shifted, sums, factors, some):
 
 
 @inlined
-def _pull_round(arrays, start, row, m, sums, factors, lanes):
+def _pull_some(arrays, start, count, row, m, sums, factors, lanes):
+    """Do one column of each of `count` lanes; two of each lane, if m is None."""
     wide_vectors()
-    for lane in range(LANES):
+    for lane in range(count if count is not None else LANES):
         j, some = start + lane, _load(lanes, lane)
-        some = _pull_element(arrays, j, row, m, False, sums, factors, some)
-        some = _pull_element(arrays, j + LANES, row, m, False, sums, factors, some)
-        _store(lanes, lane, some)
-
-
-@inlined
-def _pull_rest(arrays, start, count, row, m, sums, factors, lanes):
-    wide_vectors()
-    for lane in range(count):
-        some = _load(lanes, lane)
-        some = _pull_element(arrays, start + lane, row, m, True, sums, factors, some)
+        some = _pull_element(arrays, j, row, m, sums, factors, some)
+        if m is None:
+            some = _pull_element(arrays, j + LANES, row, m, sums, factors, some)
         _store(lanes, lane, some)
 
 
@@ -302,10 +282,10 @@ def pull(arrays, n, row, sums, factors, lanes):
     fill(lanes, 4 * LANES, 0.0)
     whole = n - n % (2 * LANES) if m[0] == 0.0 else 0
     for start in range(0, whole, 2 * LANES):
-        _pull_round(arrays, start, row, m, sums, factors, lanes)
+        _pull_some(arrays, start, None, row, None, sums, factors, lanes)
     for start in range(whole, n, LANES):
         count = min(LANES, n - start)
-        _pull_rest(arrays, start, count, row, m, sums, factors, lanes)
+        _pull_some(arrays, start, count, row, m, sums, factors, lanes)
     a, a_low, b, b_low = _means(lanes, n)
     least, most = range_of_dy = _range_of(dy, n)
     extreme = least < _SMALLEST_BITS or most > _LARGEST_BITS
@@ -324,13 +304,3 @@ def dx_of(shifted, xhat, means, rstd):
     c_low = error + (c_low - along_low)
     product, error = two_product(c, rstd[0])
     return product, fma(c, rstd[1], fma(c_low, rstd[0], error))
-
-
-@inlined
-def write_dx(factors, dx, n, means, row):
-    """Write ``rstd * (g - m - a - xhat * b)``."""
-    wide_vectors()
-    shifted, shifted_low, xhat, xhat_low = factors
-    for j in range(n):
-        high, low = dx_of((shifted[j], shifted_low[j]), (xhat[j], xhat_low[j]), means, row[3:])
-        put(dx, j, high + low)
