@@ -48,6 +48,11 @@ class Extra(NamedTuple):
 
     # Of the shape of x, added to dx: the cotangent of what else x was used for.
     dsum: Any = None
+    # Of one float64 for each row, those of `Cache.mean` and `Cache.rstd`.
+    dmean: Array | None = None
+    drstd: Array | None = None
+    # Of the shape of x, bool: which elements count, at least one of each row.
+    where: Any = None
 
 
 NOTHING_EXTRA = Extra()

@@ -26,8 +26,12 @@ _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
 
 
-def forward(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> Statistics:
+def forward(
+    x: Any, norm: Norm, y: Any, residual: Residual | None = None, where: Any = None
+) -> Statistics:
     """Do what `reference.forward` does."""
+    if where is not None:
+        return reference.forward(x, norm, y, residual, where)
     return _forward(x, norm, y, residual, True)
 
 
@@ -76,7 +80,7 @@ def backward(
     extra: Extra = NOTHING_EXTRA,
 ) -> None:
     """Do what `reference.backward` does."""
-    if extra.dsum is not None:
+    if extra is not NOTHING_EXTRA:
         reference.backward(dy, x, norm, statistics, out, extra)
         return
     if norm.rounding == "nearest":
@@ -117,7 +121,7 @@ def _backward_nearest(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: 
 
 def _may_share(a: Any, b: Any) -> bool:
     # Of `Rows` NumPy cannot tell.
-    return type(b) is Rows or np.may_share_memory(a, b)
+    return isinstance(b, Rows) or np.may_share_memory(a, b)
 
 
 def _backward(

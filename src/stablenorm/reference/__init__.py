@@ -12,20 +12,30 @@ from stablenorm.types import NOTHING_EXTRA, Extra, Gradients, Norm, Residual, St
 __all__ = ["add", "backward", "columns_of_sums", "forward", "normalize", "project"]
 
 
-def forward(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> Statistics:
+def forward(
+    x: RowsLike,
+    norm: Norm,
+    y: RowsLike,
+    residual: Residual | None = None,
+    where: RowsLike | None = None,
+) -> Statistics:
     """
     Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
 
     With a residual, x + residual is normalized, rounded to x's dtype and written to ``residual.sum``.
+    `where`, for rounding="fast" alone, tells which elements count, at least one of each row.
     """
     if residual is not None:
         x = equations.add(x, *residual)
+    if where is not None:
+        return equations.forward(x, norm, y, where)
     statistics: Statistics = _of(norm).forward(x, norm, y)
     return statistics
 
 
-# Here the statistics cost nothing beside the rest.
-normalize = forward
+def normalize(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> None:
+    """Do what `forward` does; here the statistics cost nothing beside the rest."""
+    forward(x, norm, y, residual)
 
 
 def backward(

@@ -122,9 +122,13 @@ class Wide:
         shift = self.exponent - np.asarray(exponent, dtype=np.int32)
         return Wide(np.ldexp(self.hi, shift), np.ldexp(self.lo, shift), exponent)
 
-    def mean(self) -> Wide:
-        """Average over the last axis, kept as an axis of length 1, by a tree of fixed shape."""
-        return self._sum(axis=-1)._divide(self.hi.shape[-1])
+    def mean(self, count: Any = None) -> Wide:
+        """
+        Average over the last axis, kept as an axis of length 1, by a tree of fixed shape.
+
+        `count` is the number of elements, or, one for each row, of those that may not be 0.
+        """
+        return self._sum(axis=-1).divided(self.hi.shape[-1] if count is None else count)
 
     def sum_rows(self) -> Wide:
         """Sum over the first axis, kept as an axis of length 1, by a tree of fixed shape."""
@@ -151,7 +155,8 @@ class Wide:
             total = pairs
         return Wide(total.hi, total.lo, exponent)
 
-    def _divide(self, count: int) -> Wide:
+    def divided(self, count: Any) -> Wide:
+        """Divide by integers."""
         divisor = np.asarray(count, np.float64)
         quotient = self.hi / divisor
         product, error = two_prod(quotient, divisor)

@@ -20,7 +20,11 @@ Backward, given dy, the gradient of a scalar with respect to y::
     dgamma = sum over rows of dy * xhat
     dbeta  = sum over rows of dy
 
-RMS norm is the same with the mean, and in the backward mean(g), set to 0.
+RMS norm is the same with the mean, and in the backward mean(g), set to 0. With a mask, n is the number
+of elements of the row that count, means and sums are over these, and y and dx are 0 elsewhere. What
+comes from the gradients with respect to the statistics, or past the norm, is added before dx is rounded::
+
+    dx += dsum + dmean / n - drstd * rstd**2 * xhat / n
 
 docs/explanation/derivation.md derives these lines, and its steps are checked with symbols. Three facts
 shape the code:
@@ -85,17 +89,28 @@ class RowsLike(Protocol):
     def __setitem__(self, rows: slice, block: Array, /) -> None: ...
 
 
-def project(v: Any, xhat: Any, kind: str = "layer") -> Any:
+def _mean(v: Any, count: Any = None) -> Any:
+    """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
+    if isinstance(v, Wide):
+        return v.mean(count)
+    return np.add.reduce(v, axis=-1, keepdims=True) / (v.shape[-1] if count is None else count)
+
+
+def project(v: Any, xhat: Any, kind: str = "layer", mean: Callable[[Any], Any] = _mean) -> Any:
     """Remove from each row of `v` its part along `xhat`, and for "layer" that along the ones."""
     if kind == "layer":
         # First: then mean(v * xhat) is safe however large mean(v) is.
-        v = v - _mean(v)
-    return v - xhat * _mean(v * xhat)
+        v = v - mean(v)
+    return v - xhat * mean(v * xhat)
 
 
 @default_control()
-def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
-    """Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics."""
+def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None) -> Statistics:
+    """
+    Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
+
+    With `where`, only elements for which it is True count, at least one of each row.
+    """
     x, y = as_matrix(x), as_matrix(y)
     wide = any_float64(x, norm.gamma, norm.beta)
     lift = _lifter(wide)
@@ -103,8 +118,9 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
     keep = _Keeper(x.shape[0], x.shape[1], wide)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            centered, mean, mean_lo = _center(lift(x[rows]), lift, norm.kind)
-            var = _mean(centered * centered)
+            counting = _Counting(where, rows, x.shape[1])
+            centered, mean, mean_lo = _center(lift(x[rows]), lift, norm.kind, counting.mean)
+            var = counting.mean(centered * centered)
             rstd = _rsqrt(var + eps)
             centered *= rstd
             result = centered
@@ -112,7 +128,7 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
                 result *= scale
             if shift is not None:
                 result += shift
-            y[rows] = _round(result, y.dtype)
+            y[rows] = _round(counting.only(result), y.dtype)
             keep(rows, mean, mean_lo, rstd, var)
     return keep.statistics
 
@@ -158,16 +174,24 @@ def backward(
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
     with np.errstate(all="ignore"):
         for rows in _blocks(dy.shape):
+            counting = _Counting(extra.where, rows, x.shape[1])
             cotangent = lift(dy[rows])
             if out.dx is not None or out.dgamma is not None:
                 xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
             if out.dgamma is not None:
-                sum_dgamma.add(cotangent * xhat)
+                sum_dgamma.add(counting.only(cotangent * xhat))
             if out.dbeta is not None:
-                sum_dbeta.add(cotangent)
+                sum_dbeta.add(counting.only(cotangent))
             if out.dx is not None:
                 g = cotangent if scale is None else cotangent * scale
-                dx = project(g, xhat, norm.kind) * rstd
+                dx = project(g, xhat, norm.kind, counting.mean) * rstd
+                if extra.drstd is not None:
+                    share = counting.share(lift(extra.drstd[rows, None]))
+                    # In this order a product overflows only where dx does: |xhat| / n < 1.
+                    dx = dx - share * xhat * rstd * rstd
+                if extra.dmean is not None:
+                    dx = dx + counting.share(lift(extra.dmean[rows, None]))
+                dx = counting.only(dx)
                 if extra.dsum is not None:
                     dx = dx + lift(extra.dsum[rows])
                 out.dx[rows] = _round(dx, out.dx.dtype)
@@ -198,12 +222,6 @@ def _scale(norm: Norm, lift: Callable[[Any], Any]) -> Any:
     return scale + lift(np.float64(norm.gamma_offset)) if norm.gamma_offset else scale
 
 
-def _mean(v: Any) -> Any:
-    if isinstance(v, Wide):
-        return v.mean()
-    return np.add.reduce(v, axis=-1, keepdims=True) / v.shape[-1]
-
-
 def _rsqrt(v: Any) -> Any:
     return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v)
 
@@ -212,18 +230,23 @@ def _round(v: Any, dtype: np.dtype[Any]) -> Array:
     return v.round_to(dtype) if isinstance(v, Wide) else round_to(v, dtype)
 
 
-def _center(x: Any, lift: Callable[[Any], Any], kind: str = "layer") -> tuple[Any, Array, Any]:
+def _center(
+    x: Any,
+    lift: Callable[[Any], Any],
+    kind: str = "layer",
+    mean_of: Callable[[Any], Any] = _mean,
+) -> tuple[Any, Array, Any]:
     """Return x less its row mean, and the mean as a float64 and the rest; for "rms" that is 0."""
     if kind == "rms":
         zero = np.zeros((x.shape[0], 1))
         return x, zero, lift(zero)
-    mean = _round(_mean(x), np.dtype(np.float64))
+    mean = _round(mean_of(x), np.dtype(np.float64))
     # `x` is this block's own copy: writing over it saves a pass over fresh memory.
     x -= lift(mean)
     centered = x
     # The float64 mean is off by its own rounding, which every element of a row shares: the
     # worst error of all where the spread is near one ulp.
-    mean_lo = _mean(centered)
+    mean_lo = mean_of(centered)
     centered -= mean_lo
     return centered, mean, mean_lo
 
@@ -257,6 +280,32 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     rows, n = shape
     step = max(1, _BLOCK // n)
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+class _Counting:
+    """Which elements of some rows count: all, or those for which `where` is True."""
+
+    def __init__(self, where: RowsLike | None, rows: slice, n: int) -> None:
+        self._where = None if where is None else as_matrix(where)[rows]
+        self._count: Any = n
+        if self._where is not None:
+            self._count = np.count_nonzero(self._where, axis=-1, keepdims=True)
+
+    def only(self, v: Any) -> Any:
+        """Return `v`, 0 in the place of elements that do not count, whatever they are."""
+        if self._where is None:
+            return v
+        if isinstance(v, Wide):
+            return Wide(self.only(v.hi), self.only(v.lo), v.exponent)
+        return np.where(self._where, v, 0.0)
+
+    def mean(self, v: Any) -> Any:
+        """Return the mean of each row over what counts."""
+        return _mean(self.only(v), self._count)
+
+    def share(self, column: Any) -> Any:
+        """Return one number for each row, divided by the number of elements that count."""
+        return column.divided(self._count) if isinstance(column, Wide) else column / self._count
 
 
 class _Keeper:
