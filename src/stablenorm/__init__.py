@@ -3,7 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stablenorm.functional import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.functional import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_double_backward,
+    layer_norm_forward,
+    layer_norm_jvp,
+)
 from stablenorm.layer import LayerNorm
 from stablenorm.memory import Workspace
 from stablenorm.threads import get_num_threads, set_num_threads
@@ -37,7 +43,9 @@ __all__ = [
     "get_num_threads",
     "layer_norm",
     "layer_norm_backward",
+    "layer_norm_double_backward",
     "layer_norm_forward",
+    "layer_norm_jvp",
     "set_num_threads",
 ]
 

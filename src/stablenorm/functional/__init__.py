@@ -1,9 +1,19 @@
 """The public functions."""
 
+from stablenorm.functional.derivatives import (
+    layer_norm_double_backward,
+    layer_norm_jvp,
+)
 from stablenorm.functional.layer_norm import (
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
 )
 
-__all__ = ["layer_norm", "layer_norm_backward", "layer_norm_forward"]
+__all__ = [
+    "layer_norm",
+    "layer_norm_backward",
+    "layer_norm_double_backward",
+    "layer_norm_forward",
+    "layer_norm_jvp",
+]

@@ -7,9 +7,19 @@ from typing import Any
 from stablenorm.reference import equations, nearest
 from stablenorm.reference.equations import RowsLike, add, project
 from stablenorm.reference.nearest import columns_of_sums
+from stablenorm.reference.tangents import double_backward, jvp
 from stablenorm.types import NOTHING_EXTRA, Extra, Gradients, Norm, Residual, Statistics
 
-__all__ = ["add", "backward", "columns_of_sums", "forward", "normalize", "project"]
+__all__ = [
+    "add",
+    "backward",
+    "columns_of_sums",
+    "double_backward",
+    "forward",
+    "jvp",
+    "normalize",
+    "project",
+]
 
 
 def forward(

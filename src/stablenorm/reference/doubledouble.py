@@ -83,6 +83,11 @@ class Wide:
             return cls(value, np.zeros_like(value))
         return cls(mantissa, np.zeros_like(value), exponent.astype(np.int32))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of an array."""
+        return self.hi.shape
+
     def __neg__(self) -> Wide:
         return Wide(-self.hi, -self.lo, self.exponent)
 

@@ -1,0 +1,216 @@
+"""The functions of forward mode and of second order."""
+
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from stablenorm.arrays import HOST
+from stablenorm.backends import implementation
+from stablenorm.types import Array, Cache
+
+
+def layer_norm_jvp(
+    tx: ArrayLike,
+    cache: Cache,
+    tgamma: ArrayLike | None = None,
+    tbeta: ArrayLike | None = None,
+) -> Array:
+    """
+    Push the tangents of x, gamma and beta through `layer_norm_forward`: forward mode.
+
+    Parameters
+    ----------
+    tx : array
+        The tangent of x, a small change of it; of its shape, of any of the four dtypes.
+    cache : Cache
+        What `layer_norm_forward` returned, of arrays in host memory, with ``rounding="fast"``.
+    tgamma, tbeta : array, optional
+        The tangents of gamma and beta, of their shapes. Default: 0.
+
+    Returns
+    -------
+    array
+        ``ty``, the change of y to first order; of the shape and dtype of y.
+
+    Raises
+    ------
+    TypeError
+        If `cache` is no `Cache`, or a dtype is not one of the four.
+    ValueError
+        If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is
+        one that this function does not serve yet: on a CUDA device, or of ``rounding="nearest"``.
+
+    See Also
+    --------
+    layer_norm_backward : The transpose: from dy to dx, dgamma and dbeta.
+
+    Notes
+    -----
+    Each element is within ``0.501 ulp + c * S``, with the c of y. With ``T(v) = rstd (|v| + mean|v| +
+    (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``, S is ``|gamma| T(tx) + |tgamma| (|xhat| +
+    mean|xhat|) + |tbeta|``. Computed by the reference in NumPy, whatever the backend.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import layer_norm_forward, layer_norm_jvp
+    >>> y, cache = layer_norm_forward(np.array([[1.0, 2.0, 4.0]]))
+    >>> layer_norm_jvp(np.array([[1.0, 0.0, 0.0]]), cache).round(3)
+    array([[ 0.229, -0.344,  0.115]])
+    """
+    return _jvp("layer", tx, cache, tgamma, tbeta)
+
+
+def layer_norm_double_backward(
+    ddx: ArrayLike,
+    dy: ArrayLike,
+    cache: Cache,
+    *,
+    ddgamma: ArrayLike | None = None,
+    ddbeta: ArrayLike | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """
+    Pull cotangents of dx, dgamma and dbeta back through `layer_norm_backward`: second order.
+
+    For a scalar that depends on the gradients, as a gradient penalty does, or a Hessian-vector
+    product: docs/how-to/second-order.md.
+
+    Parameters
+    ----------
+    ddx : array
+        Derivative of the scalar by dx; of its shape, of any of the four dtypes.
+    dy : array
+        What `layer_norm_backward` was given.
+    cache : Cache
+        What `layer_norm_forward` returned, of arrays in host memory, with ``rounding="fast"``.
+    ddgamma, ddbeta : array, optional
+        Derivatives of the scalar by dgamma and dbeta, of their shapes. Default: 0.
+
+    Returns
+    -------
+    ddy, dx, dgamma : array
+        Derivatives of the scalar by dy, x and gamma, of the shapes and dtypes of y, x and gamma;
+        dgamma is None for a gamma that was not given.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `layer_norm_jvp` does.
+
+    See Also
+    --------
+    layer_norm_backward : What is differentiated.
+
+    Notes
+    -----
+    Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
+    c of y, and for dgamma that of `layer_norm_backward`'s. With T as in `layer_norm_jvp`, ``g =
+    gamma * dy``, and g' and ddx' for g and ddx less their means, S is
+
+    - for ddy: as for `layer_norm_jvp`;
+    - for dx: ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) + (|xhat| +
+      mean|xhat|) mean(|ddx'| T(g)))``;
+    - for dgamma: the sum over rows of ``|dy| T(ddx)``.
+
+    Computed by the reference in NumPy, whatever the backend.
+
+    Examples
+    --------
+    The gradient of ``sum(dx**2) / 2``, whose derivative by dx is dx:
+
+    >>> import numpy as np
+    >>> from stablenorm import layer_norm_backward, layer_norm_double_backward, layer_norm_forward
+    >>> y, cache = layer_norm_forward(np.array([[1.0, 2.0, 4.0]]), gamma=np.ones(3))
+    >>> dy = np.array([[1.0, 0.0, 0.0]])
+    >>> gradients = layer_norm_backward(dy, cache)
+    >>> ddy, dx, dgamma = layer_norm_double_backward(gradients.dx, dy, cache)
+    >>> dx.round(3)
+    array([[ 0.105, -0.066, -0.039]])
+    """
+    return _double_backward("layer", ddx, dy, cache, ddgamma, ddbeta)
+
+
+def _jvp(
+    kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
+) -> Array:
+    x = _check_cache(cache, kind, "jvp").x
+    tangent = _like("tx", tx, "x", x)
+    parameters = _of_parameters(cache, "t", tgamma, tbeta)
+    ty = HOST.empty(x.shape, x.dtype, x)
+    tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
+    implementation("jvp", cache.backend)(
+        tx_rows, x_rows, cache.norm, cache.statistics, *parameters, ty_rows
+    )
+    return ty
+
+
+def _double_backward(
+    kind: str,
+    ddx: ArrayLike,
+    dy: ArrayLike,
+    cache: Cache,
+    ddgamma: ArrayLike | None,
+    ddbeta: ArrayLike | None,
+) -> tuple[Array, Array, Array | None]:
+    x, norm = _check_cache(cache, kind, "double_backward")[:2]
+    given = _like("ddx", ddx, "x", x), _like("dy", dy, "the y of this cache", x), x
+    parameters = _of_parameters(cache, "dd", ddgamma, ddbeta)
+    ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
+    dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
+    out = HOST.rows(ddy, cache.axis), HOST.rows(dx, cache.axis), dgamma
+    implementation("double_backward", cache.backend)(
+        *(HOST.rows(each, cache.axis) for each in given), norm, cache.statistics, *parameters, out
+    )
+    return ddy, dx, dgamma
+
+
+def _check_cache(cache: Any, kind: str, what: str) -> Cache:
+    """Return `cache`, or say why the function ``{kind}_norm_{what}`` cannot use it."""
+    forward = f"{kind}_norm_forward"
+    if not isinstance(cache, Cache):
+        msg = (
+            f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; "
+            f"write y, cache = {forward}(...)"
+        )
+        raise TypeError(msg)
+    norm = cache.norm
+    if norm.kind != kind:
+        msg = (
+            f"cache must be that of {forward}, got that of {norm.kind}_norm_forward; "
+            f"call {norm.kind}_norm_{what}"
+        )
+        raise ValueError(msg)
+    if cache.backend == "cuda":
+        msg = f"cache must be of arrays in host memory for {what}; pass x.get() to {forward}"
+        raise ValueError(msg)
+    if norm.rounding != "fast":
+        msg = (
+            f'cache must be of rounding="fast", since {what} has no other yet, '
+            f"got {norm.rounding!r}"
+        )
+        raise ValueError(msg)
+    return cache
+
+
+def _like(name: str, value: ArrayLike, other: str, like: Array) -> Array:
+    array = HOST.convert(name, value)
+    if array.shape != like.shape:
+        msg = f"{name} must have shape {like.shape} to match {other}, got {array.shape}"
+        raise ValueError(msg)
+    return array
+
+
+def _of_parameters(
+    cache: Cache, prefix: str, gamma: ArrayLike | None, beta: ArrayLike | None
+) -> list[Array | None]:
+    """Return the tangents or cotangents that belong to gamma and beta, checked."""
+    checked: list[Array | None] = []
+    for name, value, like in zip(("gamma", "beta"), (gamma, beta), cache.norm[:2], strict=True):
+        if value is None:
+            checked.append(None)
+        elif like is None:
+            msg = f"{prefix}{name} must be None, since this cache has no {name}; pass one to the forward"
+            raise ValueError(msg)
+        else:
+            checked.append(_like(f"{prefix}{name}", value, name, like))
+    return checked

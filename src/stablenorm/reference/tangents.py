@@ -1,0 +1,130 @@
+r"""
+The norms in forward mode, and the gradient of their backward, on (rows, n).
+
+J is the symmetric Jacobian of xhat: `project`, then rstd. For one row, with ``scale = gamma +
+gamma_offset``, given tangents of x, gamma and beta::
+
+    ty     = scale * J tx + tgamma * xhat + tbeta
+
+The backward makes dx, dgamma and dbeta of dy, x and gamma. Given cotangents ddx, ddgamma and
+ddbeta of what it makes, and with ``g = scale * dy``::
+
+    ddy    = scale * J ddx + ddgamma * xhat + ddbeta
+    dgamma = sum over rows of dy * J ddx
+    dx     = J (ddgamma * dy) - rstd * (mean(g * xhat) * J ddx
+                                        + mean(ddx * xhat) * J g + xhat * mean(ddx * J g))
+
+docs/explanation/derivation.md derives these lines, D21, D29 and D30. The precision, the blocks and
+the sums are those of `stablenorm.reference.equations`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stablenorm.arrays import as_matrix
+from stablenorm.control import default_control
+from stablenorm.reference.equations import (
+    RowsLike,
+    _blocks,
+    _lifter,
+    _mean,
+    _parameter,
+    _rebuild,
+    _round,
+    _RowSum,
+    _scale,
+    project,
+)
+from stablenorm.types import Array, Norm, Statistics, any_float64
+
+Jacobian = Callable[[Any], Any]
+
+
+@default_control()
+def jvp(
+    tx: RowsLike,
+    x: RowsLike,
+    norm: Norm,
+    statistics: Statistics,
+    tgamma: Array | None,
+    tbeta: Array | None,
+    ty: RowsLike,
+) -> None:
+    """
+    Push the tangents of x, gamma and beta (None: 0) through `forward`, into `ty`.
+
+    Each element is within ``0.501 ulp + c * S`` of the exact one, c as for y, S the magnitudes that
+    it is made of: with ``T(v) = rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``,
+    ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
+    """
+    tx, x, ty = as_matrix(tx), as_matrix(x), as_matrix(ty)
+    wide = statistics.rstd_lo is not None or any_float64(tx, norm.gamma, tgamma, tbeta)
+    lift = _lifter(wide)
+    parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
+    with np.errstate(all="ignore"):
+        for rows in _blocks(x.shape):
+            xhat, _, jacobian = _derivative(lift(x[rows]), statistics, rows, wide, norm.kind)
+            ty[rows] = _round(_pushed(jacobian(lift(tx[rows])), xhat, *parameters), ty.dtype)
+
+
+@default_control()
+def double_backward(
+    ddx: RowsLike,
+    dy: RowsLike,
+    x: RowsLike,
+    norm: Norm,
+    statistics: Statistics,
+    ddgamma: Array | None,
+    ddbeta: Array | None,
+    out: tuple[RowsLike, RowsLike, Array | None],
+) -> None:
+    """
+    Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
+
+    The errors are as for `jvp`: S of ddy is that of ty; of dgamma, the sum over rows of
+    ``|dy| T(ddx)``; of dx, ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) +
+    (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
+    """
+    ddx, dy, x = as_matrix(ddx), as_matrix(dy), as_matrix(x)
+    ddy, dx, dgamma = as_matrix(out[0]), as_matrix(out[1]), out[2]
+    wide = statistics.rstd_lo is not None or any_float64(ddx, dy, norm.gamma, ddgamma, ddbeta)
+    lift = _lifter(wide)
+    scale, *of_xhat = _scale(norm, lift), _parameter(ddgamma, lift), _parameter(ddbeta, lift)
+    sum_dgamma = _RowSum()
+    with np.errstate(all="ignore"):
+        for rows in _blocks(x.shape):
+            xhat, rstd, jacobian = _derivative(lift(x[rows]), statistics, rows, wide, norm.kind)
+            cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
+            g = cotangent if scale is None else cotangent * scale
+            if norm.kind == "layer":
+                # First: then the means of products below are safe, as that of `project`.
+                g, tangent = g - _mean(g), tangent - _mean(tangent)
+            pushed, pulled = jacobian(tangent), jacobian(g)
+            ddy[rows] = _round(_pushed(pushed, xhat, scale, *of_xhat), ddy.dtype)
+            if dgamma is not None:
+                sum_dgamma.add(cotangent * pushed)
+            bent = _mean(g * xhat) * pushed + _mean(tangent * xhat) * pulled
+            total = -(rstd * (bent + xhat * _mean(tangent * pulled)))
+            if of_xhat[0] is not None:
+                total = total + jacobian(cotangent * of_xhat[0])
+            dx[rows] = _round(total, dx.dtype)
+        if dgamma is not None:
+            dgamma[...] = sum_dgamma.rounded(dgamma)
+
+
+def _derivative(
+    x: Any, statistics: Statistics, rows: slice, wide: bool, kind: str
+) -> tuple[Any, Any, Jacobian]:
+    """Return xhat and rstd of some rows, and the product with the Jacobian of xhat."""
+    xhat, rstd = _rebuild(x, statistics, rows, wide)
+    return xhat, rstd, lambda v: project(v, xhat, kind) * rstd
+
+
+def _pushed(moved: Any, xhat: Any, scale: Any, tgamma: Any, tbeta: Any) -> Any:
+    """Return the tangent of y, given that of xhat."""
+    result = moved if scale is None else moved * scale
+    if tgamma is not None:
+        result = result + tgamma * xhat
+    return result if tbeta is None else result + tbeta

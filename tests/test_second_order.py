@@ -1,0 +1,220 @@
+"""jvp and double backward: complex steps, finite differences, one rounding, shapes, errors."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from stablenorm import (
+    check_gradients,
+    layer_norm_backward,
+    layer_norm_double_backward,
+    layer_norm_forward,
+    layer_norm_jvp,
+)
+from stablenorm.formats import format_of
+from stablenorm.functional.calls import backward, forward
+from stablenorm.functional.derivatives import _double_backward, _jvp
+from stablenorm.types import Norm
+
+KINDS = ["layer", "rms"]
+# Far below any rounding: of functions that are analytic, a complex step has no other error.
+STEP = 1e-200
+
+
+class Problem:
+    """Random x, gamma, beta, dy, and tangents or cotangents of what has one, all of one dtype."""
+
+    def __init__(self, rng, kind, dtype=np.float64, shape=(3, 7), offset=1.0):
+        n = shape[-1]
+        (self.x, self.dy, self.tx), (self.gamma, self.beta, self.tgamma, self.tbeta) = (
+            (mean + rng.standard_normal((count, *lengths))).astype(dtype)
+            for mean, count, lengths in ((0.5, 3, shape), (0.0, 4, (n,)))
+        )
+        self.kind, self.offset, self.eps = kind, offset, 1e-3
+
+    def cache(self):
+        norm = Norm(self.gamma, self.beta, self.eps, self.kind, self.offset)
+        return forward(self.x, norm, -1, None, "numpy")[1]
+
+    def jvp(self):
+        return _jvp(self.kind, self.tx, self.cache(), self.tgamma, self.tbeta)
+
+    def double_backward(self):
+        cotangents = self.tx, self.dy, self.cache(), self.tgamma, self.tbeta
+        return _double_backward(self.kind, *cotangents)
+
+
+def xhat_and_rstd(x, kind, eps):
+    """Without conjugates, so that a complex step goes through."""
+    centered = x - x.mean(axis=-1, keepdims=True) if kind == "layer" else x
+    rstd = ((centered * centered).mean(axis=-1, keepdims=True) + eps) ** -0.5
+    return centered * rstd, rstd
+
+
+def gradients_dotted(p, dy, x, gamma):
+    """dx, dgamma and dbeta by the plain formula, multiplied with their cotangents and summed."""
+    xhat, rstd = xhat_and_rstd(x, p.kind, p.eps)
+    g = (gamma + p.offset) * dy
+    mean = g.mean(axis=-1, keepdims=True) if p.kind == "layer" else 0.0
+    dx = rstd * (g - mean - xhat * (g * xhat).mean(axis=-1, keepdims=True))
+    return (p.tx * dx + p.tgamma * dy * xhat + p.tbeta * dy).sum()
+
+
+def complex_step(function, argument):
+    steps = 1j * STEP * np.eye(argument.size).reshape(-1, *argument.shape)
+    return np.reshape([function(argument + step).imag / STEP for step in steps], argument.shape)
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jvp_is_a_complex_step_of_the_forward(rng, kind):
+    p = Problem(rng, kind)
+    xhat, _ = xhat_and_rstd(p.x + 1j * STEP * p.tx, kind, p.eps)
+    y = (p.gamma + p.offset + 1j * STEP * p.tgamma) * xhat + 1j * STEP * p.tbeta
+    assert_close(p.jvp(), y.imag / STEP)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_double_backward_is_a_complex_step_of_the_backward(rng, kind):
+    p = Problem(rng, kind)
+    ddy, dx, dgamma = p.double_backward()
+    assert_close(ddy, complex_step(lambda dy: gradients_dotted(p, dy, p.x, p.gamma), p.dy))
+    assert_close(dx, complex_step(lambda x: gradients_dotted(p, p.dy, x, p.gamma), p.x))
+    assert_close(dgamma, complex_step(lambda gamma: gradients_dotted(p, p.dy, p.x, gamma), p.gamma))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("output", ["dx", "dgamma"])
+def test_double_backward_passes_a_gradient_check(rng, kind, output):
+    def run(dy, x, gamma):
+        norm = Norm(gamma, None, 1e-3, kind)
+        cache = forward(x, norm, -1, None, "numpy")[1]
+        return getattr(backward(dy, cache, ("x", "gamma"), None), output), (dy, cache)
+
+    def gradients(cotangent, kept):
+        dy, cache = kept
+        ddx, ddgamma = (cotangent, None) if output == "dx" else (np.zeros_like(dy), cotangent)
+        return _double_backward(kind, ddx, dy, cache, ddgamma, None)
+
+    p = Problem(rng, kind)
+    report = check_gradients(run, gradients, [p.dy, p.x, p.gamma], rng=rng)
+    assert report.verdict == "PASS", str(report)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_narrow_results_are_the_float64_ones_rounded_once(rng, kind, dtype):
+    """The same numbers in float64 are computed in double-double: the exact results, nearly."""
+    p = Problem(rng, kind, dtype, (5, 50))
+    narrow = [p.jvp(), *p.double_backward()]
+    for name in ("x", "dy", "tx", "gamma", "beta", "tgamma", "tbeta"):
+        setattr(p, name, getattr(p, name).astype(np.float64))
+    digits = format_of(dtype).digits
+    for actual, exact in zip(narrow, [p.jvp(), *p.double_backward()], strict=True):
+        assert actual.dtype == dtype
+        ulp = 2.0 ** (np.frexp(exact)[1] - digits)
+        assert (abs(actual.astype(np.float64) - exact) <= 0.501 * ulp).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_without_parameters_is_one_with_ones_and_zeros(rng, kind):
+    p = Problem(rng, kind, offset=0.0)
+    p.gamma, p.beta, p.tgamma, p.tbeta = np.ones(7), np.zeros(7), None, None
+    jvp, (ddy, dx, _) = p.jvp(), p.double_backward()
+    p.gamma = p.beta = None
+    np.testing.assert_array_equal(p.jvp(), jvp)
+    for actual, expected in zip(p.double_backward(), (ddy, dx, None), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("power", "smaller"), [(-499, 0), (499, 0), (499, 66)])
+def test_results_of_extreme_rows_are_rounded_once(rng, kind, power, smaller):
+    """Powers of two of x and dy are powers of the results, subnormal ones aside: those are rounded."""
+    p = Problem(rng, kind, shape=(3, 50))
+    p.eps = 0.0
+    ddy, dx, dgamma = p.double_backward()
+    p.x, p.dy = np.ldexp(p.x, power), np.ldexp(p.dy, -smaller)
+    p.tgamma, p.tbeta = np.ldexp((p.tgamma, p.tbeta), -power)
+    expected = (ddy, power), (dx, 2 * power + smaller), (dgamma, power + smaller)
+    for actual, (exact, shift) in zip(p.double_backward(), expected, strict=True):
+        error = abs(np.ldexp(actual, shift) - exact)
+        assert (error <= 0.501 * np.ldexp(1.0, shift - 1074)).all()
+
+
+def test_axes_layouts_and_backends_agree(rng, backend):
+    x, dy, tx = np.moveaxis(rng.standard_normal((3, 4, 5, 6)), 1, -1)
+    gamma, tgamma = rng.standard_normal((2, 5, 4))
+    plain = [np.ascontiguousarray(np.moveaxis(a, 1, 0)).reshape(6, 20) for a in (x, dy, tx)]
+    _, cache = layer_norm_forward(x, gamma, axis=(0, 2), backend=backend)
+    _, flat = layer_norm_forward(plain[0], gamma.ravel(), backend="numpy")
+    ty = layer_norm_jvp(tx, cache, tgamma)
+    expected = layer_norm_jvp(plain[2], flat, tgamma.ravel())
+    np.testing.assert_array_equal(np.moveaxis(ty, 1, 0).reshape(6, 20), expected)
+    found = layer_norm_double_backward(tx, dy, cache, ddgamma=tgamma)
+    wanted = layer_norm_double_backward(plain[2], plain[1], flat, ddgamma=tgamma.ravel())
+    for actual, expected in zip(found[:2], wanted[:2], strict=True):
+        np.testing.assert_array_equal(np.moveaxis(actual, 1, 0).reshape(6, 20), expected)
+    np.testing.assert_array_equal(found[2].ravel(), wanted[2])
+
+
+def test_no_rows_give_no_rows_and_a_dgamma_of_zeros():
+    x = np.empty((0, 4), np.float32)
+    _, cache = layer_norm_forward(x, np.ones(4, np.float32))
+    ddy, dx, dgamma = layer_norm_double_backward(x, x, cache)
+    assert layer_norm_jvp(x, cache).shape == ddy.shape == dx.shape == (0, 4)
+    np.testing.assert_array_equal(dgamma, np.zeros(4, np.float32))
+
+
+def test_the_gradient_penalty_and_the_jvp_fit_the_backward(rng):
+    """<dy, jvp(t)> = <backward(dy), t>: D22 of the derivation, through the public functions."""
+    p = Problem(rng, "layer")
+    _, cache = layer_norm_forward(p.x, p.gamma, p.beta)
+    ty = layer_norm_jvp(p.tx, cache, p.tgamma, p.tbeta)
+    dx, dgamma, dbeta = layer_norm_backward(p.dy, cache)
+    pulled = (dx * p.tx).sum() + dgamma @ p.tgamma + dbeta @ p.tbeta
+    assert_close((p.dy * ty).sum(), pulled)
+
+
+X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
+CACHE = layer_norm_forward(X, np.ones(4, np.float32), backend="numpy")[1]
+RMS = CACHE._replace(norm=CACHE.norm._replace(kind="rms"))
+NEAREST = layer_norm_forward(X, rounding="nearest", backend="numpy")[1]
+ERRORS = [
+    (X, X, TypeError, r"cache must be the Cache that layer_norm_forward returns, got ndarray; write"),
+    (X, RMS, ValueError, r"cache must be that of layer_norm_forward, got that of rms_norm_forward; call rms_norm_"),
+    (X, CACHE._replace(backend="cuda"), ValueError, r"cache must be of arrays in host memory .*x.get\(\)"),
+    (X, NEAREST, ValueError, r'cache must be of rounding="fast", .*got \'nearest\''),
+    (X[:1], CACHE, ValueError, r"x must have shape \(2, 4\) to match x, got \(1, 4\)"),
+    (X.astype(int), CACHE, TypeError, r"x must be float16.*got int64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tx", "cache", "error", "message"), ERRORS)
+@pytest.mark.parametrize(
+    "function", [layer_norm_jvp, lambda tx, cache: layer_norm_double_backward(tx, X, cache)]
+)
+def test_errors_say_what_is_needed(function, tx, cache, error, message):
+    with pytest.raises(error, match=message):
+        function(tx, cache)
+
+
+def test_errors_of_dy_and_the_parameters():
+    with pytest.raises(
+        ValueError, match=r"dy must have shape \(2, 4\) to match the y of this cache"
+    ):
+        layer_norm_double_backward(X, X[0], CACHE)
+    call = partial(layer_norm_double_backward, X, X, CACHE)
+    with pytest.raises(
+        ValueError, match=r"ddgamma must have shape \(4,\) to match gamma, got \(2,"
+    ):
+        call(ddgamma=X)
+    with pytest.raises(
+        ValueError, match=r"ddbeta must be None, since this cache has no beta; pass"
+    ):
+        call(ddbeta=X[0])
+    with pytest.raises(ValueError, match=r"tbeta must be None"):
+        layer_norm_jvp(X, CACHE, tbeta=X[0])
