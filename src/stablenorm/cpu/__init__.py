@@ -20,7 +20,16 @@ from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
 from stablenorm.cpu.tiles import STRAIGHT
-from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
+from stablenorm.types import (
+    NOTHING_EXTRA,
+    Array,
+    Extra,
+    Gradients,
+    Norm,
+    Residual,
+    Statistics,
+    any_float64,
+)
 
 _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
@@ -41,22 +50,32 @@ def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> N
 
 
 def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) -> Statistics:
+    nearest, source, plus = norm.rounding == "nearest", None, None
     if residual is not None:
-        x = reference.add(x, *residual)
-    nearest = norm.rounding == "nearest"
+        (plus, total), source = residual, x
+        narrow = not (nearest or any_float64(x, norm.gamma, norm.beta)) and plus.dtype == x.dtype
+        if narrow and row_strides(x, plus, total, y) != ():
+            x = total
+        else:
+            x, source, plus = reference.add(x, *residual), None, None
     if nearest and _may_share(x, y):
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(norm.gamma), _flat(norm.beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
-    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, ("nearest",) if nearest else ())
+    options: tuple[str, ...] = ()
+    if nearest:
+        options = ("nearest",)
+    elif plus is not None:
+        strides, options = row_strides(None, x, y, source, plus), ("plus",)
+    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, options)
     rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
         kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8), spread
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
-    arrays = x, y, None, gamma, beta, *kept, None, None, None, None
+    arrays = x, y, None, gamma, beta, *kept, None, None, None, None, source, plus
     if _do(plan, arrays, norm.eps) == REFERENCE:
         return reference.forward(x, norm, y)
     if not plan.wide:
@@ -80,7 +99,7 @@ def backward(
     extra: Extra = NOTHING_EXTRA,
 ) -> None:
     """Do what `reference.backward` does."""
-    if extra is not NOTHING_EXTRA:
+    if extra is not NOTHING_EXTRA and not _is_for_kernels(extra, x):
         reference.backward(dy, x, norm, statistics, out, extra)
         return
     if norm.rounding == "nearest":
@@ -91,22 +110,22 @@ def backward(
     if statistics.rstd_lo is None:
         # What the forward kept, as nothing of it was float64, is too little for double-double.
         narrow = dy.dtype.type is not np.float64
-        if not (narrow and _backward(dy, x, norm, statistics, out, None)):
-            reference.backward(dy, x, norm, statistics, out)
+        if not (narrow and _backward(dy, x, norm, statistics, out, None, extra=extra)):
+            reference.backward(dy, x, norm, statistics, out, extra)
         return
     if summing and dx is not None and _may_share(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
         backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
-        backward(dy, x, norm, statistics, Gradients(dx, None, None))
+        backward(dy, x, norm, statistics, Gradients(dx, None, None), extra)
         return
     marks = extreme.marks_of(statistics)
-    if not _backward(dy, x, norm, statistics, out, marks):
-        reference.backward(dy, x, norm, statistics, out)
+    if not _backward(dy, x, norm, statistics, out, marks, extra=extra):
+        reference.backward(dy, x, norm, statistics, out, extra)
         return
     if summing and np.count_nonzero(marks):
         reference.backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
     if dx is not None:
-        extreme.write_dx(dy, x, norm, statistics, dx, marks)
+        extreme.write_dx(dy, x, norm, statistics, dx, marks, extra)
 
 
 def _backward_nearest(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
@@ -119,6 +138,10 @@ def _backward_nearest(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: 
     extreme.decide(dy, x, norm, statistics, out, marks, undecided)
 
 
+def _is_for_kernels(extra: Extra, x: Any) -> bool:
+    return all(each is None for each in extra[1:]) and extra.dsum.dtype == x.dtype
+
+
 def _may_share(a: Any, b: Any) -> bool:
     # Of `Rows` NumPy cannot tell.
     return isinstance(b, Rows) or np.may_share_memory(a, b)
@@ -126,18 +149,34 @@ def _may_share(a: Any, b: Any) -> bool:
 
 def _backward(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array | None,
-    undecided: Array | None = None,
+    undecided: Array | None = None, extra: Extra = NOTHING_EXTRA,
 ) -> bool:  # fmt: skip
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
     dx, dgamma, dbeta = out
     gamma, gamma_dtype = _flat(norm.gamma)
     pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
     nearest, strides = undecided is not None, row_strides(dy, x, dx)
-    options = ("nearest",) if nearest else ()
+    plus, options = extra.dsum, ("nearest",) if nearest else ()
+    if plus is not None:
+        strides, options = row_strides(dy, x, dx, None, plus), ("plus",)
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
-    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, None, *totals, undecided
+    arrays = (
+        x,
+        dx,
+        dy,
+        gamma,
+        None,
+        *statistics[:5],
+        marks,
+        spread,
+        None,
+        *totals,
+        undecided,
+        None,
+        plus,
+    )
     if _do(plan, arrays) == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):
@@ -163,10 +202,12 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
     x: Any = as_matrix(arrays[0])
     out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
-    parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:]
+    parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:16]
+    plus = None if arrays[-1] is None else as_matrix(arrays[-1])
     n, sums, words = x.shape[1], None, plan.words.copy()
     words[AT.x_stride] = words[AT.out_stride] = n * x.dtype.itemsize
     words[AT.dy_stride] = 0 if dy is None else n * dy.dtype.itemsize
+    words[AT.plus_stride] = words[AT.x_stride]
     words[AT.way], words[AT.over_input] = STRAIGHT, True
     plan, tile_rows = plan._replace(words=words, state=DONE), int(words[AT.tile_rows])
     if any(total is not None for total in totals[:2]):
@@ -179,7 +220,8 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         some = (None if word is None else word[block] for word in kept)
         given = np.ascontiguousarray(x[block]), result, cotangent, *parameters, *some
         words[AT.rows] = block.stop - block.start
-        if _do(plan, (*given, here, None, None, None), eps) == REFERENCE:
+        added = None if plus is None else np.ascontiguousarray(plus[block])
+        if _do(plan, (*given, here, None, None, None, None, added), eps) == REFERENCE:
             return REFERENCE
         if out is not None:
             out[block] = result
@@ -187,7 +229,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         return DONE
     # Of no rows: to add up the sums.
     words[AT.rows] = 0
-    return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals), eps)
+    return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals, None, None), eps)
 
 
 def _flat(parameter: Array | None) -> tuple[Array | None, Any]:

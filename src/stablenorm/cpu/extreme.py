@@ -15,7 +15,7 @@ from stablenorm import reference
 from stablenorm.arrays import as_matrix
 from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST, SMALLEST
-from stablenorm.types import Array, Gradients, Norm, Statistics
+from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
 
 # The mark of such a row; of one that is merely undecided, it is another.
 EXTREME = 1
@@ -68,7 +68,10 @@ def of_rows(statistics: Statistics, rows: Array) -> Statistics:
     return Statistics(*words)
 
 
-def write_dx(dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array) -> None:
+def write_dx(
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array,
+    extra: Extra = NOTHING_EXTRA,
+) -> None:  # fmt: skip
     """Write dx of the marked rows."""
     dy, x, dx = map(as_matrix, (dy, x, dx))
     rows = np.flatnonzero(marks)
@@ -76,7 +79,8 @@ def write_dx(dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks
         part = rows[block]
         result = np.empty((len(part), x.shape[1]), x.dtype)
         some, out = of_rows(statistics, part), Gradients(result, None, None)
-        reference.backward(dy[part], x[part], norm, some, out)
+        more = extra if extra.dsum is None else extra._replace(dsum=as_matrix(extra.dsum)[part])
+        reference.backward(dy[part], x[part], norm, some, out, more)
         dx[part] = result
 
 

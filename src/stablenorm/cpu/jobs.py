@@ -75,7 +75,7 @@ def make_plan(
     are, of gamma and beta, None of what is missing; `pulled` are those of dy, dgamma and dbeta, and
     whether the forward was done in double-double. `options` are words for what else is wanted.
     """
-    nearest = "nearest" in options
+    nearest, plus = "nearest" in options, "plus" in options
     dy, *totals, wide = pulled or (None, None, None, nearest)
     # Not `==` below: to NumPy its float64 equals None.
     if not _known((x, *parameters, dy, *totals)):
@@ -89,17 +89,19 @@ def make_plan(
     row_bytes = n * x.itemsize
     if dy is None:
         tile_rows, dy_bytes = forward_rows(rows, n), 0
-        do_tile = of.forward_tile(ELEMENTS[x], *rounding)
+        do_tile = of.forward_tile(ELEMENTS[x], nearest if wide else plus)
     else:
         tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
         summing = any(each is not None for each in totals)
-        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *rounding)
-    dy_stride, x_stride, out_stride = strides or (dy_bytes, row_bytes, row_bytes)
+        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, plus, *rounding)
+    dy_stride, x_stride, out_stride, *more = strides or (dy_bytes, *[row_bytes] * 4)
+    source_stride, plus_stride = more or (0, 0)
     straight = wide or out_stride != row_bytes
     streamed = rows * row_bytes >= PAST_CACHES and not straight
     scratch_bytes, tiles_ = of.scratch_bytes(n, dy is not None), -(-rows // tile_rows)
     words = Call(
         rows=rows, n=n, dy_stride=dy_stride, x_stride=x_stride, out_stride=out_stride,
+        source_stride=source_stride, plus_stride=plus_stride,
         tile_rows=tile_rows, tiles=tiles_, do_tile=do_tile,
         widen_gamma=_widener(gamma), widen_beta=_widener(beta),
         round_dgamma=_rounder(ELEMENTS[totals[0]], nearest),

@@ -146,6 +146,14 @@ def _dx(given, j):
 
 
 @inlined
+def _dx_and_sum(given, j):
+    of_dx, dsum = given
+    high, low, size = _dx(of_dx, j)
+    high, error = two_sum(high, get(dsum, j))
+    return high, low + error, size
+
+
+@inlined
 def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
     """
     Add a row to what the bounds of dgamma and dbeta are made of.
@@ -209,3 +217,4 @@ def _writing(name, value):
 
 
 write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
+write_dx_and_sum = _writing("dx_and_sum", _dx_and_sum)

@@ -47,12 +47,17 @@ class Call(NamedTuple):
     dbeta: Any = 0
     # Only for correct rounding, two bytes per column: whether dgamma and dbeta are undecided.
     undecided: Any = 0
+    # x before the residual was added, and the residual; or what is added to dx. x is then their sum.
+    source: Any = 0
+    plus: Any = 0
     # What the dtypes and the shape decide.
     rows: Any = 0
     n: Any = 0
     x_stride: Any = 0
     out_stride: Any = 0
     dy_stride: Any = 0
+    source_stride: Any = 0
+    plus_stride: Any = 0
     tile_rows: Any = 0
     tiles: Any = 0
     # C functions: to do a tile, to widen gamma and beta, to round dgamma and dbeta.

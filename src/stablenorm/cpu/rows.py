@@ -196,6 +196,18 @@ def _dx(dy, x, j, row, gamma):
 # ---- both ----
 
 
+@_exactly
+def add(x, residual, total, strides, rows, n):
+    """Write ``x + residual``, rounded once, to where `total` points."""
+    wide_vectors()
+    for r in range(rows):
+        a, b = further(x, r * strides[0]), further(residual, r * strides[1])
+        to = further(total, r * strides[2])
+        for j in range(n):
+            # A sum of two such numbers that float64 has rounded is far from any midpoint of them.
+            put(to, j, get(a, j) + get(b, j))
+
+
 def _adding(name, terms):
     def add(given, rows, n, last, sums):
         """
@@ -240,11 +252,12 @@ measure, pull = _adding("measure", _shifted), _adding("pull", _pulled)
 
 
 def _writing(name, value):
-    def write(given, out, rows, columns):
+    def write(given, out, rows, columns, plus):
         """
         Write some columns of some rows, to where `out` points, which is that of the first.
 
-        Meanwhile what lies so many bytes behind dy and x, unless 0, is asked for.
+        Meanwhile what lies so many bytes behind dy and x, unless 0, is asked for. Added to the value is
+        what `plus` points to, unless None.
         """
         wide_vectors()
         (dys, xs), (dy_stride, x_stride, out_stride), parameters, lanes, aheads = given
@@ -259,10 +272,16 @@ def _writing(name, value):
                 if x_ahead:
                     prefetch(x, start, stop, x_ahead)
                 for j in range(start, stop):
-                    doubt = put_nearly(to, j - left, value(dy, x, j, row, parameters), doubt)
+                    v = value(dy, x, j, row, parameters)
+                    if plus is not None:
+                        v += get(further(plus[0], r * plus[1]), j)
+                    doubt = put_nearly(to, j - left, v, doubt)
                 if doubt < 0:
                     for j in range(start, stop):
-                        put(to, j - left, value(dy, x, j, row, parameters))
+                        v = value(dy, x, j, row, parameters)
+                        if plus is not None:
+                            v += get(further(plus[0], r * plus[1]), j)
+                        put(to, j - left, v)
 
     return _exactly(named(write, name))
 

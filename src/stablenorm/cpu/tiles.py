@@ -94,7 +94,7 @@ def padded(n):
 
 
 @pasted
-def _write_rows(write, given, p, top, rows, element, staged):
+def _write_rows(write, given, p, top, rows, element, staged, plus):
     """
     Write some rows, straight to memory or through the stage; return the state of the stage.
 
@@ -110,7 +110,7 @@ def _write_rows(write, given, p, top, rows, element, staged):
             stop, to = min(start + piece, p.n), stage + end - (place & -LINE)
             if straight:
                 to = p.out + (top + i) * p.out_stride
-            write(given, pointer_at(to, element), (i, i + at_once), (start, stop))
+            write(given, pointer_at(to, element), (i, i + at_once), (start, stop), plus)
             if not straight:
                 end += at_once * (stop - start) * size
                 place = _empty_stage(place, end, stage, p.way)
@@ -121,8 +121,8 @@ def _write_rows(write, given, p, top, rows, element, staged):
 
 
 @address_of_compiled
-def forward_tile(element: Any) -> Any:
-    """Return what normalizes a tile of rows of this type."""
+def forward_tile(element: Any, plus: bool) -> Any:
+    """Return what normalizes a tile of rows of this type, with `plus` after adding a residual."""
 
     def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
@@ -138,7 +138,13 @@ def forward_tile(element: Any) -> Any:
         for top in range(first, stop, together):
             rows = min(together, stop - top)
             x = pointer_at(p.x + top * p.x_stride, element)
-            given = (x, x), (p.x_stride, p.x_stride, p.out_stride), parameters, lanes, (0, ahead)
+            if plus:
+                source = pointer_at(p.source + top * p.source_stride, element)
+                residual = pointer_at(p.plus + top * p.plus_stride, element)
+                strides = p.source_stride, p.plus_stride, p.x_stride
+                equations.add(source, residual, x, strides, rows, n)
+            strides = p.x_stride, p.x_stride, p.out_stride
+            given = (x, x), strides, parameters, lanes, (0, ahead)
             last = further(x, (rows - 1) * p.x_stride)
             equations.guess(x, p.x_stride, rows, n, lanes, samples, equations.TOGETHER)
             for _ in range(2):
@@ -149,7 +155,8 @@ def forward_tile(element: Any) -> Any:
                 mean, rest, rstd, _, _, _ = equations.lane(lanes, i - top)
                 float64_at(p.mean)[i], float64_at(p.rest)[i] = mean, rest
                 float64_at(p.rstd)[i] = rstd
-            staged = _write_rows(equations.write_y, given, p, top, rows, element, staged)
+            write = equations.write_y
+            staged = _write_rows(write, given, p, top, rows, element, staged, None)
         if p.way != STRAIGHT:
             _close_stage(staged)
 
@@ -160,8 +167,8 @@ def forward_tile(element: Any) -> Any:
 
 
 @address_of_compiled
-def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
-    """Return what pulls back a tile of rows of these types."""
+def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool) -> Any:
+    """Return what pulls back a tile of rows of these types, with `plus` adding dsum to dx."""
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
@@ -193,7 +200,8 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
                 i, m = top + r, equations.pivot(further(dy, r * p.dy_stride), gamma, n)
                 mean, rest = float64_at(p.mean)[i], float64_at(p.rest)[i]
                 equations.load(lanes, r, mean, rest, float64_at(p.rstd)[i], m)
-            given = (dy, x), (p.dy_stride, p.x_stride, p.out_stride), gamma, lanes, ahead
+            strides = p.dy_stride, p.x_stride, p.out_stride
+            given = (dy, x), strides, gamma, lanes, ahead
             if summing:
                 equations.pull(given, rows, n, zeros, columns)
             else:
@@ -201,7 +209,11 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool) -> Any:
             if not p.out:
                 continue
             equations.find_coefficients(lanes, n, equations.TOGETHER)
-            staged = _write_rows(equations.write_dx, given, p, top, rows, x_element, staged)
+            dsum = None
+            if plus:
+                dsum = pointer_at(p.plus + top * p.plus_stride, x_element), p.plus_stride
+            write = equations.write_dx
+            staged = _write_rows(write, given, p, top, rows, x_element, staged, dsum)
         if summing and deep:
             _end_part(part, sums, n)
         if p.out and p.way != STRAIGHT:

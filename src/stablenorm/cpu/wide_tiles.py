@@ -83,8 +83,10 @@ def _cleared_sums(p, number):
 
 
 @address_of_compiled
-def backward_tile(dy_element: Any, x_element: Any, summing: bool, rounding: bool) -> Any:
-    """Return what pulls back a tile in double-double."""
+def backward_tile(
+    dy_element: Any, x_element: Any, summing: bool, plus: bool, rounding: bool
+) -> Any:
+    """Return what pulls back a tile in double-double, with `plus` adding dsum to dx."""
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
@@ -116,7 +118,11 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool, rounding: bool
                 dx = pointer_at(p.out + i * p.out_stride, x_element)
                 size = nearest.size_of(arrays, factors, n) if rounding else 0.0
                 bound = nearest.row_bound(n) * rstd[i] if rounding else None
-                if nearest.write_dx((factors, means, row[3:], size), dx, n, bound):
+                given = factors, means, row[3:], size
+                if plus:
+                    dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
+                    nearest.write_dx_and_sum((given, dsum), dx, n, bound)
+                elif nearest.write_dx(given, dx, n, bound):
                     marks[i] = UNDECIDED
         if summing:
             _settle(sums, n)
