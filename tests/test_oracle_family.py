@@ -8,6 +8,7 @@ import pytest
 from rationals import DTYPES, fractions, nearest, sample, square_root
 
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
+from stablenorm.testing.families import FAMILIES, make_case
 
 KINDS = {"layer": exact_layer_norm, "rms": exact_rms_norm}
 # Digits of the square root; the step of a central difference; and what that difference may be off
@@ -269,6 +270,23 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, rng):
         )
         assert result.worst_index == index
         assert result.worst_excess == pytest.approx(expected, rel=1e-9)
+
+
+# F36 is NaN and infinities.
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "F36"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hard_families_are_those_of_the_formula(kind, family):
+    x, gamma, beta, eps, dy = make_case(family, "float32", n := 10)
+    exact = KINDS[kind](x, gamma, beta, eps, dy)
+    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
+    for r, (values, weights) in enumerate(zip(x, dy, strict=True)):
+        row = fractions(values)
+        y = plain(kind, row, scale, shift, eps)[0]
+        dx = plain_backward(kind, row, scale, eps, fractions(weights))[0]
+        for i, value in enumerate([*y, *dx]):
+            actual = exact.value("y" if i < n else "dx", (r, i % n))
+            # Terms are products of at most six floats, below 1e240: 80 digits of dx are right.
+            assert abs(actual - value) <= abs(value) / 10**60 + Fraction(1, 10**80)
 
 
 @pytest.mark.parametrize("eps", [0.0, 5e-324, 1e300])

@@ -118,6 +118,8 @@ class ExactNorm:
             What an implementation returned, by the names of the quantities; the dtype of each
             chooses its limit and c, `LIMITS`. S is the sum of the magnitudes that an element is
             made of, so that only an element that cancels almost completely may use the second term.
+            What an argument adds to an element, it adds in magnitude to S. RMS norm has S of layer
+            norm without mean|xhat| and mean|g|, which stand for the rounding of means.
 
         Returns
         -------

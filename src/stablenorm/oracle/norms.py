@@ -90,11 +90,11 @@ def exact_layer_norm(
     >>> exact.rounded("y", np.float16).dtype
     dtype('float16')
     """
-    matrices = {"dy": dy, "dsum": dsum, "dmean": dmean, "drstd": drstd, "tx": tx}
-    vectors = {"beta": beta, "tgamma": tgamma, "tbeta": tbeta}
-    scale = (gamma, gamma_offset)
-    more = (residual, where, accumulate)
-    return _exact("layer", NORM, x, eps, scale, matrices, vectors, *more)
+    dgamma, dbeta = accumulate
+    return _exact(
+        "layer", NORM, x, eps, gamma_offset, where, gamma=gamma, beta=beta, dy=dy, residual=residual,
+        dsum=dsum, dmean=dmean, drstd=drstd, dgamma=dgamma, dbeta=dbeta, tx=tx, tgamma=tgamma, tbeta=tbeta,
+    )  # fmt: skip
 
 
 def exact_rms_norm(
@@ -132,11 +132,11 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    matrices = {"dy": dy, "dsum": dsum, "drstd": drstd, "tx": tx}
-    vectors = {"beta": beta, "tgamma": tgamma, "tbeta": tbeta}
-    scale = (gamma, gamma_offset)
-    more = (residual, where, accumulate)
-    return _exact("rms", NORM, x, eps, scale, matrices, vectors, *more)
+    dgamma, dbeta = accumulate
+    return _exact(
+        "rms", NORM, x, eps, gamma_offset, where, gamma=gamma, beta=beta, dy=dy, residual=residual,
+        dsum=dsum, drstd=drstd, dgamma=dgamma, dbeta=dbeta, tx=tx, tgamma=tgamma, tbeta=tbeta,
+    )  # fmt: skip
 
 
 def exact_double_backward(
@@ -182,9 +182,10 @@ def exact_double_backward(
     if kind not in {"layer", "rms"}:
         msg = f"kind must be 'layer' or 'rms', got {kind!r}"
         raise ValueError(msg)
-    matrices: dict[str, Given] = {"dy": dy, "ddx": ddx}
-    vectors = {"ddgamma": ddgamma, "ddbeta": ddbeta}
-    return _exact(kind, DOUBLE_BACKWARD, x, eps, (gamma, gamma_offset), matrices, vectors)
+    return _exact(
+        kind, DOUBLE_BACKWARD, x, eps, gamma_offset, None, gamma=gamma, dy=dy, ddx=ddx,
+        ddgamma=ddgamma, ddbeta=ddbeta,
+    )  # fmt: skip
 
 
 def _exact(
@@ -192,14 +193,11 @@ def _exact(
     quantities: dict[str, Quantity],
     x: Array,
     eps: float,
-    scale: tuple[Given, float],
-    matrices: dict[str, Given],
-    vectors: dict[str, Given],
-    residual: Given = None,
-    where: Given = None,
-    accumulate: tuple[Given, Given] = (None, None),
+    gamma_offset: float,
+    where: Given,
+    **given: Given,
 ) -> ExactNorm:
-    """Check what is given, by the names of the arguments, and make it an `ExactNorm`."""
+    """Check what is given, by the names of `Inputs`, and make it an `ExactNorm`."""
     x = np.asarray(x)
     if x.ndim < 1 or x.shape[-1] < 1:
         msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
@@ -207,36 +205,31 @@ def _exact(
     if not (math.isfinite(eps) and eps >= 0):
         msg = f"eps must be finite and >= 0, got {eps}"
         raise ValueError(msg)
-    gamma, gamma_offset = scale
     if not math.isfinite(gamma_offset):
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
     n, mask = x.shape[-1], None if where is None else _mask(where, x)
-    values = _read("x", x, x.shape, mask)
-    if residual is not None:
-        values = _sum(values, _read("residual", np.asarray(residual), x.shape, mask), x.dtype)
-    exact = {"x": values}
-    for name, array in matrices.items():
-        if array is not None:
-            shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
-            # dsum does not come through the norm: what it adds is masked by nothing.
-            hidden = mask if name in {"dy", "tx", "ddx"} else None
-            exact[name] = _read(name, np.asarray(array), shape, hidden)
-    vectors = vectors | {"gamma": gamma} | dict(zip(("dgamma", "dbeta"), accumulate, strict=True))
-    shared = {
-        name: read(_read(name, np.asarray(array), (n,)))
-        for name, array in vectors.items()
-        if array is not None
-    }
     ones = read(np.ones(n))
-    shared["scale"] = shared.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
-    if mask is None:
-        shared["where"] = ones
-    else:
-        exact["where"] = mask.astype(np.float64)
-    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in exact.items()}
-    inputs = Inputs(kind, Fraction(float(eps)), rows, shared, quantities)
-    return ExactNorm(values.astype(x.dtype), inputs)
+    matrices, vectors = {}, {} if where is not None else {"where": ones}
+    for name, array in ({"x": x} | given).items():
+        if array is None:
+            continue
+        if name.endswith(("gamma", "beta")):
+            vectors[name] = read(_read(name, np.asarray(array), (n,)))
+        elif name in {"dmean", "drstd"}:
+            matrices[name] = _read(name, np.asarray(array), (*x.shape[:-1], 1))
+        else:
+            # dsum does not come through the norm: what it adds to dx is not masked.
+            hidden = None if name == "dsum" else mask
+            matrices[name] = _read(name, np.asarray(array), x.shape, hidden)
+    if "residual" in matrices:
+        matrices["x"] = _sum(matrices["x"], matrices.pop("residual"), x.dtype)
+    if mask is not None:
+        matrices["where"] = mask.astype(np.float64)
+    vectors["scale"] = vectors.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
+    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in matrices.items()}
+    inputs = Inputs(kind, Fraction(float(eps)), rows, vectors, quantities)
+    return ExactNorm(matrices["x"].astype(x.dtype), inputs)
 
 
 def _mask(where: Array, x: Array) -> Array:
