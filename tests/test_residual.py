@@ -5,12 +5,14 @@ import pytest
 
 from stablenorm import (
     check_gradients,
+    exact_layer_norm,
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
 )
 from stablenorm.backends import BACKENDS
 from stablenorm.reference import add
+from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import bfloat16
 
 DTYPES = [np.float16, bfloat16, np.float32, np.float64]
@@ -111,3 +113,17 @@ def test_y_may_overwrite_x_which_is_no_longer_needed(rng):
     y, _ = layer_norm_forward(x, gamma, beta, residual=residual, out=x)
     assert y is x
     assert y.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.finite])
+def test_dsum_keeps_the_contract(name, dtype):
+    family = FAMILIES[name]
+    if not family.applies(dtype, 24):
+        return
+    case = make_case(name, dtype, 24, max(5, family.smallest_rows))
+    rng = np.random.default_rng(3)
+    dsum = (rng.standard_normal(case.x.shape) * 2.0 ** rng.integers(-9, 9)).astype(dtype)
+    _, cache = layer_norm_forward(*case[:4])
+    dx = layer_norm_backward(case.dy, cache, dsum=dsum).dx
+    found = exact_layer_norm(*case, dsum=dsum).check_contract(dx=dx)["dx"]
+    assert found.passed, found
