@@ -141,6 +141,12 @@ def test_a_tie_goes_to_even(sign):
         assert result.passed
 
 
+def test_a_tie_beside_the_smallest_float_goes_to_even():
+    # The first beta makes the unit of the row's enclosures 2^-1074; their widths must follow.
+    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.full(2, 2051.0), [2.0**-1074, 0.0], 0.0)
+    assert exact.rounded("y", np.float16)[0, 1] == 2052
+
+
 def test_a_tie_in_dx_goes_to_even():
     # var = 9, xhat = -1, 1, -1, 1; dy is orthogonal to it and to the ones, so dx = dy / 3.
     x = np.array([[-3.0, 3.0, -3.0, 3.0]])
