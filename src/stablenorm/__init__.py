@@ -9,8 +9,11 @@ from stablenorm.functional import (
     layer_norm_double_backward,
     layer_norm_forward,
     layer_norm_jvp,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
 )
-from stablenorm.layer import LayerNorm
+from stablenorm.layer import LayerNorm, RMSNorm
 from stablenorm.memory import Workspace
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Cache, Gradients
@@ -33,6 +36,7 @@ __all__ = [
     "GradientReport",
     "Gradients",
     "LayerNorm",
+    "RMSNorm",
     "Workspace",
     "assert_gradients",
     "check_gradients",
@@ -46,6 +50,9 @@ __all__ = [
     "layer_norm_double_backward",
     "layer_norm_forward",
     "layer_norm_jvp",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
     "set_num_threads",
 ]
 

@@ -1,17 +1,98 @@
-"""`LayerNorm`: a thin holder of gamma, beta and their gradients."""
+"""`LayerNorm` and `RMSNorm`: thin holders of gamma, beta and their gradients."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.formats import check_dtype, parse
-from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.functional import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.memory import Workspace
 from stablenorm.types import Array, Cache
 
 
-class LayerNorm:
+class _Layer:
+    """What the classes share."""
+
+    _forward: ClassVar[Callable[..., Any]]
+    _backward: ClassVar[Callable[..., Any]]
+
+    def __init__(
+        self,
+        shape: int | tuple[int, ...],
+        eps: float = 1e-5,
+        *,
+        axis: int | tuple[int, ...] | None = None,
+        gamma: bool = True,
+        beta: bool = True,
+        dtype: DTypeLike = np.float32,
+        gamma_offset: float = 0.0,
+        rounding: str = "fast",
+        workspace: Workspace | None = None,
+    ) -> None:
+        ones = np.ones(shape, parse(dtype))
+        check_dtype("dtype", ones)
+        self.shape = ones.shape
+        self.eps = eps
+        if axis is None:
+            axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
+        self.axis = axis
+        self.gamma_offset = gamma_offset
+        self.rounding = rounding
+        self.workspace = workspace
+        self.parameters: dict[str, Array] = {}
+        if gamma:
+            self.parameters["gamma"] = (ones - gamma_offset).astype(ones.dtype)
+        if beta:
+            self.parameters["beta"] = np.zeros_like(ones)
+        self.gradients: dict[str, Array] = {}
+        self._cache: Cache | None = None
+
+    def __repr__(self) -> str:
+        """Return the shape and eps of this layer."""
+        return f"{type(self).__name__}({self.shape}, eps={self.eps}, axis={self.axis})"
+
+    def forward(self, x: ArrayLike) -> Array:
+        """Return the normalized `x`, and remember what `backward` needs."""
+        gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
+        y, cache = self._forward(
+            x, gamma, beta, self.eps,
+            axis=self.axis, out=self._room_for(x), gamma_offset=self.gamma_offset,
+            rounding=self.rounding,
+        )  # fmt: skip
+        lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
+        if lengths != self.shape:
+            msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"
+            raise ValueError(msg)
+        self._cache = cache
+        return y
+
+    def backward(self, dy: ArrayLike) -> Array:
+        """Return dx for the latest `forward`, and set `gradients`."""
+        if self._cache is None:
+            msg = "backward needs a forward before it, got none; call forward(x) first"
+            raise ValueError(msg)
+        room = self._room_for(self._cache.x)
+        dx, dgamma, dbeta = self._backward(dy, self._cache, out=(room, None, None))
+        named = {"gamma": dgamma, "beta": dbeta}
+        self.gradients = {name: value for name, value in named.items() if value is not None}
+        return cast(Array, dx)
+
+    def _room_for(self, like: Any) -> Array | None:
+        # What is no array, or one of objects, is for the function to convert or to refuse.
+        if self.workspace is None or not isinstance(like, np.ndarray) or like.dtype.hasobject:
+            return None
+        # y and dx are in this machine's byte order, whatever that of x.
+        return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
+
+
+class LayerNorm(_Layer):
     """
     Layer normalization with its own gamma and beta.
 
@@ -27,6 +108,8 @@ class LayerNorm:
         Whether to have a scale, which begins as ones, and a shift, which begins as zeros.
     dtype : dtype, default: float32
         Of gamma and beta: float16, bfloat16, float32 or float64. x may have another.
+    gamma_offset : float, default: 0
+        As for `layer_norm`. gamma begins as ones less it.
     rounding : {"fast", "nearest"}, default: "fast"
         As for `layer_norm`.
     workspace : Workspace, optional
@@ -56,67 +139,34 @@ class LayerNorm:
     array([2., 2., 2., 2.], dtype=float32)
     """
 
+    _forward, _backward = staticmethod(layer_norm_forward), staticmethod(layer_norm_backward)
+
+
+class RMSNorm(_Layer):
+    """
+    RMS normalization with its own gamma and, if wanted, beta.
+
+    Parameters
+    ----------
+    shape : int or tuple of int
+        As for `LayerNorm`, and so is all the rest.
+    beta : bool, default: False
+        Whether to have a shift.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import RMSNorm
+    >>> norm = RMSNorm(4, gamma_offset=1.0)
+    >>> norm.forward(np.full((1, 4), 2.0, np.float32)).round(3)
+    array([[1., 1., 1., 1.]], dtype=float32)
+    >>> norm.parameters
+    {'gamma': array([0., 0., 0., 0.], dtype=float32)}
+    """
+
+    _forward, _backward = staticmethod(rms_norm_forward), staticmethod(rms_norm_backward)
+
     def __init__(
-        self,
-        shape: int | tuple[int, ...],
-        eps: float = 1e-5,
-        *,
-        axis: int | tuple[int, ...] | None = None,
-        gamma: bool = True,
-        beta: bool = True,
-        dtype: DTypeLike = np.float32,
-        rounding: str = "fast",
-        workspace: Workspace | None = None,
+        self, shape: int | tuple[int, ...], eps: float = 1e-5, *, beta: bool = False, **others: Any
     ) -> None:
-        ones = np.ones(shape, parse(dtype))
-        check_dtype("dtype", ones)
-        self.shape = ones.shape
-        self.eps = eps
-        if axis is None:
-            axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
-        self.axis = axis
-        self.rounding = rounding
-        self.workspace = workspace
-        self.parameters: dict[str, Array] = {}
-        if gamma:
-            self.parameters["gamma"] = ones
-        if beta:
-            self.parameters["beta"] = np.zeros_like(ones)
-        self.gradients: dict[str, Array] = {}
-        self._cache: Cache | None = None
-
-    def __repr__(self) -> str:
-        """Return the shape and eps of this layer."""
-        return f"LayerNorm({self.shape}, eps={self.eps}, axis={self.axis})"
-
-    def forward(self, x: ArrayLike) -> Array:
-        """Return the normalized `x`, and remember what `backward` needs."""
-        gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
-        y, cache = layer_norm_forward(
-            x, gamma, beta, self.eps,
-            axis=self.axis, out=self._room_for(x), rounding=self.rounding,
-        )  # fmt: skip
-        lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
-        if lengths != self.shape:
-            msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"
-            raise ValueError(msg)
-        self._cache = cache
-        return y
-
-    def backward(self, dy: ArrayLike) -> Array:
-        """Return dx for the latest `forward`, and set `gradients`."""
-        if self._cache is None:
-            msg = "backward needs a forward before it, got none; call forward(x) first"
-            raise ValueError(msg)
-        room = self._room_for(self._cache.x)
-        dx, dgamma, dbeta = layer_norm_backward(dy, self._cache, out=(room, None, None))
-        named = {"gamma": dgamma, "beta": dbeta}
-        self.gradients = {name: value for name, value in named.items() if value is not None}
-        return cast(Array, dx)
-
-    def _room_for(self, like: Any) -> Array | None:
-        # What is no array, or one of objects, is for the function to convert or to refuse.
-        if self.workspace is None or not isinstance(like, np.ndarray) or like.dtype.hasobject:
-            return None
-        # y and dx are in this machine's byte order, whatever that of x.
-        return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
+        super().__init__(shape, eps, beta=beta, **others)

@@ -15,7 +15,7 @@ bfloat16 = BFLOAT16.dtype
 
 
 class Gradients(NamedTuple):
-    """What `layer_norm_backward` returns; an entry that was not asked for is None."""
+    """What a backward returns; an entry that was not asked for is None."""
 
     dx: Array | None
     dgamma: Array | None
@@ -61,6 +61,7 @@ NOTHING_EXTRA = Extra()
 class Statistics(NamedTuple):
     """
     Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.
+    RMS norm has no mean: 8 to 16 bytes.
 
     The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
     ``rstd (+ rstd_lo)``; each array has one float64 per row.
@@ -70,8 +71,9 @@ class Statistics(NamedTuple):
     with it).
     """
 
-    mean: Array
-    mean_lo: Array
+    # Arrays; None of RMS norm.
+    mean: Any
+    mean_lo: Any
     rstd: Array
     # Float64 data only: the second word of rstd.
     rstd_lo: Array | None = None
@@ -93,7 +95,7 @@ class Statistics(NamedTuple):
 
 class Cache(NamedTuple):
     """
-    What `layer_norm_forward` hands to `layer_norm_backward`.
+    What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to `rms_norm_backward`.
 
     `x` and `gamma` are kept by reference: changing them in between changes the gradients.
 
@@ -104,8 +106,8 @@ class Cache(NamedTuple):
     norm : Norm
         How: gamma, beta, eps and the options of the call.
     mean, rstd : array
-        The mean of each row, and ``(var + eps)**-0.5``: float64, of the shape of x with 1 for the
-        normalized axes. Computed anew at each access.
+        The mean of each row, 0 for RMS norm, and ``(var + eps)**-0.5``: float64, of the shape of x
+        with 1 for the normalized axes. Computed anew at each access.
 
     Notes
     -----
@@ -137,6 +139,8 @@ class Cache(NamedTuple):
     def mean(self) -> Array:
         """Return the mean of each row."""
         kept = self.statistics
+        if kept.mean is None:
+            return self._of_rows(np.zeros_like(kept.rstd), (0.0, None), 0)
         return self._of_rows(kept.mean, (kept.mean_lo, kept.mean_tail), 0)
 
     @property

@@ -9,6 +9,7 @@ from stablenorm.functional.layer_norm import (
     layer_norm_backward,
     layer_norm_forward,
 )
+from stablenorm.functional.rms_norm import rms_norm, rms_norm_backward, rms_norm_forward
 
 __all__ = [
     "layer_norm",
@@ -16,4 +17,7 @@ __all__ = [
     "layer_norm_double_backward",
     "layer_norm_forward",
     "layer_norm_jvp",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_forward",
 ]

@@ -1,5 +1,6 @@
 """What the public functions share: check everything once, see the array as rows, call a backend."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
 from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, check_eps
 
 NAMES = ("x", "gamma", "beta")
+
+# kind, gamma_offset and rounding of most calls.
+_PLAIN = "layer", 0.0, "fast"
 
 
 def forward(
@@ -67,11 +71,15 @@ def backward(
     wrt: Sequence[str],
     out: Sequence[Array | None] | None,
     dsum: ArrayLike | None = None,
+    kind: str = "layer",
 ) -> Gradients:
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
-        raise TypeError(_not_a_cache(dy, cache))
+        raise TypeError(_not_a_cache(dy, cache, kind))
     x, norm, axes, statistics, name = cache[:5]
+    if norm.kind != kind:
+        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"
+        raise ValueError(msg)
     arrays = arrays_of(name)
     # What is plain is in host memory: no dy for a cache that is on a device.
     if name == "cuda" or not is_plain(dy, x.shape):
@@ -109,8 +117,9 @@ def _checked(
     if beta is not None and (backend == "cuda" or not is_plain(beta, shape)):
         beta, changed = _parameter(arrays, "beta", beta, shape, axes), True
     eps = check_eps(given)
-    if rounding != "fast":
-        _check_nearest(rounding, backend)
+    if norm[3:6] != _PLAIN:
+        gamma_offset, changed = _checked_offset(gamma_offset, gamma), True
+        _check_options(kind, gamma_offset, rounding, backend)
     if changed or eps is not given:
         return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
     return norm
@@ -130,25 +139,45 @@ def _like(
     return array
 
 
-def _check_nearest(rounding: Any, backend: str) -> None:
-    if rounding != "nearest":
+def _checked_offset(offset: Any, gamma: Array | None) -> float:
+    try:
+        value = float(offset)
+    except (TypeError, ValueError):
+        msg = f"gamma_offset must be a number, got {offset!r}"
+        raise TypeError(msg) from None
+    if not math.isfinite(value):
+        msg = f"gamma_offset must be finite, got {offset}"
+        raise ValueError(msg)
+    if value and gamma is None:
+        msg = f"gamma must be given with gamma_offset={offset}, got None; leave gamma_offset away"
+        raise ValueError(msg)
+    return value
+
+
+def _check_options(kind: str, gamma_offset: float, rounding: Any, backend: str) -> None:
+    if rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {rounding!r}'
         raise ValueError(msg)
-    if backend == "cuda":
+    if backend != "cuda":
+        return
+    if rounding == "nearest":
         msg = 'rounding must be "fast" on a CUDA device, got "nearest"; pass x.get() for that'
+        raise ValueError(msg)
+    if kind != "layer" or gamma_offset:
+        what = f"gamma_offset={gamma_offset}" if kind == "layer" else "RMS norm"
+        msg = f"x must be in host memory for {what}, got one on a CUDA device; pass x.get()"
         raise ValueError(msg)
 
 
-def _not_a_cache(dy: Any, cache: Any) -> str:
+def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
     """Say what is wrong with `cache`, and what the cure is."""
-    cure = "write y, cache = layer_norm_forward(...), then layer_norm_backward(dy, cache)"
+    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_backward"
+    cure = f"write y, cache = {forward}(...), then {backward}(dy, cache)"
     if isinstance(dy, Cache):
-        cure = "the two are swapped, write layer_norm_backward(dy, cache)"
+        cure = f"the two are swapped, write {backward}(dy, cache)"
     elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
-        cure = (
-            "this is all that layer_norm_forward returned, write y, cache = layer_norm_forward(...)"
-        )
-    return f"cache must be the Cache that layer_norm_forward returns, got {type(cache).__name__}; {cure}"
+        cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
+    return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
 
 
 def _parameter(

@@ -20,6 +20,7 @@ def layer_norm(
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
     backend: str | None = None,
+    gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
 ) -> Array:
@@ -48,6 +49,9 @@ def layer_norm(
         does not cancel almost completely, y and dx of up to 32 bits have the same bits in all but
         a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
         is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
+    gamma_offset : float, default: 0
+        Added to `gamma`, as if exactly: 1 where gamma is stored less one. Finite; not for arrays on
+        a CUDA device.
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
@@ -67,8 +71,8 @@ def layer_norm(
         If a dtype is not one of the four, or `out` does not have that of `x`.
     ValueError
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has
-        length zero, `eps` is negative or not finite, `rounding` is neither of the two, or `out`
-        overlaps another argument.
+        length zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
+        `rounding` is neither of the two, or `out` overlaps another argument.
     ImportError
         If ``backend="numba"`` was asked for and Numba cannot be loaded.
 
@@ -102,7 +106,7 @@ def layer_norm(
     array([[-1.225,  0.   ,  1.225],
            [-1.225,  0.   ,  1.225]])
     """
-    norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
+    norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     return forward(x, norm, axis, out, backend, False, residual)[0]
 
 
@@ -115,6 +119,7 @@ def layer_norm_forward(
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
     backend: str | None = None,
+    gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
@@ -124,9 +129,9 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `gamma`, `beta`, `eps`, `axis`, `backend` and `rounding`, which
-        the backward follows. Not modified; the cache refers to it, or, if it was in the other
-        byte order, to a copy.
+        As for `layer_norm`, and so are `gamma`, `beta`, `eps`, `axis`, `backend`, `gamma_offset` and
+        `rounding`, which the backward follows. Not modified; the cache refers to it, or, if it was in
+        the other byte order, to a copy.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
     residual : array of the shape of x, optional
@@ -161,7 +166,7 @@ def layer_norm_forward(
     >>> layer_norm_backward(np.ones_like(y), cache).dx.any()
     np.False_
     """
-    norm = _new(Norm, (gamma, beta, eps, "layer", 0.0, rounding))
+    norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
     return forward(x, norm, axis, out, backend, True, residual)
 
 
@@ -206,8 +211,8 @@ def layer_norm_backward(
         If `cache` is no `Cache`, the dtype of `dy` is not one of the four, or an `out` has the
         wrong one.
     ValueError
-        If `dy` or an `out` has the wrong shape, overlaps what it must not, or is read-only, or
-        `wrt` names something else.
+        If `dy` or an `out` has the wrong shape, overlaps what it must not, or is read-only, `wrt`
+        names something else, or the cache is one of `rms_norm_forward`.
 
     See Also
     --------

@@ -20,7 +20,8 @@ Backward, given dy, the gradient of a scalar with respect to y::
     dgamma = sum over rows of dy * xhat
     dbeta  = sum over rows of dy
 
-RMS norm is the same with the mean, and in the backward mean(g), set to 0. With a mask, n is the number
+RMS norm is the same with the mean, and in the backward mean(g), set to 0. Gamma may
+be stored less a `gamma_offset`, which is added first. With a mask, n is the number
 of elements of the row that count, means and sums are over these, and y and dx are 0 elsewhere. What
 comes from the gradients with respect to the statistics, or past the norm, is added before dx is rounded::
 
@@ -115,7 +116,7 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None)
     wide = any_float64(x, norm.gamma, norm.beta)
     lift = _lifter(wide)
     scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
-    keep = _Keeper(x.shape[0], x.shape[1], wide)
+    keep = _Keeper(x.shape[0], x.shape[1], wide, norm.kind)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
@@ -223,7 +224,8 @@ def _scale(norm: Norm, lift: Callable[[Any], Any]) -> Any:
 
 
 def _rsqrt(v: Any) -> Any:
-    return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v)
+    # v - v: of RMS norm, infinity spoils all of a row only by this.
+    return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v) + (v - v)
 
 
 def _round(v: Any, dtype: np.dtype[Any]) -> Array:
@@ -233,13 +235,12 @@ def _round(v: Any, dtype: np.dtype[Any]) -> Array:
 def _center(
     x: Any,
     lift: Callable[[Any], Any],
-    kind: str = "layer",
+    kind: str,
     mean_of: Callable[[Any], Any] = _mean,
-) -> tuple[Any, Array, Any]:
-    """Return x less its row mean, and the mean as a float64 and the rest; for "rms" that is 0."""
+) -> tuple[Any, Any, Any]:
+    """Return x less its row mean, and the mean as a float64 and the rest; x and None for "rms"."""
     if kind == "rms":
-        zero = np.zeros((x.shape[0], 1))
-        return x, zero, lift(zero)
+        return x, None, None
     mean = _round(mean_of(x), np.dtype(np.float64))
     # `x` is this block's own copy: writing over it saves a pass over fresh memory.
     x -= lift(mean)
@@ -254,12 +255,13 @@ def _center(
 def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[Any, Any]:
     """Return xhat and rstd of some rows from x and the statistics."""
     if not wide:
-        mean, mean_lo, rstd = (part[rows, None] for part in statistics[:3])
-        x -= mean
-        x -= mean_lo
+        rstd = statistics.rstd[rows, None]
+        if statistics.mean is not None:
+            x -= statistics.mean[rows, None]
+            x -= statistics.mean_lo[rows, None]
         x *= rstd
         return x, rstd
-    zero = np.zeros_like(statistics.mean[rows, None])
+    zero = np.zeros_like(statistics.rstd[rows, None])
     tail, rstd_lo = (
         zero if part is None else part[rows, None]
         for part in (statistics.mean_tail, statistics.rstd_lo)
@@ -268,9 +270,11 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[A
     if statistics.exponent is not None:
         both = statistics.exponent[rows].astype(np.int32)
         exponent = both[:, :1], both[:, 1:]
-    low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
-    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
-    return (x - Wide.exactly(statistics.mean[rows, None]) - low) * scale, scale
+    rstd = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
+    if statistics.mean is not None:
+        low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
+        x = x - Wide.exactly(statistics.mean[rows, None]) - low
+    return x * rstd, rstd
 
 
 # ---- rows: blocks, what is kept of each, sums over them ----
@@ -311,20 +315,25 @@ class _Counting:
 class _Keeper:
     """Collects the statistics of all rows."""
 
-    def __init__(self, rows: int, n: int, wide: bool) -> None:
+    def __init__(self, rows: int, n: int, wide: bool, kind: str) -> None:
         self._n = n
-        mean, mean_lo, rstd = np.empty((3, rows))
-        self._kept = Statistics(mean, mean_lo, rstd, np.empty(rows) if wide else None)
+        mean, mean_lo = np.empty((2, rows)) if kind == "layer" else (None, None)
+        self._kept = Statistics(mean, mean_lo, np.empty(rows), np.empty(rows) if wide else None)
         self._tail, self._exponent = np.zeros(rows), np.zeros((rows, 2), np.int16)
 
-    def __call__(self, rows: slice, mean: Array, mean_lo: Any, rstd: Any, var: Any) -> None:
+    def __call__(self, rows: slice, mean: Any, mean_lo: Any, rstd: Any, var: Any) -> None:
         kept = self._kept
+        if kept.rstd_lo is None:
+            kept.rstd[rows] = rstd[:, 0]
+        else:
+            kept.rstd[rows], kept.rstd_lo[rows], self._exponent[rows, 1] = _folded(rstd)
+        if kept.mean is None:
+            return
         kept.mean[rows] = mean[:, 0]
         if kept.rstd_lo is None:
-            kept.mean_lo[rows], kept.rstd[rows] = mean_lo[:, 0], rstd[:, 0]
+            kept.mean_lo[rows] = mean_lo[:, 0]
             return
         kept.mean_lo[rows], tail, self._exponent[rows, 0] = _folded(mean_lo)
-        kept.rstd[rows], kept.rstd_lo[rows], self._exponent[rows, 1] = _folded(rstd)
         self._tail[rows] = np.where(self._matters(mean_lo, var), tail, 0.0)
 
     @property

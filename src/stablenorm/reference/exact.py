@@ -10,7 +10,7 @@ A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. Wit
     xhat = C 2**(scale - q) / sqrt(V)
     dx   = ((n G - sum(G)) V - C sum(G C) 4**(scale - q)) 2**(r - q) / sqrt(V**3)
 
-where ``g = gamma * dy = G 2**r``. So every element is a rational number, beta, plus integers times
+where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G) set to 0. So every element is a rational number, beta, plus integers times
 powers of two over square roots of integers: one of y and dx, one for each row of dgamma.
 
 Each root is enclosed by one integer square root. If both ends of the sum round alike, that is the
@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.formats import Format, format_of
-from stablenorm.types import Array
+from stablenorm.types import Array, Norm
 
 # Of a root: what is no tie and no exact result is decided by these nearly always.
 _BITS = 256
@@ -84,14 +84,24 @@ def _integers(values: Array) -> tuple[list[int], int]:
     return list(map(lshift, (whole >> zeros).tolist(), shifts)), int(least) - 53 + zeros
 
 
+def _scales(gamma: Array, offset: float) -> list[tuple[int, int]]:
+    """Return an integer and an exponent of two for each ``gamma + offset``."""
+    if not offset:
+        return _pairs(gamma)
+    ((more, place),) = _pairs(np.array([offset]))
+    units = ((factor, exponent, min(exponent, place)) for factor, exponent in _pairs(gamma))
+    return [((f << e - unit) + (more << place - unit), unit) for f, e, unit in units]
+
+
 class Row:
     """A row as the module docstring names it; `shift` is ``scale - q``."""
 
     __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
 
-    def __init__(self, x: Array, eps: float) -> None:
+    def __init__(self, x: Array, norm: Norm) -> None:
+        eps = norm.eps
         self.integers, self.scale = _integers(x)
-        self.n, self.total = len(x), sum(self.integers)
+        self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
         squares = sum(map(mul, self.integers, self.integers))
         numerator, denominator = eps.as_integer_ratio()
         t = 1 - denominator.bit_length()
@@ -112,22 +122,23 @@ def _places(wanted: Array) -> Iterator[tuple[int, Array]]:
     return ((i, np.flatnonzero(wanted[i])) for i in np.flatnonzero(wanted.any(axis=1)).tolist())
 
 
-def signs(x: Array, wanted: Array) -> list[int]:
+def signs(x: Array, norm: Norm, wanted: Array) -> list[int]:
     """Return the signs of xhat: -1, 0 or 1."""
-    rows = ((Row(x[i], 0.0), columns) for i, columns in _places(wanted))
+    rows = ((Row(x[i], norm), columns) for i, columns in _places(wanted))
     centered = (row.centered(j) for row, columns in rows for j in columns.tolist())
     return [(c > 0) - (c < 0) for c in centered]
 
 
 def y_elements(
-    x: Array, gamma: Array, beta: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
+    x: Array, gamma: Array, beta: Array, norm: Norm, wanted: Array, dtype: np.dtype[Any]
 ) -> Array:
     """Return elements of y."""
     found, form = [], format_of(dtype)
     for i, columns in _places(wanted):
-        row = Row(x[i], eps)
+        row = Row(x[i], norm)
         root = _root(row.radicand)
-        parameters = zip(*map(_pairs, (gamma[columns], beta[columns])), strict=True)
+        scales = _scales(gamma[columns], norm.gamma_offset)
+        parameters = zip(scales, _pairs(beta[columns]), strict=True)
         centered = map(row.centered, columns.tolist())
         for c, ((scale, exponent), (offset, place)) in zip(centered, parameters, strict=True):
             unit = min(exponent + row.shift, place)
@@ -137,17 +148,21 @@ def y_elements(
 
 
 def dx_elements(
-    dy: Array, x: Array, gamma: Array, eps: float, wanted: Array, dtype: np.dtype[Any]
+    dy: Array, x: Array, gamma: Array, norm: Norm, wanted: Array, dtype: np.dtype[Any]
 ) -> Array:
     """Return elements of dx."""
     found, form = [], format_of(dtype)
     scale, exponent = _integers(gamma)
+    if norm.gamma_offset:
+        scales = _scales(gamma, norm.gamma_offset)
+        exponent = min(place for _, place in scales)
+        scale = [factor << place - exponent for factor, place in scales]
     for i, columns in _places(wanted):
-        row = Row(x[i], eps)
+        row = Row(x[i], norm)
         root = _root(row.radicand**3)
         cotangent, r = _integers(dy[i])
         g, unit = list(map(mul, scale, cotangent)), r + exponent - row.q
-        total = sum(g)
+        total = sum(g) if norm.kind == "layer" else 0
         inner = row.n * sum(map(mul, g, row.integers)) - total * row.total << 2 * row.shift
         for j in columns.tolist():
             factor = (row.n * g[j] - total) * row.radicand - row.centered(j) * inner
@@ -158,11 +173,11 @@ def dx_elements(
 # ---- elements of columns ----
 
 
-def rows_and_roots(x: Array, eps: float) -> list[tuple[Row, Root]]:
+def rows_and_roots(x: Array, norm: Norm) -> list[tuple[Row, Root]]:
     """Return what elements of dgamma need of these rows, which have a layer norm."""
     found = []
     for each in x:
-        row = Row(each, eps)
+        row = Row(each, norm)
         # Of many rows, they are too much to keep.
         row.integers = []
         found.append((row, _root(row.radicand)))

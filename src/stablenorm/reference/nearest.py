@@ -35,16 +35,16 @@ _NONE = 1 << 20
 def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
     """Do what `equations.forward` does, rounded to nearest; `spread` is filled as well."""
     x, y = as_matrix(x), as_matrix(y)
-    n, dtype, eps = x.shape[1], y.dtype, norm.eps
+    n, dtype = x.shape[1], y.dtype
     gamma, beta = _parameter(norm.gamma, n, 1.0), _parameter(norm.beta, n, 0.0)
     finite = np.isfinite(gamma) & np.isfinite(beta)
     scale, shift = np.where(finite, gamma, 0.0), np.where(finite, beta, 0.0)
-    wide_scale, wide_shift = Wide.exactly(scale[None]), Wide.exactly(shift[None])
-    keep, spread = _AllWords(x.shape[0], n, True), np.empty(x.shape[0])
+    wide_scale, wide_shift = _with_offset(scale, norm), Wide.exactly(shift[None])
+    keep, spread = _AllWords(x.shape[0], n, True, norm.kind), np.empty(x.shape[0])
     factor = 3 * _height(n) + 64
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            part = _normalized(x[rows], eps)
+            part = _normalized(x[rows], norm)
             product = part.xhat * wide_scale
             size = _plus(product, _times(wide_scale, part.drift))
             # Where nothing is added to beta, it is exact.
@@ -52,12 +52,12 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
             bound = _plus(_scaled(size, factor), of_shift)
             result, undecided = _rounded(product + wide_shift, bound, dtype)
             undecided[part.undefined] = False
-            result[undecided] = exact.y_elements(part.x, scale, shift, eps, undecided, dtype)
+            result[undecided] = exact.y_elements(part.x, scale, shift, norm, undecided, dtype)
             if not finite.all():
                 # Of an infinite gamma, the sign of xhat counts.
                 sign = np.zeros(result.shape)
                 infinite = np.isinf(gamma) & ~part.undefined[:, None]
-                sign[infinite] = exact.signs(part.x, infinite)
+                sign[infinite] = exact.signs(part.x, norm, infinite)
                 extended = np.where(np.isfinite(gamma), 0.0, gamma) * sign + beta
                 result[:, ~finite] = extended[:, ~finite]
             result[part.undefined[:, None] | np.isnan(result)] = np.nan
@@ -90,28 +90,29 @@ def backward(
 
 
 def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike) -> None:
-    n, eps = x.shape[1], norm.eps
+    n, layer = x.shape[1], norm.kind == "layer"
     gamma = _parameter(norm.gamma, n, 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
-    wide_scale, factor = Wide.exactly(scale[None]), 8 * _height(n) + 160
+    wide_scale, factor = _with_offset(scale, norm), 8 * _height(n) + 160
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            part = _normalized(x[rows], eps)
+            part = _normalized(x[rows], norm)
             cotangent = dy[rows].astype(np.float64)
             undefined = part.undefined | ~(finite & np.isfinite(cotangent)).all(axis=1)
             cotangent[undefined] = 0.0
             g = Wide.exactly(cotangent) * wide_scale
-            centered = g - g.mean()
+            centered = g - g.mean() if layer else g
             product = centered * part.xhat
             value = (centered - part.xhat * product.mean()) * part.rstd
             size = _times(_plus(part.xhat, part.drift), _size(product).mean())
-            size = _times(_plus(centered, _size(g).mean(), size), part.rstd)
+            sizes = (centered, size, _size(g).mean()) if layer else (centered, size)
+            size = _times(_plus(*sizes), part.rstd)
             result, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
-            zero = _constant(g) | (n == 2 and eps == 0)
+            zero = _vanishes(g, cotangent, wide_scale, norm)
             undecided[undefined | zero] = False
             result[undecided] = exact.dx_elements(
-                cotangent, part.x, scale, eps, undecided, dx.dtype
+                cotangent, part.x, scale, norm, undecided, dx.dtype
             )
             result[zero] = 0.0
             result[undefined] = np.nan
@@ -140,15 +141,15 @@ def columns_of_sums(
 
 
 def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any) -> Array:
-    (count, n), eps, undefined, total = x.shape, norm.eps, False, _Total(len(columns))
+    (count, n), undefined, total = x.shape, False, _Total(len(columns))
     for rows in _blocks(x.shape):
-        part = _normalized(x[rows], eps)
+        part = _normalized(x[rows], norm)
         cotangent, infinite = _split(dy[rows][:, columns])
         if infinite.any():
             # Of an infinite dy, the sign of xhat counts.
             wanted, sign = np.zeros(part.x.shape, bool), np.zeros(part.x.shape)
             wanted[:, columns] = infinite != 0
-            sign[wanted] = exact.signs(part.x, wanted)
+            sign[wanted] = exact.signs(part.x, norm, wanted)
             infinite *= sign[:, columns]
         term, xhat = Wide.exactly(cotangent), part.xhat[:, columns]
         total.add(term * xhat, _times(term, _plus(xhat, part.drift)), infinite)
@@ -158,7 +159,7 @@ def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any) -
     result, undecided = total.rounded(3 * (_height(n) + _added(count)) + 64, dtype)
     if undecided.any():
         blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
-        known = [row for block in blocks for row in exact.rows_and_roots(block, eps)]
+        known = [row for block in blocks for row in exact.rows_and_roots(block, norm)]
         for j, (column, values) in _columns(columns, undecided, dy, x):
             result[j] = exact.dgamma_element(column, values, known, dtype)
     return result
@@ -226,9 +227,11 @@ class _Part(NamedTuple):
     """Some rows: x without what is not finite, and what all elements need; D is `drift`."""
 
     x: Array
+    spoiled: Array
     undefined: Array
-    mean: Array
-    mean_lo: Wide
+    # None of RMS norm, as are its words; D is 0.
+    mean: Any
+    mean_lo: Any
     var: Wide
     rstd: Wide
     xhat: Wide
@@ -245,7 +248,7 @@ class _Part(NamedTuple):
         root[square.hi == 0] = 0.0
         root[self.undefined[:, None]] = np.nan
         # As without rounding="nearest": infinite where the variance is 0 and eps too.
-        self.rstd.hi[self.undefined] = np.where(np.isnan(self.mean), np.nan, np.inf)[self.undefined]
+        self.rstd.hi[self.undefined] = np.where(self.spoiled, np.nan, np.inf)[self.undefined, None]
         keep(rows, self.mean, self.mean_lo, self.rstd, self.var)
         spread: Array = root[:, 0]
         return spread
@@ -258,22 +261,43 @@ class _AllWords(_Keeper):
         return np.array(True)
 
 
-def _normalized(x: Array, eps: float) -> _Part:
+def _normalized(x: Array, norm: Norm) -> _Part:
     x = x.astype(np.float64)
     spoiled = ~np.isfinite(x).all(axis=1)
     x[spoiled] = 0.0
-    undefined: Any = spoiled if eps else (x == x[:, :1]).all(axis=1)
-    centered, mean, mean_lo = _center(Wide.exactly(x), Wide.exactly)
+    layer = norm.kind == "layer"
+    undefined: Any = spoiled if norm.eps else (x == (x[:, :1] if layer else 0)).all(axis=1)
+    centered, mean, mean_lo = _center(Wide.exactly(x), Wide.exactly, norm.kind)
     var = (centered * centered).mean()
     # Where there is no layer norm, the numbers are of no use, but finite.
-    rstd = (var + Wide.exactly(np.where(undefined, 1.0, eps)[:, None])).rsqrt()
-    mean[spoiled] = np.nan
-    drift = _times(_plus(_size(centered).mean(), mean_lo), rstd)
-    return _Part(x, undefined, mean, mean_lo, var, rstd, centered * rstd, drift)
+    rstd = (var + Wide.exactly(np.where(undefined, 1.0, norm.eps)[:, None])).rsqrt()
+    drift = _scaled(rstd, 0.0)
+    if layer:
+        mean[spoiled] = np.nan
+        drift = _times(_plus(_size(centered).mean(), mean_lo), rstd)
+    return _Part(x, spoiled, undefined, mean, mean_lo, var, rstd, centered * rstd, drift)
 
 
 def _parameter(parameter: Array | None, n: int, default: float) -> Array:
     return np.full(n, default) if parameter is None else parameter.reshape(-1).astype(np.float64)
+
+
+def _with_offset(scale: Array, norm: Norm) -> Wide:
+    """Return ``gamma + gamma_offset`` as one row, exactly."""
+    wide = Wide.exactly(scale[None])
+    return wide + Wide.exactly(norm.gamma_offset) if norm.gamma_offset else wide
+
+
+def _vanishes(g: Wide, dy: Array, scale: Wide, norm: Norm) -> Array:
+    """Tell of which rows dx is 0 throughout, as far as that is seen without integers."""
+    n = dy.shape[1]
+    if norm.eps == 0 and n == (2 if norm.kind == "layer" else 1):
+        return np.full(len(dy), True)
+    if norm.kind == "rms":
+        none: Array = (g.hi == 0).all(axis=1)
+        return none
+    # A product with a pair is rounded: then equal ones may differ.
+    return _constant(Wide.exactly(dy)) & _constant(scale) if norm.gamma_offset else _constant(g)
 
 
 def _constant(v: Wide) -> Array:
@@ -323,7 +347,8 @@ def _plus(*parts: Wide) -> Wide:
 def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """Return `v` rounded, and where a bound in units of 2**-106 leaves its rounding undecided."""
     e, zero = bound.hi * _UNIT, np.zeros_like(bound.hi)
-    low = (v + Wide(-e, zero, bound.exponent)).round_to(dtype)
+    # Not -e: of an exact -0, 0.0 - e makes a 0.
+    low = (v + Wide(0.0 - e, zero, bound.exponent)).round_to(dtype)
     high = (v + Wide(e, zero, bound.exponent)).round_to(dtype)
     bits = f"u{dtype.itemsize}"
     return low, low.view(bits) != high.view(bits)

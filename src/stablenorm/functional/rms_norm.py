@@ -1,0 +1,166 @@
+"""The functions of RMS normalization."""
+
+from collections.abc import Sequence
+
+from numpy.typing import ArrayLike
+
+from stablenorm.functional.calls import NAMES, backward, forward
+from stablenorm.types import Array, Cache, Gradients, Norm
+
+
+def rms_norm(
+    x: ArrayLike,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    out: Array | None = None,
+    backend: str | None = None,
+    gamma_offset: float = 0.0,
+    rounding: str = "fast",
+    residual: ArrayLike | None = None,
+) -> Array:
+    """
+    Divide `x` by its root mean square over `axis`, then scale and shift.
+
+    Parameters
+    ----------
+    x : array
+        As for `layer_norm`, and so is all the rest; not for arrays on a CUDA device.
+    eps : float, default: 1e-5
+        Added to the mean square before the square root. Finite and >= 0.
+
+    Returns
+    -------
+    array
+        ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
+        that was given.
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        As `layer_norm` does.
+
+    See Also
+    --------
+    rms_norm_forward : The same, with the cache that `rms_norm_backward` needs.
+    layer_norm : Its arguments are described there.
+
+    Notes
+    -----
+    Each element is within ``0.501 ulp + c * S`` of the exact result, or correctly rounded, as
+    `layer_norm` says, with ``S = |gamma xhat| + |beta|``; gamma means ``gamma + gamma_offset``.
+    A row of zeros is beta; with ``eps=0`` it is NaN.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm
+    >>> rms_norm(np.array([[3.0, 4.0], [-60.0, 80.0]])).round(3)
+    array([[ 0.849,  1.131],
+           [-0.849,  1.131]])
+    """
+    norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
+    return forward(x, norm, axis, out, backend, False, residual)[0]
+
+
+def rms_norm_forward(
+    x: ArrayLike,
+    gamma: ArrayLike | None = None,
+    beta: ArrayLike | None = None,
+    eps: float = 1e-5,
+    *,
+    axis: int | tuple[int, ...] = -1,
+    out: Array | None = None,
+    backend: str | None = None,
+    gamma_offset: float = 0.0,
+    rounding: str = "fast",
+    residual: ArrayLike | None = None,
+) -> tuple[Array, Cache]:
+    """
+    Normalize `x` as `rms_norm` does, and keep what the backward needs.
+
+    Parameters
+    ----------
+    x : array
+        As for `layer_norm_forward`, and so is all the rest.
+
+    Returns
+    -------
+    y : array
+        The result, of the shape and dtype of `x`.
+    cache : Cache
+        For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
+        square, 8 bytes (16 to 20 with float64 data).
+
+    Raises
+    ------
+    TypeError, ValueError, ImportError
+        As `layer_norm` does.
+
+    See Also
+    --------
+    rms_norm : The same without a cache.
+    rms_norm_backward : The gradients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_forward
+    >>> y, cache = rms_norm_forward(np.array([[3.0, 4.0]]), gamma=np.zeros(2), gamma_offset=1.0)
+    >>> cache.rstd.round(3)
+    array([[0.283]])
+    """
+    norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
+    return forward(x, norm, axis, out, backend, True, residual)
+
+
+def rms_norm_backward(
+    dy: ArrayLike,
+    cache: Cache,
+    *,
+    wrt: Sequence[str] = NAMES,
+    out: Sequence[Array | None] | None = None,
+    dsum: ArrayLike | None = None,
+) -> Gradients:
+    """
+    Pull the cotangent `dy` back through `rms_norm_forward`.
+
+    Parameters
+    ----------
+    dy : array
+        As for `layer_norm_backward`, and so are `wrt`, `out` and `dsum`.
+    cache : Cache
+        What `rms_norm_forward` returned. It can be used any number of times.
+
+    Returns
+    -------
+    Gradients
+        dx, dgamma and dbeta, as `layer_norm_backward` returns them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `layer_norm_backward` does; ValueError for a cache of `layer_norm_forward`.
+
+    See Also
+    --------
+    rms_norm_forward : Makes the cache.
+
+    Notes
+    -----
+    The errors are those of `layer_norm_backward`; here S is
+
+    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``; with a dsum, + |dsum|;
+    - for dgamma: the sum over rows of ``|dy xhat|``; for dbeta: of ``|dy|``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_backward, rms_norm_forward
+    >>> y, cache = rms_norm_forward(np.array([[3.0, 4.0]]))
+    >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
+    array([[ 0.181, -0.136]])
+    """
+    return backward(dy, cache, wrt, out, dsum, "rms")
