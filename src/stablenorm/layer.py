@@ -61,6 +61,8 @@ class _Layer:
     def forward(self, x: ArrayLike) -> Array:
         """Return the normalized `x`, and remember what `backward` needs."""
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
+        y: Array
+        cache: Cache
         y, cache = self._forward(
             x, gamma, beta, self.eps,
             axis=self.axis, out=self._room_for(x), gamma_offset=self.gamma_offset,

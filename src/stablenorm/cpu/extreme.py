@@ -53,7 +53,9 @@ def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
 
 def marks_of(statistics: Statistics) -> Array:
     """Return the marks of rows that are extreme by what the forward found."""
-    marks = ~((statistics.rstd <= LARGEST) & (np.abs(statistics.mean) < np.inf))
+    marks: Array = ~(statistics.rstd <= LARGEST)
+    if statistics.mean is not None:
+        marks |= ~(np.abs(statistics.mean) < np.inf)
     if statistics.exponent is not None:
         marks |= statistics.exponent.any(axis=1)
     if statistics.spread is not None:

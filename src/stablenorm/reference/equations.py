@@ -270,11 +270,11 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[A
     if statistics.exponent is not None:
         both = statistics.exponent[rows].astype(np.int32)
         exponent = both[:, :1], both[:, 1:]
-    rstd = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
+    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
     if statistics.mean is not None:
         low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
         x = x - Wide.exactly(statistics.mean[rows, None]) - low
-    return x * rstd, rstd
+    return x * scale, scale
 
 
 # ---- rows: blocks, what is kept of each, sums over them ----

@@ -263,10 +263,11 @@ class _AllWords(_Keeper):
 
 def _normalized(x: Array, norm: Norm) -> _Part:
     x = x.astype(np.float64)
-    spoiled = ~np.isfinite(x).all(axis=1)
+    spoiled: Array = ~np.isfinite(x).all(axis=1)
     x[spoiled] = 0.0
     layer = norm.kind == "layer"
-    undefined: Any = spoiled if norm.eps else (x == (x[:, :1] if layer else 0)).all(axis=1)
+    same = x[:, :1] if layer else np.zeros((1, 1))
+    undefined: Array = spoiled if norm.eps else (x == same).all(axis=1)
     centered, mean, mean_lo = _center(Wide.exactly(x), Wide.exactly, norm.kind)
     var = (centered * centered).mean()
     # Where there is no layer norm, the numbers are of no use, but finite.

@@ -1,0 +1,191 @@
+"""RMS norm, and gamma stored less an offset: the contract, every bit of "nearest", what is refused."""
+
+import itertools
+
+import numpy as np
+import pytest
+from rationals import NAMES
+
+from stablenorm import (
+    LayerNorm,
+    RMSNorm,
+    check_gradients,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from stablenorm.backends import BACKENDS
+from stablenorm.formats import format_of
+from stablenorm.oracle import exact_layer_norm
+from stablenorm.testing.families import FAMILIES, Case, make_case
+
+FINITE = [name for name, family in FAMILIES.items() if family.finite]
+
+
+def mirrored(case, offset=0.0):
+    """
+    Return an oracle whose first half is that of the RMS norm.
+
+    It is that of the layer norm of [x, -x], whose mean is 0; so is that of g, with gamma and -gamma.
+    """
+    scale = case.gamma.astype(np.float64) + offset
+    twice = lambda a: np.concatenate([a, a], axis=-1)
+    x, scale = (np.concatenate([a, -a], axis=-1) for a in (case.x, scale))
+    return exact_layer_norm(x, scale, twice(case.beta), case.eps, twice(case.dy))
+
+
+def compute(case, rounding, backend, offset=0.0):
+    """Return y, dx, dgamma and dbeta by name."""
+    how = {"rounding": rounding, "backend": backend, "gamma_offset": offset}
+    y, cache = rms_norm_forward(*case[:4], **how)
+    return dict(zip(NAMES, (y, *rms_norm_backward(case.dy, cache)), strict=True))
+
+
+def assert_contract(case, backends, offset=0.0):
+    oracle = mirrored(case, offset)
+    for backend in backends:
+        for name, array in compute(case, "fast", backend, offset).items():
+            other = array if name in ("y", "dbeta") else -array
+            both = np.concatenate([array, other], axis=-1)
+            result = oracle.check_contract(**{name: both})[name]
+            assert result.passed, (backend, name, array.dtype, result, case)
+
+
+def assert_nearest(case, backends, offset=0.0):
+    oracle, n = mirrored(case, offset), case.x.shape[1]
+    for backend in backends:
+        for name, array in compute(case, "nearest", backend, offset).items():
+            bits = f"u{array.itemsize}"
+            expected = oracle.rounded(name, array.dtype)[..., :n]
+            wrong = np.argwhere(array.view(bits) != expected.view(bits))
+            assert not wrong.size, (backend, name, array.dtype, len(wrong), wrong[0], case)
+
+
+def hard(name, dtype, n, rng):
+    """Return rows of which the mean square is hard."""
+    top = format_of(dtype)
+    x = rng.standard_normal((5, n))
+    if name == "overflow":
+        x = np.clip(x, -1, 1) * top.largest
+    elif name == "underflow":
+        x = x * 2.0 ** (top.emin + 2)
+    elif name == "one dominates":
+        x[:, n // 3] = top.largest / 4
+    elif name == "equal":
+        x = np.repeat(x[:, :1], n, axis=1)
+    elif name == "zeros":
+        x = np.maximum(x, 0.0) * [[1], [1], [1], [1], [0]]
+    gamma, beta, dy = 1 + 0.1 * rng.standard_normal(n), np.zeros(n), rng.standard_normal((5, n))
+    dy[:, ::3] = 0.0
+    return Case(*(a.astype(dtype) for a in (x, gamma, beta)), 1e-6, dy.astype(dtype))
+
+
+HARD = ["overflow", "underflow", "one dominates", "equal", "zeros"]
+
+
+@pytest.mark.parametrize("n", [1, 2, 67, 768])
+@pytest.mark.parametrize("name", HARD)
+def test_hard_rows(name, n, dtype, rng):
+    case = hard(name, dtype, n, rng)
+    for each in (case, case._replace(eps=0.0)) if name != "zeros" else (case,):
+        assert_contract(each, BACKENDS)
+        assert_nearest(each, BACKENDS)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_families(name, dtype):
+    for n in (1, 40, 257):
+        if FAMILIES[name].applies(dtype, n):
+            case = make_case(name, dtype, n)
+            if case.eps or (case.x != 0).any(axis=1).all():
+                assert_contract(case, BACKENDS)
+                assert_nearest(case, BACKENDS)
+
+
+def test_gamma_less_an_offset(dtype, rng):
+    """Judged as with the sum for gamma, which float64 holds here."""
+    case = hard("one dominates", dtype, 64, rng)
+    case = case._replace(gamma=(rng.integers(-40, 40, 64) / 64).astype(dtype))
+    assert_contract(case, BACKENDS, 1.0)
+    assert_nearest(case, BACKENDS, 1.0)
+    whole = exact_layer_norm(case.x, case.gamma.astype(float) + 1, *case[2:])
+    for backend, rounding in itertools.product(BACKENDS, ("fast", "nearest")):
+        how = {"backend": backend, "rounding": rounding, "gamma_offset": 1.0}
+        y, cache = layer_norm_forward(*case[:4], **how)
+        found = dict(zip(NAMES, (y, *layer_norm_backward(case.dy, cache)), strict=True))
+        results = whole.check_contract(**found).values()
+        assert all(each.passed for each in results)
+        assert rounding == "fast" or not any(each.misrounded for each in results)
+
+
+@pytest.mark.parametrize("forward", [rms_norm, layer_norm])
+def test_the_sum_with_the_offset_is_exact(forward, dtype, backend):
+    """xhat is 1 and -1 here, and y is gamma, which one float64 loses beside 1."""
+    x, beta = (np.array([[each, -each]]).astype(dtype) for each in (3.0, -1.0))
+    gamma = np.array([2.0**-20, -(2.0**-21)]) if dtype.itemsize == 2 else np.array([2.0**-70, 0.0])
+    how = {"gamma_offset": 1.0, "rounding": "nearest", "backend": backend}
+    y = forward(x, gamma.astype(dtype), beta[0], 0.0, **how)
+    assert y.astype(float).tolist() == [(gamma * [1, -1]).astype(dtype).astype(float).tolist()]
+
+
+def test_a_row_with_infinity_or_nan_is_nan_and_no_other(dtype, backend, rng):
+    case = hard("", dtype, 33, rng)
+    case.x[0, 3], case.x[1, 5] = np.nan, np.inf
+    for rounding in ("fast", "nearest"):
+        found = compute(case, rounding, backend)
+        for name in ("y", "dx"):
+            assert (
+                np.isnan(found[name].astype(float)).all(axis=1).tolist() == [True] * 2 + [False] * 3
+            )
+        assert np.isnan(found["dgamma"].astype(float)).all()
+        assert np.isfinite(found["dbeta"].astype(float)).all()
+
+
+def test_gradients_by_finite_differences(rng):
+    x, gamma, beta = rng.standard_normal((4, 9)), *rng.standard_normal((2, 9))
+    forward = lambda *args: rms_norm_forward(*args, gamma_offset=0.5)
+    assert check_gradients(forward, rms_norm_backward, (x, gamma, beta), rng=rng).passed
+
+
+def test_the_statistics_are_one_number_per_row(rng):
+    _, cache = rms_norm_forward(rng.standard_normal((4, 9)).astype(np.float32))
+    assert cache.statistics.nbytes == 32
+    assert cache.mean.tolist() == [[0.0]] * 4
+    expected = (cache.x.astype(float) ** 2).mean(axis=1, keepdims=True) + 1e-5
+    np.testing.assert_allclose(cache.rstd, expected**-0.5, rtol=1e-14)
+
+
+def test_the_class(rng):
+    x = rng.standard_normal((4, 9)).astype(np.float32)
+    norm = RMSNorm(9, beta=True, gamma_offset=1.0, rounding="nearest")
+    norm.parameters["gamma"][:] = rng.standard_normal(9)
+    y, cache = rms_norm_forward(x, *norm.parameters.values(), gamma_offset=1.0, rounding="nearest")
+    assert norm.forward(x).tobytes() == y.tobytes()
+    assert norm.backward(y).tobytes() == rms_norm_backward(y, cache).dx.tobytes()
+    assert list(norm.gradients) == ["gamma", "beta"]
+    assert repr(norm) == "RMSNorm((9,), eps=1e-05, axis=-1)"
+    assert LayerNorm(2, gamma_offset=1.0).parameters["gamma"].tolist() == [0.0, 0.0]
+
+
+def test_what_is_refused():
+    x = np.ones((2, 3))
+    with pytest.raises(ValueError, match=r"gamma must be given with gamma_offset=1\.0, got None"):
+        layer_norm(x, gamma_offset=1.0)
+    with pytest.raises(ValueError, match="gamma_offset must be finite, got inf"):
+        rms_norm(x, x[0], gamma_offset=np.inf)
+    with pytest.raises(TypeError, match="gamma_offset must be a number, got 'a'"):
+        rms_norm(x, x[0], gamma_offset="a")
+    (_, layer), (_, rms) = layer_norm_forward(x), rms_norm_forward(x)
+    with pytest.raises(
+        ValueError, match="cache must be of layer_norm_forward; pass this one to rms"
+    ):
+        layer_norm_backward(x, rms)
+    with pytest.raises(
+        ValueError, match="cache must be of rms_norm_forward; pass this one to layer"
+    ):
+        rms_norm_backward(x, layer)
+    with pytest.raises(TypeError, match=r"write y, cache = rms_norm_forward\(\.\.\.\)"):
+        rms_norm_backward(x, (x, rms))
