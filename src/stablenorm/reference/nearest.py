@@ -263,7 +263,7 @@ class _AllWords(_Keeper):
 
 def _normalized(x: Array, norm: Norm) -> _Part:
     x = x.astype(np.float64)
-    spoiled: Array = ~np.isfinite(x).all(axis=1)
+    spoiled: Any = ~np.isfinite(x).all(axis=1)
     x[spoiled] = 0.0
     layer = norm.kind == "layer"
     same = x[:, :1] if layer else np.zeros((1, 1))
