@@ -224,7 +224,7 @@ def layer_norm_backward(
     dbeta), as `layer_norm` says of y. With ``g = gamma * dy``, S is
 
     - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y; with a
-      dsum, + |dsum|;
+      dsum, plus its size;
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for float64,
       2**-94;
     - for dbeta: the sum over rows of ``|dy|``, the same c.

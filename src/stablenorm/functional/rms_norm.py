@@ -152,7 +152,7 @@ def rms_norm_backward(
     -----
     The errors are those of `layer_norm_backward`; here S is
 
-    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``; with a dsum, + |dsum|;
+    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``; with a dsum, plus its size;
     - for dgamma: the sum over rows of ``|dy xhat|``; for dbeta: of ``|dy|``.
 
     Examples
