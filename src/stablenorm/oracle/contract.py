@@ -17,8 +17,9 @@ LIMITS = {
     "dx": (0.501, -48, 0.75, -98),
     "dgamma": (0.501, -44, 0.51, -94),
     "dbeta": (0.501, -44, 0.51, -94),
-    # The backward's kernel, applied to a tangent.
+    # Both are made as dx is: of a projection.
     "ty": (0.501, -48, 0.75, -98),
+    "ddy": (0.501, -48, 0.75, -98),
 }
 
 

@@ -169,8 +169,7 @@ def exact_double_backward(
     -------
     ExactNorm
         The exact ddy, dx, dgamma: the gradients of ``sum(ddx * backward's dx) + sum(ddgamma *
-        backward's dgamma) + sum(ddbeta * backward's dbeta)`` with respect to dy, x, gamma. All but
-        `ExactNorm.check_contract`.
+        backward's dgamma) + sum(ddbeta * backward's dbeta)`` with respect to dy, x, gamma.
 
     Examples
     --------

@@ -87,10 +87,14 @@ class Row:
         """``xhat / rstd``."""
         return self.centered
 
+    def inner(self, a: Vector, b: Vector) -> Fraction:
+        """Return ``mean(a * b)``."""
+        return a.dot(b) / self.n
+
     def project(self, v: Vector) -> Vector:
         """Return ``v - mean(v) - xhat * mean(v * xhat)``."""
-        inner = self.square * v.dot(self.centered) / self.n
-        return self.center(v).plus(self.centered.scaled(-inner))
+        v = self.center(v)
+        return v.plus(self.xhat.scaled(-self.square * self.inner(v, self.centered)))
 
     def times_rstd(self, v: Vector) -> Part:
         """Return ``v * rstd``."""
@@ -110,10 +114,14 @@ class Magnitudes(Row):
         """``(|xhat| + mean|xhat|) / rstd``."""
         return self._spread(self.centered)
 
+    def inner(self, a: Vector, b: Vector) -> Fraction:
+        """Return ``mean|a * b|``."""
+        return super().inner(a.magnitudes(), b.magnitudes())
+
     def project(self, v: Vector) -> Vector:
         """Return ``|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|``."""
-        products = self.center(v).times(self.centered).magnitudes()
-        return self._spread(v).plus(self.xhat.scaled(self.square * products.total() / self.n))
+        inner = self.square * self.inner(self.center(v), self.centered)
+        return self._spread(v).plus(self.xhat.scaled(inner))
 
 
 # ---- the quantities: of each row, or summed over all rows ----
@@ -179,14 +187,14 @@ def _double_dx(row: Row) -> Parts:
     g = row["scale"].times(dy)
     if "ddgamma" in row:
         yield row.times_rstd(row.project(row["ddgamma"].times(dy)))
-    # <u, rstd project(g)> = n rstd (mean(u (g - mean(g))) - a b), with a = mean(u xhat) and
-    # b = mean(g xhat). The gradients of rstd, a and b are -rstd**2 xhat / n, rstd project(u) / n and
-    # rstd project(g) / n; and mean(u (g - mean(g))) - a b = mean(project(u) g). Together:
-    # -rstd**2 (xhat mean(project(u) g) + project(u) b + project(g) a).
+    # With a = mean(u xhat), b = mean(g xhat), m = mean(u (g - mean(g))), and so for u centered:
+    # <u, rstd project(g)> = n rstd (m - a b), and m - a b = mean(u project(g)). The gradients of
+    # rstd, a and b are -rstd**2 xhat / n, rstd project(u) / n and rstd project(g) / n. Together:
+    # -rstd**2 (xhat mean(u project(g)) + project(u) b + project(g) a).
     pu, pg = row.project(u), row.project(g)
-    along = row.xhat.scaled(pu.dot(g) / row.n)
-    across = pu.scaled(g.dot(row.xhat) / row.n).plus(pg.scaled(u.dot(row.xhat) / row.n))
-    yield row.times_rstd(along.plus(across).scaled(-row.square))
+    u, g = row.center(u), row.center(g)
+    across = pu.scaled(row.inner(g, row.centered)).plus(pg.scaled(row.inner(u, row.centered)))
+    yield row.times_rstd(row.xhat.scaled(row.inner(u, pg)).plus(across).scaled(-row.square))
 
 
 class Quantity(NamedTuple):
