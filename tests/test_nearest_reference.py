@@ -215,6 +215,29 @@ def test_an_end_on_a_midpoint_or_on_zero_decides_nothing():
         assert exact._round(low, high, unit, FLOAT32) is None
 
 
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_ends_that_hold_an_element_give_it(beta, dtype, rng):
+    """Whether they are neighbours, differ in exponent or sign, or are infinite."""
+    # In the second row of y, the second column is a tie; the last is beta.
+    x, dy = np.array([[3.0, 1, 4, 1], [1, -1, 1, -1]]), rng.standard_normal((2, 4))
+    gamma = np.array([1.1, 1 + 2.0 ** -format_of(dtype).digits, 1.3, 0])
+    beta, norm, wanted = np.full(4, beta), Norm(eps=0.0), np.ones(x.shape, bool)
+    exact_one = exact_layer_norm(x, gamma, beta, 0.0, dy)
+    given = {"y": (exact.y_elements, x, gamma, beta, norm)}
+    given["dx"] = (exact.dx_elements, dy, x, gamma, norm)
+    for name, (elements, *arrays) in given.items():
+        expected = exact_one.rounded(name, dtype)
+        most, tiny = dtype.type(np.inf), dtype.type(2.0 ** format_of(dtype).emin)
+        ends = [(expected, np.nextafter(expected, most)), (np.nextafter(expected, -most), expected)]
+        ends.append((np.full_like(expected, -most), np.full_like(expected, most)))
+        for part in (2.0**-5, 0.5, 2.0):
+            away = np.abs(expected) * dtype.type(part) + tiny
+            ends.append((expected - away, expected + away))
+        for low, high in ends:
+            found = elements(*arrays, wanted, low, high)
+            np.testing.assert_array_equal(bits(found), bits(expected.ravel()), err_msg=name)
+
+
 @pytest.mark.parametrize("n", [1, 2, 8])
 def test_what_is_exact_needs_no_integers(n, dtype, monkeypatch, rng):
     """Rows and g that are constant, dy = 0, n = 1, gamma = 0 take no longer than others."""

@@ -10,20 +10,24 @@ A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. Wit
     xhat = C 2**(scale - q) / sqrt(V)
     dx   = ((n G - sum(G)) V - C sum(G C) 4**(scale - q)) 2**(r - q) / sqrt(V**3)
 
-where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G) set to 0. So every element is a rational number, beta, plus integers times
-powers of two over square roots of integers: one of y and dx, one for each row of dgamma.
+where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G)
+set to 0. So every element is a rational number, beta, plus integers times powers of two over square
+roots of integers: one of y and dx, one for each row of dgamma.
 
-Each root is enclosed by one integer square root. If both ends of the sum round alike, that is the
-element. If not, terms whose radicands differ by the square of a rational are merged. Square roots
-of integers of which no two do so are linearly independent over the rationals (Besicovitch, J. London
-Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational and no tie, nor zero: more
-bits decide it.
+An element of y or dx whose bound leaves two neighbours is compared with their midpoint: integers,
+once both sides are squared, so that a tie is seen as one.
+
+Elsewhere each root is enclosed by one integer square root. If both ends of the sum round alike, that
+is the element. If not, terms whose radicands differ by the square of a rational are merged. Square
+roots of integers of which no two do so are linearly independent over the rationals (Besicovitch,
+J. London Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational and no tie, nor zero:
+more bits decide it.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from operator import lshift, mul
+from operator import add, eq, lshift, lt, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,13 +88,18 @@ def _integers(values: Array) -> tuple[list[int], int]:
     return list(map(lshift, (whole >> zeros).tolist(), shifts)), int(least) - 53 + zeros
 
 
-def _scales(gamma: Array, offset: float) -> list[tuple[int, int]]:
-    """Return an integer and an exponent of two for each ``gamma + offset``."""
-    if not offset:
-        return _pairs(gamma)
-    ((more, place),) = _pairs(np.array([offset]))
-    units = ((factor, exponent, min(exponent, place)) for factor, exponent in _pairs(gamma))
-    return [((f << e - unit) + (more << place - unit), unit) for f, e, unit in units]
+def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
+    """Return integers and one exponent of two for all of ``gamma + offset``."""
+    (*scales, more), exponent = _integers(np.append(gamma, offset))
+    return [scale + more for scale in scales], exponent
+
+
+def _integers_of(*arrays: Array) -> tuple[list[list[int]], int]:
+    """Return the integers of each array, and one exponent of two for all; 0 of what is infinite."""
+    together = np.stack([each.astype(np.float64) for each in arrays])
+    integers, place = _integers(np.where(np.isfinite(together), together, 0.0).ravel())
+    n = len(arrays[0])
+    return [integers[start : start + n] for start in range(0, len(integers), n)], place
 
 
 class Row:
@@ -130,44 +139,115 @@ def signs(x: Array, norm: Norm, wanted: Array) -> list[int]:
 
 
 def y_elements(
-    x: Array, gamma: Array, beta: Array, norm: Norm, wanted: Array, dtype: np.dtype[Any]
+    x: Array, gamma: Array, beta: Array, norm: Norm, wanted: Array, low: Array, high: Array
 ) -> Array:
-    """Return elements of y."""
-    found, form = [], format_of(dtype)
+    """Return elements of y, which round to `low`, `high` or between."""
+    found, (scale, exponent) = [low[:0, 0]], _scales(gamma, norm.gamma_offset)
     for i, columns in _places(wanted):
         row = Row(x[i], norm)
-        root = _root(row.radicand)
-        scales = _scales(gamma[columns], norm.gamma_offset)
-        parameters = zip(scales, _pairs(beta[columns]), strict=True)
-        centered = map(row.centered, columns.tolist())
-        for c, ((scale, exponent), (offset, place)) in zip(centered, parameters, strict=True):
-            unit = min(exponent + row.shift, place)
-            factor = scale * c << exponent + row.shift - unit
-            found.append(_nearest(offset << place - unit, [(factor, root)], unit, form))
-    return np.array(found).astype(dtype)
+        n, total, integers = row.n, row.total, row.integers
+        factors = [scale[j] * (n * integers[j] - total) for j in columns.tolist()]
+        ends = low[i, columns], high[i, columns]
+        unit = exponent + row.shift
+        found.append(_between(*ends, beta[columns], factors, row.radicand, unit))
+    return np.concatenate(found)
 
 
 def dx_elements(
-    dy: Array, x: Array, gamma: Array, norm: Norm, wanted: Array, dtype: np.dtype[Any]
+    dy: Array, x: Array, gamma: Array, norm: Norm, wanted: Array, low: Array, high: Array
 ) -> Array:
-    """Return elements of dx."""
-    found, form = [], format_of(dtype)
-    scale, exponent = _integers(gamma)
-    if norm.gamma_offset:
-        scales = _scales(gamma, norm.gamma_offset)
-        exponent = min(place for _, place in scales)
-        scale = [factor << place - exponent for factor, place in scales]
+    """Return elements of dx, which round to `low`, `high` or between."""
+    found, (scale, exponent) = [low[:0, 0]], _scales(gamma, norm.gamma_offset)
     for i, columns in _places(wanted):
         row = Row(x[i], norm)
-        root = _root(row.radicand**3)
+        n, radicand, integers = row.n, row.radicand, row.integers
         cotangent, r = _integers(dy[i])
         g, unit = list(map(mul, scale, cotangent)), r + exponent - row.q
         total = sum(g) if norm.kind == "layer" else 0
-        inner = row.n * sum(map(mul, g, row.integers)) - total * row.total << 2 * row.shift
-        for j in columns.tolist():
-            factor = (row.n * g[j] - total) * row.radicand - row.centered(j) * inner
-            found.append(_nearest(0, [(factor, root)], unit, form))
-    return np.array(found).astype(dtype)
+        inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
+        # Of (n g - total) V - (n X - row.total) inner, what is the same for all.
+        same = row.total * inner - total * radicand
+        along, inner = n * radicand, n * inner
+        factors = [along * g[j] - inner * integers[j] + same for j in columns.tolist()]
+        ends = low[i, columns], high[i, columns]
+        found.append(_between(*ends, 0.0 * gamma[columns], factors, radicand**3, unit))
+    return np.concatenate(found)
+
+
+def _between(
+    low: Array, high: Array, offset: Array, factors: list[int], radicand: int, unit: int
+) -> Array:
+    """Round ``offset + factor * 2**unit / sqrt(radicand)`` to `low`, `high` or between."""
+    # Zeros of both signs are no neighbours, nor are the largest number and infinity.
+    near = (np.nextafter(low, high) == high) & (np.signbit(low) == np.signbit(high))
+    near &= np.isfinite(low) & np.isfinite(high)
+    if near.any() and not near.all():
+        found = low.copy()
+        for part in (near, ~near):
+            some = [factor for factor, here in zip(factors, part.tolist(), strict=True) if here]
+            found[part] = _between(low[part], high[part], offset[part], some, radicand, unit)
+        return found
+    (below, above, offsets), place = _integers_of(low, high, offset)
+    if near.all():
+        # Twice the distance of their midpoint from the offset.
+        twice = [a + b - 2 * c for a, b, c in zip(below, above, offsets, strict=True)]
+        return _by_midpoints(low, high, twice, place - 1, factors, radicand, unit)
+    root = _root(radicand)
+    least = min(unit - root.bits, place)
+    factors = [factor << unit - root.bits - least for factor in factors]
+    offsets = [each << place - least for each in offsets]
+    found, open_ = _by_digits(low, high, offsets, factors, root.floor, least)
+    for j in np.flatnonzero(open_).tolist():
+        term = factors[j] << root.bits, root
+        found[j] = _nearest(offsets[j], [term], least, format_of(low.dtype))
+    return found
+
+
+def _by_midpoints(
+    low: Array,
+    high: Array,
+    midpoints: list[int],
+    place: int,
+    factors: list[int],
+    radicand: int,
+    unit: int,
+) -> Array:
+    """Compare ``factor * 2**unit / sqrt(radicand)`` with ``midpoint * 2**place``, and choose an end."""
+    left, right = 1 << max(2 * (unit - place), 0), radicand << max(2 * (place - unit), 0)
+    both = zip(factors, midpoints, strict=True)
+    sides = [f * abs(f) * left - m * abs(m) * right for f, m in both]
+    more, tie = (np.array([test(0, side) for side in sides]) for test in (lt, eq))
+    odd = low.view(f"u{low.itemsize}") & 1 == 1
+    return np.where(more | (tie & odd), high, low)
+
+
+def _by_digits(
+    low: Array, high: Array, offsets: list[int], factors: list[int], floor: int, unit: int
+) -> tuple[Array, Array]:
+    """
+    Round ``offset + factor * root``, whose root lies from `floor` to ``floor + 1``.
+
+    The exponent is that of `low` and `high`. Where these differ in it, or the root leaves the element
+    open, the second array returned is True.
+    """
+    form = format_of(low.dtype)
+    ends = np.stack([low, high]).astype(np.float64)
+    exponents = np.maximum(np.where(ends == 0, form.emin, np.frexp(ends)[1]), form.emin + 1)
+    same = (exponents[0] == exponents[1]) & np.isfinite(ends).all(axis=0)
+    same &= (np.signbit(low) == np.signbit(high)) | (exponents[0] == form.emin + 1)
+    # Halves of an ulp, rounded down, of both ends.
+    halves = exponents[0] - form.digits - 1
+    same &= halves >= unit
+    shifts = np.maximum(halves - unit, 0).tolist()
+    one = [c + f * floor for c, f in zip(offsets, factors, strict=True)]
+    other = list(map(add, one, factors))
+    below = [v - 1 >> s for v, s in zip(map(min, one, other), shifts, strict=True)]
+    above = [v >> s for v, s in zip(map(max, one, other), shifts, strict=True)]
+    same &= np.array(list(map(eq, below, above)))
+    steps = np.array([v if ok else 0 for v, ok in zip(below, same.tolist(), strict=True)], np.int64)
+    value = np.ldexp(np.asarray(steps + 1 >> 1, np.float64), halves + 1)
+    # What is below zero and rounds to it keeps its sign.
+    return np.copysign(value, np.where(steps < 0, -1.0, 1.0)).astype(low.dtype), ~same
 
 
 # ---- elements of columns ----

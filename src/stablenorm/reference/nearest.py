@@ -50,9 +50,11 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
             # Where nothing is added to beta, it is exact.
             of_shift = _scaled(wide_shift, np.where(size.hi == 0, 0.0, 8.0))
             bound = _plus(_scaled(size, factor), of_shift)
-            result, undecided = _rounded(product + wide_shift, bound, dtype)
+            result, high, undecided = _rounded(product + wide_shift, bound, dtype)
             undecided[part.undefined] = False
-            result[undecided] = exact.y_elements(part.x, scale, shift, norm, undecided, dtype)
+            result[undecided] = exact.y_elements(
+                part.x, scale, shift, norm, undecided, result, high
+            )
             if not finite.all():
                 # Of an infinite gamma, the sign of xhat counts.
                 sign = np.zeros(result.shape)
@@ -108,11 +110,11 @@ def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike) -> None:
             size = _times(_plus(part.xhat, part.drift), _size(product).mean())
             sizes = (centered, size, _size(g).mean()) if layer else (centered, size)
             size = _times(_plus(*sizes), part.rstd)
-            result, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
+            result, high, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
             zero = _vanishes(g, cotangent, wide_scale, norm)
             undecided[undefined | zero] = False
             result[undecided] = exact.dx_elements(
-                cotangent, part.x, scale, norm, undecided, dx.dtype
+                cotangent, part.x, scale, norm, undecided, result, high
             )
             result[zero] = 0.0
             result[undefined] = np.nan
@@ -196,7 +198,7 @@ class _Total:
     def rounded(self, factor: Array | float, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         """Return the sums rounded, and where `factor` times the sizes leaves that undecided."""
         bound = _scaled(self.sizes.total(), factor)
-        (result,), (undecided,) = _rounded(self._terms.total(), bound, dtype)
+        (result,), _, (undecided,) = _rounded(self._terms.total(), bound, dtype)
         nan, finite = np.isnan(self._infinite), self._infinite == 0
         result[~finite], result[nan] = self._infinite[~finite], np.nan
         return result, undecided & finite
@@ -345,11 +347,11 @@ def _plus(*parts: Wide) -> Wide:
     return Wide(total, np.zeros_like(total), exponent)
 
 
-def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-    """Return `v` rounded, and where a bound in units of 2**-106 leaves its rounding undecided."""
+def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+    """Round what is below `v` and above by a bound in units of 2**-106; return where these differ."""
     e, zero = bound.hi * _UNIT, np.zeros_like(bound.hi)
     # Not -e: of an exact -0, 0.0 - e makes a 0.
     low = (v + Wide(0.0 - e, zero, bound.exponent)).round_to(dtype)
     high = (v + Wide(e, zero, bound.exponent)).round_to(dtype)
     bits = f"u{dtype.itemsize}"
-    return low, low.view(bits) != high.view(bits)
+    return low, high, low.view(bits) != high.view(bits)
