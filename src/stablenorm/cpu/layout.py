@@ -64,16 +64,14 @@ def row_strides(*arrays: Any) -> tuple[int, ...] | None:
     for array in arrays:
         # Rows have no flags.
         if array is not None and not (type(array) is _ndarray and array.flags.c_contiguous):
-            return _strides_with_gaps(arrays)
-    return None
-
-
-def _strides_with_gaps(arrays: Any) -> tuple[int, ...]:
+            break
+    else:
+        return None
     found = []
     for array in arrays:
         if array is None:
             found.append(0)
-        elif type(array) is not np.ndarray:
+        elif type(array) is not _ndarray:
             return ()
         elif array.flags.c_contiguous:
             found.append(array.shape[-1] * array.itemsize)

@@ -33,10 +33,8 @@ HALF_IN_HARDWARE = "+f16c" in cpu_target.target_context.codegen().magic_tuple()[
     2
 ] or ARCHITECTURE in ("aarch64", "arm64")
 
-# Low bits of a float64 that rounding to odd drops: two bits more than the narrow type has are
-# kept, 8 + 2 and 11 + 2. So few pass through float32 exactly, where that matters even among its
-# subnormals.
-_DROPPED = {types.uint16: 53 - 10, types.int16: 53 - 13}
+# Bits of precision of the narrow types.
+_DIGITS = {types.uint16: 8, types.int16: 11}
 
 # Of functions that others call, never Python: what Python and C would call is a tenth of the time to compile.
 within = functools.partial(
@@ -149,17 +147,20 @@ def put(_typing: Any, p: Any, j: Any, value: Any) -> Any:
 
 
 def _to_odd(builder: Any, kind: Any, v: Any) -> Any:
-    """Return a float64 as a float32 that, rounded again to a 16-bit type, gives what one rounding gives."""
-    if kind in _DROPPED:
-        # Truncated, with the last kept bit set if anything was lost, a number is never a
-        # midpoint of the narrow type: it can be rounded again (Boldo and Melquiond 2008).
-        dropped = _DROPPED[kind]
-        bits, mask = builder.bitcast(v, _I64), (1 << dropped) - 1
-        # Carries into the last kept bit, if anything was lost.
-        lost = builder.add(builder.and_(bits, _I64(mask)), _I64(mask))
-        odd = builder.and_(builder.or_(bits, lost), _I64(-1 - mask))
-        v = builder.bitcast(odd, _F64)
-    return _to_float32(builder, kind, v)
+    """
+    Return a float64 that, rounded twice to a 16-bit type, gives what one rounding gives.
+
+    Truncated, with the last kept bit set if anything was lost, a number is never a midpoint of the
+    narrow type: it can be rounded again (Boldo and Melquiond 2008). Two bits more than that type has
+    are kept: so few pass through float32 exactly, where that matters even among its subnormals.
+    """
+    if kind not in _DIGITS:
+        return v
+    bits, mask = builder.bitcast(v, _I64), (1 << (51 - _DIGITS[kind])) - 1
+    # Carries into the last kept bit, if anything was lost.
+    lost = builder.add(builder.and_(bits, _I64(mask)), _I64(mask))
+    odd = builder.and_(builder.or_(bits, lost), _I64(-1 - mask))
+    return builder.bitcast(odd, _F64)
 
 
 def _putting_nearly(rounded: bool) -> Any:
@@ -179,10 +180,13 @@ def _putting_nearly(rounded: bool) -> Any:
                 # Doubt is frequent, and takes as long as to round once: n = 64, 10 % faster.
                 _store(builder, kind, _to_odd(builder, kind, v), args)
                 return doubt
-            single = _to_float32(builder, kind, v)
-            _store(builder, kind, single, args, nearly=True)
-            if kind in _DROPPED:
-                found = _doubt(builder, builder.bitcast(single, _I32), *_CUT[kind])
+            _store(builder, kind, v, args, nearly=True)
+            # Of float16, the subnormals have other midpoints; a midpoint of float32 is in doubt only
+            # where the value is itself a rounded sum.
+            smallest = 113 << 23 if kind is types.int16 else 0
+            if kind in _DIGITS:
+                bits = builder.bitcast(builder.fptrunc(v, _F32), _I32)
+                found = _doubt(builder, bits, 24 - _DIGITS[kind], smallest)
                 doubt = builder.or_(doubt, builder.sext(found, _I64) if rounded else found)
             elif kind is types.float32 and rounded:
                 doubt = builder.or_(doubt, _doubt(builder, builder.bitcast(v, _I64), 29, 897 << 52))
@@ -198,10 +202,6 @@ def _putting_nearly(rounded: bool) -> Any:
 # Of a value that is itself a rounded sum, a midpoint of float32 is in doubt as well.
 put_nearly, put_sum_nearly = _putting_nearly(False), _putting_nearly(True)
 
-# Bits that float32 has and the narrow type has not; those of the narrow type's smallest normal number, if
-# its subnormals have other midpoints.
-_CUT = {types.uint16: (16, 0), types.int16: (13, 113 << 23)}
-
 
 def _doubt(builder: Any, bits: Any, cut: int, smallest: int) -> Any:
     """Return an integer that is negative where the bits of a float are those of a midpoint, or of a small one."""
@@ -214,12 +214,10 @@ def _doubt(builder: Any, bits: Any, cut: int, smallest: int) -> Any:
     return doubt
 
 
-def _to_float32(builder: Any, kind: Any, v: Any) -> Any:
-    return v if kind is types.float64 else builder.fptrunc(v, _F32)
-
-
 def _store(builder: Any, kind: Any, v: Any, args: Any, nearly: bool = False) -> None:
-    """Store a float32, or a float64 as such, as an element of this type."""
+    """Store a float64 as an element of this type, by way of float32 if that is narrower."""
+    if kind is not types.float64:
+        v = builder.fptrunc(v, _F32)
     if kind is types.int16:
         v = builder.bitcast(builder.fptrunc(v, _F16), _I16)
     if kind is types.uint16:

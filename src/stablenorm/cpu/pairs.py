@@ -11,10 +11,21 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 
-from stablenorm.cpu.memory import call_llvm, emit, fma, inlined, pasted, put, width
+from stablenorm.cpu.memory import (
+    bits_of,
+    call_llvm,
+    emit,
+    float_of,
+    fma,
+    inlined,
+    pasted,
+    put,
+    width,
+)
 
 _I64, _F64 = ir.IntType(64), ir.DoubleType()
 
@@ -35,23 +46,17 @@ def minus(builder: Any, a: Any, b: Any) -> Any:
     return call_llvm(builder, "llvm.fma.f64", _F64, [builder.fneg(b), one, a])
 
 
-@emit(types.float64, types.float64, types.float64)
-def odd_sum(builder: Any, hi: Any, lo: Any) -> Any:
+@inlined
+def odd_sum(hi, lo):
     """
     Return ``hi + lo`` rounded to odd, given that `hi` is the sum rounded to nearest.
 
     Where `hi` is even and `lo` is not zero, that is the neighbour of `hi` on the side of `lo`.
     """
-    bits = builder.bitcast(hi, _I64)
-    exact = builder.fcmp_ordered("==", lo, _F64(0.0))
-    odd = builder.icmp_unsigned("!=", builder.and_(bits, _I64(1)), _I64(0))
-    signs = builder.xor(bits, builder.bitcast(lo, _I64))
-    away = builder.icmp_signed(">=", signs, _I64(0))
-    moved = builder.select(away, builder.add(bits, _I64(1)), builder.sub(bits, _I64(1)))
-    size = builder.and_(bits, _I64(0x7FFFFFFFFFFFFFFF))
-    special = builder.icmp_unsigned(">=", size, _I64(0x7FF0000000000000))
-    stays = builder.or_(builder.or_(exact, odd), special)
-    return builder.bitcast(builder.select(stays, bits, moved), _F64)
+    bits = np.int64(bits_of(hi))
+    away = (bits ^ np.int64(bits_of(lo))) >= 0
+    moves = (lo != 0.0) & (bits & 1 == 0) & (abs(hi) < np.inf)
+    return float_of(bits + (1 if away else -1)) if moves else hi
 
 
 @inlined

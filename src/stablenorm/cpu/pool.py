@@ -64,7 +64,6 @@ _TURNS = 10_000
 # Naps of so many microseconds, each 3 of work for the processor, together some milliseconds.
 _NAP, _NAPS = 50, 100
 
-_YIELDS = hasattr(os, "sched_yield")
 _yield = types.ExternalFunction("sched_yield", types.intc())
 _nap = types.ExternalFunction("usleep", types.intc(types.uintc))
 
@@ -114,7 +113,7 @@ def run(function, record, tiles, pool, helpers):
     while atomic_load(_word(pool, _WORKING)) != 0:
         turns += 1
         # A helper may have lost its processor to another thread: to this one, on a single processor.
-        if turns > _TURNS // 5 and _YIELDS:
+        if turns > _TURNS // 5:
             _yield()
         pause()
     exchange(_word(pool, _TAKEN), 0)
@@ -210,8 +209,7 @@ def _forget() -> None:
     _pool = _Pool()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_forget)
 
 
 def pool_for(most: int, small: bool) -> tuple[Any, int]:

@@ -64,6 +64,7 @@ from stablenorm.cpu.memory import (
     wide_vectors,
     within,
 )
+from stablenorm.cpu.sums import mean_of_eight
 
 # Columns of a row that are summed in one go: it bounds the longest chain of additions.
 BLOCK = 2048
@@ -114,12 +115,9 @@ def guess(x, stride, rows, n, lanes, samples, every):
     for r in range(rows + rows % 2):
         row = further(x, min(r, rows - 1) * stride)
         for i in range(8):
-            samples[8 * i + r] = row[i * step]
+            samples[TOGETHER * i + r] = row[i * step]
     for r in range(every):
-        a = (get(samples, r) + get(samples, 8 + r)) + (get(samples, 16 + r) + get(samples, 24 + r))
-        b = get(samples, 32 + r) + get(samples, 40 + r)
-        b += get(samples, 48 + r) + get(samples, 56 + r)
-        lanes[_K + r] = np.float32((a + b) * 0.125)
+        lanes[_K + r] = np.float32(mean_of_eight(samples, r, TOGETHER))
 
 
 @_exactly

@@ -17,13 +17,11 @@ def fill(out, n, value):
 
 
 @inlined
-def sample_mean(x, n):
-    """Return the mean of eight elements of a row."""
-    if n < 8:
-        return get(x, 0)
-    s = n // 8
-    a = (get(x, 0) + get(x, s)) + (get(x, 2 * s) + get(x, 3 * s))
-    b = (get(x, 4 * s) + get(x, 5 * s)) + (get(x, 6 * s) + get(x, 7 * s))
+def mean_of_eight(x, first, step):
+    """Return the mean of eight elements, so many from one another."""
+    i, j = first, first + 4 * step
+    a = (get(x, i) + get(x, i + step)) + (get(x, i + 2 * step) + get(x, i + 3 * step))
+    b = (get(x, j) + get(x, j + step)) + (get(x, j + 2 * step) + get(x, j + 3 * step))
     return (a + b) * 0.125
 
 

@@ -179,7 +179,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool) ->
         # and dbeta are as far from one another.
         deep = stop - first > ROWS_OF_PART
         part = row_of_zeros + apart if deep else sums
-        columns = float64_at(part), float64_at(part + 2 * apart)
+        columns = (float64_at(part), float64_at(part + 2 * apart)) if summing else None
         fill(float64_at(row_of_zeros), 4 * padded(n) if deep else padded(n), 0.0)
         if summing:
             fill(float64_at(sums), 4 * padded(n), 0.0)
@@ -202,10 +202,7 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool) ->
                 equations.load(lanes, r, mean, rest, float64_at(p.rstd)[i], m)
             strides = p.dy_stride, p.x_stride, p.out_stride
             given = (dy, x), strides, gamma, lanes, ahead
-            if summing:
-                equations.pull(given, rows, n, zeros, columns)
-            else:
-                equations.pull(given, rows, n, zeros, None)
+            equations.pull(given, rows, n, zeros, columns)
             if not p.out:
                 continue
             equations.find_coefficients(lanes, n, equations.TOGETHER)

@@ -35,7 +35,7 @@ from stablenorm.cpu.pairs import (
     two_product,
     two_sum,
 )
-from stablenorm.cpu.sums import fill, sample_mean
+from stablenorm.cpu.sums import fill, mean_of_eight
 
 # gamma, beta and eps, and cotangents but for zeros, are between these in size, or extreme. Then no
 # product of three numbers, nor its last 106 bits, leaves the range of float64:
@@ -146,7 +146,7 @@ def _guess(x, n):
     least, most = np.inf, -np.inf
     for j in range(0, n, max(n // 8, 1)):
         least, most = min(least, get(x, j)), max(most, get(x, j))
-    return 0.0 if least < 0.0 < most else sample_mean(x, n)
+    return 0.0 if least < 0.0 < most else mean_of_eight(x, 0, n // 8)
 
 
 @inlined
@@ -162,10 +162,8 @@ def statistics(x, n, eps, lanes):
         tries = tries - 1 if d * d > 2.0 * var else 0
     # A square of zero may be one that has vanished.
     moderate = SMALLEST * SMALLEST <= square <= LARGEST * LARGEST
-    if not moderate and not (square == 0.0 and _is_constant(x, n, k)):
-        return True, (0.0, 0.0, 0.0, 0.0, 0.0), 0.0
     v, v_low = add(var, var_low, eps, 0.0)
-    if not v > 0.0:
+    if not (moderate or (square == 0.0 and _is_constant(x, n, k))) or not v > 0.0:
         return True, (0.0, 0.0, 0.0, 0.0, 0.0), 0.0
     rstd, rstd_low = reciprocal_root(v, v_low)
     mean, error = two_sum(k, d)
