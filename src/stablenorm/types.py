@@ -36,6 +36,12 @@ class Norm(NamedTuple):
     rounding: str = "fast"
 
 
+class SampleNorm(Norm):
+    """A norm of which gamma or beta has leading axes: one for each part of x."""
+
+    __slots__ = ()
+
+
 class Residual(NamedTuple):
     """What is added to x before the norm, and where the sum goes: both of the shape of x."""
 

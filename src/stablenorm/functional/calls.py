@@ -15,7 +15,8 @@ from stablenorm.arrays import (
     show_axes,
 )
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
-from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, check_eps
+from stablenorm.functional import samples
+from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, SampleNorm, check_eps
 
 NAMES = ("x", "gamma", "beta")
 
@@ -53,14 +54,20 @@ def forward(
         others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
         needed = keep and residual is None
         _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
-    given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
-    if residual is not None:
-        x = arrays.empty(x.shape, x.dtype, x)
-        given += (Residual(arrays.rows(residual, axes), arrays.rows(x, axes)),)
+    call = implementation("forward" if keep else "normalize", name)
+    # What is added to x, and where the sum goes, which is then what is normalized.
+    added = None if residual is None else Residual(residual, arrays.empty(x.shape, x.dtype, x))
+    if type(norm) is SampleNorm:
+        statistics = samples.forward(call, x, norm, axes, y, added)
+    else:
+        given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
+        if added is not None:
+            given += (Residual(*(arrays.rows(each, axes) for each in added)),)
+        statistics = call(*given)
+    if added is not None:
+        x = added.sum
     if not keep:
-        implementation("normalize", name)(*given)
         return y, None
-    statistics = implementation("forward", name)(*given)
     # As a NamedTuple makes itself, in half the time.
     return y, tuple.__new__(Cache, (x, norm, axes, statistics, name))
 
@@ -72,6 +79,7 @@ def backward(
     out: Sequence[Array | None] | None,
     dsum: ArrayLike | None = None,
     kind: str = "layer",
+    sum_axes: int | tuple[int, ...] | None = None,
 ) -> Gradients:
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
@@ -92,13 +100,21 @@ def backward(
         if norm.rounding == "nearest":
             msg = 'dsum cannot be rounded to nearest yet; use rounding="fast", or add dsum to dx'
             raise ValueError(msg)
-    gradients = _gradients(arrays, {"dy": dy, "dsum": dsum}, cache, _asked(wrt), out)
+    asked, lead, kept = _asked(wrt), None, None
+    if sum_axes is not None:
+        _refuse_cuda("sum_axes", name)
+        lead, kept = samples.check_sum_axes(sum_axes, cache)
+    gradients = _gradients(arrays, {"dy": dy, "dsum": dsum}, cache, asked, out, kept)
+    call = implementation("backward", name)
+    if lead is not None or type(norm) is SampleNorm:
+        samples.backward(call, dy, cache, gradients, lead, Extra(dsum))
+        return gradients
     dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
     found = Gradients(dx, *gradients[1:])
     given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
     if dsum is not None:
         given += (Extra(arrays.rows(dsum, axes)),)
-    implementation("backward", name)(*given)
+    call(*given)
     return gradients
 
 
@@ -113,15 +129,17 @@ def _checked(
         shape = normalized_shape(x_shape, axes)
     changed = False
     if gamma is not None and (backend == "cuda" or not is_plain(gamma, shape)):
-        gamma, changed = _parameter(arrays, "gamma", gamma, shape, axes), True
+        gamma, changed = _parameter(arrays, "gamma", gamma, x_shape, axes, backend), True
     if beta is not None and (backend == "cuda" or not is_plain(beta, shape)):
-        beta, changed = _parameter(arrays, "beta", beta, shape, axes), True
+        beta, changed = _parameter(arrays, "beta", beta, x_shape, axes, backend), True
     eps = check_eps(given)
     if norm[3:6] != _PLAIN:
         gamma_offset, changed = _checked_offset(gamma_offset, gamma), True
         _check_options(kind, gamma_offset, rounding, backend)
     if changed or eps is not given:
-        return Norm(gamma, beta, eps, kind, gamma_offset, rounding)
+        leading = any(each is not None and each.ndim > len(axes) for each in (gamma, beta))
+        made = SampleNorm if leading else Norm
+        return made(gamma, beta, eps, kind, gamma_offset, rounding)
     return norm
 
 
@@ -183,20 +201,35 @@ def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
 def _parameter(
     arrays: Arrays,
     name: str,
-    value: ArrayLike | None,
-    shape: tuple[int, ...],
+    value: ArrayLike,
+    x_shape: tuple[int, ...],
     axes: tuple[int, ...],
-) -> Array | None:
-    if value is None:
-        return None
-    array = arrays.convert(name, value)
-    if array.shape != shape:
+    backend: str,
+) -> Array:
+    array: Array = arrays.convert(name, value)
+    shape, leading = normalized_shape(x_shape, axes), array.ndim - len(axes)
+    if array.shape == shape:
+        return array
+    cure = ""
+    if leading > 0 and array.shape[leading:] == shape:
+        _refuse_cuda(f"a {name} with leading axes", backend)
+        lengths = samples.lengths_of(x_shape, axes)
+        if samples.fits(array.shape[:leading], lengths):
+            return array
+        cure = f", or that after axes that broadcast against {lengths}"
+    msg = (
+        f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}{cure}, "
+        f"got {array.shape}"
+    )
+    raise ValueError(msg)
+
+
+def _refuse_cuda(what: str, backend: str) -> None:
+    if backend == "cuda":
         msg = (
-            f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}, "
-            f"got {array.shape}"
+            f"{what} is not for arrays on a CUDA device yet; copy them to the host, as x.get() does"
         )
         raise ValueError(msg)
-    return array
 
 
 def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
@@ -232,11 +265,15 @@ def _gradients(
     cache: Cache,
     asked: tuple[str, ...],
     out: Sequence[Array | None] | None,
+    kept: tuple[int, ...] | None,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     like, norm = cache.x, cache.norm
     gamma = norm.gamma if "gamma" in asked else None
     beta = norm.beta if "beta" in asked else None
+    if kept is not None:
+        # Only their shapes and dtypes count from here on.
+        gamma, beta = (samples.sums_like(each, kept, cache) for each in (gamma, beta))
     if out is None:
         return Gradients(
             arrays.empty(like.shape, like.dtype, like) if "x" in asked else None,

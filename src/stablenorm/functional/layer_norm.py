@@ -177,6 +177,7 @@ def layer_norm_backward(
     wrt: Sequence[str] = NAMES,
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
+    sum_axes: int | tuple[int, ...] | None = None,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
@@ -242,4 +243,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out, dsum)
+    return backward(dy, cache, wrt, out, dsum, sum_axes)

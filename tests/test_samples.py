@@ -1,0 +1,176 @@
+"""Gamma and beta with leading axes, and sum_axes=: the bits of one ordinary call for each part."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from stablenorm import check_gradients, layer_norm, layer_norm_backward, layer_norm_forward
+
+ALL = slice(None)
+
+
+def parts(lead, lengths):
+    """Yield the index of each part in an array of these leading lengths, and in one with this lead."""
+    each = [[ALL] if one == 1 else range(length) for one, length in zip(lead, lengths, strict=True)]
+    for place in itertools.product(*each):
+        yield place, tuple(0 if one is ALL else one for one in place)
+
+
+# The shape of x, what is normalized, and the leading axes of gamma and beta.
+SHAPES = [
+    ((3, 5, 8), -1, (3, 1), (3, 1)),
+    ((3, 5, 8), 2, (5,), ()),
+    ((2, 3, 4, 5), (1, 3), (2, 1), (1, 4)),
+    ((4, 2, 3), 0, (2, 3), (3,)),
+    ((4, 3, 2, 5), (2, 3), (3,), (4, 1)),
+]
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize(("shape", "axis", "of_gamma", "of_beta"), SHAPES)
+def test_each_part_is_an_ordinary_call(
+    rng, shape, axis, of_gamma, of_beta, rounding, dtype, backend
+):
+    axes = tuple(np.atleast_1d(axis) % len(shape))
+    lengths = tuple(length for i, length in enumerate(shape) if i not in axes)
+    normalized = tuple(shape[i] for i in axes)
+    x, dy = rng.standard_normal((2, *shape)).astype(dtype)
+    gamma = rng.standard_normal(of_gamma + normalized).astype(dtype)
+    beta = rng.standard_normal(of_beta + normalized).astype(dtype)
+    how = {"rounding": rounding, "backend": backend}
+    y, cache = layer_norm_forward(x, gamma, beta, axis=axis, **how)
+    dx, dgamma, dbeta = layer_norm_backward(dy, cache)
+    assert layer_norm(x, gamma, beta, axis=axis, **how).tobytes() == y.tobytes()
+
+    # With the normalized axes last.
+    last = range(-len(axes), 0)
+    x, dy, y, dx = (np.moveaxis(each, axes, last) for each in (x, dy, y, dx))
+    inner = tuple(last)
+    leads = [(1,) * (len(lengths) - len(of)) + of for of in (of_gamma, of_beta)]
+    both = np.broadcast_arrays(
+        *(each.reshape(lead + normalized) for each, lead in zip((gamma, beta), leads, strict=True))
+    )
+    for place, index in parts(np.broadcast_shapes(*leads), lengths):
+        expected, _ = layer_norm_forward(x[place], *(p[index] for p in both), axis=inner, **how)
+        assert y[place].tobytes() == expected.tobytes()
+    for place, index in parts(leads[0], lengths):
+        _, part = layer_norm_forward(x[place], both[0][index], axis=inner, **how)
+        expected = layer_norm_backward(dy[place], part)
+        assert dx[place].tobytes() == expected.dx.tobytes()
+        found = dgamma.reshape(leads[0] + normalized)[index]
+        assert found.tobytes() == expected.dgamma.tobytes()
+    for place, index in parts(leads[1], lengths):
+        _, part = layer_norm_forward(x[place], beta=both[1][index], axis=inner, **how)
+        found = dbeta.reshape(leads[1] + normalized)[index]
+        assert found.tobytes() == layer_norm_backward(dy[place], part).dbeta.tobytes()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (0, 5, 8), (3, 0, 8)])
+@pytest.mark.parametrize("sum_axes", [0, -2, (), (0, 1)])
+def test_sum_axes_names_what_is_summed(rng, shape, sum_axes, dtype, backend):
+    x, dy = rng.standard_normal((2, *shape)).astype(dtype)
+    gamma, beta = rng.standard_normal((2, 8)).astype(dtype)
+    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+    dx, *totals = layer_norm_backward(dy, cache, sum_axes=sum_axes)
+    lead = tuple(
+        1 if i in np.atleast_1d(sum_axes) % 3 else length for i, length in enumerate(shape[:2])
+    )
+    kept = tuple(length for i, length in enumerate(shape[:2]) if lead[i] != 1)
+    whole = layer_norm_backward(dy, cache)
+    assert dx.tobytes() == whole.dx.tobytes()
+    assert [total.shape for total in totals] == [(*kept, 8)] * 2
+    for place, index in parts(lead, shape[:2]):
+        _, part = layer_norm_forward(x[place], gamma, beta, backend=backend)
+        expected = layer_norm_backward(dy[place], part)[1:]
+        for total, one in zip(totals, expected, strict=True):
+            assert total.reshape(*lead, 8)[index].tobytes() == one.tobytes()
+
+
+def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
+    x, dy = rng.standard_normal((2, 3, 5, 8), np.float32)
+    gamma, beta = rng.standard_normal((3, 1, 8), np.float32), np.zeros(8, np.float32)
+    _, cache = layer_norm_forward(x, gamma, beta)
+    expected = layer_norm_backward(dy.copy(), cache, sum_axes=1)
+    out = np.empty((8, 6), np.float32).T[::2]
+    found = layer_norm_backward(dy, cache, sum_axes=1, out=(dy, out, None))
+    assert found.dx is dy
+    assert found.dgamma is out
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    only = layer_norm_backward(dy, cache, sum_axes=(), wrt="beta")
+    assert only.dx is only.dgamma is None
+    np.testing.assert_array_equal(only.dbeta, dy)
+
+
+def test_residual_and_dsum_go_with_gamma_of_each_sample(rng, backend):
+    x, residual, dy, dsum = rng.standard_normal((4, 3, 5, 8))
+    gamma, beta = rng.standard_normal((2, 3, 1, 8))
+    y, cache = layer_norm_forward(x, gamma, beta, residual=residual, backend=backend)
+    np.testing.assert_array_equal(cache.x, x + residual)
+    dx = layer_norm_backward(dy, cache, dsum=dsum).dx
+    for one in range(3):
+        given = x[one], gamma[one, 0], beta[one, 0]
+        expected, part = layer_norm_forward(*given, residual=residual[one], backend=backend)
+        np.testing.assert_array_equal(y[one], expected)
+        np.testing.assert_array_equal(cache.mean[one], part.mean)
+        np.testing.assert_array_equal(
+            dx[one], layer_norm_backward(dy[one], part, dsum=dsum[one]).dx
+        )
+
+
+def test_hard_rows_of_one_sample_keep_their_words(rng, backend):
+    """Exponents, third words: of some samples alone, and of others none."""
+    x, dy = rng.standard_normal((2, 4, 2, 8))
+    x[1] *= 1e300
+    x[2] = 1e15 + np.arange(8) * 0.125
+    gamma = rng.standard_normal((4, 1, 8))
+    y, cache = layer_norm_forward(x, gamma, backend=backend)
+    found = layer_norm_backward(dy, cache)
+    for one in range(4):
+        expected, part = layer_norm_forward(x[one], gamma[one, 0], backend=backend)
+        gradients = layer_norm_backward(dy[one], part)
+        assert y[one].tobytes() == expected.tobytes()
+        assert found.dx[one].tobytes() == gradients.dx.tobytes()
+        assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
+
+
+def test_finite_differences(rng):
+    x = rng.standard_normal((2, 3, 5))
+    gamma, beta = rng.standard_normal((2, 1, 5)), rng.standard_normal((3, 5))
+    assert check_gradients(
+        layer_norm_forward, layer_norm_backward, (x, gamma, beta), rng=rng
+    ).passed
+
+
+X = np.ones((2, 3, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((5, 4), r"gamma must have shape \(4,\) to match x.* over axis 2, or that after axes that "),
+        ((5, 4), r" that broadcast against \(2, 3\), got \(5, 4\)"),
+        ((1, 2, 3, 4), r"broadcast against \(2, 3\), got \(1, 2, 3, 4\)"),
+        ((2, 3, 1), r"gamma must have shape \(4,\) to match x normalized over axis 2, got \(2, 3, 1\)"),
+    ],
+)  # fmt: skip
+def test_leading_axes_that_do_not_broadcast_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer_norm(X, np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("sum_axes", "error", "message"),
+    [
+        (2, ValueError, r"sum_axes must name axes of x.*not what is normalized, axis 2; got 2"),
+        (3, ValueError, "which has 3 dimensions.*got 3"),
+        ((0, -3), ValueError, "each once"),
+        ("a", TypeError, "sum_axes must be an int or a tuple of ints, got 'a'"),
+        (0, ValueError, "sum_axes must name no axis along which gamma varies, got 0"),
+    ],
+)
+def test_wrong_sum_axes_are_refused(sum_axes, error, message):
+    _, cache = layer_norm_forward(X, np.ones((2, 1, 4), np.float32))
+    with pytest.raises(error, match=message):
+        layer_norm_backward(X, cache, sum_axes=sum_axes)
