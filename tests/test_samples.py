@@ -5,7 +5,14 @@ import itertools
 import numpy as np
 import pytest
 
-from stablenorm import check_gradients, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    check_gradients,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 
 ALL = slice(None)
 

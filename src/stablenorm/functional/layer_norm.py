@@ -35,7 +35,8 @@ def layer_norm(
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has
         them; each of its own floating dtype. Default: 1 and 0. Float64 ones make all
-        of the call float64, at a third of the speed: ``np.ones(768, np.float32)`` does not.
+        of the call float64, at a third of the speed: ``np.ones(768, np.float32)`` does not. Leading
+        axes broadcast against those of `x` that are not normalized: `layer_norm_forward`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     axis : int or tuple of int, default: -1
@@ -129,9 +130,14 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `gamma`, `beta`, `eps`, `axis`, `backend`, `gamma_offset` and
-        `rounding`, which the backward follows. Not modified; the cache refers to it, or, if it was in
-        the other byte order, to a copy.
+        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`, which
+        the backward follows. Not modified; the cache refers to it, or, if it was in the other
+        byte order, to a copy.
+    gamma, beta : array, optional
+        As for `layer_norm`. Leading axes broadcast against the axes of `x` that are not normalized:
+        (B, 1, D), for an `x` of shape (B, T, D), is one for each sample. Their gradients have
+        their shapes. Each part of `x` with a gamma and beta of its own takes as long as a call
+        on it: slow where a part has few elements, below some 10^5. Not for CUDA arrays.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
     residual : array of the shape of x, optional
@@ -199,12 +205,18 @@ def layer_norm_backward(
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
         dtype than a 16- or 32-bit `x`, it takes the slow reference. Not with
         ``rounding="nearest"`` yet, not for CUDA arrays.
+    sum_axes : int or tuple of int, optional
+        The axes of `x` that dgamma and dbeta are summed over, none of them normalized. They get
+        the lengths of the others, and then those of the normalized axes: of an `x` of shape
+        (B, T, D), ``sum_axes=1`` gives (B, D), the gradients of each sample, at the cost of
+        a call on each. Default: all that gamma or beta does not vary along. Not for
+        CUDA arrays.
 
     Returns
     -------
     Gradients
-        dx, dgamma and dbeta, of the shapes and dtypes of x, gamma and beta. None for what was
-        not asked for, and for a gamma or beta that was not given.
+        dx, dgamma and dbeta, of the shapes (but for `sum_axes`) and dtypes of x, gamma and beta.
+        None for what was not asked for, and for a gamma or beta that was not given.
 
     Raises
     ------
@@ -213,7 +225,7 @@ def layer_norm_backward(
         wrong one.
     ValueError
         If `dy` or an `out` has the wrong shape, overlaps what it must not, or is read-only, `wrt`
-        names something else, or the cache is one of `rms_norm_forward`.
+        or `sum_axes` names something else, or the cache is one of `rms_norm_forward`.
 
     See Also
     --------
@@ -243,4 +255,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out, dsum, sum_axes)
+    return backward(dy, cache, wrt, out, dsum, sum_axes=sum_axes)

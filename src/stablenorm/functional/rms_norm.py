@@ -123,6 +123,7 @@ def rms_norm_backward(
     wrt: Sequence[str] = NAMES,
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
+    sum_axes: int | tuple[int, ...] | None = None,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `rms_norm_forward`.
@@ -130,7 +131,7 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are `wrt`, `out` and `dsum`.
+        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum` and `sum_axes`.
     cache : Cache
         What `rms_norm_forward` returned. It can be used any number of times.
 
@@ -163,4 +164,4 @@ def rms_norm_backward(
     >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
     array([[ 0.181, -0.136]])
     """
-    return backward(dy, cache, wrt, out, dsum, "rms")
+    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes)

@@ -75,7 +75,7 @@ def forward(
     """Write y; return the statistics of all rows, or None where `call` returns none."""
     if not x.size:
         # Of no rows there may be no parts, but there are statistics.
-        norm = norm._replace(gamma=None, beta=None)
+        norm = norm._replace(gamma=None, beta=None, gamma_offset=0.0)
     parts = _Parts(x, axes, *(_lead(each, x, axes) for each in norm[:2]))
     arrays = [parts.of_x(each) for each in (x, y, *(residual or ()))]
     gamma, beta = (parts.of_parameter(each) for each in norm[:2])
@@ -113,8 +113,10 @@ def _pass(
 ) -> None:
     x, norm, axes, statistics, _ = cache
     parts = _Parts(x, axes, cut)
-    # dbeta needs no gamma, and may be cut otherwise.
-    gamma = parts.of_parameter(None if out.dx is None is out.dgamma else norm.gamma)
+    if out.dx is None is out.dgamma:
+        # dbeta needs no gamma, and may be cut otherwise.
+        norm = norm._replace(gamma=None, gamma_offset=0.0)
+    gamma = parts.of_parameter(norm.gamma)
     totals = [parts.of_sum(each) for each in out[1:]]
     arrays = [parts.of_x(each) for each in (dy, x, out.dx, extra.dsum)]
     words = [parts.of_rows(each) for each in statistics]
