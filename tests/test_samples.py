@@ -142,12 +142,31 @@ def test_hard_rows_of_one_sample_keep_their_words(rng, backend):
         assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
 
 
-def test_finite_differences(rng):
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+def test_rms_norm_with_an_offset(rng, rounding, backend):
+    x, dy = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)
+    gamma, beta = rng.standard_normal((3, 1, 8)).astype(np.float32), np.ones(8, np.float32)
+    how = {"gamma_offset": 1.0, "rounding": rounding, "backend": backend}
+    y, cache = rms_norm_forward(x, gamma, beta, **how)
+    found = rms_norm_backward(dy, cache)
+    _, whole = rms_norm_forward(x, beta=beta, rounding=rounding, backend=backend)
+    assert found.dbeta.tobytes() == rms_norm_backward(dy, whole).dbeta.tobytes()
+    for one in range(3):
+        expected, part = rms_norm_forward(x[one], gamma[one, 0], beta, **how)
+        gradients = rms_norm_backward(dy[one], part)
+        assert y[one].tobytes() == expected.tobytes()
+        assert found.dx[one].tobytes() == gradients.dx.tobytes()
+        assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
+
+
+OPERATIONS = [(layer_norm_forward, layer_norm_backward), (rms_norm_forward, rms_norm_backward)]
+
+
+@pytest.mark.parametrize(("forward", "backward"), OPERATIONS)
+def test_finite_differences(rng, forward, backward):
     x = rng.standard_normal((2, 3, 5))
     gamma, beta = rng.standard_normal((2, 1, 5)), rng.standard_normal((3, 5))
-    assert check_gradients(
-        layer_norm_forward, layer_norm_backward, (x, gamma, beta), rng=rng
-    ).passed
+    assert check_gradients(forward, backward, (x, gamma, beta), rng=rng).passed
 
 
 X = np.ones((2, 3, 4), np.float32)
