@@ -218,15 +218,3 @@ def test_targets_are_reached_by_figures_at_the_bound_and_missed_by_a_slower_run(
     found = scripts("gates").check_gates(invented(scripts("cases"), slow))
     for direction in job.PASSES:
         assert sum(not both[direction].met for both in found.values()) == missed
-
-
-def test_one_slow_shape_is_seen(scripts):
-    cases = scripts("cases")
-    records = [
-        r._replace(seconds=2.2) if (r.suite, r.shape[-1]) == ("n", 4096) else r
-        for r in invented(cases)
-    ]
-    found = scripts("gates").check_gates(records)
-    missed = [both[way] for both in found.values() for way in both if both[way].met is False]
-    assert len(missed) == 2
-    assert all("(16384, 4096)" in each.figure for each in missed)

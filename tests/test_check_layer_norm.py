@@ -31,7 +31,8 @@ def findings(report, layer, verdict):
     return {f.name: f.message for f in report.findings if (f.layer, f.verdict) == (layer, verdict)}
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
+# All elements are compared, and a sample.
+@pytest.mark.parametrize("shape", [(4, 8), (8, 96)])
 @pytest.mark.parametrize("name", MISTAKES)
 def test_every_known_mistake_is_found_and_named(name, shape):
     mistake = MISTAKES[name]

@@ -155,8 +155,12 @@ def test_right_code_of_any_style_passes(style, capsys):
     assert np.geterr() == before
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_wrong_code_of_any_style_fails_and_is_diagnosed(style, capsys):
+# Each way to return gradients: a tuple, a NamedTuple, two of them, attributes.
+@pytest.mark.parametrize(
+    "style",
+    ["usual", "cache first, NamedTuple in another order", "no beta", *list(CLASSES)[1:2]],
+)
+def test_wrong_code_fails_and_is_diagnosed(style, capsys):
     wrong = CORE.replace("(g - mean - xhat", "(g - xhat")
     assert wrong != CORE
     assert main(["check", write(wrong + STYLES[style])]) == 1, capsys.readouterr()

@@ -50,7 +50,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
     seen, judge = [], gradients.judge
     monkeypatch.setattr(gradients, "judge", lambda *args: (seen.append(args), judge(*args))[1])
     z = []
-    for offset in (0.0, 1.0, 1e2, 1e3, 1e4, 1e5, 1e6):
+    for offset in (0.0, 1.0, 1e3, 1e6):
         for seed in range(9):
             x, gamma, beta = data(seed, (4, 8 + seed), offset)
             seen.clear()
@@ -66,7 +66,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
             case = Case(x, gamma, beta, 1e-5, comparer.loss.cotangent())
             expected = Expected(case, 2.0**-53).bounds_of("dx", x.dtype).value
             z += [abs(e.numeric - expected.flat[e.place]) / e.bound_numeric for e in estimates]
-    assert len(z) > 3000
+    assert len(z) > 1700
     assert np.mean(np.array(z) <= 1) >= 0.999
     # A bound that is never exceeded because it is useless would be no bound.
     assert np.median(z) >= 0.01

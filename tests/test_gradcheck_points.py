@@ -107,15 +107,13 @@ def deep_args(seed, dtype=np.float64):
 
 # Long steps cross kinks, where a mean of slopes settles; shorter ones contradict it. In float32
 # short steps drown in rounding, and contradict nothing: of seeds 0..19, 3 fail.
-@pytest.mark.parametrize(
-    ("seed", "dtype"), [(1, np.float64), (15, np.float64), (18, np.float64), (2, np.float32)]
-)
+@pytest.mark.parametrize(("seed", "dtype"), [(1, np.float64), (2, np.float32)])
 def test_kinks_in_reach_of_the_steps_are_no_false_alarm(seed, dtype):
     report = check_gradients(deep_forward, deep_backward, deep_args(seed, dtype), rng=seed)
     assert report.verdict != "FAIL", str(report)
 
 
-@pytest.mark.parametrize(("seed", "position"), [(2, 2), (7, 5), (16, 9)])
+@pytest.mark.parametrize(("seed", "position"), [(2, 2), (16, 9)])
 def test_kinks_excuse_no_wrong_element(seed, position):
     """One element by one percent, where the gradient is largest: it is found, and nothing else."""
 

@@ -1,9 +1,9 @@
-"""The same row gives the same bits, whatever the batch and its neighbours (test_any_call.py: layouts)."""
+"""The same row, the same bits: whatever the batch, its neighbours, its scale (test_any_call.py: layouts)."""
 
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm_backward, layer_norm_forward
 
 
 def make(rng, dtype, rows, n):
@@ -12,20 +12,14 @@ def make(rng, dtype, rows, n):
     return tuple(v.astype(dtype) for v in (x, gamma, beta, dy))
 
 
-def run(x, gamma, beta, dy, backend=None, axis=-1):
-    y, cache = layer_norm_forward(x, gamma, beta, axis=axis, backend=backend)
+def run(x, gamma, beta, dy, backend=None, eps=1e-5):
+    y, cache = layer_norm_forward(x, gamma, beta, eps, backend=backend)
     return y, layer_norm_backward(dy, cache)
 
 
 def assert_same_bits(expected, actual):
     assert expected.dtype == actual.dtype
     assert expected.tobytes() == actual.tobytes()
-
-
-def assert_same_results(expected, actual):
-    """y and all gradients."""
-    for one, other in zip((expected[0], *expected[1]), (actual[0], *actual[1]), strict=True):
-        assert_same_bits(one, other)
 
 
 # 1, 7, 8, 9, 129: tails of NumPy's pairwise sum.
@@ -52,23 +46,16 @@ def test_hard_neighbours_do_not_change_a_float64_row(rng, backend):
     assert_same_bits(gradients.dx, among.dx[:4])
 
 
-def test_channels_of_an_image_in_place_of_a_permuted_copy(rng, backend):
-    """NCHW over the channels (pytorch 71465): a layout that has no (rows, n) view."""
-    x = rng.standard_normal((2, 3, 40, 50)).astype(np.float32)
-    expected = np.moveaxis(layer_norm(np.moveaxis(x, 1, -1).copy(), backend=backend), -1, 1)
-    out = np.empty_like(x)
-    assert layer_norm(x, axis=1, out=out, backend=backend) is out
-    assert_same_bits(np.ascontiguousarray(expected), out)
-
-
-def test_in_place_where_it_is_safe(rng, dtype, backend):
-    x, gamma, beta, dy = make(rng, dtype, 37, 129)
-    expected = run(x, gamma, beta, dy, backend)
-    _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
-    over = layer_norm_backward(dy, cache, out=(dy, None, None))
-    assert over.dx is dy
-    assert layer_norm(x, gamma, beta, out=x, backend=backend) is x
-    assert_same_results(expected, (x, over))
+@pytest.mark.parametrize("power", [-60, 1, 60])
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_scaling_by_a_power_of_two_with_eps_changes_no_bit(rng, name, backend, power):
+    x, gamma, beta, dy = make(rng, name, 5, 33)
+    y, gradients = run(x, gamma, beta, dy, backend)
+    scaled = np.ldexp(x, power), gamma, beta, dy
+    scaled_y, (dx, *sums) = run(*scaled, backend, np.ldexp(1e-5, 2 * power))
+    expected = y, *gradients
+    for one, other in zip(expected, (scaled_y, np.ldexp(dx, power), *sums), strict=True):
+        assert_same_bits(one, other)
 
 
 def test_runs_are_repeatable_and_wrt_changes_nothing(rng, dtype, backend):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mpmath import mp, mpf
 
-from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.testing import Case, make_case, near_midpoints
+from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.testing import Case, near_midpoints
 from stablenorm.testing.midpoints import search
 
 NAMES = ("y", "dx", "dgamma", "dbeta")
@@ -60,23 +60,6 @@ def test_all_outputs_and_dtypes_are_there_and_near():
     # What a significand of 8 bits reaches, and those of 24 and 53.
     assert max(abs(e.distance) for e in found if e.output != "dbeta") < 1e-3
     assert max(abs(e.distance) for e in found if e.dy.dtype in (np.float32, np.float64)) < 1e-8
-
-
-@pytest.mark.parametrize("output", ["y", "dx", "dgamma"])
-def test_the_search_finds_the_last_of_all_significands(output):
-    case = make_case("F02", "bfloat16", 5)
-    where = (2,) if output == "dgamma" else (0, 2)
-    argument, place = ("gamma", (2,)) if output == "y" else ("dy", (0, 2))
-    array, limit, near = getattr(case, argument), 2.0**-5, []
-    for significand in range(128, 256):
-        changed = array.copy()
-        changed[place] = math.ldexp(significand, math.frexp(float(array[place]))[1] - 8)
-        exact = exact_layer_norm(*case._replace(**{argument: changed})).value(output, where)
-        # An ulp has the exponent of frexp less 8.
-        ulps = math.ldexp(float(exact), 8 - math.frexp(float(exact))[1])
-        near += [changed] if abs(ulps % 1 - 0.5) <= limit else []
-    found = search(case, output, where, argument, place, limit)
-    np.testing.assert_array_equal(getattr(found, argument), near[-1])
 
 
 def test_the_search_finds_what_is_kept():

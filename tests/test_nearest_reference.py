@@ -47,8 +47,8 @@ def assert_equal(case, backend, **expected):
 @pytest.mark.parametrize(
     ("name", "n"),
     [
-        *((name, n) for name in FINITE for n in (1, 2, 3, 40, 257)),
-        *((name, 2049) for name in ("F01", "F07", "F11", "F27", "F32", "F35")),
+        *((name, n) for name in FINITE for n in (1, 2, 3, 257)),
+        *((name, 2049) for name in ("F07", "F11", "F35")),
     ],
 )
 def test_families(name, n, dtype):

@@ -14,7 +14,6 @@ from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.testing import digest as published
 from stablenorm.testing import digest_inputs, published_digests
 
-llvm = pytest.importorskip("llvmlite.binding")
 jobs = pytest.importorskip("stablenorm.cpu.jobs")
 layout = pytest.importorskip("stablenorm.cpu.layout")
 
@@ -51,9 +50,9 @@ def digests(dtype, **options):
 
 
 def published_by(dtype):
-    """Return the names of the published inputs of this dtype, and the digests of their results."""
+    """Return the names of the published inputs of this dtype alone, and the digests of their results."""
     for name, case in digest_inputs().items():
-        if case.x.dtype == dtype:
+        if case.x.dtype == case.gamma.dtype == case.dy.dtype == dtype:
             y, cache = layer_norm_forward(*case[:4], rounding="nearest")
             yield name, tuple(map(published, (y, *layer_norm_backward(case.dy, cache))))
 
@@ -62,26 +61,22 @@ ANOTHER_PROCESSOR = """
 from numba.core.registry import cpu_target
 from test_nearest_same_bits import digests, published_by
 name, features = cpu_target.target_context.codegen().magic_tuple()[1:]
-print(digests({dtype!r}) + [name, features] + list(published_by({dtype!r})))
+print(digests("float64") + [name, features] + list(published_by("float64")))
 """
 
-# What a level of x86-64 has and the one below has not. Both lack AVX-512; the first, FMA as well.
-LEVELS = {"x86-64-v2": ("float64", "sse4.2"), "x86-64-v3": ("float32", "avx2")}
 
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_another_instruction_set_changes_no_bit(level):
-    dtype, needed = LEVELS[level]
-    if platform.machine() not in ("x86_64", "AMD64") or not llvm.get_host_cpu_features()[needed]:
-        pytest.skip(f"no {level}")
+def test_another_instruction_set_changes_no_bit():
+    """Vectors of 128 bits, and no FMA: the farthest from what a processor of today has."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("no x86-64")
     environment = {
-        "NUMBA_CPU_NAME": level,
+        "NUMBA_CPU_NAME": "x86-64-v2",
         "NUMBA_CPU_FEATURES": "",
         "PYTHONPATH": Path(__file__).parent,
     }
-    found = eval(python(ANOTHER_PROCESSOR.format(dtype=dtype), **environment))
-    expected = digests(dtype, backend="numpy")
-    assert found[:6] == [*expected, level, ""]
+    found = eval(python(ANOTHER_PROCESSOR, **environment))
+    expected = digests("float64", backend="numpy")
+    assert found[:6] == [*expected, "x86-64-v2", ""]
     assert len(found) > 8
     assert all(published_digests()[name] == results for name, results in found[6:])
 

@@ -137,10 +137,9 @@ def test_damaged_cache_files_are_replaced(tmp_path):
     cached, environment = install(tmp_path)
     python(FIRST_CALL, **environment)
     cut(cached.glob("pool.*.nbi"), 0)
-    python(FIRST_CALL, **environment)
-    cut(cached.glob("pool.*.nbi"), 2)
     cut(cached.glob("*.nbc"), 2)
     python(FIRST_CALL, **environment)
+    cut(cached.glob("pool.*.nbi"), 2)
     # Three times what it takes with idle processors is room for busy ones.
     assert float(python(FIRST_CALL, **environment)) < 3
 

@@ -170,7 +170,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_multiprocessing(tmp_path, method):
     # A file of its own: a spawned process must be able to import it.
     script = tmp_path / "pool.py"

@@ -144,8 +144,8 @@ def test_numbers_are_written_to_three_digits(value, words):
 @pytest.mark.parametrize(
     "x",
     [
-        *(X.astype(kind) for kind in (ml_dtypes.bfloat16, "float64")),
-        *(np.ones((1, 1)), np.arange(4.0), X[:1, :1], 1e300 * X.astype(float), 0 * X),
+        X.astype(ml_dtypes.bfloat16),
+        *(np.ones((1, 1)), np.arange(4.0), 1e300 * X.astype(float), 0 * X),
     ],
 )
 def test_every_dtype_and_odd_shapes_and_sizes(x):

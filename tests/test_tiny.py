@@ -89,12 +89,12 @@ def test_y_and_dx_have_the_bits_of_the_reference(rng, narrow, offset):
             assert_same_bits(of_reference.dx, gradients.dx, (rows, n))
 
 
-def test_dy_may_have_another_type(rng, narrow):
-    x_dtype, dy_dtype = narrow, NARROW[NARROW.index(narrow) - 1]
+def test_dy_may_have_another_type(rng):
+    """One pair of types: each has a backward of its own to compile, for three seconds."""
     # Of n = 2, nearly all of dx cancels.
     for n in (1, 3, 4, 5, 17, 32):
-        x, gamma, beta, dy = make(rng, x_dtype, 70, n)
-        dy = dy.astype(dy_dtype)
+        x, gamma, beta, dy = make(rng, ml_dtypes.bfloat16, 70, n)
+        dy = dy.astype(np.float16)
         expected, actual = (run(x, gamma, beta, dy, backend)[1] for backend in ("numpy", "numba"))
         for one, other in zip(expected, actual, strict=True):
             assert_same_bits(one, other)
@@ -133,31 +133,15 @@ def test_any_place_has_the_same_bits_and_keeps_its_neighbours(rng, dtype, n):
                 assert_untouched_around(dx, dx_memory)
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 32])
-@pytest.mark.usefixtures("streaming")
-def test_rows_in_reverse_and_one_row_many_times(rng, narrow, n):
-    x, gamma, beta, dy = make(rng, narrow, 41, n)
-    expected, of_x = run(x, gamma, beta, dy)
-    y, gradients = run(placed(x, 0, 8, True)[0], gamma, beta, placed(dy, 2, 0, True)[0])
-    assert_same_bits(expected, y)
-    assert_same_bits(of_x.dx, gradients.dx)
-    y, gradients = run(
-        np.broadcast_to(x[:1], x.shape), gamma, beta, np.broadcast_to(dy[:1], x.shape)
-    )
-    for row in (0, 31, 32, 40):
-        assert_same_bits(expected[0], y[row])
-        assert_same_bits(of_x.dx[0], gradients.dx[row])
-
-
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 17, 32])
 @pytest.mark.usefixtures("streaming")
-def test_results_in_the_place_of_inputs(rng, narrow, n):
-    x, gamma, beta, dy = make(rng, narrow, 1000, n)
-    expected, cache = layer_norm_forward(x, gamma, beta, backend="numba")
+def test_results_in_the_place_of_inputs(rng, dtype, n, backend):
+    x, gamma, beta, dy = make(rng, dtype, 1000, n)
+    expected, cache = layer_norm_forward(x, gamma, beta, backend=backend)
     of_x = layer_norm_backward(dy, cache).dx
     layer_norm_backward(dy, cache, out=Gradients(dy, None, None))
     assert_same_bits(of_x, dy)
-    layer_norm(x, gamma, beta, out=x, backend="numba")
+    layer_norm(x, gamma, beta, out=x, backend=backend)
     assert_same_bits(expected, x)
 
 
