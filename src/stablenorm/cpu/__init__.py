@@ -110,7 +110,7 @@ def backward(
         reference.backward(dy, x, norm, statistics, out, extra)
         return
     if norm.rounding == "nearest":
-        _backward_nearest(dy, x, norm, statistics, out)
+        _backward_nearest(dy, x, norm, statistics, out, extra)
         return
     dx, dgamma, dbeta = out
     summing = dgamma is not None or dbeta is not None
@@ -135,14 +135,16 @@ def backward(
         extreme.write_dx(dy, x, norm, statistics, dx, marks, extra)
 
 
-def _backward_nearest(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
+def _backward_nearest(
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, extra: Extra
+) -> None:
     if out.dx is not None and _may_share(dy, out.dx):
         dy = np.array(as_matrix(dy)[:])
     marks, undecided = extreme.marks_of(statistics), np.zeros((2, x.shape[-1]), np.uint8)
-    if not _backward(dy, x, norm, statistics, out, marks, undecided):
-        reference.backward(dy, x, norm, statistics, out)
+    if not _backward(dy, x, norm, statistics, out, marks, undecided, extra):
+        reference.backward(dy, x, norm, statistics, out, extra)
         return
-    extreme.decide(dy, x, norm, statistics, out, marks, undecided)
+    extreme.decide(dy, x, norm, statistics, out, marks, undecided, extra)
 
 
 def _is_for_kernels(extra: Extra, x: Any) -> bool:
@@ -165,7 +167,7 @@ def _backward(
     nearest, strides = undecided is not None, row_strides(dy, x, dx)
     plus, options = extra.dsum, ("nearest",) if nearest else ()
     if plus is not None:
-        strides, options = row_strides(dy, x, dx, None, plus), ("plus",)
+        strides, options = row_strides(dy, x, dx, None, plus), (*options, "plus")
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None

@@ -88,12 +88,12 @@ def write_dx(
 
 def decide(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array,
-    undecided: Array,
+    undecided: Array, extra: Extra,
 ) -> None:  # fmt: skip
     """Round correctly what the kernels have left: marked rows of dx, and columns of dgamma and dbeta."""
     dx, *totals = out
     if dx is not None:
-        write_dx(dy, x, norm, statistics, dx, marks)
+        write_dx(dy, x, norm, statistics, dx, marks, extra)
     if (marks == EXTREME).any():
         reference.backward(dy, x, norm, statistics, Gradients(None, *totals))
         return

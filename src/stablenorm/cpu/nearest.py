@@ -150,7 +150,9 @@ def _dx_and_sum(given, j):
     of_dx, dsum = given
     high, low, size = _dx(of_dx, j)
     high, error = two_sum(high, get(dsum, j))
-    return high, low + error, size
+    # Of an infinite sum, what is left over is NaN; a NaN has the bits of any other.
+    low = low + error if abs(high) < np.inf else 0.0
+    return high if high == high else np.nan, low, size  # noqa: PLR0124
 
 
 @inlined

@@ -121,7 +121,8 @@ def backward_tile(
                 given = factors, means, row[3:], size
                 if plus:
                     dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
-                    nearest.write_dx_and_sum((given, dsum), dx, n, bound)
+                    if nearest.write_dx_and_sum((given, dsum), dx, n, bound):
+                        marks[i] = UNDECIDED
                 elif nearest.write_dx(given, dx, n, bound):
                     marks[i] = UNDECIDED
         if summing:

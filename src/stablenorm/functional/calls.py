@@ -97,9 +97,6 @@ def backward(
         raise ValueError(msg)
     if dsum is not None:
         dsum = _like(arrays, "dsum", dsum, x.shape, name)
-        if norm.rounding == "nearest":
-            msg = 'dsum cannot be rounded to nearest yet; use rounding="fast", or add dsum to dx'
-            raise ValueError(msg)
     asked, lead, kept = _asked(wrt), None, None
     if sum_axes is not None:
         _refuse_cuda("sum_axes", name)

@@ -203,8 +203,7 @@ def layer_norm_backward(
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
-        dtype than a 16- or 32-bit `x`, it takes the slow reference. Not with
-        ``rounding="nearest"`` yet, not for CUDA arrays.
+        dtype than `x`, it takes the slow reference. Not for CUDA arrays.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. They get
         the lengths of the others, and then those of the normalized axes: of an `x` of shape

@@ -154,9 +154,17 @@ def y_elements(
 
 
 def dx_elements(
-    dy: Array, x: Array, gamma: Array, norm: Norm, wanted: Array, low: Array, high: Array
+    dy: Array,
+    x: Array,
+    gamma: Array,
+    norm: Norm,
+    wanted: Array,
+    low: Array,
+    high: Array,
+    dsum: Any = 0.0,
 ) -> Array:
-    """Return elements of dx, which round to `low`, `high` or between."""
+    """Return elements of dx with dsum added, which round to `low`, `high` or between."""
+    dsum = np.broadcast_to(dsum, x.shape)
     found, (scale, exponent) = [low[:0, 0]], _scales(gamma, norm.gamma_offset)
     for i, columns in _places(wanted):
         row = Row(x[i], norm)
@@ -170,7 +178,7 @@ def dx_elements(
         along, inner = n * radicand, n * inner
         factors = [along * g[j] - inner * integers[j] + same for j in columns.tolist()]
         ends = low[i, columns], high[i, columns]
-        found.append(_between(*ends, 0.0 * gamma[columns], factors, radicand**3, unit))
+        found.append(_between(*ends, dsum[i, columns], factors, radicand**3, unit))
     return np.concatenate(found)
 
 

@@ -75,7 +75,7 @@ def backward(
     norm: Norm,
     statistics: Statistics,  # noqa: ARG001, what all backends are given
     out: Gradients,
-    extra: Extra = NOTHING_EXTRA,  # noqa: ARG001, refused above
+    extra: Extra = NOTHING_EXTRA,
 ) -> None:
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
@@ -88,11 +88,12 @@ def backward(
         if total is not None and values is not None:
             total[...] = values.reshape(total.shape)
     if out.dx is not None:
-        _write_dx(as_matrix(dy), as_matrix(x), norm, as_matrix(out.dx))
+        _write_dx(as_matrix(dy), as_matrix(x), norm, as_matrix(out.dx), extra)
 
 
-def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike) -> None:
+def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike, extra: Extra) -> None:
     n, layer = x.shape[1], norm.kind == "layer"
+    dsum = None if extra.dsum is None else as_matrix(extra.dsum)
     gamma = _parameter(norm.gamma, n, 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
@@ -110,13 +111,17 @@ def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike) -> None:
             size = _times(_plus(part.xhat, part.drift), _size(product).mean())
             sizes = (centered, size, _size(g).mean()) if layer else (centered, size)
             size = _times(_plus(*sizes), part.rstd)
-            result, high, undecided = _rounded(value, _scaled(size, factor), dx.dtype)
+            addend, infinite = _split(np.zeros(1) if dsum is None else dsum[rows])
+            wide_addend = Wide.exactly(np.broadcast_to(addend, part.x.shape))
+            bound = _plus(_scaled(size, factor), _scaled(wide_addend, 8.0))
+            result, high, undecided = _rounded(value + wide_addend, bound, dx.dtype)
             zero = _vanishes(g, cotangent, wide_scale, norm)
             undecided[undefined | zero] = False
             result[undecided] = exact.dx_elements(
-                cotangent, part.x, scale, norm, undecided, result, high
+                cotangent, part.x, scale, norm, undecided, result, high, addend
             )
-            result[zero] = 0.0
+            result[zero] = Wide.exactly(wide_addend[zero].hi + 0.0).round_to(dx.dtype)
+            result = np.where(infinite == 0, result, infinite.astype(dx.dtype))
             result[undefined] = np.nan
             dx[rows] = result
 
