@@ -15,6 +15,8 @@ from stablenorm import (
 from stablenorm.formats import format_of
 from stablenorm.functional.calls import backward, forward
 from stablenorm.functional.derivatives import _double_backward, _jvp
+from stablenorm.oracle import exact_double_backward
+from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import Norm
 
 KINDS = ["layer", "rms"]
@@ -143,6 +145,81 @@ def test_results_of_extreme_rows_are_rounded_once(rng, kind, power, smaller):
     for actual, (exact, shift) in zip(p.double_backward(), expected, strict=True):
         error = abs(np.ldexp(actual, shift) - exact)
         assert (error <= 0.501 * np.ldexp(1.0, shift - 1074)).all()
+
+
+# Errors of the 16-bit dtypes are those of float64 rounded once more.
+CASES = [
+    (name, dtype)
+    for name, family in FAMILIES.items()
+    for dtype in (np.float32, np.float64)
+    if family.finite and family.applies(dtype, 24)
+]
+# By output, what docs/reference/accuracy-contract.md promises of the first order: in ulp, for 16 and
+# 32 bits and for float64; and log2(c).
+LIMITS = {"ddy": (0.501, 0.501, 0), "dx": (0.501, 0.75, 0), "dgamma": (0.501, 0.51, 4)}
+
+
+def magnitudes(p):
+    """S of ddy, dx and dgamma, as the docstring of `layer_norm_double_backward` says."""
+    x, dy, ddx, gamma, tgamma, tbeta = (
+        np.asarray(a, np.float64) for a in (p.x, p.dy, p.tx, p.gamma, p.tgamma, p.tbeta)
+    )
+    norm = Norm(eps=p.eps, kind=p.kind)
+    xhat, cache = forward(x, norm, -1, None, "numpy")
+    rstd, xhat = cache.rstd, abs(xhat)
+
+    def mean(a):
+        return abs(a).mean(axis=-1, keepdims=True)
+
+    def center(v):
+        return v - v.mean(axis=-1, keepdims=True) if p.kind == "layer" else v
+
+    def of_jacobian(v):
+        return rstd * (abs(v) + mean(v) + (xhat + mean(xhat)) * mean(center(v) * xhat))
+
+    g, spread = (gamma + p.offset) * dy, xhat + mean(xhat)
+    bent = mean(center(g) * xhat) * of_jacobian(ddx) + mean(center(ddx) * xhat) * of_jacobian(g)
+    return {
+        "ddy": abs(gamma + p.offset) * of_jacobian(ddx) + abs(tgamma) * spread + abs(tbeta),
+        "dx": of_jacobian(tgamma * dy)
+        + rstd * (bent + spread * mean(abs(center(ddx)) * of_jacobian(g))),
+        "dgamma": (abs(dy) * of_jacobian(ddx)).sum(axis=0),
+    }
+
+
+def assert_contract(p):
+    found, dtype = dict(zip(LIMITS, p.double_backward(), strict=True)), p.x.dtype
+    given = {"gamma_offset": p.offset, "ddgamma": p.tgamma, "ddbeta": p.tbeta, "kind": p.kind}
+    exact = exact_double_backward(p.tx, p.dy, p.x, p.gamma, p.eps, **given)
+    with np.errstate(all="ignore"):
+        sizes = magnitudes(p)
+        for output, errors in exact.ulp_errors(**found).items():
+            *limits, more = LIMITS[output]
+            ulp = np.spacing(abs(exact.rounded(output, dtype))).astype(np.float64)
+            c = 2.0 ** (more - (98 if dtype == np.float64 else 48))
+            allowed = limits[dtype == np.float64] + np.nan_to_num(c * sizes[output] / ulp)
+            assert (errors <= allowed).all(), f"{output}: {errors.max()} ulp"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_hard_families_are_within_the_contract(name, dtype, kind, rng):
+    p = Problem(rng, kind, dtype, (max(2, FAMILIES[name].smallest_rows), 24))
+    p.x, p.gamma, p.beta, p.eps, p.dy = make_case(name, dtype, 24, len(p.x))
+    np.testing.assert_array_equal(p.double_backward()[0], p.jvp())
+    assert_contract(p)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_large_means_of_the_cotangents_cost_nothing(rng, size):
+    """In a product with what sums to zero, a mean leaves only its rounding errors, if it is there."""
+    p = Problem(rng, "layer", np.float32, (1, 768), offset=0.0)
+    p.gamma, p.tgamma = np.ones_like(p.gamma), np.zeros_like(p.tgamma)
+    p.dy += np.float32(1e6)
+    p.tx = np.full_like(p.x, size)
+    # Where xhat is small, since there it is in no sum but that of its own element.
+    p.tx[0, abs(p.x - p.x.mean()).argmin()] += 1
+    assert_contract(p)
 
 
 def test_axes_layouts_and_backends_agree(rng, backend):

@@ -19,6 +19,7 @@ the sums are those of `stablenorm.reference.equations`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,8 @@ from stablenorm.control import default_control
 from stablenorm.reference.equations import (
     RowsLike,
     _blocks,
+    _Counting,
     _lifter,
-    _mean,
     _parameter,
     _rebuild,
     _round,
@@ -38,8 +39,6 @@ from stablenorm.reference.equations import (
     project,
 )
 from stablenorm.types import Array, Norm, Statistics, any_float64
-
-Jacobian = Callable[[Any], Any]
 
 
 @default_control()
@@ -51,9 +50,10 @@ def jvp(
     tgamma: Array | None,
     tbeta: Array | None,
     ty: RowsLike,
+    where: RowsLike | None = None,
 ) -> None:
     """
-    Push the tangents of x, gamma and beta (None: 0) through `forward`, into `ty`.
+    Push the tangents of x, gamma and beta (None: 0) through `forward`, into `ty`; 0 where `where` is False.
 
     Each element is within ``0.501 ulp + c * S`` of the exact one, c as for y, S the magnitudes that
     it is made of: with ``T(v) = rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``,
@@ -65,8 +65,10 @@ def jvp(
     parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            xhat, _, jacobian = _derivative(lift(x[rows]), statistics, rows, wide, norm.kind)
-            ty[rows] = _round(_pushed(jacobian(lift(tx[rows])), xhat, *parameters), ty.dtype)
+            counting = _Counting(where, rows, x.shape[1])
+            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+            moved = _jacobian(lift(tx[rows]), xhat, rstd, norm.kind, counting.mean)
+            ty[rows] = _round(counting.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
 @default_control()
@@ -79,6 +81,7 @@ def double_backward(
     ddgamma: Array | None,
     ddbeta: Array | None,
     out: tuple[RowsLike, RowsLike, Array | None],
+    where: RowsLike | None = None,
 ) -> None:
     """
     Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
@@ -95,31 +98,31 @@ def double_backward(
     sum_dgamma = _RowSum()
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            xhat, rstd, jacobian = _derivative(lift(x[rows]), statistics, rows, wide, norm.kind)
+            counting = _Counting(where, rows, x.shape[1])
+            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+            mean, only = counting.mean, counting.only
+            jacobian = partial(_jacobian, xhat=xhat, rstd=rstd, kind=norm.kind, mean=mean)
             cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
             g = cotangent if scale is None else cotangent * scale
-            if norm.kind == "layer":
-                # First: then the means of products below are safe, as that of `project`.
-                g, tangent = g - _mean(g), tangent - _mean(tangent)
             pushed, pulled = jacobian(tangent), jacobian(g)
-            ddy[rows] = _round(_pushed(pushed, xhat, scale, *of_xhat), ddy.dtype)
+            ddy[rows] = _round(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
             if dgamma is not None:
-                sum_dgamma.add(cotangent * pushed)
-            bent = _mean(g * xhat) * pushed + _mean(tangent * xhat) * pulled
-            total = -(rstd * (bent + xhat * _mean(tangent * pulled)))
+                sum_dgamma.add(only(cotangent * pushed))
+            if norm.kind == "layer":
+                # For the means of products that follow: the reason of `project`.
+                g, tangent = g - mean(g), tangent - mean(tangent)
+            bent = mean(g * xhat) * pushed + mean(tangent * xhat) * pulled
+            total = -(rstd * (bent + xhat * mean(tangent * pulled)))
             if of_xhat[0] is not None:
                 total = total + jacobian(cotangent * of_xhat[0])
-            dx[rows] = _round(total, dx.dtype)
+            dx[rows] = _round(only(total), dx.dtype)
         if dgamma is not None:
             dgamma[...] = sum_dgamma.rounded(dgamma)
 
 
-def _derivative(
-    x: Any, statistics: Statistics, rows: slice, wide: bool, kind: str
-) -> tuple[Any, Any, Jacobian]:
-    """Return xhat and rstd of some rows, and the product with the Jacobian of xhat."""
-    xhat, rstd = _rebuild(x, statistics, rows, wide)
-    return xhat, rstd, lambda v: project(v, xhat, kind) * rstd
+def _jacobian(v: Any, xhat: Any, rstd: Any, kind: str, mean: Callable[[Any], Any]) -> Any:
+    """Return the product of `v` with the Jacobian of xhat."""
+    return project(v, xhat, kind, mean) * rstd
 
 
 def _pushed(moved: Any, xhat: Any, scale: Any, tgamma: Any, tbeta: Any) -> Any:
