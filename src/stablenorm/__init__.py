@@ -11,7 +11,9 @@ from stablenorm.functional import (
     layer_norm_jvp,
     rms_norm,
     rms_norm_backward,
+    rms_norm_double_backward,
     rms_norm_forward,
+    rms_norm_jvp,
 )
 from stablenorm.layer import LayerNorm, RMSNorm
 from stablenorm.memory import Workspace
@@ -52,7 +54,9 @@ __all__ = [
     "layer_norm_jvp",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_double_backward",
     "rms_norm_forward",
+    "rms_norm_jvp",
     "set_num_threads",
 ]
 

@@ -3,6 +3,8 @@
 from stablenorm.functional.derivatives import (
     layer_norm_double_backward,
     layer_norm_jvp,
+    rms_norm_double_backward,
+    rms_norm_jvp,
 )
 from stablenorm.functional.layer_norm import (
     layer_norm,
@@ -19,5 +21,7 @@ __all__ = [
     "layer_norm_jvp",
     "rms_norm",
     "rms_norm_backward",
+    "rms_norm_double_backward",
     "rms_norm_forward",
+    "rms_norm_jvp",
 ]

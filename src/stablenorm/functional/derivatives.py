@@ -1,4 +1,4 @@
-"""The functions of forward mode and of second order."""
+"""The functions of forward mode and of second order, for both norms."""
 
 from typing import Any
 
@@ -59,6 +59,40 @@ def layer_norm_jvp(
     array([[ 0.229, -0.344,  0.115]])
     """
     return _jvp("layer", tx, cache, tgamma, tbeta)
+
+
+def rms_norm_jvp(
+    tx: ArrayLike,
+    cache: Cache,
+    tgamma: ArrayLike | None = None,
+    tbeta: ArrayLike | None = None,
+) -> Array:
+    """
+    Push the tangents of x, gamma and beta through `rms_norm_forward`: forward mode.
+
+    Parameters
+    ----------
+    tx : array
+        As for `layer_norm_jvp`, and so is all the rest; the cache is that of `rms_norm_forward`.
+
+    Returns
+    -------
+    array
+        ``ty``, the change of y to first order; of the shape and dtype of y.
+
+    See Also
+    --------
+    layer_norm_jvp : Its arguments, errors, accuracy and limits are described there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_forward, rms_norm_jvp
+    >>> y, cache = rms_norm_forward(np.array([[1.0, 2.0, 2.0]]))
+    >>> rms_norm_jvp(np.array([[1.0, 0.0, 0.0]]), cache).round(3)
+    array([[ 0.513, -0.128, -0.128]])
+    """
+    return _jvp("rms", tx, cache, tgamma, tbeta)
 
 
 def layer_norm_double_backward(
@@ -128,6 +162,44 @@ def layer_norm_double_backward(
     array([[ 0.105, -0.066, -0.039]])
     """
     return _double_backward("layer", ddx, dy, cache, ddgamma, ddbeta)
+
+
+def rms_norm_double_backward(
+    ddx: ArrayLike,
+    dy: ArrayLike,
+    cache: Cache,
+    *,
+    ddgamma: ArrayLike | None = None,
+    ddbeta: ArrayLike | None = None,
+) -> tuple[Array, Array, Array | None]:
+    """
+    Pull cotangents of dx, dgamma and dbeta back through `rms_norm_backward`: second order.
+
+    Parameters
+    ----------
+    ddx : array
+        As for `layer_norm_double_backward`, and so is all the rest; the cache is that of
+        `rms_norm_forward`.
+
+    Returns
+    -------
+    ddy, dx, dgamma : array
+        Derivatives of the scalar by dy, x and gamma.
+
+    See Also
+    --------
+    layer_norm_double_backward : Its arguments, errors, accuracy and limits are described there.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from stablenorm import rms_norm_double_backward, rms_norm_forward
+    >>> y, cache = rms_norm_forward(np.array([[1.0, 2.0, 2.0]]))
+    >>> ddx, dy = np.array([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
+    >>> rms_norm_double_backward(ddx, dy, cache)[1].round(3)
+    array([[-0.086,  0.021,  0.086]])
+    """
+    return _double_backward("rms", ddx, dy, cache, ddgamma, ddbeta)
 
 
 def _jvp(
