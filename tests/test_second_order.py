@@ -265,12 +265,14 @@ def test_jvp_and_backward_are_adjoint(rng, kind, backend):
 X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
 CACHE = layer_norm_forward(X, np.ones(4, np.float32), backend="numpy")[1]
 RMS = CACHE._replace(norm=CACHE.norm._replace(kind="rms"))
+LEADING = layer_norm_forward(X, np.ones((2, 4), np.float32), backend="numpy")[1]
 NEAREST = layer_norm_forward(X, rounding="nearest", backend="numpy")[1]
 ERRORS = [
     (X, X, TypeError, r"cache must be the Cache that layer_norm_forward returns, got ndarray; write"),
     (X, RMS, ValueError, r"cache must be that of layer_norm_forward, got that of rms_norm_forward; call rms_norm_"),
     (X, CACHE._replace(backend="cuda"), ValueError, r"cache must be of arrays in host memory .*x.get\(\)"),
     (X, NEAREST, ValueError, r'cache must be of rounding="fast", .*got \'nearest\''),
+    (X, LEADING, ValueError, "cache must be of a gamma and beta without leading axes, .*; leave them out"),
     (X[:1], CACHE, ValueError, r"x must have shape \(2, 4\) to match x, got \(1, 4\)"),
     (X.astype(int), CACHE, TypeError, r"x must be float16.*got int64"),
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST
 from stablenorm.backends import implementation
-from stablenorm.types import Array, Cache
+from stablenorm.types import Array, Cache, SampleNorm
 
 
 def layer_norm_jvp(
@@ -38,7 +38,8 @@ def layer_norm_jvp(
         If `cache` is no `Cache`, or a dtype is not one of the four.
     ValueError
         If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is
-        one that this function does not serve yet: on a CUDA device, or of ``rounding="nearest"``.
+        one that this function does not serve yet: on a CUDA device, of ``rounding="nearest"``, or
+        of a gamma or beta with leading axes.
 
     See Also
     --------
@@ -122,9 +123,10 @@ def layer_norm_double_backward(
 
     Returns
     -------
-    ddy, dx, dgamma : array
-        Derivatives of the scalar by dy, x and gamma, of the shapes and dtypes of y, x and gamma;
-        dgamma is None for a gamma that was not given.
+    ddy, dx : array
+        Derivatives of the scalar by dy and x, of the shape and dtype of x.
+    dgamma : array or None
+        That by gamma, of its shape and dtype; None for a gamma that was not given.
 
     Raises
     ------
@@ -183,8 +185,10 @@ def rms_norm_double_backward(
 
     Returns
     -------
-    ddy, dx, dgamma : array
-        Derivatives of the scalar by dy, x and gamma.
+    ddy, dx : array
+        Derivatives of the scalar by dy and x.
+    dgamma : array or None
+        That by gamma.
 
     See Also
     --------
@@ -259,6 +263,12 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
         msg = (
             f'cache must be of rounding="fast", since {what} has no other yet, '
             f"got {norm.rounding!r}"
+        )
+        raise ValueError(msg)
+    if type(norm) is SampleNorm:
+        msg = (
+            f"cache must be of a gamma and beta without leading axes, since {what} has no others yet; "
+            "leave them out of the forward, and apply them to its y"
         )
         raise ValueError(msg)
     return cache
