@@ -94,7 +94,12 @@ def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
     """Return what `make` makes with the cache on disk; without it if that is forbidden."""
     with starting:
         # Inside: the digest asks LLVM, whose lock a fork must not find taken.
-        function.__qualname__ = f"{function.__name__}.{_key(signature)}"
+        # Cache files of their own: of an index that they shared, processes that start at the same time
+        # would each write their own version, and a later one could be led to the machine code of other
+        # types or another processor.
+        processor = cpu_target.target_context.codegen().magic_tuple()
+        key = repr((str(signature), processor)).encode() + _SOURCES
+        function.__qualname__ = f"{function.__name__}.{hashlib.sha256(key).hexdigest()[:16]}"
         for _ in range(2):
             try:
                 return make(True)
@@ -104,15 +109,3 @@ def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
                     FunctionCache(function).flush()
         # An error of the function itself comes again, here.
         return make(False)
-
-
-def _key(signature: Any) -> str:
-    """
-    Return a digest of the types, the processor and the sources, for cache files of their own.
-
-    Of an index that they shared, processes that start at the same time would each write their own
-    version, and a later one could be led to the machine code of other types or another processor.
-    """
-    processor = cpu_target.target_context.codegen().magic_tuple()
-    types_ = repr((str(signature), processor)).encode()
-    return hashlib.sha256(types_ + _SOURCES).hexdigest()[:16]

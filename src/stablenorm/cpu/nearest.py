@@ -36,7 +36,7 @@ from stablenorm.cpu.memory import (
     width,
     within,
 )
-from stablenorm.cpu.pairs import odd_sum, two_sum
+from stablenorm.cpu.pairs import put_pair, two_sum
 from stablenorm.cpu.wide import affine, dx_of, smallest, xhat_of
 
 _UNIT = 2.0**-106
@@ -86,19 +86,12 @@ def _put(y, j, high, low, error, doubt):
 
 
 @pasted
-def _put_one(y, j, high, low):
-    total, rest = two_sum(high, low)
-    if width(y) == 8:
-        put(y, j, total + 0.0)
-    else:
-        put(y, j, odd_sum(total, rest) + 0.0)
-    return bits_of(get(y, j))
-
-
-@pasted
 def put_decided(y, j, high, low, error):
     """Round ``high + low`` once into element j; return whether all numbers within `error` round alike."""
-    return _put_one(y, j, high, low - error) == _put_one(y, j, high, low + error)
+    put_pair(y, j, high, low - error)
+    lower = bits_of(get(y, j))
+    put_pair(y, j, high, low + error)
+    return bits_of(get(y, j)) == lower
 
 
 # ---- forward ----

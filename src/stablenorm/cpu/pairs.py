@@ -127,9 +127,9 @@ def reciprocal_root(v, v_low):
 
 @pasted
 def put_pair(y, j, high, low):
-    """Round ``high + low`` once into element j."""
+    """Round ``high + low`` once into element j; zero gets the sign of plus."""
+    total, rest = two_sum(high, low)
     if width(y) == 8:
-        put(y, j, high + low)
+        put(y, j, total + 0.0)
     else:
-        total, rest = fast_two_sum(high, low)
-        put(y, j, odd_sum(total, rest))
+        put(y, j, odd_sum(total, rest) + 0.0)

@@ -249,6 +249,11 @@ def _adding(name, terms):
 measure, pull = _adding("measure", _shifted), _adding("pull", _pulled)
 
 
+@_exactly
+def _plus(v, plus, r, j):
+    return v if plus is None else v + get(further(plus[0], r * plus[1]), j)
+
+
 def _writing(name, value):
     def write(given, out, rows, columns, plus):
         """
@@ -270,16 +275,11 @@ def _writing(name, value):
                 if x_ahead:
                     prefetch(x, start, stop, x_ahead)
                 for j in range(start, stop):
-                    v = value(dy, x, j, row, parameters)
-                    if plus is not None:
-                        v += get(further(plus[0], r * plus[1]), j)
+                    v = _plus(value(dy, x, j, row, parameters), plus, r, j)
                     doubt = put_nearly(to, j - left, v, doubt)
                 if doubt < 0:
                     for j in range(start, stop):
-                        v = value(dy, x, j, row, parameters)
-                        if plus is not None:
-                            v += get(further(plus[0], r * plus[1]), j)
-                        put(to, j - left, v)
+                        put(to, j - left, _plus(value(dy, x, j, row, parameters), plus, r, j))
 
     return _exactly(named(write, name))
 

@@ -68,20 +68,6 @@ def _settle(sums, n):
     settle(dbeta, dbeta_low, n)
 
 
-@pasted
-def sizes_behind(sums, n):
-    """Return where the sums are of what the bounds of dgamma and dbeta are made of."""
-    apart = 8 * padded(n)
-    return further(sums[3], apart), further(sums[3], 2 * apart)
-
-
-@pasted
-def _cleared_sums(p, number):
-    sums = _four(p.sums + p.sums_bytes * number, 8 * padded(p.n))
-    fill(sums[0], p.sums_bytes // 8, 0.0)
-    return sums
-
-
 @address_of_compiled
 def backward_tile(
     dy_element: Any, x_element: Any, summing: bool, plus: bool, rounding: bool
@@ -94,8 +80,11 @@ def backward_tile(
         mean, rest = float64_at(p.mean), float64_at(p.rest)
         rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
         tails, marks = float64_at(p.tails), pointer_at(p.marks, np.uint8)
-        sums = _cleared_sums(p, number) if summing else None
-        factors = _four(scratch + _LANES, 8 * padded(n))
+        apart = 8 * padded(n)
+        factors = _four(scratch + _LANES, apart)
+        sums = _four(p.sums + p.sums_bytes * number, apart) if summing else None
+        if summing:
+            fill(sums[0], p.sums_bytes // 8, 0.0)
         for i in range(first, stop):
             # As the low parts of the sums grow, they lose digits of their own.
             if summing and i > first and (i - first) % ROWS_OF_PART == 0:
@@ -112,7 +101,9 @@ def backward_tile(
             if extreme:
                 continue
             if rounding and summing:
-                spread, sizes = float64_at(p.spread)[i], sizes_behind(sums, n)
+                # Behind the sums: what the bounds of dgamma and dbeta are made of.
+                sizes = further(sums[3], apart), further(sums[3], 2 * apart)
+                spread = float64_at(p.spread)[i]
                 nearest.add_sizes(dy, factors, n, spread, range_of_dy, sizes)
             if p.out:
                 dx = pointer_at(p.out + i * p.out_stride, x_element)
