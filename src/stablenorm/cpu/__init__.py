@@ -97,13 +97,9 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
 
 
 def backward(
-    dy: Any,
-    x: Any,
-    norm: Norm,
-    statistics: Statistics,
-    out: Gradients,
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients,
     extra: Extra = NOTHING_EXTRA,
-) -> None:
+) -> None:  # fmt: skip
     """Do what `reference.backward` does."""
     strange = extra is not NOTHING_EXTRA and not _is_for_kernels(extra, x)
     if strange or norm[3:5] != _KNOWN:
@@ -171,21 +167,8 @@ def _backward(
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
-    arrays = (
-        x,
-        dx,
-        dy,
-        gamma,
-        None,
-        *statistics[:5],
-        marks,
-        spread,
-        None,
-        *totals,
-        undecided,
-        None,
-        plus,
-    )
+    sums = None, *totals, undecided
+    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, *sums, None, plus
     if _do(plan, arrays) == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):
@@ -222,14 +205,12 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     if any(total is not None for total in totals[:2]):
         sums = np.empty((words[AT.tiles], words[AT.sums_bytes]), np.uint8)
     for block in blocks(plan.rows, n, tile_rows):
-        cotangent = None if dy is None else np.ascontiguousarray(dy[block])
         # Rows that are extreme are still needed, where the result overwrites them.
         result = None if out is None else np.array(out[block], order="C")
         here = None if sums is None else sums[block.start // tile_rows :]
-        some = (None if word is None else word[block] for word in kept)
-        given = np.ascontiguousarray(x[block]), result, cotangent, *parameters, *some
+        some, added = (_part(word, block) for word in kept), _part(plus, block)
+        given = _part(x, block), result, _part(dy, block), *parameters, *some
         words[AT.rows] = block.stop - block.start
-        added = None if plus is None else np.ascontiguousarray(plus[block])
         if _do(plan, (*given, here, None, None, None, None, added), eps) == REFERENCE:
             return REFERENCE
         if out is not None:
@@ -239,6 +220,10 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     # Of no rows: to add up the sums.
     words[AT.rows] = 0
     return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals, None, None), eps)
+
+
+def _part(array: Any, rows: slice) -> Array | None:
+    return None if array is None else np.ascontiguousarray(array[rows])
 
 
 def _flat(parameter: Array | None) -> tuple[Array | None, Any]:
