@@ -244,11 +244,13 @@ def test_a_large_dy_leaves_no_nan(rounding, backend):
     np.testing.assert_array_equal(gradients(x, dy).dx, np.where(dy, np.copysign(np.inf, dy), 0.0))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_more_digits_than_a_pair_has_are_left_to_the_reference(axis, backend):
+def test_more_digits_than_a_pair_has_are_left_to_the_reference(axis, dtype, backend):
     """Also of rows that are gathered from anywhere."""
-    terms = np.array([2.0**190, 2.0**90 + 2.0**38, 3.0, -(2.0**190), -(2.0**90) - 2.0**38, 0, 0, 0])
+    one, two = (2.0**190, 2.0**90 + 2.0**38) if dtype is np.float64 else (2.0**120, 2.0**60)
+    terms = np.array([one, two, 3.0, -one, -two, 0, 0, 0], dtype)
     dy = np.moveaxis(np.tile(terms.reshape(2, 4, 1), 5), -1, axis).copy()
-    x, zero = np.random.default_rng(0).standard_normal(dy.shape), np.zeros(5)
+    x, zero = np.random.default_rng(0).standard_normal(dy.shape).astype(dtype), np.zeros(5, dtype)
     _, cache = layer_norm_forward(x, axis=axis, beta=zero, rounding="nearest", backend=backend)
     np.testing.assert_array_equal(layer_norm_backward(dy, cache).dbeta, 3.0)

@@ -167,14 +167,15 @@ def _rounder(element: Any, nearest: bool) -> Any:
 def _decide_sums(p, sums, start, count, out, which):
     high, low, size = sums
     bound = sums_bound(p.n, p.tile_rows, p.tiles)
-    most, last = 0.0, 0.0
+    most, last, more = 0.0, 0.0, 0.0
     for tile in range(p.tiles):
         ranges = float64_at(p.sums + tile * p.sums_bytes + 8 * (5 * padded(p.n) + p.n))
-        most, last = max(most, ranges[0]), max(last, ranges[1])
+        most, last, more = max(most, ranges[0]), max(last, ranges[1]), more + ranges[2]
     exact = which and is_exact(float(p.tiles * p.tile_rows), most, last)
+    more = more if which else 0.0
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
     for j in range(count):
-        error = 0.0 if exact else total_error(low[j], bound * size[j])
+        error = 0.0 if exact else total_error(low[j], bound * (size[j] + more))
         undecided[j] = not put_decided(out, j, high[j], low[j], error)
 
 

@@ -131,6 +131,16 @@ def size_of(arrays, factors, n):
     return 2.0 * m + 3.1 * math.sqrt(total / n) if total > 0.0 else 0.0
 
 
+@pasted
+def most_of(size, n):
+    """
+    Return at least the ``|g - m| + (1 + |xhat|) M`` of all elements, given M.
+
+    None is more than ``sqrt(n)`` times its root mean square, which is at most ``M / 3.1`` and 1.
+    """
+    return (1.0 + 1.4 * math.sqrt(n)) * size
+
+
 @inlined
 def _dx(given, j):
     (shifted, shifted_low, h, h_low), means, rstd, size = given
@@ -153,7 +163,8 @@ def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
     """
     Add a row to what the bounds of dgamma and dbeta are made of.
 
-    Behind the last column of dbeta's: the largest |dy|, and one over the last bit of the smallest.
+    Behind the last column of dbeta's: the largest |dy|, one over the last bit of the smallest, and what is
+    to be added for all columns.
     """
     wide_vectors()
     _, _, h, _ = factors
@@ -161,8 +172,13 @@ def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
     for j in range(n):
         d = abs(get(dy, j))
         of_dgamma[j] += d * (abs(h[j]) + spread)
-        of_dbeta[j] += d
-    of_dbeta[n] = max(of_dbeta[n], float_of(np.int64(most)))
+        if width(dy) == 8:
+            of_dbeta[j] += d
+    largest = float_of(np.int64(most))
+    of_dbeta[n] = max(of_dbeta[n], largest)
+    if width(dy) != 8:
+        # Sums of narrower floats are exact nearly always: the same for all columns takes less time.
+        of_dbeta[n + 2] += largest
     if most > 0:
         # Of p bits, the last is more than 2**-p of the float: 53, 24, and at most 11 for 16-bit floats.
         digits = 2.0**53 if width(dy) == 8 else 2.0**24 if width(dy) == 4 else 2.0**11
@@ -184,12 +200,12 @@ def is_exact(rows, most, last):
 
 
 def _writing(name, value):
-    def write(given, out, n, bound):
+    def write(given, out, n, bound, most=None):
         """
         Write a row; return whether an element of it is undecided.
 
-        Element j is a pair that is known to within `bound` times its size: what `value` returns. Without a
-        bound, it is the float64 next to the pair that is rounded.
+        Element j is a pair that is known to within `bound` times its size: what `value` returns, and at most
+        `most`. Without a bound, it is the float64 next to the pair that is rounded.
         """
         wide_vectors()
         decided = True
@@ -201,6 +217,8 @@ def _writing(name, value):
             doubt = np.int64(0)
             for j in range(n):
                 high, low, size = value(given, j)
+                if most is not None and width(out) != 8:
+                    size = most
                 doubt = _put(out, j, high, low, bound * size, doubt)
             if doubt < 0:
                 for j in range(n):

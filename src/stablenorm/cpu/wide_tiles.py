@@ -114,7 +114,7 @@ def backward_tile(
                     dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
                     if nearest.write_dx_and_sum((given, dsum), dx, n, bound):
                         marks[i] = UNDECIDED
-                elif nearest.write_dx(given, dx, n, bound):
+                elif nearest.write_dx(given, dx, n, bound, nearest.most_of(size, n)):
                     marks[i] = UNDECIDED
         if summing:
             _settle(sums, n)
