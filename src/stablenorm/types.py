@@ -98,6 +98,10 @@ class Statistics(NamedTuple):
         """Bytes held, all rows together."""
         return sum(part.nbytes for part in self if part is not None)
 
+    def of_rows(self, rows: Any) -> "Statistics":
+        """Return the statistics of some rows."""
+        return Statistics._make(None if word is None else word[rows] for word in self)
+
 
 class Cache(NamedTuple):
     """
@@ -111,6 +115,8 @@ class Cache(NamedTuple):
         What was normalized.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
+    where : array of bool or None
+        Which elements count; of length 1 along the normalized axes where whole rows do or do not.
     mean, rstd : array
         The mean of each row, 0 for RMS norm, and ``(var + eps)**-0.5``: float64, of the shape of x
         with 1 for the normalized axes. Computed anew at each access.
@@ -128,6 +134,7 @@ class Cache(NamedTuple):
     axis: tuple[int, ...]
     statistics: Statistics
     backend: str
+    where: Array | None = None
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""

@@ -35,12 +35,8 @@ _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
 
 
-def forward(
-    x: Any, norm: Norm, y: Any, residual: Residual | None = None, where: Any = None
-) -> Statistics:
+def forward(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> Statistics:
     """Do what `reference.forward` does."""
-    if where is not None:
-        return reference.forward(x, norm, y, residual, where)
     return _forward(x, norm, y, residual, True)
 
 

@@ -37,7 +37,7 @@ def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
         if kept.spread is not None:
             # Of rows that are merely undecided, the statistics are as good as these.
             here = marks[part] == EXTREME
-            some, part = of_rows(some, here), part[here]
+            some, part = some.of_rows(here), part[here]
             kept.spread[part] = some.spread
         for row, word in zip(kept[:5], some[:5], strict=True):
             row[part] = 0.0 if word is None else word
@@ -64,12 +64,6 @@ def marks_of(statistics: Statistics) -> Array:
     return marks.astype(np.uint8)
 
 
-def of_rows(statistics: Statistics, rows: Array) -> Statistics:
-    """Return the statistics of these rows."""
-    words: Any = [None if word is None else word[rows] for word in statistics]
-    return Statistics(*words)
-
-
 def write_dx(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array,
     extra: Extra = NOTHING_EXTRA,
@@ -80,7 +74,7 @@ def write_dx(
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result = np.empty((len(part), x.shape[1]), x.dtype)
-        some, out = of_rows(statistics, part), Gradients(result, None, None)
+        some, out = statistics.of_rows(part), Gradients(result, None, None)
         more = extra if extra.dsum is None else extra._replace(dsum=as_matrix(extra.dsum)[part])
         reference.backward(dy[part], x[part], norm, some, out, more)
         dx[part] = result

@@ -15,8 +15,18 @@ from stablenorm.arrays import (
     show_axes,
 )
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
-from stablenorm.functional import samples
-from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, SampleNorm, check_eps
+from stablenorm.functional import masks, samples
+from stablenorm.types import (
+    NOTHING_EXTRA,
+    Array,
+    Cache,
+    Extra,
+    Gradients,
+    Norm,
+    Residual,
+    SampleNorm,
+    check_eps,
+)
 
 NAMES = ("x", "gamma", "beta")
 
@@ -32,6 +42,7 @@ def forward(
     backend: str | None,
     keep: bool = True,
     residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
 ) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
     if axis == -1 and is_plain(x, None):
@@ -54,22 +65,28 @@ def forward(
         others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
         needed = keep and residual is None
         _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
+    if where is not None:
+        _refuse_cuda("where", name)
+        where = masks.check_where(where, x.shape, axes, norm.rounding)
     call = implementation("forward" if keep else "normalize", name)
     # What is added to x, and where the sum goes, which is then what is normalized.
     added = None if residual is None else Residual(residual, arrays.empty(x.shape, x.dtype, x))
     if type(norm) is SampleNorm:
-        statistics = samples.forward(call, x, norm, axes, y, added)
+        statistics = samples.forward(call, x, norm, axes, y, added, where)
     else:
         given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
         if added is not None:
             given += (Residual(*(arrays.rows(each, axes) for each in added)),)
-        statistics = call(*given)
+        if where is None:
+            statistics = call(*given)
+        else:
+            statistics = masks.forward(call, arrays.rows(where, axes), *given)
     if added is not None:
         x = added.sum
     if not keep:
         return y, None
     # As a NamedTuple makes itself, in half the time.
-    return y, tuple.__new__(Cache, (x, norm, axes, statistics, name))
+    return y, tuple.__new__(Cache, (x, norm, axes, statistics, name, where))
 
 
 def backward(
@@ -80,11 +97,13 @@ def backward(
     dsum: ArrayLike | None = None,
     kind: str = "layer",
     sum_axes: int | tuple[int, ...] | None = None,
+    dmean: ArrayLike | None = None,
+    drstd: ArrayLike | None = None,
 ) -> Gradients:
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
         raise TypeError(_not_a_cache(dy, cache, kind))
-    x, norm, axes, statistics, name = cache[:5]
+    x, norm, axes, statistics, name, where = cache[:6]
     if norm.kind != kind:
         msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"
         raise ValueError(msg)
@@ -95,23 +114,29 @@ def backward(
     if dy.shape != x.shape:
         msg = f"dy must have shape {x.shape} to match the y of this cache, got {dy.shape}"
         raise ValueError(msg)
-    if dsum is not None:
-        dsum = _like(arrays, "dsum", dsum, x.shape, name)
+    extra = NOTHING_EXTRA
+    if dsum is not None or dmean is not None or drstd is not None:
+        extra = _checked_extra(arrays, cache, dsum=dsum, dmean=dmean, drstd=drstd)
     asked, lead, kept = _asked(wrt), None, None
     if sum_axes is not None:
         _refuse_cuda("sum_axes", name)
         lead, kept = samples.check_sum_axes(sum_axes, cache)
-    gradients = _gradients(arrays, {"dy": dy, "dsum": dsum}, cache, asked, out, kept)
+    gradients = _gradients(arrays, {"dy": dy, "dsum": extra.dsum}, cache, asked, out, kept)
     call = implementation("backward", name)
     if lead is not None or type(norm) is SampleNorm:
-        samples.backward(call, dy, cache, gradients, lead, Extra(dsum))
+        samples.backward(call, dy, cache, gradients, lead, extra)
         return gradients
     dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
     found = Gradients(dx, *gradients[1:])
     given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
-    if dsum is not None:
-        given += (Extra(arrays.rows(dsum, axes)),)
-    call(*given)
+    if extra.dsum is not None:
+        extra = extra._replace(dsum=arrays.rows(extra.dsum, axes))
+    if extra is not NOTHING_EXTRA:
+        given += (extra,)
+    if where is None:
+        call(*given)
+    else:
+        masks.backward(call, arrays.rows(where, axes), *given)
     return gradients
 
 
@@ -141,17 +166,34 @@ def _checked(
 
 
 def _like(
-    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], backend: str
+    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], backend: str, of: str = "x"
 ) -> Array:
-    """Return an argument of the shape of x."""
-    if backend == "cuda":
-        msg = f"{name} cannot be given for arrays on a CUDA device yet; add it to the result there"
-        raise ValueError(msg)
+    """Return an argument of the shape of x, or of what else `of` says."""
+    _refuse_cuda(name, backend)
     array: Array = arrays.convert(name, value)
     if array.shape != shape:
-        msg = f"{name} must have shape {shape}, that of x, got {array.shape}"
+        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
     return array
+
+
+def _checked_extra(arrays: Arrays, cache: Cache, **given: ArrayLike | None) -> Extra:
+    """Return what else is added to dx: dsum, and dmean and drstd, one float64 for each row."""
+    x, norm, axes, _, backend = cache[:5]
+    of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name == "dsum":
+            found[name] = _like(arrays, name, value, x.shape, backend)
+            continue
+        if norm.rounding == "nearest":
+            msg = f'{name} cannot be rounded to nearest yet; use rounding="fast"'
+            raise ValueError(msg)
+        array = _like(arrays, name, value, of_rows, backend, "cache.rstd")
+        found[name] = array.astype(float).reshape(-1)
+    return Extra(**found)
 
 
 def _checked_offset(offset: Any, gamma: Array | None) -> float:

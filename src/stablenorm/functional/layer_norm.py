@@ -23,6 +23,7 @@ def layer_norm(
     gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
 ) -> Array:
     """
     Normalize `x` over `axis` to zero mean and unit variance, then scale and shift.
@@ -59,6 +60,8 @@ def layer_norm(
         return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
         full of exact ties far longer. Not for arrays on a CUDA device.
     residual : array of the shape of x, optional
+        As for `layer_norm_forward`.
+    where : array of bool, optional
         As for `layer_norm_forward`.
 
     Returns
@@ -108,7 +111,7 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, False, residual)[0]
+    return forward(x, norm, axis, out, backend, False, residual, where)[0]
 
 
 def layer_norm_forward(
@@ -123,6 +126,7 @@ def layer_norm_forward(
     gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
@@ -144,6 +148,12 @@ def layer_norm_forward(
         Added to `x` first: what is normalized is ``s = x + residual``, rounded once to the dtype of
         `x`. It is ``cache.x``, for the next residual. Of any of the four dtypes; of that of `x`, if
         it has 16 or 32 bits, it is added while the rows are in the cache. Not for CUDA arrays.
+    where : array of bool, optional
+        Broadcast to the shape of `x`: elements for which it is False do not count, whatever they
+        are, NaN included. They are in no statistic and no sum, and y and dx are 0 there; a row
+        without any True has mean and rstd 0. A mask that takes whole rows costs as much as those
+        rows; one that varies along `axis` takes the slow reference, and not with
+        ``rounding="nearest"`` yet. Not for CUDA arrays.
 
     Returns
     -------
@@ -173,7 +183,7 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, True, residual)
+    return forward(x, norm, axis, out, backend, True, residual, where)
 
 
 def layer_norm_backward(
@@ -184,6 +194,8 @@ def layer_norm_backward(
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
     sum_axes: int | tuple[int, ...] | None = None,
+    dmean: ArrayLike | None = None,
+    drstd: ArrayLike | None = None,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
@@ -210,6 +222,10 @@ def layer_norm_backward(
         (B, T, D), ``sum_axes=1`` gives (B, D), the gradients of each sample, at the cost of
         a call on each. Default: all that gamma or beta does not vary along. Not for
         CUDA arrays.
+    dmean, drstd : array of the shape of cache.mean, optional
+        Derivatives by `cache.mean` and `cache.rstd`, where something was computed from these. What
+        they add to dx, ``dmean / n - drstd rstd**2 xhat / n``, is rounded with the rest; with a
+        mask n is the row's number of True. By the slow reference. Limits as for `dsum`.
 
     Returns
     -------
@@ -254,4 +270,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out, dsum, sum_axes=sum_axes)
+    return backward(dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd)

@@ -20,6 +20,7 @@ def rms_norm(
     gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
 ) -> Array:
     """
     Divide `x` by its root mean square over `axis`, then scale and shift.
@@ -62,7 +63,7 @@ def rms_norm(
            [-0.849,  1.131]])
     """
     norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
-    return forward(x, norm, axis, out, backend, False, residual)[0]
+    return forward(x, norm, axis, out, backend, False, residual, where)[0]
 
 
 def rms_norm_forward(
@@ -77,6 +78,7 @@ def rms_norm_forward(
     gamma_offset: float = 0.0,
     rounding: str = "fast",
     residual: ArrayLike | None = None,
+    where: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `rms_norm` does, and keep what the backward needs.
@@ -113,7 +115,7 @@ def rms_norm_forward(
     array([[0.283]])
     """
     norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
-    return forward(x, norm, axis, out, backend, True, residual)
+    return forward(x, norm, axis, out, backend, True, residual, where)
 
 
 def rms_norm_backward(
@@ -124,6 +126,7 @@ def rms_norm_backward(
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
     sum_axes: int | tuple[int, ...] | None = None,
+    drstd: ArrayLike | None = None,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `rms_norm_forward`.
@@ -131,7 +134,7 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum` and `sum_axes`.
+        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum`, `sum_axes` and `drstd`.
     cache : Cache
         What `rms_norm_forward` returned. It can be used any number of times.
 
@@ -164,4 +167,4 @@ def rms_norm_backward(
     >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
     array([[ 0.181, -0.136]])
     """
-    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes)
+    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes, None, drstd)

@@ -15,7 +15,17 @@ import numpy as np
 from numpy.lib.array_utils import normalize_axis_tuple
 
 from stablenorm.arrays import as_rows, show_axes
-from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, Statistics
+from stablenorm.functional import masks
+from stablenorm.types import (
+    NOTHING_EXTRA,
+    Array,
+    Cache,
+    Extra,
+    Gradients,
+    Norm,
+    Residual,
+    Statistics,
+)
 
 Lead = tuple[int, ...]
 Axes = tuple[int, ...]
@@ -70,21 +80,22 @@ def sums_like(parameter: Array | None, kept: tuple[int, ...], cache: Cache) -> A
 
 
 def forward(
-    call: Callable[..., Any], x: Array, norm: Norm, axes: Axes, y: Array, residual: Residual | None
-) -> Any:
+    call: Callable[..., Any], x: Array, norm: Norm, axes: Axes, y: Array,
+    residual: Residual | None, where: Array | None,
+) -> Any:  # fmt: skip
     """Write y; return the statistics of all rows, or None where `call` returns none."""
     if not x.size:
         # Of no rows there may be no parts, but there are statistics.
         norm = norm._replace(gamma=None, beta=None, gamma_offset=0.0)
     parts = _Parts(x, axes, *(_lead(each, x, axes) for each in norm[:2]))
-    arrays = [parts.of_x(each) for each in (x, y, *(residual or ()))]
+    arrays = [parts.of_x(each) for each in (x, y, where, *(residual or ()))]
     gamma, beta = (parts.of_parameter(each) for each in norm[:2])
     found = []
     for place in parts:
         some = _new(Norm, (_at(gamma, place), _at(beta, place), *norm[2:]))
-        rows_of_x, rows_of_y, *more = [as_rows(each[place], parts.axes) for each in arrays]
-        given = (Residual(*more),) if more else ()
-        found.append(call(rows_of_x, some, rows_of_y, *given))
+        rows = [None if each is None else as_rows(each[place], parts.axes) for each in arrays]
+        given = (Residual(*rows[3:]),) if residual else ()
+        found.append(masks.forward(call, rows[2], rows[0], some, rows[1], *given))
     return parts.joined(found)
 
 
@@ -111,22 +122,25 @@ def backward(
 def _pass(
     call: Callable[..., Any], dy: Array, cache: Cache, out: Gradients, cut: Lead, extra: Extra
 ) -> None:
-    x, norm, axes, statistics, _ = cache
+    x, norm, axes, statistics, _, where = cache[:6]
     parts = _Parts(x, axes, cut)
     if out.dx is None is out.dgamma:
         # dbeta needs no gamma, and may be cut otherwise.
         norm = norm._replace(gamma=None, gamma_offset=0.0)
     gamma = parts.of_parameter(norm.gamma)
     totals = [parts.of_sum(each) for each in out[1:]]
-    arrays = [parts.of_x(each) for each in (dy, x, out.dx, extra.dsum)]
+    arrays = [parts.of_x(each) for each in (dy, x, out.dx, extra.dsum, where)]
     words = [parts.of_rows(each) for each in statistics]
+    dmean, drstd = (parts.of_rows(each) for each in extra[1:3])
     for place in parts:
         some = _new(Norm, (_at(gamma, place), None, *norm[2:]))
         kept = _new(Statistics, [_at(each, place) for each in words])
         rows = [None if each is None else as_rows(each[place], parts.axes) for each in arrays]
         found = _new(Gradients, (rows[2], *(_at(each, place) for each in totals)))
-        given = () if rows[3] is None else (extra._replace(dsum=rows[3]),)
-        call(rows[0], rows[1], some, kept, found, *given)
+        here = extra
+        if extra is not NOTHING_EXTRA:
+            here = Extra(rows[3], _at(dmean, place), _at(drstd, place))
+        masks.backward(call, rows[4], rows[0], rows[1], some, kept, found, here)
 
 
 def _lead(parameter: Array | None, x: Array, axes: Axes) -> Lead:

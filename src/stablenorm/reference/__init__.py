@@ -16,36 +16,30 @@ __all__ = [
     "columns_of_sums",
     "double_backward",
     "forward",
+    "forward_where",
     "jvp",
     "normalize",
     "project",
 ]
 
 
-def forward(
-    x: RowsLike,
-    norm: Norm,
-    y: RowsLike,
-    residual: Residual | None = None,
-    where: RowsLike | None = None,
-) -> Statistics:
+def forward(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> Statistics:
     """
     Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
 
     With a residual, x + residual is normalized, rounded to x's dtype and written to ``residual.sum``.
-    `where`, for rounding="fast" alone, tells which elements count, at least one of each row.
     """
     if residual is not None:
         x = equations.add(x, *residual)
-    if where is not None:
-        return equations.forward(x, norm, y, where)
     statistics: Statistics = _of(norm).forward(x, norm, y)
     return statistics
 
 
-def normalize(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> None:
-    """Do what `forward` does; here the statistics cost nothing beside the rest."""
-    forward(x, norm, y, residual)
+# Here the statistics cost nothing beside the rest.
+normalize = forward
+
+# With a mask of elements as the last argument.
+forward_where = equations.forward
 
 
 def backward(

@@ -1,0 +1,250 @@
+"""`where=`: rows and elements that count; `dmean=`, `drstd=`: gradients by the statistics."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stablenorm
+from stablenorm import check_gradients, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+
+EXACT = {"layer": exact_layer_norm, "rms": exact_rms_norm}
+PARTS = "", "_forward", "_backward"
+
+# Shape, axis, and the shape of a mask that takes whole rows.
+WHOLE = [
+    ((3, 7, 9), -1, (3, 7, 1)),
+    ((3, 7, 9), -1, (7, 1)),
+    ((3, 7, 9), -1, (3, 7, 9)),
+    ((3, 7, 9), 1, (3, 1, 9)),
+    ((3, 7, 9), (0, 2), (7, 1)),
+    ((7,), 0, ()),
+]
+
+
+def as_matrix(array, axis):
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    moved = np.moveaxis(array, axes, range(array.ndim - len(axes), array.ndim))
+    return moved.reshape(-1, np.prod(moved.shape[array.ndim - len(axes) :], dtype=int))
+
+
+def draw(rng, shape, axis, dtype):
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    lengths = tuple(shape[a] for a in axes)
+    arrays = (rng.standard_normal(s) for s in (shape, lengths, lengths, shape))
+    return [each.astype(dtype) for each in arrays]
+
+
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert np.array_equal(actual.astype(float), expected.astype(float), equal_nan=True)
+
+
+def check_whole_rows(x, gamma, beta, dy, axis, where, kind="layer", **options):
+    """A masked call is the call on the rows that count: the same bits; the others are not read."""
+    norm, forward, backward = (getattr(stablenorm, f"{kind}_norm{part}") for part in PARTS)
+    everywhere = np.broadcast_to(where, x.shape)
+    counts = as_matrix(everywhere, axis).all(axis=1)
+    x[~everywhere], dy[~everywhere] = np.nan, np.inf
+    y, cache = forward(x, gamma, beta, axis=axis, where=where, **options)
+    found = backward(dy, cache)
+    rows = [as_matrix(each, axis)[counts] for each in (x, dy)]
+    parameters = gamma.ravel(), beta.ravel()
+    expected, alone = forward(rows[0], *parameters, **options)
+    gradients = backward(rows[1], alone)
+    for whole, some in ((y, expected), (found.dx, gradients.dx)):
+        matrix = as_matrix(whole, axis)
+        same(matrix[counts], some)
+        assert not matrix[~counts].any()
+    for name in ("mean", "rstd"):
+        statistic = getattr(cache, name)
+        same(as_matrix(np.broadcast_to(statistic, x.shape), axis)[counts, :1], getattr(alone, name))
+        assert not as_matrix(np.broadcast_to(statistic, x.shape), axis)[~counts].any()
+    same(found.dgamma.ravel(), gradients.dgamma)
+    same(found.dbeta.ravel(), gradients.dbeta)
+    same(norm(x, gamma, beta, axis=axis, where=where, out=x, **options), y)
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize(("shape", "axis", "of_mask"), WHOLE)
+def test_a_mask_of_rows_is_the_call_on_these_rows(
+    rng, dtype, backend, shape, axis, of_mask, rounding
+):
+    where = rng.random(of_mask) < 0.6
+    if of_mask == shape:
+        where[...] = where[..., :1]
+    arrays = draw(rng, shape, axis, dtype)
+    check_whole_rows(*arrays, axis, where, backend=backend, rounding=rounding)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.booleans(), max_size=200),
+    n=st.sampled_from([1, 5, 64, 700]),
+    kind=st.sampled_from([np.float32, np.float64]),
+    hard=st.booleans(),
+    norm=st.sampled_from(["layer", "rms"]),
+    name=st.sampled_from(["numpy", "numba"]),
+)
+def test_any_mask_of_rows(counts, n, kind, hard, norm, name):
+    rng = np.random.default_rng(len(counts))
+    arrays = draw(rng, (len(counts), n), -1, kind)
+    if hard:
+        # The kernels of float64 leave such rows to the reference.
+        arrays[0][::3] *= kind(1e-30) if kind is np.float32 else 1e-300
+    check_whole_rows(*arrays, -1, np.array(counts, bool)[:, None], norm, backend=name)
+
+
+def elementwise(rng, shape):
+    where = rng.random(shape) < 0.6
+    # One row counts with one element, one with none, one as a whole.
+    where[0], where[1], where[2] = False, False, True
+    where[0, 3] = True
+    return where
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_mask_of_elements_keeps_the_contract(rng, dtype, backend, kind):
+    _, forward, backward = (getattr(stablenorm, f"{kind}_norm{part}") for part in PARTS)
+    x, gamma, beta, dy = draw(rng, (6, 33), -1, dtype)
+    dsum = rng.standard_normal(x.shape).astype(dtype)
+    dmean, drstd = rng.standard_normal((2, 6, 1))
+    extra = {"dsum": dsum, "drstd": drstd} | ({"dmean": dmean} if kind == "layer" else {})
+    where = elementwise(rng, x.shape)
+    exact = EXACT[kind](x, gamma, beta, dy=dy, where=where, **extra)
+    x[~where], dy[~where] = np.nan, np.inf
+    y, cache = forward(x, gamma, beta, where=where, backend=backend)
+    found = backward(dy, cache, **extra)
+    assert not y[~where].any()
+    same(found.dx[~where], dsum[~where])
+    results = exact.check_contract(y=y, **found._asdict())
+    assert all(result.passed for result in results.values()), results
+    assert not backward(dy, cache).dx[~where].any()
+    assert cache.mean[1] == cache.rstd[1] == 0
+
+
+def test_a_mask_of_elements_is_each_row_on_its_own(rng, dtype, backend):
+    x, gamma, beta, dy = draw(rng, (6, 33), -1, dtype)
+    where = elementwise(rng, x.shape)
+    y, cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)
+    dx = layer_norm_backward(dy, cache).dx
+    for row, mask in enumerate(where):
+        if mask.any():
+            given = x[row, mask], gamma[mask], beta[mask]
+            expected, alone = layer_norm_forward(*given, backend=backend)
+            same(y[row, mask], expected)
+            same(dx[row, mask], layer_norm_backward(dy[row, mask], alone).dx)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_by_the_statistics_keep_the_contract(rng, dtype, backend, masked):
+    x, gamma, beta, dy = draw(rng, (6, 33), -1, dtype)
+    where = np.arange(6)[:, None] != 2 if masked else None
+    dmean, drstd = rng.standard_normal((2, 6, 1))
+    cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)[1]
+    for extra in ({"dmean": dmean}, {"drstd": drstd}, {"dmean": dmean, "drstd": drstd}):
+        found = layer_norm_backward(dy, cache, **extra)
+        exact = exact_layer_norm(x, gamma, beta, dy=dy, where=where, **extra)
+        results = exact.check_contract(**found._asdict())
+        assert all(result.passed for result in results.values()), results
+
+
+def test_finite_differences_of_a_mask_and_of_the_statistics(rng, backend):
+    x, gamma, beta, _ = draw(rng, (4, 9), -1, np.float64)
+    where = elementwise(rng, x.shape)
+
+    def forward(*args):
+        y, cache = layer_norm_forward(*args, where=where, backend=backend)
+        return np.concatenate([y, cache.mean, cache.rstd], axis=-1), cache
+
+    def backward(dy, cache):
+        return layer_norm_backward(dy[:, :-2], cache, dmean=dy[:, -2:-1], drstd=dy[:, -1:])
+
+    report = check_gradients(forward, backward, (x, gamma, beta))
+    assert report.passed, report
+
+
+def test_the_mask_may_change_after_the_forward(rng, backend):
+    x, gamma, beta, dy = draw(rng, (8, 9), -1, np.float32)
+    for where in (rng.random((8, 1)) < 0.5, rng.random((8, 9)) < 0.5):
+        cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)[1]
+        before = layer_norm_backward(dy, cache)
+        where[...] = ~where
+        same(layer_norm_backward(dy, cache).dx, before.dx)
+
+
+def test_a_mask_and_a_residual(rng, backend):
+    """The sum is for the next residual: it is there in rows that do not count as well."""
+    x, gamma, beta, dy = draw(rng, (8, 9), -1, np.float32)
+    where = np.arange(8)[:, None] % 3 > 0
+    y, cache = layer_norm_forward(x, gamma, beta, residual=dy, where=where, backend=backend)
+    same(cache.x, x + dy)
+    same(y, layer_norm(x + dy, gamma, beta, where=where, backend=backend))
+    dx = layer_norm_backward(dy, cache, dsum=x).dx
+    same(dx[::3], x[::3])
+    rows = where[:, 0]
+    alone = layer_norm_forward((x + dy)[rows], gamma, beta, backend=backend)[1]
+    same(dx[rows], layer_norm_backward(dy[rows], alone, dsum=x[rows]).dx)
+
+
+@pytest.mark.parametrize("elements", [False, True])
+def test_a_mask_and_gamma_per_sample(rng, backend, elements):
+    """Each sample with its part of the mask."""
+    x, dy = rng.standard_normal((2, 3, 5, 9)).astype(np.float32)
+    gamma, dmean = rng.standard_normal((3, 1, 9)).astype(np.float32), rng.standard_normal((3, 5, 1))
+    where = rng.random((3, 5, 9 if elements else 1)) < 0.6
+    y, cache = layer_norm_forward(x, gamma, where=where, backend=backend)
+    found = layer_norm_backward(dy, cache, dmean=dmean)
+    sums = layer_norm_backward(dy, layer_norm_forward(x, gamma[0, 0], where=where)[1], sum_axes=1)
+    for i in range(3):
+        expected, alone = layer_norm_forward(x[i], gamma[i, 0], where=where[i], backend=backend)
+        gradients = layer_norm_backward(dy[i], alone, dmean=dmean[i])
+        same(y[i], expected)
+        same(found.dx[i], gradients.dx)
+        same(found.dgamma[i, 0], gradients.dgamma)
+        alone = layer_norm_forward(x[i], gamma[0, 0], where=where[i])[1]
+        same(sums.dgamma[i], layer_norm_backward(dy[i], alone).dgamma)
+
+
+X = np.ones((2, 3, 4), np.float32)
+NEAREST = 'use rounding="fast"'
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "bool, got int64; .* where=mask != 0", {"where": np.ones((2, 3, 1), int)}),
+        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)", {"where": X[0, :, :3] > 0}),
+        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(5, 2, 3, 4\)", {"where": np.ones((5, *X.shape), bool)}),
+        (ValueError, NEAREST, {"where": np.arange(4) > 1, "rounding": "nearest"}),
+    ],
+)  # fmt: skip
+def test_masks_that_are_refused(error, message, call, backend):
+    with pytest.raises(error, match=message):
+        layer_norm(X, backend=backend, **call)
+
+
+def test_statistics_that_are_refused():
+    fast, nearest = (layer_norm_forward(X, rounding=each)[1] for each in ("fast", "nearest"))
+    with pytest.raises(ValueError, match=r"dmean must have shape \(2, 3, 1\), that of cache\.rstd"):
+        layer_norm_backward(X, fast, dmean=np.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"drstd must be float16, .* got int64"):
+        layer_norm_backward(X, fast, drstd=np.ones((2, 3, 1), int))
+    for name in ("dmean", "drstd"):
+        with pytest.raises(ValueError, match=NEAREST):
+            layer_norm_backward(X, nearest, **{name: np.ones((2, 3, 1))})
+
+
+def test_a_mask_costs_no_copy_of_x(rng):
+    """A few blocks and numbers of rows, however many rows count."""
+    x = rng.standard_normal((8192, 512)).astype(np.float32)
+    y, where = np.empty_like(x), rng.random((8192, 1)) < 0.5
+    layer_norm(x, out=y, where=where)
+    tracemalloc.start()
+    layer_norm(x, out=y, where=where)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < x.nbytes / 8
