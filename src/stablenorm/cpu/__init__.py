@@ -45,13 +45,7 @@ def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> N
     _forward(x, norm, y, residual, False)
 
 
-# Of what there are kernels; the reference does the rest.
-_KNOWN = "layer", 0.0
-
-
 def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) -> Statistics:
-    if norm[3:5] != _KNOWN:
-        return reference.forward(x, norm, y, residual)
     nearest, source, plus = norm.rounding == "nearest", None, None
     if residual is not None:
         (plus, total), source = residual, x
@@ -65,16 +59,18 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
         x = np.array(as_matrix(x)[:])
     (gamma, gamma_dtype), (beta, beta_dtype) = _flat(norm.gamma), _flat(norm.beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
-    options: tuple[str, ...] = ()
-    if nearest:
-        options = ("nearest",)
-    elif plus is not None:
-        strides, options = row_strides(None, x, y, source, plus), ("plus",)
+    options: tuple[Any, ...] = norm[3:6]
+    if plus is not None:
+        strides, options = row_strides(None, x, y, source, plus), (*options, "plus")
     plan = make_plan(x.shape, strides, x.dtype, dtypes, None, options)
-    rows, kept = plan.rows, _NOTHING_KEPT
+    rows, kept, rms = plan.rows, _NOTHING_KEPT, norm.kind == "rms"
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
-        kept = *(np.empty(rows) for _ in range(5)), np.empty(rows, np.uint8), spread
+        means = (None,) * 3 if rms else tuple(np.empty(rows) for _ in range(3))
+        both = np.empty(rows), np.empty(rows)
+        kept = *means[:2], *both, means[2], np.empty(rows, np.uint8), spread
+    elif keep and rms:
+        kept = None, None, np.empty(rows), None, None, None, None
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
     arrays = x, y, None, gamma, beta, *kept, None, None, None, None, source, plus
@@ -89,7 +85,7 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     if np.count_nonzero(marks):
         found = extreme.forward(as_matrix(x), norm, as_matrix(y), found, marks)
     # Dropped where no row needs it, as in the reference.
-    return found if np.count_nonzero(tails) else found._replace(mean_tail=None)
+    return found if rms or np.count_nonzero(tails) else found._replace(mean_tail=None)
 
 
 def backward(
@@ -97,8 +93,7 @@ def backward(
     extra: Extra = NOTHING_EXTRA,
 ) -> None:  # fmt: skip
     """Do what `reference.backward` does."""
-    strange = extra is not NOTHING_EXTRA and not _is_for_kernels(extra, x)
-    if strange or norm[3:5] != _KNOWN:
+    if extra is not NOTHING_EXTRA and not _is_for_kernels(extra, x):
         reference.backward(dy, x, norm, statistics, out, extra)
         return
     if norm.rounding == "nearest":
@@ -157,7 +152,8 @@ def _backward(
     gamma, gamma_dtype = _flat(norm.gamma)
     pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
     nearest, strides = undecided is not None, row_strides(dy, x, dx)
-    plus, options = extra.dsum, ("nearest",) if nearest else ()
+    plus: Any = extra.dsum
+    options: tuple[Any, ...] = norm[3:6]
     if plus is not None:
         strides, options = row_strides(dy, x, dx, None, plus), (*options, "plus")
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)

@@ -40,7 +40,8 @@ def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
             some, part = some.of_rows(here), part[here]
             kept.spread[part] = some.spread
         for row, word in zip(kept[:5], some[:5], strict=True):
-            row[part] = 0.0 if word is None else word
+            if row is not None:
+                row[part] = 0.0 if word is None else word
         if some.exponent is not None:
             exponent[part] = some.exponent
         # With eps, rstd need not tell that x is tiny: twice as large, times 2**-1.

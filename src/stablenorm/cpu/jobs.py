@@ -17,12 +17,12 @@ from numba import types
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
-from stablenorm.cpu.memory import LINE, bits_of, further, inner, pasted, pointer_at, width
+from stablenorm.cpu.memory import LINE, bits_of, float_of, further, inner, pasted, pointer_at, width
 from stablenorm.cpu.nearest import is_exact, put_decided, sums_bound, total_error
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
-from stablenorm.cpu.sums import add_to, fill, merge, round_sums, widen
+from stablenorm.cpu.sums import add_offset, add_to, fill, merge, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST
 from stablenorm.threads import SMALL
@@ -65,17 +65,17 @@ _known = set(ELEMENTS).issuperset
 
 
 @functools.lru_cache(2048)
-def make_plan(
-    shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any = None, options: Any = ()
-) -> Plan:
+def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, options: Any) -> Plan:
     """
     Return how a call is done: forward or, given what is `pulled` back, backward.
 
     `strides` are what `row_strides` returns of dy, x and the result. `x` is a dtype, as `parameters`
     are, of gamma and beta, None of what is missing; `pulled` are those of dy, dgamma and dbeta, and
-    whether the forward was done in double-double. `options` are words for what else is wanted.
+    whether the forward was done in double-double. `options` are the kind, gamma_offset and rounding of
+    the norm, and more if a residual or dsum is to be added.
     """
-    nearest, plus = "nearest" in options, "plus" in options
+    kind, gamma_offset, rounding, *plus = options
+    nearest, offset = rounding == "nearest", gamma_offset != 0.0
     dy, *totals, wide = pulled or (None, None, None, nearest)
     # Not `==` below: to NumPy its float64 equals None.
     if not _known((x, *parameters, dy, *totals)):
@@ -85,15 +85,16 @@ def make_plan(
         wide = nearest or any(each.type is np.float64 for each in given)
     rows, n, of = math.prod(shape[:-1]), shape[-1], wide_tiles if wide else tiles
     gamma, beta = (ELEMENTS[each] for each in parameters)
-    rounding = (nearest,) if wide else ()
     row_bytes = n * x.itemsize
     if dy is None:
         tile_rows, dy_bytes = forward_rows(rows, n), 0
-        do_tile = of.forward_tile(ELEMENTS[x], nearest if wide else plus)
+        how = (nearest, kind, offset) if wide else (bool(plus), kind)
+        do_tile = of.forward_tile(ELEMENTS[x], *how)
     else:
         tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
         summing = any(each is not None for each in totals)
-        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, plus, *rounding)
+        how = (bool(plus), nearest, kind, offset) if wide else (bool(plus), kind)
+        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *how)
     dy_stride, x_stride, out_stride, *more = strides or (dy_bytes, *[row_bytes] * 4)
     source_stride, plus_stride = more or (0, 0)
     straight = wide or out_stride != row_bytes
@@ -108,7 +109,8 @@ def make_plan(
         round_dbeta=_rounder(ELEMENTS[totals[1]], nearest),
         sums_bytes=8 * (6 if nearest else 4) * padded.py_func(n),
         scratch_bytes=scratch_bytes + -scratch_bytes % LINE,
-        shared_bytes=_RECORD + 2 * LINE + 16 * padded.py_func(n) + 24 * _BLOCK,
+        shared_bytes=_RECORD + 2 * LINE + 8 * (2 + offset) * padded.py_func(n) + 24 * _BLOCK,
+        gamma_offset=int(np.float64(gamma_offset).view(np.int64)),
         way=STREAMED if streamed else STRAIGHT, ahead=rows * row_bytes > OWN_CACHE,
         # Of wide rows that are extreme, all of x is needed once more.
         over_input=not straight or (wide and dy is not None),
@@ -225,6 +227,9 @@ def _do(arrays, eps, words, pool, helpers):
     gamma = record + _RECORD
     beta = gamma + 8 * padded(p.n)
     _prepare(p.widen_gamma, p.gamma, gamma, p.n, 1.0)
+    if p.gamma_offset != 0:
+        low = float64_at(beta + 8 * padded(p.n))
+        add_offset(float64_at(gamma), float_of(p.gamma_offset), low, p.n)
     if dy == 0:
         _prepare(p.widen_beta, p.beta, beta, p.n, -0.0)
     p.gamma, p.beta, p.eps = gamma, beta, np.int64(bits_of(eps))

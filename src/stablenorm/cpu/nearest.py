@@ -47,6 +47,10 @@ _OF_LOW = 2.0**-52
 # How far a float64 is from its neighbour, at least, as a part of its size; half of it is kept for the bound.
 _HALF_ULP = 2.0**54
 
+# Of RMS norm, an error is a part of the element itself, but for low parts that vanish: beside the row's
+# root mean square, they are less than this.
+_VANISHING = 2.0**-100
+
 # For sums that nobody needs in one order.
 _in_any_order = within(forceinline=True, fastmath={"reassoc", "contract"})
 
@@ -104,11 +108,19 @@ def spread_of(square, rstd):
 
 
 @inlined
+def _shared(size, v, mean):
+    """Return what the elements of a row of this size share of an error, given x of one of them."""
+    if mean is None:
+        return _VANISHING * size if v != 0.0 else 0.0
+    return size
+
+
+@inlined
 def _y(given, j):
-    x, gamma, beta, row, spread = given
+    x, gamma, gamma_low, beta, row, spread = given
     h, h_low = xhat_of(get(x, j), *row)
-    high, low = affine(h, h_low, gamma[j], beta[j])
-    return high, low, abs(gamma[j]) * (abs(h) + spread)
+    high, low = affine(h, h_low, j, gamma, gamma_low, beta)
+    return high, low, abs(gamma[j]) * (abs(h) + _shared(spread, get(x, j), row[0]))
 
 
 # ---- backward ----
@@ -124,11 +136,16 @@ def _sum_of_squares(shifted, shifted_low, n):
 
 
 @inlined
-def size_of(arrays, factors, n):
-    """Return ``2 |m| + 3 rms(g - m)``, or a little more; 0 only where all of g - m is."""
-    total = _sum_of_squares(factors[0], factors[1], n)
-    m = abs(smallest(arrays[0], arrays[2], n)[0])
-    return 2.0 * m + 3.1 * math.sqrt(total / n) if total > 0.0 else 0.0
+def size_of(arrays, factors, n, layer, exact):
+    """
+    Return ``2 |m| + 3 rms(g - m)``, or a little more; 0 only where all of g - m is.
+
+    Where g - m is computed as 0 it is, if g is an exact product, or m is 0.
+    """
+    total, m = _sum_of_squares(factors[0], factors[1], n), 0.0
+    if layer:
+        m = abs(smallest(arrays[0], arrays[2], arrays[3], n)[0])
+    return 2.0 * m + 3.1 * math.sqrt(total / n) if total > 0.0 or not exact else 0.0
 
 
 @pasted
@@ -143,9 +160,9 @@ def most_of(size, n):
 
 @inlined
 def _dx(given, j):
-    (shifted, shifted_low, h, h_low), means, rstd, size = given
-    high, low = dx_of((shifted[j], shifted_low[j]), (h[j], h_low[j]), means, rstd)
-    return high, low, abs(shifted[j]) + (1.0 + abs(h[j])) * size
+    x, (shifted, shifted_low, h, h_low), means, row, size = given
+    high, low = dx_of((shifted[j], shifted_low[j]), (h[j], h_low[j]), means, row[3:])
+    return high, low, abs(shifted[j]) + (_shared(1.0, get(x, j), row[0]) + abs(h[j])) * size
 
 
 @inlined
@@ -159,7 +176,7 @@ def _dx_and_sum(given, j):
 
 
 @inlined
-def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
+def add_sizes(dy, x, factors, n, mean, spread, range_of_dy, sizes):
     """
     Add a row to what the bounds of dgamma and dbeta are made of.
 
@@ -171,7 +188,7 @@ def add_sizes(dy, factors, n, spread, range_of_dy, sizes):
     (least, most), (of_dgamma, of_dbeta) = range_of_dy, sizes
     for j in range(n):
         d = abs(get(dy, j))
-        of_dgamma[j] += d * (abs(h[j]) + spread)
+        of_dgamma[j] += d * (abs(h[j]) + _shared(spread, get(x, j), mean))
         if width(dy) == 8:
             of_dbeta[j] += d
     largest = float_of(np.int64(most))

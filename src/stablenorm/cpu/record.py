@@ -75,6 +75,8 @@ class Call(NamedTuple):
     over_input: Any = 0
     # Whether the next rows are to be asked for ahead of time.
     ahead: Any = 0
+    # The bits of gamma_offset.
+    gamma_offset: Any = 0
     # Set by the job: the bits of eps, and the first thread's scratch memory.
     eps: Any = 0
     scratch: Any = 0

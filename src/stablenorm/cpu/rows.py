@@ -33,6 +33,10 @@ With A = mean(g - m), B = mean((g - m) * xhat)::
 
     dx = rstd * ((g - m) - A - xhat * B)
 
+RMS norm
+--------
+There is nothing to subtract: mean = 0, m = 0, A = 0, and no sum is made for them. B = mean(g * xhat).
+
 Error bounds
 ------------
 u = 2**-53; H is the longest chain of additions in a sum along a row: ``BLOCK / 32 + n / BLOCK + 20`` at
@@ -46,6 +50,9 @@ most, where LLVM adds 32 elements at a time, as with AVX-512.
   2 |A| (a + 4 u) + b |B| + (X + 1.5) ((a + b + (H + 5) u) G + |B| (3 a + 8 u))).
 - dgamma: sum |dy| ((a + 64 u) |xhat| + b) + 3 u |dgamma|; dbeta: 64 u sum |dy| + 3 u |dbeta|. Sums
   over rows are plain within 64 rows, and compensated between such parts.
+- RMS norm: the same with d = A = b = 0, so that a = 1.01 (H/2 + 10) u.
+- gamma + gamma_offset is rounded to float64: u |gamma xhat| more of y, and of dx as much as u |g| each
+  brings, rstd u (|g| + |xhat| mean|g xhat|), and for a layer norm rstd u mean|g|.
 """
 
 from __future__ import annotations
@@ -127,6 +134,22 @@ def _shifted(_, x, j, row, _parameters):
 
 
 @_exactly
+def _itself(_, x, j, _row, _parameters):
+    v = get(x, j)
+    return 0.0, v, v
+
+
+@_exactly
+def settle_squares(lanes, n, eps, every):
+    """Compute rstd of RMS norm; nothing was guessed."""
+    for r in range(every):
+        v = lanes[_PRODUCTS + r] / n + eps
+        # v - v: infinity spoils all of its row, as it does a mean.
+        lanes[_RSTD + r] = 1.0 / math.sqrt(v) + (v - v)
+    return False
+
+
+@_exactly
 def settle(lanes, n, eps, every):
     """Compute mean, rest and rstd; return whether a guess was bad, which then is a better one."""
     bad = False
@@ -148,6 +171,11 @@ def settle(lanes, n, eps, every):
 def _y(_, x, j, row, parameters):
     (mean, rest, rstd, _, _, _), (gamma, beta) = row, parameters
     return ((get(x, j) - mean) * rstd + -rest * rstd) * gamma[j] + beta[j]
+
+
+@_exactly
+def _rms_y(_, x, j, row, parameters):
+    return get(x, j) * row[2] * parameters[0][j] + parameters[1][j]
 
 
 # ---- backward ----
@@ -175,6 +203,12 @@ def _pulled(dy, x, j, row, gamma):
 
 
 @_exactly
+def _rms_pulled(dy, x, j, row, gamma):
+    d = get(dy, j)
+    return d, d * gamma[j], get(x, j) * row[2]
+
+
+@_exactly
 def find_coefficients(lanes, n, every):
     """Compute p and q from the means of `pull`'s sums."""
     for r in range(every):
@@ -189,6 +223,11 @@ def find_coefficients(lanes, n, every):
 def _dx(dy, x, j, row, gamma):
     mean, _, rstd, m, p, q = row
     return (get(x, j) - mean) * p + ((get(dy, j) * gamma[j] - m) * rstd + q)
+
+
+@_exactly
+def _rms_dx(dy, x, j, row, gamma):
+    return get(x, j) * row[4] + get(dy, j) * gamma[j] * row[2]
 
 
 # ---- both ----
@@ -206,10 +245,10 @@ def add(x, residual, total, strides, rows, n):
             put(to, j, get(a, j) + get(b, j))
 
 
-def _adding(name, terms):
+def _adding(name, terms, both=True):
     def add(given, rows, n, last, sums):
         """
-        Sum the second of the `terms` and its product with the third, of some rows.
+        Sum the second of the `terms`, unless not `both`, and its product with the third, of some rows.
 
         A last odd row goes with `last`: alone, its sums could have other bits. The first term, and its
         product with the third, are added to the sums over rows, unless None.
@@ -228,10 +267,11 @@ def _adding(name, terms):
                 for j in range(start, min(start + BLOCK, n)):
                     d1, g1, h1 = terms(dy1, x1, j, row1, parameters)
                     d2, g2, h2 = terms(dy2, x2, j, row2, parameters)
-                    a1 += g1
                     b1 += g1 * h1
-                    a2 += g2
                     b2 += g2 * h2
+                    if both:
+                        a1 += g1
+                        a2 += g2
                     if sums is not None:
                         dgamma, dbeta = sums
                         dbeta[j] = (dbeta[j] + d1) + d2
@@ -246,7 +286,13 @@ def _adding(name, terms):
     return _summing(named(add, name))
 
 
-measure, pull = _adding("measure", _shifted), _adding("pull", _pulled)
+def _of_kind(layer, rms):
+    return {"layer": layer, "rms": rms}
+
+
+MEASURE = _of_kind(_adding("measure", _shifted), _adding("measure_squares", _itself, False))
+SETTLE = _of_kind(settle, settle_squares)
+PULL = _of_kind(_adding("pull", _pulled), _adding("rms_pull", _rms_pulled, False))
 
 
 @_exactly
@@ -284,4 +330,5 @@ def _writing(name, value):
     return _exactly(named(write, name))
 
 
-write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
+WRITE_Y = _of_kind(_writing("y", _y), _writing("rms_y", _rms_y))
+WRITE_DX = _of_kind(_writing("dx", _dx), _writing("rms_dx", _rms_dx))

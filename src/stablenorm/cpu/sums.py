@@ -34,6 +34,23 @@ def widen(parameter, out, n):
 
 
 @inlined
+def add_offset(parameter, offset, low, n):
+    """Add the float64 `offset` to n float64; what rounding takes goes into `low`."""
+    wide_vectors()
+    for j in range(n):
+        parameter[j], low[j] = two_sum(parameter[j], offset)
+
+
+@inlined
+def is_zero(v, n):
+    """Tell whether all of n float64 are 0."""
+    same = True
+    for j in range(n):
+        same = same and v[j] == 0.0
+    return same
+
+
+@inlined
 def settle(high, low, n):
     """Bring n pairs back to where the low part is at most half an ulp of the high one."""
     wide_vectors()

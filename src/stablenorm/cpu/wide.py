@@ -88,47 +88,48 @@ def _means(lanes, n):
 
 
 @inlined
-def _measure_element(v, k, some):
-    """Add v - k and its square to the pairs of a lane."""
+def _measure_element(v, k, some, layer):
+    """Add v - k, for a layer norm, and its square to the pairs of a lane."""
     total, total_low, squares, squares_low = some
     if k is None:
         square, error = two_product(v, v)
-        # A low part of -0.0 is nothing, and LLVM leaves it out.
-        return *accumulate(total, total_low, v, -0.0), *accumulate(
-            squares, squares_low, square, error
-        )
+        if layer:
+            # A low part of -0.0 is nothing, and LLVM leaves it out.
+            total, total_low = accumulate(total, total_low, v, -0.0)
+        return total, total_low, *accumulate(squares, squares_low, square, error)
     c, c_low = two_sum(v, -k)
     square, error = two_product(c, c)
     # 2 c c_low; c_low**2 is below the last bit of a pair.
     error = fma(c + c, c_low, error)
-    sums = accumulate(total, total_low, c, c_low)
-    return *sums, *accumulate(squares, squares_low, square, error)
+    if layer:
+        total, total_low = accumulate(total, total_low, c, c_low)
+    return total, total_low, *accumulate(squares, squares_low, square, error)
 
 
 @inlined
-def _measure_some(x, start, count, k, lanes):
+def _measure_some(x, start, count, k, lanes, layer):
     """Add x - k and its square, of one column of each of `count` lanes; of four of each lane, if k is None."""
     wide_vectors()
     for lane in range(count if count is not None else LANES):
         j = start + lane
-        some = _measure_element(get(x, j), k, _load(lanes, lane))
+        some = _measure_element(get(x, j), k, _load(lanes, lane), layer)
         if k is None:
-            some = _measure_element(get(x, j + LANES), k, some)
-            some = _measure_element(get(x, j + 2 * LANES), k, some)
-            some = _measure_element(get(x, j + 3 * LANES), k, some)
+            some = _measure_element(get(x, j + LANES), k, some, layer)
+            some = _measure_element(get(x, j + 2 * LANES), k, some, layer)
+            some = _measure_element(get(x, j + 3 * LANES), k, some, layer)
         _store(lanes, lane, some)
 
 
 @inlined
-def _measure(x, n, k, lanes):
-    """Return the means of x - k and of its square, as pairs."""
+def _measure(x, n, k, lanes, layer):
+    """Return the means of x - k, 0 for RMS norm, and of its square, as pairs."""
     fill(lanes, 4 * LANES, 0.0)
     # Of rows about zero; the rest of them by the other loop, where k = 0 changes nothing.
     whole = n - n % (LANES * DEPTH) if k == 0.0 else 0
     for start in range(0, whole, LANES * DEPTH):
-        _measure_some(x, start, None, None, lanes)
+        _measure_some(x, start, None, None, lanes, layer)
     for start in range(whole, n, LANES):
-        _measure_some(x, start, min(LANES, n - start), k, lanes)
+        _measure_some(x, start, min(LANES, n - start), k, lanes, layer)
     return _means(lanes, n)
 
 
@@ -150,12 +151,12 @@ def _guess(x, n):
 
 
 @inlined
-def statistics(x, n, eps, lanes):
+def statistics(x, n, eps, lanes, layer):
     """Return whether the row is extreme; mean, rest, tail, rstd and its low part; and var."""
-    k, d, tries = _guess(x, n), 0.0, 2
+    k, d, tries = _guess(x, n) if layer else 0.0, 0.0, 2
     while tries > 0:
         k += d
-        d, d_low, square, square_low = _measure(x, n, k, lanes)
+        d, d_low, square, square_low = _measure(x, n, k, lanes, layer)
         product, product_low = multiply(d, d_low, d, d_low)
         var, var_low = add(square, square_low, -product, -product_low)
         # If the mean is elsewhere than the samples, the difference has lost two bits or more.
@@ -176,11 +177,14 @@ def statistics(x, n, eps, lanes):
 @inlined
 def xhat_of(v, mean, rest, tail, rstd, rstd_low):
     """
-    Return ``(v - mean - rest - tail) * (rstd + rstd_low)`` as a pair.
+    Return ``(v - mean - rest - tail) * (rstd + rstd_low)`` as a pair; no mean is None.
 
     Here and in `pull` the low part may exceed half an ulp of the high one, by a few bits: what
     follows takes products and sums of these, where that costs nothing.
     """
+    if mean is None:
+        product, error = two_product(v, rstd)
+        return product, fma(v, rstd_low, error)
     c, c_low = two_sum(v, -mean)
     # |rest| is at most half an ulp of the mean: c is 0, or no smaller. Or else the mean is all but
     # 0 beside the spread of the row, and what is lost is nothing beside that.
@@ -191,11 +195,13 @@ def xhat_of(v, mean, rest, tail, rstd, rstd_low):
 
 
 @inlined
-def affine(h, h_low, scale, shift):
-    """Return ``(h + h_low) * scale + shift`` as a pair."""
-    product, error = two_product(h, scale)
-    error = fma(h_low, scale, error)
-    total, left = two_sum(product, shift)
+def affine(h, h_low, j, gamma, gamma_low, beta):
+    """Return ``(h + h_low) * gamma + beta`` of column j as a pair; gamma's low parts may be None."""
+    product, error = two_product(h, gamma[j])
+    error = fma(h_low, gamma[j], error)
+    if gamma_low is not None:
+        error = fma(h, gamma_low[j], error)
+    total, left = two_sum(product, beta[j])
     return total, left + error
 
 
@@ -203,13 +209,31 @@ def affine(h, h_low, scale, shift):
 
 
 @inlined
-def smallest(dy, gamma, n):
+def g_of(dy, j, gamma, gamma_low):
+    """Return ``g = gamma * dy`` of column j as a pair."""
+    g, g_low = two_product(get(dy, j), gamma[j])
+    if gamma_low is not None:
+        g_low = fma(get(dy, j), gamma_low[j], g_low)
+    return g, g_low
+
+
+@inlined
+def less(c, c_low, subtracted):
+    """Return a pair less another, which may be None."""
+    if subtracted is None:
+        return c, c_low
+    c, error = two_sum(c, -subtracted[0])
+    return c, error + (c_low - subtracted[1])
+
+
+@inlined
+def smallest(dy, gamma, gamma_low, n):
     """Return the smallest of some g = gamma * dy, as a pair; 0 if they differ in sign."""
     s = max(n // 8, 1)
-    m, m_low = two_product(get(dy, 0), gamma[0])
+    m, m_low = g_of(dy, 0, gamma, gamma_low)
     least = most = m
     for j in range(s, n, s):
-        g, g_low = two_product(get(dy, j), gamma[j])
+        g, g_low = g_of(dy, j, gamma, gamma_low)
         least, most = min(least, g), max(most, g)
         if abs(g) < abs(m):
             m, m_low = g, g_low
@@ -229,17 +253,15 @@ def _range_of(dy, n):
 
 
 @inlined
-def _pull_element(arrays, j, row, m, sums, factors, some):
+def _pull_element(arrays, j, row, m, sums, factors, some, layer):
     """Do the work of `pull` for column j; return the pairs of its lane."""
-    dy, x, gamma = arrays
+    dy, x, gamma, gamma_low = arrays
     c_high, c_rest, xhat, xhat_low = factors
     a, a_low, b, b_low = some
     d = get(dy, j)
     h, h_low = xhat_of(get(x, j), *row)
-    c, c_low = two_product(d, gamma[j])
-    if m is not None:
-        c, error = two_sum(c, -m[0])
-        c_low = error + (c_low - m[1])
+    c, c_low = g_of(dy, j, gamma, gamma_low)
+    c, c_low = less(c, c_low, m)
     c_high[j], c_rest[j], xhat[j], xhat_low[j] = c, c_low, h, h_low
     # Numba compiles no branch that waits for None.
     if sums is not None:
@@ -252,53 +274,54 @@ def _pull_element(arrays, j, row, m, sums, factors, some):
         dbeta_low[j] += error
     product, error = two_product(c, h)
     error = fma(c, h_low, fma(c_low, h, error))
-    return *accumulate(a, a_low, c, c_low), *accumulate(b, b_low, product, error)
+    if layer:
+        a, a_low = accumulate(a, a_low, c, c_low)
+    return a, a_low, *accumulate(b, b_low, product, error)
 
 
 @inlined
-def _pull_some(arrays, start, count, row, m, sums, factors, lanes):
+def _pull_some(arrays, start, count, row, m, sums, factors, lanes, layer):
     """Do one column of each of `count` lanes; two of each lane, if m is None."""
     wide_vectors()
     for lane in range(count if count is not None else LANES):
         j, some = start + lane, _load(lanes, lane)
-        some = _pull_element(arrays, j, row, m, sums, factors, some)
+        some = _pull_element(arrays, j, row, m, sums, factors, some, layer)
         if m is None:
-            some = _pull_element(arrays, j + LANES, row, m, sums, factors, some)
+            some = _pull_element(arrays, j + LANES, row, m, sums, factors, some, layer)
         _store(lanes, lane, some)
 
 
 @inlined
-def pull(arrays, n, row, sums, factors, lanes):
+def pull(arrays, n, row, sums, factors, lanes, layer):
     """
     Return whether the row is extreme; the means of g - m and of (g - m) * xhat, as pairs; `_range_of` dy.
 
     Leaves g - m and xhat in `factors`, four words per column: to read them back takes a third of the
-    time of computing them again. Adds the row to the sums over rows, unless that is None.
+    time of computing them again. Adds the row to the sums over rows, unless that is None. Of RMS norm, m
+    and the first mean are 0.
     """
-    dy, _, gamma = arrays
-    m = smallest(dy, gamma, n)
+    dy, _, gamma, gamma_low = arrays
+    m = smallest(dy, gamma, gamma_low, n) if layer else (0.0, 0.0)
     fill(lanes, 4 * LANES, 0.0)
     whole = n - n % (2 * LANES) if m[0] == 0.0 else 0
     for start in range(0, whole, 2 * LANES):
-        _pull_some(arrays, start, None, row, None, sums, factors, lanes)
+        _pull_some(arrays, start, None, row, None, sums, factors, lanes, layer)
     for start in range(whole, n, LANES):
         count = min(LANES, n - start)
-        _pull_some(arrays, start, count, row, m, sums, factors, lanes)
+        _pull_some(arrays, start, count, row, m, sums, factors, lanes, layer)
     a, a_low, b, b_low = _means(lanes, n)
     least, most = range_of_dy = _range_of(dy, n)
     extreme = least < _SMALLEST_BITS or most > _LARGEST_BITS
-    return extreme, (a, a_low, b, b_low), range_of_dy
+    return extreme, (a, a_low), (b, b_low), range_of_dy
 
 
 @inlined
 def dx_of(shifted, xhat, means, rstd):
-    """Return an element of dx as a pair."""
-    (c, c_low), (h, h_low), (a, a_low, b, b_low) = shifted, xhat, means
+    """Return an element of dx as a pair; of the `means`, the first may be None."""
+    (c, c_low), (h, h_low), (a, (b, b_low)) = shifted, xhat, means
     along, error = two_product(h, b)
     along_low = fma(h, b_low, fma(h_low, b, error))
-    c, error = two_sum(c, -a)
-    c_low = error + (c_low - a_low)
-    c, error = two_sum(c, -along)
-    c_low = error + (c_low - along_low)
+    c, c_low = less(c, c_low, a)
+    c, c_low = less(c, c_low, (along, along_low))
     product, error = two_product(c, rstd[0])
     return product, fma(c, rstd[1], fma(c_low, rstd[0], error))

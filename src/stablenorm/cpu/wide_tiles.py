@@ -16,7 +16,7 @@ from stablenorm.cpu import wide as equations
 from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import LINE, float_of, further, pasted, pointer_at
 from stablenorm.cpu.record import float64_at
-from stablenorm.cpu.sums import fill, settle
+from stablenorm.cpu.sums import fill, is_zero, settle
 from stablenorm.cpu.tiles import ROWS_OF_PART, padded, tile_of
 
 # The mark of a row that is not extreme, but of which an element is undecided.
@@ -34,28 +34,32 @@ def _four(place, apart):
 
 
 @address_of_compiled
-def forward_tile(element: Any, rounding: bool) -> Any:
+def forward_tile(element: Any, rounding: bool, kind: str, offset: bool) -> Any:
     """Return what normalizes a tile in double-double."""
+    layer = kind == "layer"
 
     def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
         n, gamma, beta, eps = p.n, float64_at(p.gamma), float64_at(p.beta), float_of(p.eps)
         mean, rest, tails = float64_at(p.mean), float64_at(p.rest), float64_at(p.tails)
+        gamma_low = float64_at(p.gamma + 16 * padded(n)) if offset else None
         rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
         marks, lanes = pointer_at(p.marks, np.uint8), float64_at(scratch)
         bound = nearest.row_bound(n) if rounding else None
         for i in range(first, stop):
             x = pointer_at(p.x + i * p.x_stride, element)
-            extreme, row, var = equations.statistics(x, n, eps, lanes)
-            marks[i] = extreme
-            mean[i], rest[i], tails[i], rstd[i], rstd_low[i] = row
+            extreme, found, var = equations.statistics(x, n, eps, lanes, layer)
+            marks[i], rstd[i], rstd_low[i] = extreme, found[3], found[4]
+            if layer:
+                mean[i], rest[i], tails[i] = found[:3]
+            row = found if layer else (None, None, None, found[3], found[4])
             if extreme:
                 continue
             spread = nearest.spread_of(var, rstd[i])
             if rounding:
                 float64_at(p.spread)[i] = spread
             y = pointer_at(p.out + i * p.out_stride, element)
-            if nearest.write_y((x, gamma, beta, row, spread), y, n, bound):
+            if nearest.write_y((x, gamma, gamma_low, beta, row, spread), y, n, bound):
                 marks[i] = UNDECIDED
 
     return forward
@@ -70,13 +74,22 @@ def _settle(sums, n):
 
 @address_of_compiled
 def backward_tile(
-    dy_element: Any, x_element: Any, summing: bool, plus: bool, rounding: bool
+    dy_element: Any,
+    x_element: Any,
+    summing: bool,
+    plus: bool,
+    rounding: bool,
+    kind: str,
+    offset: bool,
 ) -> Any:
     """Return what pulls back a tile in double-double, with `plus` adding dsum to dx."""
+    layer = kind == "layer"
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
         n, gamma, lanes = p.n, float64_at(p.gamma), float64_at(scratch)
+        gamma_low = float64_at(p.gamma + 16 * padded(n)) if offset else None
+        exact = is_zero(gamma_low, n) if offset else True
         mean, rest = float64_at(p.mean), float64_at(p.rest)
         rstd, rstd_low = float64_at(p.rstd), float64_at(p.rstd_low)
         tails, marks = float64_at(p.tails), pointer_at(p.marks, np.uint8)
@@ -91,12 +104,17 @@ def backward_tile(
                 _settle(sums, n)
             if marks[i] != 0:
                 continue
-            tail = tails[i] if p.tails else 0.0
-            row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
+            if layer:
+                tail = tails[i] if p.tails else 0.0
+                row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
+            else:
+                row = None, None, None, rstd[i], rstd_low[i]
             dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
             x = pointer_at(p.x + i * p.x_stride, x_element)
-            arrays = dy, x, gamma
-            extreme, means, range_of_dy = equations.pull(arrays, n, row, sums, factors, lanes)
+            arrays = dy, x, gamma, gamma_low
+            found = equations.pull(arrays, n, row, sums, factors, lanes, layer)
+            extreme, of_g, of_products, range_of_dy = found
+            means = (of_g if layer else None), of_products
             marks[i] = extreme
             if extreme:
                 continue
@@ -104,12 +122,12 @@ def backward_tile(
                 # Behind the sums: what the bounds of dgamma and dbeta are made of.
                 sizes = further(sums[3], apart), further(sums[3], 2 * apart)
                 spread = float64_at(p.spread)[i]
-                nearest.add_sizes(dy, factors, n, spread, range_of_dy, sizes)
+                nearest.add_sizes(dy, x, factors, n, row[0], spread, range_of_dy, sizes)
             if p.out:
                 dx = pointer_at(p.out + i * p.out_stride, x_element)
-                size = nearest.size_of(arrays, factors, n) if rounding else 0.0
+                size = nearest.size_of(arrays, factors, n, layer, exact) if rounding else 0.0
                 bound = nearest.row_bound(n) * rstd[i] if rounding else None
-                given = factors, means, row[3:], size
+                given = x, factors, means, row, size
                 if plus:
                     dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
                     if nearest.write_dx_and_sum((given, dsum), dx, n, bound):
