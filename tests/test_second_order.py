@@ -251,6 +251,32 @@ def test_no_rows_give_no_rows_and_a_dgamma_of_zeros():
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_masked_row_is_the_row_of_what_counts(rng, kind, whole):
+    p = Problem(rng, kind, shape=(4, 9))
+    mask = rng.random((4, 1 if whole else 9)) < 0.6
+    mask[0], mask[1] = False, True
+    forward, _, jvp, double_backward = KINDS[kind]
+    shown = np.broadcast_to(mask, p.x.shape)
+    x, dy, tx = (np.where(shown, a, np.nan) for a in (p.x, p.dy, p.tx))
+    _, cache = forward(x, p.gamma, p.beta, where=mask)
+    ty = jvp(tx, cache, p.tgamma, p.tbeta)
+    found = double_backward(tx, dy, cache, ddgamma=p.tgamma, ddbeta=p.tbeta)
+    expected = [np.zeros((4, 9)), np.zeros((4, 9)), np.zeros(9)]
+    for i in range(1, 4):
+        some = shown[i]
+        if some.any():
+            gamma, beta, tgamma, tbeta = (a[some] for a in (p.gamma, p.beta, p.tgamma, p.tbeta))
+            _, alone = forward(x[i, some], gamma, beta)
+            parts = double_backward(tx[i, some], dy[i, some], alone, ddgamma=tgamma, ddbeta=tbeta)
+            expected[0][i, some], expected[1][i, some] = parts[:2]
+            expected[2][some] += parts[2]
+    np.testing.assert_array_equal(found[0], ty)
+    for actual, right in zip(found, expected, strict=True):
+        assert_close(actual, right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_jvp_and_backward_are_adjoint(rng, kind, backend):
     """<dy, jvp(t)> = <backward(dy), t>: D22 of the derivation, with what each backend kept."""
     p = Problem(rng, kind)

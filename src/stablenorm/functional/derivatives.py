@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST
@@ -49,7 +50,7 @@ def layer_norm_jvp(
     -----
     Each element is within ``0.501 ulp + c * S``, with the c of y. With ``T(v) = rstd (|v| + mean|v| +
     (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``, S is ``|gamma| T(tx) + |tgamma| (|xhat| +
-    mean|xhat|) + |tbeta|``. Computed by the reference in NumPy, whatever the backend.
+    mean|xhat|) + |tbeta|``. Elements that a mask leaves out get 0. Computed by the reference in NumPy, whatever the backend.
 
     Examples
     --------
@@ -215,7 +216,7 @@ def _jvp(
     ty = HOST.empty(x.shape, x.dtype, x)
     tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
     implementation("jvp", cache.backend)(
-        tx_rows, x_rows, cache.norm, cache.statistics, *parameters, ty_rows
+        tx_rows, x_rows, cache.norm, cache.statistics, *parameters, ty_rows, _where(cache)
     )
     return ty
 
@@ -235,7 +236,12 @@ def _double_backward(
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
     out = HOST.rows(ddy, cache.axis), HOST.rows(dx, cache.axis), dgamma
     implementation("double_backward", cache.backend)(
-        *(HOST.rows(each, cache.axis) for each in given), norm, cache.statistics, *parameters, out
+        *(HOST.rows(each, cache.axis) for each in given),
+        norm,
+        cache.statistics,
+        *parameters,
+        out,
+        _where(cache),
     )
     return ddy, dx, dgamma
 
@@ -272,6 +278,13 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
         )
         raise ValueError(msg)
     return cache
+
+
+def _where(cache: Cache) -> Any:
+    """Return the mask of a cache as rows of the length of those of x."""
+    if cache.where is None:
+        return None
+    return HOST.rows(np.broadcast_to(cache.where, cache.x.shape), cache.axis)
 
 
 def _like(name: str, value: ArrayLike, other: str, like: Array) -> Array:
