@@ -149,6 +149,11 @@ class Cache(NamedTuple):
         )
 
     @property
+    def gamma(self) -> Array | None:
+        """Return the gamma that was given."""
+        return self.norm.gamma
+
+    @property
     def mean(self) -> Array:
         """Return the mean of each row."""
         kept = self.statistics
