@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         assert_gradients,
         check_gradients,
         check_layer_norm,
+        check_rms_norm,
     )
     from stablenorm.diagnosis import Diagnosis, diagnose
     from stablenorm.oracle import exact_layer_norm, exact_rms_norm
@@ -43,6 +44,7 @@ __all__ = [
     "assert_gradients",
     "check_gradients",
     "check_layer_norm",
+    "check_rms_norm",
     "diagnose",
     "exact_layer_norm",
     "exact_rms_norm",
@@ -67,6 +69,7 @@ _LATER = {
     "assert_gradients": "stablenorm.check",
     "check_gradients": "stablenorm.check",
     "check_layer_norm": "stablenorm.check",
+    "check_rms_norm": "stablenorm.check",
     "diagnose": "stablenorm.diagnosis",
     "exact_layer_norm": "stablenorm.oracle",
     "exact_rms_norm": "stablenorm.oracle",

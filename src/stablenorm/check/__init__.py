@@ -7,7 +7,7 @@ returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `arg
 
 from stablenorm.check.gradients import assert_gradients, check_gradients
 from stablenorm.check.identities import row_identities
-from stablenorm.check.layer_norm import check_layer_norm
+from stablenorm.check.layer_norm import check_layer_norm, check_rms_norm
 from stablenorm.check.report import (
     ArgumentResult,
     Difference,
@@ -19,5 +19,5 @@ from stablenorm.check.report import (
 
 __all__ = [
     "ArgumentResult", "Difference", "Finding", "GradientReport", "Identity", "Secant",
-    "assert_gradients", "check_gradients", "check_layer_norm", "row_identities",
+    "assert_gradients", "check_gradients", "check_layer_norm", "check_rms_norm", "row_identities",
 ]  # fmt: skip

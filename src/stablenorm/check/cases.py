@@ -1,4 +1,4 @@
-"""The problems on which a layer norm is compared with its closed form."""
+"""The problems on which a norm is compared with its closed form."""
 
 import math
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def ordinary(like: Case, rng: Generator, most: int | None = None) -> Case:
     x = spread * (rng.standard_normal((count, like.n)) + rng.uniform(-1, 1, (count, 1)))
     gamma, beta = (_parameter(p, like.n, rng) for p in (like.gamma, like.beta))
     dy = rng.standard_normal(shape).astype(like.dy.dtype)
-    return Case(x.reshape(shape).astype(like.x.dtype), gamma, beta, like.eps, dy)
+    return like._replace(x=x.reshape(shape).astype(like.x.dtype), gamma=gamma, beta=beta, dy=dy)
 
 
 def _parameter(like: Array | None, n: int, rng: Generator) -> Array | None:
@@ -67,7 +67,8 @@ def invariances(base: Case, rng: Generator, *, takes_eps: bool) -> Iterator[Tria
     # Few enough bits to be shifted and scaled exactly in all four dtypes.
     drawn = np.clip(rng.standard_normal(base.x.shape), -3, 3)
     here = base._replace(x=(np.round(drawn * 8) / 8).astype(base.x.dtype))
-    yield Trial("x + 4", here._replace(x=here.x + kind(4)), 0)
+    if base.kind == "layer":
+        yield Trial("x + 4", here._replace(x=here.x + kind(4)), 0)
     if takes_eps and base.eps > 0:
         yield Trial("4 x and 16 eps", here._replace(x=kind(4) * here.x, eps=16 * base.eps), 0)
     x, dy = (a.reshape(-1, base.n) for a in (base.x, base.dy))
@@ -87,7 +88,7 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
         if n > 1 or like.eps > 0:
             x, dy = (rng.standard_normal((4, n)).astype(a.dtype) for a in (like.x, like.dy))
             gamma, beta = (_parameter(p, n, rng) for p in (like.gamma, like.beta))
-            yield Trial(f"n = {n}", Case(x, gamma, beta, like.eps, dy))
+            yield Trial(f"n = {n}", like._replace(x=x, gamma=gamma, beta=beta, dy=dy))
     base = ordinary(like, rng, 4)
     base = base._replace(x=rng.standard_normal(base.x.shape).astype(like.x.dtype))
     for name, x in _hard_x(base).items():

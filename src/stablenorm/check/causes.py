@@ -4,16 +4,25 @@ Name the mistake in a wrong output, by trying the usual ones.
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
 does. The simplest is the right formula with one element, column or row that is wrong. Then come the
 changes of the formula: dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with
-coefficients (1, -1, -1); the mistakes change a coefficient, the rstd or the mean that go in, or the
-place of gamma.
+coefficients (1, -1, -1), in RMS norm (1, 0, -1); the mistakes change a coefficient, the rstd or the mean
+that go in, or the place of gamma.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.closed_form import Bounds, Case, Expected, Judged, dx_terms, excess, row_mean
+from stablenorm.check.closed_form import (
+    Bounds,
+    Case,
+    Expected,
+    Judged,
+    dx_terms,
+    excess,
+    row_mean,
+    statistics,
+)
 from stablenorm.check.compare import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
@@ -31,40 +40,62 @@ class Change(NamedTuple):
     One departure from the formula: of which kind, in words, and what stands in the place.
 
     By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
-    the first or second mean is subtracted, or the powers of gamma before and after the projection.
+    the first or second mean is subtracted, the powers of gamma before and after the projection, or
+    gamma itself.
     """
 
     kind: str
     words: str
     # It, or a function of `Evidence` that makes it.
     value: Any
+    norms: tuple[str, ...] = ("layer", "rms")
 
 
+_LAYER, _RMS = ("layer",), ("rms",)
 _BIASED = "rstd", "the variance is divided by n - 1 in {}"
+_CENTERED = "the mean of x is subtracted in {}"
 STATISTICS: tuple[Change, ...] = (
-    Change(*_BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5),
-    Change(*_BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5),
+    Change(*_BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, _LAYER),
+    Change(*_BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, _LAYER),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: 1 / (e.var**0.5 + e.eps)),
+    *(
+        Change(
+            "rstd",
+            f"rstd is 1 / (sqrt({var}) + eps) in {{}}",
+            lambda e: 1 / (e.var**0.5 + e.eps),
+            (norm,),
+        )
+        for norm, var in (("layer", "var"), ("rms", "mean(x^2)"))
+    ),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
-    Change("mean", "the mean of x is missing from xhat in {}", 0.0),
+    Change("mean", "the mean of x is missing from xhat in {}", 0.0, _LAYER),
+    Change("mean", _CENTERED, lambda e: row_mean(e.centered), _RMS),
+    # A layer norm altogether.
+    Change("mean", _CENTERED, lambda e: e.of_layer_norm, _RMS),
     *(
         Change(
             kind,
             f"{name} is kept in {narrow.dtype} in {{}}",
             lambda e, kind=kind, dtype=narrow.dtype: getattr(e, kind).astype(dtype).astype(float),
+            norms,
         )
         for narrow in (FLOAT32, BFLOAT16, FLOAT16)
-        for kind, name in (("rstd", "rstd"), ("mean", "the mean"))
+        for kind, name, norms in (("rstd", "rstd", _LAYER + _RMS), ("mean", "the mean", _LAYER))
+    ),
+    Change(
+        "scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.case.gamma_offset
     ),
 )
 CHANGES: tuple[Change, ...] = (
     *STATISTICS,
     *(
-        Change(f"term {place}", f"{term} {words}", value)
-        for place, term in enumerate(("the mean of g", "the xhat term"))
+        Change(f"term {place}", f"{term} {words}", value, norms)
+        for place, term, norms in (
+            (0, "the mean of g", _LAYER),
+            (1, "the xhat term", _LAYER + _RMS),
+        )
         for words, value in (
             ("is missing from {}", 0.0),
             ("is subtracted twice in {}", 2.0),
@@ -73,6 +104,10 @@ CHANGES: tuple[Change, ...] = (
             ("is not divided by n in {}", lambda e: e.n),
         )
     ),
+    Change("term 0", "the mean of g is subtracted in {}", 1.0, _RMS),
+    # A factor of rstd short, or one too many: rstd^3 goes with x.
+    Change("term 1", "the xhat term lacks rstd in {}", lambda e: e.s, _RMS),
+    Change("term 1", "the xhat term has rstd twice in {}", lambda e: e.rstd, _RMS),
     Change("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
     Change("factor", "rstd is applied twice in {}", lambda e: e.rstd),
     Change("factor", "{} has the wrong sign", -1.0),
@@ -92,11 +127,23 @@ class Evidence(Expected):
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var = row_mean(np.square(self.centered))
 
+    @property
+    def of_layer_norm(self) -> dict[str, Array]:
+        """The mean and the rstd that RMS norm does not have."""
+        _, s, mean = statistics(self.case.rows(self.case.x), self.eps)
+        return {"mean": mean, "rstd": 1 / s}
+
+    def apt(self, changes: Iterable[Change]) -> Iterator[Change]:
+        """Yield the changes that there can be in this norm."""
+        for each in changes:
+            if self.case.kind in each.norms and (each.kind != "scale" or self.case.gamma_offset):
+                yield each
+
     def made(self, change: Change) -> tuple[dict[str, Any], Array, Array]:
         """Return by kind what a change puts in place; then xhat, and rstd in units of the right."""
         with np.errstate(all="ignore"):
             value = change.value(self) if callable(change.value) else change.value
-            made = {change.kind: value}
+            made = value if isinstance(value, dict) else {change.kind: value}
             rstd = made.get("rstd", self.rstd)
             # By the difference of the means: rounding it once more would hide the change.
             centered = self.centered + (self.mean - made.get("mean", self.mean))
@@ -106,11 +153,12 @@ class Evidence(Expected):
         """Return the dx that has this mistake, and its bound."""
         made, xhat, stretch = self.made(change)
         before, after = made.get("gamma", (1, 0))
-        times = tuple(float(made.get(f"term {place}", 1.0)) for place in (0, 1))
+        usual = float(self.case.kind == "layer"), 1.0
+        times = [made.get(f"term {place}", usual[place]) for place in (0, 1)]
         with np.errstate(all="ignore"):
-            g = self.dy * self.gamma**before
+            g = self.dy * made.get("scale", self.gamma) ** before
             first, second, third = dx_terms(g, xhat)
-            bound = self.dx_bound(g, xhat) * max(1.0, *map(abs, times))
+            bound = self.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
             # Divided by s at the end, so that nothing overflows on the way.
             factor = stretch * made.get("factor", 1.0) * self.gamma**after
             scale = factor / self.s
@@ -157,12 +205,12 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
 
 def _of_rows(evidence: Evidence, name: str, bound: Array) -> Iterator[Guess]:
     if name == "dx":
-        for change in CHANGES:
+        for change in evidence.apt(CHANGES):
             yield change.words, *evidence.dx(change)
         return
-    for change in STATISTICS:
-        _, xhat, stretch = evidence.made(change)
-        value = evidence.gamma * xhat + evidence.beta
+    for change in evidence.apt(STATISTICS):
+        made, xhat, stretch = evidence.made(change)
+        value = made.get("scale", evidence.gamma) * xhat + evidence.beta
         yield change.words, value, bound * np.max(np.abs(stretch), initial=1.0)
 
 
@@ -177,12 +225,14 @@ def _of_parameter(evidence: Evidence, name: str, slack: Array) -> Iterator[Guess
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
         x = evidence.case.rows(evidence.case.x)
-        made_of = [
-            ("{} lacks rstd", evidence.centered, s),
-            ("{} is made of x, not of xhat", x, np.max(np.abs(x)) + s),
-        ]
-        for change in STATISTICS:
-            _, changed, stretch = evidence.made(change)
+        made_of = [("{} lacks rstd", evidence.centered, s)]
+        if evidence.case.kind == "layer":
+            made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + s))
+        for change in evidence.apt(STATISTICS):
+            made, changed, stretch = evidence.made(change)
+            # Gamma is in no dgamma.
+            if "scale" in made:
+                continue
             made_of.append((change.words, changed, np.maximum(np.abs(stretch), 1)))
         for words, array, size in made_of:
             yield words, np.sum(dy * array, axis=0), slack * np.max(size)

@@ -1,10 +1,11 @@
 """
-The closed form: layer normalization and its gradients by this checker's own formulas, with bounds.
+The closed form: layer and RMS norm and their gradients by this checker's own formulas, with bounds.
 
 Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
 be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
 variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which loses as many
-digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong.
+digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong. RMS norm has no mean,
+and loses nothing to an offset.
 """
 
 from typing import Any, NamedTuple
@@ -28,6 +29,14 @@ class Case(NamedTuple):
     beta: Array | None
     eps: float
     dy: Array
+    # "layer" or "rms".
+    kind: str = "layer"
+    gamma_offset: float = 0.0
+
+    @property
+    def scale(self) -> Array:
+        """What xhat is multiplied by, in float64."""
+        return self.vector(self.gamma, 1.0) + self.gamma_offset
 
     @property
     def n(self) -> int:
@@ -66,18 +75,18 @@ def unit(n: int, u: float) -> float:
     return float((4 + np.sqrt(n) / 2) * u)
 
 
-def statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
+def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array, Array]:
     """
     Return xhat, s and mean of float64 rows, good for any offset and any finite range.
 
-    s is 1 / rstd, which has no overflow where rstd would; it and the mean are (rows, 1).
+    s is 1 / rstd, which has no overflow where rstd would; it and the mean, 0 for "rms", are (rows, 1).
     """
     exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
     scaled = np.ldexp(x, -exponent)
-    mean = scaled.mean(axis=-1, keepdims=True)
+    mean = mean_of(scaled, kind)
     centered = scaled - mean
     # What rounding the mean has left: under an offset, more than all the rest.
-    rest = centered.mean(axis=-1, keepdims=True)
+    rest = mean_of(centered, kind)
     centered = centered - rest
     # A second power of two, since under an offset the spread can still have squares that vanish.
     largest = np.max(np.abs(centered), axis=-1, keepdims=True)
@@ -93,8 +102,13 @@ def statistics(x: Array, eps: float) -> tuple[Array, Array, Array]:
     return xhat, s, np.ldexp(mean + rest, exponent)
 
 
+def mean_of(a: Array, kind: str) -> Array:
+    """Return what the norm subtracts as a mean: 0 for "rms"."""
+    return row_mean(a) if kind == "layer" else np.zeros_like(a[..., :1])
+
+
 def dx_terms(g: Array, xhat: Array) -> tuple[Array, Array, Array]:
-    """Return the three terms of dx / rstd: g, mean(g), xhat mean(g xhat)."""
+    """Return the terms that dx / rstd may have: g, mean(g), xhat mean(g xhat)."""
     return g, row_mean(g) + np.zeros_like(g), xhat * row_mean(g * xhat)
 
 
@@ -104,13 +118,14 @@ class Expected:
     def __init__(self, case: Case, u: float):
         self.case, self.u = case, u
         x, self.dy = case.rows(case.x), case.rows(case.dy)
-        self.xhat, self.s, self.mean = statistics(x, case.eps)
-        self.gamma, self.beta = case.vector(case.gamma, 1.0), case.vector(case.beta, 0.0)
+        self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
+        self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         with np.errstate(all="ignore"):
             offset = row_mean(np.abs(x / self.s))
-            shift = each * offset
+            # Without a mean, there is no error of one.
+            shift = each * offset * (case.kind == "layer")
             # How far off xhat may be shifted, and rstd relatively, (rows, 1): plain and careless.
             self._slacks = [
                 # Half of it gone: first order says nothing any more.
@@ -135,9 +150,9 @@ class Expected:
         if name == "y":
             return self.gamma * xhat + self.beta, np.abs(self.gamma * xhat) + np.abs(self.beta)
         if name == "dx":
-            first, second, third = dx_terms(self.g, xhat)
-            size, slope = row_mean(np.abs(self.g)), row_mean(np.abs(self.g * xhat))
-            magnitude = np.abs(self.g) + size + np.abs(xhat) * slope
+            first, _, third = dx_terms(self.g, xhat)
+            second = mean_of(self.g, self.case.kind)
+            magnitude, *_ = self._sizes(self.g, xhat)
             return (first - second - third) / self.s, magnitude / self.s
         terms = self.dy * xhat if name == "dgamma" else self.dy
         return np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
@@ -157,12 +172,16 @@ class Expected:
     def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
         """Return how far off dx / rstd, made of g and xhat, may be in a program."""
         shift, stretch = self._slacks[careless]
-        size, slope = row_mean(np.abs(g)), row_mean(np.abs(g * xhat))
-        magnitude = np.abs(g) + size + np.abs(xhat) * slope
+        magnitude, size, slope = self._sizes(g, xhat)
         rounded: Array = (3 * stretch + unit(self.case.n, self.u)) * magnitude
         # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
         shifted: Array = shift * (slope + np.abs(xhat) * size + shift * size)
         return rounded + shifted
+
+    def _sizes(self, g: Array, xhat: Array) -> tuple[Array, Array, Array]:
+        """Return the magnitudes that dx / rstd is made of, and of each row those of its two means."""
+        size, slope = mean_of(np.abs(g), self.case.kind), row_mean(np.abs(g * xhat))
+        return np.abs(g) + size + np.abs(xhat) * slope, size, slope
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:
@@ -219,7 +238,7 @@ class Judged(NamedTuple):
 
 
 class Candidate:
-    """The layer normalization that is checked, run on cases and compared with the closed form."""
+    """The normalization that is checked, run on cases and compared with the closed form."""
 
     def __init__(self, operation: Operation):
         self._operation = operation
@@ -276,8 +295,8 @@ class Candidate:
             return case.eps, True
         if not np.array_equal(first, second) or case.n < 2:
             return case.eps, True
-        beta, gamma = case.vector(case.beta, 0.0), case.vector(case.gamma, 1.0)
-        centered, keep = row.astype(np.float64) - row.astype(np.float64).mean(), gamma != 0
+        beta, gamma, wide = case.vector(case.beta, 0.0), case.scale, row.astype(np.float64)
+        centered, keep = wide - mean_of(wide, case.kind), gamma != 0
         xhat = (case.rows(first)[0] - beta) / np.where(keep, gamma, 1.0)
         slope = float(xhat[keep] @ centered[keep]) / float(centered[keep] @ centered[keep])
         if not (np.isfinite(slope) and slope > 0):

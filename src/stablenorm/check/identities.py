@@ -1,4 +1,4 @@
-"""Equations that the gradients of layer normalization satisfy exactly."""
+"""Equations that the gradients of layer and RMS normalization satisfy exactly."""
 
 from typing import Any
 
@@ -11,14 +11,25 @@ from stablenorm.types import Array, check_eps
 
 
 def row_identities(
-    x: Any, gamma: Any, beta: Any, eps: float, dy: Any, y: Any, dx: Any, dgamma: Any, dbeta: Any
+    x: Any,
+    gamma: Any,
+    beta: Any,
+    eps: float,
+    dy: Any,
+    y: Any,
+    dx: Any,
+    dgamma: Any,
+    dbeta: Any,
+    *,
+    kind: str = "layer",
+    gamma_offset: float = 0.0,
 ) -> tuple[Identity, ...]:
     r"""
     Evaluate the equations that exact layer-normalization gradients satisfy.
 
     In every row, with xhat, rstd = (var + eps)^(-1/2) and g = gamma dy:
 
-    - sum(dx) = 0, since adding a constant to x changes nothing;
+    - sum(dx) = 0, since adding a constant to x changes nothing: not of RMS norm;
     - sum(dx xhat) / rstd = eps rstd^2 sum(g xhat): stretching x about its mean changes y only as
       far as eps matters. Where eps is left out of the backward, the right side is 0;
 
@@ -33,6 +44,10 @@ def row_identities(
         (n,), or the shape of the last axes of `x`, which are then normalized together.
     eps : float
         Finite and >= 0.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm. Of "rms", the mean is 0 and var is mean(x^2).
+    gamma_offset : float, default: 0
+        What the norm adds to gamma first, where gamma stands above.
 
     Returns
     -------
@@ -81,10 +96,10 @@ def row_identities(
         None if a is None else np.reshape(a, -1) for a in (gamma, beta, dgamma, dbeta)
     )
     keep = np.isfinite(x).all(axis=-1) & np.isfinite(dy).all(axis=-1)
-    keep[keep] = statistics(x[keep].astype(np.float64), eps)[1][:, 0] > 0
+    keep[keep] = statistics(x[keep].astype(np.float64), eps, kind)[1][:, 0] > 0
     if not keep.any():
         return ()
-    case = Case(x[keep], gamma, beta, eps, dy[keep])
+    case = Case(x[keep], gamma, beta, eps, dy[keep], kind, gamma_offset)
     found: list[Identity] = []
     # Not finite where it should be is an error of NaN, which passes no comparison.
     with np.errstate(invalid="ignore", over="ignore"):
@@ -107,14 +122,15 @@ def _dx_identities(case: Case, dx: Array) -> list[Identity]:
     projected = (scaled - share * expected.g) * expected.xhat
     name = "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd"
     second = _worst(name, projected, bound * np.abs(expected.xhat))
-    return [_worst("sum(dx) = 0", scaled, bound), second]
+    first = _worst("sum(dx) = 0", scaled, bound)
+    return [first, second] if case.kind == "layer" else [second]
 
 
 def _euler(case: Case, y: Array, dgamma: Array, dbeta: Array | None) -> Identity:
     terms, bounds = [], []
     # Each of the three inner products, by its own magnitudes and dtype.
     products = {
-        "dgamma": (case.vector(case.gamma, 1.0), dgamma),
+        "dgamma": (case.scale, dgamma),
         "dbeta": (case.vector(case.beta, 0.0), dbeta),
         "y": (-case.rows(case.dy), y),
     }

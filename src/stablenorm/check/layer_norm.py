@@ -1,8 +1,8 @@
-"""`check_layer_norm`: the closed form judges, finite differences are the independent witness."""
+"""`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences are the witness."""
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,9 @@ from stablenorm.check.closed_form import OUTPUTS, Candidate, Case, Judged, stati
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.gradients import Progress, check_gradients
 from stablenorm.check.identities import row_identities
-from stablenorm.check.operation import Backward, FaultError, Operation, norm
+from stablenorm.check.keywords import exercise
+from stablenorm.check.operation import Backward, FaultError, Operation
+from stablenorm.check.operation import norm as root_of_squares
 from stablenorm.check.report import (
     ArgumentResult,
     Finding,
@@ -44,6 +46,8 @@ def check_layer_norm(
     beta: Any = None,
     eps: float = 1e-5,
     *,
+    gamma_offset: float = 0.0,
+    takes: Sequence[str] = (),
     rng: Any = None,
     probes: int = 3,
     max_elements: int = 64,
@@ -70,6 +74,13 @@ def check_layer_norm(
         Scale and shift, (n,). With `x` given, None is passed on as None.
     eps : float, default: 1e-5
         Passed on, finite and >= 0.
+    gamma_offset : float, default: 0
+        What the forward itself adds to gamma: 1 where gamma is stored less one. It is not passed on.
+    takes : sequence of {"residual", "where", "dsum"}, default: none
+        What the functions take besides, by keyword, to be checked as well; all of the shape of x.
+        ``forward(..., residual=r)`` normalizes x + r. ``forward(..., where=mask)`` leaves out the
+        elements where the mask is False: y and dx are 0 there, and so is a row without any True.
+        ``backward(dy, cache, dsum=d)`` adds d to dx.
     rng : int or numpy.random.Generator, optional
         For the default data and for everything random in the check.
     probes, max_elements, progress : int, int and callable
@@ -88,6 +99,7 @@ def check_layer_norm(
 
     See Also
     --------
+    check_rms_norm : The same for RMS normalization.
     check_gradients : For any operation; explains the bounds.
     row_identities : The identities alone, without a forward.
 
@@ -107,6 +119,67 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('eps is missing from rstd in dx',))
     """
+    given, how = (x, gamma, beta, eps), ("layer", gamma_offset)
+    return _check(forward, backward, given, how, takes, rng, probes, max_elements, progress)
+
+
+def check_rms_norm(
+    forward: Callable[..., Any],
+    backward: Backward,
+    x: Any = None,
+    gamma: Any = None,
+    beta: Any = None,
+    eps: float = 1e-5,
+    *,
+    gamma_offset: float = 0.0,
+    takes: Sequence[str] = (),
+    rng: Any = None,
+    probes: int = 3,
+    max_elements: int = 64,
+    progress: Progress | None = None,
+) -> GradientReport:
+    """
+    Check an RMS normalization over the last axis, and name what is wrong with it.
+
+    Parameters
+    ----------
+    forward, backward : callable
+        As for `check_layer_norm`, and so is all the rest. Of code without a beta, wrap the forward in
+        ``lambda x, gamma, beta, eps: ...``, let the backward return None for dbeta, and give `x` and
+        `gamma`.
+
+    Returns
+    -------
+    GradientReport
+        As of `check_layer_norm`.
+
+    See Also
+    --------
+    check_layer_norm : Its arguments are described there.
+
+    Examples
+    --------
+    >>> from stablenorm.testing.mistakes import RMS_MISTAKES, rms_forward
+    >>> check_rms_norm(rms_forward, RMS_MISTAKES["mean(g) subtracted"].backward, rng=0).diagnosis
+    ('the mean of g is subtracted in dx',)
+    """
+    given, how = (x, gamma, beta, eps), ("rms", gamma_offset)
+    return _check(forward, backward, given, how, takes, rng, probes, max_elements, progress)
+
+
+def _check(
+    forward: Callable[..., Any],
+    backward: Backward,
+    given: tuple[Any, ...],
+    how: tuple[str, float],
+    takes: Sequence[str],
+    rng: Any,
+    probes: int,
+    max_elements: int,
+    progress: Progress | None,
+) -> GradientReport:
+    """Check one norm of x, gamma, beta and eps, of a kind and with a gamma_offset."""
+    x, gamma, beta, eps = given
     start = time.perf_counter()
     rng = np.random.default_rng(rng)
     if x is None:
@@ -115,12 +188,18 @@ def check_layer_norm(
         gamma = signs * (1 + 0.5 * rng.random(8)) if gamma is None else gamma
         beta = 0.5 + rng.random(8) if beta is None else beta
     x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
-    check_eps(eps)
+    norm = Case(x, gamma, beta, check_eps(eps), x, *how)  # type: ignore[arg-type]
+    if not np.isfinite(norm.gamma_offset) or (norm.gamma_offset and gamma is None):
+        msg = f"gamma_offset must be finite, and 0 without a gamma, got {norm.gamma_offset}"
+        raise ValueError(msg)
+    forward, backward = exercise(takes, forward, backward)
     scale = None
-    usable = is_supported(x.dtype) and x.ndim and x.size and np.isfinite(x).all()
+    usable = (
+        is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size and np.isfinite(norm.x).all()
+    )
     if usable:
         # The distance over which a row's y changes: sqrt(var + eps).
-        _, scale, _ = statistics(x.astype(np.float64), eps)
+        _, scale, _ = statistics(norm.x.astype(np.float64), eps, norm.kind)
         scale = np.where(scale > 0, scale, 1)
     report = check_gradients(
         lambda *args: forward(*args, eps),
@@ -141,7 +220,7 @@ def check_layer_norm(
         try:
             # Where it can be called at all.
             if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
-                seen = _look(candidate, Case(x, gamma, beta, float(eps), x), rng, findings)
+                seen = _look(candidate, norm, rng, findings)
         except FaultError as fault:
             findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
     identities, diagnosis, judged = seen
@@ -184,7 +263,8 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
     found = [candidate.judge(c, o) for c, o in zip(cases, outputs, strict=True)]
     for case, each in zip(cases[::-1], found[::-1], strict=True):
         if (own := each["y"]).wrong:
-            how = "this is not the layer normalization asked for"
+            name = "layer" if given.kind == "layer" else "RMS"
+            how = f"this is not the {name} normalization asked for"
             if own.error < unit(case.n, _SINGLE):
                 how = "as if something were kept in float32"
             add(_Y, "FAIL", f"y is off by {own.error:.1e}: {how}")
@@ -200,7 +280,10 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
         said += [diagnose(case, wrong)] if wrong else []
     # The two data sets must not contradict one another.
     diagnosis = tuple(s for s in said[-1] if all(s in each for each in said)) if said else ()
-    identities = row_identities(*given, *(outputs[0].get(name) for name in OUTPUTS))
+    returned = (outputs[0].get(name) for name in OUTPUTS)
+    identities = row_identities(
+        *given[:5], *returned, kind=given.kind, gamma_offset=given.gamma_offset
+    )
 
     if said:
         message = "not run: the gradients are wrong on ordinary inputs already"
@@ -232,7 +315,7 @@ def amended(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     if result.verdict == "PASS":
         return replace(result, resolution=min(result.resolution, right.resolution))
     if result.index is None:
-        own = 2 * norm(right.bounds.plain * right.scale)
+        own = 2 * root_of_squares(right.bounds.plain * right.scale)
     else:
         own = float(right.bounds.plain.reshape(right.shape)[result.index])
     # What both sides may lose to an offset, the error of the differences does not know.

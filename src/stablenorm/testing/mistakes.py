@@ -3,8 +3,8 @@ Backward passes that are wrong in known ways, and right ones written differently
 
 Made to test instruments on: a gradient checker must find every mistake and accept every variant.
 All work on (..., n), normalized over the last axis, in the dtype that they are given, and share
-one plain two-pass `forward`, whose cache the wrong backwards misuse. Each mistake spoils one
-gradient and leaves the other two right, so that it can be asked where it was found.
+one plain two-pass `forward`, or `rms_forward`, whose cache the wrong backwards misuse. Each mistake
+spoils one gradient and leaves the other two right, so that it can be asked where it was found.
 """
 
 from collections.abc import Callable
@@ -70,6 +70,19 @@ def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     return _dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
 
 
+def rms_forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
+    """Divide by the root mean square of the last axis, in the dtype given; the cache has mean 0."""
+    var = _mean(x * x)
+    rstd = 1 / np.sqrt(var + float(eps))
+    xhat = x * rstd
+    return gamma * xhat + beta, Kept(x, gamma, float(eps), np.zeros_like(var), var, rstd, xhat)
+
+
+def rms_backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """Return the right dx, dgamma, dbeta for the cache of `rms_forward`."""
+    return _rms_dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
+
+
 def _mean(a: Array) -> Array:
     mean: Array = a.mean(axis=-1, keepdims=True)
     return mean
@@ -86,6 +99,11 @@ def _parameters(dy: Array, xhat: Array) -> tuple[Array, Array]:
 
 def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
     dx: Array = rstd * (g - _mean(g) - xhat * _mean(g * xhat))
+    return dx
+
+
+def _rms_dx(g: Array, xhat: Array, rstd: Array) -> Array:
+    dx: Array = rstd * (g - xhat * _mean(g * xhat))
     return dx
 
 
@@ -106,12 +124,12 @@ def _spoiled_dx(where: Any, factor: float) -> Backward:
     return _wrong_dx(make)
 
 
-def _wrong_rstd(make: Callable[[Kept], Array]) -> Backward:
+def _wrong_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
 
     def wrong(g: Array, cache: Kept) -> Array:
         rstd = make(cache)
-        return _dx(g, (cache.x - cache.mean) * rstd, rstd)
+        return project(g, (cache.x - cache.mean) * rstd, rstd)
 
     return _wrong_dx(wrong)
 
@@ -119,6 +137,17 @@ def _wrong_rstd(make: Callable[[Kept], Array]) -> Backward:
 def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     dx, _, dbeta = backward(dy, cache)
     return dx, _sum_rows(dy * (cache.x - cache.mean)), dbeta
+
+
+def _rms_dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    dx, _, dbeta = rms_backward(dy, cache)
+    return dx, _sum_rows(dy * cache.x), dbeta
+
+
+def _divided_by_std(x: Array, eps: float) -> Array:
+    centered = x - _mean(x)
+    xhat: Array = centered / np.sqrt(_mean(centered * centered) + eps)
+    return xhat
 
 
 # fmt: off
@@ -154,6 +183,36 @@ MISTAKES: dict[str, Mistake] = {
     "mean rounded to bf16": Mistake(
         _wrong_dx(lambda g, c: _dx(g, (c.x - c.mean.astype(bfloat16).astype(c.x.dtype)) * c.rstd, c.rstd)),
         "x", "the mean is kept in bfloat16 in dx"),
+}
+
+RMS_MISTAKES: dict[str, Mistake] = {
+    "mean(g) subtracted": Mistake(
+        _wrong_dx(lambda g, c: _dx(g, c.xhat, c.rstd)), "x", "the mean of g is subtracted in dx"),
+    "mean(x) subtracted": Mistake(
+        _wrong_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
+        "x", "the mean of x is subtracted in dx"),
+    "xhat term missing": Mistake(
+        _wrong_dx(lambda g, c: c.rstd * g), "x", "the xhat term is missing from dx"),
+    "xhat term not divided by n": Mistake(
+        _wrong_dx(lambda g, c: c.rstd * (g - c.xhat * (g * c.xhat).sum(axis=-1, keepdims=True))),
+        "x", "the xhat term is not divided by n in dx"),
+    "rstd^2, not rstd^3": Mistake(
+        _wrong_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * _mean(g * c.x)),
+        "x", "the xhat term lacks rstd in dx"),
+    "gamma after the projection": Mistake(
+        _wrong_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
+        "x", "gamma is applied after the projection in dx"),
+    "gamma applied twice": Mistake(
+        _wrong_dx(lambda g, c: _rms_dx(c.gamma * g, c.xhat, c.rstd)), "x", "gamma is applied twice in dx"),
+    "rstd = 1/(sqrt(mean(x^2))+eps)": Mistake(
+        _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps), _rms_dx),
+        "x", "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
+    "eps omitted": Mistake(
+        _wrong_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "x", "eps is missing from rstd in dx"),
+    "dgamma without rstd": Mistake(_rms_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
+    "dgamma of a layer norm": Mistake(
+        lambda dy, c: (rms_backward(dy, c)[0], *_parameters(dy, _divided_by_std(c.x, c.eps))),
+        "gamma", "the mean of x is subtracted in dgamma"),
 }
 # fmt: on
 
@@ -206,4 +265,17 @@ VARIANTS: dict[str, tuple[Forward, Backward]] = {
     "N dy form": (forward, _n_times_dy),
     "expanded": (forward, _expanded),
     "blocked": (forward, _blocked),
+}
+
+
+def _rms_expanded(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+    """Written out in a sum over x, as fused kernels do: dx = rstd g + b x."""
+    n, g, x, rstd = dy.shape[-1], cache.gamma * dy, cache.x, cache.rstd
+    b = -(rstd**3) * (g * x).sum(axis=-1, keepdims=True) / n
+    return rstd * g + b * x, _sum_rows(dy * x * rstd), _sum_rows(dy)
+
+
+RMS_VARIANTS: dict[str, tuple[Forward, Backward]] = {
+    "plain": (rms_forward, rms_backward),
+    "expanded": (rms_forward, _rms_expanded),
 }
