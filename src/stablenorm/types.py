@@ -59,6 +59,8 @@ class Extra(NamedTuple):
     drstd: Array | None = None
     # Of the shape of x, bool: which elements count, at least one of each row.
     where: Any = None
+    # float64 (2, n): what dgamma and dbeta are added to before they are rounded.
+    old: Array | None = None
 
 
 NOTHING_EXTRA = Extra()

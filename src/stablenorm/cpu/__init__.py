@@ -73,7 +73,7 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
         kept = None, None, np.empty(rows), None, None, None, None
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
-    arrays = x, y, None, gamma, beta, *kept, None, None, None, None, source, plus
+    arrays = x, y, None, gamma, beta, *kept, None, None, None, None, None, source, plus
     if _do(plan, arrays, norm.eps) == REFERENCE:
         return reference.forward(x, norm, y)
     if not plan.wide:
@@ -109,7 +109,7 @@ def backward(
         return
     if summing and dx is not None and _may_share(dy, dx):
         # Extreme rows need all of dy for the sums. So these first: then dx may overwrite it.
-        backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
+        backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta), extra._replace(dsum=None))
         backward(dy, x, norm, statistics, Gradients(dx, None, None), extra)
         return
     marks = extreme.marks_of(statistics)
@@ -117,7 +117,7 @@ def backward(
         reference.backward(dy, x, norm, statistics, out, extra)
         return
     if summing and np.count_nonzero(marks):
-        reference.backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta))
+        reference.backward(dy, x, norm, statistics, Gradients(None, dgamma, dbeta), extra)
     if dx is not None:
         extreme.write_dx(dy, x, norm, statistics, dx, marks, extra)
 
@@ -135,7 +135,8 @@ def _backward_nearest(
 
 
 def _is_for_kernels(extra: Extra, x: Any) -> bool:
-    return all(each is None for each in extra[1:]) and extra.dsum.dtype == x.dtype
+    dsum, *others, _ = extra
+    return all(each is None for each in others) and (dsum is None or dsum.dtype == x.dtype)
 
 
 def _may_share(a: Any, b: Any) -> bool:
@@ -159,7 +160,7 @@ def _backward(
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
-    sums = None, *totals, undecided
+    sums = None, *totals, undecided, extra.old
     arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, *sums, None, plus
     if _do(plan, arrays) == REFERENCE:
         return False
@@ -186,7 +187,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
     x: Any = as_matrix(arrays[0])
     out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
-    parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:16]
+    parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:17]
     plus = None if arrays[-1] is None else as_matrix(arrays[-1])
     n, sums, words = x.shape[1], None, plan.words.copy()
     words[AT.x_stride] = words[AT.out_stride] = n * x.dtype.itemsize
@@ -203,7 +204,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         some, added = (_part(word, block) for word in kept), _part(plus, block)
         given = _part(x, block), result, _part(dy, block), *parameters, *some
         words[AT.rows] = block.stop - block.start
-        if _do(plan, (*given, here, None, None, None, None, added), eps) == REFERENCE:
+        if _do(plan, (*given, here, None, None, None, None, None, added), eps) == REFERENCE:
             return REFERENCE
         if out is not None:
             out[block] = result

@@ -90,12 +90,12 @@ def decide(
     if dx is not None:
         write_dx(dy, x, norm, statistics, dx, marks, extra)
     if (marks == EXTREME).any():
-        reference.backward(dy, x, norm, statistics, Gradients(None, *totals))
+        reference.backward(dy, x, norm, statistics, Gradients(None, *totals), extra)
         return
     columns = np.flatnonzero(undecided.any(axis=0))
     if len(columns):
-        dtypes = (None if total is None else total.dtype for total in totals)
-        found = reference.columns_of_sums(as_matrix(dy), as_matrix(x), norm, columns, *dtypes)
+        dgamma, dbeta = (None if total is None else total.dtype for total in totals)
+        found = reference.columns_of_sums(dy, x, norm, columns, dgamma, dbeta, extra.old)
         for total, values in zip(totals, found, strict=True):
             if total is not None:
                 total.flat[columns] = values

@@ -18,7 +18,7 @@ from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, bits_of, float_of, further, inner, pasted, pointer_at, width
-from stablenorm.cpu.nearest import is_exact, put_decided, sums_bound, total_error
+from stablenorm.cpu.nearest import digits_of, is_exact, put_decided, sums_bound, total_error
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
@@ -140,7 +140,7 @@ def _rounder(element: Any, nearest: bool) -> Any:
         p = read_record(record)
         out = pointer_at(p.dbeta if which else p.dgamma, element)
         apart = 8 * padded(p.n)
-        if p.tiles == 1 and not nearest:
+        if p.tiles == 1 and not nearest and p.old == 0:
             part = p.sums + 2 * which * apart
             round_sums(float64_at(part), float64_at(part + apart), p.n, out)
             return
@@ -156,6 +156,8 @@ def _rounder(element: Any, nearest: bool) -> Any:
                     add_to(size, float64_at(sums + (4 + which) * apart), count)
                 merge(float64_at(part), high, low, count)
                 merge(float64_at(part + apart), high, low, count)
+            if p.old != 0:
+                merge(float64_at(p.old + 8 * (which * p.n + start)), high, low, count)
             to = further(out, start * width(out))
             if nearest:
                 _decide_sums(p, (high, low, size), start, count, to, which)
@@ -168,12 +170,21 @@ def _rounder(element: Any, nearest: bool) -> Any:
 @pasted
 def _decide_sums(p, sums, start, count, out, which):
     high, low, size = sums
-    bound = sums_bound(p.n, p.tile_rows, p.tiles)
-    most, last, more = 0.0, 0.0, 0.0
+    most, last, more, tiles_, rows = 0.0, 0.0, 0.0, p.tiles, p.tiles * p.tile_rows
     for tile in range(p.tiles):
         ranges = float64_at(p.sums + tile * p.sums_bytes + 8 * (5 * padded(p.n) + p.n))
         most, last, more = max(most, ranges[0]), max(last, ranges[1]), more + ranges[2]
-    exact = which and is_exact(float(p.tiles * p.tile_rows), most, last)
+    if p.old != 0:
+        # As a tile more, of one row.
+        old = float64_at(p.old + 8 * (which * p.n + start))
+        tiles_, rows = tiles_ + 1, rows + 1
+        for j in range(count):
+            part = abs(old[j])
+            size[j] += part
+            if part > 0.0:
+                most, last = max(most, part), max(last, digits_of(out) / part)
+    bound = sums_bound(p.n, p.tile_rows, tiles_)
+    exact = which and is_exact(float(rows), most, last)
     more = more if which else 0.0
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
     for j in range(count):

@@ -175,6 +175,13 @@ def _dx_and_sum(given, j):
     return high if high == high else np.nan, low, size  # noqa: PLR0124
 
 
+@pasted
+def digits_of(v):
+    """Return 2**p, p the bits of these floats: the last bit of one is more than 2**-p of it."""
+    # 53, 24, and at most 11 of 16-bit floats.
+    return 2.0**53 if width(v) == 8 else 2.0**24 if width(v) == 4 else 2.0**11
+
+
 @inlined
 def add_sizes(dy, x, factors, n, mean, spread, range_of_dy, sizes):
     """
@@ -197,9 +204,7 @@ def add_sizes(dy, x, factors, n, mean, spread, range_of_dy, sizes):
         # Sums of narrower floats are exact nearly always: the same for all columns takes less time.
         of_dbeta[n + 2] += largest
     if most > 0:
-        # Of p bits, the last is more than 2**-p of the float: 53, 24, and at most 11 for 16-bit floats.
-        digits = 2.0**53 if width(dy) == 8 else 2.0**24 if width(dy) == 4 else 2.0**11
-        of_dbeta[n + 1] = max(of_dbeta[n + 1], digits / float_of(np.int64(least) + 1))
+        of_dbeta[n + 1] = max(of_dbeta[n + 1], digits_of(dy) / float_of(np.int64(least) + 1))
 
 
 @pasted

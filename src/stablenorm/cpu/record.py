@@ -47,6 +47,8 @@ class Call(NamedTuple):
     dbeta: Any = 0
     # Only for correct rounding, two bytes per column: whether dgamma and dbeta are undecided.
     undecided: Any = 0
+    # float64: what dgamma, and then dbeta, is added to.
+    old: Any = 0
     # x before the residual was added, and the residual; or what is added to dx. x is then their sum.
     source: Any = 0
     plus: Any = 0

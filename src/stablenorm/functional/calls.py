@@ -99,6 +99,7 @@ def backward(
     sum_axes: int | tuple[int, ...] | None = None,
     dmean: ArrayLike | None = None,
     drstd: ArrayLike | None = None,
+    accumulate: bool = False,
 ) -> Gradients:
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
@@ -121,16 +122,21 @@ def backward(
     if sum_axes is not None:
         _refuse_cuda("sum_axes", name)
         lead, kept = samples.check_sum_axes(sum_axes, cache)
-    gradients = _gradients(arrays, {"dy": dy, "dsum": extra.dsum}, cache, asked, out, kept)
+    if accumulate:
+        _refuse_cuda("accumulate=True", name)
+    inputs = {"dy": dy, "dsum": extra.dsum}
+    gradients = _gradients(arrays, inputs, cache, asked, out, kept, accumulate)
     call = implementation("backward", name)
     if lead is not None or type(norm) is SampleNorm:
-        samples.backward(call, dy, cache, gradients, lead, extra)
+        samples.backward(call, dy, cache, gradients, lead, extra, accumulate)
         return gradients
     dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
     found = Gradients(dx, *gradients[1:])
     given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
     if extra.dsum is not None:
         extra = extra._replace(dsum=arrays.rows(extra.dsum, axes))
+    if accumulate:
+        extra = extra._replace(old=samples.old_sums(gradients))
     if extra is not NOTHING_EXTRA:
         given += (extra,)
     if where is None:
@@ -298,6 +304,13 @@ def _refuse_overlap(
             raise ValueError(msg)
 
 
+def _check_old_sums(likes: Sequence[Array | None], out: Sequence[Array | None]) -> None:
+    for name, wanted, array in zip(NAMES, likes, out, strict=False):
+        if wanted is not None and array is None:
+            msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
+            raise ValueError(msg)
+
+
 def _gradients(
     arrays: Arrays,
     inputs: dict[str, Array | None],
@@ -305,6 +318,7 @@ def _gradients(
     asked: tuple[str, ...],
     out: Sequence[Array | None] | None,
     kept: tuple[int, ...] | None,
+    accumulate: bool,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     like, norm = cache.x, cache.norm
@@ -313,6 +327,8 @@ def _gradients(
     if kept is not None:
         # Only their shapes and dtypes count from here on.
         gamma, beta = (samples.sums_like(each, kept, cache) for each in (gamma, beta))
+    if accumulate:
+        _check_old_sums((None, gamma, beta), (None,) * 3 if out is None else out)
     if out is None:
         return Gradients(
             arrays.empty(like.shape, like.dtype, like) if "x" in asked else None,

@@ -196,6 +196,7 @@ def layer_norm_backward(
     sum_axes: int | tuple[int, ...] | None = None,
     dmean: ArrayLike | None = None,
     drstd: ArrayLike | None = None,
+    accumulate: bool = False,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `layer_norm_forward`.
@@ -240,7 +241,8 @@ def layer_norm_backward(
         wrong one.
     ValueError
         If `dy` or an `out` has the wrong shape, overlaps what it must not, or is read-only, `wrt`
-        or `sum_axes` names something else, or the cache is one of `rms_norm_forward`.
+        or `sum_axes` names something else, there is no `out` to accumulate in, or the cache is one
+        of `rms_norm_forward`.
 
     See Also
     --------
@@ -255,7 +257,8 @@ def layer_norm_backward(
       dsum, plus its size;
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for float64,
       2**-94;
-    - for dbeta: the sum over rows of ``|dy|``, the same c.
+    - for dbeta: the sum over rows of ``|dy|``, the same c; for both, with ``accumulate=True``, plus the
+      size of the old value.
 
     dgamma and dbeta are summed in an order that depends on the shape and the dtypes alone.
 
@@ -270,4 +273,4 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd)
+    return backward(dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd, accumulate)

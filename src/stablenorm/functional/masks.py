@@ -95,7 +95,7 @@ def backward(
     if extra is not NOTHING_EXTRA or where.shape[1] > 1:
         dmean, drstd = (None if each is None else each[numbers] for each in extra[1:3])
         elements = where if where.shape[1] > 1 else None
-        extra = Extra(pick(dsum, numbers), dmean, drstd, pick(elements, numbers))
+        extra = Extra(pick(dsum, numbers), dmean, drstd, pick(elements, numbers), extra.old)
     some, found = statistics.of_rows(numbers), out._replace(dx=pick(dx, numbers))
     call(pick(dy, numbers), pick(x, numbers), norm, some, found, extra)
     if dx is not None:

@@ -127,6 +127,7 @@ def rms_norm_backward(
     dsum: ArrayLike | None = None,
     sum_axes: int | tuple[int, ...] | None = None,
     drstd: ArrayLike | None = None,
+    accumulate: bool = False,
 ) -> Gradients:
     """
     Pull the cotangent `dy` back through `rms_norm_forward`.
@@ -134,7 +135,8 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum`, `sum_axes` and `drstd`.
+        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum`, `sum_axes`, `drstd` and
+        `accumulate`.
     cache : Cache
         What `rms_norm_forward` returned. It can be used any number of times.
 
@@ -167,4 +169,4 @@ def rms_norm_backward(
     >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
     array([[ 0.181, -0.136]])
     """
-    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes, None, drstd)
+    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes, None, drstd, accumulate)

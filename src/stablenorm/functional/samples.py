@@ -79,6 +79,18 @@ def sums_like(parameter: Array | None, kept: tuple[int, ...], cache: Cache) -> A
     return np.broadcast_to(np.empty((), parameter.dtype), kept + normalized)
 
 
+def old_sums(out: Gradients) -> Array | None:
+    """Return what dgamma and dbeta hold, in float64; 0 for one that is not wanted."""
+    sizes = [total.size for total in out[1:] if total is not None]
+    if not sizes:
+        return None
+    old = np.zeros((2, sizes[0]))
+    for row, total in zip(old, out[1:], strict=True):
+        if total is not None:
+            row[:] = total.reshape(-1).astype(np.float64)
+    return old
+
+
 def forward(
     call: Callable[..., Any], x: Array, norm: Norm, axes: Axes, y: Array,
     residual: Residual | None, where: Array | None,
@@ -101,7 +113,7 @@ def forward(
 
 def backward(
     call: Callable[..., Any], dy: Array, cache: Cache, out: Gradients, lead: Lead | None,
-    extra: Extra,
+    extra: Extra, accumulate: bool,
 ) -> None:  # fmt: skip
     """Write the gradients of `out`; `lead` is that of the sums, by default of their parameters."""
     of_parameters = [_lead(each, cache.x, cache.axis) for each in cache.norm[:2]]
@@ -116,12 +128,13 @@ def backward(
             wanted[which] = out[which]
             passes[cuts[which]] = wanted
     for cut, wanted in passes.items():
-        _pass(call, dy, cache, Gradients(*wanted), cut, extra)
+        _pass(call, dy, cache, Gradients(*wanted), cut, extra, accumulate)
 
 
 def _pass(
-    call: Callable[..., Any], dy: Array, cache: Cache, out: Gradients, cut: Lead, extra: Extra
-) -> None:
+    call: Callable[..., Any], dy: Array, cache: Cache, out: Gradients, cut: Lead, extra: Extra,
+    accumulate: bool,
+) -> None:  # fmt: skip
     x, norm, axes, statistics, _, where = cache[:6]
     parts = _Parts(x, axes, cut)
     if out.dx is None is out.dgamma:
@@ -140,6 +153,8 @@ def _pass(
         here = extra
         if extra is not NOTHING_EXTRA:
             here = Extra(rows[3], _at(dmean, place), _at(drstd, place))
+        if accumulate:
+            here = here._replace(old=old_sums(found))
         masks.backward(call, rows[4], rows[0], rows[1], some, kept, found, here)
 
 

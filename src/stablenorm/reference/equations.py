@@ -196,6 +196,9 @@ def backward(
                 if extra.dsum is not None:
                     dx = dx + lift(extra.dsum[rows])
                 out.dx[rows] = _round(dx, out.dx.dtype)
+        if extra.old is not None:
+            sum_dgamma.add(lift(extra.old[:1]))
+            sum_dbeta.add(lift(extra.old[1:]))
         if out.dgamma is not None:
             out.dgamma[...] = sum_dgamma.rounded(out.dgamma)
         if out.dbeta is not None:

@@ -273,11 +273,12 @@ def rows_and_roots(x: Array, norm: Norm) -> list[tuple[Row, Root]]:
 
 
 def dgamma_element(
-    dy: Array, x: Array, rows: Sequence[tuple[Row, Root]], dtype: np.dtype[Any]
+    dy: Array, x: Array, rows: Sequence[tuple[Row, Root]], old: Any, dtype: np.dtype[Any]
 ) -> float:
-    """Return dgamma of one column, given all rows."""
-    pairs = _pairs(dy)
+    """Return `old` plus dgamma of one column, given all rows."""
+    pairs, ((start, place),) = _pairs(dy), _pairs(old[None])
     unit = min(exponent + row.shift for (_, exponent), (row, _) in zip(pairs, rows, strict=True))
+    unit = min(unit, place)
     # Rows of the same numbers have the same root.
     totals: dict[int, int] = {}
     both = zip(pairs, _pairs(x), rows, strict=True)
@@ -288,7 +289,7 @@ def dgamma_element(
         totals[root.radicand] = totals.get(root.radicand, 0) + term
     roots = {root.radicand: root for _, root in rows}
     terms = [(total, roots[radicand]) for radicand, total in totals.items() if total]
-    return _nearest(0, terms, unit, format_of(dtype))
+    return _nearest(start << place - unit, terms, unit, format_of(dtype))
 
 
 def dbeta_element(dy: Array, dtype: np.dtype[Any]) -> float:

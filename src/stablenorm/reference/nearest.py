@@ -10,6 +10,7 @@ and D stands for ``rstd mean|x - m|``, m the mean rounded to float64.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -83,8 +84,9 @@ def backward(
     ``out.dx`` may be `dy` itself: the sums over rows come first.
     """
     columns = np.arange(x.shape[-1])
-    dtypes = [None if each is None else each.dtype for each in out[1:]]
-    for total, values in zip(out[1:], columns_of_sums(dy, x, norm, columns, *dtypes), strict=True):
+    dgamma, dbeta = (None if each is None else each.dtype for each in out[1:])
+    found = columns_of_sums(dy, x, norm, columns, dgamma, dbeta, extra.old)
+    for total, values in zip(out[1:], found, strict=True):
         if total is not None and values is not None:
             total[...] = values.reshape(total.shape)
     if out.dx is not None:
@@ -134,20 +136,28 @@ def columns_of_sums(
     columns: Array,
     dtype_dgamma: np.dtype[Any] | None,
     dtype_dbeta: np.dtype[Any] | None,
+    old: Array | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype."""
+    """
+    Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype.
+
+    Each is added to what `old` has for it before it is rounded.
+    """
     dy, x = as_matrix(dy), as_matrix(x)
-    dgamma = None if dtype_dgamma is None else np.zeros(len(columns), dtype_dgamma)
-    dbeta = None if dtype_dbeta is None else np.zeros(len(columns), dtype_dbeta)
+    start = np.zeros((2, len(columns))) if old is None else old[:, columns]
     with np.errstate(all="ignore"):
+        dgamma = None if dtype_dgamma is None else start[0].astype(dtype_dgamma)
+        dbeta = None if dtype_dbeta is None else start[1].astype(dtype_dbeta)
         if dgamma is not None and x.shape[0]:
-            dgamma = _dgamma(dy, x, norm, columns, dgamma.dtype)
+            dgamma = _dgamma(dy, x, norm, columns, dgamma.dtype, start[:1])
         if dbeta is not None and x.shape[0]:
-            dbeta = _dbeta(dy, columns, dbeta.dtype)
+            dbeta = _dbeta(dy, columns, dbeta.dtype, start[1:])
     return dgamma, dbeta
 
 
-def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any) -> Array:
+def _dgamma(
+    dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any, old: Array
+) -> Array:  # fmt: skip
     (count, n), undefined, total = x.shape, False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], norm)
@@ -163,29 +173,32 @@ def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any) -
         undefined |= bool(part.undefined.any())
     if undefined:
         return np.full(len(columns), np.nan).astype(dtype)
-    result, undecided = total.rounded(3 * (_height(n) + _added(count)) + 64, dtype)
+    first, infinite = _split(old)
+    total.add(Wide.exactly(first), _size(Wide.exactly(first)), infinite)
+    result, undecided = total.rounded(3 * (_height(n) + _added(count + 1)) + 64, dtype)
     if undecided.any():
         blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
         known = [row for block in blocks for row in exact.rows_and_roots(block, norm)]
         for j, (column, values) in _columns(columns, undecided, dy, x):
-            result[j] = exact.dgamma_element(column, values, known, dtype)
+            result[j] = exact.dgamma_element(column, values, known, first[0, j], dtype)
     return result
 
 
-def _dbeta(dy: RowsLike, columns: Array, dtype: Any) -> Array:
-    total, digits = _Total(len(columns)), format_of(dy.dtype).digits
+def _dbeta(dy: RowsLike, columns: Array, dtype: Any, old: Array) -> Array:
+    total = _Total(len(columns))
     # The exponent of a last place that all terms of a column have.
     last = np.full(len(columns), _NONE)
-    for rows in _blocks(dy.shape):
-        cotangent, infinite = _split(dy[rows][:, columns])
-        places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - digits)
+    blocks = ((dy[rows][:, columns], dy.dtype) for rows in _blocks(dy.shape))
+    for values, kind in itertools.chain(blocks, [(old, dtype)]):
+        cotangent, infinite = _split(values)
+        places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - format_of(kind).digits)
         last = np.minimum(last, places.min(axis=0))
         term = Wide.exactly(cotangent)
         total.add(term, _size(term), infinite)
     sharp = total.sizes.total().magnitude() <= last + _EXACT
-    result, undecided = total.rounded(np.where(sharp, 0.0, 3 * _added(dy.shape[0]) + 4), dtype)
+    result, undecided = total.rounded(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4), dtype)
     for j, (column,) in _columns(columns, undecided, dy):
-        result[j] = exact.dbeta_element(column, dtype)
+        result[j] = exact.dbeta_element(np.append(column, old[0, j]), dtype)
     return result
 
 
