@@ -189,7 +189,9 @@ def _decide_sums(p, sums, start, count, out, which):
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
     for j in range(count):
         error = 0.0 if exact else total_error(low[j], bound * (size[j] + more))
-        undecided[j] = not put_decided(out, j, high[j], low[j], error)
+        # There is one NaN, whatever that of an old value is.
+        known = high[j] == high[j] and put_decided(out, j, high[j], low[j], error)  # noqa: PLR0124
+        undecided[j] = not known
 
 
 @inner

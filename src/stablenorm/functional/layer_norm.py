@@ -227,6 +227,9 @@ def layer_norm_backward(
         Derivatives by `cache.mean` and `cache.rstd`, where something was computed from these. What
         they add to dx, ``dmean / n - drstd rstd**2 xhat / n``, is rounded with the rest; with a
         mask n is the row's number of True. By the slow reference. Limits as for `dsum`.
+    accumulate : bool, default: False
+        Add to the dgamma and dbeta that `out` has, as micro-batches need: each becomes the exact
+        old value plus the exact sum, rounded once. dx is written as ever. Not for CUDA arrays.
 
     Returns
     -------
