@@ -190,7 +190,7 @@ def _decide_sums(p, sums, start, count, out, which):
     for j in range(count):
         error = 0.0 if exact else total_error(low[j], bound * (size[j] + more))
         # There is one NaN, whatever that of an old value is.
-        known = high[j] == high[j] and put_decided(out, j, high[j], low[j], error)  # noqa: PLR0124
+        known = high[j] == high[j] and put_decided(out, j, high[j], low[j], error)
         undecided[j] = not known
 
 
