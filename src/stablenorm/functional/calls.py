@@ -30,8 +30,8 @@ from stablenorm.types import (
 
 NAMES = ("x", "gamma", "beta")
 
-# kind, gamma_offset and rounding of most calls.
-_PLAIN = "layer", 0.0, "fast"
+# gamma_offset and rounding of most calls.
+_PLAIN = 0.0, "fast"
 
 
 def forward(
@@ -161,7 +161,7 @@ def _checked(
     if beta is not None and (backend == "cuda" or not is_plain(beta, shape)):
         beta, changed = _parameter(arrays, "beta", beta, x_shape, axes, backend), True
     eps = check_eps(given)
-    if norm[3:6] != _PLAIN:
+    if norm[4:6] != _PLAIN or (backend == "cuda" and kind != "layer"):
         gamma_offset, changed = _checked_offset(gamma_offset, gamma), True
         _check_options(kind, gamma_offset, rounding, backend)
     if changed or eps is not given:
