@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 from mpmath import mp, mpf
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.reference import nearest as reference
 
 numba = pytest.importorskip("numba")
@@ -21,51 +26,70 @@ wide = pytest.importorskip("stablenorm.cpu.wide")
 wide_tiles = pytest.importorskip("stablenorm.cpu.wide_tiles")
 
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "accuracy-contract.md"
-STEPS, BOUNDS = "At each step", "In the code,"
+# Titles of the tables: of each step, of what the code takes.
+TABLES = {
+    "layer": ("At each step", "In the code,"),
+    "rms": ("Of RMS norm", "There, the code takes"),
+}
 U = 2.0**-53
 
 
 @functools.cache
-def compiled():
-    """Return what gives the pairs of a row's forward and of a tile's backward, with the code's bounds."""
+def compiled(kind):
+    """
+    Return what gives the pairs of a row's forward and of a tile's backward, with the code's bounds.
+
+    Of RMS norm gamma is a pair, as with a gamma_offset.
+    """
+    layer = kind == "layer"
 
     @numba.njit
     def at(array):
         return memory.pointer_at(array.ctypes.data, np.float64)
 
     @numba.njit(error_model="numpy")
-    def forward(x, k, gamma, beta, eps, lanes, xhat, y):
-        n = x.size
-        d, d_low, square, square_low = wide._measure(at(x), n, k, at(lanes))
+    def forward(x, k, gamma, gamma_low, beta, eps, lanes, xhat, y):
+        n, low = x.size, None if layer else at(gamma_low)
+        d, d_low, square, square_low = wide._measure(at(x), n, k, at(lanes), layer)
         product, product_low = pairs.multiply(d, d_low, d, d_low)
         var = pairs.add(square, square_low, -product, -product_low)
-        extreme, row, single = wide.statistics(at(x), n, eps, at(lanes))
+        extreme, found, single = wide.statistics(at(x), n, eps, at(lanes), layer)
+        row = found if layer else (None, None, None, found[3], found[4])
         spread = nearest.spread_of(single, row[3])
         for j in range(n):
             xhat[j, 0], xhat[j, 1] = wide.xhat_of(x[j], *row)
-            given = at(x), at(gamma), at(beta), row, spread
+            given = at(x), at(gamma), low, at(beta), row, spread
             y[j, 0], y[j, 1], y[j, 2] = nearest._y(given, j)
             y[j, 2] *= nearest.row_bound(n)
-        return extreme, (d, d_low, square, square_low, *var), row, spread
+        return extreme, (d, d_low, square, square_low, *var), found, spread
 
     @numba.njit(error_model="numpy")
-    def backward(dy, x, gamma, rows, spreads, lanes, words, sums, means, dx):
+    def backward(dy, x, gamma, gamma_low, rows, spreads, lanes, words, sums, means, dx):
         n, factors = x.shape[1], (at(words[0]), at(words[1]), at(words[2]), at(words[3]))
         extreme, totals = False, (at(sums[0]), at(sums[1]), at(sums[2]), at(sums[3]))
+        low = None if layer else at(gamma_low)
         for i in range(len(x)):
             if i > 0 and i % tiles.ROWS_OF_PART == 0:
                 wide_tiles._settle(totals, n)
-            row = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3], rows[i, 4]
-            arrays = at(dy[i]), at(x[i]), at(gamma)
-            bad, four, range_of_dy = wide.pull(arrays, n, row, totals, factors, at(lanes))
+            if layer:
+                row = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3], rows[i, 4]
+            else:
+                row = None, None, None, rows[i, 3], rows[i, 4]
+            arrays = at(dy[i]), at(x[i]), at(gamma), low
+            found = wide.pull(arrays, n, row, totals, factors, at(lanes), layer)
+            bad, of_g, of_products, range_of_dy = found
             extreme |= bad
             sizes = at(sums[4]), at(sums[5])
-            nearest.add_sizes(at(dy[i]), factors, n, spreads[i], range_of_dy, sizes)
-            means[i, 0], means[i, 1], means[i, 2], means[i, 3] = four
-            means[i, 4], means[i, 5] = wide.smallest(at(dy[i]), at(gamma), n)
-            size = nearest.size_of(arrays, factors, n)
+            spread = spreads[i]
+            nearest.add_sizes(at(dy[i]), at(x[i]), factors, n, row[0], spread, range_of_dy, sizes)
+            means[i, 0], means[i, 1] = of_g
+            means[i, 2], means[i, 3] = of_products
+            if layer:
+                means[i, 4], means[i, 5] = wide.smallest(at(dy[i]), at(gamma), low, n)
+            size = nearest.size_of(arrays, factors, n, layer, True)
+            both = (of_g if layer else None), of_products
             for j in range(n):
-                dx[i, j] = nearest._dx((factors, four, row[3:], size), j)
+                dx[i, j] = nearest._dx((at(x[i]), factors, both, row, size), j)
                 dx[i, j, 2] *= nearest.row_bound(n) * row[3]
         wide_tiles._settle(totals, n)
         return extreme
@@ -96,34 +120,40 @@ def largest(part, whole):
     return max((float(a / b) for a, b in zip(part.flat, whole.flat, strict=True) if b), default=0.0)
 
 
-def rate(x, dy, gamma, beta, k, eps=1e-5):
+def rate(kind, x, dy, gamma, beta, k, eps=1e-5):
     """Return the largest error over bound of each step, and of what the code takes for the bounds."""
+    steps_of, code_of = map(formulas, TABLES[kind])
+    # As a gamma_offset leaves them.
+    low = gamma * 2.0**-54 * (kind == "rms")
     (rows, n), height = x.shape, len(x) + -len(x) % 8
     lanes, words, factors = np.empty(4 * wide.LANES), [], np.empty((4, n))
     xhat, y, dx = np.empty((*x.shape, 2)), np.empty((*x.shape, 3)), np.empty((*x.shape, 3))
-    means, sums = np.empty((rows, 6)), np.zeros((6, n + 8))
-    forward, backward = compiled()
+    means, sums = np.zeros((rows, 6)), np.zeros((6, n + 8))
+    forward, backward = compiled(kind)
     for i in range(rows):
-        words.append(forward(x[i], k[i], gamma, beta, eps, lanes, xhat[i], y[i]))
+        words.append(forward(x[i], k[i], gamma, low, beta, eps, lanes, xhat[i], y[i]))
     extreme, six, row, spreads = (np.array(each) for each in zip(*words, strict=True))
     assert not extreme.any()
-    assert not backward(dy, x, gamma, row, spreads, lanes, factors, sums, means, dx)
+    assert not backward(dy, x, gamma, low, row, spreads, lanes, factors, sums, means, dx)
     names = {
         "n": n, "R": height, "T": 1, "H": 5 * -(-n // 16) + 35, "abs": abs,
         "mean": lambda a: a.mean(axis=-1, keepdims=True), "sum": lambda a: a.sum(axis=0),
         "sqrt": np.vectorize(mp.sqrt, otypes=[object]), "m": both(means[:, None, 4:]),
-        "x": exactly(x), "dy": exactly(dy), "gamma": exactly(gamma), "beta": exactly(beta),
-        "k": exactly(k)[:, None],
+        "x": exactly(x), "dy": exactly(dy), "gamma": exactly(gamma) + exactly(low),
+        "k": exactly(k)[:, None], "beta": exactly(beta), "mean_of": lambda a: 0 * a,
     }  # fmt: skip
+    if kind == "layer":
+        names["mean_of"] = names["mean"]
     for line in (
-        "c = x - mean(x)", "var = mean(c * c)", f"rstd = 1 / sqrt(var + {eps!r})", "xhat = c * rstd",
+        "c = x - mean_of(x)", "var = mean(c * c)", f"rstd = 1 / sqrt(var + {eps!r})", "xhat = c * rstd",
         "w = sqrt(mean(xhat**2))", "g = gamma * dy", "S = sqrt(mean((g - m)**2))",
         "y = gamma * xhat + beta", "dgamma = sum(dy * xhat)", "dbeta = sum(dy)",
-        "dx = rstd * (g - mean(g) - xhat * mean(g * xhat))",
+        "dx = rstd * (g - mean_of(g) - xhat * mean(g * xhat))",
     ):  # fmt: skip
         name, formula = line.split(" = ")
         names[name] = eval(formula, names)
     found = {
+        "mean(x**2)": both(six[:, None, 2:4]), "mean(g * xhat)": both(means[:, None, 2:4]),
         "mean(x - k)": both(six[:, None, :2]), "mean((x - k)**2)": both(six[:, None, 2:4]),
         "var": both(six[:, None, 4:]), "rstd": both(row[:, None, 3:]),
         "mean(x)": both(row[:, None]) + exactly(row[:, None, 2]), "xhat": both(xhat), "y": both(y),
@@ -131,15 +161,15 @@ def rate(x, dy, gamma, beta, k, eps=1e-5):
         "dx": both(dx), "dgamma": both(sums[:2, :n].T), "dbeta": both(sums[2:4, :n].T),
     }  # fmt: skip
     rated, errors = {}, {}
-    for name, (formula,) in formulas(STEPS).items():
+    for name, (formula,) in steps_of.items():
         errors[name] = abs(found[name] - eval(name, names))
         if name in ("y", "dx"):
             # The rounding of the low part is counted apart.
             errors[name] -= U * abs(exactly((y if name == "y" else dx)[..., 1]))
         rated[name] = largest(errors[name], eval(formula, names) * U * U)
     sizes = y[..., 2], dx[..., 2], *sums[4:, :n] * nearest.sums_bound.py_func(n, height, 1)
-    for (name, (formula, _)), size in zip(formulas(BOUNDS).items(), sizes, strict=True):
-        page, steps = (eval(each, names) * U * U for each in (formula, formulas(STEPS)[name][0]))
+    for (name, (formula, _)), size in zip(code_of.items(), sizes, strict=True):
+        page, steps = (eval(each, names) * U * U for each in (formula, steps_of[name][0]))
         code = exactly(size)
         rated[f"{name}, in the code"] = largest(errors[name], code)
         # Of a constant g, all is exact. Else: what the steps add up to, what the page says of the
@@ -178,11 +208,12 @@ def cases(rng):
     yield np.tile(draw(16), (130, 1)), dy, np.ones(16), np.zeros(16), np.zeros(130)
 
 
-def test_no_input_breaks_a_bound(rng):
+@pytest.mark.parametrize("kind", TABLES)
+def test_no_input_breaks_a_bound(kind, rng):
     worst = {}
     with mp.workprec(700):
-        for case in cases(rng):
-            for name, share in rate(*case).items():
+        for *case, k in cases(rng):
+            for name, share in rate(kind, *case, k if kind == "layer" else 0 * k).items():
                 worst[name] = max(share, worst.get(name, 0.0))
     assert max(worst.values()) < 1, worst
     # Nor are they idle: most steps come within a hundredth, the sums over rows within a tenth.
@@ -190,17 +221,21 @@ def test_no_input_breaks_a_bound(rng):
     assert min(worst[name] for name in ("dgamma", "dbeta", "dbeta, in the code")) > 0.1
 
 
-def test_the_reference_takes_the_bounds_of_the_page(rng, monkeypatch):
+@pytest.mark.parametrize("kind", TABLES)
+def test_the_reference_takes_the_bounds_of_the_page(kind, rng, monkeypatch):
     seen, scaled = set(), reference._scaled
     monkeypatch.setattr(
         reference, "_scaled", lambda v, factor: seen.add(float(np.max(factor))) or scaled(v, factor)
     )
     # Not so few digits that dbeta is exact.
     x, dy = rng.standard_normal((2, 37, 9)) * np.exp2(rng.uniform(-60, 60, (2, 37, 9)))
-    _, cache = layer_norm_forward(x, *x[:2], backend="numpy", rounding="nearest")
-    layer_norm_backward(dy, cache)
+    forward, backward = layer_norm_forward, layer_norm_backward
+    if kind == "rms":
+        forward, backward = rms_norm_forward, rms_norm_backward
+    _, cache = forward(x, *x[:2], backend="numpy", rounding="nearest")
+    backward(dy, cache)
     names = {"h": 4, "r": (37).bit_length() + 4}
-    for formula in (each[1] for each in formulas(BOUNDS).values()):
+    for formula in (each[1] for each in formulas(TABLES[kind][1]).values()):
         assert eval(re.match(r"\((.*?)\) \*", formula)[1], names) in seen
 
 

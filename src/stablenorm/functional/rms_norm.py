@@ -7,6 +7,9 @@ from numpy.typing import ArrayLike
 from stablenorm.functional.calls import NAMES, backward, forward
 from stablenorm.types import Array, Cache, Gradients, Norm
 
+# As a NamedTuple makes itself, in half the time.
+_new = tuple.__new__
+
 
 def rms_norm(
     x: ArrayLike,
@@ -62,7 +65,7 @@ def rms_norm(
     array([[ 0.849,  1.131],
            [-0.849,  1.131]])
     """
-    norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
+    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
     return forward(x, norm, axis, out, backend, False, residual, where)[0]
 
 
@@ -114,7 +117,7 @@ def rms_norm_forward(
     >>> cache.rstd.round(3)
     array([[0.283]])
     """
-    norm = Norm(gamma, beta, eps, "rms", gamma_offset, rounding)  # type: ignore[arg-type]
+    norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
     return forward(x, norm, axis, out, backend, True, residual, where)
 
 
