@@ -227,3 +227,50 @@ def test_the_median_row_is_said_to_be_no_worse_than_the_worst(rng):
     """Its condition number is known to a power of two: "below 2, 1 in the worst"."""
     said = str(diagnose(rng.standard_normal((8, 64))))
     assert "at most 1 in the median row, 1 in the worst" in said
+
+
+@pytest.mark.parametrize("method", ["one-pass", "saved bfloat16", "float16"])
+def test_predicted_bits_of_an_rms_norm_are_those_that_the_method_loses(method, rng):
+    # From squares that are 0 in float16 to squares beyond it.
+    x = np.ldexp(rng.standard_normal((24, 768)), np.arange(-14, 10)[:, None]).astype(np.float32)
+    eps, wide = 1e-6, x.astype(np.float64)
+    exact = wide / np.sqrt(np.square(wide).mean(axis=1, keepdims=True) + eps)
+    with np.errstate(all="ignore"):
+        square = np.square(x).astype(np.float16 if method == "float16" else x.dtype)
+        kind = square.dtype.type
+        var = square.sum(axis=1, keepdims=True, dtype=np.float32) / np.float32(768)
+        rstd = kind(1) / np.sqrt(var.astype(kind) + kind(eps))
+        if method == "saved bfloat16":
+            rstd = rstd.astype(ml_dtypes.bfloat16)
+        y = x * rstd.astype(np.float32)
+        errors = np.sqrt(np.mean((y - exact) ** 2, axis=1) / np.mean(exact**2, axis=1))
+        measured = np.clip(24 + np.log2(errors), 0, 24)
+    found = diagnose(x, eps, kind="rms", top=1)
+    predicted = found.per_row.lost[list(found.methods).index(method)]
+    assert np.abs(predicted - measured).max() <= 2
+    assert (measured.max() > 8) == (method != "one-pass")
+    assert found.as_dict()["kind"] == "rms"
+
+
+def test_every_mark_of_an_rms_norm_is_set_by_its_row():
+    x = np.ones((8, 768), np.float32)
+    x[0, 3], x[1], x[3, 5] = np.nan, 0, 100
+    x[2] *= 1e-3
+    x[4], x[5], x[6, 0] = 1e20, 1e-25, 256
+    found = diagnose(x, 1e-5, kind="rms")
+    marks = {row.index: set(row.marks) for row in found.worst}
+    beyond, below = "float16 squares overflow", "mean(x^2) below eps"
+    assert marks == {
+        0: {"not finite"},
+        1: {"zero"},
+        2: {below},
+        3: {"dominating outlier"},
+        4: {"squares overflow", beyond},
+        5: {"squares underflow", below},
+        6: {"dominating outlier", beyond},
+        7: set(),
+    }
+    assert {row.mean for row in found.worst if row.index} == {0.0}
+    assert "y is 0/0" in str(diagnose(np.zeros((1, 8)), 0.0, kind="rms"))
+    with pytest.raises(ValueError, match="kind must be layer or rms, got 'batch'"):
+        diagnose(x, kind="batch")

@@ -25,6 +25,7 @@ examples:
   stablenorm diagnose a.npy                   all axes but the last are rows
   stablenorm diagnose a.npy --dtype bfloat16  as if it were of that dtype
   stablenorm diagnose mine.npz --member hidden --top 3
+  stablenorm diagnose a.npy --kind rms        an RMS norm
   stablenorm diagnose model.safetensors       lists the tensors
   stablenorm diagnose a.npy --json found.json --plot found.png
 
@@ -52,6 +53,7 @@ def add(commands: Any) -> None:
     )
     about = "an .npy, .npz or .safetensors file; default: the bundled data"
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
+    parts.add_kind(parser)
     about = "which array of an .npz or .safetensors file; default: x, or the only one"
     parser.add_argument("--member", metavar="NAME", help=about)
     parser.add_argument(
@@ -88,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
             axis=axes,
             eps=eps,
             top=arguments.top,
+            kind=arguments.kind,
         )
     parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
     parts.write_plot(arguments.plot, diagnosis.plot)

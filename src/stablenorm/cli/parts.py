@@ -29,6 +29,7 @@ from stablenorm.types import check_eps
 
 DTYPES = tuple(each.dtype.name for each in FORMATS)
 ROUNDINGS = "fast", "nearest"
+KINDS = "layer", "rms"
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -65,6 +66,13 @@ def add_command(
 def add_shape(parser: argparse.ArgumentParser, about: str, **more: Any) -> None:
     """Add ``--shape`` to a command."""
     parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about, **more)
+
+
+def add_kind(parser: argparse.ArgumentParser) -> None:
+    """Add ``--kind`` to a command."""
+    parser.add_argument(
+        "--kind", choices=KINDS, default="layer", help="of the norm; default: layer"
+    )
 
 
 def add_threads(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`diagnose`: what a layer norm would lose on given data, row by row and in all."""
+"""`diagnose`: what a layer or RMS norm would lose on given data, row by row and in all."""
 
 import math
 from collections import deque
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.arrays import HOST, as_matrix, as_rows, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
-from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, measure_rows
+from stablenorm.diagnosis.rows import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps
@@ -31,12 +31,13 @@ def diagnose(
     x: ArrayLike,
     eps: float = 1e-5,
     *,
+    kind: str = "layer",
     axis: int | tuple[int, ...] = -1,
     dtype: DTypeLike | None = None,
     top: int = 10,
 ) -> Diagnosis:
     """
-    Say what a layer norm of `x` would lose, row by row and in all.
+    Say what a layer or RMS norm of `x` would lose, row by row and in all.
 
     Parameters
     ----------
@@ -45,6 +46,8 @@ def diagnose(
         strides. Not modified.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
     axis : int or tuple of int, default: -1
         The axes normalized together.
     dtype : dtype, optional
@@ -63,7 +66,7 @@ def diagnose(
     TypeError
         If a dtype is not one of the four, or `top` is not an int.
     ValueError
-        If `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
+        If `kind` is neither, `axis` is not an axis of `x` or has length zero, `eps` is negative or not finite, or
         `top` is negative.
 
     Notes
@@ -81,7 +84,8 @@ def diagnose(
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
     a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
-    is.
+    is. Those of RMS norm are at most 1: without a mean nothing cancels. What it loses, it loses where
+    x^2 is held in too narrow a format: in float16 the square of 256 overflows.
 
     Examples
     --------
@@ -96,18 +100,22 @@ def diagnose(
     array = HOST.convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
-    kind = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
-    check_dtype("dtype", np.empty(0, kind))
+    if kind not in METHODS:
+        msg = f"kind must be {' or '.join(METHODS)}, got {kind!r}"
+        raise ValueError(msg)
+    judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
+    check_dtype("dtype", np.empty(0, judged))
     rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])
     return diagnose_blocks(
         (rows[start : start + step] for start in range(0, rows.shape[0], step)),
         shape=array.shape,
-        dtype=kind,
+        dtype=judged,
         axis=axes,
         eps=check_eps(eps),
         top=check_count("top", top, least=0),
         keep_rows=True,
+        kind=kind,
     )
 
 
@@ -120,6 +128,7 @@ def diagnose_blocks(
     eps: float,
     top: int = 10,
     keep_rows: bool = False,
+    kind: str = "layer",
 ) -> Diagnosis:
     """
     Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
@@ -129,23 +138,23 @@ def diagnose_blocks(
     every row, which `keep_rows` asks for, take about 65 bytes each.
     """
     n = math.prod(shape[i] for i in axis)
-    nothing = measure_rows(np.empty((0, n), dtype), dtype, eps)
-    summary, kept = _summarize(nothing, dtype), [nothing]
+    nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
+    summary, kept = _summarize(nothing, dtype, kind), [nothing]
     worst: list[tuple[float, Row]] = []
-    for block, found in _measured(blocks, dtype, eps):
+    for block, found in _measured(blocks, dtype, eps, kind):
         if top:
-            worst = _worst(worst, summary.rows, block, found, dtype, top)
-        summary = _together(summary, _summarize(found, dtype))
+            worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
+        summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
     rows = (np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
     per_row = PerRow._make(rows) if keep_rows else None
     sentences = tuple(row for _, row in worst)
-    return Diagnosis(shape, dtype.name, axis, n, eps, summary, sentences, per_row)
+    return Diagnosis(shape, dtype.name, axis, n, eps, summary, sentences, per_row, kind)
 
 
 def _measured(
-    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float
+    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str
 ) -> Iterator[tuple[Array, PerRow]]:
     """Yield each block and what is known of its rows, in order."""
     threads = get_num_threads()
@@ -154,7 +163,7 @@ def _measured(
     with ThreadPoolExecutor(threads) as pool:
         try:
             for block in blocks:
-                pending.append((block, pool.submit(measure_rows, block, dtype, eps)))
+                pending.append((block, pool.submit(measure_rows, block, dtype, eps, kind)))
                 if len(pending) > 2 * threads:
                     done, future = pending.popleft()
                     yield done, future.result()
@@ -173,12 +182,15 @@ def _worst(
     found: PerRow,
     dtype: np.dtype[Any],
     top: int,
+    kind: str,
 ) -> list[tuple[float, Row]]:
     """Return the rows of the highest rank with their ranks, of `before` and of a block at `first`."""
-    has = dict(zip(MARKS, found.marks, strict=True))
+    has = dict(zip(SPECIAL[kind], found.marks, strict=True))
     # Bits first; the condition number counts less than a bit. Constant rows have none.
     condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    rank = np.rint(found.lost[0].astype(np.float64)) + 1.0 - 1.0 / condition
+    # An RMS norm loses most in float16, the last method.
+    lost = found.lost[0 if kind == "layer" else -1].astype(np.float64)
+    rank = np.rint(lost) + 1.0 - 1.0 / condition
     # What has no y at all comes before any number of bits.
     rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
     candidates = np.flatnonzero(rank > (before[-1][0] if len(before) == top else -1.0))
@@ -186,23 +198,26 @@ def _worst(
     candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
     with np.errstate(over="ignore"):
         new = [
-            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i))
+            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i, kind))
             for i in map(int, candidates)
         ]
     return sorted([*before, *new], key=lambda entry: -entry[0])[:top]
 
 
-def _summarize(found: PerRow, dtype: np.dtype[Any]) -> Summary:
+def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     p = format_of(dtype).digits
     # Constant rows have none.
     in_y, in_dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
     return Summary(
         len(found.mean),
-        {name: int(np.count_nonzero(rows)) for name, rows in zip(MARKS, found.marks, strict=True)},
+        {
+            name: int(np.count_nonzero(rows))
+            for name, rows in zip(SPECIAL[kind], found.marks, strict=True)
+        },
         {
             name: _counts(np.rint(bits[~np.isnan(bits)]), p)
-            for name, bits in zip(TITLES, found.lost, strict=True)
+            for name, bits in zip(METHODS[kind], found.lost, strict=True)
         },
         _counts(np.frexp(np.maximum(in_y, 1.0))[1] - 1, _POWERS),
         _counts(np.frexp(np.maximum(in_dx, 1.0))[1] - 1, _POWERS),

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.rows import MARKS, TITLES, PerRow, working_format
+from stablenorm.diagnosis.rows import METHODS, SPECIAL, PerRow, working_format
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
@@ -25,7 +25,7 @@ class Row:
     index : int
         Among the rows, counted in C order over the axes that are not normalized.
     mean, std : float
-        Of the row; NaN if it is not finite.
+        Of the row; NaN if it is not finite. Of kind "rms": 0, and the root mean square.
     condition_y, condition_dx : float
         How many times larger a relative error of x is in y and in dx.
     lost : dict of str to float
@@ -77,7 +77,7 @@ class Summary(NamedTuple):
 @dataclass(frozen=True)
 class Diagnosis:
     """
-    What a layer norm would lose on given data; made by `stablenorm.diagnose`.
+    What a norm would lose on given data; made by `stablenorm.diagnose`.
 
     Attributes
     ----------
@@ -98,6 +98,8 @@ class Diagnosis:
         layer norm: not finite, or constant with eps 0.
     per_row : PerRow or None
         Numbers of every row; None for a file, whose rows may be too many.
+    kind : str
+        "layer" or "rms".
     """
 
     shape: tuple[int, ...]
@@ -108,6 +110,7 @@ class Diagnosis:
     summary: Summary
     worst: tuple[Row, ...]
     per_row: PerRow | None = None
+    kind: str = "layer"
 
     @property
     def bits(self) -> int:
@@ -118,7 +121,7 @@ class Diagnosis:
     def methods(self) -> dict[str, str]:
         """What each method is, by its name."""
         working = working_format(parse(self.dtype)).dtype.name
-        return {name: title.format(working=working) for name, title in TITLES.items()}
+        return {name: title.format(working=working) for name, title in METHODS[self.kind].items()}
 
     def as_dict(self) -> dict[str, Any]:
         """
@@ -130,7 +133,9 @@ class Diagnosis:
             The attributes by name, with `bits` and `methods`. What JSON has no number for is a
             string, "nan", "inf" or "-inf".
         """
-        names = ("shape", "dtype", "axis", "n", "eps", "bits", "methods", "summary", "worst")
+        names = (
+            *("shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"),
+        )
         result: dict[str, Any] = plain({name: getattr(self, name) for name in names})
         return result
 
@@ -171,11 +176,12 @@ class Diagnosis:
 # ---- one row ----
 
 
-def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
+def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
     mean, std, of_y, of_dx = (float(each[place]) for each in found[:4])
-    lost = dict(zip(TITLES, map(float, found.lost[:, place]), strict=True))
-    marks = tuple(name for name, has in zip(MARKS, found.marks[:, place], strict=True) if has)
+    meanings, is_layer = SPECIAL[kind], kind == "layer"
+    lost = dict(zip(METHODS[kind], map(float, found.lost[:, place]), strict=True))
+    marks = tuple(name for name, has in zip(meanings, found.marks[:, place], strict=True) if has)
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
         said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
@@ -183,15 +189,22 @@ def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
         working = working_format(x.dtype).dtype.name
         # An undefined row is constant as well, but its y is not beta.
         told = ("undefined",) if "undefined" in marks else marks
-        said = [f"{mark} ({MARKS[mark].format(working=working)})" for mark in told]
+        said = [f"{mark} ({meanings[mark].format(working=working)})" for mark in told]
         if not said or abs(mean) >= _OFFSET * std > 0:
-            said.insert(0, f"|mean|/std = {abs(mean) / std:.2g}")
+            size = f"|mean|/std = {abs(mean) / std:.2g}" if is_layer else f"rms = {std:.2g}"
+            said.insert(0, size)
         if "undefined" not in marks:
             # The other methods are near one of these, or keep less.
-            two_pass, one_pass = (round(lost[name]) for name in ("two-pass", "one-pass"))
+            names = (
+                ("a {} two-pass", "E[x^2] - E[x]^2")
+                if is_layer
+                else ("mean(x^2) in {}", "in float16")
+            )
+            keys = ("two-pass", "one-pass") if is_layer else ("one-pass", "float16")
+            first, second = (round(lost[key]) for key in keys)
+            of = format_of(x.dtype).digits
             said.append(
-                f"a {working} two-pass loses {two_pass} of {format_of(x.dtype).digits} bits of y, "
-                f"E[x^2] - E[x]^2 {one_pass}"
+                f"{names[0].format(working)} loses {first} of {of} bits of y, {names[1]} {second}"
             )
     advice = f"row {index}: {'; '.join(said)}"
     return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
@@ -202,7 +215,10 @@ def describe_row(index: int, x: Array, found: PerRow, place: int) -> Row:
 
 def _headline(diagnosis: Diagnosis) -> str:
     rows = _count_rows(diagnosis.summary.rows)
-    return f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
+    return (
+        f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
+        + ", RMS norm" * (diagnosis.kind == "rms")
+    )
 
 
 def _count_rows(count: int) -> str:
@@ -225,7 +241,7 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
             f"of dx: {of_dx:.2g}, {dx:.2g}"
         )
     working = working_format(parse(diagnosis.dtype)).dtype.name
-    for name, meaning in MARKS.items():
+    for name, meaning in SPECIAL[diagnosis.kind].items():
         if count := summary.marks[name]:
             said.append(f"{name}: {_count_rows(count)} ({meaning.format(working=working)})")
     return said

@@ -4,7 +4,8 @@ What is known of each row of x: statistics, condition numbers, bits lost by each
 A method is its mean and its rstd. With those, ``y_hat = (x - mean_hat) * rstd_hat`` has two errors:
 a shift, from the error of the mean, and a factor, from the error of rstd. The deviations of a row
 sum to zero, so the RMS error over the row is exactly ``hypot((mean_hat - mean) rstd_hat, std
-(rstd_hat - rstd))``. Rounding the elements one by one adds less than a bit.
+(rstd_hat - rstd))``. Rounding the elements one by one adds less than a bit. In RMS norm the mean is 0,
+and std stands for ``sqrt(mean(x^2))``.
 
 Bits lost are log2 of that, in rounding errors of y: see `stablenorm.diagnose`. RMS and not the worst
 element, which is a draw from the tail.
@@ -26,6 +27,13 @@ TITLES = {
     "float16": "mean, var and eps held in float16",
 }
 
+RMS_TITLES = {
+    "one-pass": "{working} mean(x^2)",
+    "saved float32": "rstd saved as float32",
+    "saved bfloat16": "rstd saved as bfloat16",
+    "float16": "x^2, its mean and eps held in float16",
+}
+
 # What can be special about a row, and what it means for such rows.
 MARKS = {
     "not finite": "they hold NaN or infinity: y is NaN",
@@ -39,6 +47,20 @@ MARKS = {
     "squares underflow": "var is below the normal numbers of {working}",
     "float16 overflows": "mean or var is beyond the range of float16",
 }
+
+RMS_MARKS = {
+    "not finite": MARKS["not finite"],
+    "undefined": "zero, and eps is 0: y is 0/0, NaN",
+    "zero": "all elements zero: y is beta",
+    "mean(x^2) below eps": "eps decides the scale of y",
+    "dominating outlier": "one element has more than half of the sum of x^2",
+    "squares overflow": MARKS["squares overflow"],
+    "squares underflow": "mean(x^2) is below the normal numbers of {working}",
+    "float16 squares overflow": "the square of an element is beyond the range of float16",
+}
+# By the kind of the norm.
+METHODS = {"layer": TITLES, "rms": RMS_TITLES}
+SPECIAL = {"layer": MARKS, "rms": RMS_MARKS}
 
 # In a row of fewer elements, one has most of the variance for no special reason.
 _FEW = 8
@@ -72,7 +94,8 @@ class Statistics(NamedTuple):
 
     Exact, to float64: `mean + mean_lo`, the standard deviation `std`, the smallest and the largest
     element; mean and std are NaN where a row is not finite. Then in the dtype that methods compute
-    in, rounded at every step: the sums of x, of x^2 and of (x - mean)^2.
+    in, rounded at every step: the sums of x, of x^2 and of (x - mean)^2. Of RMS norm the mean and the sum
+    of x are 0, and the last is the sum of x^2 held in float16.
     """
 
     mean: Array
@@ -90,28 +113,35 @@ def working_format(dtype: np.dtype[Any]) -> Format:
     return FLOAT64 if dtype == FLOAT64.dtype else FLOAT32
 
 
-def measure_rows(x: Any, dtype: np.dtype[Any], eps: float) -> PerRow:
+def measure_rows(x: Any, dtype: np.dtype[Any], eps: float, kind: str = "layer") -> PerRow:
     """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
     with np.errstate(all="ignore"):
         # What is too large for a narrower dtype becomes infinite, and is reported as such.
         narrowed = x.astype(dtype, copy=False)
-        found = describe_rows(np.require(narrowed, working_format(dtype).dtype, ("C", "A")))
+        found = describe_rows(np.require(narrowed, working_format(dtype).dtype, ("C", "A")), kind)
         root = np.hypot(found.std, np.sqrt(eps))
         # std / root twice, not var / (var + eps): squares of float64 may overflow.
         ratio = found.std / root
         in_y = np.hypot(1.0, found.mean / found.std)
         in_dx = np.where(found.std == 0, 0.0, in_y * ratio * ratio)
-        lost = _lost_bits(found, root, x.shape[1], format_of(dtype), eps)
-        return PerRow(found.mean, found.std, in_y, in_dx, lost, _marks(found, x.shape[1], eps))
+        lost = _lost_bits(found, root, x.shape[1], format_of(dtype), eps, kind)
+        marks = _marks(found, x.shape[1], eps, kind)
+        return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
 
 
-def describe_rows(x: Array) -> Statistics:
+def describe_rows(x: Array, norm: str = "layer") -> Statistics:
     """Return the statistics of the rows of `x`, C-ordered float32 or float64."""
-    n, kind = x.shape[1], x.dtype.type
+    n, kind, is_layer = x.shape[1], x.dtype.type, norm == "layer"
     # All are formed as several running sums.
     total, squares = x.sum(axis=1), np.vecdot(x, x)
-    deviations = x - (total / kind(n))[:, None]
-    centered_squares = np.vecdot(deviations, deviations)
+    if is_layer:
+        deviations = x - (total / kind(n))[:, None]
+        centered_squares = np.vecdot(deviations, deviations)
+    else:
+        total, centered_squares = (
+            np.zeros_like(total),
+            _to_half(np.square(x)).sum(axis=1, dtype=kind),
+        )
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
     scale = np.ones(len(x))
     if kind is np.float64:
@@ -119,13 +149,13 @@ def describe_rows(x: Array) -> Statistics:
         power = np.frexp(np.maximum(highest, -lowest))[1]
         scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
     wide = x.astype(np.float64) if kind is np.float32 else x * scale[:, None]
-    mean = np.einsum("ij->i", wide) / n
+    mean = is_layer * np.einsum("ij->i", wide) / n
     wide -= mean[:, None]
-    mean_lo = np.einsum("ij->i", wide) / n
+    mean_lo = is_layer * np.einsum("ij->i", wide) / n
     var = np.vecdot(wide, wide) / n - mean_lo * mean_lo
     mean, mean_lo, std = mean / scale, mean_lo / scale, np.sqrt(np.maximum(var, 0.0)) / scale
     # Rounding of the mean leaves deviations in a row of one value: it has none.
-    constant = lowest == highest
+    constant = (lowest == highest) & (is_layer | (lowest == 0))
     mean[constant] = lowest[constant]
     mean_lo[constant] = std[constant] = 0.0
     spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
@@ -133,7 +163,9 @@ def describe_rows(x: Array) -> Statistics:
     return Statistics(mean, mean_lo, std, lowest, highest, total, squares, centered_squares)
 
 
-def _lost_bits(found: Statistics, root: Array, n: int, form: Format, eps: float) -> Array:
+def _lost_bits(
+    found: Statistics, root: Array, n: int, form: Format, eps: float, kind: str
+) -> Array:
     """
     Return the bits of y lost on each row by each method: (methods, rows), float32.
 
@@ -145,8 +177,10 @@ def _lost_bits(found: Statistics, root: Array, n: int, form: Format, eps: float)
     size[(found.std == 0) & (eps > 0)] = 1.0
     # Half of the smallest float64 is 0.
     unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-p, 5e-324)
-    out = np.empty((len(TITLES), len(root)), np.float32)
-    for lost, (mean, rstd) in zip(out, _methods(found, exact_rstd, n, eps), strict=True):
+    # RMS norm has no two passes.
+    methods = _methods(found, exact_rstd, n, eps)[-len(METHODS[kind]) :]
+    out = np.empty((len(methods), len(root)), np.float32)
+    for lost, (mean, rstd) in zip(out, methods, strict=True):
         shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
         factor = (rstd - exact_rstd) * found.std / unit
         # 1/4: the elements' own roundings, each up to a half, and the last one.
@@ -183,7 +217,7 @@ def _to_half(v: Any) -> Any:
     return v.astype(np.float32).astype(np.float16).astype(np.float32)
 
 
-def _marks(found: Statistics, n: int, eps: float) -> Array:
+def _marks(found: Statistics, n: int, eps: float, kind: str) -> Array:
     """Return whether each row has each mark: (marks, rows)."""
     smallest, half = 2.0 ** format_of(found.total.dtype).emin, FLOAT16.largest
     std, mean = found.std, found.mean
@@ -202,4 +236,9 @@ def _marks(found: Statistics, n: int, eps: float) -> Array:
         "squares underflow": (std < np.sqrt(smallest)) & ~constant,
         "float16 overflows": (np.abs(mean) > half) | (std > np.sqrt(half)),
     }
-    return np.array([has[name] for name in MARKS])
+    has |= {
+        "zero": constant,
+        "mean(x^2) below eps": has["var below eps"],
+        "float16 squares overflow": np.isinf(_to_half(np.square(farthest))) & ~spoilt,
+    }
+    return np.array([has[name] for name in SPECIAL[kind]])
