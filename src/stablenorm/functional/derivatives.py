@@ -265,9 +265,6 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
     if cache.backend == "cuda":
         msg = f"cache must be of arrays in host memory for {what}; pass x.get() to {forward}"
         raise ValueError(msg)
-    if type(norm) is SampleNorm:
-        msg = f"cache must be of a gamma and beta without leading axes for {what}; call it on each part"
-        raise ValueError(msg)
     if norm.rounding != "fast":
         msg = (
             f'cache must be of rounding="fast", since {what} has no other yet, '
