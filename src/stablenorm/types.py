@@ -114,9 +114,11 @@ class Cache(NamedTuple):
     Attributes
     ----------
     x : array
-        What was normalized.
+        What was normalized; with ``save="y"`` the result, since that is gone.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
+    save : {"x", "y", "recompute"}
+        What is kept, as `layer_norm_forward` says.
     where : array of bool or None
         Which elements count; of length 1 along the normalized axes where whole rows do or do not.
     mean, rstd : array
@@ -137,6 +139,7 @@ class Cache(NamedTuple):
     statistics: Statistics
     backend: str
     where: Array | None = None
+    save: str = "x"
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
@@ -158,7 +161,7 @@ class Cache(NamedTuple):
     @property
     def mean(self) -> Array:
         """Return the mean of each row."""
-        kept = self.statistics
+        kept = self._kept()
         if kept.mean is None:
             return self._of_rows(np.zeros_like(kept.rstd), (0.0, None), 0)
         return self._of_rows(kept.mean, (kept.mean_lo, kept.mean_tail), 0)
@@ -166,8 +169,14 @@ class Cache(NamedTuple):
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
-        kept = self.statistics
+        kept = self._kept()
         return self._of_rows(0.0, (kept.rstd, kept.rstd_lo), 1)
+
+    def _kept(self) -> Statistics:
+        if self.save == "recompute":
+            msg = 'cache.mean and cache.rstd are not kept with save="recompute"'
+            raise AttributeError(msg)
+        return self.statistics
 
     @default_control()
     def _of_rows(self, first: Any, words: tuple[Any, Any], which: int) -> Array:

@@ -16,6 +16,7 @@ from stablenorm.arrays import (
 )
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
 from stablenorm.functional import masks, samples
+from stablenorm.functional.kept import check_save, restored, saved
 from stablenorm.types import (
     NOTHING_EXTRA,
     Array,
@@ -43,6 +44,7 @@ def forward(
     keep: bool = True,
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    save: str = "x",
 ) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
     if axis == -1 and is_plain(x, None):
@@ -63,11 +65,14 @@ def forward(
     else:
         y = arrays.target("out", out, x.shape, x.dtype)
         others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
-        needed = keep and residual is None
+        needed = keep and residual is None and save != "y"
         _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
     if where is not None:
         _refuse_cuda("where", name)
         where = masks.check_where(where, x.shape, axes, norm.rounding)
+    if save != "x":
+        _refuse_cuda(f"save={save!r}", name)
+        check_save(save, norm, x, axes, residual)
     call = implementation("forward" if keep else "normalize", name)
     # What is added to x, and where the sum goes, which is then what is normalized.
     added = None if residual is None else Residual(residual, arrays.empty(x.shape, x.dtype, x))
@@ -85,8 +90,10 @@ def forward(
         x = added.sum
     if not keep:
         return y, None
+    if save != "x":
+        x, statistics = saved(save, x, y, statistics)
     # As a NamedTuple makes itself, in half the time.
-    return y, tuple.__new__(Cache, (x, norm, axes, statistics, name, where))
+    return y, tuple.__new__(Cache, (x, norm, axes, statistics, name, where, save))
 
 
 def backward(
@@ -104,6 +111,8 @@ def backward(
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
         raise TypeError(_not_a_cache(dy, cache, kind))
+    if cache.save != "x":
+        cache = restored(cache)
     x, norm, axes, statistics, name, where = cache[:6]
     if norm.kind != kind:
         msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"

@@ -7,6 +7,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST
 from stablenorm.backends import implementation
+from stablenorm.functional.kept import restored
 from stablenorm.types import Array, Cache, SampleNorm
 
 
@@ -210,8 +211,8 @@ def rms_norm_double_backward(
 def _jvp(
     kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
 ) -> Array:
-    x = _check_cache(cache, kind, "jvp").x
-    tangent = _like("tx", tx, "x", x)
+    cache = _check_cache(cache, kind, "jvp")
+    x, tangent = cache.x, _like("tx", tx, "x", cache.x)
     parameters = _of_parameters(cache, "t", tgamma, tbeta)
     ty = HOST.empty(x.shape, x.dtype, x)
     tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
@@ -229,7 +230,8 @@ def _double_backward(
     ddgamma: ArrayLike | None,
     ddbeta: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None]:
-    x, norm = _check_cache(cache, kind, "double_backward")[:2]
+    cache = _check_cache(cache, kind, "double_backward")
+    x, norm = cache[:2]
     given = _like("ddx", ddx, "x", x), _like("dy", dy, "the y of this cache", x), x
     parameters = _of_parameters(cache, "dd", ddgamma, ddbeta)
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
@@ -247,7 +249,7 @@ def _double_backward(
 
 
 def _check_cache(cache: Any, kind: str, what: str) -> Cache:
-    """Return `cache`, or say why the function ``{kind}_norm_{what}`` cannot use it."""
+    """Return `cache`, its x and statistics made again, or say why the function ``{kind}_norm_{what}`` cannot use it."""
     forward = f"{kind}_norm_forward"
     if not isinstance(cache, Cache):
         msg = (
@@ -277,7 +279,7 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
             "leave them out of the forward, and apply them to its y"
         )
         raise ValueError(msg)
-    return cache
+    return cache if cache.save == "x" else restored(cache)
 
 
 def _where(cache: Cache) -> Any:

@@ -127,6 +127,7 @@ def layer_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
@@ -155,6 +156,11 @@ def layer_norm_forward(
         without any True has mean and rstd 0. A mask that takes whole rows costs as much as those
         rows; one that varies along `axis` takes the slow reference, and not with
         ``rounding="nearest"`` yet. Not for CUDA arrays.
+    save : {"x", "y", "recompute"}, default: "x"
+        What the cache keeps. "x": `x` and the statistics, both exact, the fastest. "y": the result
+        and the statistics, so that `x` can be freed, or be `out`; the backward makes x again,
+        with an error: docs/how-to/save.md. "recompute": `x` alone; the backward makes the
+        statistics again, for the time of a forward and with the same bits. Not for CUDA arrays.
 
     Returns
     -------
@@ -167,7 +173,8 @@ def layer_norm_forward(
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `layer_norm` does.
+        As `layer_norm` does; TypeError also where ``save="y"`` would lose too much of x: where
+        gamma is 0, or too small beside beta for the dtype of `x`.
 
     See Also
     --------
@@ -184,7 +191,7 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, True, residual, where)
+    return forward(x, norm, axis, out, backend, True, residual, where, save)
 
 
 def layer_norm_backward(

@@ -82,6 +82,7 @@ def rms_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
+    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `rms_norm` does, and keep what the backward needs.
@@ -118,7 +119,7 @@ def rms_norm_forward(
     array([[0.283]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, True, residual, where)
+    return forward(x, norm, axis, out, backend, True, residual, where, save)
 
 
 def rms_norm_backward(
