@@ -140,13 +140,12 @@ def _itself(_, x, j, _row, _parameters):
 
 
 @_exactly
-def settle_squares(lanes, n, eps, every):
-    """Compute rstd of RMS norm; nothing was guessed."""
+def rms_settle(lanes, n, eps, every):
+    """Compute rstd."""
     for r in range(every):
         v = lanes[_PRODUCTS + r] / n + eps
         # v - v: infinity spoils all of its row, as it does a mean.
         lanes[_RSTD + r] = 1.0 / math.sqrt(v) + (v - v)
-    return False
 
 
 @_exactly
@@ -286,13 +285,9 @@ def _adding(name, terms, both=True):
     return _summing(named(add, name))
 
 
-def _of_kind(layer, rms):
-    return {"layer": layer, "rms": rms}
-
-
-MEASURE = _of_kind(_adding("measure", _shifted), _adding("measure_squares", _itself, False))
-SETTLE = _of_kind(settle, settle_squares)
-PULL = _of_kind(_adding("pull", _pulled), _adding("rms_pull", _rms_pulled, False))
+measure, pull = _adding("measure", _shifted), _adding("pull", _pulled)
+rms_measure = _adding("rms_measure", _itself, False)
+rms_pull = _adding("rms_pull", _rms_pulled, False)
 
 
 @_exactly
@@ -330,5 +325,5 @@ def _writing(name, value):
     return _exactly(named(write, name))
 
 
-WRITE_Y = _of_kind(_writing("y", _y), _writing("rms_y", _rms_y))
-WRITE_DX = _of_kind(_writing("dx", _dx), _writing("rms_dx", _rms_dx))
+write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
+rms_write_y, rms_write_dx = _writing("rms_y", _rms_y), _writing("rms_dx", _rms_dx)

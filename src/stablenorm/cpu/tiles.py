@@ -123,8 +123,7 @@ def _write_rows(write, given, p, top, rows, element, staged, plus):
 @address_of_compiled
 def forward_tile(element: Any, plus: bool, kind: str) -> Any:
     """Return what normalizes a tile of rows of this type, with `plus` after adding a residual."""
-    measure, settle = equations.MEASURE[kind], equations.SETTLE[kind]
-    write, layer = equations.WRITE_Y[kind], kind == "layer"
+    layer = kind == "layer"
 
     def forward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
@@ -150,15 +149,19 @@ def forward_tile(element: Any, plus: bool, kind: str) -> Any:
             last = further(x, (rows - 1) * p.x_stride)
             if layer:
                 equations.guess(x, p.x_stride, rows, n, lanes, samples, equations.TOGETHER)
-            for _ in range(2):
-                measure(given, rows, n, (last, last), None)
-                if not settle(lanes, n, eps, equations.TOGETHER):
-                    break
+                for _ in range(2):
+                    equations.measure(given, rows, n, (last, last), None)
+                    if not equations.settle(lanes, n, eps, equations.TOGETHER):
+                        break
+            else:
+                equations.rms_measure(given, rows, n, (last, last), None)
+                equations.rms_settle(lanes, n, eps, equations.TOGETHER)
             for i in range(top, top + rows if p.rstd else top):
                 mean, rest, rstd, _, _, _ = equations.lane(lanes, i - top)
                 if layer:
                     float64_at(p.mean)[i], float64_at(p.rest)[i] = mean, rest
                 float64_at(p.rstd)[i] = rstd
+            write = equations.write_y if layer else equations.rms_write_y
             staged = _write_rows(write, given, p, top, rows, element, staged, None)
         if p.way != STRAIGHT:
             _close_stage(staged)
@@ -172,7 +175,7 @@ def forward_tile(element: Any, plus: bool, kind: str) -> Any:
 @address_of_compiled
 def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool, kind: str) -> Any:
     """Return what pulls back a tile of rows of these types, with `plus` adding dsum to dx."""
-    pull, write, layer = equations.PULL[kind], equations.WRITE_DX[kind], kind == "layer"
+    layer = kind == "layer"
 
     def backward(record, number, me):
         p, first, stop, scratch = tile_of(record, number, me)
@@ -208,13 +211,17 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool, ki
                 equations.load(lanes, r, mean, rest, float64_at(p.rstd)[i], m)
             strides = p.dy_stride, p.x_stride, p.out_stride
             given = (dy, x), strides, gamma, lanes, ahead
-            pull(given, rows, n, zeros, columns)
+            if layer:
+                equations.pull(given, rows, n, zeros, columns)
+            else:
+                equations.rms_pull(given, rows, n, zeros, columns)
             if not p.out:
                 continue
             equations.find_coefficients(lanes, n, equations.TOGETHER)
             dsum = None
             if plus:
                 dsum = pointer_at(p.plus + top * p.plus_stride, x_element), p.plus_stride
+            write = equations.write_dx if layer else equations.rms_write_dx
             staged = _write_rows(write, given, p, top, rows, x_element, staged, dsum)
         if summing and deep:
             _end_part(part, sums, n)
