@@ -46,10 +46,11 @@ def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> N
 
 
 def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) -> Statistics:
-    nearest, source, plus = norm.rounding == "nearest", None, None
+    gamma, beta, eps, kind, gamma_offset, rounding = norm
+    nearest, rms, source, plus = rounding == "nearest", kind == "rms", None, None
     if residual is not None:
         (plus, total), source = residual, x
-        narrow = not (nearest or any_float64(x, norm.gamma, norm.beta)) and plus.dtype == x.dtype
+        narrow = not (nearest or any_float64(x, gamma, beta)) and plus.dtype == x.dtype
         if narrow and row_strides(x, plus, total, y) != ():
             x = total
         else:
@@ -57,13 +58,13 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     if nearest and _may_share(x, y):
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
-    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(norm.gamma), _flat(norm.beta)
+    (gamma, gamma_dtype), (beta, beta_dtype) = _flat(gamma), _flat(beta)
     dtypes, strides = (gamma_dtype, beta_dtype), row_strides(None, x, y)
-    options: tuple[Any, ...] = norm[3:6]
+    options: tuple[Any, ...] = (kind, gamma_offset, rounding)
     if plus is not None:
         strides, options = row_strides(None, x, y, source, plus), (*options, "plus")
     plan = make_plan(x.shape, strides, x.dtype, dtypes, None, options)
-    rows, kept, rms = plan.rows, _NOTHING_KEPT, norm.kind == "rms"
+    rows, kept = plan.rows, _NOTHING_KEPT
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
         means = (None,) * 3 if rms else tuple(np.empty(rows) for _ in range(3))
@@ -74,7 +75,7 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
     arrays = x, y, None, gamma, beta, *kept, None, None, None, None, None, source, plus
-    if _do(plan, arrays, norm.eps) == REFERENCE:
+    if _do(plan, arrays, eps) == REFERENCE:
         return reference.forward(x, norm, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
@@ -160,8 +161,10 @@ def _backward(
     plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
-    sums = None, *totals, undecided, extra.old
-    arrays = x, dx, dy, gamma, None, *statistics[:5], marks, spread, *sums, None, plus
+    arrays = (
+        x, dx, dy, gamma, None, *statistics[:5], marks, spread,
+        None, *totals, undecided, extra.old, None, plus,
+    )  # fmt: skip
     if _do(plan, arrays) == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):

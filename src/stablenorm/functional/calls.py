@@ -31,9 +31,6 @@ from stablenorm.types import (
 
 NAMES = ("x", "gamma", "beta")
 
-# gamma_offset and rounding of most calls.
-_PLAIN = 0.0, "fast"
-
 
 def forward(
     x: ArrayLike,
@@ -47,17 +44,17 @@ def forward(
     save: str = "x",
 ) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
-    if axis == -1 and is_plain(x, None):
+    if plain := axis == -1 and is_plain(x, None):
         name = choose(backend)
         arrays = arrays_of(name)
-        # What most calls have, and a small one would feel the checks of the rest.
         axes: tuple[int, ...] = (x.ndim - 1,)
     else:
         name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
         arrays = arrays_of(name)
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
-    norm = _checked(arrays, norm, x.shape, axes, name)
+    if not (plain and _is_plain_norm(norm, x.shape[-1:])):
+        norm = _checked(arrays, norm, x.shape, axes, name)
     if residual is not None:
         residual = _like(arrays, "residual", residual, x.shape, name)
     if out is None:
@@ -133,14 +130,14 @@ def backward(
         lead, kept = samples.check_sum_axes(sum_axes, cache)
     if accumulate:
         _refuse_cuda("accumulate=True", name)
-    inputs = {"dy": dy, "dsum": extra.dsum}
-    gradients = _gradients(arrays, inputs, cache, asked, out, kept, accumulate)
+    gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, extra.dsum)
     call = implementation("backward", name)
     if lead is not None or type(norm) is SampleNorm:
         samples.backward(call, dy, cache, gradients, lead, extra, accumulate)
         return gradients
-    dx = None if gradients.dx is None else arrays.rows(gradients.dx, axes)
-    found = Gradients(dx, *gradients[1:])
+    found, dx = gradients, gradients[0]
+    if dx is not None and (rows_of_dx := arrays.rows(dx, axes)) is not dx:
+        found = gradients._replace(dx=rows_of_dx)
     given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
     if extra.dsum is not None:
         extra = extra._replace(dsum=arrays.rows(extra.dsum, axes))
@@ -155,29 +152,35 @@ def backward(
     return gradients
 
 
+def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
+    """Tell whether all is as most calls have it: a small one would feel the checks of the rest."""
+    gamma, beta, eps, _, gamma_offset, rounding = norm
+    return (
+        shape[0] > 0
+        and (gamma is None or is_plain(gamma, shape))
+        and (beta is None or is_plain(beta, shape))
+        and type(eps) is float
+        and 0.0 <= eps < math.inf
+        and gamma_offset == 0.0
+        and rounding == "fast"
+    )
+
+
 def _checked(
     arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
-    gamma, beta, given, kind, gamma_offset, rounding = norm
-    # Zero-length axes aside, which normalized_shape refuses, this is what most calls have.
-    shape = x_shape[-1:] if axes == (len(x_shape) - 1,) and x_shape[-1] else None
-    if shape is None:
-        shape = normalized_shape(x_shape, axes)
-    changed = False
-    if gamma is not None and (backend == "cuda" or not is_plain(gamma, shape)):
-        gamma, changed = _parameter(arrays, "gamma", gamma, x_shape, axes, backend), True
-    if beta is not None and (backend == "cuda" or not is_plain(beta, shape)):
-        beta, changed = _parameter(arrays, "beta", beta, x_shape, axes, backend), True
-    eps = check_eps(given)
-    if norm[4:6] != _PLAIN or (backend == "cuda" and kind != "layer"):
-        gamma_offset, changed = _checked_offset(gamma_offset, gamma), True
-        _check_options(kind, gamma_offset, rounding, backend)
-    if changed or eps is not given:
-        leading = any(each is not None and each.ndim > len(axes) for each in (gamma, beta))
-        made = SampleNorm if leading else Norm
-        return made(gamma, beta, eps, kind, gamma_offset, rounding)
-    return norm
+    gamma, beta, eps, kind, gamma_offset, rounding = norm
+    normalized_shape(x_shape, axes)
+    if gamma is not None:
+        gamma = _parameter(arrays, "gamma", gamma, x_shape, axes, backend)
+    if beta is not None:
+        beta = _parameter(arrays, "beta", beta, x_shape, axes, backend)
+    eps, gamma_offset = check_eps(eps), _checked_offset(gamma_offset, gamma)
+    _check_options(kind, gamma_offset, rounding, backend)
+    leading = any(each is not None and each.ndim > len(axes) for each in (gamma, beta))
+    made = SampleNorm if leading else Norm
+    return made(gamma, beta, eps, kind, gamma_offset, rounding)
 
 
 def _like(
@@ -322,12 +325,13 @@ def _check_old_sums(likes: Sequence[Array | None], out: Sequence[Array | None]) 
 
 def _gradients(
     arrays: Arrays,
-    inputs: dict[str, Array | None],
+    dy: Array,
     cache: Cache,
     asked: tuple[str, ...],
     out: Sequence[Array | None] | None,
     kept: tuple[int, ...] | None,
     accumulate: bool,
+    dsum: Array | None,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     like, norm = cache.x, cache.norm
@@ -349,7 +353,9 @@ def _gradients(
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
         raise ValueError(msg)
     likes = like if "x" in asked else None, gamma, beta
-    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, **inputs}
+    others: dict[str, Array | None] = {
+        "x": like, "gamma": norm.gamma, "dy": dy, "dsum": dsum,
+    }  # fmt: skip
     found: list[Array | None] = []
     for name, wanted, array in zip(NAMES, likes, given, strict=True):
         if wanted is None:
