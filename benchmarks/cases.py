@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from agreement import check_ours, check_peer
 from peers import EPS, Peer
 
-from stablenorm import layer_norm, set_num_threads
+from stablenorm import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+    set_num_threads,
+)
 from stablenorm.backends import choose
 from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
 from stablenorm.cli.parts import DTYPES
 from stablenorm.formats import parse
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
+from stablenorm.types import Array
 
 # Ours: as called, and with results written into arrays given.
 OURS, OURS_OUT, CALL = "stablenorm", "out=", "layer_norm"
-COPY, TORCH_CALL = "copy", "PyTorch F.layer_norm"
+COPY, TORCH_CALL, LAYER = "copy", "PyTorch F.layer_norm", "layer norm"
 # Up to 8 MiB, x, y, dy and dx fit into the last-level cache of 32 MiB, and malloc keeps pages that
 # are freed: it returns blocks beyond 32 MiB to the system at once, and never smaller ones once some
 # were used.
@@ -43,12 +52,13 @@ class Effort(NamedTuple):
     limit: float
 
 
-# kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
+# rms: RMS norm, beside our layer norm. kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
 # Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run
 # against the limit of seconds; all of them together take less than ten minutes.
 SUITES = {
     "call": Effort(51, 15, 10),
     "shapes": Effort(21, 5, 3),
+    "rms": Effort(21, 5, 3),
     "kept": Effort(21, 5, 4),
     "alone": Effort(9, 3, 3),
     "n": Effort(9, 3, 2),
@@ -93,6 +103,7 @@ def make_cases() -> list[Case]:
     return [
         Case("call", IN_CACHE[0], "float32"),
         *(Case("shapes", shape, "float32") for shape in IN_CACHE + BEYOND),
+        *(Case("rms", shape, "float32") for shape in IN_CACHE + BEYOND),
         *(Case("shapes", shape, dtype) for dtype in DTYPES if dtype != "float32" for shape in SOME),
         *(Case("kept", shape, "float32") for shape in (IN_CACHE[-1], *BEYOND)),
         *(Case("alone", shape, "float32") for shape in (IN_CACHE[3], BEYOND[1])),
@@ -117,13 +128,17 @@ def measure_case(
     that uses more than all of it does not agree and is not timed.
     """
     problem = make_problem(case.shape, case.dtype)
-    ways = _ours(problem, case)
-    ours = check_ours(problem, choose(None))
+    rms = case.suite == "rms"
+    ways = _rms(problem) if rms else _ours(problem, case)
+    ours = _rms_results(ways) if rms else check_ours(problem, choose(None))
     used = {}
     for peer in peers:
         if case.dtype not in peer.dtypes or not _wanted(peer.name, case):
             continue
-        calls = peer.make(problem, EPS)
+        make = peer.make_rms if rms else peer.make
+        if make is None:
+            continue
+        calls = make(problem, EPS)
         used[peer.name] = check_peer(calls, problem, ours)
         if used[peer.name] <= 1:
             ways["forward"][peer.name] = calls.forward
@@ -152,6 +167,26 @@ def _wanted(peer: str, case: Case) -> bool:
     if case.suite == "alone":
         return peer == "plain NumPy"
     return peer == "PyTorch" or (case.suite in ("shapes", "kept") and case.dtype == "float32")
+
+
+def _rms(problem: Problem) -> dict[str, dict[str, Callable[[], Any]]]:
+    """RMS norm, which PyTorch has without beta, and the layer norm that it takes the place of."""
+    x, gamma, beta, dy, *_ = problem
+    forward = partial(rms_norm_forward, x, gamma, eps=EPS)
+    layer = partial(layer_norm_forward, x, gamma, beta, EPS)
+    cache, kept = forward()[1], layer()[1]
+    return {
+        "forward": {OURS: forward, LAYER: layer},
+        "backward": {
+            OURS: partial(rms_norm_backward, dy, cache),
+            LAYER: partial(layer_norm_backward, dy, kept),
+        },
+    }
+
+
+def _rms_results(ways: dict[str, dict[str, Callable[[], Any]]]) -> dict[str, Array]:
+    y, gradients = ways["forward"][OURS]()[0], ways["backward"][OURS]()
+    return {"y": y, "dx": gradients.dx, "dgamma": gradients.dgamma}
 
 
 def _ours(problem: Problem, case: Case) -> dict[str, dict[str, Callable[[], Any]]]:

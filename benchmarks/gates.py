@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from cases import CALL, LARGE, OURS, OURS_OUT, TORCH_CALL, Record
+from cases import CALL, LARGE, LAYER, OURS, OURS_OUT, TORCH_CALL, Record
 
 from stablenorm.cli.bench import PASSES
 
@@ -103,6 +103,18 @@ GATES = (
     ),
     Gate(
         "a call on (1, 1, 64): `F.layer_norm` over `layer_norm`, ATen's backward over ours", _called, 1.0
+    ),
+    Gate(
+        "RMS norm: the layer norm's time over its, nine shapes, geometric mean",
+        lambda records: ratios(records, "rms", LAYER),
+        1.0,
+        mean=True,
+    ),
+    Gate(
+        "RMS norm: PyTorch's time over ours, nine shapes, geometric mean",
+        lambda records: ratios(records, "rms", "PyTorch"),
+        2.0,
+        mean=True,
     ),
 )  # fmt: skip
 

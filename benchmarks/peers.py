@@ -36,12 +36,13 @@ class Calls(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """An implementation; `make` takes a problem and eps."""
+    """An implementation; `make` takes a problem and eps, as does what makes its RMS norm, if any."""
 
     name: str
     version: str
     dtypes: tuple[str, ...]
     make: Callable[[Problem, float], Calls]
+    make_rms: Callable[[Problem, float], Calls] | None = None
 
 
 def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[list[T], dict[str, str]]:
@@ -109,7 +110,26 @@ def _torch(threads: int) -> Peer:
 
         return Calls(forward, backward, results, {"PyTorch F.layer_norm": plain})
 
-    return Peer("PyTorch", torch.__version__.split("+")[0], DTYPES, make)
+    def make_rms(problem: Problem, eps: float) -> Calls:
+        x, gamma, dy = map(tensor, (problem.x, problem.gamma, problem.dy))
+        leaves = x.detach().requires_grad_(), gamma.detach().requires_grad_()
+        result = functional.rms_norm(leaves[0], [x.shape[-1]], leaves[1], eps)
+
+        def forward() -> Any:
+            with torch.no_grad():
+                return functional.rms_norm(x, [x.shape[-1]], gamma, eps)
+
+        def backward() -> Any:
+            # There is no function of its own to call.
+            return torch.autograd.grad(result, leaves, dy, retain_graph=True)
+
+        def results() -> dict[str, Array]:
+            found = zip(RESULTS, map(back, (forward(), *backward())), strict=False)
+            return dict(found)
+
+        return Calls(forward, backward, results)
+
+    return Peer("PyTorch", torch.__version__.split("+")[0], DTYPES, make, make_rms)
 
 
 def _jax(name: str, standardize: bool, dtypes: tuple[str, ...]) -> Callable[[int], Peer]:

@@ -194,7 +194,7 @@ def scripts(monkeypatch):
 
 def invented(cases, slow=1.0):
     """A run of round figures: PyTorch 2, plain NumPy 5 times as slow; ours as fast as a copy."""
-    seconds = {"PyTorch": 2.0, "plain NumPy": 5.0, "PyTorch F.layer_norm": 1.0}
+    seconds = {"PyTorch": 2.0, "plain NumPy": 5.0, "PyTorch F.layer_norm": 1.0, "layer norm": 1.0}
     records = []
     for case in cases.make_cases():
         for direction in job.PASSES:
@@ -210,11 +210,11 @@ def invented(cases, slow=1.0):
     return records
 
 
-@pytest.mark.parametrize(("slow", "missed"), [(1.0, 0), (1.01, 4)])
+@pytest.mark.parametrize(("slow", "missed"), [(1.0, 0), (1.01, 6)])
 def test_targets_are_reached_by_figures_at_the_bound_and_missed_by_a_slower_run(
     scripts, slow, missed
 ):
-    # Slower: PyTorch's mean, plain NumPy, the copy, the call. The others have room.
+    # Slower: PyTorch's means, the layer norm, plain NumPy, the copy, the call. The others have room.
     found = scripts("gates").check_gates(invented(scripts("cases"), slow))
     for direction in job.PASSES:
         assert sum(not both[direction].met for both in found.values()) == missed
