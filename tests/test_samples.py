@@ -126,6 +126,26 @@ def test_residual_and_dsum_go_with_gamma_of_each_sample(rng, backend):
         )
 
 
+@pytest.mark.parametrize("last", [1, 8])
+def test_a_mask_and_what_is_added_go_with_gamma_of_each_sample(rng, last, backend):
+    x, dy, dsum = rng.standard_normal((3, 3, 5, 8)).astype(np.float32)
+    gamma, beta, *old = rng.standard_normal((4, 3, 1, 8)).astype(np.float32)
+    where, dmean = rng.random((3, 5, last)) < 0.6, rng.standard_normal((3, 5, 1))
+    y, cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)
+    out = None, *(each.copy() for each in old)
+    given = {"dmean": dmean, "dsum": dsum}
+    found = layer_norm_backward(dy, cache, out=out, accumulate=True, **given)
+    for one in range(3):
+        how = {"where": where[one], "backend": backend}
+        expected, part = layer_norm_forward(x[one], gamma[one, 0], beta[one, 0], **how)
+        assert y[one].tobytes() == expected.tobytes()
+        out = None, *(each[one, 0].copy() for each in old)
+        given = {"dmean": dmean[one], "dsum": dsum[one]}
+        gradients = layer_norm_backward(dy[one], part, out=out, accumulate=True, **given)
+        for whole, single in zip(found, gradients, strict=True):
+            assert whole[one].reshape(single.shape).tobytes() == single.tobytes()
+
+
 def test_hard_rows_of_one_sample_keep_their_words(rng, backend):
     """Exponents, third words: of some samples alone, and of others none."""
     x, dy = rng.standard_normal((2, 4, 2, 8))
