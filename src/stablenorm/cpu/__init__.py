@@ -202,7 +202,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         sums = np.empty((words[AT.tiles], words[AT.sums_bytes]), np.uint8)
     for block in blocks(plan.rows, n, tile_rows):
         # Rows that are extreme are still needed, where the result overwrites them.
-        result = None if out is None else np.array(out[block], order="C")
+        result = _part(out, block)
         here = None if sums is None else sums[block.start // tile_rows :]
         some, added = (_part(word, block) for word in kept), _part(plus, block)
         given = _part(x, block), result, _part(dy, block), *parameters, *some

@@ -51,7 +51,8 @@ def backward_rows(rows: int, n: int) -> int:
 
 def blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
     """Yield slices of whole tiles, of about as many elements as are gathered at a time."""
-    step = max(_GATHERED // n // tile_rows, 1) * tile_rows
+    # Two, or there is nothing to do for a second thread.
+    step = max(_GATHERED // n // tile_rows, 2) * tile_rows
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 

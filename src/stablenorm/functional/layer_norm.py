@@ -153,9 +153,9 @@ def layer_norm_forward(
     where : array of bool, optional
         Broadcast to the shape of `x`: elements for which it is False do not count, whatever they
         are, NaN included. They are in no statistic and no sum, and y and dx are 0 there; a row
-        without any True has mean and rstd 0. A mask that takes whole rows costs as much as those
-        rows; one that varies along `axis` takes the slow reference, and not with
-        ``rounding="nearest"`` yet. Not for CUDA arrays.
+        without any True has mean and rstd 0. A mask that takes whole rows gives the bits of a call
+        on these rows, in two to four times its time; one that varies along `axis` takes the slow
+        reference, and not with ``rounding="nearest"`` yet. Not for CUDA arrays.
     save : {"x", "y", "recompute"}, default: "x"
         What the cache keeps. "x": `x` and the statistics, both exact, the fastest. "y": the result
         and the statistics, so that `x` can be freed, or be `out`; the backward makes x again,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.arrays import Rows, as_matrix
+from stablenorm.arrays import Rows, as_matrix, same_elements
 from stablenorm.backends import implementation
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
 
@@ -112,9 +112,15 @@ def pick(matrix: Any, numbers: Array) -> Any:
 
 
 class _Some(Rows):
-    """Some rows of a matrix, in ascending order; parts whose rows follow one another are views."""
+    """
+    Some rows of a matrix, in ascending order; parts whose rows follow one another are views.
+
+    Another part holds until the next one is read: it lies in the same memory, since the pages of new
+    memory take longer than a layer norm.
+    """
 
     def __init__(self, matrix: Any, numbers: Array) -> None:
+        self._room = np.empty((0, matrix.shape[1]), matrix.dtype)
         self._matrix, self._numbers = matrix, numbers
         self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
 
@@ -126,11 +132,19 @@ class _Some(Rows):
         return numbers
 
     def __getitem__(self, rows: slice | Array) -> Array:
-        block: Array = self._matrix[self.at(rows)]
-        return block
+        at, block = self.at(rows), self._matrix
+        if isinstance(at, slice) or isinstance(block, Rows) or not block.flags.c_contiguous:
+            return block[at]  # type: ignore[no-any-return]
+        if len(self._room) < len(at):
+            self._room = np.empty((len(at), block.shape[1]), block.dtype)
+        # Half of the time of an index.
+        return np.take(block, at, axis=0, out=self._room[: len(at)], mode="clip")
 
     def __setitem__(self, rows: slice | Array, block: Array) -> None:
-        self._matrix[self.at(rows)] = block
+        at = self.at(rows)
+        # What was written into a view is there already.
+        if not (isinstance(at, slice) and same_elements(self._matrix[at], block)):
+            self._matrix[at] = block
 
 
 def _matrix(array: Any) -> Any:
