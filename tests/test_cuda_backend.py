@@ -177,6 +177,8 @@ REFUSED = [
     (lambda: layer_norm(on_device(X.astype(int))), TypeError, "x must be float16.*got int64"),
     (lambda: layer_norm(on_device(X), on_device(X[0, :5])), ValueError,
      r"gamma must have shape \(6,\) to match x normalized over axis 1, got \(5,\)"),
+    (lambda: layer_norm(on_device(X), on_device(X[:1])), ValueError,
+     "a gamma with leading axes is not for arrays on a CUDA device yet"),
     (lambda: layer_norm(on_device(X), on_device(X[0], 1)), ValueError,
      "gamma must be on device 0, like x, got device 1; copy it there"),
     (lambda: layer_norm(on_device(X), out=on_device(X.astype(float))), TypeError, "out must have dtype"),
@@ -206,6 +208,15 @@ def test_results_that_overlap_are_refused(use):
     even, odd = (fake.ndarray(buffer.reshape(5, 12)[:, at::2]) for at in (0, 1))
     layer_norm(even, out=odd)
     assert len(launches) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("sum_axes", 0), ("accumulate", True)])
+def test_sums_of_another_kind_are_refused(use, name, value):
+    launches = use(run=False)
+    _, cache = layer_norm_forward(on_device(X), on_device(X[0]))
+    with pytest.raises(ValueError, match=f"{name}.* is not for arrays on a CUDA device yet"):
+        layer_norm_backward(on_device(X), cache, **{name: value})
+    assert len(launches) == 1
 
 
 def test_without_cupy_the_install_line_is_named(monkeypatch):
