@@ -226,6 +226,26 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     assert_contract(p)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_jvp_has_the_bits_of_the_reference(rng, kind):
+    """Odd rows, few and many elements, rows apart from one another; no gamma; an offset."""
+    for rows, n in ((5, 7), (3, 2100)):
+        p = Problem(rng, kind, np.float32, (rows, n + 1))
+        p.x, p.tx = p.x[:, 1:], p.tx[:, :-1]
+        p.gamma, p.beta, p.tgamma, p.tbeta = (a[1:] for a in (p.gamma, p.beta, p.tgamma, p.tbeta))
+        forward, _, jvp, _ = KINDS[kind]
+        _, cache = forward(p.x, p.gamma, p.beta, gamma_offset=1.0, backend="numba")
+        np.testing.assert_array_equal(
+            jvp(p.tx, cache, p.tgamma, p.tbeta).view(np.uint32),
+            jvp(p.tx, cache._replace(backend="numpy"), p.tgamma, p.tbeta).view(np.uint32),
+        )
+        _, cache = forward(p.x, backend="numba")
+        np.testing.assert_array_equal(
+            jvp(p.tx, cache).view(np.uint32),
+            jvp(p.tx, cache._replace(backend="numpy")).view(np.uint32),
+        )
+
+
 def test_axes_layouts_and_backends_agree(rng, backend):
     x, dy, tx = np.moveaxis(rng.standard_normal((3, 4, 5, 6)), 1, -1)
     gamma, tgamma = rng.standard_normal((2, 5, 4))

@@ -123,6 +123,28 @@ def backward(
         extreme.write_dx(dy, x, norm, statistics, dx, marks, extra)
 
 
+def jvp(
+    tx: Any, x: Any, norm: Norm, statistics: Statistics,
+    tgamma: Array | None, tbeta: Array | None, ty: Any, where: Any = None,
+) -> None:  # fmt: skip
+    """Do what `reference.jvp` does; what is float64, masked or without contiguous rows, that does."""
+    narrow = statistics.rstd_lo is None and not any_float64(tx, tgamma, tbeta)
+    strides = row_strides(tx, x, ty)
+    if narrow and where is None and strides != ():
+        gamma = 1.0 if norm.gamma is None else norm.gamma.ravel().astype(np.float64)
+        table = np.zeros((3, x.shape[-1]))
+        table[0] = gamma + norm.gamma_offset
+        for row, tangent in zip(table[1:], (tgamma, tbeta), strict=True):
+            if tangent is not None:
+                row[:] = tangent.ravel()
+        pulled, options = (tx.dtype, None, None, False), (norm.kind, 0.0, "fast", "jvp")
+        plan = make_plan(x.shape, strides, x.dtype, (None, None), pulled, options)
+        arrays = x, ty, tx, None, None, *statistics[:5], *(None,) * 7, table, None
+        if _do(plan, arrays) != REFERENCE:
+            return
+    reference.jvp(tx, x, norm, statistics, tgamma, tbeta, ty, where)
+
+
 def _backward_nearest(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, extra: Extra
 ) -> None:

@@ -72,10 +72,10 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     `strides` are what `row_strides` returns of dy, x and the result. `x` is a dtype, as `parameters`
     are, of gamma and beta, None of what is missing; `pulled` are those of dy, dgamma and dbeta, and
     whether the forward was done in double-double. `options` are the kind, gamma_offset and rounding of
-    the norm, and more if a residual or dsum is to be added.
+    the norm, then "plus" if a residual or dsum is to be added, or "jvp".
     """
-    kind, gamma_offset, rounding, *plus = options
-    nearest, offset = rounding == "nearest", gamma_offset != 0.0
+    kind, gamma_offset, rounding, *others = options
+    nearest, offset, plus = rounding == "nearest", gamma_offset != 0.0, "plus" in others
     dy, *totals, wide = pulled or (None, None, None, nearest)
     # Not `==` below: to NumPy its float64 equals None.
     if not _known((x, *parameters, dy, *totals)):
@@ -88,12 +88,12 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     row_bytes = n * x.itemsize
     if dy is None:
         tile_rows, dy_bytes = forward_rows(rows, n), 0
-        how = (nearest, kind, offset) if wide else (bool(plus), kind)
+        how = (nearest, kind, offset) if wide else (plus, kind)
         do_tile = of.forward_tile(ELEMENTS[x], *how)
     else:
         tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
         summing = any(each is not None for each in totals)
-        how = (bool(plus), nearest, kind, offset) if wide else (bool(plus), kind)
+        how = (plus, nearest, kind, offset) if wide else (plus, kind, "jvp" in others)
         do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *how)
     dy_stride, x_stride, out_stride, *more = strides or (dy_bytes, *[row_bytes] * 4)
     source_stride, plus_stride = more or (0, 0)

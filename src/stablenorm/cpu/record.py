@@ -49,7 +49,8 @@ class Call(NamedTuple):
     undecided: Any = 0
     # float64: what dgamma, and then dbeta, is added to.
     old: Any = 0
-    # x before the residual was added, and the residual; or what is added to dx. x is then their sum.
+    # x before the residual was added, and the residual; or what is added to dx. x is then their sum. Of
+    # a jvp, gamma and the tangents of gamma and beta, in float64.
     source: Any = 0
     plus: Any = 0
     # What the dtypes and the shape decide.

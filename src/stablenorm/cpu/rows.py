@@ -229,6 +229,18 @@ def _rms_dx(dy, x, j, row, gamma):
     return get(x, j) * row[4] + get(dy, j) * gamma[j] * row[2]
 
 
+# ---- jvp: dx with gamma = 1, of the tangent of x; gamma comes last ----
+
+
+def _pushed(name, moved, terms):
+    def ty(tx, x, j, row, parameters):
+        ones, scale, tgamma, tbeta = parameters
+        _, _, xhat = terms(tx, x, j, row, ones)
+        return moved(tx, x, j, row, ones) * scale[j] + (xhat * tgamma[j] + tbeta[j])
+
+    return _writing(name, _exactly(named(ty, name)))
+
+
 # ---- both ----
 
 
@@ -327,3 +339,4 @@ def _writing(name, value):
 
 write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
 rms_write_y, rms_write_dx = _writing("rms_y", _rms_y), _writing("rms_dx", _rms_dx)
+write_ty, rms_write_ty = _pushed("ty", _dx, _pulled), _pushed("rms_ty", _rms_dx, _rms_pulled)

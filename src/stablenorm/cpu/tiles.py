@@ -173,8 +173,14 @@ def forward_tile(element: Any, plus: bool, kind: str) -> Any:
 
 
 @address_of_compiled
-def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool, kind: str) -> Any:
-    """Return what pulls back a tile of rows of these types, with `plus` adding dsum to dx."""
+def backward_tile(
+    dy_element: Any, x_element: Any, summing: bool, plus: bool, kind: str, jvp: bool
+) -> Any:
+    """
+    Return what pulls back a tile of rows of these types, with `plus` adding dsum to dx.
+
+    With `jvp` it pushes: dy is the tangent of x, and the result that of y.
+    """
     layer = kind == "layer"
 
     def backward(record, number, me):
@@ -221,14 +227,28 @@ def backward_tile(dy_element: Any, x_element: Any, summing: bool, plus: bool, ki
             dsum = None
             if plus:
                 dsum = pointer_at(p.plus + top * p.plus_stride, x_element), p.plus_stride
-            write = equations.write_dx if layer else equations.rms_write_dx
-            staged = _write_rows(write, given, p, top, rows, x_element, staged, dsum)
+            if jvp:
+                write = equations.write_ty if layer else equations.rms_write_ty
+                wanted = _with_tangents(given, p)
+                staged = _write_rows(write, wanted, p, top, rows, x_element, staged, dsum)
+            else:
+                write = equations.write_dx if layer else equations.rms_write_dx
+                staged = _write_rows(write, given, p, top, rows, x_element, staged, dsum)
         if summing and deep:
             _end_part(part, sums, n)
         if p.out and p.way != STRAIGHT:
             _close_stage(staged)
 
     return backward
+
+
+@pasted
+def _with_tangents(given, p):
+    """Put the rows of the table of a jvp behind gamma: the scale, tgamma, tbeta."""
+    both, strides, ones, lanes, aheads = given
+    scale, row = float64_at(p.source), 8 * p.n
+    table = ones, scale, further(scale, row), further(scale, 2 * row)
+    return both, strides, table, lanes, aheads
 
 
 @pasted

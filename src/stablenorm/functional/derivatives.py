@@ -51,7 +51,10 @@ def layer_norm_jvp(
     -----
     Each element is within ``0.501 ulp + c * S``, with the c of y. With ``T(v) = rstd (|v| + mean|v| +
     (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``, S is ``|gamma| T(tx) + |tgamma| (|xhat| +
-    mean|xhat|) + |tbeta|``. Elements that a mask leaves out get 0. Computed by the reference in NumPy, whatever the backend.
+    mean|xhat|) + |tbeta|``. Elements that a mask leaves out get 0.
+
+    The compiled kernel is that of the backward, and as fast. The reference in NumPy, ten times as slow,
+    does what it does not: float64 data, masks, and rows that are not contiguous.
 
     Examples
     --------
