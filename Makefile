@@ -64,9 +64,12 @@ complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1
 diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
-.PHONY: rounding kernels
+.PHONY: rounding family kernels
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
+
+family: $(VENV)/.dev  ## residuals and the other keywords beside the plain call, into docs: 1 min
+	$(BIN)/python benchmarks/family.py
 
 kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
 	$(BIN)/python benchmarks/kernels.py

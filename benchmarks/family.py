@@ -1,0 +1,150 @@
+"""
+What the family costs beside the layer norm it is made of: `make family`.
+
+Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
+benchmarks/results/family.json and docs/evidence/family.md. (RMS norm is timed by `make bench`.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from cases import BEYOND, IN_CACHE
+from page import DOCS, digits, keep, origin, origin_line, seconds, table, write
+
+import stablenorm as sn
+from stablenorm.cli.bench import make_problem
+from stablenorm.cli.parts import use_threads
+from stablenorm.timing import measure_interleaved
+
+THREADS = 2
+# Wanted of each shape beyond the caches.
+OF_RESIDUAL = 1.5
+# 64k elements of a sample are 10 us of work.
+SAMPLES = (64, 64, 1024)
+
+Calls = dict[str, Callable[[], Any]]
+
+
+def medians(calls: Calls, limit: float = 2.0) -> list[float]:
+    """Return seconds of each call, taken in turns."""
+    found = measure_interleaved(calls, rounds=21, least=5, limit=limit)
+    return [timing.median for timing in found.values()]
+
+
+def residual(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Time NumPy's addition and the norm, apart and together, both ways."""
+    x, gamma, beta, dy, *_ = make_problem(shape, "float32")
+    other = x[::-1].copy()
+    _, cache = sn.layer_norm_forward(x, gamma, beta)
+
+    def backward_and_add() -> Any:
+        found = sn.layer_norm_backward(dy, cache)
+        dx: Any = found.dx
+        dx += other
+        return found
+
+    ways: dict[str, Calls] = {
+        "forward": {
+            "apart": lambda: sn.layer_norm_forward(x + other, gamma, beta),
+            "together": lambda: sn.layer_norm_forward(x, gamma, beta, residual=other),
+        },
+        "backward": {
+            "apart": backward_and_add,
+            "together": lambda: sn.layer_norm_backward(dy, cache, dsum=other),
+        },
+    }
+    return [(shape, way, *medians(calls)) for way, calls in ways.items()]
+
+
+def others() -> list[tuple[Any, ...]]:
+    """Time the other keywords beside the plain call, forward and backward in one."""
+    x, gamma, beta, dy, *_ = make_problem(SAMPLES, "float32")
+    rows = np.ones((*SAMPLES[:2], 1), bool)
+    # Padding: of each sample, a quarter at its end.
+    rows[:, 3 * SAMPLES[1] // 4 :] = False
+    scales, shifts = (np.repeat(p[None, None], SAMPLES[0], axis=0) for p in (gamma, beta))
+
+    def both(*parameters: Any, **keywords: Any) -> Callable[[], Any]:
+        after = {key: keywords.pop(key) for key in ("sum_axes",) if key in keywords}
+        return lambda: sn.layer_norm_backward(
+            dy, sn.layer_norm_forward(x, *parameters, **keywords)[1], **after
+        )
+
+    _, cache = sn.layer_norm_forward(x, gamma, beta)
+    plain = both(gamma, beta)
+    calls = {
+        "`gamma_offset=1.0`": both(gamma, beta, gamma_offset=1.0),
+        "gamma and beta per sample": both(scales, shifts),
+        "`sum_axes=1`": both(gamma, beta, sum_axes=1),
+        "`where=`, a quarter of the rows is padding": both(gamma, beta, where=rows),
+        "`where=`, elements": both(gamma, beta, where=x > -1),
+        '`save="y"`': both(gamma, beta, save="y"),
+        '`save="recompute"`': both(gamma, beta, save="recompute"),
+    }
+    found = [(name, *medians({"it": it, "plain": plain})) for name, it in calls.items()]
+    alone = {
+        "it": lambda: sn.layer_norm_jvp(dy, cache),
+        "plain": lambda: sn.layer_norm_backward(dy, cache),
+    }
+    second = alone | {"it": lambda: sn.layer_norm_double_backward(x, dy, cache)}
+    return [
+        *found,
+        ("`layer_norm_jvp`, beside the backward", *medians(alone)),
+        ("`layer_norm_double_backward`, beside the backward", *medians(second)),
+    ]
+
+
+def measure() -> dict[str, Any]:
+    """Return all that the page holds."""
+    use_threads(THREADS)
+    return {
+        "origin": origin(),
+        "residual": [line for shape in IN_CACHE[2:] + BEYOND for line in residual(shape)],
+        "others": others(),
+    }
+
+
+def marked(value: float, least: float) -> str:
+    """Write a ratio, and beside it whether it misses its target."""
+    return digits(value, 3) + f" **below {least}**" * (value < least)
+
+
+def main() -> int:
+    """Measure or read, write the page."""
+    found = keep("family", __doc__ or "", measure)
+    beyond = set(BEYOND)
+    sums = [
+        (tuple(shape), way, seconds(together),
+         marked(apart / together, OF_RESIDUAL if tuple(shape) in beyond and way == "forward" else 0))
+        for shape, way, apart, together in found["residual"]
+    ]  # fmt: skip
+    rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
+    text = f"""# What the family costs
+
+Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
+
+## Residuals
+
+The time of NumPy's addition and the call, over that of the call with `residual=` or `dsum=`. At least
+{OF_RESIDUAL:g} is wanted forward, beyond the caches (from {BEYOND[0]} on).
+
+{table(("x", "direction", "together", "apart over together"), sums)}
+
+## The other keywords
+
+Forward and backward of {SAMPLES}, over the time of the plain call.
+
+{table(("what", "time", "over the plain call"), rest)}
+
+{origin_line("make family", found["origin"])}
+"""
+    write(DOCS / "evidence" / "family.md", text, __file__)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
