@@ -18,9 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from page import DOCS, keep, origin, origin_line, table, write
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.formats import parse
-from stablenorm.oracle import exact_layer_norm
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.testing import FAMILIES, make_case, plain_backward, plain_forward
 
 KINDS = ("float16", "bfloat16", "float32", "float64")
@@ -30,6 +35,10 @@ LENGTHS = (1, 2, 3, 17)
 LONG, MANY = 65_536, 10_000
 # Where a row of 65 536 has something that one of 768 has not: means, offsets, overflow, cancellation.
 TELLING = ("F01", "F04", "F09", "F13", "F16", "F18", "F20", "F28b", "F31")
+NORMS = {
+    "layer": (layer_norm_forward, layer_norm_backward, exact_layer_norm),
+    "rms": (rms_norm_forward, rms_norm_backward, exact_rms_norm),
+}
 FINITE = [family for family in FAMILIES.values() if family.finite]
 
 
@@ -41,6 +50,7 @@ class Job(NamedTuple):
     n: int
     rows: int
     outputs: tuple[str, ...]
+    kind: str = "layer"
 
 
 class Judged(NamedTuple):
@@ -64,23 +74,23 @@ class Judged(NamedTuple):
     # The plain formula, where n = N: the worst in ulp, and over the largest exact element of its row.
     plain: float = math.nan
     of_row: float = math.nan
+    kind: str = "layer"
 
 
-def run(case: Any, outputs: Sequence[str], **options: Any) -> dict[str, Any]:
+def run(case: Any, job: Job, **options: Any) -> dict[str, Any]:
     """Return these outputs of stablenorm."""
-    y, cache = layer_norm_forward(case.x, case.gamma, case.beta, case.eps, **options)
-    gradients = layer_norm_backward(case.dy, cache, wrt=[d[1:] for d in outputs if d != "y"])
+    forward, backward, _ = NORMS[job.kind]
+    y, cache = forward(case.x, case.gamma, case.beta, case.eps, **options)
+    gradients = backward(case.dy, cache, wrt=[d[1:] for d in job.outputs if d != "y"])
     return dict(zip(OUTPUTS, (y, *gradients), strict=True))
 
 
 def judge(job: Job) -> list[Judged]:
     """Judge one job."""
     case = make_case(job.family, parse(job.dtype), job.n, job.rows)
-    exact = exact_layer_norm(*case)
-    ours = run(case, job.outputs)
-    others = [
-        run(case, job.outputs, rounding="nearest", backend=name) for name in ("numba", "numpy")
-    ]
+    exact = NORMS[job.kind][2](*case)
+    ours = run(case, job)
+    others = [run(case, job, rounding="nearest", backend=name) for name in ("numba", "numpy")]
     y, kept = plain_forward(case.x, case.gamma, case.beta, case.eps)
     plain = dict(zip(OUTPUTS, (y, *plain_backward(case.dy, kept)), strict=True))
     found = []
@@ -100,9 +110,9 @@ def judge(job: Job) -> list[Judged]:
         judged = Judged(
             *job[:4], name, contract.limit_ulp, contract.passed,
             float(np.max(errors, where=inside, initial=0)), contract.second_term,
-            contract.worst_excess, wrong, missed,
+            contract.worst_excess, wrong, missed, kind=job.kind,
         )  # fmt: skip
-        if job.n == N:
+        if job.n == N and job.kind == "layer":
             ulps = exact.ulp_errors(**{name: plain[name]})[name]
             wide = exact.rounded(name, np.float64)
             nearest = exact.rounded(name, plain[name].dtype)
@@ -131,6 +141,7 @@ def jobs() -> Iterable[Job]:
     for dtype in KINDS:
         for family in FINITE:
             yield from (Job(family.name, dtype, n, ROWS, OUTPUTS) for n in (N, *LENGTHS))
+            yield Job(family.name, dtype, N, ROWS, OUTPUTS, "rms")
             if family.name in TELLING:
                 yield Job(family.name, dtype, LONG, 1, ("y", "dx"))
             # No longer than the families with several marked elements need.
@@ -213,7 +224,8 @@ def family_table(main: Sequence[Judged]) -> str:
 
 def page(made: dict[str, Any], every: Sequence[Judged]) -> str:
     """docs/evidence/accuracy.md."""
-    main = [j for j in every if j.n == N]
+    main = [j for j in every if j.n == N and j.kind == "layer"]
+    rms = [j for j in every if j.kind == "rms"]
     others = sorted((j for j in every if j.n != N), key=lambda j: (j.rows, j.n))
     return f"""# Accuracy
 
@@ -238,6 +250,12 @@ elements cancel.
 
 With nearest: elements that are not the nearest float under `rounding="nearest"`, of both CPU backends. Its
 promise is that there are none.
+
+## RMS norm
+
+The same families, n = {N}, through `rms_norm_forward` and `rms_norm_backward`.
+
+{verdicts(rms, ("dtype", "output", "limit"), lambda j: (j.dtype, j.output, f"{j.limit:g}"))}
 
 ## Other lengths, and many rows
 
