@@ -120,7 +120,7 @@ def run(capsys, *arguments, status=0):
 def test_a_table_and_a_file(capsys):
     shown = run(
         capsys, "--shape", 2, 3, 8, "--shape", 16, "--dtype", "float32", "--dtype", "bfloat16",
-        "--rounding", "fast", "--rounding", "nearest", "--json", "r.json",
+        "--rounding", "fast", "--rounding", "nearest", "--kind", "rms", "--json", "r.json",
     )  # fmt: skip
     assert shown.err == ""
     for word in ("2 x 3 x 8", "16", "bfloat16", "backward", "out=", "GB/s", ", nearest", *BACKENDS):
@@ -129,6 +129,7 @@ def test_a_table_and_a_file(capsys):
     # Shapes, dtypes, directions, roundings, and fresh or out=.
     assert len(held["rows"]) == 2 * 2 * 2 * 2 * 2 * len(BACKENDS)
     assert {row["rounding"] for row in held["rows"]} == {"fast", "nearest"}
+    assert held["kind"] == "rms"
     for row in held["rows"]:
         nbytes = (2 if row["direction"] == "forward" else 3) * np.prod(row["shape"])
         nbytes *= 2 if row["dtype"] == "bfloat16" else 4

@@ -79,6 +79,35 @@ def test_wrong_use_is_one_line_and_runs_nothing(argv, message, tmp_path, capsys)
     assert not (tmp_path / "ran").exists()
 
 
+RMS = """
+import numpy as np
+def rms_norm_forward(x, weight, eps):
+    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return (1 + weight) * x * rstd, (x, weight, rstd)
+def rms_norm_backward(dy, cache):
+    x, weight, rstd = cache
+    g, xhat = (1 + weight) * dy, x * rstd
+    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdims=True) MEAN)
+    return dx, (dy * xhat).sum(tuple(range(dy.ndim - 1)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("term", "options", "status", "words"),
+    [
+        ("", "--gamma-offset 1", 0, "PASS: an error of"),
+        ("", "", 1, "this is not the RMS normalization asked for"),
+        ("- g.mean(-1, keepdims=True)", "--gamma-offset 1", 1, "mean of g is subtracted in dx"),
+    ],
+)
+def test_an_rms_norm_without_a_beta_is_checked_as_one(term, options, status, words, capsys):
+    file = write(RMS.replace("MEAN", term))
+    assert main(["check", file, "--kind", "rms", *options.split()]) == status
+    assert words in shown(capsys)[0]
+    assert main(["check", file]) == 2
+    assert "must have layer_norm_forward" in shown(capsys)[1]
+
+
 def test_a_backward_of_wrong_shape_is_a_failure_not_an_error(capsys):
     wrong = CORE.replace("dy.sum(lead)", "dy.sum(lead)[:-1]")
     assert main(["check", write(wrong + USUAL)]) == 1

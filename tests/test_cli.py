@@ -50,6 +50,17 @@ def test_every_dtype_and_the_round_trip_of_out(tmp_path, capsys, dtype):
     assert str(dtype) in capsys.readouterr().out
 
 
+def test_an_rms_norm_is_checked_as_one(capsys):
+    assert main(["run", "--kind", "rms"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for words in (", RMS norm;", "check_rms_norm in float64", "All checks passed."):
+        assert words in out
+    assert "sum(dx) = 0" not in out
+    np.savez("zero.npz", x=np.zeros((2, 4)))
+    assert main(["run", "zero.npz", "--kind", "rms", "--eps", "0"]) == 2
+    assert "where a row of x is zero, got 0 and row 0" in capsys.readouterr().err
+
+
 def test_a_directory_of_npy_files(tmp_path, capsys):
     (tmp_path / "d").mkdir()
     np.save(tmp_path / "d" / "x.npy", X)
@@ -162,7 +173,7 @@ def test_too_large_for_memory(tmp_path, capsys, monkeypatch):
         msg = "Unable to allocate 8.00 PiB"
         raise MemoryError(msg)
 
-    monkeypatch.setattr(job, "layer_norm_forward", too_large)
+    monkeypatch.setitem(job.NORMS, "layer", (too_large, *job.NORMS["layer"][1:]))
     assert main(["run", save(tmp_path, x=X), "--out", "out.npz"]) == 2
     shown = capsys.readouterr().err
     assert "x must fit in memory, got: Unable to allocate 8.00 PiB" in shown
@@ -255,7 +266,8 @@ def test_a_wrong_backward_fails_the_run(tmp_path, capsys, monkeypatch, wrong):
         arrays[wrong].flat[0] *= 1.01
         return Gradients(**arrays)
 
-    monkeypatch.setattr(job, "layer_norm_backward", broken)
+    forward, _, *others = job.NORMS["layer"]
+    monkeypatch.setitem(job.NORMS, "layer", (forward, broken, *others))
     assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)]) == 1
     shown = capsys.readouterr().out
     assert "A CHECK FAILED." in shown
@@ -274,7 +286,8 @@ def test_what_is_misrounded_is_counted_and_fails_nearest(
         if c.output == "y" and layer_norm(*c[:4])[c.where] != c.expected
     )  # fmt: skip
     if not kept:
-        monkeypatch.setattr(job, "layer_norm_forward", lambda *a, **_: layer_norm_forward(*a))
+        fast = lambda *a, **_: layer_norm_forward(*a)
+        monkeypatch.setitem(job.NORMS, "layer", (fast, *job.NORMS["layer"][1:]))
     path = save(tmp_path, **dict(zip(case._fields[:5], case[:5], strict=True)))
     assert main(["run", path, "--rounding", rounding]) == (rounding == "nearest" and not kept)
     shown = " ".join(capsys.readouterr().out.split())

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from untimed import call_once
 
-import stablenorm
 from stablenorm import cost
 from stablenorm.cli import main
 from stablenorm.cost import Cost, Roofline, count_cost, count_kept
 from stablenorm.memory import get_idle_limit, set_idle_limit
+from stablenorm.report.findings import NORMS
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 
@@ -23,17 +23,18 @@ def _problem(shape, dtype):
     return x, dy, np.ones(shape[1], dtype), np.ones(shape[1], dtype)
 
 
-def _calls(program, shape, dtype):
+def _calls(program, shape, dtype, kind):
     x, dy, gamma, beta = _problem(shape, dtype)
     if program == "plain NumPy":
-        kept = plain_forward(x, gamma, beta)[1]
-        return lambda: plain_forward(x, gamma, beta), lambda: plain_backward(dy, kept)
+        kept = plain_forward(x, gamma, beta, kind=kind)[1]
+        return (
+            lambda: plain_forward(x, gamma, beta, kind=kind),
+            lambda: plain_backward(dy, kept, kind),
+        )
     backend = {"reference": "numpy", "fused CPU kernel": "numba"}[program]
-    cache = stablenorm.layer_norm_forward(x, gamma, beta, backend=backend)[1]
-    return (
-        lambda: stablenorm.layer_norm_forward(x, gamma, beta, backend=backend),
-        lambda: stablenorm.layer_norm_backward(dy, cache),
-    )
+    forward, backward, *_ = NORMS[kind]
+    cache = forward(x, gamma, beta, backend=backend)[1]
+    return lambda: forward(x, gamma, beta, backend=backend), lambda: backward(dy, cache)
 
 
 def _peak(function):
@@ -49,6 +50,7 @@ def _peak(function):
     return min(peaks)
 
 
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     ("program", "dtype"),
     [
@@ -59,24 +61,25 @@ def _peak(function):
         ("fused CPU kernel", "float32"),
     ],
 )
-def test_bytes_held_are_what_tracemalloc_sees(program, dtype, request):
+def test_bytes_held_are_what_tracemalloc_sees(program, dtype, kind, request):
     # Memory of an earlier result would not be new.
     request.addfinalizer(functools.partial(set_idle_limit, get_idle_limit()))
     set_idle_limit(0)
     shape = (2000, 768)
-    for direction, call in zip(cost.DIRECTIONS, _calls(program, shape, dtype), strict=True):
+    for direction, call in zip(cost.DIRECTIONS, _calls(program, shape, dtype, kind), strict=True):
         call()
-        peak, held = _peak(call), count_cost(program, direction, shape, dtype).held
+        peak, held = _peak(call), count_cost(program, direction, shape, dtype, kind).held
         # Left out: a few numbers per row and column, and the kernel's partial sums over rows.
         assert held <= peak + 2**14, direction
         assert peak <= 1.06 * held + 2**20, direction
 
 
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bytes_kept_are_those_of_a_cache(dtype):
+def test_bytes_kept_are_those_of_a_cache(dtype, kind):
     x, _, gamma, beta = _problem((50, 64), dtype)
-    cache = stablenorm.layer_norm_forward(x, gamma, beta)[1]
-    kept, held = count_kept(x.shape, dtype), plain_forward(x, gamma, beta)[1]
+    cache = NORMS[kind][0](x, gamma, beta)[1]
+    kept, held = count_kept(x.shape, dtype, kind), plain_forward(x, gamma, beta, kind=kind)[1]
     assert next(iter(kept.values())) == cache.statistics.nbytes
     plain = kept["xhat and rstd, as plain NumPy keeps them"]
     assert plain == sum(array.nbytes for array in held[1:])
@@ -100,15 +103,17 @@ def command(monkeypatch, plain_terminal):  # noqa: ARG001
     return lambda *arguments: main(["complexity", *arguments])
 
 
-def test_the_command_counts_measures_and_writes(command, capsys):
-    assert command("--shape", "4", "16", "768", "--json", "c.json", "--plot", "c.png") == 0
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_command_counts_measures_and_writes(kind, command, capsys):
+    shape = ("--shape", "4", "16", "768", "--kind", kind)
+    assert command(*shape, "--json", "c.json", "--plot", "c.png") == 0
     out = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in out.splitlines()) <= 60
     for words in ("fused CPU kernel, backward", "roofline", "Kept from forward to backward"):
         assert words in out
     found = json.loads(Path("c.json").read_text("utf8"))
     lines = {(line["program"], line["direction"]): line for line in found["lines"]}
-    fused = count_cost("fused CPU kernel", "forward", (64, 768), "float32")
+    fused = count_cost("fused CPU kernel", "forward", (64, 768), "float32", kind)
     assert lines["fused CPU kernel", "forward"]["cost"] == fused._asdict()
     for (program, _), line in lines.items():
         roof = found["all_threads" if program == "fused CPU kernel" else "one_thread"]

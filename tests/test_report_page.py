@@ -38,13 +38,20 @@ def _undrawn(monkeypatch):
     monkeypatch.setattr(report, "as_svg", lambda _draw, label: label)
 
 
-def page_of(path, step=lambda _: None):
+def page_of(path, step=lambda _: None, kind="layer"):
     """The report on a file, and what every element of it is: it is XML as well."""
-    problem = read_problem(path, None, 0)
+    problem = read_problem(path, None, 0)._replace(kind=kind)
     source, passed = make_page(problem, job.compute(problem), step)
     assert passed
     elements = list(ET.fromstring(source).iter())
     return source, [(one.tag.rpartition("}")[2], dict(one.items())) for one in elements]
+
+
+@pytest.mark.usefixtures("_undrawn")
+def test_the_page_of_an_rms_norm_is_about_one():
+    source, _ = page_of(None, kind="rms")
+    for words in ("<h1>RMS normalization of", "check_rms_norm in float64", "rstd saved as float32"):
+        assert words in source
 
 
 def test_the_page_is_whole_needs_nothing_and_can_be_heard():

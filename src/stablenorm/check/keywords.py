@@ -6,6 +6,7 @@ so that every layer of the check exercises it: x arrives as a sum, or beside ele
 or half of dx as a dsum.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,8 +61,7 @@ def _with_where(forward: Callable[..., Any], backward: Callable[..., Any]) -> Fu
     """Give rows of twice the length, one half of which counts; and, of several, one more that does not."""
 
     def call(x: Array, gamma: Any, beta: Any, eps: float, **options: Any) -> Any:
-        where = np.broadcast_to(_halves(x.shape), (*x.shape[:-1], 2, x.shape[-1]))
-        where = _more(where.reshape(*x.shape[:-1], -1), 0)
+        where = _mask(x.shape)
         twice = (None if a is None else np.concatenate([a, a]) for a in (gamma, beta))
         y, cache = forward(_spread(x, where), *twice, eps, where=where, **options)
         return _gathered("y", y, where, x.shape), (cache, where, x.shape)
@@ -75,17 +75,11 @@ def _with_where(forward: Callable[..., Any], backward: Callable[..., Any]) -> Fu
     return call, pull
 
 
-def _halves(shape: tuple[int, ...]) -> Array:
-    """Return for each row which half of it counts, (..., 2, 1): they take turns."""
-    turns = np.arange(int(np.prod(shape[:-1], dtype=int))).reshape(shape[:-1])
-    return np.stack([turns % 2 == 0, turns % 2 == 1], axis=-1)[..., None]
-
-
-def _more(where: Array, value: Any) -> Array:
-    """Return rows with one more of `value` along their first axis, if they have such an axis."""
-    if where.ndim < 2:
-        return where
-    return np.concatenate([where, np.full_like(where[:1], value)])
+def _mask(shape: tuple[int, ...]) -> Array:
+    """Return which elements count: the halves of the rows take turns; of the row more, if any, none."""
+    turns = np.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1, 1) % 2
+    where = np.repeat(turns == [[0], [1]], shape[-1], axis=-1).reshape(*shape[:-1], -1)
+    return np.concatenate([where, np.zeros_like(where[:1])]) if len(shape) > 1 else where
 
 
 def _spread(a: Array, where: Array) -> Array:
@@ -98,13 +92,8 @@ def _spread(a: Array, where: Array) -> Array:
 def _gathered(name: str, array: Any, where: Array, shape: tuple[int, ...]) -> Array:
     """Return what counts; FaultError if the rest is not 0."""
     array = np.asarray(array)
-    if array.shape != where.shape:
-        msg = f"{name} must have the shape of x, {where.shape}, got {array.shape}"
-        raise FaultError(msg)
-    if np.any(array[~where] != 0):
-        msg = (
-            f"{name} must be 0 where the mask is False, got {array[~where][array[~where] != 0][0]}"
-        )
+    if array.shape != where.shape or np.any(array[~where] != 0):
+        msg = f"{name} must have the shape of x, and be 0 where the mask is False"
         raise FaultError(msg)
     found: Array = array[where].reshape(shape)
     return found

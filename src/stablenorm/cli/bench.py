@@ -13,7 +13,7 @@ import numpy as np
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
-from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.report.findings import NORMS
 from stablenorm.report.sections import Table
 from stablenorm.text import quantity, shape_text
 from stablenorm.timing import measure_copy, measure_interleaved
@@ -36,6 +36,7 @@ examples:
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
   stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
   stablenorm bench --rounding fast --rounding nearest --backend numba
+  stablenorm bench --kind rms
   stablenorm bench --threads 1 --json res.json
 
 how to read it:
@@ -67,6 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
     about = f"{several}fast; nearest by numpy takes 2 us per element"
     parser.add_argument("--rounding", action="append", choices=parts.ROUNDINGS, help=about)
+    parts.add_kind(parser)
     parts.add_threads(parser)
     parts.add_json(parser)
 
@@ -88,8 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
         copy = measure_copy(threads)
         for shape, dtype in itertools.product(shapes, dtypes):
             step(f"{shape_text(shape)} {dtype}")
-            rows += _measure(make_problem(shape, dtype), ways, copy)
-    content = {"rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+            rows += _measure(make_problem(shape, dtype), ways, copy, arguments.kind)
+    content = {
+        "kind": arguments.kind,
+        "rows": rows,
+        "copy_bytes_per_second": copy,
+        "threads": threads,
+    }
     parts.write_json(arguments.json, content)
     _print(rows)
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
@@ -122,17 +129,18 @@ def make_problem(shape: Sequence[int], dtype: str) -> Problem:
 
 
 def make_candidates(
-    problem: Problem, backend: str | None, rounding: str = "fast"
+    problem: Problem, backend: str | None, rounding: str = "fast", kind: str = "layer"
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return, per direction, the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem
-    forward = partial(layer_norm_forward, x, gamma, beta, backend=backend, rounding=rounding)
+    norm, pull, *_ = NORMS[kind]
+    forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
     _, cache = forward()
     return {
         "forward": {"fresh": forward, "out=": partial(forward, out=y)},
         "backward": {
-            "fresh": lambda: layer_norm_backward(dy, cache),
-            "out=": lambda: layer_norm_backward(dy, cache, out=gradients),
+            "fresh": lambda: pull(dy, cache),
+            "out=": lambda: pull(dy, cache, out=gradients),
         },
     }
 
@@ -147,10 +155,10 @@ def usable_backends() -> list[str]:
 
 
 def _measure(
-    problem: Problem, ways: Sequence[tuple[str, str]], copy: float
+    problem: Problem, ways: Sequence[tuple[str, str]], copy: float, kind: str
 ) -> Iterator[dict[str, Any]]:
     """Time backends and roundings on one problem, interleaved: medians, with their quartiles."""
-    x, candidates = problem.x, {way: make_candidates(problem, *way) for way in ways}
+    x, candidates = problem.x, {way: make_candidates(problem, *way, kind) for way in ways}
     for direction, arrays in PASSES.items():
         calls = {
             f"{' '.join(way)} {outputs}": call

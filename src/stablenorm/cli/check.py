@@ -1,4 +1,4 @@
-"""`stablenorm check`: check the layer norm in a file of the user's."""
+"""`stablenorm check`: check the layer or RMS norm in a file of the user's."""
 
 import argparse
 import warnings
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check import check_layer_norm
+from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
@@ -24,6 +24,7 @@ examples:
   stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
   stablenorm check mine.py --class LayerNorm
+  stablenorm check mine.py --kind rms
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
   stablenorm check mine.py --plot check.png --json check.json
 
@@ -31,6 +32,8 @@ what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
+With --kind rms, rms_norm_forward and rms_norm_backward. gamma and beta may be
+missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
 order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
@@ -51,17 +54,24 @@ def add(commands: Any) -> None:
     parser = parts.add_command(
         commands,
         run,
-        "check a layer norm that you have written: runs your file, names common mistakes",
-        "Run a Python file of yours and check the layer norm in it: its gradients against finite "
+        "check a layer or RMS norm that you have written: runs your file, names common mistakes",
+        "Run a Python file of yours and check the norm in it: its gradients against finite "
         "differences and a closed form, its behavior on hard inputs. The report names common "
         "mistakes, and the smallest error that would have been seen.",
         _EXAMPLES,
     )
     parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
-    parser.add_argument("--forward", metavar="NAME", help="default: layer_norm_forward")
-    parser.add_argument("--backward", metavar="NAME", help="default: layer_norm_backward")
+    parser.add_argument(
+        "--forward", metavar="NAME", help="default: layer_norm_forward or rms_norm_forward"
+    )
+    parser.add_argument(
+        "--backward", metavar="NAME", help="default: layer_norm_backward or rms_norm_backward"
+    )
     about = "with forward(x) and backward(dy); default: the only one there is"
     parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
+    parts.add_kind(parser)
+    about = "what the forward itself adds to gamma; default: 0"
+    parser.add_argument("--gamma-offset", type=float, default=0.0, help=about)
     parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
     about = "of x, gamma, beta; default: float64, which sees most"
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
@@ -87,11 +97,13 @@ def run(arguments: argparse.Namespace) -> int:
             np.seterr(all="ignore")
             warnings.simplefilter("ignore")
             shape, notes = _choose_shape(layer_norm, arguments)
-            report = check_layer_norm(
+            check = {"layer": check_layer_norm, "rms": check_rms_norm}[arguments.kind]
+            report = check(
                 layer_norm.forward,
                 layer_norm.backward,
                 *_data(layer_norm, shape, arguments),
                 arguments.eps,
+                gamma_offset=arguments.gamma_offset,
                 rng=arguments.seed,
                 progress=progress,
             )
@@ -124,7 +136,7 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
         raise parts.InputError(msg)
     if name is None:
         try:
-            return adapt_functions(file, arguments.forward, arguments.backward)
+            return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
         except parts.InputError:
             if is_named or len(file.classes) != 1:
                 raise

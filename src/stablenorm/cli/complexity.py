@@ -1,4 +1,4 @@
-"""`stablenorm complexity`: flops and bytes of a layer norm, and the times that they allow."""
+"""`stablenorm complexity`: flops and bytes of a norm, and the times that they allow."""
 
 import argparse
 from math import prod
@@ -17,6 +17,7 @@ _EXAMPLES = """\
 examples:
   stablenorm complexity                               one shape, float32
   stablenorm complexity --shape 8 2048 1024 --dtype bfloat16
+  stablenorm complexity --kind rms                    an RMS norm
   stablenorm complexity --threads 1 --json cost.json --plot cost.png
 
 how to read it:
@@ -36,13 +37,14 @@ def add(commands: Any) -> None:
         commands,
         run,
         "count flops and bytes, and measure times beside the roofline of this machine",
-        "Count the flops and bytes of three layer norms, forward and backward: the plain formula in "
+        "Count the flops and bytes of three programs, forward and backward: the plain formula in "
         "NumPy, the reference, and the fused CPU kernel. Measure how fast this machine copies and "
         "calculates, and how long the three take. The last axis is normalized.",
         _EXAMPLES,
     )
     parts.add_shape(parser, "of x; default: 32 512 768", default=[32, 512, 768])
     parser.add_argument("--dtype", choices=parts.DTYPES, default="float32", help="default: float32")
+    parts.add_kind(parser)
     parts.add_threads(parser)
     parts.add_json(parser)
     parts.add_plot(parser, "draw the roofline")
@@ -58,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     threads = parts.use_threads(arguments.threads)
     with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         what = (rows, n), arguments.dtype, threads
-        measured = measure_costs(*what, rounds=_ROUNDS, step=lambda: step("programs and copies"))
+        how = {"kind": arguments.kind, "rounds": _ROUNDS}
+        measured = measure_costs(*what, **how, step=lambda: step("programs and copies"))
 
     def plot(file: Any, **options: str) -> None:
         figure = new_figure(8, 5)
@@ -66,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
         figure.suptitle(f"{rows} rows of {n}, {measured.dtype}")
         figure.savefig(file, dpi=120, **options)
 
-    content = measured._asdict() | {"kept": count_kept(measured.matrix, measured.dtype)}
+    kept = count_kept(measured.matrix, measured.dtype, measured.kind)
+    content = measured._asdict() | {"kept": kept}
     parts.write_json(arguments.json, content)
     parts.write_plot(arguments.plot, plot)
     parts.print_sections(cost_section(measured))

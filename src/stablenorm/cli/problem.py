@@ -1,4 +1,4 @@
-"""The layer norm that `run` and `report` are asked about, read and computed."""
+"""The norm that `run` and `report` are asked about, read and computed."""
 
 import argparse
 from pathlib import Path
@@ -15,12 +15,13 @@ _INPUTS = ("x", "gamma", "beta", "dy")
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads one layer norm: file, eps, rounding, seed."""
+    """Add the options of a command that reads one norm: file, kind, eps, rounding, seed."""
     about = (
         "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
         "gamma, beta, dy, eps; default: the bundled data"
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
+    parts.add_kind(parser)
     parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
     about = "nearest: every element correctly rounded, or the check fails; default: fast"
     parser.add_argument("--rounding", choices=parts.ROUNDINGS, default="fast", help=about)
@@ -31,7 +32,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
     """Read what the arguments name, and compute it; InputError if that cannot be done or checked."""
     problem = read_problem(arguments.file, arguments.eps, arguments.seed)
-    problem = problem._replace(rounding=arguments.rounding)
+    problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
     try:
         results = compute(problem)
     except (TypeError, ValueError) as error:
@@ -76,8 +77,9 @@ def _objection(problem: Problem) -> str:
             return f"{name} must be finite to be checked, got {value}; {end}"
     if x.size == 0:
         return f"x must have at least one row, got shape {x.shape}"
-    constant = np.flatnonzero((x == x[..., :1]).all(axis=-1))
-    if problem.eps == 0 and constant.size:
-        row = constant[0]
-        return f"eps must be > 0 where a row of x is constant, got 0 and row {row}; pass --eps"
+    is_layer = problem.kind == "layer"
+    undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
+    if problem.eps == 0 and undefined.size:
+        what, row = "constant" if is_layer else "zero", undefined[0]
+        return f"eps must be > 0 where a row of x is {what}, got 0 and row {row}; pass --eps"
     return ""

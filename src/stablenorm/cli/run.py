@@ -16,6 +16,7 @@ _EXAMPLES = """\
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
+  stablenorm run mine.npz --kind rms   an RMS norm
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
   stablenorm run mine.npz --out res.npz
   stablenorm run --digests    is rounding="nearest" the same here as everywhere?
@@ -60,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     with parts.step_bar(2) as step:
         findings = inspect(problem, results, step)
     x = problem.x
-    about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}; {problem.dy_origin}"
+    kind = ", RMS norm" * (problem.kind == "rms")
+    about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
     parts.print_lines(about, bold=problem.source)
     parts.print_sections(accuracy_section(findings), gradients_section(findings))
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"

@@ -8,7 +8,7 @@ import runpy
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,9 @@ class UserFile:
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
         self.classes = [name for name in own if _is_layer(self._names[name])]
 
-    def find(self, given: str | None, usual: tuple[str, ...], option: str) -> Callable[..., Any]:
+    def find(
+        self, given: str | None, usual: Sequence[str], option: str, kind: str
+    ) -> Callable[..., Any]:
         """Return the function of the name given, or of one of the usual names."""
         functions = [
             name
@@ -64,7 +66,7 @@ class UserFile:
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        wanted = given or "layer_norm_" + option.strip("-")
+        wanted = given or f"{kind}_norm_{option.strip('-')}"
         msg = f"{self.name} must have {wanted}, or name one with {option}; it has {held}"
         raise InputError(msg)
 

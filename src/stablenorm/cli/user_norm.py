@@ -1,5 +1,5 @@
 """
-Somebody's layer norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``.
+Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``.
 
 Arguments and gradients are recognized by their names, those without a known name by their order.
 """
@@ -35,6 +35,8 @@ _GRADIENTS = {
 _CACHES = ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached")
 _FORWARD = ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm")
 _BACKWARD = ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad")
+_RMS = [[n.replace("layer", "rms").replace("ln", "rms") for n in u] for u in (_FORWARD, _BACKWARD)]
+_USUAL = {"layer": (_FORWARD, _BACKWARD), "rms": _RMS}
 
 _Gradients = tuple[Any, Any, Any]
 
@@ -54,11 +56,12 @@ class LayerNorm(NamedTuple):
 
 
 def adapt_functions(
-    file: UserFile, forward_name: str | None, backward_name: str | None
+    file: UserFile, forward_name: str | None, backward_name: str | None, kind: str
 ) -> LayerNorm:
     """Find both functions in the file and give them the usual form."""
-    forward = file.find(forward_name, _FORWARD, "--forward")
-    backward = file.find(backward_name, _BACKWARD, "--backward")
+    usual_forward, usual_backward = _USUAL[kind]
+    forward = file.find(forward_name, usual_forward, "--forward", kind)
+    backward = file.find(backward_name, usual_backward, "--backward", kind)
     roles = _forward_roles(forward)
     takes = tuple(role for role in ("gamma", "beta") if role in roles.values())
     required = [name for name, needed in _parameters(backward).items() if needed]

@@ -1,5 +1,5 @@
 """
-What a layer norm costs: counted by formulas, and measured beside the roofline of this machine.
+What a layer or RMS norm costs: counted by formulas, and measured beside the roofline of this machine.
 
 Three programs are counted: the plain formula in NumPy, the reference, and the fused CPU kernel.
 They do the same algebra. What tells them apart is how often each byte is moved.

@@ -1,5 +1,5 @@
 """
-Floating-point operations and bytes of three layer norms, forward and backward, as formulas.
+Floating-point operations and bytes of three programs, forward and backward, as formulas.
 
 `_plain`, `_reference` and `_fused` count a program each, and derive its formulas, from rows, n and s,
 the bytes of an element of x, gamma, beta and dy alike. A flop is an addition, subtraction,
@@ -37,7 +37,9 @@ class Cost(NamedTuple):
         return self.flops / self.moved
 
 
-def count_cost(program: str, direction: str, matrix: tuple[int, int], dtype: Any) -> Cost:
+def count_cost(
+    program: str, direction: str, matrix: tuple[int, int], dtype: Any, kind: str = "layer"
+) -> Cost:
     """
     Count what a program does, forward or backward.
 
@@ -51,6 +53,8 @@ def count_cost(program: str, direction: str, matrix: tuple[int, int], dtype: Any
         Rows, and elements of a row.
     dtype : dtype or str
         Of x, gamma, beta and dy alike: float16, bfloat16, float32 or float64.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
 
     Returns
     -------
@@ -70,10 +74,10 @@ def count_cost(program: str, direction: str, matrix: tuple[int, int], dtype: Any
     True
     """
     rows, n = matrix
-    return PROGRAMS[program](rows, n, _itemsize(dtype))[DIRECTIONS.index(direction)]
+    return PROGRAMS[program](rows, n, _itemsize(dtype), kind)[DIRECTIONS.index(direction)]
 
 
-def count_kept(matrix: tuple[int, int], dtype: Any) -> dict[str, int]:
+def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict[str, int]:
     """
     Count the bytes that must live from the forward to the backward, beside x and gamma.
 
@@ -89,14 +93,15 @@ def count_kept(matrix: tuple[int, int], dtype: Any) -> dict[str, int]:
     s = _itemsize(dtype)
     word = 16 if s == 8 else 8
     return {
-        "x itself, mean and rstd": _statistics(s) * rows,
+        "x itself, mean and rstd" if kind == "layer" else "x itself and rstd": _statistics(s, kind)
+        * rows,
         "xhat and rstd, as accurate as the results": word * rows * n + word * rows,
         "xhat and rstd, as plain NumPy keeps them": (rows * n + rows) * max(s, 4),
         "y itself and rstd: xhat = (y - beta) / gamma, and gamma may be 0": word * rows,
     }
 
 
-def _plain(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
+def _plain(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
     """
     Count the two-pass formula: NumPy operations on whole arrays, each a pass over memory.
 
@@ -134,15 +139,19 @@ def _plain(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
 
     Four arrays live at the addition of beta: x in c, xhat, gamma * xhat and the sum; and four while
     dx is formed: dy in c, g, and two of the terms.
+
+    RMS norm has neither the sum of x nor x - mean, twice, nor the sum of g and g - mean(g): 5 flops and
+    2 s + 11 c bytes, and 9 flops and 2 s + 20 c bytes.
     """
-    c, size = max(s, 4), rows * n
+    c, size, is_layer = max(s, 4), rows * n, kind == "layer"
+    (ahead, passes), (back, back_passes) = ((8, 16), (11, 23)) if is_layer else ((5, 11), (9, 20))
     return (
-        Cost(8 * size, (2 * s + 16 * c) * size, 4 * c * size),
-        Cost(11 * size, (2 * s + 23 * c) * size, 4 * c * size),
+        Cost(ahead * size, (2 * s + passes * c) * size, 4 * c * size),
+        Cost(back * size, (2 * s + back_passes * c) * size, 4 * c * size),
     )
 
 
-def _reference(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
+def _reference(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
     """
     Count the reference, which takes blocks of rows that stay in the second-level cache.
 
@@ -150,17 +159,20 @@ def _reference(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
     square 1, sum of squares 1, times rstd 1, times gamma 1, plus beta 1: 9. Backward: xhat from x 3,
     dy * xhat 1, dgamma 1, dbeta 1, g 1, sum of g 1, g - mean(g) 1, times xhat 1, sum of that 1, xhat
     times its mean 1, the difference 1, times rstd 1: 14. On float64 data each of these is done on
-    pairs of float64, where an addition takes 20 flops and a product 20 to 24: 184 and 288.
+    pairs of float64, where an addition takes 20 flops and a product 20 to 24: 184 and 288. RMS norm has four
+    additions less in each: 5 and 10, and on pairs 104 and 208, in 12 and 19 blocks.
 
     Memory moves what it must. Held are the results, and temporary blocks of 8 bytes per element: 3
     forward and 6 backward, on pairs 14 and 21.
     """
     flops, blocks = ((184, 288), (14, 21)) if s == 8 else ((9, 14), (3, 6))
+    if kind == "rms":
+        flops, blocks = ((104, 208), (12, 19)) if s == 8 else ((5, 10), blocks)
     block = 8 * min(max(1, _BLOCK // n), rows) * n
-    return _least(rows, n, s, flops, (blocks[0] * block, blocks[1] * block))
+    return _least(rows, n, s, kind, flops, (blocks[0] * block, blocks[1] * block))
 
 
-def _fused(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
+def _fused(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
     """
     Count the fused CPU kernel: a row is read from memory once and then found in the caches.
 
@@ -169,13 +181,17 @@ def _fused(rows: int, n: int, s: int) -> tuple[Cost, Cost]:
     Backward: xhat 3, g - m 2, its sum 1, their product added 2, dbeta 1, dy * xhat added to dgamma 2;
     dx, which forms x - mean and g - m again, 7: 18; in pairs 73 + 31 = 104.
 
+    RMS norm, forward: its square added 2, times rstd 1, times gamma plus beta 2: 5; in pairs 11 + 18 = 29.
+    Backward: xhat 1, g 1, their product added 2, dbeta 1, dgamma 2; dx 4: 11; in pairs 43 + 23 = 66.
+
     Held are the results. Partial sums over rows, at most 4 MiB, are left out.
     """
-    return _least(rows, n, s, (60, 104) if s == 8 else (9, 18), (0, 0))
+    flops = {"layer": ((9, 18), (60, 104)), "rms": ((5, 11), (29, 66))}[kind][s == 8]
+    return _least(rows, n, s, kind, flops, (0, 0))
 
 
 def _least(
-    rows: int, n: int, s: int, flops: tuple[int, int], temporary: tuple[int, int]
+    rows: int, n: int, s: int, kind: str, flops: tuple[int, int], temporary: tuple[int, int]
 ) -> tuple[Cost, Cost]:
     """
     Count a forward and a backward that move no byte more than they must.
@@ -183,23 +199,23 @@ def _least(
     Forward: x in, y and statistics out, gamma and beta in. Backward: dy and x in, dx out, statistics
     and gamma in, dgamma and dbeta out.
     """
-    size, statistics, columns = s * rows * n, _statistics(s) * rows, s * n
+    size, statistics, columns = s * rows * n, _statistics(s, kind) * rows, s * n
     moved = 2 * size + statistics + 2 * columns, 3 * size + statistics + 3 * columns
     held = size + statistics + temporary[0], size + 2 * columns + temporary[1]
     forward, backward = map(Cost, (each * rows * n for each in flops), moved, held)
     return forward, backward
 
 
-PROGRAMS: dict[str, Callable[[int, int, int], tuple[Cost, Cost]]] = {
+PROGRAMS: dict[str, Callable[[int, int, int, str], tuple[Cost, Cost]]] = {
     "plain NumPy": _plain,
     "reference": _reference,
     "fused CPU kernel": _fused,
 }
 
 
-def _statistics(s: int) -> int:
-    """Bytes per row of the mean (two words) and rstd (one word, of float64 data two)."""
-    return 32 if s == 8 else 24
+def _statistics(s: int, kind: str) -> int:
+    """Bytes per row of the mean (two words, none of RMS norm) and rstd (one word, of float64 data two)."""
+    return (16 if s == 8 else 8) + 16 * (kind == "layer")
 
 
 def _itemsize(dtype: Any) -> int:

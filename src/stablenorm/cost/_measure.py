@@ -11,13 +11,22 @@ import numpy as np
 from stablenorm.cost._counts import DIRECTIONS, PROGRAMS, Cost, count_cost
 from stablenorm.figures import COLORS
 from stablenorm.formats import parse
-from stablenorm.functional import layer_norm_backward, layer_norm_forward
+from stablenorm.functional import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing, make_copy, measure_interleaved, together
 from stablenorm.types import Array, Gradients
 
 # Which backend a program is; the plain formula is none.
 _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
+_FUNCTIONS: dict[str, Any] = {
+    "layer": (layer_norm_forward, layer_norm_backward),
+    "rms": (rms_norm_forward, rms_norm_backward),
+}
 # A copy of less, in several threads, would measure how long it takes to wake them.
 _LEAST_COPY = 1 << 20
 # Doubles that a thread calculates on: 8 KiB stay in the first-level cache. Each is multiplied and
@@ -67,6 +76,7 @@ class Measured(NamedTuple):
     one_thread: Roofline
     all_threads: Roofline
     lines: tuple[Line, ...]
+    kind: str = "layer"
 
 
 def measure_costs(
@@ -74,6 +84,7 @@ def measure_costs(
     dtype: str,
     threads: int,
     *,
+    kind: str = "layer",
     rounds: int = 11,
     limit: float = 12.0,
     step: Callable[[], None] | None = None,
@@ -89,6 +100,8 @@ def measure_costs(
         Of x, gamma, beta and dy alike.
     threads : int
         Of the fused kernel; the other two programs use one.
+    kind : {"layer", "rms"}, default: "layer"
+        Which norm.
     rounds : int, default: 11
         At most so many calls of each.
     limit : float, default: 12
@@ -104,7 +117,7 @@ def measure_costs(
     counts = {1, threads}
     copied = max(math.prod(matrix) * parse(dtype).itemsize, _LEAST_COPY)
     source, target = np.ones((2, copied), np.uint8)
-    calls = _make_calls(matrix, dtype)
+    calls = _make_calls(matrix, dtype, kind)
     calls |= {f"copy {count}": make_copy(source, target, count) for count in counts}
     calls |= {f"flops {count}": _make_flops(count) for count in counts}
     timings = measure_interleaved(calls, rounds=rounds, limit=limit, step=step)
@@ -119,31 +132,32 @@ def measure_costs(
     )
     lines = []
     for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
-        cost = count_cost(program, direction, matrix, dtype)
+        cost = count_cost(program, direction, matrix, dtype, kind)
         roofline = all_threads if program == "fused CPU kernel" else one_thread
         timing = timings[f"{program} {direction}"]
         lines.append(Line(program, direction, cost, roofline.seconds(cost), timing))
-    return Measured(matrix, dtype, one_thread, all_threads, tuple(lines))
+    return Measured(matrix, dtype, one_thread, all_threads, tuple(lines), kind)
 
 
-def _make_calls(matrix: tuple[int, int], dtype: str) -> dict[str, Callable[[], Any]]:
+def _make_calls(matrix: tuple[int, int], dtype: str, norm: str) -> dict[str, Callable[[], Any]]:
     """Return a call for each program and direction."""
     rng = np.random.default_rng(0)
     kind = parse(dtype)
     x, dy = (rng.standard_normal(matrix, np.float32).astype(kind) for _ in range(2))
     gamma, beta = rng.uniform(0.5, 1.5, (2, matrix[1])).astype(kind)
     y, out = np.zeros_like(x), Gradients(*map(np.zeros_like, (x, gamma, beta)))
-    _, kept = plain_forward(x, gamma, beta)
+    _, kept = plain_forward(x, gamma, beta, kind=norm)
+    forward, backward = _FUNCTIONS[norm]
     calls: dict[str, Callable[[], Any]] = {
-        "plain NumPy forward": lambda: plain_forward(x, gamma, beta),
-        "plain NumPy backward": lambda: plain_backward(dy, kept),
+        "plain NumPy forward": lambda: plain_forward(x, gamma, beta, kind=norm),
+        "plain NumPy backward": lambda: plain_backward(dy, kept, norm),
     }
     for program, backend in _BACKENDS.items():
-        _, cache = layer_norm_forward(x, gamma, beta, backend=backend)
+        _, cache = forward(x, gamma, beta, backend=backend)
         calls[f"{program} forward"] = functools.partial(
-            layer_norm_forward, x, gamma, beta, out=y, backend=backend
+            forward, x, gamma, beta, out=y, backend=backend
         )
-        calls[f"{program} backward"] = functools.partial(layer_norm_backward, dy, cache, out=out)
+        calls[f"{program} backward"] = functools.partial(backward, dy, cache, out=out)
     return calls
 
 

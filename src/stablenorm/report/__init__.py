@@ -1,4 +1,4 @@
-"""What was found about a user's layer norm: computed, told in sections, written as a page."""
+"""What was found about a user's norm: computed, told in sections, written as a page."""
 
 import datetime as dt
 import os
@@ -33,14 +33,14 @@ def make_page(
     from jinja2 import Environment, StrictUndefined  # noqa: PLC0415
 
     step("diagnosis")
-    losses = sections.losses_section(diagnose(problem.x, problem.eps))
+    losses = sections.losses_section(diagnose(problem.x, problem.eps, kind=problem.kind))
     found = inspect(problem, results, step)
     step("cost and times")
     x, n = problem.x, problem.x.shape[-1]
-    matrix = max(1, _BYTES // (n * x.itemsize)), n
+    what = (max(1, _BYTES // (n * x.itemsize)), n), str(x.dtype), get_num_threads()
     try:
         cost = sections.cost_section(
-            measure_costs(matrix, str(x.dtype), get_num_threads(), rounds=_ROUNDS, limit=_SECONDS)
+            measure_costs(*what, kind=problem.kind, rounds=_ROUNDS, limit=_SECONDS)
         )
     except ImportError as error:
         cost = sections.Section("Cost and time", f"Not computed: the fused kernel: {error}.")
@@ -60,6 +60,7 @@ def make_page(
         f"{np.__version__}, Python {platform.python_version()}. {platform.machine()}, "
         f"{os.cpu_count()} processors, {platform.system()}."
     )
+    title = f"{'Layer' if problem.kind == 'layer' else 'RMS'} normalization of {problem.source}"
     told = (sections.accuracy_section(found), losses, sections.gradients_section(found), cost)
     # Everything is escaped, so that nothing in a file is markup.
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
@@ -67,7 +68,7 @@ def make_page(
     here = resources.files(__package__)
     template, style = (here.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("html", "css"))
     text = environment.from_string(template).render(
-        style=style, source=problem.source, origin=origin, abstract=abstract, sections=told
+        style=style, title=title, origin=origin, abstract=abstract, sections=told
     )
     # The name of a file may be no Unicode.
     return text.encode("utf-8", "replace").decode("utf-8"), found.passed

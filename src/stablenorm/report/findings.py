@@ -1,4 +1,4 @@
-"""The main job: compute a layer norm and its gradients, and check every one of them."""
+"""The main job: compute a layer or RMS norm and its gradients, and check every one of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,9 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check import check_layer_norm
-from stablenorm.functional import layer_norm_backward, layer_norm_forward
-from stablenorm.oracle import ContractResult, exact_layer_norm
+from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.functional import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from stablenorm.oracle import ContractResult, exact_layer_norm, exact_rms_norm
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array
 
@@ -20,8 +25,15 @@ _ORACLE_ELEMENTS = 50_000
 _CHECK_ELEMENTS = 4_096
 
 
+# By the kind of the norm: forward, backward, oracle, check.
+NORMS: dict[str, Any] = {
+    "layer": (layer_norm_forward, layer_norm_backward, exact_layer_norm, check_layer_norm),
+    "rms": (rms_norm_forward, rms_norm_backward, exact_rms_norm, check_rms_norm),
+}
+
+
 class Problem(NamedTuple):
-    """One layer norm to compute, and where it comes from."""
+    """One norm to compute, and where it comes from."""
 
     source: str
     x: Array
@@ -31,6 +43,7 @@ class Problem(NamedTuple):
     dy: Array
     dy_origin: str
     rounding: str = "fast"
+    kind: str = "layer"
 
 
 class Output(NamedTuple):
@@ -56,6 +69,7 @@ class Findings(NamedTuple):
     rounding: str
     # None if an output overflows: what could be compared is gone.
     gradients: Any
+    kind: str
 
     @property
     def passed(self) -> bool:
@@ -72,8 +86,9 @@ class Findings(NamedTuple):
 def compute(problem: Problem) -> dict[str, Array]:
     """Return y, dx and, where there are parameters, dgamma and dbeta."""
     x, gamma, beta = problem.x, problem.gamma, problem.beta
-    y, cache = layer_norm_forward(x, gamma, beta, problem.eps, rounding=problem.rounding)
-    results = (y, *layer_norm_backward(problem.dy, cache))
+    forward, backward, *_ = NORMS[problem.kind]
+    y, cache = forward(x, gamma, beta, problem.eps, rounding=problem.rounding)
+    results = (y, *backward(problem.dy, cache))
     return {name: array for name, array in zip(OUTPUTS, results, strict=True) if array is not None}
 
 
@@ -91,11 +106,10 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
         # In float64, where finite differences see most.
         few = (matrix.x[_sample(rows, _CHECK_ELEMENTS // n)], *parameters)
         x, gamma, beta = (None if each is None else each.astype(np.float64) for each in few)
-        forward = partial(layer_norm_forward, rounding=problem.rounding)
-        gradients = check_layer_norm(
-            forward, layer_norm_backward, x, gamma, beta, problem.eps, rng=0
-        )
-    return Findings(outputs, len(sample), rows, problem.rounding, gradients)
+        forward, backward, _, check = NORMS[problem.kind]
+        forward = partial(forward, rounding=problem.rounding)
+        gradients = check(forward, backward, x, gamma, beta, problem.eps, rng=0)
+    return Findings(outputs, len(sample), rows, problem.rounding, gradients, problem.kind)
 
 
 def _sample(rows: int, most: int) -> Array:
@@ -112,10 +126,10 @@ def _judge(matrix: Problem, sample: Array, results: dict[str, Array]) -> dict[st
         name: array.reshape(matrix.x.shape)[sample] if name in ("y", "dx") else sums[name]
         for name, array in results.items()
     }
-    exact = exact_layer_norm(part.x, part.gamma, part.beta, part.eps, part.dy)
+    exact = NORMS[part.kind][2](part.x, part.gamma, part.beta, part.eps, part.dy)
     contract, errors = exact.check_contract(**judged), exact.ulp_errors(**judged)
-    y, cache = plain_forward(part.x, part.gamma, part.beta, part.eps)
-    plain = dict(zip(OUTPUTS, (y, *plain_backward(part.dy, cache)), strict=True))
+    y, cache = plain_forward(part.x, part.gamma, part.beta, part.eps, part.kind)
+    plain = dict(zip(OUTPUTS, (y, *plain_backward(part.dy, cache, part.kind)), strict=True))
     plain_errors = exact.ulp_errors(**{k: plain[k].astype(a.dtype) for k, a in judged.items()})
     return {
         name: Output(array, contract[name], errors[name], plain_errors[name])

@@ -73,7 +73,8 @@ def accuracy_section(findings: Findings) -> Section:
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
-        "0.5. Plain formula: the worst ulp of two passes in float32 (float64 for float64). "
+        f"0.5. Plain formula: the worst ulp of {'two passes' if findings.kind == 'layer' else 'one pass'} in "
+        "float32 (float64 for float64). "
         f"The contract: {_CONTRACTS[findings.rounding]}.",
         partial(figures.draw_errors, outputs=outputs),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
@@ -94,8 +95,8 @@ def losses_section(found: Diagnosis) -> Section:
         ),
         f"Predicted for all {found.summary.rows} rows from each method's own sums, in its precision. "
         "Bits lost: log2 of the RMS error of y over the row, in rounding errors of the dtype, without "
-        "gamma and beta. The condition number of y, rms(x) / std, is how many times larger a relative "
-        "error of x is in y.",
+        f"gamma and beta. The condition number of y{', rms(x) / std,' * (found.kind == 'layer')} is how "
+        "many times larger a relative error of x is in y.",
     )
 
 
@@ -122,7 +123,7 @@ def gradients_section(findings: Findings) -> Section:
             Table("Against finite differences", columns, rows),
             Table("Identities of the rows", ("identity", "worst error", "bound", ""), identities),
         ),
-        f"check_layer_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
+        f"check_{findings.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
         "bound is the estimated error of the difference plus the rounding of the backward. Would have "
         "seen: the smallest relative error that no compared element could have hidden.",
     )
@@ -138,10 +139,10 @@ def cost_section(measured: Measured) -> Section:
         counted.append((name, *per_element, quantity(cost.held, "B")))
         times = (quantity(each, "s") for each in (line.predicted, seconds))
         timed.append((name, *times, number(seconds / line.predicted)))
-    kept = count_kept(measured.matrix, measured.dtype)
+    kept = count_kept(measured.matrix, measured.dtype, measured.kind)
     kept_rows = [(what, quantity(size, "B")) for what, size in kept.items()]
     columns = ("", "flops per element", "bytes moved per element", "held")
-    about = f"{rows} rows of {n}, {measured.dtype}"
+    about = f"{rows} rows of {n}, {measured.dtype}" + ", RMS norm" * (measured.kind == "rms")
     spread = max(line.measured.high / line.measured.low for line in measured.lines)
     return Section(
         "Cost and time",

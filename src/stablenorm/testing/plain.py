@@ -1,5 +1,5 @@
 """
-The layer norm that everybody writes: a two-pass formula in the precision of its input.
+The layer norm that everybody writes, a two-pass formula in the precision of its input, and its RMS norm.
 
 It is here to be measured, so that a table can say what it would have returned. Its weak points:
 the rounded mean, squares that overflow or underflow, sums over rows in the dtype of the data.
@@ -11,13 +11,17 @@ from stablenorm.types import Array
 
 
 def plain_forward(
-    x: Array, gamma: Array | None = None, beta: Array | None = None, eps: float = 1e-5
+    x: Array,
+    gamma: Array | None = None,
+    beta: Array | None = None,
+    eps: float = 1e-5,
+    kind: str = "layer",
 ) -> tuple[Array, tuple[Array | None, Array, Array]]:
     """
     Normalize the last axis of `x` in float32, or float64 if `x` has that.
 
     16-bit types are computed in float32, as most implementations do. y has the dtype of `x`; the
-    cache, for `plain_backward`, is gamma, xhat and rstd.
+    cache, for `plain_backward`, is gamma, xhat and rstd. Of kind "rms", nothing is subtracted.
 
     Examples
     --------
@@ -29,10 +33,14 @@ def plain_forward(
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
         wide = x.astype(dtype)
-        mean = wide.mean(axis=-1, keepdims=True)
-        var = ((wide - mean) ** 2).mean(axis=-1, keepdims=True)
-        rstd = 1 / np.sqrt(var + dtype(eps))
-        xhat = (wide - mean) * rstd
+        if kind == "layer":
+            mean = wide.mean(axis=-1, keepdims=True)
+            var = ((wide - mean) ** 2).mean(axis=-1, keepdims=True)
+            rstd = 1 / np.sqrt(var + dtype(eps))
+            xhat = (wide - mean) * rstd
+        else:
+            rstd = 1 / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + dtype(eps))
+            xhat = wide * rstd
         y = xhat if gamma is None else gamma.astype(dtype) * xhat
         if beta is not None:
             y = y + beta.astype(dtype)
@@ -40,7 +48,7 @@ def plain_forward(
 
 
 def plain_backward(
-    dy: Array, cache: tuple[Array | None, Array, Array]
+    dy: Array, cache: tuple[Array | None, Array, Array], kind: str = "layer"
 ) -> tuple[Array, Array, Array]:
     """Pull `dy` back through `plain_forward`: dx, dgamma and dbeta, of the dtype of `dy`."""
     gamma, xhat, rstd = cache
@@ -48,7 +56,10 @@ def plain_backward(
         wide = dy.astype(xhat.dtype)
         g = wide if gamma is None else gamma.astype(xhat.dtype) * wide
         along = (g * xhat).mean(axis=-1, keepdims=True)
-        dx = rstd * (g - g.mean(axis=-1, keepdims=True) - xhat * along)
+        if kind == "layer":
+            dx = rstd * (g - g.mean(axis=-1, keepdims=True) - xhat * along)
+        else:
+            dx = rstd * (g - xhat * along)
         rows = tuple(range(dy.ndim - 1))
         sums = (wide * xhat).sum(axis=rows), wide.sum(axis=rows)
         dgamma, dbeta = (v.astype(dy.dtype) for v in sums)
