@@ -22,7 +22,7 @@ from stablenorm.check.closed_form import (
     excess,
     row_mean,
     statistics,
-)
+)  # fmt: skip
 from stablenorm.check.compare import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
@@ -58,15 +58,8 @@ STATISTICS: tuple[Change, ...] = (
     Change(*_BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, _LAYER),
     Change(*_BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, _LAYER),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    *(
-        Change(
-            "rstd",
-            f"rstd is 1 / (sqrt({var}) + eps) in {{}}",
-            lambda e: 1 / (e.var**0.5 + e.eps),
-            (norm,),
-        )
-        for norm, var in (("layer", "var"), ("rms", "mean(x^2)"))
-    ),
+    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: e.outside, _LAYER),
+    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", lambda e: e.outside, _RMS),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
@@ -126,6 +119,7 @@ class Evidence(Expected):
         self.per_less = self.n / max(self.n - 1, 1)
         self.centered, self.rstd = self.xhat * self.s, 1 / self.s
         self.var = row_mean(np.square(self.centered))
+        self.outside = 1 / (self.var**0.5 + self.eps)
 
     @property
     def of_layer_norm(self) -> dict[str, Array]:

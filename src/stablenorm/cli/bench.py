@@ -13,7 +13,7 @@ import numpy as np
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
-from stablenorm.report.findings import NORMS
+from stablenorm.functional import FUNCTIONS
 from stablenorm.report.sections import Table
 from stablenorm.text import quantity, shape_text
 from stablenorm.timing import measure_copy, measure_interleaved
@@ -133,7 +133,7 @@ def make_candidates(
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return, per direction, the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem
-    norm, pull, *_ = NORMS[kind]
+    norm, pull = FUNCTIONS[kind]
     forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
     _, cache = forward()
     return {

@@ -11,22 +11,13 @@ import numpy as np
 from stablenorm.cost._counts import DIRECTIONS, PROGRAMS, Cost, count_cost
 from stablenorm.figures import COLORS
 from stablenorm.formats import parse
-from stablenorm.functional import (
-    layer_norm_backward,
-    layer_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from stablenorm.functional import FUNCTIONS
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing, make_copy, measure_interleaved, together
 from stablenorm.types import Array, Gradients
 
 # Which backend a program is; the plain formula is none.
 _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
-_FUNCTIONS: dict[str, Any] = {
-    "layer": (layer_norm_forward, layer_norm_backward),
-    "rms": (rms_norm_forward, rms_norm_backward),
-}
 # A copy of less, in several threads, would measure how long it takes to wake them.
 _LEAST_COPY = 1 << 20
 # Doubles that a thread calculates on: 8 KiB stay in the first-level cache. Each is multiplied and
@@ -147,7 +138,7 @@ def _make_calls(matrix: tuple[int, int], dtype: str, norm: str) -> dict[str, Cal
     gamma, beta = rng.uniform(0.5, 1.5, (2, matrix[1])).astype(kind)
     y, out = np.zeros_like(x), Gradients(*map(np.zeros_like, (x, gamma, beta)))
     _, kept = plain_forward(x, gamma, beta, kind=norm)
-    forward, backward = _FUNCTIONS[norm]
+    forward, backward = FUNCTIONS[norm]
     calls: dict[str, Callable[[], Any]] = {
         "plain NumPy forward": lambda: plain_forward(x, gamma, beta, kind=norm),
         "plain NumPy backward": lambda: plain_backward(dy, kept, norm),

@@ -25,3 +25,9 @@ __all__ = [
     "rms_norm_forward",
     "rms_norm_jvp",
 ]
+
+# By the kind of the norm: forward and backward.
+FUNCTIONS = {
+    "layer": (layer_norm_forward, layer_norm_backward),
+    "rms": (rms_norm_forward, rms_norm_backward),
+}

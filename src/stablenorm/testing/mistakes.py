@@ -144,12 +144,6 @@ def _rms_dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Arra
     return dx, _sum_rows(dy * cache.x), dbeta
 
 
-def _divided_by_std(x: Array, eps: float) -> Array:
-    centered = x - _mean(x)
-    xhat: Array = centered / np.sqrt(_mean(centered * centered) + eps)
-    return xhat
-
-
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
@@ -210,9 +204,6 @@ RMS_MISTAKES: dict[str, Mistake] = {
     "eps omitted": Mistake(
         _wrong_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "x", "eps is missing from rstd in dx"),
     "dgamma without rstd": Mistake(_rms_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
-    "dgamma of a layer norm": Mistake(
-        lambda dy, c: (rms_backward(dy, c)[0], *_parameters(dy, _divided_by_std(c.x, c.eps))),
-        "gamma", "the mean of x is subtracted in dgamma"),
 }
 # fmt: on
 
