@@ -11,7 +11,7 @@ import cuda_fixtures as device
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm
 
 # Fixtures are found by their names in this module.
 cupy, use, launches = device.cupy, device.use, device.launches
@@ -179,6 +179,9 @@ REFUSED = [
      r"gamma must have shape \(6,\) to match x normalized over axis 1, got \(5,\)"),
     (lambda: layer_norm(on_device(X), on_device(X[:1])), ValueError,
      "a gamma with leading axes is not for arrays on a CUDA device yet"),
+    (lambda: rms_norm(on_device(X)), ValueError, "x must be in host memory for RMS norm.*x.get"),
+    (lambda: layer_norm(on_device(X), on_device(X[0]), gamma_offset=1.0), ValueError,
+     "x must be in host memory for gamma_offset=1.0"),
     (lambda: layer_norm(on_device(X), on_device(X[0], 1)), ValueError,
      "gamma must be on device 0, like x, got device 1; copy it there"),
     (lambda: layer_norm(on_device(X), out=on_device(X.astype(float))), TypeError, "out must have dtype"),
