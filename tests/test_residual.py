@@ -58,6 +58,19 @@ def test_a_sum_of_two_dtypes_is_rounded_once():
     assert total[0, 0] == 1 + 2.0**-23
 
 
+@pytest.mark.parametrize(("dtype", "other"), [(np.float16, bfloat16), (bfloat16, np.float16)])
+def test_float16_and_bfloat16_are_added(rng, dtype, other, backend):
+    """NumPy has no dtype for both of them: this was an error of its own."""
+    x, residual, _, _, dy, dsum = (each.astype(dtype) for each in draw(rng, other))
+    residual, dsum = residual.astype(other), dsum.astype(other)
+    where = np.arange(5)[:, None] < 3
+    _, cache = layer_norm_forward(x, residual=residual, where=where, backend=backend)
+    s = (x.astype(float) + residual.astype(float)).astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(cache.x, s)
+    dx = layer_norm_backward(dy, cache, dsum=dsum).dx
+    np.testing.assert_array_equal(dx[:, 3:], dsum[:, 3:].astype(np.float32).astype(dtype))
+
+
 def test_finite_differences_find_both_gradients(rng):
     x, residual, gamma, beta, _, _ = draw(rng, np.float64, (4, 9))
 

@@ -142,9 +142,10 @@ def add(x: RowsLike, residual: RowsLike, total: RowsLike) -> RowsLike:
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             a, b = x[rows], residual[rows]
-            if np.result_type(a, b) == total.dtype:
+            # Not result_type: float16 and bfloat16 have none.
+            if np.can_cast(a.dtype, total.dtype) and np.can_cast(b.dtype, total.dtype):
                 # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
-                total[rows] = a + b
+                total[rows] = np.add(a, b, dtype=total.dtype)
             else:
                 total[rows] = (Wide.exactly(a) + Wide.exactly(b)).round_to(total.dtype)
     return total
