@@ -66,6 +66,16 @@ def test_the_short_way_is_the_long_way(rng, dtype, shape, given):
     assert (found.dgamma is None, found.dbeta is None) == (gamma is None, beta is None)
 
 
+def test_dx_over_a_float64_dy_of_one_row(rng, backend):
+    """The sum of one row was the row of dy itself, which by then held dx."""
+    x, dy = rng.standard_normal((2, 1, 5))
+    _, cache = layer_norm_forward(x, beta=np.zeros(5), backend=backend)
+    copy = dy.copy()
+    found = layer_norm_backward(dy, cache, out=(dy, None, None), drstd=np.ones((1, 1)))
+    assert found.dx is dy
+    np.testing.assert_array_equal(found.dbeta, copy[0])
+
+
 def test_dx_over_dy_where_a_row_is_left_to_the_reference():
     """Of these layouts NumPy cannot tell that they share memory: dgamma and dbeta saw dx for dy."""
     x = np.arange(8.0).reshape(2, 2, 2)

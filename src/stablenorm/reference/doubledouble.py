@@ -137,7 +137,9 @@ class Wide:
 
     def sum_rows(self) -> Wide:
         """Sum over the first axis, kept as an axis of length 1, by a tree of fixed shape."""
-        return self._sum(axis=0)
+        total = self._sum(axis=0)
+        # Of one row that is the row itself, a view of dy: dx may be written over it.
+        return Wide(total.hi.copy(), total.lo, total.exponent)
 
     def _sum(self, axis: int) -> Wide:
         total = self
