@@ -80,6 +80,15 @@ def test_y_over_x_is_enough(rng, dtype, backend):
     assert_same((found.dbeta,), (expected.dbeta,))
 
 
+def test_gradients_are_not_written_over_what_x_is_made_from(rng):
+    """y, and beta: the cache can be used any number of times. dy may be y, of sum(y**2) / 2."""
+    x, gamma, beta, _ = draw(rng, np.float32)
+    y, cache = layer_norm_forward(x, gamma, beta, save="y")
+    for out, name in [((y, None, None), "y"), ((None, None, beta), "beta")]:
+        with pytest.raises(ValueError, match=f"must not share memory with {name}, .* still needed"):
+            layer_norm_backward(y, cache, out=out)
+
+
 def test_rows_of_extreme_size_come_back(rng, backend):
     """Their rstd has an exponent of its own; the largest number is not rounded up to infinity."""
     x, gamma, beta, dy = draw(rng, np.float64, (4, 16), 0.0)

@@ -108,7 +108,11 @@ def backward(
     """Return the gradients that are asked for."""
     if not isinstance(cache, Cache):
         raise TypeError(_not_a_cache(dy, cache, kind))
+    needed: dict[str, Array | None] = {}
     if cache.save != "x":
+        if cache.save == "y":
+            # What x is made from, by the next backward as well.
+            needed = {"y": cache.x, "beta": cache.norm.beta}
         cache = restored(cache)
     x, norm, axes, statistics, name, where = cache[:6]
     if norm.kind != kind:
@@ -130,7 +134,8 @@ def backward(
         lead, kept = samples.check_sum_axes(sum_axes, cache)
     if accumulate:
         _refuse_cuda("accumulate=True", name)
-    gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, extra.dsum)
+    needed["dsum"] = extra.dsum
+    gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, needed)
     call = implementation("backward", name)
     if lead is not None or type(norm) is SampleNorm:
         samples.backward(call, dy, cache, gradients, lead, extra, accumulate)
@@ -331,7 +336,7 @@ def _gradients(
     out: Sequence[Array | None] | None,
     kept: tuple[int, ...] | None,
     accumulate: bool,
-    dsum: Array | None,
+    needed: dict[str, Array | None],
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     like, norm = cache.x, cache.norm
@@ -353,9 +358,7 @@ def _gradients(
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
         raise ValueError(msg)
     likes = like if "x" in asked else None, gamma, beta
-    others: dict[str, Array | None] = {
-        "x": like, "gamma": norm.gamma, "dy": dy, "dsum": dsum,
-    }  # fmt: skip
+    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, "dy": dy, **needed}
     found: list[Array | None] = []
     for name, wanted, array in zip(NAMES, likes, given, strict=True):
         if wanted is None:

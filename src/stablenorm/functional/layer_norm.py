@@ -220,7 +220,7 @@ def layer_norm_backward(
         The gradients to compute.
     out : Gradients or tuple of three, optional
         Arrays to write dx, dgamma and dbeta into; None for those to be allocated. They may not
-        overlap one another or an input, but dx may be exactly `dy`.
+        overlap one another, an input, or a y that ``save="y"`` keeps, but dx may be exactly `dy`.
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
