@@ -152,6 +152,19 @@ def test_gradients_by_the_statistics_keep_the_contract(rng, dtype, backend, mask
         assert all(result.passed for result in results.values()), results
 
 
+@pytest.mark.parametrize("power", [-480, -300, 400, 480])
+def test_gradients_by_the_statistics_of_extreme_rows(rng, power, backend):
+    """Powers of two change no bit; at 2^-400, the products of drstd were NaN."""
+    x, dy = rng.standard_normal((2, 3, 7))
+    dmean, drstd = rng.standard_normal((2, 3, 1))
+    found = []
+    for unit in (1.0, 2.0**power):
+        _, cache = layer_norm_forward(x * unit, eps=0.0, backend=backend)
+        by_rstd = drstd * unit * unit
+        found.append(layer_norm_backward(dy * unit, cache, dmean=dmean, drstd=by_rstd).dx)
+    np.testing.assert_array_equal(*found)
+
+
 def test_finite_differences_of_a_mask_and_of_the_statistics(rng, backend):
     x, gamma, beta, _ = draw(rng, (4, 9), -1, np.float64)
     where = elementwise(rng, x.shape)

@@ -127,6 +127,13 @@ class Wide:
         shift = self.exponent - np.asarray(exponent, dtype=np.int32)
         return Wide(np.ldexp(self.hi, shift), np.ldexp(self.lo, shift), exponent)
 
+    def moderate(self) -> Wide:
+        """Return the same numbers, carried so that a product of three of them stays in range."""
+        exponent = np.frexp(self.hi)[1]
+        if np.abs(exponent).max(initial=0) <= _MODERATE:
+            return self
+        return self.scaled_to(self.exponent + exponent)
+
     def mean(self, count: Any = None) -> Wide:
         """
         Average over the last axis, kept as an axis of length 1, by a tree of fixed shape.

@@ -274,7 +274,8 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[A
     if statistics.exponent is not None:
         both = statistics.exponent[rows].astype(np.int32)
         exponent = both[:, :1], both[:, 1:]
-    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1])
+    # As x is carried: else xhat would have parts of extreme size, and products of three overflow.
+    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1]).moderate()
     if statistics.mean is not None:
         low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
         x = x - Wide.exactly(statistics.mean[rows, None]) - low
