@@ -230,6 +230,7 @@ NEAREST = 'use rounding="fast"'
     ("error", "message", "call"),
     [
         (TypeError, "bool, got int64; .* where=mask != 0", {"where": np.ones((2, 3, 1), int)}),
+        (TypeError, "a plain array, got a masked one", {"where": np.ma.array(X > 0, mask=X > 0)}),
         (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)", {"where": X[0, :, :3] > 0}),
         (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(5, 2, 3, 4\)", {"where": np.ones((5, *X.shape), bool)}),
         (ValueError, NEAREST, {"where": np.arange(4) > 1, "rounding": "nearest"}),

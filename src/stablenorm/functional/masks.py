@@ -26,6 +26,9 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
 
     It is a copy: the statistics are of the rows that count now, whatever becomes of `where`.
     """
+    if np.ma.isMaskedArray(where):
+        msg = "where must be a plain array, got a masked one, whose mask would be ignored"
+        raise TypeError(msg)
     mask = np.asarray(where)
     if mask.dtype != np.bool_:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
