@@ -138,6 +138,8 @@ BAD_LAYERS = [
         r"x must have lengths \(5,\) along axis -1, got \(4,\)",
     ),
     (lambda: LayerNorm(4, dtype=np.int32), TypeError, "dtype must be float16.*got int32"),
+    (lambda: LayerNorm(4, gamma_offset="a"), TypeError, "gamma_offset must be a number, got 'a'"),
+    (lambda: LayerNorm(4, gamma_offset=np.inf), ValueError, "gamma_offset must be finite, got inf"),
     (lambda: LayerNorm(4, eps=-1).forward(X), ValueError, "eps must be finite and >= 0, got -1"),
     (lambda: LayerNorm((3, 4), axis=-1).forward(X), ValueError, r"lengths \(3, 4\) along axis -1, got"),
 ]  # fmt: skip

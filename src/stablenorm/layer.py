@@ -13,6 +13,7 @@ from stablenorm.functional import (
     rms_norm_backward,
     rms_norm_forward,
 )
+from stablenorm.functional.calls import checked_offset
 from stablenorm.memory import Workspace
 from stablenorm.types import Array, Cache
 
@@ -43,12 +44,12 @@ class _Layer:
         if axis is None:
             axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
         self.axis = axis
-        self.gamma_offset = gamma_offset
+        self.gamma_offset = checked_offset(gamma_offset, ones if gamma else None)
         self.rounding = rounding
         self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
-            self.parameters["gamma"] = (ones - gamma_offset).astype(ones.dtype)
+            self.parameters["gamma"] = (ones - self.gamma_offset).astype(ones.dtype)
         if beta:
             self.parameters["beta"] = np.zeros_like(ones)
         self.gradients: dict[str, Array] = {}
@@ -127,8 +128,9 @@ class LayerNorm(_Layer):
 
     Raises
     ------
-    TypeError
-        If `dtype` is not one of the four or `shape` holds no ints.
+    TypeError, ValueError
+        If `dtype` is not one of the four, `shape` holds no ints, or `gamma_offset` is not a finite
+        number or without a gamma.
 
     Examples
     --------

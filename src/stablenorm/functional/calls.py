@@ -181,7 +181,7 @@ def _checked(
         gamma = _parameter(arrays, "gamma", gamma, x_shape, axes, backend)
     if beta is not None:
         beta = _parameter(arrays, "beta", beta, x_shape, axes, backend)
-    eps, gamma_offset = check_eps(eps), _checked_offset(gamma_offset, gamma)
+    eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
     _check_options(kind, gamma_offset, rounding, backend)
     leading = any(each is not None and each.ndim > len(axes) for each in (gamma, beta))
     made = SampleNorm if leading else Norm
@@ -219,7 +219,8 @@ def _checked_extra(arrays: Arrays, cache: Cache, **given: ArrayLike | None) -> E
     return Extra(**found)
 
 
-def _checked_offset(offset: Any, gamma: Array | None) -> float:
+def checked_offset(offset: Any, gamma: Array | None) -> float:
+    """Return `gamma_offset` as a float, or say what is wrong with it."""
     try:
         value = float(offset)
     except (TypeError, ValueError):
