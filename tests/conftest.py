@@ -14,7 +14,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from stablenorm.backends import BACKENDS
 
 # For `from checked_operations import check`: test files are no package, nor are those of the shim.
@@ -45,6 +50,9 @@ def compile_a_share(number):
         for rounding in ("fast", "nearest"):
             _, cache = layer_norm_forward(x, x[0], x[0], rounding=rounding)
             layer_norm_backward(x, cache)
+            if x.itemsize > 2:
+                _, cache = rms_norm_forward(x, x[0], x[0], rounding=rounding)
+                rms_norm_backward(x, cache)
 
 
 @pytest.fixture(params=sorted(BACKENDS))
