@@ -95,7 +95,8 @@ class _Layer:
         return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
 
 
-class LayerNorm(_Layer):
+# The parameters are those of _Layer, which numpydoc does not look for.
+class LayerNorm(_Layer):  # numpydoc ignore=PR02
     """
     Layer normalization with its own gamma and beta.
 
@@ -153,7 +154,7 @@ class RMSNorm(_Layer):
     Parameters
     ----------
     shape : int or tuple of int
-        As for `LayerNorm`, and so is all the rest.
+        As for `LayerNorm`, and so are all the rest, the attributes and the methods.
     beta : bool, default: False
         Whether to have a shift.
 

@@ -69,7 +69,7 @@ NOTHING_EXTRA = Extra()
 class Statistics(NamedTuple):
     """
     Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.
-    RMS norm has no mean: 8 to 16 bytes.
+    RMS norm has no mean: 8 to 16 bytes, up to 20. `spread` is 8 more.
 
     The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
     ``rstd (+ rstd_lo)``; each array has one float64 per row.
@@ -107,14 +107,16 @@ class Statistics(NamedTuple):
 
 class Cache(NamedTuple):
     """
-    What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to `rms_norm_backward`.
+    What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to
+    `rms_norm_backward`.
 
-    `x` and `gamma` are kept by reference: changing them in between changes the gradients.
+    `x` and gamma, for ``save="y"`` beta too, are kept by reference: changing them in between
+    changes the gradients.
 
     Attributes
     ----------
     x : array
-        What was normalized; with ``save="y"`` the result, since that is gone.
+        What was normalized, with a residual the sum; with ``save="y"`` the result in its place.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
     save : {"x", "y", "recompute"}
@@ -123,7 +125,7 @@ class Cache(NamedTuple):
         Which elements count; of length 1 along the normalized axes where whole rows do or do not.
     mean, rstd : array
         The mean of each row, 0 for RMS norm, and ``(var + eps)**-0.5``: float64, of the shape of x
-        with 1 for the normalized axes. Computed anew at each access.
+        with 1 for the normalized axes. Computed anew at each access; not with ``save="recompute"``.
 
     Notes
     -----

@@ -49,12 +49,13 @@ def layer_norm_jvp(
 
     Notes
     -----
-    Each element is within ``0.501 ulp + c * S``, with the c of y. With ``T(v) = rstd (|v| + mean|v| +
-    (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``, S is ``|gamma| T(tx) + |tgamma| (|xhat| +
-    mean|xhat|) + |tbeta|``. Elements that a mask leaves out get 0.
+    Each element is within ``0.501 ulp + c * S``, with the c of y. S is
+    ``|gamma| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``, where T(v) is
+    ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
+    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0.
 
-    The compiled kernel is that of the backward, and as fast. The reference in NumPy, ten times as slow,
-    does what it does not: float64 data, masks, and rows that are not contiguous.
+    The kernel of the backward computes it, as fast as dx. For float64 data, masks and rows that are
+    not contiguous, the reference in NumPy does, ten times as slow.
 
     Examples
     --------
@@ -86,10 +87,6 @@ def rms_norm_jvp(
     array
         ``ty``, the change of y to first order; of the shape and dtype of y.
 
-    See Also
-    --------
-    layer_norm_jvp : Its arguments, errors, accuracy and limits are described there.
-
     Examples
     --------
     >>> import numpy as np
@@ -112,13 +109,12 @@ def layer_norm_double_backward(
     """
     Pull cotangents of dx, dgamma and dbeta back through `layer_norm_backward`: second order.
 
-    For a scalar that depends on the gradients, as a gradient penalty does, or a Hessian-vector
-    product: docs/how-to/second-order.md.
+    For gradient penalties and Hessian-vector products: docs/how-to/second-order.md.
 
     Parameters
     ----------
     ddx : array
-        Derivative of the scalar by dx; of its shape, of any of the four dtypes.
+        Derivative by dx of a scalar that depends on the gradients; any of the four dtypes.
     dy : array
         What `layer_norm_backward` was given.
     cache : Cache
@@ -190,14 +186,8 @@ def rms_norm_double_backward(
 
     Returns
     -------
-    ddy, dx : array
-        Derivatives of the scalar by dy and x.
-    dgamma : array or None
-        That by gamma.
-
-    See Also
-    --------
-    layer_norm_double_backward : Its arguments, errors, accuracy and limits are described there.
+    tuple of array
+        ddy, dx and dgamma, as `layer_norm_double_backward` returns them.
 
     Examples
     --------
@@ -252,7 +242,7 @@ def _double_backward(
 
 
 def _check_cache(cache: Any, kind: str, what: str) -> Cache:
-    """Return `cache`, its x and statistics made again, or say why the function ``{kind}_norm_{what}`` cannot use it."""
+    """Return `cache` with x and statistics, or say why ``{kind}_norm_{what}`` cannot use it."""
     forward = f"{kind}_norm_forward"
     if not isinstance(cache, Cache):
         msg = (

@@ -34,10 +34,10 @@ def layer_norm(
         Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
         strides, either byte order. Not modified, unless it is `out`.
     gamma, beta : array, optional
-        Scale and shift, of the shape of the normalized axes, in the order in which `x` has
-        them; each of its own floating dtype. Default: 1 and 0. Float64 ones make all
-        of the call float64, at a third of the speed: ``np.ones(768, np.float32)`` does not. Leading
-        axes broadcast against those of `x` that are not normalized: `layer_norm_forward`.
+        Scale and shift, of the shape of the normalized axes, in the order in which `x` has them.
+        `layer_norm_forward` describes leading axes. Each has a floating dtype of its own. If one is
+        float64, all of the call is, at a third of the speed: write ``np.ones(768, np.float32)``.
+        Default: 1 and 0.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     axis : int or tuple of int, default: -1
@@ -52,16 +52,13 @@ def layer_norm(
         a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
         is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
     gamma_offset : float, default: 0
-        Added to `gamma`, as if exactly: 1 where gamma is stored less one. Finite; not for arrays on
-        a CUDA device.
+        Added to `gamma`, exactly: 1 if gamma is stored less one. Finite. Not for CUDA arrays.
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
         return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
-        full of exact ties far longer. Not for arrays on a CUDA device.
-    residual : array of the shape of x, optional
-        As for `layer_norm_forward`.
-    where : array of bool, optional
+        full of exact ties far longer. Not for CUDA arrays.
+    residual, where : array, optional
         As for `layer_norm_forward`.
 
     Returns
@@ -74,8 +71,8 @@ def layer_norm(
     TypeError
         If a dtype is not one of the four, or `out` does not have that of `x`.
     ValueError
-        If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has
-        length zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
+        If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
+        zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
         `rounding` is neither of the two, or `out` overlaps another argument.
     ImportError
         If ``backend="numba"`` was asked for and Numba cannot be loaded.
@@ -87,14 +84,16 @@ def layer_norm(
     Notes
     -----
     Each element is within ``0.501 ulp + c * S`` of the exact result for the floats given. S is
-    ``|gamma| (|xhat| + mean|xhat|) + |beta|`` and c is 2**-48, or 2**-98 for float64: the second
-    term matters only to elements that cancel almost completely. The others are the nearest float
-    in all but a few in 10^9 elements of ordinary float32 data. See "The accuracy contract" in
-    the documentation. 16- and 32-bit data is
-    computed in float64 and rounded once; if x, gamma or beta is float64, all of it is computed
-    in double-double, at about a third of the elements per second. Slow, by the reference in
-    NumPy, are only rows of such calls, gamma, beta or eps of extreme size (beyond 2**200 or below
-    2**-200), rows of such calls with NaN or infinity, and a float64 dy beside narrower arrays.
+    ``|gamma| (|xhat| + mean|xhat|) + |beta|``, where gamma means ``gamma + gamma_offset``, and c is
+    2**-48, or 2**-98 for float64: the second term matters only to elements that cancel almost
+    completely. The others are the nearest float in all but a few in 10^9 elements of ordinary
+    float32 data. See "The accuracy contract" in the documentation.
+
+    16- and 32-bit data is computed in float64 and rounded once. If x, gamma or beta is float64, all
+    is computed in double-double, at about a third of the elements per second. Of such calls, the
+    slow reference in NumPy computes what is of extreme size (rows, gamma, beta or eps beyond 2**200
+    or below 2**-200) and rows with NaN or infinity; also a float64 dy beside narrower arrays, and
+    what the options say.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
@@ -135,32 +134,33 @@ def layer_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`, which
-        the backward follows. Not modified; the cache refers to it, or, if it was in the other
-        byte order, to a copy.
+        As for `layer_norm`, and so are `eps`, `axis`, `backend`, `gamma_offset` and `rounding`. The
+        backward follows them. The cache refers to `x`, or to a copy if it was in the other byte
+        order.
     gamma, beta : array, optional
-        As for `layer_norm`. Leading axes broadcast against the axes of `x` that are not normalized:
-        (B, 1, D), for an `x` of shape (B, T, D), is one for each sample. Their gradients have
-        their shapes. Each part of `x` with a gamma and beta of its own is a call: where it has fewer
-        than 10^6 elements, that takes longer than one gamma for all, at 65 000 two to three
-        times as long. Not for CUDA arrays.
+        As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
+        that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
+        Their gradients have their shapes. Each part of `x` with a gamma and beta of its own is one
+        call. Parts of fewer than 10^6 elements are slower than one gamma for all, parts of 65 000
+        elements two to three times. Not for CUDA arrays.
     out : array, optional
-        Where to write `y`; of the shape and dtype of `x`, sharing no memory with it.
+        Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual` or
+        ``save="y"``, which do not keep `x`; else it shares no memory with it.
     residual : array of the shape of x, optional
-        Added to `x` first: what is normalized is ``s = x + residual``, rounded once to the dtype of
-        `x`. It is ``cache.x``, for the next residual. Of any of the four dtypes; of that of `x`, if
-        it has 16 or 32 bits, it is added while the rows are in the cache. Not for CUDA arrays.
+        Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
+        ``cache.x``, for the next residual. Any of the four dtypes. If it has that of `x`, of 16 or
+        32 bits, it is added while the rows are in the processor's cache. Not for CUDA arrays.
     where : array of bool, optional
-        Broadcast to the shape of `x`: elements for which it is False do not count, whatever they
-        are, NaN included. They are in no statistic and no sum, and y and dx are 0 there; a row
-        without any True has mean and rstd 0. A mask that takes whole rows gives the bits of a call
-        on these rows, in two to four times its time; one that varies along `axis` takes the slow
-        reference, and not with ``rounding="nearest"`` yet. Not for CUDA arrays.
+        Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
+        NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
+        any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
+        in two to four times its time. One that varies along `axis` takes the slow reference, and is
+        not there yet for ``rounding="nearest"``. Not for CUDA arrays.
     save : {"x", "y", "recompute"}, default: "x"
-        What the cache keeps. "x": `x` and the statistics, both exact, the fastest. "y": the result
-        and the statistics, so that `x` can be freed, or be `out`; the backward makes x again,
-        with an error: docs/how-to/save.md. "recompute": `x` alone; the backward makes the
-        statistics again, for the time of a forward and with the same bits. Not for CUDA arrays.
+        What the cache keeps. "x": `x` and the statistics; the fastest. "y": the result and the
+        statistics, so that `x` can be freed; the backward makes x again, with an error:
+        docs/how-to/save.md. "recompute": `x` alone; the backward makes the statistics again, with
+        the same bits, in the time of a forward. "y" and "recompute": not for CUDA arrays.
 
     Returns
     -------
@@ -168,12 +168,13 @@ def layer_norm_forward(
         The result, of the shape and dtype of `x`.
     cache : Cache
         For `layer_norm_backward`: `x` and `gamma` by reference, and per row the mean and the
-        reciprocal standard deviation, 24 bytes (32 to 44 with float64 data).
+        reciprocal standard deviation, 24 bytes (32 to 44 with float64 data; with
+        ``rounding="nearest"`` as with float64 data and 8 more).
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `layer_norm` does; TypeError also where ``save="y"`` would lose too much of x: where
+        As `layer_norm` does. ``save="y"`` is a TypeError where it would lose too much of x: where
         gamma is 0, or too small beside beta for the dtype of `x`.
 
     See Also
@@ -226,18 +227,18 @@ def layer_norm_backward(
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
         dtype than `x`, it takes the slow reference. Not for CUDA arrays.
     sum_axes : int or tuple of int, optional
-        The axes of `x` that dgamma and dbeta are summed over, none of them normalized. They get
-        the lengths of the others, and then those of the normalized axes: of an `x` of shape
-        (B, T, D), ``sum_axes=1`` gives (B, D), the gradients of each sample, at the cost of
-        a call on each. Default: all that gamma or beta does not vary along. Not for
-        CUDA arrays.
+        The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
+        remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives
+        (B, D), the gradients of each sample, by a call for each. Default: all axes along which
+        gamma or beta does not vary. Not for CUDA arrays.
     dmean, drstd : array of the shape of cache.mean, optional
-        Derivatives by `cache.mean` and `cache.rstd`, where something was computed from these. What
-        they add to dx, ``dmean / n - drstd rstd**2 xhat / n``, is rounded with the rest; with a
-        mask n is the row's number of True. By the slow reference. Limits as for `dsum`.
+        Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
+        ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the
+        number of True in the row. By the slow reference. Not for CUDA arrays, and not yet for
+        ``rounding="nearest"``.
     accumulate : bool, default: False
-        Add to the dgamma and dbeta that `out` has, as micro-batches need: each becomes the exact
-        old value plus the exact sum, rounded once. dx is written as ever. Not for CUDA arrays.
+        Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the exact
+        old value plus the exact sum, rounded once. dx is not added to. Not for CUDA arrays.
 
     Returns
     -------
@@ -264,12 +265,12 @@ def layer_norm_backward(
     The errors are within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma and
     dbeta), as `layer_norm` says of y. With ``g = gamma * dy``, S is
 
-    - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y; with a
-      dsum, plus its size;
+    - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y;
+      plus the size of dsum, and of what dmean and drstd add;
     - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for float64,
       2**-94;
-    - for dbeta: the sum over rows of ``|dy|``, the same c; for both, with ``accumulate=True``, plus the
-      size of the old value.
+    - for dbeta: the sum over rows of ``|dy|``, the same c;
+    - for both, with ``accumulate=True``, plus the size of the old value.
 
     dgamma and dbeta are summed in an order that depends on the shape and the dtypes alone.
 

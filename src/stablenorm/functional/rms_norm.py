@@ -49,12 +49,11 @@ def rms_norm(
     See Also
     --------
     rms_norm_forward : The same, with the cache that `rms_norm_backward` needs.
-    layer_norm : Its arguments are described there.
 
     Notes
     -----
     Each element is within ``0.501 ulp + c * S`` of the exact result, or correctly rounded, as
-    `layer_norm` says, with ``S = |gamma xhat| + |beta|``; gamma means ``gamma + gamma_offset``.
+    `layer_norm` says, with ``S = |gamma xhat| + |beta|``.
     A row of zeros is beta; with ``eps=0`` it is NaN.
 
     Examples
@@ -98,16 +97,16 @@ def rms_norm_forward(
         The result, of the shape and dtype of `x`.
     cache : Cache
         For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
-        square, 8 bytes (16 to 20 with float64 data).
+        square, 8 bytes (16 to 20 with float64 data; ``rounding="nearest"`` as in
+        `layer_norm_forward`).
 
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `layer_norm` does.
+        As `layer_norm_forward` does.
 
     See Also
     --------
-    rms_norm : The same without a cache.
     rms_norm_backward : The gradients.
 
     Examples
@@ -139,8 +138,7 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so are `wrt`, `out`, `dsum`, `sum_axes`, `drstd` and
-        `accumulate`.
+        As for `layer_norm_backward`, and so is all the rest. There is no `dmean`.
     cache : Cache
         What `rms_norm_forward` returned. It can be used any number of times.
 
@@ -162,7 +160,7 @@ def rms_norm_backward(
     -----
     The errors are those of `layer_norm_backward`; here S is
 
-    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``; with a dsum, plus its size;
+    - for dx: ``rstd (|g| + |xhat| mean|g xhat|)``, plus the size of dsum and of what drstd adds;
     - for dgamma: the sum over rows of ``|dy xhat|``; for dbeta: of ``|dy|``.
 
     Examples
