@@ -31,7 +31,7 @@ def rms_norm(
     Parameters
     ----------
     x : array
-        As for `layer_norm`, and so is all the rest; not for arrays on a CUDA device.
+        As for `layer_norm`, and so are all the rest and the errors; not for CUDA arrays.
     eps : float, default: 1e-5
         Added to the mean square before the square root. Finite and >= 0.
 
@@ -40,11 +40,6 @@ def rms_norm(
     array
         ``y = gamma * x / sqrt(mean(x**2) + eps) + beta``, of the shape and dtype of `x`; `out` if
         that was given.
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError
-        As `layer_norm` does.
 
     See Also
     --------
@@ -89,7 +84,7 @@ def rms_norm_forward(
     Parameters
     ----------
     x : array
-        As for `layer_norm_forward`, and so is all the rest.
+        As for `layer_norm_forward`, and so are all the rest and the errors.
 
     Returns
     -------
@@ -99,11 +94,6 @@ def rms_norm_forward(
         For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
         square, 8 bytes (16 to 20 with float64 data; ``rounding="nearest"`` as in
         `layer_norm_forward`).
-
-    Raises
-    ------
-    TypeError, ValueError, ImportError
-        As `layer_norm_forward` does.
 
     See Also
     --------
@@ -138,19 +128,14 @@ def rms_norm_backward(
     Parameters
     ----------
     dy : array
-        As for `layer_norm_backward`, and so is all the rest. There is no `dmean`.
+        As for `layer_norm_backward`, and so are all the rest and the errors. There is no `dmean`.
     cache : Cache
-        What `rms_norm_forward` returned. It can be used any number of times.
+        What `rms_norm_forward` returned; not a cache of `layer_norm_forward`.
 
     Returns
     -------
     Gradients
         dx, dgamma and dbeta, as `layer_norm_backward` returns them.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `layer_norm_backward` does; ValueError for a cache of `layer_norm_forward`.
 
     See Also
     --------
