@@ -17,9 +17,9 @@ LIMITS = {
     "dx": (0.501, -48, 0.75, -98),
     "dgamma": (0.501, -44, 0.51, -94),
     "dbeta": (0.501, -44, 0.51, -94),
-    # Both are made as dx is: of a projection.
-    "ty": (0.501, -48, 0.75, -98),
-    "ddy": (0.501, -48, 0.75, -98),
+    # Those of y: of float64 data both are computed with more digits than the kernels' dx.
+    "ty": (0.501, -48, 0.501, -98),
+    "ddy": (0.501, -48, 0.501, -98),
 }
 
 
