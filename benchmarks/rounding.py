@@ -52,10 +52,10 @@ def left_over(case: Case) -> tuple[int, int, int]:
     with mock.patch.multiple(reference, **spies):
         run(case)
     forward, backward, columns = ([c.args for c in spies[n].call_args_list] for n in names)
-    sums = sum(N for given in backward if given[-1].dx is None)
+    sums = sum(N for given in backward if given[4].dx is None)
     return (
         sum(len(given[0]) for given in forward),
-        sum(len(given[0]) for given in backward if given[-1].dx is not None),
+        sum(len(given[0]) for given in backward if given[4].dx is not None),
         sums + sum(len(given[3]) for given in columns),
     )
 
