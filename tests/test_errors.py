@@ -27,6 +27,8 @@ BAD_FORWARD = [
     ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
     ({"eps": np.nan}, ValueError, "eps must be finite and >= 0, got nan"),
     ({"eps": np.inf}, ValueError, "eps must be finite and >= 0, got inf"),
+    ({"eps": 10**400}, ValueError, "eps must be finite and >= 0, got 1000"),
+    ({"gamma": np.ones(4), "gamma_offset": 10**400}, ValueError, "gamma_offset must be finite, got 1000"),
     ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
     ({"eps": None}, TypeError, "eps must be a number, got None"),
     ({"backend": "torch"}, ValueError, "backend must be one of .*'numpy'.*, got 'torch'"),

@@ -201,6 +201,8 @@ def check_eps(eps: Any) -> float:
         return eps
     try:
         value = float(eps)
+    except OverflowError:
+        value = math.inf
     except (TypeError, ValueError):
         msg = f"eps must be a number, got {eps!r}"
         raise TypeError(msg) from None

@@ -223,6 +223,8 @@ def checked_offset(offset: Any, gamma: Array | None) -> float:
     """Return `gamma_offset` as a float, or say what is wrong with it."""
     try:
         value = float(offset)
+    except OverflowError:
+        value = math.inf
     except (TypeError, ValueError):
         msg = f"gamma_offset must be a number, got {offset!r}"
         raise TypeError(msg) from None
