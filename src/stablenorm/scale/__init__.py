@@ -1,0 +1,1 @@
+"""Past one array: Dask arrays, files larger than memory, a feature axis in chunks."""
