@@ -60,6 +60,11 @@ def on_cuda_device(value: Any) -> bool:
     return False
 
 
+def is_lazy(value: Any) -> bool:
+    """Tell whether `value` is a Dask array; Dask is not loaded to find that it is none."""
+    return type(value).__module__.startswith("dask.array")
+
+
 def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
     """
     Tell whether `convert` would return this array as it is, and it has this shape.
@@ -75,6 +80,8 @@ def _convert(name: str, value: Any) -> Array:
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
+    if is_lazy(value):
+        raise TypeError(lazy(name))
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
     array = np.asarray(value)
@@ -123,6 +130,14 @@ def mixed(name: str, value: Any, others: str) -> str:
     return (
         f"{name} must be {others}, like the other arguments, got {kind}; cupy.asarray copies an "
         "array to the device, its method get back"
+    )
+
+
+def lazy(name: str) -> str:
+    """Say that `name` is a Dask array where the call needs one in memory."""
+    return (
+        f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or to a function "
+        "that takes Dask arrays (docs/how-to/dask.md) an x that is one as well"
     )
 
 

@@ -1,5 +1,6 @@
 """What the public functions share: check everything once, see the array as rows, call a backend."""
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import (
     Arrays,
+    is_lazy,
     is_plain,
     normalize_axes,
     normalized_shape,
@@ -49,6 +51,8 @@ def forward(
         arrays = arrays_of(name)
         axes: tuple[int, ...] = (x.ndim - 1,)
     else:
+        if is_lazy(x):
+            return _lazy().forward(x, norm, axis, out, backend, keep, residual, where, save)  # type: ignore[no-any-return]
         name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
         arrays = arrays_of(name)
         x = arrays.convert("x", x)
@@ -155,6 +159,11 @@ def backward(
     else:
         masks.backward(call, arrays.rows(where, axes), *given)
     return gradients
+
+
+def _lazy() -> Any:
+    """Return what does calls on Dask arrays, whose import loads Dask."""
+    return importlib.import_module("stablenorm.scale.lazy")
 
 
 def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:

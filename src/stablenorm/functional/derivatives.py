@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import HOST
+from stablenorm.arrays import HOST, is_lazy
 from stablenorm.backends import implementation
 from stablenorm.functional.kept import restored
 from stablenorm.types import Array, Cache, SampleNorm
@@ -245,10 +245,10 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
     """Return `cache` with x and statistics, or say why ``{kind}_norm_{what}`` cannot use it."""
     forward = f"{kind}_norm_forward"
     if not isinstance(cache, Cache):
-        msg = (
-            f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; "
-            f"write y, cache = {forward}(...)"
-        )
+        cure = f"write y, cache = {forward}(...)"
+        if is_lazy(getattr(cache, "x", None)):
+            cure = f"{what} is for arrays in memory, pass cache.compute()"
+        msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)
     norm = cache.norm
     if norm.kind != kind:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.arrays import Rows, as_matrix, same_elements
+from stablenorm.arrays import Rows, as_matrix, is_lazy, lazy, same_elements
 from stablenorm.backends import implementation
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
 
@@ -29,6 +29,8 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     if np.ma.isMaskedArray(where):
         msg = "where must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
+    if is_lazy(where):
+        raise TypeError(lazy("where"))
     mask = np.asarray(where)
     if mask.dtype != np.bool_:
         msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"

@@ -1,0 +1,281 @@
+"""
+The public functions on Dask arrays: a graph of calls on blocks of whole rows.
+
+Nothing is computed here but names, shapes and checks. The first task of a block returns all that the
+call made of it; what the user holds, y, the cache, dx, refers to it by tasks that only take a part.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from typing import Any, NamedTuple
+
+import numpy as np
+from dask.array import Array
+from dask.array.core import finalize, slices_from_chunks
+from dask.base import DaskMethodsMixin, tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from stablenorm.arrays import HOST, is_lazy, normalize_axes, show_axes
+from stablenorm.backends import choose
+from stablenorm.functional import calls, masks
+from stablenorm.scale.blocks import Block, check_blocks, convert, layer, operand
+from stablenorm.types import Cache, Norm, Statistics
+
+LAZY = HOST._replace(convert=convert)
+
+
+class _Call(NamedTuple):
+    """What all blocks have in common: `norm` is that of the call less gamma and beta."""
+
+    norm: tuple[Any, ...]
+    axes: tuple[int, ...]
+    backend: str
+    keep: bool
+
+
+def forward(
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, residual: Any,
+    where: Any, save: str,
+) -> tuple[Array, LazyCache | None]:  # fmt: skip
+    """Do what `calls.forward` does with an x that is a Dask array."""
+    if out is not None:
+        msg = (
+            "out must be None for a Dask array, got one; dask.array.store(y, out) writes y into it"
+        )
+        raise ValueError(msg)
+    if save != "x":
+        msg = f'save must be "x" for a Dask array, which is no memory held, got {save!r}'
+        raise ValueError(msg)
+    name = choose(backend)
+    x = convert("x", x)
+    axes = normalize_axes(axis, x.ndim)
+    norm = calls._checked(LAZY, norm, x.shape, axes, name)
+    _check_whole_rows(x, axes)
+    if residual is not None:
+        residual = calls._like(LAZY, "residual", residual, x.shape, name)
+    if where is not None:
+        where = _check_where(where, x, axes, norm.rounding)
+    call = _Call(norm[2:], axes, name, keep)
+    token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
+    kind = f"{norm.kind}-norm"
+    every = tuple(range(x.ndim))
+    added = operand("residual", residual, x, every)
+    mask = None if where is None else operand("where", where, x, every[x.ndim - where.ndim :])
+    needed = operand("x", x, x, every), *parameters(norm, x, axes), added, mask
+    first = f"{kind}-forward" if keep else kind
+    made = layer(
+        f"{first}-{token}", x, lambda at: (_forward, call, *(each and each.at(at) for each in needed)),
+        *needed, dtype=x.dtype, chunks=x.chunks,
+    )  # fmt: skip
+    if not keep:
+        return made, None
+    y, kept = (_part(f"{first}-{of}-{token}", made, i, x) for i, of in enumerate(("y", "cache")))
+    if residual is not None:
+        x = _part(f"{first}-sum-{token}", made, 2, x)
+    return y, LazyCache(x, norm, axes, name, kept)
+
+
+def _forward(call: _Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
+    """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
+    norm = Norm(gamma, beta, *call.norm)
+    y, cache = calls.forward(x, norm, call.axes, None, call.backend, call.keep, residual, where)
+    if cache is None:
+        return y
+    bare = cache._replace(x=None, norm=cache.norm._replace(gamma=None, beta=None))
+    return (y, bare) if residual is None else (y, bare, cache.x)
+
+
+def _part(name: str, made: Array, index: int, like: Array) -> Array:
+    """Return what is at `index` of each block; caches are no arrays."""
+    cut = {} if index == 1 else {"dtype": like.dtype, "chunks": like.chunks}
+    whole = operand("", made, made, tuple(range(made.ndim)))
+    return layer(name, like, lambda at: (getitem, whole.at(at), index), made, **cut)
+
+
+def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
+    """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
+    others = [axis for axis in range(x.ndim) if axis not in axes]
+    found = []
+    for name, value in zip(("gamma", "beta"), norm[:2], strict=True):
+        leading = 0 if value is None else value.ndim - len(axes)
+        found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
+    return found
+
+
+def _check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
+    if cut := [axis for axis in axes if x.numblocks[axis] > 1]:
+        msg = (
+            f"x must have one chunk along axis {show_axes(tuple(cut))}, got chunks "
+            f"{x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
+        )
+        raise ValueError(msg)
+
+
+def _check_where(where: Any, x: Array, axes: tuple[int, ...], rounding: str) -> Any:
+    """Return a mask of some of the axes of x, the last ones; its elements are checked block by block."""
+    if not is_lazy(where):
+        return masks.check_where(where, x.shape, axes, rounding)
+    check_blocks("where", where)
+    if where.dtype != np.bool_:
+        msg = (
+            f"where must be an array of bool, got {where.dtype}; of numbers, write where=mask != 0"
+        )
+        raise TypeError(msg)
+    given = zip(reversed(where.shape), reversed(x.shape), strict=False)
+    if where.ndim > x.ndim or any(length not in (1, of_x) for length, of_x in given):
+        msg = f"where must broadcast to the shape of x, {x.shape}, got {where.shape}"
+        raise ValueError(msg)
+    return where
+
+
+class LazyCache(DaskMethodsMixin):
+    """
+    The cache of a forward on a Dask array, itself lazy: a collection of Dask like the array.
+
+    `compute` returns the `Cache` of the whole array, `persist` a `LazyCache` whose blocks are computed.
+
+    Attributes
+    ----------
+    x : dask.array.Array
+        What was normalized: the x that was given, or its sum with the residual.
+    norm, gamma
+        As in `Cache`; gamma and beta are what was given.
+    axis : tuple of int
+        The axes normalized together.
+    mean, rstd : dask.array.Array
+        As in `Cache`, but lazy.
+    """
+
+    def __init__(
+        self, x: Array, norm: Norm, axis: tuple[int, ...], backend: str, kept: Array
+    ) -> None:
+        self.x, self.norm, self.axis, self.backend = x, norm, axis, backend
+        # In place of arrays its blocks are caches, without x, gamma and beta.
+        self.kept = kept
+
+    def __repr__(self) -> str:
+        """Return shapes, dtypes and the number of blocks on one line."""
+        x, gamma, beta = (
+            None if each is None else f"{each.dtype} {each.shape}"
+            for each in (self.x, *self.norm[:2])
+        )
+        return (
+            f"LazyCache(x: {x}, {self.kept.npartitions} blocks, gamma: {gamma}, beta: {beta}, "
+            f"axis: {self.axis}, backend: {self.backend!r}, rounding: {self.norm.rounding!r})"
+        )
+
+    @property
+    def gamma(self) -> Any:
+        """Return the gamma that was given."""
+        return self.norm.gamma
+
+    @property
+    def mean(self) -> Array:
+        """Return the mean of each row."""
+        return self._of_rows("mean")
+
+    @property
+    def rstd(self) -> Array:
+        """Return the reciprocal standard deviation of each row."""
+        return self._of_rows("rstd")
+
+    def _of_rows(self, which: str) -> Array:
+        x, axes = self.x, self.axis
+        chunks = tuple((1,) if i in axes else sizes for i, sizes in enumerate(x.chunks))
+        kept = operand("", self.kept, self.kept, tuple(range(x.ndim)))
+
+        def task(at: Block) -> tuple[Any, ...]:
+            shape = tuple(sizes[i] for sizes, i in zip(x.chunks, at, strict=True))
+            return _of_rows, kept.at(at), which, shape
+
+        name = f"{self.norm.kind}-norm-{which}-{tokenize(self.kept)}"
+        return layer(name, x, task, self.kept, dtype=np.float64, chunks=chunks)
+
+    # ---- what Dask asks of a collection: it is made of those of its arrays that are lazy ----
+
+    __dask_optimize__ = Array.__dict__["__dask_optimize__"]
+    __dask_scheduler__ = Array.__dict__["__dask_scheduler__"]
+
+    def _collections(self) -> list[Any]:
+        return [each for each in (self.x, self.kept, *self.norm[:2]) if is_lazy(each)]
+
+    def __dask_graph__(self) -> HighLevelGraph:
+        return HighLevelGraph.merge(*(each.dask for each in self._collections()))
+
+    def __dask_layers__(self) -> tuple[str, ...]:
+        return tuple(each.name for each in self._collections())
+
+    def __dask_keys__(self) -> list[Any]:
+        return [each.__dask_keys__() for each in self._collections()]
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, self.__dask_layers__(), tokenize(self.norm)
+
+    def __dask_postcompute__(self) -> tuple[Any, tuple[Any, ...]]:
+        given = [None if is_lazy(each) else each for each in self.norm[:2]]
+        lazy = [is_lazy(each) for each in self.norm[:2]]
+        norm = self.norm._replace(gamma=given[0], beta=given[1])
+        return _whole, (norm, lazy, self.axis, self.backend, self.x.chunks)
+
+    def __dask_postpersist__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self._rebuilt, ()
+
+    def _rebuilt(self, graph: Any, *, rename: Any = None) -> LazyCache:
+        def again(each: Any) -> Any:
+            if not is_lazy(each):
+                return each
+            rebuild, extra = each.__dask_postpersist__()
+            return rebuild(graph, *extra, rename=rename)
+
+        gamma, beta = map(again, self.norm[:2])
+        norm = self.norm._replace(gamma=gamma, beta=beta)
+        return LazyCache(again(self.x), norm, self.axis, self.backend, again(self.kept))
+
+
+def _of_rows(kept: Cache, which: str, shape: tuple[int, ...]) -> Any:
+    """Return mean or rstd of a block of x of this shape, which is all that is asked of x."""
+    return getattr(kept._replace(x=np.broadcast_to(np.float32(0), shape)), which)
+
+
+def _whole(
+    results: Any, norm: Norm, lazy: list[bool], axes: tuple[int, ...], backend: str, chunks: Any
+) -> Cache:
+    """Return the cache of the whole array, given the computed blocks of a lazy one."""
+    x, kept, *others = results
+    computed = iter(others)
+    pairs = zip(lazy, norm[:2], strict=True)
+    gamma, beta = (finalize(next(computed)) if is_lazy else given for is_lazy, given in pairs)
+    norm = norm._replace(gamma=gamma, beta=beta)
+    places, found = list(slices_from_chunks(chunks)), list(_leaves(kept))
+    shape = tuple(map(sum, chunks))
+    lengths = tuple(length for i, length in enumerate(shape) if i not in axes)
+    lead = [tuple(cut for i, cut in enumerate(place) if i not in axes) for place in places]
+    words: list[Any] = []
+    for each in zip(*(cache.statistics for cache in found), strict=True):
+        some = next((word for word in each if word is not None), None)
+        whole = None
+        if some is not None:
+            # What some rows need no word for is 0.
+            whole = np.zeros((*lengths, *some.shape[1:]), some.dtype)
+            for place, word in zip(lead, each, strict=True):
+                if word is not None:
+                    part = whole[(*place, ...)]
+                    part[...] = word.reshape(part.shape)
+            whole = whole.reshape(-1, *some.shape[1:])
+        words.append(whole)
+    where = None
+    if found[0].where is not None:
+        wide = any(cache.where.shape[i] > 1 for cache in found for i in axes)
+        where = np.zeros([1 if i in axes and not wide else k for i, k in enumerate(shape)], bool)
+        for place, cache in zip(places, found, strict=True):
+            where[place] = cache.where
+    return Cache(finalize(x), norm, axes, Statistics._make(words), backend, where)
+
+
+def _leaves(nested: Any) -> Any:
+    if type(nested) not in (list, tuple):
+        yield nested
+        return
+    for each in nested:
+        yield from _leaves(each)

@@ -1,0 +1,247 @@
+"""The public functions on Dask arrays whose rows are whole: bits, laziness, names, errors."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from stablenorm import (
+    layer_norm,
+    layer_norm_forward,
+    layer_norm_jvp,
+    rms_norm,
+    rms_norm_forward,
+)
+
+dask = pytest.importorskip("dask")
+da = pytest.importorskip("dask.array")
+
+FORWARDS = {"layer": layer_norm_forward, "rms": rms_norm_forward}
+WITHOUT_CACHE = {"layer": layer_norm, "rms": rms_norm}
+
+
+@pytest.fixture(params=["synchronous", "threads"])
+def scheduler(request):
+    with dask.config.set(scheduler=request.param, num_workers=3):
+        yield request.param
+
+
+def same(actual, expected):
+    """Assert equal bits, dtypes and shapes; None is the same as None."""
+    assert (actual is None) == (expected is None)
+    if expected is not None:
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert np.ascontiguousarray(actual).tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+def cut(rng, array, axes=(-1,)):
+    """Return a Dask array in random chunks, some of them empty, some of one row; `axes` whole."""
+    whole = {axis % array.ndim for axis in axes}
+    chunks = []
+    for axis, length in enumerate(array.shape):
+        inner = [] if axis in whole else sorted(rng.integers(0, length + 1, 3))
+        chunks.append(tuple(np.diff([0, *inner, length]).tolist()))
+    return da.from_array(array, chunks=tuple(chunks))
+
+
+def make(rng, dtype=np.float32, shape=(5, 9, 8)):
+    """Return x, gamma, beta and dy, with integers among them: their sums tie."""
+    x, dy = rng.standard_normal((2, *shape)) + 3
+    x[:2], dy[:2] = rng.integers(-3, 4, (2, 2, *shape[1:]))
+    gamma, beta = rng.integers(1, 4, (2, shape[-1]))
+    return tuple(each.astype(dtype) for each in (x, gamma, beta, dy))
+
+
+def never():
+    pytest.fail("computed before it was asked for")
+
+
+def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
+    return da.map_blocks(lambda _: never(), da.zeros(shape, chunks=chunks, dtype=dtype), dtype=dtype,
+                         meta=np.empty((0,) * len(shape), dtype))  # fmt: skip
+
+
+# ---- the same bits ----
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_y_and_statistics_have_the_bits_of_the_whole_call(rng, dtype, kind, rounding):
+    x, gamma, beta, _ = make(rng, dtype)
+    given = {"gamma": gamma, "beta": beta, "rounding": rounding, "eps": 0.0, "gamma_offset": 0.5}
+    expected, whole = FORWARDS[kind](x, **given)
+    for _ in range(2):
+        lazy = cut(rng, x)
+        y, cache = FORWARDS[kind](lazy, **given)
+        assert y.chunks == lazy.chunks
+        same(y.compute(), expected)
+        same(WITHOUT_CACHE[kind](lazy, **given).compute(), expected)
+        for name in ("mean", "rstd"):
+            same(getattr(cache, name).compute(), getattr(whole, name))
+        computed = cache.compute()
+        assert type(computed) is type(whole)
+        for actual, wanted in zip(computed.statistics, whole.statistics, strict=True):
+            same(actual, wanted)
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("axis", [0, 1, (0, 2), (1, -1), (0, 1, 2)])
+def test_other_axes(rng, axis):
+    x = make(rng)[0]
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    gamma = rng.standard_normal([x.shape[i] for i in sorted(i % 3 for i in axes)]).astype(
+        np.float32
+    )
+    y, cache = layer_norm_forward(cut(rng, x, axes), gamma, axis=axis)
+    expected, whole = layer_norm_forward(x, gamma, axis=axis)
+    same(y.compute(), expected)
+    same(cache.compute().mean, whole.mean)
+
+
+def test_gamma_may_be_a_dask_array_in_other_chunks(rng):
+    x, gamma, beta, _ = make(rng)
+    lazy = da.from_array(gamma, chunks=3)
+    y, cache = layer_norm_forward(cut(rng, x), lazy, da.from_array(beta, chunks=(1,)))
+    same(y.compute(), layer_norm(x, gamma, beta))
+    assert cache.gamma is lazy
+    same(cache.compute().gamma, gamma)
+    assert layer_norm_forward(cut(rng, x), gamma)[1].gamma is gamma
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("shape", [(5, 1, 8), (9, 8), (5, 9, 8)])
+def test_gamma_with_leading_axes(rng, shape):
+    x, _, beta, _ = make(rng)
+    gamma = rng.standard_normal(shape).astype(np.float32)
+    y, cache = layer_norm_forward(cut(rng, x), gamma, beta)
+    expected, whole = layer_norm_forward(x, gamma, beta)
+    same(y.compute(), expected)
+    same(cache.compute().rstd, whole.rstd)
+
+
+def test_residual(rng):
+    x, gamma, _, other = make(rng)
+    y, cache = layer_norm_forward(cut(rng, x), gamma, residual=cut(rng, other))
+    expected, whole = layer_norm_forward(x, gamma, residual=other)
+    same(y.compute(), expected)
+    same(cache.x.compute(), whole.x)
+    same(cache.compute().x, whole.x)
+
+
+@pytest.mark.parametrize("shape", [(5, 9, 1), (9, 1), (5, 9, 8), (8,)])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_masks(rng, shape, lazy):
+    x, gamma, beta, _ = make(rng)
+    where = rng.integers(0, 2, shape) == 1
+    y, cache = layer_norm_forward(
+        cut(rng, x), gamma, beta, where=da.from_array(where, chunks=2) if lazy else where
+    )
+    expected, whole = layer_norm_forward(x, gamma, beta, where=where)
+    same(y.compute(), expected)
+    computed = cache.compute()
+    same(computed.where, whole.where)
+    same(computed.mean, whole.mean)
+
+
+def test_the_other_byte_order(rng):
+    x = make(rng)[0]
+    y = layer_norm(cut(rng, x.astype(">f4")))
+    assert y.dtype == np.float32
+    same(y.compute(), layer_norm(x))
+
+
+# ---- lazy, as other collections of Dask ----
+
+
+def test_nothing_is_computed_before_it_is_asked_for():
+    x, gamma = uncomputable(), uncomputable((6,), (6,))
+    y, cache = layer_norm_forward(x, gamma, residual=x, where=uncomputable(dtype=bool))
+    assert repr(cache).startswith("LazyCache(x: float32 (4, 6), 2 blocks, gamma: float32 (6,)")
+    assert "\n" not in repr(cache)
+    assert (cache.axis, cache.rstd.shape, layer_norm(x).shape) == ((1,), (4, 1), (4, 6))
+    with pytest.raises(pytest.fail.Exception, match="before it was asked for"):
+        y.compute(scheduler="synchronous")
+
+
+def test_names_tell_what_a_task_does_and_are_the_same_each_time(rng):
+    x, gamma, beta, _ = make(rng)
+    lazy = da.from_array(x, chunks=(2, 3, 8))
+    (y, cache), (again, _) = (layer_norm_forward(lazy, gamma, beta) for _ in range(2))
+    assert y.name == again.name
+    assert y.name != layer_norm_forward(lazy, gamma, beta, eps=1e-6)[0].name
+    names = {dask.utils.key_split(key) for key in (*y.dask, *cache.mean.dask)}
+    assert {"layer-norm-forward", "layer-norm-forward-y", "layer-norm-mean"} <= names
+    assert dask.utils.key_split(rms_norm(lazy).name) == "rms-norm"
+    assert not any("lambda" in name for name in names)
+
+
+@pytest.mark.usefixtures("scheduler")
+def test_compute_persist_and_optimize_of_y_and_cache_together(rng):
+    x, gamma, beta, _ = make(rng)
+    lazy = layer_norm_forward(cut(rng, x), da.from_array(gamma, chunks=3), beta)
+    expected, whole = layer_norm_forward(x, gamma, beta)
+    for y, cache in (lazy, dask.persist(*lazy), dask.optimize(*lazy), (lazy[0], lazy[1].persist())):
+        assert dask.is_dask_collection(cache)
+        actual, computed = dask.compute(y, cache)
+        same(actual, expected)
+        for one, other in zip(computed, whole, strict=True):
+            if isinstance(other, np.ndarray):
+                same(one, other)
+        same(computed.mean, whole.mean)
+    assert len(dask.persist(*lazy)[1].__dask_graph__()) <= len(list(cache.x.dask)) + 3 * 64
+
+
+# ---- errors, when the graph is made ----
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda x: layer_norm(x, axis=0), ValueError,
+         r"one chunk along axis 0, got chunks \(2, 2\); x.rechunk\({0: -1}\) makes it one"),
+        (lambda x: layer_norm(x[x[:, 0] > 0]), ValueError, "chunks of known sizes.*compute_chunk"),
+        (lambda x: layer_norm(x, gamma=x[0][x[0] > 0]), ValueError, "gamma must have chunks of known"),
+        (lambda x: layer_norm(x.astype(int)), TypeError, "x must be float16.*got int64"),
+        (lambda x: layer_norm(x, gamma=np.ones(5)), ValueError, r"gamma must have shape \(6,\)"),
+        (lambda x: layer_norm(x, gamma=x), ValueError, None),
+        (lambda x: layer_norm(x, residual=x[:3]), ValueError, r"residual must have shape \(4, 6\)"),
+        (lambda x: layer_norm(x, where=x), TypeError, "where must be an array of bool, got float32"),
+        (lambda x: layer_norm(x, where=x[:3] > 0), ValueError, "where must broadcast to the shape"),
+        (lambda x: layer_norm(x, where=x[x[:, 0] > 0] > 0), ValueError, "where must have chunks of"),
+        (lambda x: layer_norm(x, eps=-1), ValueError, "eps must be finite and >= 0"),
+        (lambda x: layer_norm(x, axis=2), ValueError, "axis must name axes of x"),
+        (lambda x: layer_norm(x[:, :0]), ValueError, "at least one element along axis 1"),
+        (lambda x: layer_norm(x, rounding="up"), ValueError, "rounding must be"),
+        (lambda x: layer_norm(x, backend="fast"), ValueError, "backend must be one of"),
+        (lambda x: layer_norm(x, out=np.empty((4, 6))), ValueError, "out must be None.*store"),
+        (lambda x: layer_norm_forward(x, save="y"), ValueError, 'save must be "x" for a Dask'),
+        (lambda x: layer_norm(np.ones((4, 6)), x[0]), TypeError, r"gamma must be in memory.*compute"),
+        (lambda x: layer_norm(np.ones((4, 6)), where=x > 0), TypeError, "where must be in memory"),
+        (lambda x: layer_norm_jvp(x, layer_norm_forward(x)[1]), TypeError, r"pass cache.compute\(\)"),
+        (lambda x: layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
+    ],
+)  # fmt: skip
+def test_errors_come_with_the_call_in_one_line(call, error, message):
+    x = uncomputable()
+    if message is None:
+        # A gamma of the shape of x is one for each row.
+        assert call(x).shape == x.shape
+        return
+    with pytest.raises(error, match=message) as raised:
+        call(x)
+    assert "\n" not in str(raised.value)
+
+
+def test_ordinary_calls_load_no_dask():
+    code = (
+        "import sys, numpy as np, stablenorm as s\n"
+        "y, cache = s.layer_norm_forward(np.ones((2, 3)), where=[[True], [False]])\n"
+        "s.layer_norm_backward(y, cache); s.diagnose(y); s.layer_norm([[1.0, 2.0]], axis=0)\n"
+        "print(*(m for m in ('dask', 'distributed', 'zarr') if m in sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert result.stdout.split() == []
