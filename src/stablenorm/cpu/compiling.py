@@ -16,6 +16,7 @@ from numba.core.registry import cpu_target
 
 from stablenorm.cpu.memory import HALF_IN_HARDWARE, named
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
+from stablenorm.reference.partial import PARTIAL
 from stablenorm.threads import starting
 
 if config.DISABLE_JIT:  # type: ignore[attr-defined]
@@ -24,13 +25,14 @@ if config.DISABLE_JIT:  # type: ignore[attr-defined]
     raise ImportError(msg)
 
 # How the kernels are told the element type: 16-bit types by the integers that hold their bits. These are
-# NumPy's types, whose identity is the same in every process. None is for what is missing.
+# NumPy's types, whose identity is the same in every process. None is for what is missing, PARTIAL for sums.
 ELEMENTS: dict[Any, Any] = {
     None: None,
     FLOAT64.dtype: np.float64,
     FLOAT32.dtype: np.float32,
     FLOAT16.dtype: np.int16,
     BFLOAT16.dtype: np.uint16,
+    PARTIAL: "partial",
 }
 if not HALF_IN_HARDWARE:
     del ELEMENTS[FLOAT16.dtype]

@@ -22,7 +22,7 @@ from stablenorm.cpu.nearest import digits_of, is_exact, put_decided, sums_bound,
 from stablenorm.cpu.pool import MOST_HELPERS, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
-from stablenorm.cpu.sums import add_offset, add_to, fill, merge, round_sums, widen
+from stablenorm.cpu.sums import add_offset, add_to, fill, merge, put_sums, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST
 from stablenorm.threads import SMALL
@@ -135,12 +135,16 @@ def _widener(element: Any) -> Any:
 
 @address_of_compiled
 def _rounder(element: Any, nearest: bool) -> Any:
+    # Sums that are merged with others are four words, and not rounded.
+    partial = element == "partial"
+    word, words = (np.float64, 4) if partial else (element, 1)
+
     def round_all(record, which, _):
         """Add up the tiles' dgamma (0) or dbeta (1), and round them."""
         p = read_record(record)
-        out = pointer_at(p.dbeta if which else p.dgamma, element)
+        out = pointer_at(p.dbeta if which else p.dgamma, word)
         apart = 8 * padded(p.n)
-        if p.tiles == 1 and not nearest and p.old == 0:
+        if p.tiles == 1 and not nearest and not partial and p.old == 0:
             part = p.sums + 2 * which * apart
             round_sums(float64_at(part), float64_at(part + apart), p.n, out)
             return
@@ -158,8 +162,12 @@ def _rounder(element: Any, nearest: bool) -> Any:
                 merge(float64_at(part + apart), high, low, count)
             if p.old != 0:
                 merge(float64_at(p.old + 8 * (which * p.n + start)), high, low, count)
-            to = further(out, start * width(out))
+            to = further(out, start * words * width(out))
             if nearest:
+                _find_errors(p, (high, low, size), start, count, to, which)
+            if partial:
+                put_sums(high, low, size if nearest else None, count, to)
+            elif nearest:
                 _decide_sums(p, (high, low, size), start, count, to, which)
             else:
                 round_sums(high, low, count, to)
@@ -168,8 +176,9 @@ def _rounder(element: Any, nearest: bool) -> Any:
 
 
 @pasted
-def _decide_sums(p, sums, start, count, out, which):
-    high, low, size = sums
+def _find_errors(p, sums, start, count, out, which):
+    """Replace the sizes of sums by bounds of their errors."""
+    _, low, size = sums
     most, last, more, tiles_, rows = 0.0, 0.0, 0.0, p.tiles, p.tiles * p.tile_rows
     for tile in range(p.tiles):
         ranges = float64_at(p.sums + tile * p.sums_bytes + 8 * (5 * padded(p.n) + p.n))
@@ -186,11 +195,17 @@ def _decide_sums(p, sums, start, count, out, which):
     bound = sums_bound(p.n, p.tile_rows, tiles_)
     exact = which and is_exact(float(rows), most, last)
     more = more if which else 0.0
+    for j in range(count):
+        size[j] = 0.0 if exact else total_error(low[j], bound * (size[j] + more))
+
+
+@pasted
+def _decide_sums(p, sums, start, count, out, which):
+    high, low, error = sums
     undecided = pointer_at(p.undecided + which * p.n + start, np.uint8)
     for j in range(count):
-        error = 0.0 if exact else total_error(low[j], bound * (size[j] + more))
         # There is one NaN, whatever that of an old value is.
-        known = high[j] == high[j] and put_decided(out, j, high[j], low[j], error)
+        known = high[j] == high[j] and put_decided(out, j, high[j], low[j], error[j])
         undecided[j] = not known
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stablenorm.cpu.memory import get, inlined, wide_vectors
+from stablenorm.cpu.memory import get, inlined, put, wide_vectors
 from stablenorm.cpu.pairs import fast_two_sum, put_pair, two_sum
 
 
@@ -85,3 +85,15 @@ def round_sums(total, low, n, out):
     wide_vectors()
     for j in range(n):
         put_pair(out, j, total[j], low[j])
+
+
+@inlined
+def put_sums(total, low, error, n, out):
+    """Write ``total + low`` as sums to be merged with others; without `error`, it is not known."""
+    for j in range(n):
+        high, rest = two_sum(total[j], low[j])
+        finite = abs(high) < np.inf
+        put(out, 4 * j, high)
+        put(out, 4 * j + 1, rest if finite else 0.0)
+        put(out, 4 * j + 2, (np.nan if error is None else error[j]) if finite else 0.0)
+        put(out, 4 * j + 3, 0.0)

@@ -69,10 +69,10 @@ def forward(
         needed = keep and residual is None and save != "y"
         _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
     if where is not None:
-        _refuse_cuda("where", name)
+        refuse_cuda("where", name)
         where = masks.check_where(where, x.shape, axes, norm.rounding)
     if save != "x":
-        _refuse_cuda(f"save={save!r}", name)
+        refuse_cuda(f"save={save!r}", name)
         check_save(save, norm, x, axes, residual)
     call = implementation("forward" if keep else "normalize", name)
     # What is added to x, and where the sum goes, which is then what is normalized.
@@ -108,8 +108,9 @@ def backward(
     dmean: ArrayLike | None = None,
     drstd: ArrayLike | None = None,
     accumulate: bool = False,
+    sums: Sequence[Array | None] | None = None,
 ) -> Gradients:
-    """Return the gradients that are asked for."""
+    """Return the gradients that are asked for; those of gamma and beta are written into `sums`."""
     if not isinstance(cache, Cache):
         raise TypeError(_not_a_cache(dy, cache, kind))
     needed: dict[str, Array | None] = {}
@@ -132,14 +133,16 @@ def backward(
     extra = NOTHING_EXTRA
     if dsum is not None or dmean is not None or drstd is not None:
         extra = _checked_extra(arrays, cache, dsum=dsum, dmean=dmean, drstd=drstd)
-    asked, lead, kept = _asked(wrt), None, None
+    asked, lead, kept = asked_names(wrt), None, None
     if sum_axes is not None:
-        _refuse_cuda("sum_axes", name)
+        refuse_cuda("sum_axes", name)
         lead, kept = samples.check_sum_axes(sum_axes, cache)
     if accumulate:
-        _refuse_cuda("accumulate=True", name)
+        refuse_cuda("accumulate=True", name)
     needed["dsum"] = extra.dsum
     gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, needed)
+    if sums is not None:
+        gradients = Gradients(gradients.dx, *sums)
     call = implementation("backward", name)
     if lead is not None or type(norm) is SampleNorm:
         samples.backward(call, dy, cache, gradients, lead, extra, accumulate)
@@ -201,7 +204,7 @@ def _like(
     arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], backend: str, of: str = "x"
 ) -> Array:
     """Return an argument of the shape of x, or of what else `of` says."""
-    _refuse_cuda(name, backend)
+    refuse_cuda(name, backend)
     array: Array = arrays.convert(name, value)
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
@@ -286,7 +289,7 @@ def _parameter(
         return array
     cure = ""
     if leading > 0 and array.shape[leading:] == shape:
-        _refuse_cuda(f"a {name} with leading axes", backend)
+        refuse_cuda(f"a {name} with leading axes", backend)
         lengths = samples.lengths_of(x_shape, axes)
         if samples.fits(array.shape[:leading], lengths):
             return array
@@ -298,7 +301,8 @@ def _parameter(
     raise ValueError(msg)
 
 
-def _refuse_cuda(what: str, backend: str) -> None:
+def refuse_cuda(what: str, backend: str) -> None:
+    """Raise if arrays are on a CUDA device."""
     if backend == "cuda":
         msg = (
             f"{what} is not for arrays on a CUDA device yet; copy them to the host, as x.get() does"
@@ -306,7 +310,8 @@ def _refuse_cuda(what: str, backend: str) -> None:
         raise ValueError(msg)
 
 
-def _asked(wrt: Sequence[str]) -> tuple[str, ...]:
+def asked_names(wrt: Sequence[str]) -> tuple[str, ...]:
+    """Return what `wrt` names."""
     if wrt is NAMES:
         return NAMES
     names = (wrt,) if isinstance(wrt, str) else tuple(wrt)

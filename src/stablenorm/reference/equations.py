@@ -64,6 +64,7 @@ import numpy as np
 from stablenorm.arrays import as_matrix
 from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.partial import PARTIAL, as_partial
 from stablenorm.reference.rounding import round_to
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics, any_float64
 
@@ -163,7 +164,8 @@ def backward(
     """
     Pull `dy` back through `forward`, into those arrays of `out` that are not None.
 
-    ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written.
+    ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written. Into arrays of
+    dtype PARTIAL, dgamma and dbeta are written as sums over these rows alone, not rounded.
     """
     dy, x = as_matrix(dy), as_matrix(x)
     if extra.dsum is not None:
@@ -389,7 +391,9 @@ class _RowSum:
         """Return the sum of all, rounded once to the dtype and in the shape of `like`."""
         if not self._partial:
             return np.zeros(like.shape, like.dtype)
-        return _round(self.total(), like.dtype).reshape(like.shape)
+        total = self.total()
+        found = as_partial(total) if like.dtype == PARTIAL else _round(total, like.dtype)
+        return found.reshape(like.shape)
 
     def total(self) -> Any:
         """Return the sum of all, of at least one block, as one row."""

@@ -24,11 +24,12 @@ J. London Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational 
 more bits decide it.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from operator import add, eq, lshift, lt, mul
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -258,44 +259,66 @@ def _by_digits(
     return np.copysign(value, np.where(steps < 0, -1.0, 1.0)).astype(low.dtype), ~same
 
 
-# ---- elements of columns ----
+# ---- sums over rows ----
 
 
-def rows_and_roots(x: Array, norm: Norm) -> list[tuple[Row, Root]]:
-    """Return what elements of dgamma need of these rows, which have a layer norm."""
-    found = []
-    for each in x:
-        row = Row(each, norm)
-        # Of many rows, they are too much to keep.
-        row.integers = []
-        found.append((row, _root(row.radicand)))
-    return found
+def row_of_sums(x: Array, norm: Norm) -> Row:
+    """Return what sums need of a row that has a layer norm; of many rows, its integers are too much to keep."""
+    row = Row(x, norm)
+    row.integers = []
+    return row
 
 
-def dgamma_element(
-    dy: Array, x: Array, rows: Sequence[tuple[Row, Root]], old: Any, dtype: np.dtype[Any]
-) -> float:
-    """Return `old` plus dgamma of one column, given all rows."""
-    pairs, ((start, place),) = _pairs(dy), _pairs(old[None])
-    unit = min(exponent + row.shift for (_, exponent), (row, _) in zip(pairs, rows, strict=True))
-    unit = min(unit, place)
-    # Rows of the same numbers have the same root.
-    totals: dict[int, int] = {}
-    both = zip(pairs, _pairs(x), rows, strict=True)
-    for (factor, exponent), (integer, exponent_x), (row, root) in both:
-        places = exponent_x - row.scale
-        value = integer << places if places >= 0 else integer >> -places
-        term = factor * (row.n * value - row.total) << exponent + row.shift - unit
-        totals[root.radicand] = totals.get(root.radicand, 0) + term
-    roots = {root.radicand: root for _, root in rows}
-    terms = [(total, roots[radicand]) for radicand, total in totals.items() if total]
-    return _nearest(start << place - unit, terms, unit, format_of(dtype))
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExactSum:
+    """
+    A sum over some rows, ``2**unit`` times `offset` and each factor over the root of its radicand.
 
+    `terms` has the factors by radicand. Those over other rows can be added.
+    """
 
-def dbeta_element(dy: Array, dtype: np.dtype[Any]) -> float:
-    """Return dbeta of one column."""
-    integers, exponent = _integers(dy)
-    return _nearest(sum(integers), [], exponent, format_of(dtype))
+    unit: int
+    offset: int
+    terms: dict[int, int]
+
+    @classmethod
+    def of_numbers(cls, values: Array) -> Self:
+        """Return the sum of float64 numbers, dbeta."""
+        integers, unit = _integers(values)
+        return cls(unit, sum(integers), {})
+
+    @classmethod
+    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
+        """Return dgamma of one column of some rows."""
+        pairs = _pairs(dy)
+        shifts = [exponent + row.shift for (_, exponent), row in zip(pairs, rows, strict=True)]
+        unit = min(shifts, default=0)
+        # Rows of the same numbers have the same root.
+        terms: dict[int, int] = {}
+        both = zip(pairs, _pairs(x), rows, shifts, strict=True)
+        for (factor, _), (integer, exponent), row, shift in both:
+            places = exponent - row.scale
+            value = integer << places if places >= 0 else integer >> -places
+            if term := factor * (row.n * value - row.total) << shift - unit:
+                terms[row.radicand] = terms.get(row.radicand, 0) + term
+        return cls(unit, 0, terms)
+
+    def __add__(self, other: "ExactSum") -> "ExactSum":
+        unit = min(self.unit, other.unit)
+        here, there = self.unit - unit, other.unit - unit
+        terms = {radicand: factor << here for radicand, factor in self.terms.items()}
+        for radicand, factor in other.terms.items():
+            terms[radicand] = terms.get(radicand, 0) + (factor << there)
+        return ExactSum(unit, (self.offset << here) + (other.offset << there), terms)
+
+    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+        """Return the sum rounded to `dtype`; `roots` gathers those that other sums may have as well."""
+        terms = []
+        for radicand, factor in self.terms.items():
+            if factor:
+                roots[radicand] = root = roots.get(radicand) or _root(radicand)
+                terms.append((factor, root))
+        return _nearest(self.offset, terms, self.unit, format_of(dtype))
 
 
 # ---- rounding ----

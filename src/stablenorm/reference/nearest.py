@@ -22,6 +22,7 @@ from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import _BLOCK, RowsLike, _blocks, _center, _Keeper, _RowSum
+from stablenorm.reference.partial import PARTIAL, as_partial, rounded
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
 
 _UNIT = 2.0**-106
@@ -81,8 +82,12 @@ def backward(
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
-    ``out.dx`` may be `dy` itself: the sums over rows come first.
+    ``out.dx`` may be `dy` itself: the sums over rows come first. These are exact sums, not rounded, where
+    there is True in arrays of objects.
     """
+    if any(total is not None and total.dtype == object for total in out[1:]):
+        _write_exact(as_matrix(dy), as_matrix(x), norm, out)
+        return
     columns = np.arange(x.shape[-1])
     dgamma, dbeta = (None if each is None else each.dtype for each in out[1:])
     found = columns_of_sums(dy, x, norm, columns, dgamma, dbeta, extra.old)
@@ -141,17 +146,16 @@ def columns_of_sums(
     """
     Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype.
 
-    Each is added to what `old` has for it before it is rounded.
+    Each is added to what `old` has for it before it is rounded. As PARTIAL, it is not rounded.
     """
     dy, x = as_matrix(dy), as_matrix(x)
     start = np.zeros((2, len(columns))) if old is None else old[:, columns]
+    dgamma = dbeta = None
     with np.errstate(all="ignore"):
-        dgamma = None if dtype_dgamma is None else start[0].astype(dtype_dgamma)
-        dbeta = None if dtype_dbeta is None else start[1].astype(dtype_dbeta)
-        if dgamma is not None and x.shape[0]:
-            dgamma = _dgamma(dy, x, norm, columns, dgamma.dtype, start[:1])
-        if dbeta is not None and x.shape[0]:
-            dbeta = _dbeta(dy, columns, dbeta.dtype, start[1:])
+        if dtype_dgamma is not None:
+            dgamma = _dgamma(dy, x, norm, columns, dtype_dgamma, start[:1])
+        if dtype_dbeta is not None:
+            dbeta = _dbeta(dy, columns, dtype_dbeta, start[1:])
     return dgamma, dbeta
 
 
@@ -171,17 +175,13 @@ def _dgamma(
         term, xhat = Wide.exactly(cotangent), part.xhat[:, columns]
         total.add(term * xhat, _times(term, _plus(xhat, part.drift)), infinite)
         undefined |= bool(part.undefined.any())
-    if undefined:
-        return np.full(len(columns), np.nan).astype(dtype)
     first, infinite = _split(old)
     total.add(Wide.exactly(first), _size(Wide.exactly(first)), infinite)
-    result, undecided = total.rounded(3 * (_height(n) + _added(count + 1)) + 64, dtype)
-    if undecided.any():
-        blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
-        known = [row for block in blocks for row in exact.rows_and_roots(block, norm)]
-        for j, (column, values) in _columns(columns, undecided, dy, x):
-            result[j] = exact.dgamma_element(column, values, known, first[0, j], dtype)
-    return result
+    found = total.partial(3 * (_height(n) + _added(count + 1)) + 64)
+    if undefined:
+        found[:] = np.array((np.nan, 0, 0, 0), PARTIAL)
+    exactly = functools.partial(_exact_dgamma, dy, x, norm, columns)
+    return _decided(found, exactly, first[0], dtype)
 
 
 def _dbeta(dy: RowsLike, columns: Array, dtype: Any, old: Array) -> Array:
@@ -189,17 +189,55 @@ def _dbeta(dy: RowsLike, columns: Array, dtype: Any, old: Array) -> Array:
     # The exponent of a last place that all terms of a column have.
     last = np.full(len(columns), _NONE)
     blocks = ((dy[rows][:, columns], dy.dtype) for rows in _blocks(dy.shape))
-    for values, kind in itertools.chain(blocks, [(old, dtype)]):
+    kind_of_old = old.dtype if dtype == PARTIAL else dtype
+    for values, kind in itertools.chain(blocks, [(old, kind_of_old)]):
         cotangent, infinite = _split(values)
         places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - format_of(kind).digits)
         last = np.minimum(last, places.min(axis=0))
         term = Wide.exactly(cotangent)
         total.add(term, _size(term), infinite)
     sharp = total.sizes.total().magnitude() <= last + _EXACT
-    result, undecided = total.rounded(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4), dtype)
-    for j, (column,) in _columns(columns, undecided, dy):
-        result[j] = exact.dbeta_element(np.append(column, old[0, j]), dtype)
+    found = total.partial(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4))
+    exactly = functools.partial(_exact_dbeta, dy, columns)
+    return _decided(found, exactly, _split(old)[0][0], dtype)
+
+
+def _decided(found: Array, exactly: Any, old: Array, dtype: Any) -> Array:
+    """Return sums rounded to nearest, some of them once `exactly` has made them, but for `old`."""
+    if dtype == PARTIAL:
+        return found
+    result, undecided = rounded(found, dtype)
+    roots: dict[int, exact.Root] = {}
+    for j, total in exactly(undecided):
+        result[j] = (total + exact.ExactSum.of_numbers(old[[j]])).rounded(dtype, roots)
     return result
+
+
+def _exact_dgamma(
+    dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, wanted: Array
+) -> Iterator[tuple[int, exact.ExactSum]]:
+    if wanted.any():
+        blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
+        known = [exact.row_of_sums(row, norm) for block in blocks for row in block]
+        for j, (column, values) in _columns(columns, wanted, dy, x):
+            yield j, exact.ExactSum.of_products(column, values, known)
+
+
+def _exact_dbeta(
+    dy: RowsLike, columns: Array, wanted: Array
+) -> Iterator[tuple[int, exact.ExactSum]]:
+    for j, (column,) in _columns(columns, wanted, dy):
+        yield j, exact.ExactSum.of_numbers(column)
+
+
+def _write_exact(dy: RowsLike, x: RowsLike, norm: Norm, out: Gradients) -> None:
+    columns = np.arange(x.shape[1])
+    if out.dgamma is not None:
+        for j, found in _exact_dgamma(dy, x, norm, columns, out.dgamma.reshape(-1).astype(bool)):
+            out.dgamma.flat[j] = found
+    if out.dbeta is not None:
+        for j, found in _exact_dbeta(dy, columns, out.dbeta.reshape(-1).astype(bool)):
+            out.dbeta.flat[j] = found
 
 
 class _Total:
@@ -213,22 +251,26 @@ class _Total:
         self.sizes.add(sizes)
         self._infinite += infinite.sum(axis=0)
 
-    def rounded(self, factor: Array | float, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-        """Return the sums rounded, and where `factor` times the sizes leaves that undecided."""
-        bound = _scaled(self.sizes.total(), factor)
-        (result,), _, (undecided,) = _rounded(self._terms.total(), bound, dtype)
-        nan, finite = np.isnan(self._infinite), self._infinite == 0
-        result[~finite], result[nan] = self._infinite[~finite], np.nan
-        return result, undecided & finite
+    def partial(self, factor: Array | float) -> Array:
+        """Return the sums as PARTIAL, known to within `factor` times the sizes."""
+        error = _scaled(self.sizes.total(), factor)
+        error.hi *= _UNIT
+        total: Array = as_partial(self._terms.total(), error)[0]
+        infinite = self._infinite != 0
+        total[infinite] = np.zeros((), PARTIAL)
+        total["high"][infinite] = self._infinite[infinite]
+        return total
 
 
 def _columns(columns: Array, wanted: Array, *matrices: RowsLike) -> Iterator[tuple[int, Any]]:
     """Yield the places that are `wanted`, and those columns of the matrices in float64."""
     places, shape = np.flatnonzero(wanted), matrices[0].shape
     # As many as a block holds.
-    step = max(1, _BLOCK // shape[0])
+    step = max(1, _BLOCK // max(shape[0], 1))
     for some in (places[start : start + step] for start in range(0, len(places), step)):
-        parts = [[m[rows][:, columns[some]] for rows in _blocks(shape)] for m in matrices]
+        # Of no rows, none is left but the first.
+        blocks = [slice(0), *_blocks(shape)]
+        parts = [[m[rows][:, columns[some]] for rows in blocks] for m in matrices]
         whole = (np.concatenate(part).astype(np.float64).T for part in parts)
         yield from zip(some.tolist(), zip(*whole, strict=True), strict=True)
 

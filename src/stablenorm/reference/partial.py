@@ -1,0 +1,121 @@
+"""
+Sums over some of the rows: what calls on parts of x hand on, so that it is rounded once, at the end.
+
+Such a sum is ``(high + low) * 2**exponent``, and differs from the exact one by at most
+``error * 2**exponent``; an error of 0 says that it is exact. Merging two adds their words without a rounding
+that is not counted: what the result cannot hold goes into its error.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from stablenorm.control import default_control
+from stablenorm.reference.doubledouble import Wide, two_sum
+from stablenorm.types import Array
+
+# Four words of eight bytes, with no room between. The error is NaN where nobody has judged it: of the
+# default mode, which promises no bits.
+PARTIAL = np.dtype([("high", "f8"), ("low", "f8"), ("error", "f8"), ("exponent", "i8")])
+
+# Below every exponent of a number: what zero gets, and what is not finite.
+_NOTHING = -1 << 20
+
+# Shifts beyond leave nothing, or nothing finite, of any float64.
+_FAR = 4000
+
+# What a shift takes from three words at most: half of the smallest float64 of each.
+_LOST = 2.0**-1073
+
+# More than the roundings of the few additions that an error is made of.
+_MORE = 1.0 + 2.0**-50
+
+# More than the 3 * 2**-106 that an addition of pairs takes from its result.
+_OF_SUM = 2.0**-103
+
+
+def as_partial(v: Any, error: Any = None) -> Array:
+    """Return float64 or `Wide` numbers as partial sums, with the errors, `Wide`, if they are known."""
+    v = v if isinstance(v, Wide) else Wide(v, np.zeros_like(v))
+    if error is not None and not (isinstance(v.exponent, int) and isinstance(error.exponent, int)):
+        exponent = np.maximum(v.magnitude(), error.magnitude())
+        v, error = v.scaled_to(exponent), error.scaled_to(exponent)
+    return _made(v.hi, v.lo, np.nan if error is None else error.hi, v.exponent)
+
+
+@default_control()
+def merged(a: Array, b: Array) -> Array:
+    """
+    Return the sums over the rows of both, arrays of PARTIAL or of exact sums, element by element.
+
+    What is not finite is as in a sum of float64.
+    """
+    if a.dtype == object:
+        exact: Array = a + b
+        return exact
+    with np.errstate(all="ignore"):
+        exponent = np.maximum(_magnitude(a), _magnitude(b))
+        (high, low, error), (high_b, low_b, error_b) = _scaled(a, exponent), _scaled(b, exponent)
+        high, rest = two_sum(high, high_b)
+        low, lower = two_sum(low, low_b)
+        middle, lowest = two_sum(rest, low)
+        high, rest = two_sum(high, middle)
+        # The sum is that of `high`, `rest` and these; a pair has room for two words.
+        lower, lost = two_sum(lower, lowest)
+        low, last = two_sum(rest, lower)
+        error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
+        return _made(*two_sum(high, low), error, exponent)
+
+
+@default_control()
+def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+    """
+    Return the sums rounded once to `dtype`, and where their errors leave it open to what.
+
+    An error of 0 or NaN leaves nothing open.
+    """
+    with np.errstate(all="ignore"):
+        finite = np.isfinite(total["high"])
+        high, low = (np.where(finite, total[name], 0.0) for name in ("high", "low"))
+        high, low = two_sum(high, low)
+        exponent: Any = total["exponent"].astype(np.int32)
+        exponent = exponent if exponent.any() else 0
+        error = total["error"]
+        error = np.where(finite & (error > 0), error + _OF_SUM * np.abs(high), 0.0)
+        value, zero = Wide(high, low, exponent), np.zeros_like(high)
+        # Not -error: of an exact -0, 0.0 - error makes a 0.
+        below = (value + Wide(0.0 - error, zero, exponent)).round_to(dtype)
+        above = (value + Wide(error, zero, exponent)).round_to(dtype)
+        bits = f"u{dtype.itemsize}"
+        undecided: Array = below.view(bits) != above.view(bits)
+        below[~finite] = total["high"][~finite]
+        # There is one NaN.
+        below[np.isnan(total["high"])] = np.nan
+        return below, undecided
+
+
+def _magnitude(total: Array) -> Array:
+    """Return the exponent of the larger of each sum and its error."""
+    size = np.fmax(np.abs(total["high"]), total["error"])
+    exponent: Array = np.frexp(size)[1] + total["exponent"]
+    return np.where((size > 0) & np.isfinite(size), exponent, _NOTHING)
+
+
+def _scaled(total: Array, exponent: Array) -> tuple[Array, Array, Array]:
+    """Return the words, carried with `exponent`; what that takes from them goes into the error."""
+    shift = np.clip(total["exponent"] - exponent, -_FAR, _FAR).astype(np.int32)
+    words = [total[name] for name in ("high", "low", "error")]
+    high, low, error = scaled = [np.ldexp(word, shift) for word in words]
+    both = zip(scaled, words, strict=True)
+    lost = np.logical_or.reduce([np.ldexp(one, -shift) != word for one, word in both])
+    return high, low, error + np.where(lost, _LOST, 0.0)
+
+
+def _made(high: Array, low: Array, error: Any, exponent: Any) -> Array:
+    total, finite = np.empty(high.shape, PARTIAL), np.isfinite(high)
+    # Of zeros, it may be far below all others.
+    exponent = np.where(np.asarray(exponent) > _NOTHING // 2, exponent, 0)
+    total["high"] = high
+    for name, word in (("low", low), ("error", error), ("exponent", exponent)):
+        total[name] = np.where(finite, word, 0)
+    return total
