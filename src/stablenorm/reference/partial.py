@@ -56,15 +56,17 @@ def merged(a: Array, b: Array) -> Array:
     with np.errstate(all="ignore"):
         exponent = np.maximum(_magnitude(a), _magnitude(b))
         (high, low, error), (high_b, low_b, error_b) = _scaled(a, exponent), _scaled(b, exponent)
-        high, rest = two_sum(high, high_b)
+        total, rest = two_sum(high, high_b)
         low, lower = two_sum(low, low_b)
         middle, lowest = two_sum(rest, low)
-        high, rest = two_sum(high, middle)
+        high, rest = two_sum(total, middle)
         # The sum is that of `high`, `rest` and these; a pair has room for two words.
         lower, lost = two_sum(lower, lowest)
         low, last = two_sum(rest, lower)
         error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
-        return _made(*two_sum(high, low), error, exponent)
+        high, low = two_sum(high, low)
+        # Of an infinite sum, what is left over is NaN.
+        return _made(np.where(np.isfinite(total), high, total), low, error, exponent)
 
 
 @default_control()
