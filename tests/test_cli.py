@@ -83,7 +83,7 @@ class Bomb:
 
 
 BAD_FILES = {
-    "missing": (None, "must be an .npy, .npz or .safetensors file.*not there"),
+    "missing": (None, "must be an .npy, .npz, .safetensors or .zarr file.*not there"),
     "pickled": (lambda p: np.savez(p, x=np.array([Bomb()])), "must hold plain numbers, got pick"),
     "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
     "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
@@ -141,7 +141,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("usage: stablenorm")
-    for command in ("run", "diagnose", "check", "bench", "complexity", "report"):
+    for command in ("run", "apply", "diagnose", "check", "bench", "complexity", "report"):
         assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
 
 
@@ -303,7 +303,9 @@ def test_the_version_is_said(capsys):
     assert capsys.readouterr().out == f"{stablenorm.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench", "complexity", "report"])
+@pytest.mark.parametrize(
+    "command", ["run", "apply", "diagnose", "check", "bench", "complexity", "report"]
+)
 def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stablenorm
-from stablenorm.cli import bench, check, complexity, diagnose, report, run
+from stablenorm.cli import apply, bench, check, complexity, diagnose, report, run
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 
 
@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f" ({error.filename})" if error.filename else ""
         _say(f"{error.strerror or error}{where}")
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        _say("interrupted")
+    except KeyboardInterrupt as interrupt:
+        _say(interrupt if interrupt.args else "interrupted")
         return EXIT_INTERRUPTED
 
 
@@ -63,6 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (run, diagnose, check, bench, complexity, report):
+    for command in (run, apply, diagnose, check, bench, complexity, report):
         command.add(commands)
     return parser

@@ -11,12 +11,10 @@ from rich.console import Console
 
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, Member, list_members, load_number, read_rows
+from stablenorm.cli.files import BUNDLED, choose, list_members, load_number, read_rows
 from stablenorm.diagnosis import diagnose_blocks
 from stablenorm.diagnosis.report import lines_of
 from stablenorm.formats import check_dtype, parse
-from stablenorm.report.sections import Table
-from stablenorm.text import quantity, shape_text
 from stablenorm.types import Array
 
 _EXAMPLES = """\
@@ -51,14 +49,11 @@ def add(commands: Any) -> None:
         "of y each common method loses, and which rows are the worst.",
         _EXAMPLES,
     )
-    about = "an .npy, .npz or .safetensors file; default: the bundled data"
+    about = "an .npy, .npz, .safetensors or .zarr file; default: the bundled data"
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     parts.add_kind(parser)
-    about = "which array of an .npz or .safetensors file; default: x, or the only one"
-    parser.add_argument("--member", metavar="NAME", help=about)
-    parser.add_argument(
-        "--axis", nargs="+", type=int, default=[-1], metavar="K", help="normalized; default: -1"
-    )
+    parts.add_member(parser)
+    parts.add_axis(parser)
     about = "default: eps of the .npz file, if it has one, or 1e-5"
     parser.add_argument("--eps", type=parts.eps, help=about)
     parser.add_argument("--dtype", choices=parts.DTYPES, help="judge the data as; default: its own")
@@ -72,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
     path = arguments.file or BUNDLED
     members = list_members(path)
-    member = _choose(members, path, arguments.member)
+    member = choose(members, path, arguments.member)
     eps = arguments.eps
     if eps is None:
         eps = load_number(members["eps"]) if "eps" in members else 1e-5
@@ -98,22 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     parts.print_lines(f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}")
     parts.print_lines("", *others, bold=first)
     return 0
-
-
-def _choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
-    """Return the member of that name; without one, x, or the only one."""
-    if name is None and (len(members) == 1 or "x" in members):
-        return members.get("x", next(iter(members.values())))
-    if name in members:
-        return members[name]
-    rows = [
-        (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
-        for one in members.values()
-    ]
-    parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
-    given = f", got {name}" if name else ""
-    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
-    raise parts.InputError(msg)
 
 
 def _counted(blocks: Iterator[Array], rows: int, progress: Any) -> Iterator[Array]:

@@ -1,5 +1,5 @@
 """
-Arrays in files: .npy, members of .npz, tensors of .safetensors; whole, or in blocks of rows.
+Arrays in files: .npy, members of .npz, tensors of .safetensors, Zarr; whole, or in blocks of rows.
 
 The memory that blocks take does not depend on the size of the file. Mapping the file would count each
 page read as the process's own, and kill a process whose file is truncated while it reads.
@@ -8,15 +8,20 @@ page read as the process's own, and kill a process whose file is truncated while
 import contextlib
 import json
 import math
+import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.arrays import as_rows
+from stablenorm.cli import parts
 from stablenorm.cli.parts import InputError
+from stablenorm.report.sections import Table
+from stablenorm.scale.files import Box, box_lengths, boxes, count_rows, runs
+from stablenorm.text import quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The bundled data: the input of a layer norm of a real model.
@@ -29,17 +34,24 @@ _LONGEST_HEADER = 100_000_000
 # Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
 # Python with NumPy takes.
 _BLOCK = 1 << 21
+# Bytes of a block of Zarr at most, where chunks are not read in parts.
+_LARGEST = 1 << 24
+_KINDS = "an .npy, .npz, .safetensors or .zarr file"
 
 
 class Member(NamedTuple):
-    """One array of a file; `offset` is where its data begins, None within an archive."""
+    """One array of a file; `offset` is where its data begins in the file, or in that of an archive."""
 
     path: Path
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     is_fortran: bool
-    offset: int | None
+    offset: int
+    # "npz" or "zarr"; "" where its data lies in the file as it is.
+    store: str = ""
+    # Of Zarr, what is read at once.
+    chunks: tuple[int, ...] = ()
 
     @property
     def label(self) -> str:
@@ -51,14 +63,38 @@ class Member(NamedTuple):
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def native(self) -> np.dtype[Any]:
+        """Its dtype in the byte order of this machine."""
+        return self.dtype.newbyteorder("=")
+
+    def lead(self, normalized: int) -> tuple[int, ...]:
+        """Return the lengths of the axes of its rows: one axis, unless chunks have others."""
+        lead = self.shape[: len(self.shape) - normalized]
+        return lead if self.store == "zarr" else (math.prod(lead),)
+
+    def adjacent_chunks(self, normalized: int) -> tuple[int, ...]:
+        """Return the lengths of the fewest whole chunks that are adjacent rows."""
+        lead = self.lead(normalized)
+        chunks = self.chunks[: len(lead)] or (1,) * len(lead)
+        first = next((i for i, length in enumerate(chunks) if length > 1), len(lead))
+        return (*chunks[: first + 1], *lead[first + 1 :])
+
+
+def is_zarr(path: Path) -> bool:
+    """Tell whether a directory is an array or a group of Zarr."""
+    return any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
+
 
 def list_members(path: Path) -> dict[str, Member]:
     """Return the arrays of a file by name: those that a layer norm takes, and others."""
+    members: list[Member] = []
+    if is_zarr(path):
+        return {member.name: member for member in _arrays(path)}
     if not path.is_file():
         what = "a directory" if path.is_dir() else "which is not there"
-        msg = f"FILE must be an .npy, .npz or .safetensors file, got {path}, {what}"
+        msg = f"FILE must be {_KINDS}, got {path}, {what}"
         raise InputError(msg)
-    members: list[Member] = []
     with _whole(path), path.open("rb") as file:
         begin = file.read(8)
         if begin.startswith(np.lib.format.MAGIC_PREFIX):
@@ -69,7 +105,8 @@ def list_members(path: Path) -> dict[str, Member]:
                 for entry in archive.namelist():
                     if entry.endswith(".npy"):
                         with archive.open(entry) as stream:
-                            members.append(Member(path, entry[:-4], *_header(stream), None))
+                            found = *_header(stream), stream.tell()
+                            members.append(Member(path, entry[:-4], *found, store="npz"))
         else:
             file.seek(8)
             members = list(_tensors(path, file, int.from_bytes(begin, "little")))
@@ -79,15 +116,33 @@ def list_members(path: Path) -> dict[str, Member]:
     return {member.name: member for member in members}
 
 
+def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
+    """Return the member of that name; without one, x, or the only one."""
+    if name is None and (len(members) == 1 or "x" in members):
+        return members.get("x", next(iter(members.values())))
+    if name in members:
+        return members[name]
+    rows = [
+        (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
+        for one in members.values()
+    ]
+    parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
+    given = f", got {name}" if name else ""
+    msg = f"{path} holds {len(members)} arrays: choose one with --member NAME{given}"
+    raise InputError(msg)
+
+
 def load(member: Member) -> Array:
     """Read all of an array."""
     # Never unpickled: that runs code that the file chooses.
     if member.dtype.hasobject:
         msg = f"{member.label} must hold plain numbers, got pickled objects, which are not loaded"
         raise InputError(msg)
-    with _opened(member) as file:
-        flat = _read(member, file, math.prod(member.shape))
-        return flat.reshape(member.shape, order="F" if member.is_fortran else "C")
+    # As one row.
+    flat = np.empty((1, math.prod(member.shape)), member.dtype.newbyteorder("="))
+    with opened(member, (1,)) as read:
+        read((slice(0, 1),), flat)
+    return flat.reshape(member.shape, order="F" if member.is_fortran else "C")
 
 
 def load_number(member: Member) -> float:
@@ -99,56 +154,110 @@ def load_number(member: Member) -> float:
     return float(value.reshape(()))
 
 
+def are_adjacent(member: Member, axes: tuple[int, ...]) -> bool:
+    """Tell whether rows over these axes lie one after the other, and so can be read in blocks."""
+    return not member.is_fortran and axes == tuple(range(axes[0], len(member.shape)))
+
+
 def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     """Yield the rows of a member, (some, n), block by block."""
-    leading = len(member.shape) - len(axes)
     n = math.prod(member.shape[i] for i in axes)
-    count, row_bytes = math.prod(member.shape) // n, n * member.dtype.itemsize
-    if not member.is_fortran and axes == tuple(range(leading, len(member.shape))):
-        step = max(1, _BLOCK // row_bytes)
-        with _opened(member) as file:
-            for start in range(0, count, step):
-                yield _read(member, file, min(step, count - start) * n).reshape(-1, n)
+    rows = max(1, _BLOCK // (row_bytes := n * member.dtype.itemsize))
+    if are_adjacent(member, axes):
+        lead, chunks = member.lead(len(axes)), member.adjacent_chunks(len(axes))
+        if math.prod(chunks) > max(rows, _LARGEST // row_bytes):
+            # Then chunks are read several times rather than all of them held.
+            chunks = (1,) * len(lead)
+        with opened(member, lead) as read:
+            for box in boxes(lead, box_lengths(lead, chunks, rows)):
+                block = np.empty((count_rows(box), n), member.native)
+                read(box, block)
+                yield block
         return
     # Rows that do not lie one after the other: all of the array has to be in memory. As many rows as
     # there are elements in a cache line, or each line would be read again for the next row.
-    rows, step = as_rows(load(member), axes), max(32, _BLOCK // row_bytes)
-    for start in range(0, count, step):
-        yield np.ascontiguousarray(rows[start : start + step])
+    whole, step = as_rows(load(member), axes), max(32, rows)
+    for start in range(0, math.prod(member.shape) // n, step):
+        yield np.ascontiguousarray(whole[start : start + step])
 
 
 @contextlib.contextmanager
-def _opened(member: Member) -> Iterator[Any]:
-    """Give the file at the data of a member; say in one line what is wrong with it."""
-    with _whole(member.label):
-        if member.offset is not None:
-            with member.path.open("rb") as file:
-                file.seek(member.offset)
-                yield file
-            return
-        with zipfile.ZipFile(member.path) as archive, archive.open(f"{member.name}.npy") as stream:
-            _header(stream)
-            yield stream
-            # An archive compares its checksum when its end is reached.
-            if stream.read(1):
-                msg = "more bytes than the header says"
-                raise ValueError(msg)
+def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Array], None]]:
+    """
+    Give ``read(box, out)``, which fills `out`, (rows, n) in the byte order of this machine.
+
+    Boxes are cut from axes of the lengths `lead`. What is wrong with the file is said in one line.
+    """
+    with contextlib.ExitStack() as stack:
+        with _whole(member.label):
+            if member.store == "zarr":
+                array = _zarr().open_array(member.path, path=member.name, mode="r")
+            elif member.store == "npz":
+                archive = stack.enter_context(zipfile.ZipFile(member.path))
+                file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
+            else:
+                file = stack.enter_context(member.path.open("rb", buffering=0))
+                if os.fstat(file.fileno()).st_size < member.offset + member.nbytes:
+                    raise _truncated(member)
+
+        def read(box: Box, out: Array) -> None:
+            with _whole(member.label):
+                if member.store == "zarr":
+                    out[...] = array[box].reshape(out.shape)
+                    return
+                done = 0
+                for start, count in runs(lead, box):
+                    _fill(member, file, start * out.strides[0], out[done : done + count])
+                    done += count
+                if not member.dtype.isnative:
+                    out.byteswap(inplace=True)
+
+        yield read
 
 
-def _read(member: Member, file: Any, count: int) -> Array:
-    """Read so many elements, in the byte order of this machine."""
-    data = file.read(count * member.dtype.itemsize)
-    if len(data) < count * member.dtype.itemsize:
-        msg = (
-            f"{member.label} must hold {member.nbytes} bytes of data, as its header says, got "
-            "fewer: truncated"
-        )
-        raise InputError(msg)
-    array = np.frombuffer(data, member.dtype)
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+def _fill(member: Member, file: Any, start: int, out: Array) -> None:
+    """Read what begins at byte `start` of the data of a member."""
+    if file.tell() != member.offset + start:
+        file.seek(member.offset + start)
+    left = out.view(np.uint8).reshape(-1).data
+    while left:
+        if not (count := file.readinto(left)):
+            raise _truncated(member)
+        left = left[count:]
+    # An archive compares its checksum when its end is reached.
+    if member.store == "npz" and start + out.nbytes == member.nbytes and file.read(1):
+        msg = "more bytes than the header says"
+        raise ValueError(msg)
+
+
+def _truncated(member: Member) -> InputError:
+    return InputError(
+        f"{member.label} must hold {member.nbytes} bytes of data, as its header says, got fewer: "
+        "truncated"
+    )
+
+
+def _zarr() -> Any:
+    """Import Zarr, which few have files of."""
+    parts.require("zarr", "a .zarr file", extra="dask")
+    import zarr  # noqa: PLC0415
+
+    return zarr
 
 
 # ---- headers ----
+
+
+def _arrays(path: Path) -> Iterator[Member]:
+    """Read the headers of a directory of Zarr: of an array, or of a group."""
+    zarr = _zarr()
+    with _whole(path):
+        there = zarr.open(path, mode="r")
+        found = [("", there)] if isinstance(there, zarr.Array) else there.members(max_depth=None)
+        for name, array in found:
+            if isinstance(array, zarr.Array):
+                header = array.shape, np.dtype(array.dtype), False, 0
+                yield Member(path, name, *header, store="zarr", chunks=array.chunks)
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
@@ -166,7 +275,7 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
 def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
     """Read the header of .safetensors, of `length` bytes."""
     if not 2 <= length <= min(path.stat().st_size - 8, _LONGEST_HEADER):
-        msg = f"{path} must be an .npy, .npz or .safetensors file, got another, or a truncated one"
+        msg = f"{path} must be {_KINDS}, got another, or a truncated one"
         raise InputError(msg)
     for name, entry in json.loads(file.read(length)).items():
         if name != "__metadata__":

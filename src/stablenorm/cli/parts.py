@@ -75,6 +75,19 @@ def add_kind(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_axis(parser: argparse.ArgumentParser) -> None:
+    """Add ``--axis`` to a command."""
+    parser.add_argument(
+        "--axis", nargs="+", type=int, default=[-1], metavar="K", help="normalized; default: -1"
+    )
+
+
+def add_member(parser: argparse.ArgumentParser) -> None:
+    """Add ``--member`` to a command."""
+    about = "which array of an .npz, .safetensors or .zarr file; default: x, or the only one"
+    parser.add_argument("--member", metavar="NAME", help=about)
+
+
 def add_threads(parser: argparse.ArgumentParser) -> None:
     """Add ``--threads`` to a command."""
     parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: as in any call")
@@ -113,10 +126,10 @@ def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
     add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
 
 
-def require(module: str, what: str) -> None:
+def require(module: str, what: str, extra: str = "plot") -> None:
     """Refuse what needs a module that is not installed."""
     if importlib.util.find_spec(module) is None:
-        msg = f'{module} is needed for {what}: pip install "stablenorm[plot]"'
+        msg = f'{module} is needed for {what}: pip install "stablenorm[{extra}]"'
         raise InputError(msg)
 
 

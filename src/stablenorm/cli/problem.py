@@ -1,12 +1,13 @@
 """The norm that `run` and `report` are asked about, read and computed."""
 
 import argparse
+import os
 from pathlib import Path
 
 import numpy as np
 
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, list_members, load, load_number
+from stablenorm.cli.files import BUNDLED, is_zarr, list_members, load, load_number
 from stablenorm.cli.parts import InputError
 from stablenorm.report.findings import Problem, compute
 from stablenorm.types import Array
@@ -17,8 +18,8 @@ _INPUTS = ("x", "gamma", "beta", "dy")
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that reads one norm: file, kind, eps, rounding, seed."""
     about = (
-        "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
-        "gamma, beta, dy, eps; default: the bundled data"
+        "an .npz, .safetensors or .zarr file, or a directory of .npy files, that holds x and, "
+        "optionally, gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data"
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     parts.add_kind(parser)
@@ -44,16 +45,26 @@ def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, A
 
 
 def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
-    """Read an .npz file or a directory of .npy files; None reads the bundled data."""
+    """Read a file that holds x, or is x, or a directory of .npy files; None: the bundled data."""
     file = path or BUNDLED
     source = str(path) if path else f"bundled data ({file.name})"
-    if file.is_dir():
+    if file.is_dir() and not is_zarr(file):
         members = {each.stem: list_members(each)[""] for each in sorted(file.glob("*.npy"))}
     else:
         members = list_members(file)
+    if list(members) == [""]:
+        members = {"x": members[""]}
     if "x" not in members:
         held = ", ".join(sorted(filter(None, members))) or "nothing of that kind"
         msg = f"{source} must hold an array named x, got {held}"
+        raise InputError(msg)
+    x_bytes, there = members["x"].nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # x, dy, y and dx at least.
+    if 4 * x_bytes > there:
+        msg = (
+            f"x must fit in memory, with y, dx and dy, to be checked, got {x_bytes / 1e9:.1f} GB, of "
+            f"{there / 1e9:.1f} GB; stablenorm apply takes it"
+        )
         raise InputError(msg)
     arrays = {name: load(members[name]) for name in _INPUTS if name in members}
     if eps is None:

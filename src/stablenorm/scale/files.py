@@ -1,0 +1,275 @@
+"""
+Blocks of rows from files into a file: read on one thread, written on another, computed in between.
+
+What is written lies beside its place, in `PATH.part`, until it is whole, and is renamed then. A journal
+beside it says how many blocks are finished and what was asked for, so that a later process can go on.
+The memory that this takes does not depend on the size of the files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stablenorm.types import Array
+
+# A part of an array: its place along each of the axes that are not normalized.
+Box = tuple[slice, ...]
+
+# Blocks on their way at once: one is read, one computed, one written, and one lies between them.
+DEPTH = 4
+
+
+# ---- what a block is ----
+
+
+def box_lengths(lead: Sequence[int], chunks: Sequence[int], rows: int) -> tuple[int, ...]:
+    """Return the lengths of boxes of some `rows` rows or fewer: whole chunks, at least one."""
+    lengths = [max(1, min(pair)) for pair in zip(lead, chunks, strict=True)]
+    for axis in reversed(range(len(lead))):
+        pieces = -(-lead[axis] // lengths[axis])
+        fit = max(1, rows // math.prod(lengths))
+        if fit < pieces:
+            # All of about the same length: no short one is left over.
+            lengths[axis] *= -(-pieces // -(-pieces // fit))
+            break
+        lengths[axis] = max(1, lead[axis])
+    return tuple(lengths)
+
+
+def boxes(lead: Sequence[int], lengths: Sequence[int]) -> Iterator[Box]:
+    """Cut axes of these lengths into boxes; the last ones may be shorter."""
+    return itertools.product(
+        *(
+            [slice(start, min(start + step, length)) for start in range(0, length, step)]
+            for length, step in zip(lead, lengths, strict=True)
+        )
+    )
+
+
+def count_rows(box: Box) -> int:
+    """Count the rows of a box."""
+    return math.prod(along.stop - along.start for along in box)
+
+
+def runs(lead: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and how many there are, of each run of adjacent rows of a box."""
+    if not box:
+        yield 0, 1
+        return
+    axis = len(lead) - 1
+    while axis > 0 and box[axis] == slice(0, lead[axis]):
+        axis -= 1
+    below = math.prod(lead[axis + 1 :])
+    for index in itertools.product(*(range(each.start, each.stop) for each in box[:axis])):
+        start = 0
+        for place, length in zip((*index, box[axis].start), lead, strict=False):
+            start = start * length + place
+        yield start * below, (box[axis].stop - box[axis].start) * below
+
+
+# ---- the stream ----
+
+
+def stream(
+    blocks: Iterable[Box],
+    buffers: Sequence[Any],
+    read: Callable[[Box, Any], None],
+    compute: Callable[[Box, Any], Any],
+    write: Callable[[Box, Any], None],
+) -> Generator[tuple[Box, Any]]:
+    """
+    Yield each block, and what `compute` made of it, once it is written: in the order of the blocks.
+
+    Each of the three is called with a block and one of `buffers`, which are used again and again.
+    `read` and `write` run on a thread each, `compute` on the calling one, whose call may use more.
+    """
+    waiting, free = iter(blocks), deque(buffers)
+    reads: deque[tuple[Box, Any, Future[None]]] = deque()
+    writes: deque[tuple[Box, Any, Any, Future[None]]] = deque()
+    # What is on its way when this ends early is still written; nobody counts it then.
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer:
+        while True:
+            while free and (block := next(waiting, None)) is not None:
+                buffer = free.popleft()
+                reads.append((block, buffer, reader.submit(read, block, buffer)))
+            if reads:
+                block, buffer, begun = reads.popleft()
+                begun.result()
+                made = compute(block, buffer)
+                writes.append((block, buffer, made, writer.submit(write, block, buffer)))
+            elif not writes:
+                return
+            while writes and (writes[0][-1].done() or not reads):
+                block, buffer, made, begun = writes.popleft()
+                begun.result()
+                free.append(buffer)
+                yield block, made
+                if not reads:
+                    break
+
+
+# ---- where results go ----
+
+
+def part_of(path: Path) -> Path:
+    """Return where a result lies until it is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+class NpyTarget:
+    """An .npy file, byte for byte as `numpy.save` writes it: `write` takes (rows, n) of a box."""
+
+    def __init__(self, path: Path, lead: tuple[int, ...], like: Array, fresh: bool) -> None:
+        self.path, self._lead = path, lead
+        header = io.BytesIO()
+        descr = np.lib.format.dtype_to_descr(like.dtype)
+        described = {"descr": descr, "fortran_order": False, "shape": like.shape}
+        np.lib.format.write_array_header_1_0(header, described)
+        self._offset = header.tell()
+        self._file = os.open(part_of(path), os.O_RDWR | os.O_CREAT, 0o666)
+        _lock(self._file, path)
+        if fresh:
+            os.ftruncate(self._file, 0)
+            # What the disk has no room for is known now, and not in an hour.
+            if hasattr(os, "posix_fallocate"):
+                try:
+                    os.posix_fallocate(self._file, 0, self._offset + like.nbytes)
+                except OSError:
+                    self.discard()
+                    raise
+            os.pwrite(self._file, header.getvalue(), 0)
+
+    def write(self, box: Box, rows: Array) -> None:
+        """Write the rows of a box."""
+        row_bytes, done = rows.strides[0], 0
+        for start, count in runs(self._lead, box):
+            left = rows[done : done + count].view(np.uint8).reshape(-1).data
+            place, done = self._offset + start * row_bytes, done + count
+            while left:
+                written = os.pwrite(self._file, left, place)
+                place, left = place + written, left[written:]
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+        os.fsync(self._file)
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        part_of(self.path).unlink()
+
+    def close(self) -> None:
+        """Let another process write it."""
+        os.close(self._file)
+
+
+class ZarrTarget:
+    """An array of Zarr, in chunks of whole boxes."""
+
+    def __init__(self, path: Path, like: Array, chunks: tuple[int, ...], fresh: bool) -> None:
+        import zarr  # noqa: PLC0415  # a tenth of a second, for those who have such files
+
+        self._part = part = part_of(path)
+        part.mkdir(exist_ok=True)
+        self._directory = os.open(part, os.O_RDONLY)
+        _lock(self._directory, path)
+        if fresh:
+            for entry in part.iterdir():
+                (shutil.rmtree if entry.is_dir() else Path.unlink)(entry)
+            zarr.create_array(part, shape=like.shape, chunks=chunks, dtype=like.dtype)
+        self._array = zarr.open_array(part, mode="r+")
+
+    def write(self, box: Box, rows: Array) -> None:
+        """Write the rows of a box."""
+        lengths = [along.stop - along.start for along in box]
+        normalized = self._array.shape[len(box) :]
+        self._array[box] = rows.reshape(*lengths, *normalized)
+
+    def sync(self) -> None:
+        """Return when what was written is on the disk."""
+        # One call, where each chunk is a file.
+        os.sync()
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self._part)
+
+    def close(self) -> None:
+        """Let another process write it."""
+        os.close(self._directory)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Refuse a second process that writes the same: each would destroy what the other has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        msg = f"{part_of(path)} must be written by one process at a time, got a second one"
+        raise ValueError(msg) from None
+
+
+def rename_whole(path: Path) -> None:
+    """Give what lies beside `path`, whole and on the disk, its name."""
+    part_of(path).replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+# ---- what is finished ----
+
+
+class Journal:
+    """How many blocks of a result are finished, and what it is computed from."""
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self._part = part_of(path)
+        self._path = self._part.with_name(f"{self._part.name}.journal")
+        # As it is read back: tuples become lists.
+        self._about = json.loads(json.dumps(about))
+
+    def read(self) -> int:
+        """Return how many blocks are finished; ValueError if that was of another command."""
+        if not (self._path.exists() and self._part.exists()):
+            return 0
+        try:
+            kept = json.loads(self._path.read_text())
+            found, blocks = dict(kept["about"]), int(kept["blocks"])
+        except (ValueError, KeyError, TypeError):
+            msg = f"{self._path} must be a journal, got something else; leave --resume out"
+            raise ValueError(msg) from None
+        for name in self._about:
+            if found.get(name) != self._about[name]:
+                msg = (
+                    f"--resume needs the same {name} as the run that was interrupted, got another; "
+                    "leave --resume out to begin again"
+                )
+                raise ValueError(msg)
+        return blocks
+
+    def record(self, blocks: int) -> None:
+        """Write it; what it says is finished has to be on the disk already."""
+        with part_of(self._path).open("w") as file:
+            json.dump({"about": self._about, "blocks": blocks}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        rename_whole(self._path)
+
+    def remove(self) -> None:
+        """Forget it."""
+        self._path.unlink(missing_ok=True)
