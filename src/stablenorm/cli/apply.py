@@ -23,6 +23,7 @@ from stablenorm.cli.files import (
     load,
     load_number,
     opened,
+    zarr_package,
 )
 from stablenorm.cli.parts import InputError
 from stablenorm.formats import BFLOAT16, check_dtype
@@ -288,7 +289,8 @@ def _target(job: _Job, fresh: bool) -> NpyTarget | ZarrTarget:
     like = np.broadcast_to(np.zeros((), x.native), x.shape)
     if job.out.suffix == ".npy":
         return NpyTarget(job.out, job.lead, like, fresh)
-    parts.require("zarr", "a .zarr file", extra="dask")
+    # If it is missing, one line says so.
+    zarr_package()
     chunks = x.chunks or (*job.lengths, *x.shape[len(job.lead) :])
     return ZarrTarget(job.out, like, chunks, fresh)
 

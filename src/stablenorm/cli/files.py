@@ -191,7 +191,7 @@ def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Arr
     with contextlib.ExitStack() as stack:
         with _whole(member.label):
             if member.store == "zarr":
-                array = _zarr().open_array(member.path, path=member.name, mode="r")
+                array = zarr_package().open_array(member.path, path=member.name, mode="r")
             elif member.store == "npz":
                 archive = stack.enter_context(zipfile.ZipFile(member.path))
                 file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
@@ -237,9 +237,9 @@ def _truncated(member: Member) -> InputError:
     )
 
 
-def _zarr() -> Any:
+def zarr_package() -> Any:
     """Import Zarr, which few have files of."""
-    parts.require("zarr", "a .zarr file", extra="dask")
+    parts.require("zarr", "a .zarr file", "stablenorm[dask]")
     import zarr  # noqa: PLC0415
 
     return zarr
@@ -250,7 +250,7 @@ def _zarr() -> Any:
 
 def _arrays(path: Path) -> Iterator[Member]:
     """Read the headers of a directory of Zarr: of an array, or of a group."""
-    zarr = _zarr()
+    zarr = zarr_package()
     with _whole(path):
         there = zarr.open(path, mode="r")
         found = [("", there)] if isinstance(there, zarr.Array) else there.members(max_depth=None)

@@ -126,10 +126,10 @@ def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
     add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
 
 
-def require(module: str, what: str, extra: str = "plot") -> None:
+def require(module: str, what: str, cure: str = "stablenorm[plot]") -> None:
     """Refuse what needs a module that is not installed."""
     if importlib.util.find_spec(module) is None:
-        msg = f'{module} is needed for {what}: pip install "stablenorm[{extra}]"'
+        msg = f'{module} is needed for {what}: pip install "{cure}"'
         raise InputError(msg)
 
 
