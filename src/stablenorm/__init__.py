@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from stablenorm.diagnosis import Diagnosis, diagnose
     from stablenorm.oracle import exact_layer_norm, exact_rms_norm
+    from stablenorm.scale.row_moments import RowMoments
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ __all__ = [
     "Gradients",
     "LayerNorm",
     "RMSNorm",
+    "RowMoments",
     "Workspace",
     "assert_gradients",
     "check_gradients",
@@ -66,6 +68,7 @@ __all__ = [
 _LATER = {
     "Diagnosis": "stablenorm.diagnosis",
     "GradientReport": "stablenorm.check",
+    "RowMoments": "stablenorm.scale.row_moments",
     "assert_gradients": "stablenorm.check",
     "check_gradients": "stablenorm.check",
     "check_layer_norm": "stablenorm.check",

@@ -289,8 +289,8 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[A
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
     rows, n = shape
-    step = max(1, _BLOCK // n)
-    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+    step = max(1, _BLOCK // max(n, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows if n else 0, step))
 
 
 class _Counting:

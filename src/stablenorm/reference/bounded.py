@@ -1,0 +1,115 @@
+"""
+`Wide` numbers that carry a bound of their error: what `moments` calculates with for rounding="nearest".
+
+Each operation adds the bounds of its operands and its own error, relative to the result (Joldes, Muller
+and Popescu, ACM TOMS 44 (2017) 15): of a sum 3, of a product 7, of a quotient by an integer 4, of the
+root 16, in units of 2**-106. An eighth more, at least, is taken, which makes up for the rounding of
+the bounds themselves. What is seen to be exact adds nothing. docs/reference/accuracy-contract.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.nearest import _UNIT, _plus, _rounded, _scaled, _size, _times
+from stablenorm.types import Array
+
+# Above it, the error of a product of single words is a float64 too. Below it, added to each bound.
+_SMALLEST = 2.0**-900
+
+# The largest error of an argument of a root, in parts of it, for which the error is half as large.
+_SMALL = 2.0**-26
+
+
+class Bounded(Wide):
+    """A `Wide`, and a bound of its error in units of 2**-106; immutable by convention."""
+
+    __slots__ = ("bound",)
+
+    def __init__(self, value: Wide, bound: Wide | None = None) -> None:
+        super().__init__(value.hi, value.lo, value.exponent)
+        zero = np.broadcast_to(0.0, np.shape(value.hi))
+        self.bound = Wide(zero, zero) if bound is None else bound
+
+    @classmethod
+    def exactly(cls, value: Array | float) -> Bounded:
+        """Lift float64 `value`, exactly."""
+        return cls(Wide.exactly(value))
+
+    def __neg__(self) -> Bounded:
+        return Bounded(super().__neg__(), self.bound)
+
+    def __add__(self, other: Any) -> Bounded:
+        total = super().__add__(other)
+        exact = (self.hi == 0) | (other.hi == 0)
+        if isinstance(total.exponent, int):
+            exact |= (self.lo == 0) & (other.lo == 0)
+        own = _scaled(total, np.where(exact, 0.0, 4.0))
+        return Bounded(total, _plus(self.bound, other.bound, own))
+
+    def __mul__(self, other: Any) -> Bounded:
+        product = super().__mul__(other)
+        exact = (self.lo == 0) & (other.lo == 0) & (np.abs(product.hi) > _SMALLEST)
+        exact |= (self.hi == 0) | (other.hi == 0)
+        own = np.where(exact, 0.0, 8.0 * np.abs(product.hi) + _SMALLEST)
+        most = _plus(self, _scaled(self.bound, _UNIT))
+        parts = _times(most, other.bound), _times(other, self.bound)
+        return Bounded(product, _plus(*parts, Wide(own, np.zeros_like(own), product.exponent)))
+
+    def __getitem__(self, index: Any) -> Bounded:
+        return Bounded(super().__getitem__(index), self.bound[index])
+
+    @property
+    def value(self) -> Wide:
+        """The same numbers without bounds."""
+        return Wide(self.hi, self.lo, self.exponent)
+
+    def sign(self) -> Array:
+        """Return -1.0 or 1.0, or 0 where the bound reaches 0."""
+        least = self.scaled_to(self.magnitude()).hi, self.bound.scaled_to(self.magnitude()).hi
+        return np.sign(self.hi) * (np.abs(least[0]) > least[1] * _UNIT)
+
+    def moderate(self) -> Bounded:
+        """Return the same numbers, carried so that a product of three of them stays in range."""
+        return Bounded(super().moderate(), self.bound)
+
+    def mean(self, count: Any = None) -> Bounded:
+        """Average over the last axis, or divide its sum by `count`."""
+        return self._total(-1).divided(self.hi.shape[-1] if count is None else count)
+
+    def sum_rows(self) -> Bounded:
+        """Sum over the first axis, kept as an axis of length 1."""
+        return self._total(0)
+
+    def divided(self, count: Any) -> Bounded:
+        """Divide by integers."""
+        quotient = super().divided(count)
+        own = _scaled(quotient, np.where(np.equal(count, 1), 0.0, 5.0))
+        return Bounded(quotient, _plus(_scaled(self.bound, 1.0 / count), own))
+
+    def rsqrt(self) -> Bounded:
+        """Return ``self**-0.5``."""
+        root = super().rsqrt()
+        share = self.bound.scaled_to(self.exponent).hi / np.abs(self.hi)
+        share = np.where(share * _UNIT < _SMALL, 0.51 * share + 20.0, np.inf)
+        return Bounded(root, _scaled(root, share))
+
+    def nearest(self, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+        """Return the numbers rounded to `dtype`, and where the bound leaves that undecided."""
+        result, _, undecided = _rounded(self.value, self.bound, dtype)
+        # Of an infinite bound both ends are NaN.
+        return result, undecided | ~np.isfinite(self.bound.hi)
+
+    def _total(self, axis: int) -> Bounded:
+        total = self._sum(axis)
+        height = (self.hi.shape[axis] - 1).bit_length()
+        sizes = _plus(self.bound, _scaled(self, 4.0 * height))
+        if not isinstance(sizes.exponent, int):
+            sizes = sizes.scaled_to(sizes.magnitude().max(axis=axis, keepdims=True))
+        bound = np.add.reduce(sizes.hi, axis=axis, keepdims=True)
+        # Of one row, the words are views of what was given.
+        value = Wide(total.hi.copy(), total.lo, total.exponent)
+        return Bounded(value, _size(Wide(bound, bound, sizes.exponent)))
