@@ -246,6 +246,9 @@ def test_rounded_decides_what_the_error_allows(dtype, rng):
     parts["exponent"] = rng.choice([0, 0, -1, -140, -1074], 600)
     # Midpoints, and next to them.
     parts["high"] %= 2.0**12
+    parts["low"] = (
+        np.spacing(parts["high"]) * 2.0**-20 * (parts["high"] != 0) * rng.choice([0, 1, -1], 600)
+    )
     short = parts["high"].astype(dtype)
     parts["high"][::2] = (short.astype(float) + np.spacing(short).astype(float) / 2)[::2]
     values, undecided = rounded(parts, np.dtype(dtype))

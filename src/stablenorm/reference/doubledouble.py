@@ -197,3 +197,12 @@ class Wide:
     def round_to(self, dtype: np.dtype[Any]) -> Array:
         """Round once to `dtype`."""
         return round_sum_to(self.hi, self.lo, self.exponent, dtype)
+
+    def round_within(self, error: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+        """Round the numbers that are `error` below and above; return where they differ, too."""
+        zero = np.zeros_like(error.hi)
+        # Not -error: of an exact -0, 0.0 - error makes a 0.
+        low = (self + Wide(0.0 - error.hi, zero, error.exponent)).round_to(dtype)
+        high = (self + Wide(error.hi, zero, error.exponent)).round_to(dtype)
+        bits = f"u{dtype.itemsize}"
+        return low, high, low.view(bits) != high.view(bits)

@@ -108,7 +108,7 @@ class Row:
 
     __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
 
-    def __init__(self, x: Array, norm: Norm) -> None:
+    def __init__(self, x: Array, norm: Norm, keep: bool = True) -> None:
         eps = norm.eps
         self.integers, self.scale = _integers(x)
         self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
@@ -119,6 +119,9 @@ class Row:
         self.shift = self.scale - self.q
         self.radicand = (self.n * squares - self.total**2) << 2 * self.shift
         self.radicand += self.n**2 * numerator << max(t - 2 * self.q, 0)
+        if not keep:
+            # Of many rows, they are too much.
+            self.integers = []
 
     def centered(self, column: int) -> int:
         """Return C of one element, which has the sign of xhat."""
@@ -260,13 +263,6 @@ def _by_digits(
 
 
 # ---- sums over rows ----
-
-
-def row_of_sums(x: Array, norm: Norm) -> Row:
-    """Return what sums need of a row that has a layer norm; of many rows, its integers are too much to keep."""
-    row = Row(x, norm)
-    row.integers = []
-    return row
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -82,18 +82,16 @@ def backward(
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
-    ``out.dx`` may be `dy` itself: the sums over rows come first. These are exact sums, not rounded, where
-    there is True in arrays of objects.
+    ``out.dx`` may be `dy` itself: the sums over rows come first. In arrays of objects, these are exact sums
+    where there was True.
     """
-    if any(total is not None and total.dtype == object for total in out[1:]):
-        _write_exact(as_matrix(dy), as_matrix(x), norm, out)
-        return
     columns = np.arange(x.shape[-1])
-    dgamma, dbeta = (None if each is None else each.dtype for each in out[1:])
-    found = columns_of_sums(dy, x, norm, columns, dgamma, dbeta, extra.old)
-    for total, values in zip(out[1:], found, strict=True):
-        if total is not None and values is not None:
-            total[...] = values.reshape(total.shape)
+    for which, total in enumerate(out[1:]):
+        if total is not None:
+            some = columns[total.reshape(-1) != 0] if total.dtype == object else columns
+            dgamma, dbeta = (total.dtype if which == each else None for each in (0, 1))
+            found = columns_of_sums(dy, x, norm, some, dgamma, dbeta, extra.old)
+            total.flat[some] = found[which]
     if out.dx is not None:
         _write_dx(as_matrix(dy), as_matrix(x), norm, as_matrix(out.dx), extra)
 
@@ -146,22 +144,39 @@ def columns_of_sums(
     """
     Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype.
 
-    Each is added to what `old` has for it before it is rounded. As PARTIAL, it is not rounded.
+    Each is added to what `old` has for it before it is rounded. As PARTIAL and as objects, exact sums, it
+    is not rounded, nor as objects is anything added.
     """
     dy, x = as_matrix(dy), as_matrix(x)
     start = np.zeros((2, len(columns))) if old is None else old[:, columns]
-    dgamma = dbeta = None
     with np.errstate(all="ignore"):
-        if dtype_dgamma is not None:
-            dgamma = _dgamma(dy, x, norm, columns, dtype_dgamma, start[:1])
-        if dtype_dbeta is not None:
-            dbeta = _dbeta(dy, columns, dtype_dbeta, start[1:])
-    return dgamma, dbeta
+        return (
+            None if dtype_dgamma is None else _sums(dy, x, norm, columns, start[:1], dtype_dgamma),
+            None if dtype_dbeta is None else _sums(dy, None, norm, columns, start[1:], dtype_dbeta),
+        )
 
 
-def _dgamma(
-    dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, dtype: Any, old: Array
-) -> Array:  # fmt: skip
+def _sums(
+    dy: RowsLike, x: RowsLike | None, norm: Norm, columns: Array, old: Array, dtype: np.dtype[Any]
+) -> Array:
+    """Return dgamma, or without x dbeta."""
+    exactly = functools.partial(_exact, dy, x, norm, columns)
+    if dtype == object:
+        return np.array([total for _, total in exactly(np.ones(len(columns)))], object)
+    if x is None:
+        found = _dbeta(dy, columns, old, old.dtype if dtype == PARTIAL else dtype)
+    else:
+        found = _dgamma(dy, x, norm, columns, old)
+    if dtype == PARTIAL:
+        return found
+    (first, _), (result, undecided) = _split(old[0]), rounded(found, dtype)
+    roots: dict[int, exact.Root] = {}
+    for j, total in exactly(undecided):
+        result[j] = (total + exact.ExactSum.of_numbers(first[[j]])).rounded(dtype, roots)
+    return result
+
+
+def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -> Array:
     (count, n), undefined, total = x.shape, False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], norm)
@@ -180,16 +195,14 @@ def _dgamma(
     found = total.partial(3 * (_height(n) + _added(count + 1)) + 64)
     if undefined:
         found[:] = np.array((np.nan, 0, 0, 0), PARTIAL)
-    exactly = functools.partial(_exact_dgamma, dy, x, norm, columns)
-    return _decided(found, exactly, first[0], dtype)
+    return found
 
 
-def _dbeta(dy: RowsLike, columns: Array, dtype: Any, old: Array) -> Array:
+def _dbeta(dy: RowsLike, columns: Array, old: Array, kind_of_old: np.dtype[Any]) -> Array:
     total = _Total(len(columns))
     # The exponent of a last place that all terms of a column have.
     last = np.full(len(columns), _NONE)
     blocks = ((dy[rows][:, columns], dy.dtype) for rows in _blocks(dy.shape))
-    kind_of_old = old.dtype if dtype == PARTIAL else dtype
     for values, kind in itertools.chain(blocks, [(old, kind_of_old)]):
         cotangent, infinite = _split(values)
         places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - format_of(kind).digits)
@@ -197,47 +210,21 @@ def _dbeta(dy: RowsLike, columns: Array, dtype: Any, old: Array) -> Array:
         term = Wide.exactly(cotangent)
         total.add(term, _size(term), infinite)
     sharp = total.sizes.total().magnitude() <= last + _EXACT
-    found = total.partial(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4))
-    exactly = functools.partial(_exact_dbeta, dy, columns)
-    return _decided(found, exactly, _split(old)[0][0], dtype)
+    return total.partial(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4))
 
 
-def _decided(found: Array, exactly: Any, old: Array, dtype: Any) -> Array:
-    """Return sums rounded to nearest, some of them once `exactly` has made them, but for `old`."""
-    if dtype == PARTIAL:
-        return found
-    result, undecided = rounded(found, dtype)
-    roots: dict[int, exact.Root] = {}
-    for j, total in exactly(undecided):
-        result[j] = (total + exact.ExactSum.of_numbers(old[[j]])).rounded(dtype, roots)
-    return result
-
-
-def _exact_dgamma(
-    dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, wanted: Array
+def _exact(
+    dy: RowsLike, x: RowsLike | None, norm: Norm, columns: Array, wanted: Array
 ) -> Iterator[tuple[int, exact.ExactSum]]:
-    if wanted.any():
+    """Yield the places that are `wanted`, and the exact dgamma, or without x dbeta, of these columns."""
+    if x is None:
+        for j, (values,) in _columns(columns, wanted, dy):
+            yield j, exact.ExactSum.of_numbers(values)
+    elif wanted.any():
         blocks = (x[rows].astype(np.float64) for rows in _blocks(x.shape))
-        known = [exact.row_of_sums(row, norm) for block in blocks for row in block]
-        for j, (column, values) in _columns(columns, wanted, dy, x):
-            yield j, exact.ExactSum.of_products(column, values, known)
-
-
-def _exact_dbeta(
-    dy: RowsLike, columns: Array, wanted: Array
-) -> Iterator[tuple[int, exact.ExactSum]]:
-    for j, (column,) in _columns(columns, wanted, dy):
-        yield j, exact.ExactSum.of_numbers(column)
-
-
-def _write_exact(dy: RowsLike, x: RowsLike, norm: Norm, out: Gradients) -> None:
-    columns = np.arange(x.shape[1])
-    if out.dgamma is not None:
-        for j, found in _exact_dgamma(dy, x, norm, columns, out.dgamma.reshape(-1).astype(bool)):
-            out.dgamma.flat[j] = found
-    if out.dbeta is not None:
-        for j, found in _exact_dbeta(dy, columns, out.dbeta.reshape(-1).astype(bool)):
-            out.dbeta.flat[j] = found
+        known = [exact.Row(row, norm, keep=False) for block in blocks for row in block]
+        for j, (values, others) in _columns(columns, wanted, dy, x):
+            yield j, exact.ExactSum.of_products(values, others, known)
 
 
 class _Total:
@@ -409,9 +396,4 @@ def _plus(*parts: Wide) -> Wide:
 
 def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
     """Round what is below `v` and above by a bound in units of 2**-106; return where these differ."""
-    e, zero = bound.hi * _UNIT, np.zeros_like(bound.hi)
-    # Not -e: of an exact -0, 0.0 - e makes a 0.
-    low = (v + Wide(0.0 - e, zero, bound.exponent)).round_to(dtype)
-    high = (v + Wide(e, zero, bound.exponent)).round_to(dtype)
-    bits = f"u{dtype.itemsize}"
-    return low, high, low.view(bits) != high.view(bits)
+    return v.round_within(_scaled(bound, _UNIT), dtype)

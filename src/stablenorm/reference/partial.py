@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 
 from stablenorm.control import default_control
-from stablenorm.reference.doubledouble import Wide, two_sum
+from stablenorm.reference.doubledouble import _NOTHING, Wide, two_sum
 from stablenorm.types import Array
 
 # Four words of eight bytes, with no room between. The error is NaN where nobody has judged it: of the
 # default mode, which promises no bits.
-PARTIAL = np.dtype([("high", "f8"), ("low", "f8"), ("error", "f8"), ("exponent", "i8")])
-
-# Below every exponent of a number: what zero gets, and what is not finite.
-_NOTHING = -1 << 20
-
-# Shifts beyond leave nothing, or nothing finite, of any float64.
-_FAR = 4000
+_WORDS = "high", "low", "error"
+PARTIAL = np.dtype([*((name, "f8") for name in _WORDS), ("exponent", "i8")])
 
 # What a shift takes from three words at most: half of the smallest float64 of each.
 _LOST = 2.0**-1073
@@ -54,7 +49,7 @@ def merged(a: Array, b: Array) -> Array:
         exact: Array = a + b
         return exact
     with np.errstate(all="ignore"):
-        exponent = np.maximum(_magnitude(a), _magnitude(b))
+        exponent = np.maximum(_size(a).magnitude(), _size(b).magnitude())
         (high, low, error), (high_b, low_b, error_b) = _scaled(a, exponent), _scaled(b, exponent)
         total, rest = two_sum(high, high_b)
         low, lower = two_sum(low, low_b)
@@ -77,39 +72,30 @@ def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     An error of 0 or NaN leaves nothing open.
     """
     with np.errstate(all="ignore"):
-        finite = np.isfinite(total["high"])
-        high, low = (np.where(finite, total[name], 0.0) for name in ("high", "low"))
-        high, low = two_sum(high, low)
-        exponent: Any = total["exponent"].astype(np.int32)
-        exponent = exponent if exponent.any() else 0
-        error = total["error"]
-        error = np.where(finite & (error > 0), error + _OF_SUM * np.abs(high), 0.0)
-        value, zero = Wide(high, low, exponent), np.zeros_like(high)
-        # Not -error: of an exact -0, 0.0 - error makes a 0.
-        below = (value + Wide(0.0 - error, zero, exponent)).round_to(dtype)
-        above = (value + Wide(error, zero, exponent)).round_to(dtype)
-        bits = f"u{dtype.itemsize}"
-        undecided: Array = below.view(bits) != above.view(bits)
-        below[~finite] = total["high"][~finite]
+        finite, some = np.isfinite(total["high"]), total["exponent"].any()
+        exponent = total["exponent"].astype(np.int32) if some else 0
+        high, low, error = (np.where(finite, total[name], 0.0) for name in _WORDS)
+        error = np.where(error > 0, error + _OF_SUM * np.abs(high), 0.0)
+        value = Wide(high, low, exponent)
+        values, _, undecided = value.round_within(Wide(error, error, exponent), dtype)
+        values[~finite] = total["high"][~finite]
         # There is one NaN.
-        below[np.isnan(total["high"])] = np.nan
-        return below, undecided
+        values[np.isnan(values)] = np.nan
+        return values, undecided
 
 
-def _magnitude(total: Array) -> Array:
-    """Return the exponent of the larger of each sum and its error."""
+def _size(total: Array) -> Wide:
+    """Return the larger of each sum and its error."""
     size = np.fmax(np.abs(total["high"]), total["error"])
-    exponent: Array = np.frexp(size)[1] + total["exponent"]
-    return np.where((size > 0) & np.isfinite(size), exponent, _NOTHING)
+    return Wide(size, size, total["exponent"])
 
 
 def _scaled(total: Array, exponent: Array) -> tuple[Array, Array, Array]:
     """Return the words, carried with `exponent`; what that takes from them goes into the error."""
-    shift = np.clip(total["exponent"] - exponent, -_FAR, _FAR).astype(np.int32)
-    words = [total[name] for name in ("high", "low", "error")]
+    shift = (total["exponent"] - exponent).astype(np.int32)
+    words = [total[name] for name in _WORDS]
     high, low, error = scaled = [np.ldexp(word, shift) for word in words]
-    both = zip(scaled, words, strict=True)
-    lost = np.logical_or.reduce([np.ldexp(one, -shift) != word for one, word in both])
+    lost = np.not_equal(np.ldexp(scaled, -shift), words).any(axis=0)
     return high, low, error + np.where(lost, _LOST, 0.0)
 
 

@@ -1,11 +1,12 @@
 """
 The backward of some of the rows: dgamma and dbeta as sums that those over other rows are merged with.
 
-Where `partial.rounded` leaves such a sum of all rows undecided, which it may with rounding="nearest",
-the same rows are asked again, for exact sums of these columns.
+What `partial.rounded` leaves undecided of a sum over all rows, which only rounding="nearest" lets it,
+the same rows are asked for again, exactly.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,9 +15,6 @@ from stablenorm.functional import calls
 from stablenorm.reference.exact import Root
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import Array, Cache, Gradients
-
-# Of dgamma and of dbeta.
-Pair = tuple[Array | None, Array | None]
 
 
 def backward_parts(
@@ -27,38 +25,32 @@ def backward_parts(
     dx: Array | None = None,
     dsum: ArrayLike | None = None,
 ) -> Gradients:
-    """
-    Return dx as the backward does, written into `dx` if that is given; dgamma and dbeta as PARTIAL.
-
-    `reference.partial` has what to do with these.
-    """
+    """Return dx, in `dx` if that is given; dgamma and dbeta as PARTIAL, for `partial.merged`."""
     calls.refuse_cuda("a sum over some of the rows", cache.backend)
-    asked = calls.asked_names(wrt)
+    asked, kind = calls.asked_names(wrt), cache.norm.kind
     sums = [
         None if parameter is None or name not in asked else np.zeros(parameter.shape, PARTIAL)
-        for name, parameter in zip(("gamma", "beta"), cache.norm[:2], strict=True)
+        for name, parameter in zip(calls.NAMES[1:], cache.norm[:2], strict=True)
     ]
     of_x = ("x",) if "x" in asked else ()
-    return calls.backward(
-        dy, cache, of_x, (dx, None, None), dsum=dsum, kind=cache.norm.kind, sums=sums
-    )
+    return calls.backward(dy, cache, of_x, (dx, None, None), dsum=dsum, kind=kind, sums=sums)
 
 
-def exact_parts(dy: ArrayLike, cache: Cache, columns: Pair) -> Pair:
+def exact_parts(dy: ArrayLike, cache: Cache, columns: Sequence[Array | None]) -> tuple[Any, Any]:
     """
     Return the exact sums of some columns of dgamma and of dbeta, of a cache with rounding="nearest".
 
-    Each of `columns` is None or an array of bool; the sums, for `merged` and `decided`, are arrays of objects
-    of its shape. Where no column is wanted, nothing is computed.
+    `columns` are two arrays of bool, or None; the sums, which `partial.merged` takes too, arrays of objects of
+    these shapes. Where no column is wanted, nothing is computed.
     """
-    wanted = [None if each is None else each.astype(object) for each in columns]
+    dgamma, dbeta = (None if each is None else each.astype(object) for each in columns)
     if any(each is not None and each.any() for each in columns):
-        calls.backward(dy, cache, (), None, kind=cache.norm.kind, sums=wanted)
-    return wanted[0], wanted[1]
+        calls.backward(dy, cache, (), None, kind=cache.norm.kind, sums=(dgamma, dbeta))
+    return dgamma, dbeta
 
 
 def decided(values: Array, undecided: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, with exact sums over all rows where it was undecided."""
+    """Return what `partial.rounded` did, with the exact sums over all rows where that was undecided."""
     result, roots = values.copy(), dict[int, Root]()
     result[undecided] = [each.rounded(values.dtype, roots) for each in exact[undecided]]
     return result
