@@ -8,16 +8,20 @@ import pytest
 
 from stablenorm import (
     layer_norm,
+    layer_norm_backward,
     layer_norm_forward,
     layer_norm_jvp,
     rms_norm,
+    rms_norm_backward,
     rms_norm_forward,
 )
+from stablenorm.formats import format_of
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
 FORWARDS = {"layer": layer_norm_forward, "rms": rms_norm_forward}
+BACKWARDS = {"layer": layer_norm_backward, "rms": rms_norm_backward}
 WITHOUT_CACHE = {"layer": layer_norm, "rms": rms_norm}
 
 
@@ -152,6 +156,125 @@ def test_the_other_byte_order(rng):
     same(y.compute(), layer_norm(x))
 
 
+def gradients_of(given, chunks, lazy, dy, kind="layer", **keywords):
+    """Return the gradients of the whole call, and lazy ones."""
+    x, *parameters = given
+    options = {name: keywords.pop(name) for name in ("rounding", "axis") if name in keywords}
+    _, whole = FORWARDS[kind](x, *parameters, **options)
+    _, cache = FORWARDS[kind](lazy, *parameters, **options)
+    return BACKWARDS[kind](dy, whole, **keywords), BACKWARDS[kind](chunks, cache, **keywords)
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_nearest_gradients_have_the_bits_of_the_whole_call(rng, dtype, kind):
+    x, gamma, beta, dy = make(rng, dtype)
+    # Columns that tie, whose sums only integers decide.
+    x[..., :2], dy[..., :2] = rng.integers(-3, 4, (2, *x.shape[:-1], 2))
+    for cotangent in (dy, dy.astype(np.float32)):
+        expected, lazy = gradients_of(
+            (x, gamma, beta), cut(rng, cotangent), cut(rng, x), cotangent, kind, rounding="nearest"
+        )
+        for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+            same(actual, wanted)
+
+
+@pytest.mark.usefixtures("scheduler")
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_default_dx_has_the_bits_of_the_whole_call_and_the_sums_keep_the_contract(rng, dtype, kind):
+    x, gamma, beta, dy = make(rng, dtype)
+    lazy_x = cut(rng, x)
+    expected, lazy = gradients_of((x, gamma, beta), cut(rng, dy), lazy_x, dy, kind)
+    assert lazy.dx.chunks == lazy_x.chunks
+    assert [each.shape for each in lazy[1:]] == [gamma.shape, beta.shape]
+    found = dask.compute(lazy)[0]
+    same(found.dx, expected.dx)
+    for actual, wanted in zip(found[1:], expected[1:], strict=True):
+        # Both are within half an ulp and a little: neighbours at most.
+        ulp = 2.0 ** (1 - format_of(dtype).digits) * np.abs(wanted.astype(float))
+        assert (np.abs(actual.astype(float) - wanted.astype(float)) <= 1.01 * ulp + 1e-12).all()
+    with dask.config.set(scheduler="threads", num_workers=1):
+        for actual, again in zip(found, dask.compute(lazy)[0], strict=True):
+            same(actual, again)
+
+
+def test_a_sum_of_large_parts_that_cancel_is_not_rounded_before_the_end(rng):
+    """Of parts rounded to float32 nothing would be left."""
+    x = rng.standard_normal((4, 8)).astype(np.float32)
+    dy = np.repeat([[1.0], [2.0**40], [-(2.0**40)], [2.0**-30]], 8, 1).astype(np.float32)
+    expected, lazy = gradients_of(
+        (x, None, x[0]), da.from_array(dy, chunks=(1, 8)), da.from_array(x, chunks=(1, 8)), dy
+    )
+    assert lazy.dgamma is expected.dgamma is None
+    same(lazy.dbeta.compute(), np.full(8, 1.0 + 2.0**-30, np.float32))
+
+
+@pytest.mark.parametrize("axis", [0, (0, 2), (0, 1, 2)])
+def test_gradients_along_other_axes(rng, axis):
+    x, _, _, dy = make(rng)
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    gamma = rng.standard_normal([x.shape[i] for i in axes]).astype(np.float32)
+    expected, lazy = gradients_of(
+        (x, gamma, gamma), cut(rng, dy), cut(rng, x, axes), dy, axis=axis, rounding="nearest"
+    )
+    for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+        same(actual, wanted)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 8), (9, 8), (5, 9, 8)])
+def test_gradients_of_a_gamma_with_leading_axes(rng, shape):
+    x, _, beta, dy = make(rng)
+    gamma = rng.standard_normal(shape).astype(np.float32)
+    expected, lazy = gradients_of(
+        (x, gamma, beta), cut(rng, dy), cut(rng, x), dy, rounding="nearest"
+    )
+    for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+        same(actual, wanted)
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+def test_masks_residual_and_dsum_in_the_backward(rng, rounding):
+    x, gamma, beta, dy = make(rng)
+    where, (other, dsum) = rng.integers(0, 2, (5, 9, 1)) == 1, rng.standard_normal((2, *x.shape))
+    other, dsum = other.astype(np.float32), dsum.astype(np.float32)
+    given = {"rounding": rounding, "where": where}
+    _, whole = layer_norm_forward(x, gamma, beta, residual=other, **given)
+    _, cache = layer_norm_forward(cut(rng, x), gamma, beta, residual=cut(rng, other), **given)
+    expected = layer_norm_backward(dy, whole, dsum=dsum)
+    lazy = layer_norm_backward(cut(rng, dy), cache, dsum=cut(rng, dsum))
+    same(lazy.dx.compute(), expected.dx)
+    if rounding == "nearest":
+        same(lazy.dgamma.compute(), expected.dgamma)
+    # And the cache that is computed is one like any other.
+    for actual, wanted in zip(
+        layer_norm_backward(dy, cache.compute()), layer_norm_backward(dy, whole), strict=True
+    ):
+        same(actual, wanted)
+
+
+def test_only_what_is_asked(rng):
+    x, gamma, beta, dy = make(rng)
+    for wrt, asked in (("x", (0,)), (("gamma",), (1,)), (("beta", "x"), (0, 2))):
+        expected, lazy = gradients_of(
+            (x, gamma, beta), cut(rng, dy), cut(rng, x), dy, wrt=wrt, rounding="nearest"
+        )
+        assert tuple(i for i in range(3) if lazy[i] is not None) == asked
+        for i in asked:
+            same(lazy[i].compute(), expected[i])
+
+
+def test_an_array_of_no_rows():
+    x = np.empty((0, 8), np.float32)
+    for rounding in ("fast", "nearest"):
+        expected, lazy = gradients_of(
+            (x, x[:0].sum(0), x.sum(0)), da.from_array(x), da.from_array(x), x, rounding=rounding
+        )
+        for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+            same(actual, wanted)
+    y, cache = layer_norm_forward(da.from_array(x))
+    assert (y.compute().shape, cache.compute().mean.shape) == ((0, 8), (0, 1))
+
+
 # ---- lazy, as other collections of Dask ----
 
 
@@ -160,6 +283,8 @@ def test_nothing_is_computed_before_it_is_asked_for():
     y, cache = layer_norm_forward(x, gamma, residual=x, where=uncomputable(dtype=bool))
     assert repr(cache).startswith("LazyCache(x: float32 (4, 6), 2 blocks, gamma: float32 (6,)")
     assert "\n" not in repr(cache)
+    gradients = layer_norm_backward(x, cache, dsum=x)
+    assert (gradients.dx.shape, gradients.dgamma.shape) == ((4, 6), (6,))
     assert (cache.axis, cache.rstd.shape, layer_norm(x).shape) == ((1,), (4, 1), (4, 6))
     with pytest.raises(pytest.fail.Exception, match="before it was asked for"):
         y.compute(scheduler="synchronous")
@@ -174,6 +299,12 @@ def test_names_tell_what_a_task_does_and_are_the_same_each_time(rng):
     names = {dask.utils.key_split(key) for key in (*y.dask, *cache.mean.dask)}
     assert {"layer-norm-forward", "layer-norm-forward-y", "layer-norm-mean"} <= names
     assert dask.utils.key_split(rms_norm(lazy).name) == "rms-norm"
+    dgamma = layer_norm_backward(lazy, cache).dgamma
+    names |= {dask.utils.key_split(key) for key in dgamma.dask}
+    assert {
+        f"layer-norm-gradients{each}" for each in ("", "-sum", "-sum-merged", "-dgamma")
+    } <= names
+    assert dgamma.name == layer_norm_backward(lazy, cache).dgamma.name
     assert not any("lambda" in name for name in names)
 
 
@@ -220,6 +351,18 @@ def test_compute_persist_and_optimize_of_y_and_cache_together(rng):
         (lambda x: layer_norm(np.ones((4, 6)), x[0]), TypeError, r"gamma must be in memory.*compute"),
         (lambda x: layer_norm(np.ones((4, 6)), where=x > 0), TypeError, "where must be in memory"),
         (lambda x: layer_norm_jvp(x, layer_norm_forward(x)[1]), TypeError, r"pass cache.compute\(\)"),
+        (lambda x: layer_norm_backward(x[:3], layer_norm_forward(x)[1]), ValueError,
+         r"dy must have shape \(4, 6\), that of the y of this cache, got \(3, 6\)"),
+        (lambda x: layer_norm_backward(np.ones((4, 6)), layer_norm_forward(x)[1]), TypeError,
+         "dy must be a Dask array.*from_array"),
+        (lambda x: layer_norm_backward(x, layer_norm_forward(np.ones((4, 6)))[1]), TypeError,
+         "dy must be in memory"),
+        (lambda x: rms_norm_backward(x, layer_norm_forward(x)[1]), ValueError, "pass this one to layer"),
+        (lambda x: layer_norm_backward(x, layer_norm_forward(x)), TypeError, "write y, cache ="),
+        (lambda x: layer_norm_backward(x, layer_norm_forward(x)[1], wrt="dx"), ValueError, "wrt must"),
+        *((lambda x, given=given: layer_norm_backward(x, layer_norm_forward(x)[1], **given), ValueError,
+           f"{next(iter(given))} must be left out for a Dask array.*; ")
+          for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": ()})),
         (lambda x: layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
     ],
 )  # fmt: skip

@@ -65,6 +65,11 @@ def is_lazy(value: Any) -> bool:
     return type(value).__module__.startswith("dask.array")
 
 
+def is_lazy_cache(value: Any) -> bool:
+    """Tell whether `value` is what a forward on a Dask array returned."""
+    return is_lazy(getattr(value, "x", None))
+
+
 def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
     """
     Tell whether `convert` would return this array as it is, and it has this shape.

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import (
     Arrays,
     is_lazy,
+    is_lazy_cache,
     is_plain,
     normalize_axes,
     normalized_shape,
@@ -58,9 +59,9 @@ def forward(
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
     if not (plain and _is_plain_norm(norm, x.shape[-1:])):
-        norm = _checked(arrays, norm, x.shape, axes, name)
+        norm = checked_norm(arrays, norm, x.shape, axes, name)
     if residual is not None:
-        residual = _like(arrays, "residual", residual, x.shape, name)
+        residual = of_shape(arrays, "residual", residual, x.shape, name)
     if out is None:
         y = arrays.empty(x.shape, x.dtype, x)
     else:
@@ -112,6 +113,10 @@ def backward(
 ) -> Gradients:
     """Return the gradients that are asked for; those of gamma and beta are written into `sums`."""
     if not isinstance(cache, Cache):
+        if is_lazy_cache(cache):  # type: ignore[unreachable]
+            refused = {"sum_axes": sum_axes, "dmean": dmean, "drstd": drstd, "out": out}
+            refused["accumulate"] = accumulate or None
+            return _lazy().backward(dy, cache, wrt, dsum, kind, refused)
         raise TypeError(_not_a_cache(dy, cache, kind))
     needed: dict[str, Array | None] = {}
     if cache.save != "x":
@@ -120,9 +125,7 @@ def backward(
             needed = {"y": cache.x, "beta": cache.norm.beta}
         cache = restored(cache)
     x, norm, axes, statistics, name, where = cache[:6]
-    if norm.kind != kind:
-        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"
-        raise ValueError(msg)
+    check_kind(norm, kind)
     arrays = arrays_of(name)
     # What is plain is in host memory: no dy for a cache that is on a device.
     if name == "cuda" or not is_plain(dy, x.shape):
@@ -183,7 +186,7 @@ def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _checked(
+def checked_norm(
     arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
 ) -> Norm:
     """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
@@ -200,7 +203,14 @@ def _checked(
     return made(gamma, beta, eps, kind, gamma_offset, rounding)
 
 
-def _like(
+def check_kind(norm: Norm, kind: str) -> None:
+    """Raise unless a cache is of the norm whose backward is called."""
+    if norm.kind != kind:
+        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"
+        raise ValueError(msg)
+
+
+def of_shape(
     arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], backend: str, of: str = "x"
 ) -> Array:
     """Return an argument of the shape of x, or of what else `of` says."""
@@ -221,12 +231,12 @@ def _checked_extra(arrays: Arrays, cache: Cache, **given: ArrayLike | None) -> E
         if value is None:
             continue
         if name == "dsum":
-            found[name] = _like(arrays, name, value, x.shape, backend)
+            found[name] = of_shape(arrays, name, value, x.shape, backend)
             continue
         if norm.rounding == "nearest":
             msg = f'{name} cannot be rounded to nearest yet; use rounding="fast"'
             raise ValueError(msg)
-        array = _like(arrays, name, value, of_rows, backend, "cache.rstd")
+        array = of_shape(arrays, name, value, of_rows, backend, "cache.rstd")
         found[name] = array.astype(float).reshape(-1)
     return Extra(**found)
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import HOST, is_lazy
+from stablenorm.arrays import HOST, is_lazy_cache
 from stablenorm.backends import implementation
 from stablenorm.functional.kept import restored
 from stablenorm.types import Array, Cache, SampleNorm
@@ -246,7 +246,7 @@ def _check_cache(cache: Any, kind: str, what: str) -> Cache:
     forward = f"{kind}_norm_forward"
     if not isinstance(cache, Cache):
         cure = f"write y, cache = {forward}(...)"
-        if is_lazy(getattr(cache, "x", None)):
+        if is_lazy_cache(cache):
             cure = f"{what} is for arrays in memory, pass cache.compute()"
         msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
         raise TypeError(msg)

@@ -18,6 +18,9 @@ from stablenorm.formats import check_dtype
 
 Block = tuple[int, ...]
 
+# How many sums are merged at a time: enough that the tree is a small part of the tasks.
+_FAN_IN = 8
+
 
 def convert(name: str, value: Any) -> Any:
     """Return an argument, its dtype checked and in this machine's byte order; a Dask array stays one."""
@@ -49,15 +52,20 @@ class Operand(NamedTuple):
     # For each of its axes, that of x.
     axes: tuple[int, ...]
 
-    def at(self, block: Block) -> Any:
-        """Return the block to read; the only one along axes where there is one."""
+    def place(self, block: Block) -> Block:
+        """Return the place of the block to read; the only one along axes where there is one."""
         numbers = zip(self.axes, self.array.numblocks, strict=True)
-        return TaskRef((self.array.name, *(block[i] if count > 1 else 0 for i, count in numbers)))
+        return tuple(block[axis] if count > 1 else 0 for axis, count in numbers)
+
+    def at(self, block: Block) -> Any:
+        """Return the block to read."""
+        return TaskRef((self.array.name, *self.place(block)))
 
     @property
-    def numblocks(self) -> Block:
-        """How many blocks there are."""
-        return tuple(self.array.numblocks)
+    def cut(self) -> tuple[int, ...]:
+        """The axes of x along which there are several blocks."""
+        numbers = zip(self.axes, self.array.numblocks, strict=True)
+        return tuple(axis for axis, count in numbers if count > 1)
 
 
 def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Any:
@@ -67,8 +75,11 @@ def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Any:
     if not is_lazy(value):
         # One block of a name that is always the same, which all tasks refer to.
         value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
-    pairs = zip(axes, value.shape, strict=True)
-    chunks = tuple(x.chunks[i] if length != 1 else (1,) for i, length in pairs)
+    if value.shape == x.shape:
+        chunks = x.chunks
+    else:
+        pairs = zip(axes, value.shape, strict=True)
+        chunks = tuple(x.chunks[i] if length != 1 else (1,) for i, length in pairs)
     return Operand(value.rechunk(chunks), axes)
 
 
@@ -77,23 +88,36 @@ def places(x: Array) -> Iterator[Block]:
     return itertools.product(*map(range, x.numblocks))
 
 
-def layer(
-    name: str, x: Array, task: Callable[[Block], tuple[Any, ...]], *needed: Any,
-    dtype: Any = object, chunks: Any = None,
-) -> Array:  # fmt: skip
-    """
-    Return an array with a block for each one of x, made by the function and arguments of `task`.
+def blocks_of(name: str, x: Array, task: Callable[[Block], tuple[Any, ...]]) -> dict[Any, Any]:
+    """Return a task for each block of x, of the function and the arguments that `task` gives it."""
+    return {(name, *at): Task((name, *at), *task(at)) for at in places(x)}
 
-    `needed` are the arrays, or operands, that it reads; None aside. By default the blocks are no
-    arrays: `dtype` object, of size 1.
+
+def tree(name: Any, leaves: list[Any], merge: Any, tasks: dict[Any, Any]) -> Any:
     """
-    tasks: dict[Any, Any] = {}
-    for place in places(x):
-        key = (name, *place)
-        tasks[key] = Task(key, *task(place))
+    Add tasks, of keys that begin with `name`, that merge the leaves, some at a time; return the last.
+
+    Their order is that of the leaves, whoever computes them, and whenever.
+    """
+    level = 0
+    while len(leaves) > 1:
+        some = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
+        keys = [(*name, level, i) for i in range(len(some))]
+        tasks |= {key: Task(key, merge, *each) for key, each in zip(keys, some, strict=True)}
+        leaves, level = [TaskRef(key) for key in keys], level + 1
+    return leaves[0]
+
+
+def graph_of(name: str, tasks: dict[Any, Any], *needed: Any) -> HighLevelGraph:
+    """Return the graph of tasks, and of the arrays or operands whose blocks they read; None aside."""
     some = (each for each in needed if each is not None)
-    arrays: Any = [each.array if isinstance(each, Operand) else each for each in some]
-    graph = HighLevelGraph.from_collections(name, tasks, dependencies=arrays)
-    if chunks is None:
-        chunks = tuple((1,) * count for count in x.numblocks)
-    return Array(graph, name, chunks, meta=np.empty((0,) * x.ndim, dtype))
+    read: Any = [each.array if isinstance(each, Operand) else each for each in some]
+    return HighLevelGraph.from_collections(name, tasks, dependencies=read)
+
+
+def array_of(
+    name: str, tasks: dict[Any, Any], *needed: Any, chunks: Any, dtype: Any = object
+) -> Array:
+    """Return the array whose blocks the tasks make; with `dtype` object, they are no arrays."""
+    meta = np.empty((0,) * len(chunks), dtype)
+    return Array(graph_of(name, tasks, *needed), name, chunks, meta=meta)

@@ -7,10 +7,13 @@ call made of it; what the user holds, y, the cache, dx, refers to it by tasks th
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from operator import getitem
 from typing import Any, NamedTuple
 
 import numpy as np
+from dask._task_spec import Task, TaskRef
 from dask.array import Array
 from dask.array.core import finalize, slices_from_chunks
 from dask.base import DaskMethodsMixin, tokenize
@@ -19,8 +22,29 @@ from dask.highlevelgraph import HighLevelGraph
 from stablenorm.arrays import HOST, is_lazy, normalize_axes, show_axes
 from stablenorm.backends import choose
 from stablenorm.functional import calls, masks
-from stablenorm.scale.blocks import Block, check_blocks, convert, layer, operand
-from stablenorm.types import Cache, Norm, Statistics
+from stablenorm.reference.partial import merged, rounded
+from stablenorm.scale.blocks import (
+    Block,
+    Operand,
+    array_of,
+    blocks_of,
+    check_blocks,
+    convert,
+    operand,
+    places,
+    tree,
+)
+from stablenorm.scale.sums import backward_parts, decided, exact_parts
+from stablenorm.types import Cache, Gradients, Norm, Statistics
+
+# What takes their place.
+_CURES = {
+    "out": "dask.array.store(gradients, out) writes into arrays",
+    "sum_axes": "for gradients of each sample, give gamma and beta leading axes",
+    "accumulate": "add the gradients of the whole array instead",
+    "dmean": "call it on blocks in memory",
+    "drstd": "call it on blocks in memory",
+}
 
 LAZY = HOST._replace(convert=convert)
 
@@ -47,16 +71,16 @@ def forward(
     if save != "x":
         msg = f'save must be "x" for a Dask array, which is no memory held, got {save!r}'
         raise ValueError(msg)
-    name = choose(backend)
+    chosen = choose(backend)
     x = convert("x", x)
     axes = normalize_axes(axis, x.ndim)
-    norm = calls._checked(LAZY, norm, x.shape, axes, name)
+    norm = calls.checked_norm(LAZY, norm, x.shape, axes, chosen)
     _check_whole_rows(x, axes)
     if residual is not None:
-        residual = calls._like(LAZY, "residual", residual, x.shape, name)
+        residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
     if where is not None:
         where = _check_where(where, x, axes, norm.rounding)
-    call = _Call(norm[2:], axes, name, keep)
+    call = _Call(norm[2:], axes, chosen, keep)
     token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
     kind = f"{norm.kind}-norm"
     every = tuple(range(x.ndim))
@@ -64,16 +88,17 @@ def forward(
     mask = None if where is None else operand("where", where, x, every[x.ndim - where.ndim :])
     needed = operand("x", x, x, every), *parameters(norm, x, axes), added, mask
     first = f"{kind}-forward" if keep else kind
-    made = layer(
-        f"{first}-{token}", x, lambda at: (_forward, call, *(each and each.at(at) for each in needed)),
-        *needed, dtype=x.dtype, chunks=x.chunks,
-    )  # fmt: skip
+    name = f"{first}-{token}"
+    tasks = blocks_of(name, x, lambda at: (_forward, call, *_read(needed, at)))
     if not keep:
-        return made, None
-    y, kept = (_part(f"{first}-{of}-{token}", made, i, x) for i, of in enumerate(("y", "cache")))
+        return array_of(name, tasks, *needed, chunks=x.chunks, dtype=x.dtype), None
+    made = array_of(name, tasks, *needed, chunks=x.chunks)
+    y, kept = (
+        _part(made, i, of, dtype) for i, of, dtype in ((0, "y", x.dtype), (1, "cache", object))
+    )
     if residual is not None:
-        x = _part(f"{first}-sum-{token}", made, 2, x)
-    return y, LazyCache(x, norm, axes, name, kept)
+        x = _part(made, 2, "sum", x.dtype)
+    return y, LazyCache(x, norm, axes, chosen, kept)
 
 
 def _forward(call: _Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
@@ -86,11 +111,146 @@ def _forward(call: _Call, x: Any, gamma: Any, beta: Any, residual: Any, where: A
     return (y, bare) if residual is None else (y, bare, cache.x)
 
 
-def _part(name: str, made: Array, index: int, like: Array) -> Array:
-    """Return what is at `index` of each block; caches are no arrays."""
-    cut = {} if index == 1 else {"dtype": like.dtype, "chunks": like.chunks}
-    whole = operand("", made, made, tuple(range(made.ndim)))
-    return layer(name, like, lambda at: (getitem, whole.at(at), index), made, **cut)
+def _part(made: Array, index: int, what: str, dtype: Any) -> Array:
+    """Return what is at `index` of each block of `made`."""
+    first, _, token = made.name.rpartition("-")
+    name = f"{first}-{what}-{token}"
+    tasks = blocks_of(name, made, lambda at: (getitem, TaskRef((made.name, *at)), index))
+    return array_of(name, tasks, made, chunks=made.chunks, dtype=dtype)
+
+
+def _read(needed: Any, at: Block) -> list[Any]:
+    """Return the blocks that the task at this place reads of its operands, None of None."""
+    return [None if each is None else each.at(at) for each in needed]
+
+
+def backward(
+    dy: Any, cache: LazyCache, wrt: Any, dsum: Any, kind: str, refused: dict[str, Any]
+) -> Gradients:
+    """Do what `calls.backward` does with the cache of a Dask array."""
+    calls.check_kind(cache.norm, kind)
+    for name, value in refused.items():
+        if value is not None:
+            msg = f"{name} must be left out for a Dask array, got one; {_CURES[name]}"
+            raise ValueError(msg)
+    asked, x, norm = calls.asked_names(wrt), cache.x, cache.norm
+    if not is_lazy(dy):
+        msg = (
+            f"dy must be a Dask array, as x was, got {type(dy).__name__}; "
+            "pass dask.array.from_array(dy, chunks=cache.x.chunks)"
+        )
+        raise TypeError(msg)
+    dy = calls.of_shape(LAZY, "dy", dy, x.shape, cache.backend, "the y of this cache")
+    if dsum is not None:
+        dsum = calls.of_shape(LAZY, "dsum", dsum, x.shape, cache.backend)
+    every = tuple(range(x.ndim))
+    gamma, beta = parameters(norm, x, cache.axis)
+    block = [*(operand("", each, x, every) for each in (dy, x)), gamma, beta]
+    block.append(operand("", cache.kept, x, every))
+    needed = *block, operand("dsum", dsum, x, every)
+    # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
+    first = f"{kind}-norm-gradients"
+    token = tokenize(dy, cache, dsum, asked)
+    tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *_read(needed, at)))
+    made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
+    found: list[Any] = [_part(made, 0, "dx", x.dtype) if "x" in asked else None, None, None]
+    # By the axes along which the parameters are cut: gamma and beta in one tree, if they are alike.
+    trees: dict[Block, dict[int, Operand]] = {}
+    for i, parameter in ((1, gamma), (2, beta)):
+        if parameter is not None and calls.NAMES[i] in asked:
+            trees.setdefault(parameter.cut, {})[i] = parameter
+    for cut, wanted in trees.items():
+        for i, total in _sums(made, block, wanted, cut, norm.rounding == "nearest").items():
+            found[i] = total
+    return Gradients(*found)
+
+
+def _backward(
+    asked: tuple[str, ...], dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache, dsum: Any
+) -> Any:
+    """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
+    return tuple(backward_parts(dy, _filled(kept, x, gamma, beta), asked, dsum=dsum))
+
+
+def _filled(kept: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
+    return kept._replace(x=x, norm=kept.norm._replace(gamma=gamma, beta=beta))
+
+
+def _sums(
+    made: Array, block: list[Any], wanted: dict[int, Operand], cut: Block, nearest: bool
+) -> dict[int, Array]:
+    """
+    Return dgamma (1) and dbeta (2), as far as wanted, whose parameters are cut along these axes of x.
+
+    `made` has what `_backward` returned. What rounding to nearest leaves undecided each `block` is asked
+    again, for exact sums.
+    """
+    first, _, token = made.name.rpartition("-")
+    token = tokenize(token, cut, (*wanted,))
+    tasks: dict[Any, Any] = {}
+
+    def key(what: str, at: Block) -> Any:
+        return f"{first}-{what}-{token}", *at
+
+    def group(at: Block) -> Block:
+        return tuple(at[axis] for axis in cut)
+
+    def add(where: Any, *task: Any) -> Any:
+        tasks[where] = Task(where, *task)
+        return TaskRef(where)
+
+    def total(what: str, task: Callable[[Block], tuple[Any, ...]]) -> dict[Block, Any]:
+        leaves: dict[Block, list[Any]] = {}
+        for at in places(made):
+            leaves.setdefault(group(at), []).append(add(key(what, at), *task(at)))
+        name = f"{first}-{what}-merged-{token}"
+        return {some: tree((name, *some), each, _merged, tasks) for some, each in leaves.items()}
+
+    total_of = total("sum", lambda at: (_taken, TaskRef((made.name, *at)), (*wanted,)))
+    dtypes = {i: parameter.array.dtype for i, parameter in wanted.items()}
+    found = {
+        some: add(key("rounded", some), _rounded, each, dtypes) for some, each in total_of.items()
+    }
+    exact: dict[Block, Any] = {}
+    if nearest:
+        exact = total("exact", lambda at: (_exact, found[group(at)], *_read(block, at)))
+    shared = array_of(f"{first}-sum-{token}", tasks, made, *block, chunks=made.chunks)
+    result = {}
+    for i, parameter in wanted.items():
+        tasks, name = {}, f"{first}-{'dgamma' if i == 1 else 'dbeta'}-{token}"
+        for at in places(made):
+            some = group(at)
+            add((name, *parameter.place(at)), _decided, found[some], exact.get(some), i)
+        like = parameter.array
+        result[i] = array_of(name, tasks, shared, chunks=like.chunks, dtype=like.dtype)
+    return result
+
+
+def _taken(found: Any, wanted: tuple[int, ...]) -> Any:
+    return tuple(each if i in wanted else None for i, each in enumerate(found))
+
+
+def _merged(*parts: Any) -> Any:
+    """Return the sums of all parts, in their order; None where there are none."""
+    both = zip(*parts, strict=True)
+    return tuple(None if each[0] is None else functools.reduce(merged, each) for each in both)
+
+
+def _rounded(total: Any, dtypes: dict[int, Any]) -> Any:
+    return {i: rounded(total[i], dtype) for i, dtype in dtypes.items()}
+
+
+def _exact(found: Any, dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache) -> Any:
+    """Return exact sums over a block of the columns that are undecided; None, at once, without any."""
+    columns: Any = [found[i][1] if i in found and found[i][1].any() else None for i in (1, 2)]
+    if all(each is None for each in columns):
+        return (None,) * 3
+    return None, *exact_parts(dy, _filled(kept, x, gamma, beta), columns)
+
+
+def _decided(found: Any, exact: Any, i: int) -> Any:
+    values, undecided = found[i]
+    return decided(values, undecided, exact[i]) if undecided.any() else values
 
 
 def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
@@ -183,14 +343,14 @@ class LazyCache(DaskMethodsMixin):
     def _of_rows(self, which: str) -> Array:
         x, axes = self.x, self.axis
         chunks = tuple((1,) if i in axes else sizes for i, sizes in enumerate(x.chunks))
-        kept = operand("", self.kept, self.kept, tuple(range(x.ndim)))
 
         def task(at: Block) -> tuple[Any, ...]:
             shape = tuple(sizes[i] for sizes, i in zip(x.chunks, at, strict=True))
-            return _of_rows, kept.at(at), which, shape
+            return _of_rows, TaskRef((self.kept.name, *at)), which, shape
 
         name = f"{self.norm.kind}-norm-{which}-{tokenize(self.kept)}"
-        return layer(name, x, task, self.kept, dtype=np.float64, chunks=chunks)
+        tasks = blocks_of(name, x, task)
+        return array_of(name, tasks, self.kept, chunks=chunks, dtype=np.float64)
 
     # ---- what Dask asks of a collection: it is made of those of its arrays that are lazy ----
 
