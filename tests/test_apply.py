@@ -1,6 +1,14 @@
 """`stablenorm apply`: the bits of the call in memory, whatever the files, and whatever interrupts it."""
 
+import contextlib
+import errno
 import io
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -8,10 +16,11 @@ import numpy as np
 import pytest
 import zarr
 
-from stablenorm import layer_norm, rms_norm
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm
 from stablenorm.cli import apply as command
 from stablenorm.cli import main
-from stablenorm.scale.files import box_lengths, boxes, runs
+from stablenorm.functional import FUNCTIONS
+from stablenorm.scale.files import NpyTarget, box_lengths, boxes, runs
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -129,13 +138,16 @@ BAD = {
     "axis": (["x.npy", "--axis", "0"], "must have its normalized axes last, in C order"),
     "no axis": (["x.npy", "--axis", "2"], "axis must name axes of x, which has 2 dimensions"),
     "fortran": (["f.npy"], "in Fortran order; save np.ascontiguousarray"),
-    "row": (["long.npy"], "must take at most 16 MiB for a row to be streamed, got 32 MiB"),
+    "row": (["long.npy"], "must have at most 16 MiB in a row to be streamed, got 32 MiB"),
     "damaged": (["damaged.npz"], "must be whole, got a damaged one"),
-    "chunk": (["large.zarr"], "16 MiB for whole rows of a chunk to be streamed, got 32 MiB"),
+    "chunk": (["large.zarr"], "16 MiB in the rows of a chunk to be streamed, got 32 MiB"),
     "offset": (["x.npy", "--gamma-offset", "1"], "gamma must be given with gamma_offset=1.0"),
     "zarr": (["bad.zarr"], "bad.zarr must be whole, got a damaged one"),
-    "itself": (["x.npy", "--out", "x.npy"], "--out must not be a file that is read, got"),
-    "its gamma": (["x.npy", "--gamma", "g.npy", "--out", "g.npy"], "must not be a file that is"),
+    "itself": (["x.npy", "--out", "x.npy"], "x.npy, which is read or written"),
+    "its gamma": (
+        ["x.npy", "--gamma", "g.npy", "--out", "g.npy"],
+        "--out must be a file of its own",
+    ),
 }
 
 
@@ -163,3 +175,206 @@ def test_bad_input_is_one_line(kind, capsys):
     out = [] if "--out" in arguments else ["--out", "y.npy"]
     refused(capsys, words, *arguments, *out)
     assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_the_gradients(kind, rounding, dtype, capsys):
+    """dgamma and dbeta of integers tie, so that nearest has to ask for exact sums."""
+    rng = np.random.default_rng(0)
+    x, dy = (rng.integers(-3, 4, (2, 3, 9, 16)).astype(dtype) for _ in range(2))
+    x[0, 0, 0] = 1
+    gamma, beta = rng.standard_normal((2, 16)).astype(np.float32)
+    for name, array in {"x": x, "dy": dy, "g": gamma, "b": beta}.items():
+        np.save(f"{name}.npy", array)
+    forward, backward = FUNCTIONS[kind]
+    _, cache = forward(x, gamma, beta, rounding=rounding)
+    expected = backward(dy, cache)
+    options = ["--gamma", "g.npy", "--beta", "b.npy", "--kind", kind, "--rounding", rounding]
+    done(capsys, "x.npy", *options, "--backward", "dy.npy", "--out", "dx.npy", "--dbeta", "s.npy")
+    assert Path("dx.npy").read_bytes() == as_npy(expected.dx)
+    for name, sums in (("dx.dgamma.npy", expected.dgamma), ("s.npy", expected.dbeta)):
+        actual = np.load(name)
+        assert actual.dtype == sums.dtype
+        # In the default mode within 0.501 ulp, as those of the call; half of their elements tie.
+        ulps = np.abs(actual - sums) / np.spacing(np.abs(sums))
+        assert ulps.max() <= (rounding == "fast")
+
+
+def test_gradients_of_zarr_and_of_what_is_given_alone(capsys):
+    x, dy, gamma = made((6, 5, 8)), made((6, 5, 8), "f2", 1), made((1, 8), "f8", 2)
+    as_zarr("x.zarr", x, (4, 2, 3))
+    as_zarr("dy.zarr", dy, (3, 5, 8))
+    np.savez("x.npz", x=x, dy=dy, gamma=gamma)
+    expected = layer_norm_backward(dy, layer_norm_forward(x, gamma, rounding="nearest")[1])
+    np.save("g.npy", gamma)
+    options = ["--rounding", "nearest", "--backward"]
+    done(capsys, "x.zarr", "--gamma", "g.npy", *options, "dy.zarr", "--out", "dx.zarr")
+    done(capsys, "x.npz", *options, "x.npz", "--out", "dx.npy")
+    assert zarr.open_array("dx.zarr", mode="r")[...].tobytes() == expected.dx.tobytes()
+    assert np.load("dx.npy").tobytes() == expected.dx.tobytes()
+    assert np.load("dx.dgamma.npy").tobytes() == expected.dgamma.tobytes()
+    assert np.load("dx.dgamma.npy").shape == (1, 8)
+    assert not Path("dx.dbeta.npy").exists()
+
+
+# ---- interrupts ----
+
+KILLED = """
+import os, sys
+from stablenorm.cli import apply, main
+from stablenorm.scale.files import NpyTarget
+apply._BLOCK, apply._PERIOD_S, write, left = 1000, 0.0, NpyTarget.write, 6
+
+def stop(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        print("stopped", flush=True)
+        sys.stdin.read()
+    write(*arguments)
+
+NpyTarget.write = stop
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def backward():
+    """The arguments of a backward of 20 blocks, with sums that depend on every one."""
+    for name, shape in {"x": (20, 7, 32), "dy": (20, 7, 32), "g": (32,), "b": (32,)}.items():
+        np.save(f"{name}.npy", made(shape))
+    options = ["--gamma", "g.npy", "--beta", "b.npy", "--backward", "dy.npy"]
+    return ["x.npy", *options, "--out"]
+
+
+def killed(out, backward):
+    """Run as a process that is killed when it would write the sixth block."""
+    command = [sys.executable, "-c", KILLED, "apply", *backward, out]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"stopped\n"
+        process.send_signal(signal.SIGKILL)
+    assert not Path(out).exists()
+
+
+def test_a_killed_run_goes_on(backward, capsys, monkeypatch):
+    done(capsys, *backward, "whole.npy")
+    killed("dx.npy", backward)
+    blocks = json.loads(Path("dx.npy.part.journal").read_text())["blocks"]
+    assert 1 <= blocks <= 5
+    written = []
+    write = NpyTarget.write
+    monkeypatch.setattr(NpyTarget, "write", lambda *a: (written.append(a[1]), write(*a))[1])
+    done(capsys, *backward, "dx.npy", "--resume")
+    assert len(written) == 20 - blocks
+    for name in ("", ".dgamma", ".dbeta"):
+        assert Path(f"dx{name}.npy").read_bytes() == Path(f"whole{name}.npy").read_bytes()
+    assert not list(Path().glob("*.part*"))
+
+
+def test_an_interrupt_names_resume(backward, capsys, monkeypatch):
+    done(capsys, *backward, "whole.npy")
+    merge, calls = command.merged, iter(range(100))
+
+    def interrupted(*sums):
+        if next(calls) == 9:
+            raise KeyboardInterrupt
+        return merge(*sums)
+
+    monkeypatch.setattr(command, "merged", interrupted)
+    words = "interrupted: 5 of 20 blocks are finished, --resume goes on from there"
+    refused(capsys, words, *backward, "dx.npy", status=130)
+    done(capsys, *backward, "dx.npy", "--resume")
+    assert Path("dx.npy").read_bytes() == Path("whole.npy").read_bytes()
+    assert Path("dx.dbeta.npy").read_bytes() == Path("whole.dbeta.npy").read_bytes()
+
+
+@pytest.mark.parametrize("changed", ["x", "dy", "gamma", "beta", "options", "version", "journal"])
+def test_what_changed_is_noticed(changed, backward, capsys, monkeypatch):
+    with stopped_writing(monkeypatch, 5, KeyboardInterrupt):
+        run(capsys, *backward, "dx.npy")
+    more, words = [], f"--resume needs the same {changed} "
+    if changed in {"x", "dy"}:
+        os.utime(f"{changed}.npy", ns=(0, 0))
+    elif changed in {"gamma", "beta"}:
+        np.save(f"{changed[0]}.npy", made((32,), seed=1))
+    elif changed == "options":
+        more = ["--eps", "0.5"]
+    elif changed == "version":
+        monkeypatch.setattr("stablenorm.__version__", "0")
+    else:
+        Path("dx.npy.part.journal").write_text("[]")
+        words = "must be a journal, got something else; leave --resume out"
+    refused(capsys, words, *backward, "dx.npy", "--resume", *more)
+    done(capsys, *backward, "dx.npy", *more)
+    assert not list(Path().glob("*.part*"))
+
+
+@contextlib.contextmanager
+def stopped_writing(monkeypatch, blocks, error):
+    """Raise this error where so many blocks have been written."""
+    write, calls = NpyTarget.write, iter(range(1000))
+
+    def stopped(*arguments):
+        if next(calls) == blocks:
+            raise error
+        write(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(NpyTarget, "write", stopped)
+        yield
+
+
+def test_a_disk_that_fills_up_is_one_line(backward, capsys, monkeypatch):
+    done(capsys, *backward, "whole.npy")
+    full = OSError(errno.ENOSPC, "No space left on device", "dx.npy.part")
+    words = "No space left on device (dx.npy.part); 7 of 20 blocks are finished, --resume goes on"
+    with stopped_writing(monkeypatch, 7, full):
+        refused(capsys, words, *backward, "dx.npy")
+    assert not Path("dx.npy").exists()
+    done(capsys, *backward, "dx.npy", "--resume")
+    assert Path("dx.npy").read_bytes() == Path("whole.npy").read_bytes()
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the system cannot be asked")
+def test_room_is_asked_for_at_the_beginning(capsys):
+    np.save("x.npy", made((40, 64)))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8000, limits[1]))
+    try:
+        refused(capsys, "File too large (", "x.npy", "--out", "y.npy")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in Path().iterdir()] == ["x.npy"]
+
+
+def test_a_file_cut_while_it_is_read(capsys, monkeypatch):
+    np.save("x.npy", made((400, 64)))
+    np.save("y.npy", made((1, 1)))
+    before = Path("y.npy").read_bytes()
+    monkeypatch.setitem(command._NORMS, "layer", lambda *_, **__: os.truncate("x.npy", 5000))
+    refused(capsys, "got fewer: truncated", "x.npy", "--out", "y.npy")
+    assert sorted(path.name for path in Path().iterdir()) == ["x.npy", "y.npy"]
+    assert Path("y.npy").read_bytes() == before
+
+
+@pytest.mark.parametrize("out", ["y.npy", "y.zarr"])
+def test_one_process_at_a_time(out, capsys, monkeypatch):
+    np.save("x.npy", made((13, 32)))
+    inner = []
+
+    def second(rows, **_):
+        if len(rows) and not inner:
+            inner.append(())
+            inner.append(run(capsys, "x.npy", "--out", out))
+        return rows
+
+    monkeypatch.setitem(command._NORMS, "layer", second)
+    run(capsys, "x.npy", "--out", out)
+    assert "must be written by one process at a time" in inner[1][2]
+
+
+def test_resume_begins_where_there_is_nothing(capsys):
+    np.save("x.npy", made((13, 32)))
+    done(capsys, "x.npy", "--out", "y.npy", "--resume")
+    assert np.load("y.npy").tobytes() == layer_norm(made((13, 32))).tobytes()

@@ -1,12 +1,13 @@
 """`stablenorm apply`: the norm of the array in a file, however large, into another file."""
 
 import argparse
-import contextlib
 import functools
 import hashlib
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ from stablenorm.cli.files import (
 )
 from stablenorm.cli.parts import InputError
 from stablenorm.formats import BFLOAT16, check_dtype
-from stablenorm.functional import layer_norm, rms_norm
+from stablenorm.functional import FUNCTIONS, layer_norm, rms_norm
+from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.scale.files import (
     DEPTH,
     Box,
@@ -41,9 +43,16 @@ from stablenorm.scale.files import (
     rename_whole,
     stream,
 )
+from stablenorm.scale.sums import backward_parts, decided, exact_parts
 from stablenorm.types import Array
 
-_NORMS: dict[str, Callable[..., Any]] = {"layer": layer_norm, "rms": rms_norm}
+# Memory of a block: x, dy and the result, of (rows, n) each.
+_Slot = dict[str, Array]
+# Of dgamma and dbeta, those that are computed.
+_Sums = dict[str, Array]
+_NORMS: dict[str, Callable[..., Array]] = {"layer": layer_norm, "rms": rms_norm}
+
+_PARAMETERS = "gamma", "beta"
 
 _EXAMPLES = """\
 examples:
@@ -51,6 +60,7 @@ examples:
   stablenorm apply x.npy --gamma g.npy --beta b.npy --out y.npy
   stablenorm apply x.zarr --kind rms --gamma g.npy --out y.zarr
   stablenorm apply x.npy --gamma g.npy --out y.npy --resume   after an interrupt
+  stablenorm apply x.npy --gamma g.npy --backward dy.npy --out dx.npy
 
 Files are read, normalized and written in blocks, with all cores: a file larger than memory takes no
 more memory than a small one, at most 256 MB. Axes that are normalized have to be the last ones.
@@ -69,6 +79,8 @@ _BLOCK = 1 << 21
 _MOST = 40 << 20
 # Bytes of a box of Zarr, or of a row, at most: several copies are made to pack and unpack a chunk.
 _LARGEST = 1 << 24
+# Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each.
+_WIDEST = 1 << 16
 # Seconds between two records in the journal: as much is lost when the process is killed.
 _PERIOD_S = 10.0
 
@@ -79,17 +91,22 @@ def add(commands: Any) -> None:
         commands,
         run,
         "normalize the array in a file, however large, into another file",
-        "Compute the layer norm, or RMS norm, of an array in a file, and write it to another file. The "
-        "files may be larger than memory.",
+        "Compute the layer norm, or RMS norm, of an array in a file, or its gradients, and write them "
+        "to other files. All may be larger than memory.",
         _EXAMPLES,
     )
     about = "x: an .npy, .npz, .safetensors or .zarr file"
     parser.add_argument("file", type=Path, metavar="FILE", help=about)
-    about = "where y goes, a new .zarr or an .npy"
+    about = "where y, or dx, goes: an .npy or a new .zarr"
     parts.add_output(parser, "--out", (".npy", ".zarr"), about, required=True)
-    for name in ("gamma", "beta"):
+    for name in _PARAMETERS:
         about = f"an .npy file; default: {name} of FILE, if it has one"
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=about)
+    about = "dy; compute the backward: dx, and dgamma and dbeta of a gamma and beta that are given"
+    parser.add_argument("--backward", type=Path, metavar="FILE", help=about)
+    for name in ("dgamma", "dbeta"):
+        about = f"where {name} goes; default: dx.{name}.npy beside a dx.npy"
+        parts.add_output(parser, f"--{name}", (".npy",), about)
     parts.add_member(parser)
     parts.add_kind(parser)
     parts.add_axis(parser)
@@ -107,22 +124,23 @@ def add(commands: Any) -> None:
 class _Job(NamedTuple):
     """What is to be computed, checked."""
 
-    out: Path
+    # Of x and dy, and of what is written: y, or dx, dgamma and dbeta.
     inputs: dict[str, Member]
-    axes: tuple[int, ...]
-    # Lengths of the other axes, in which blocks are cut, and of a block.
+    outputs: dict[str, Path]
+    # Lengths of the axes that blocks are cut in, of a block, and of the others: n elements.
     lead: tuple[int, ...]
     lengths: tuple[int, ...]
-    # As flat as the rows.
-    parameters: dict[str, Array | None]
-    options: dict[str, Any]
+    normalized: tuple[int, ...]
+    # What the functions are called with.
+    keywords: dict[str, Any]
     kind: str
 
-    @property
-    def n(self) -> int:
-        """Return the elements of a row."""
-        x = self.inputs["x"]
-        return math.prod(x.shape[axis] for axis in self.axes)
+    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of rows, with gamma and beta as flat as these."""
+        flat = {
+            name: self.keywords[name].reshape(-1) for name in self.keywords.keys() & {*_PARAMETERS}
+        }
+        return functools.partial(function, **(self.keywords | flat))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -133,119 +151,172 @@ def run(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         # What the package refuses is the user's input, said in the package's words.
         raise InputError(str(error)) from None
-    x, kind = job.inputs["x"], "RMS norm" if job.kind == "rms" else "layer norm"
-    about = f": {kind} of {x.label}, {x.native} {x.shape}, axis {list(job.axes)}"
-    parts.print_lines(about, bold=arguments.out.name)
+    x, norm = job.inputs["x"], "RMS norm" if job.kind == "rms" else "layer norm"
+    about = f": {norm} of {x.label}, {x.native} {x.shape}, {len(job.normalized)} axes normalized"
+    parts.print_lines(about, bold=", ".join(path.name for path in job.outputs.values()))
     return 0
+
+
+# ---- what is asked ----
 
 
 def _checked(arguments: argparse.Namespace) -> _Job:
     """Return what is to be done, or raise: nothing has been written yet."""
-    out = arguments.out
-    given = [arguments.file, arguments.gamma, arguments.beta]
-    if any(each and each.exists() and out.exists() and out.samefile(each) for each in given):
-        msg = f"--out must not be a file that is read, got {out}"
-        raise InputError(msg)
     members = list_members(arguments.file)
-    x = choose(members, arguments.file, arguments.member)
+    inputs = {"x": choose(members, arguments.file, arguments.member)}
+    if path := arguments.backward:
+        inputs["dy"] = choose(list_members(path), path, None, "dy")
+    x = inputs["x"]
     check_dtype(x.label, np.empty(0, x.dtype))
     axes = normalize_axes(tuple(arguments.axis), len(x.shape))
-    shape = normalized_shape(x.shape, axes)
-    if not are_adjacent(x, axes):
-        msg = (
-            f"{x.label} must have its normalized axes last, in C order, to be streamed, got axis "
-            f"{list(axes)} of {len(x.shape)}{', in Fortran order' * x.is_fortran}; save "
-            "np.ascontiguousarray(np.moveaxis(x, axis, -1)), or call layer_norm(x, axis=axis)"
-        )
-        raise InputError(msg)
-    parameters = {name: _parameter(name, arguments, members) for name in ("gamma", "beta")}
-    options = {
+    normalized = normalized_shape(x.shape, axes)
+    for member in inputs.values():
+        _check_streamed(member, x, axes)
+    keywords = {
         "eps": arguments.eps,
         "gamma_offset": arguments.gamma_offset,
         "rounding": arguments.rounding,
     }
-    if options["eps"] is None:
-        options["eps"] = load_number(members["eps"]) if "eps" in members else 1e-5
+    if arguments.eps is None:
+        keywords["eps"] = load_number(members["eps"]) if "eps" in members else 1e-5
+    for name in _PARAMETERS:
+        if path := getattr(arguments, name):
+            keywords[name] = load(choose(list_members(path), path, None, name))
+        elif name in members:
+            keywords[name] = load(members[name])
     # The checks of the call itself, on no rows.
-    of_no_rows = np.zeros((0,) * axes[0] + shape, x.native)
-    _NORMS[arguments.kind](of_no_rows, **parameters, **options, axis=axes)
-    if out.suffix == ".zarr" and x.native == BFLOAT16.dtype:
-        msg = f"--out must be an .npy file for bfloat16, which Zarr does not have, got {out}"
+    of_no_rows = np.zeros((0,) * axes[0] + normalized, x.native)
+    FUNCTIONS[arguments.kind][0](of_no_rows, **keywords, axis=axes)
+    outputs = _outputs(arguments, keywords)
+    if outputs["out"].suffix == ".zarr" and x.native == BFLOAT16.dtype:
+        msg = f"--out must be an .npy file for bfloat16, which Zarr lacks, got {outputs['out']}"
         raise InputError(msg)
-    lead, lengths = _blocks(x, len(axes), out.suffix == ".zarr")
-    flat = {name: None if p is None else p.reshape(-1) for name, p in parameters.items()}
-    return _Job(out, {"x": x}, axes, lead, lengths, flat, options, arguments.kind)
+    if "dy" in inputs and math.prod(normalized) > _WIDEST:
+        msg = f"a row of x must have at most {_WIDEST} elements for --backward, got {normalized}"
+        raise InputError(msg)
+    lead, lengths = _blocks(inputs, len(axes), outputs["out"].suffix == ".zarr")
+    return _Job(inputs, outputs, lead, lengths, normalized, keywords, arguments.kind)
 
 
-def _parameter(
-    name: str, arguments: argparse.Namespace, members: dict[str, Member]
-) -> Array | None:
-    """Return gamma or beta, of the file that was named, or of that of x."""
-    if path := getattr(arguments, name):
-        return load(choose(list_members(path), path, None))
-    return load(members[name]) if name in members else None
-
-
-def _blocks(x: Member, normalized: int, to_zarr: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the lengths of the axes that blocks are cut in, and those of a block."""
-    lead = x.shape[: len(x.shape) - normalized] if to_zarr else x.lead(normalized)
-    row_bytes = math.prod(x.shape[len(x.shape) - normalized :]) * x.dtype.itemsize
-    chunks = x.chunks[: len(lead)] or (1,) * len(lead)
-    lengths = box_lengths(lead, chunks, max(1, _BLOCK // row_bytes))
-    if (nbytes := math.prod(lengths) * row_bytes) > _LARGEST:
-        whole = math.prod(min(pair) for pair in zip(lead, chunks, strict=True))
-        what = "whole rows of a chunk" if whole > 1 else "a row"
+def _check_streamed(member: Member, x: Member, axes: tuple[int, ...]) -> None:
+    check_dtype(member.label, np.empty(0, member.dtype))
+    if member.shape != x.shape:
+        msg = f"{member.label} must have shape {x.shape}, that of x, got {member.shape}"
+        raise InputError(msg)
+    if not are_adjacent(member, axes):
         msg = (
-            f"{x.label} must take at most {_LARGEST >> 20} MiB for {what} to be streamed, got "
+            f"{member.label} must have its normalized axes last, in C order, to be streamed, got axis "
+            f"{list(axes)} of {len(x.shape)}{', in Fortran order' * member.is_fortran}; save "
+            "np.ascontiguousarray(np.moveaxis(x, axis, -1)), or call layer_norm(x, axis=axis)"
+        )
+        raise InputError(msg)
+
+
+def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[str, Path]:
+    """Return the files to write; they are not to be among those that are read."""
+    out = arguments.out
+    outputs = {"out": out}
+    for name in _PARAMETERS:
+        given = getattr(arguments, f"d{name}")
+        if arguments.backward and name in keywords:
+            outputs[f"d{name}"] = given or out.with_name(f"{out.stem}.d{name}.npy")
+        elif given:
+            msg = f"--d{name} must come with --backward and --{name}, got no such"
+            raise InputError(msg)
+    given = arguments.file, arguments.gamma, arguments.beta, arguments.backward
+    found = [each.resolve() for each in given if each]
+    for name, path in outputs.items():
+        if path.resolve() in found:
+            msg = f"--{name} must be a file of its own, got {path}, which is read or written"
+            raise InputError(msg)
+        found.append(path.resolve())
+    return outputs
+
+
+def _blocks(
+    inputs: dict[str, Member], normalized: int, to_zarr: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lengths of the axes that blocks are cut in, and those of a block."""
+    x = inputs["x"]
+    # Where there are chunks, they say it: the first ones that there are.
+    chunked = next((each for each in inputs.values() if each.chunks), None)
+    split = len(x.shape) - normalized
+    lead, n = x.shape[:split], math.prod(x.shape[split:])
+    if chunked is None and not to_zarr:
+        lead = (math.prod(lead),)
+    chunks = chunked.chunks[:split] if chunked else (1,) * len(lead)
+    row_bytes = n * max(each.dtype.itemsize for each in inputs.values())
+    lengths = box_lengths(lead, chunks, max(1, _BLOCK // row_bytes))
+    sizes = [math.prod(each.chunks) * each.dtype.itemsize for each in inputs.values()]
+    if (nbytes := max(math.prod(lengths) * row_bytes, *sizes)) > _LARGEST:
+        what = "the rows of a chunk" if chunked else "a row"
+        msg = (
+            f"{x.label} must have at most {_LARGEST >> 20} MiB in {what} to be streamed, got "
             f"{nbytes >> 20} MiB; call layer_norm in memory, or on a Dask array"
         )
         raise InputError(msg)
     return lead, lengths
 
 
+# ---- what is done ----
+
+
 def _compute(job: _Job, resume: bool) -> None:
     """Write the result block by block, and rename it when it is whole."""
-    everything = list(boxes(job.lead, job.lengths))
-    journal = Journal(job.out, _about(job))
-    with contextlib.ExitStack() as stack:
+    out, todo, total = job.outputs["out"], list(boxes(job.lead, job.lengths)), math.prod(job.lead)
+    journal, slots = Journal(out, _about(job)), _slots(job)
+    with ExitStack() as stack:
         readers = {
             name: stack.enter_context(opened(member, job.lead))
             for name, member in job.inputs.items()
         }
-        blocks = journal.read() if resume else 0
+        blocks, kept = journal.read() if resume else (0, {})
+        sums = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in kept.items()}
         if not blocks:
             journal.remove()
-        target = stack.enter_context(contextlib.closing(_target(job, fresh=not blocks)))
+        target = stack.enter_context(closing(_target(job, fresh=not blocks)))
         progress = stack.enter_context(parts.progress_bar("normalizing"))
 
-        def read(box: Box, slot: dict[str, Array]) -> None:
+        def read(box: Box, slot: _Slot) -> None:
             for name, reader in readers.items():
                 reader(box, slot[name][: count_rows(box)])
 
-        def write(box: Box, slot: dict[str, Array]) -> None:
+        def write(box: Box, slot: _Slot) -> None:
             target.write(box, slot["out"][: count_rows(box)])
 
         def record() -> None:
             target.sync()
-            journal.record(blocks)
+            journal.record(blocks, {name: each.tobytes().hex() for name, each in sums.items()})
 
-        done, recorded = sum(map(count_rows, everything[:blocks])), time.monotonic()
-        found = stream(everything[blocks:], _slots(job), read, _operation(job), write)
+        done, recorded = sum(map(count_rows, todo[:blocks])), time.monotonic()
         try:
-            with contextlib.closing(found):
-                for box, _ in found:
+            compute = _backward(job) if "dy" in job.inputs else _forward(job)
+            with closing(stream(todo[blocks:], slots, read, compute, write)) as finished:
+                for box, found in finished:
+                    sums = _added(sums, found)
                     blocks, done = blocks + 1, done + count_rows(box)
-                    progress(done, math.prod(job.lead))
+                    progress(done, total)
                     if time.monotonic() - recorded > _PERIOD_S:
                         record()
                         recorded = time.monotonic()
+            values, undecided = _rounded(job, sums)
+            if any(map(np.any, undecided.values())):
+                # The sums of these columns, exactly: of all blocks, read once more.
+                done, exact = 0, _Sums()
+                compute = _backward(job, undecided)
+                with closing(stream(todo, slots, read, compute, lambda *_: None)) as asked:
+                    for box, found in asked:
+                        exact, done = _added(exact, found), done + count_rows(box)
+                        progress(done, total, "deciding")
+                for name in exact:
+                    values[name] = decided(values[name], undecided[name], exact[name])
         except (KeyboardInterrupt, OSError) as error:
             # On a full disk, the last record stands.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 record()
-            cure = f"{blocks} of {len(everything)} blocks are finished, --resume goes on from there"
+            cure = f"{blocks} of {len(todo)} blocks are finished, --resume goes on from there"
             if isinstance(error, OSError):
-                msg = f"{error.strerror or error} ({error.filename or part_of(job.out)}); {cure}"
+                msg = f"{error.strerror or error} ({error.filename or part_of(out)}); {cure}"
                 raise InputError(msg) from None
             msg = f"interrupted: {cure}"
             raise KeyboardInterrupt(msg) from None
@@ -254,45 +325,93 @@ def _compute(job: _Job, resume: bool) -> None:
             target.discard()
             journal.remove()
             raise
+        for name, each in values.items():
+            shaped = each.reshape(job.keywords[name[1:]].shape)
+            parts.write_whole(job.outputs[name], functools.partial(_save, shaped))
         target.sync()
-        rename_whole(job.out)
+        rename_whole(out)
         journal.remove()
 
 
-def _operation(job: _Job) -> Callable[[Box, dict[str, Array]], None]:
-    """Return what is computed of a block."""
-    call = functools.partial(_NORMS[job.kind], **job.parameters, **job.options)
+def _forward(job: _Job) -> Callable[[Box, _Slot], _Sums]:
+    """Return what makes y of a block."""
+    call = job.bound(_NORMS[job.kind])
 
-    def forward(box: Box, slot: dict[str, Array]) -> None:
+    def compute(box: Box, slot: _Slot) -> _Sums:
         rows = slot["x"][: count_rows(box)]
         # In its place: no more memory is read and written than has to be.
         call(rows, out=rows)
+        return {}
 
-    return forward
+    return compute
 
 
-def _slots(job: _Job) -> list[dict[str, Array]]:
+def _backward(job: _Job, undecided: _Sums | None = None) -> Callable[[Box, _Slot], _Sums]:
+    """Return what makes dx and the sums of a block; or, exactly, the sums that are undecided."""
+    forward = job.bound(FUNCTIONS[job.kind][0])
+    names = "dgamma", "dbeta"
+
+    def compute(box: Box, slot: _Slot) -> _Sums:
+        x, dy, dx = (slot[name][: count_rows(box)] for name in ("x", "dy", "out"))
+        # Nobody needs y: dx overwrites it.
+        _, cache = forward(x, out=dx)
+        found: Any = (
+            backward_parts(dy, cache, dx=dx)[1:]
+            if undecided is None
+            else exact_parts(dy, cache, (undecided.get("dgamma"), undecided.get("dbeta")))
+        )
+        return {name: each for name, each in zip(names, found, strict=True) if each is not None}
+
+    return compute
+
+
+def _added(sums: _Sums, found: _Sums) -> _Sums:
+    """Return sums of what is before, and of a block."""
+    return {name: merged(sums[name], each) if sums else each for name, each in found.items()}
+
+
+def _rounded(job: _Job, sums: _Sums) -> tuple[_Sums, _Sums]:
+    """Return dgamma and dbeta, and which of their elements are not decided."""
+    values, undecided = {}, {}
+    for name in job.outputs.keys() - {"out"}:
+        parameter = job.keywords[name[1:]]
+        # Without rows there is no sum.
+        total = sums.get(name, np.zeros(parameter.size, PARTIAL))
+        values[name], undecided[name] = rounded(total, parameter.dtype)
+    return values, undecided
+
+
+def _save(values: Array, file: Any) -> None:
+    np.save(file, values)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _slots(job: _Job) -> list[_Slot]:
     """Return the memory of the blocks that are on their way at once."""
-    shape, x = (math.prod(job.lengths), job.n), job.inputs["x"]
-    count = max(1, min(DEPTH, _MOST // (math.prod(shape) * x.dtype.itemsize)))
+    shape, x = (math.prod(job.lengths), math.prod(job.normalized)), job.inputs["x"]
+    dtypes = {name: member.native for name, member in job.inputs.items()}
+    if "dy" in dtypes:
+        dtypes["out"] = x.native
+    nbytes = math.prod(shape) * sum(dtype.itemsize for dtype in dtypes.values())
     slots = []
-    for _ in range(count):
-        slot = {name: np.empty(shape, member.native) for name, member in job.inputs.items()}
-        slots.append(slot | {"out": slot["x"]})
+    for _ in range(max(1, min(DEPTH, _MOST // nbytes))):
+        slot = {name: np.empty(shape, dtype) for name, dtype in dtypes.items()}
+        slots.append({"out": slot["x"], **slot})
     return slots
 
 
 def _target(job: _Job, fresh: bool) -> NpyTarget | ZarrTarget:
     """Open what the result is written to."""
-    x = job.inputs["x"]
+    x, out = job.inputs["x"], job.outputs["out"]
     # Of no memory: its shape and dtype alone count.
     like = np.broadcast_to(np.zeros((), x.native), x.shape)
-    if job.out.suffix == ".npy":
-        return NpyTarget(job.out, job.lead, like, fresh)
+    if out.suffix == ".npy":
+        return NpyTarget(out, job.lead, like, fresh)
     # If it is missing, one line says so.
     zarr_package()
-    chunks = x.chunks or (*job.lengths, *x.shape[len(job.lead) :])
-    return ZarrTarget(job.out, like, chunks, fresh)
+    chunks = x.chunks or (*job.lengths, *job.normalized)
+    return ZarrTarget(out, like, chunks, fresh)
 
 
 def _about(job: _Job) -> dict[str, Any]:
@@ -305,8 +424,10 @@ def _about(job: _Job) -> dict[str, Any]:
         stats = [each.stat() for each in files]
         stamp = sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)
         about[name] = [len(files), *stamp, *map(str, member[1:])]
-    for name, array in job.parameters.items():
-        about[name] = None
-        if array is not None:
+    keywords = dict(job.keywords)
+    for name in _PARAMETERS:
+        if (array := keywords.pop(name, None)) is not None:
             about[name] = [str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest()]
-    return about | {"options": [job.kind, job.axes, job.lengths, job.options]}
+    return about | {
+        "options": [job.kind, job.normalized, job.lengths, sorted(job.inputs), keywords]
+    }

@@ -116,10 +116,10 @@ def list_members(path: Path) -> dict[str, Member]:
     return {member.name: member for member in members}
 
 
-def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
-    """Return the member of that name; without one, x, or the only one."""
-    if name is None and (len(members) == 1 or "x" in members):
-        return members.get("x", next(iter(members.values())))
+def choose(members: dict[str, Member], path: Path, name: str | None, default: str = "x") -> Member:
+    """Return the member of that name; without one, that of the default name, or the only one."""
+    if name is None and (len(members) == 1 or default in members):
+        return members.get(default, next(iter(members.values())))
     if name in members:
         return members[name]
     rows = [

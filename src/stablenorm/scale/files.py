@@ -147,9 +147,9 @@ class NpyTarget:
             if hasattr(os, "posix_fallocate"):
                 try:
                     os.posix_fallocate(self._file, 0, self._offset + like.nbytes)
-                except OSError:
+                except OSError as error:
                     self.discard()
-                    raise
+                    raise OSError(error.errno, error.strerror, str(path)) from None
             os.pwrite(self._file, header.getvalue(), 0)
 
     def write(self, box: Box, rows: Array) -> None:
@@ -235,7 +235,7 @@ def rename_whole(path: Path) -> None:
 
 
 class Journal:
-    """How many blocks of a result are finished, and what it is computed from."""
+    """How many blocks of a result are finished, their sums, and what it is computed from."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self._part = part_of(path)
@@ -243,29 +243,29 @@ class Journal:
         # As it is read back: tuples become lists.
         self._about = json.loads(json.dumps(about))
 
-    def read(self) -> int:
-        """Return how many blocks are finished; ValueError if that was of another command."""
+    def read(self) -> tuple[int, dict[str, str]]:
+        """Return how many blocks are finished, and the sums; ValueError if of another command."""
         if not (self._path.exists() and self._part.exists()):
-            return 0
+            return 0, {}
         try:
             kept = json.loads(self._path.read_text())
-            found, blocks = dict(kept["about"]), int(kept["blocks"])
+            found, blocks, sums = dict(kept["about"]), int(kept["blocks"]), dict(kept["sums"])
         except (ValueError, KeyError, TypeError):
             msg = f"{self._path} must be a journal, got something else; leave --resume out"
             raise ValueError(msg) from None
-        for name in self._about:
-            if found.get(name) != self._about[name]:
+        for name in found | self._about:
+            if found.get(name) != self._about.get(name):
                 msg = (
                     f"--resume needs the same {name} as the run that was interrupted, got another; "
                     "leave --resume out to begin again"
                 )
                 raise ValueError(msg)
-        return blocks
+        return blocks, sums
 
-    def record(self, blocks: int) -> None:
+    def record(self, blocks: int, sums: dict[str, str]) -> None:
         """Write it; what it says is finished has to be on the disk already."""
         with part_of(self._path).open("w") as file:
-            json.dump({"about": self._about, "blocks": blocks}, file)
+            json.dump({"about": self._about, "blocks": blocks, "sums": sums}, file)
             file.flush()
             os.fsync(file.fileno())
         rename_whole(self._path)
