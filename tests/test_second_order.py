@@ -39,12 +39,12 @@ class Problem:
         )
         self.kind, self.offset, self.eps = kind, offset, 1e-3
 
-    def cache(self):
+    def cache(self, backend="numpy"):
         given = self.x, self.gamma, self.beta, self.eps
-        return KINDS[self.kind][0](*given, gamma_offset=self.offset, backend="numpy")[1]
+        return KINDS[self.kind][0](*given, gamma_offset=self.offset, backend=backend)[1]
 
-    def jvp(self):
-        return KINDS[self.kind][2](self.tx, self.cache(), self.tgamma, self.tbeta)
+    def jvp(self, backend="numpy"):
+        return KINDS[self.kind][2](self.tx, self.cache(backend), self.tgamma, self.tbeta)
 
     def double_backward(self):
         cotangents = {"ddgamma": self.tgamma, "ddbeta": self.tbeta}
@@ -192,12 +192,13 @@ def magnitudes(p):
 
 
 def assert_contract(p):
-    found, dtype = dict(zip(LIMITS, p.double_backward(), strict=True)), p.x.dtype
+    found, dtype = [*zip(LIMITS, p.double_backward(), strict=True)], p.x.dtype
     given = {"gamma_offset": p.offset, "ddgamma": p.tgamma, "ddbeta": p.tbeta, "kind": p.kind}
     exact = exact_double_backward(p.tx, p.dy, p.x, p.gamma, p.eps, **given)
     with np.errstate(all="ignore"):
         sizes = magnitudes(p)
-        for output, errors in exact.ulp_errors(**found).items():
+        for output, result in (*found, ("ddy", p.jvp("numba"))):
+            errors = exact.ulp_errors(**{output: result})[output]
             *limits, more = LIMITS[output]
             ulp = np.spacing(abs(exact.rounded(output, dtype))).astype(np.float64)
             c = 2.0 ** (more - (98 if dtype == np.float64 else 48))
@@ -227,23 +228,22 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_compiled_jvp_has_the_bits_of_the_reference(rng, kind):
-    """Odd rows, few and many elements, rows apart from one another; no gamma; an offset."""
-    for rows, n in ((5, 7), (3, 2100)):
-        p = Problem(rng, kind, np.float32, (rows, n + 1))
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_compiled_jvp_has_the_bits_of_the_reference(rng, kind, dtype):
+    """Odd rows, few and many elements, rows apart from one another, extreme ones; no gamma; an offset."""
+    for rows, n, power in ((5, 7, 0), (3, 2100, 0), (5, 7, -1000 if dtype is np.float64 else -100)):
+        p = Problem(rng, kind, dtype, (rows, n + 1))
         p.x, p.tx = p.x[:, 1:], p.tx[:, :-1]
-        p.gamma, p.beta, p.tgamma, p.tbeta = (a[1:] for a in (p.gamma, p.beta, p.tgamma, p.tbeta))
-        forward, _, jvp, _ = KINDS[kind]
-        _, cache = forward(p.x, p.gamma, p.beta, gamma_offset=1.0, backend="numba")
-        np.testing.assert_array_equal(
-            jvp(p.tx, cache, p.tgamma, p.tbeta).view(np.uint32),
-            jvp(p.tx, cache._replace(backend="numpy"), p.tgamma, p.tbeta).view(np.uint32),
-        )
-        _, cache = forward(p.x, backend="numba")
-        np.testing.assert_array_equal(
-            jvp(p.tx, cache).view(np.uint32),
-            jvp(p.tx, cache._replace(backend="numpy")).view(np.uint32),
-        )
+        if dtype is np.float64:
+            p.x[1] *= 1e300
+            p.tx[0], p.tx[2, 3] = p.tx[0] * 1e-300, 1e300
+        given = (p.gamma, p.beta, p.tgamma, p.tbeta)
+        p.gamma, p.beta, p.tgamma, p.tbeta = (np.ldexp(a[1:], power) for a in given)
+        p.offset = 0.0 if power else 1.0
+        assert p.jvp("numba").tobytes() == p.jvp().tobytes()
+        p.gamma = p.beta = p.tgamma = p.tbeta = None
+        p.offset = 0.0
+        assert p.jvp("numba").tobytes() == p.jvp().tobytes()
 
 
 def test_axes_layouts_and_backends_agree(rng, backend):

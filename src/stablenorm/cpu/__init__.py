@@ -20,6 +20,7 @@ from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
 from stablenorm.cpu.tiles import STRAIGHT
+from stablenorm.reference.doubledouble import two_sum
 from stablenorm.types import (
     NOTHING_EXTRA,
     Array,
@@ -127,20 +128,25 @@ def jvp(
     tx: Any, x: Any, norm: Norm, statistics: Statistics,
     tgamma: Array | None, tbeta: Array | None, ty: Any, where: Any = None,
 ) -> None:  # fmt: skip
-    """Do what `reference.jvp` does; what is float64, masked or without contiguous rows, that does."""
-    narrow = statistics.rstd_lo is None and not any_float64(tx, tgamma, tbeta)
-    strides = row_strides(tx, x, ty)
-    if narrow and where is None and strides != ():
-        gamma = 1.0 if norm.gamma is None else norm.gamma.ravel().astype(np.float64)
-        table = np.zeros((3, x.shape[-1]))
-        table[0] = gamma + norm.gamma_offset
-        for row, tangent in zip(table[1:], (tgamma, tbeta), strict=True):
+    """Do what `reference.jvp` does; that does what is masked, and rows that are not contiguous."""
+    wide, strides = statistics.rstd_lo is not None, row_strides(tx, x, ty)
+    # What a forward kept of which nothing was float64 is too little for double-double.
+    if where is None and strides != () and (wide or not any_float64(tx, tgamma, tbeta)):
+        table = np.zeros((4, x.shape[-1]))
+        table[0] = 1.0 if norm.gamma is None else norm.gamma.ravel()
+        table[0], table[1] = two_sum(table[0], np.array(norm.gamma_offset))
+        for row, tangent in zip(table[2:], (tgamma, tbeta), strict=True):
             if tangent is not None:
                 row[:] = tangent.ravel()
-        pulled, options = (tx.dtype, None, None, False), (norm.kind, 0.0, "fast", "jvp")
+        pulled, options = (tx.dtype, None, None, wide), (norm.kind, 0.0, "fast", "jvp")
         plan = make_plan(x.shape, strides, x.dtype, (None, None), pulled, options)
-        arrays = x, ty, tx, None, None, *statistics[:5], *(None,) * 7, table, None
-        if _do(plan, arrays) != REFERENCE:
+        marks = extreme.marks_of(statistics) if wide else None
+        kept = *statistics[:5], marks, *(None,) * 6
+        if not (wide and extreme.any_of(table[[0, 2, 3]])) and (
+            _do(plan, (x, ty, tx, None, None, *kept, table, None)) != REFERENCE
+        ):
+            if marks is not None:
+                extreme.write_ty(tx, x, norm, statistics, (tgamma, tbeta), ty, marks)
             return
     reference.jvp(tx, x, norm, statistics, tgamma, tbeta, ty, where)
 

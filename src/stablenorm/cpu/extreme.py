@@ -65,20 +65,46 @@ def marks_of(statistics: Statistics) -> Array:
     return marks.astype(np.uint8)
 
 
+def any_of(parameters: Array) -> bool:
+    """Tell whether an element of these is of extreme size; 0 is not."""
+    size = np.abs(parameters[parameters != 0.0])
+    return not ((size >= SMALLEST) & (size <= LARGEST)).all()
+
+
 def write_dx(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array,
     extra: Extra = NOTHING_EXTRA,
 ) -> None:  # fmt: skip
     """Write dx of the marked rows."""
-    dy, x, dx = map(as_matrix, (dy, x, dx))
+    dsum = None if extra.dsum is None else as_matrix(extra.dsum)
+
+    def compute(rows: Array, dy: Any, x: Any, some: Statistics, result: Array) -> None:
+        more = extra if dsum is None else extra._replace(dsum=dsum[rows])
+        reference.backward(dy, x, norm, some, Gradients(result, None, None), more)
+
+    _write(compute, dy, x, statistics, dx, marks)
+
+
+def write_ty(
+    tx: Any, x: Any, norm: Norm, statistics: Statistics, tangents: tuple[Any, Any], ty: Any,
+    marks: Array,
+) -> None:  # fmt: skip
+    """Write ty of the marked rows; the tangents are those of gamma and beta."""
+
+    def compute(_rows: Array, tx: Any, x: Any, some: Statistics, result: Any) -> None:
+        reference.jvp(tx, x, norm, some, *tangents, result)
+
+    _write(compute, tx, x, statistics, ty, marks)
+
+
+def _write(compute: Any, dy: Any, x: Any, statistics: Statistics, out: Any, marks: Array) -> None:
+    dy, x, out = map(as_matrix, (dy, x, out))
     rows = np.flatnonzero(marks)
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result = np.empty((len(part), x.shape[1]), x.dtype)
-        some, out = statistics.of_rows(part), Gradients(result, None, None)
-        more = extra if extra.dsum is None else extra._replace(dsum=as_matrix(extra.dsum)[part])
-        reference.backward(dy[part], x[part], norm, some, out, more)
-        dx[part] = result
+        compute(part, dy[part], x[part], statistics.of_rows(part), result)
+        out[part] = result
 
 
 def decide(

@@ -93,8 +93,9 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     else:
         tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
         summing = any(each is not None for each in totals)
-        how = (plus, nearest, kind, offset) if wide else (plus, kind, "jvp" in others)
-        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *how)
+        how = (plus, nearest, kind, offset) if wide else (plus, kind)
+        jvp = "jvp" in others
+        do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *how, jvp)
     dy_stride, x_stride, out_stride, *more = strides or (dy_bytes, *[row_bytes] * 4)
     source_stride, plus_stride = more or (0, 0)
     straight = wide or out_stride != row_bytes

@@ -36,7 +36,7 @@ from stablenorm.cpu.memory import (
     width,
     within,
 )
-from stablenorm.cpu.pairs import put_pair, two_sum
+from stablenorm.cpu.pairs import put_pair, two_product, two_sum
 from stablenorm.cpu.wide import affine, dx_of, smallest, xhat_of
 
 _UNIT = 2.0**-106
@@ -175,6 +175,20 @@ def _dx_and_sum(given, j):
     return high if high == high else np.nan, low, size  # noqa: PLR0124
 
 
+@inlined
+def _ty(given, j):
+    of_dx, (scale, scale_low, tgamma, tbeta) = given
+    _, _, h, h_low = of_dx[1]
+    moved, moved_low, size = _dx(of_dx, j)
+    high, low = two_product(moved, scale[j])
+    low = fma(moved, scale_low[j], fma(moved_low, scale[j], low))
+    turned, turned_low = two_product(h[j], tgamma[j])
+    high, error = two_sum(high, turned)
+    low += fma(h_low[j], tgamma[j], turned_low) + error
+    high, error = two_sum(high, tbeta[j])
+    return high, low + error, size
+
+
 @pasted
 def digits_of(v):
     """Return 2**p, p the bits of these floats: the last bit of one is more than 2**-p of it."""
@@ -252,4 +266,4 @@ def _writing(name, value):
 
 
 write_y, write_dx = _writing("y", _y), _writing("dx", _dx)
-write_dx_and_sum = _writing("dx_and_sum", _dx_and_sum)
+write_dx_and_sum, write_ty = _writing("dx_and_sum", _dx_and_sum), _writing("ty", _ty)

@@ -50,7 +50,7 @@ class Call(NamedTuple):
     # float64: what dgamma, and then dbeta, is added to.
     old: Any = 0
     # x before the residual was added, and the residual; or what is added to dx. x is then their sum. Of
-    # a jvp, gamma and the tangents of gamma and beta, in float64.
+    # a jvp, gamma, its low part, and the tangents of gamma and beta, in float64.
     source: Any = 0
     plus: Any = 0
     # What the dtypes and the shape decide.

@@ -247,7 +247,7 @@ def _with_tangents(given, p):
     """Put the rows of the table of a jvp behind gamma: the scale, tgamma, tbeta."""
     both, strides, ones, lanes, aheads = given
     scale, row = float64_at(p.source), 8 * p.n
-    table = ones, scale, further(scale, row), further(scale, 2 * row)
+    table = ones, scale, further(scale, 2 * row), further(scale, 3 * row)
     return both, strides, table, lanes, aheads
 
 

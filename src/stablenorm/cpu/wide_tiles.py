@@ -81,8 +81,13 @@ def backward_tile(
     rounding: bool,
     kind: str,
     offset: bool,
+    jvp: bool,
 ) -> Any:
-    """Return what pulls back a tile in double-double, with `plus` adding dsum to dx."""
+    """
+    Return what pulls back a tile in double-double, with `plus` adding dsum to dx.
+
+    With `jvp` it pushes: dy is the tangent of x, and the result that of y.
+    """
     layer = kind == "layer"
 
     def backward(record, number, me):
@@ -128,7 +133,9 @@ def backward_tile(
                 size = nearest.size_of(arrays, factors, n, layer, exact) if rounding else 0.0
                 bound = nearest.row_bound(n) * rstd[i] if rounding else None
                 given = x, factors, means, row, size
-                if plus:
+                if jvp:
+                    nearest.write_ty((given, _four(p.source, 8 * n)), dx, n, bound)
+                elif plus:
                     dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
                     if nearest.write_dx_and_sum((given, dsum), dx, n, bound):
                         marks[i] = UNDECIDED
