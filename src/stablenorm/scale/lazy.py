@@ -35,6 +35,7 @@ from stablenorm.scale.blocks import (
     tree,
 )
 from stablenorm.scale.sums import backward_parts, decided, exact_parts
+from stablenorm.threads import alone
 from stablenorm.types import Cache, Gradients, Norm, Statistics
 
 # What takes their place.
@@ -101,6 +102,7 @@ def forward(
     return y, LazyCache(x, norm, axes, chosen, kept)
 
 
+@alone()
 def _forward(call: _Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
     norm = Norm(gamma, beta, *call.norm)
@@ -165,6 +167,7 @@ def backward(
     return Gradients(*found)
 
 
+@alone()
 def _backward(
     asked: tuple[str, ...], dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache, dsum: Any
 ) -> Any:
@@ -240,6 +243,7 @@ def _rounded(total: Any, dtypes: dict[int, Any]) -> Any:
     return {i: rounded(total[i], dtype) for i, dtype in dtypes.items()}
 
 
+@alone()
 def _exact(found: Any, dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache) -> Any:
     """Return exact sums over a block of the columns that are undecided; None, at once, without any."""
     columns: Any = [found[i][1] if i in found and found[i][1].any() else None for i in (1, 2)]
