@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stablenorm import (
+    diagnose,
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
@@ -275,6 +276,21 @@ def test_an_array_of_no_rows():
     assert (y.compute().shape, cache.compute().mean.shape) == ((0, 8), (0, 1))
 
 
+@pytest.mark.parametrize(("kind", "axis"), [("layer", 2), ("rms", (0, 2)), ("layer", (0, 1, 2))])
+def test_diagnosis_is_that_of_the_whole_array(rng, kind, axis, scheduler):
+    x = rng.standard_normal((6, 9, 40)).astype(np.float32) + 100
+    x[1, 2, 3], x[4, 5:7] = np.nan, 3.0
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    lazy = diagnose(cut(rng, x, axes), kind=kind, axis=axis, eps=0.0, dtype="float16", top=7)
+    assert dask.utils.key_split(lazy.key).startswith("diagnose")
+    found = lazy.compute(scheduler=scheduler)
+    assert (
+        found.as_dict()
+        == diagnose(x, kind=kind, axis=axis, eps=0.0, dtype="float16", top=7).as_dict()
+    )
+    assert found.per_row is None
+
+
 # ---- lazy, as other collections of Dask ----
 
 
@@ -284,6 +300,7 @@ def test_nothing_is_computed_before_it_is_asked_for():
     assert repr(cache).startswith("LazyCache(x: float32 (4, 6), 2 blocks, gamma: float32 (6,)")
     assert "\n" not in repr(cache)
     gradients = layer_norm_backward(x, cache, dsum=x)
+    assert dask.is_dask_collection(diagnose(x))
     assert (gradients.dx.shape, gradients.dgamma.shape) == ((4, 6), (6,))
     assert (cache.axis, cache.rstd.shape, layer_norm(x).shape) == ((1,), (4, 1), (4, 6))
     with pytest.raises(pytest.fail.Exception, match="before it was asked for"):
@@ -363,6 +380,8 @@ def test_compute_persist_and_optimize_of_y_and_cache_together(rng):
         *((lambda x, given=given: layer_norm_backward(x, layer_norm_forward(x)[1], **given), ValueError,
            f"{next(iter(given))} must be left out for a Dask array.*; ")
           for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": ()})),
+        (lambda x: diagnose(x, axis=0), ValueError, "x must have one chunk along axis 0"),
+        (lambda x: diagnose(x > 0), TypeError, "x must be float16.*got bool"),
         (lambda x: layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),
     ],
 )  # fmt: skip

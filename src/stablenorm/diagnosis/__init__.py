@@ -1,15 +1,17 @@
 """`diagnose`: what a layer or RMS norm would lose on given data, row by row and in all."""
 
+import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import HOST, as_matrix, as_rows, normalize_axes, normalized_shape
+from stablenorm.arrays import HOST, as_matrix, as_rows, is_lazy, normalize_axes, normalized_shape
 from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
 from stablenorm.diagnosis.rows import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.formats import check_dtype, format_of, parse
@@ -25,6 +27,9 @@ BLOCK = 1 << 19
 # Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
 # 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
+
+# The method whose loss says how bad a row is: an RMS norm loses most in float16, the last one.
+_DECIDING = {"layer": 0, "rms": -1}
 
 
 def diagnose(
@@ -97,7 +102,10 @@ def diagnose(
     >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
     (2, True)
     """
-    array = HOST.convert("x", x)
+    lazily = is_lazy(x)
+    # Of a Dask array, Dask is loaded already.
+    convert = import_module("stablenorm.scale.blocks").convert if lazily else HOST.convert
+    array = convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
     if kind not in METHODS:
@@ -105,18 +113,20 @@ def diagnose(
         raise ValueError(msg)
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
+    options: dict[str, Any] = {
+        "shape": array.shape,
+        "dtype": judged,
+        "axis": axes,
+        "eps": check_eps(eps),
+        "top": check_count("top", top, least=0),
+        "kind": kind,
+    }
+    if lazily:
+        return import_module("stablenorm.diagnosis.lazy").diagnose(array, options)  # type: ignore[no-any-return]
     rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])
-    return diagnose_blocks(
-        (rows[start : start + step] for start in range(0, rows.shape[0], step)),
-        shape=array.shape,
-        dtype=judged,
-        axis=axes,
-        eps=check_eps(eps),
-        top=check_count("top", top, least=0),
-        keep_rows=True,
-        kind=kind,
-    )
+    blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    return diagnose_blocks(blocks, **options, keep_rows=True)
 
 
 def diagnose_blocks(
@@ -129,28 +139,40 @@ def diagnose_blocks(
     top: int = 10,
     keep_rows: bool = False,
     kind: str = "layer",
+    numbers: Array | None = None,
 ) -> Diagnosis:
     """
     Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
 
     The blocks are (rows, n) each, in order, of any of the four dtypes; two per thread are held at a
     time. `shape` and `axis` are of the whole data, `dtype` is what it is judged as. The numbers of
-    every row, which `keep_rows` asks for, take about 65 bytes each.
+    every row, which `keep_rows` asks for, take about 65 bytes each. `numbers` has the index of each row
+    where these are some of the rows of `shape`; by default they are all.
     """
     n = math.prod(shape[i] for i in axis)
     nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
     summary, kept = _summarize(nothing, dtype, kind), [nothing]
-    worst: list[tuple[float, Row]] = []
+    worst: tuple[Row, ...] = ()
     for block, found in _measured(blocks, dtype, eps, kind):
         if top:
-            worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
+            start = summary.rows
+            given: Any = range(start, start + len(block)) if numbers is None else numbers[start:]
+            worst = _worst(worst, given, block, found, dtype, top, kind)
         summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
     rows = (np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
     per_row = PerRow._make(rows) if keep_rows else None
-    sentences = tuple(row for _, row in worst)
-    return Diagnosis(shape, dtype.name, axis, n, eps, summary, sentences, per_row, kind)
+    return Diagnosis(shape, dtype.name, axis, n, eps, summary, worst, per_row, kind)
+
+
+def merged(one: Diagnosis, other: Diagnosis, top: int) -> Diagnosis:
+    """Return the diagnosis of the rows of both, which are some of those of the same data."""
+    worst = sorted(
+        (*one.worst, *other.worst), key=lambda row: (-_rank_of(row, one.kind), row.index)
+    )
+    summary = _together(one.summary, other.summary)
+    return dataclasses.replace(one, summary=summary, worst=tuple(worst[:top]))
 
 
 def _measured(
@@ -176,32 +198,43 @@ def _measured(
 
 
 def _worst(
-    before: list[tuple[float, Row]],
-    first: int,
+    before: tuple[Row, ...],
+    numbers: Sequence[int],
     block: Array,
     found: PerRow,
     dtype: np.dtype[Any],
     top: int,
     kind: str,
-) -> list[tuple[float, Row]]:
-    """Return the rows of the highest rank with their ranks, of `before` and of a block at `first`."""
+) -> tuple[Row, ...]:
+    """Return the rows of the highest rank, of `before` and of a block whose rows have these numbers."""
     has = dict(zip(SPECIAL[kind], found.marks, strict=True))
-    # Bits first; the condition number counts less than a bit. Constant rows have none.
-    condition = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    # An RMS norm loses most in float16, the last method.
-    lost = found.lost[0 if kind == "layer" else -1].astype(np.float64)
-    rank = np.rint(lost) + 1.0 - 1.0 / condition
-    # What has no y at all comes before any number of bits.
-    rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
-    candidates = np.flatnonzero(rank > (before[-1][0] if len(before) == top else -1.0))
+    lost = found.lost[_DECIDING[kind]]
+    rank = _rank(lost, found.condition_y, has["undefined"], has["not finite"])
+    candidates = np.flatnonzero(rank > (_rank_of(before[-1], kind) if len(before) == top else -1.0))
+    if not len(candidates):
+        return before
     # Of equals, the first ones: stable.
     candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
     with np.errstate(over="ignore"):
         new = [
-            (float(rank[i]), describe_row(first + i, block[i].astype(dtype), found, i, kind))
+            describe_row(int(numbers[i]), block[i].astype(dtype), found, i, kind)
             for i in map(int, candidates)
         ]
-    return sorted([*before, *new], key=lambda entry: -entry[0])[:top]
+    return tuple(sorted([*before, *new], key=lambda row: -_rank_of(row, kind))[:top])
+
+
+def _rank(lost: Any, condition: Any, undefined: Any, spoilt: Any) -> Any:
+    """Return how bad rows are: bits first; the condition number counts less than a bit."""
+    # Constant rows have none.
+    some = np.where(np.isfinite(condition), condition, 1.0)
+    rank = np.rint(np.asarray(lost, np.float64)) + 1.0 - 1.0 / some
+    # What has no y at all comes before any number of bits.
+    return np.where(spoilt, 4096.0, np.where(undefined, 2048.0, rank))
+
+
+def _rank_of(row: Row, kind: str) -> float:
+    lost = [*row.lost.values()][_DECIDING[kind]]
+    return float(_rank(lost, row.condition_y, "undefined" in row.marks, "not finite" in row.marks))
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:

@@ -13,7 +13,7 @@ from dask.array import Array, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm.arrays import HOST, is_lazy
+from stablenorm.arrays import HOST, is_lazy, show_axes
 from stablenorm.formats import check_dtype
 
 Block = tuple[int, ...]
@@ -43,6 +43,16 @@ def check_blocks(name: str, array: Array) -> None:
         made = f"{type(array._meta).__module__}.{type(array._meta).__name__}"
         msg = f"{name} must be a Dask array of NumPy arrays, got one of {made}"
         raise TypeError(msg)
+
+
+def check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
+    """Raise unless no axis that is normalized is cut."""
+    if cut := [axis for axis in axes if x.numblocks[axis] > 1]:
+        msg = (
+            f"x must have one chunk along axis {show_axes(tuple(cut))}, got chunks "
+            f"{x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
+        )
+        raise ValueError(msg)
 
 
 class Operand(NamedTuple):

@@ -19,7 +19,7 @@ from dask.array.core import finalize, slices_from_chunks
 from dask.base import DaskMethodsMixin, tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm.arrays import HOST, is_lazy, normalize_axes, show_axes
+from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.functional import calls, masks
 from stablenorm.reference.partial import merged, rounded
@@ -29,6 +29,7 @@ from stablenorm.scale.blocks import (
     array_of,
     blocks_of,
     check_blocks,
+    check_whole_rows,
     convert,
     operand,
     places,
@@ -76,7 +77,7 @@ def forward(
     x = convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     norm = calls.checked_norm(LAZY, norm, x.shape, axes, chosen)
-    _check_whole_rows(x, axes)
+    check_whole_rows(x, axes)
     if residual is not None:
         residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
     if where is not None:
@@ -265,15 +266,6 @@ def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
         leading = 0 if value is None else value.ndim - len(axes)
         found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
     return found
-
-
-def _check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
-    if cut := [axis for axis in axes if x.numblocks[axis] > 1]:
-        msg = (
-            f"x must have one chunk along axis {show_axes(tuple(cut))}, got chunks "
-            f"{x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
-        )
-        raise ValueError(msg)
 
 
 def _check_where(where: Any, x: Array, axes: tuple[int, ...], rounding: str) -> Any:
