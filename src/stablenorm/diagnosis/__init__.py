@@ -49,6 +49,7 @@ def diagnose(
     x : array
         Data: float16, bfloat16, float32 or float64, any number of leading dimensions, any
         strides. Not modified.
+        Of a Dask array, the result is a `dask.delayed` one, without `per_row`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     kind : {"layer", "rms"}, default: "layer"

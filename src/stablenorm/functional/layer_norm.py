@@ -33,6 +33,7 @@ def layer_norm(
     x : array
         Input: float16, bfloat16, float32 or float64, any number of leading dimensions, any
         strides, either byte order. Not modified, unless it is `out`.
+        It may be a Dask array; then the result is a lazy one: docs/how-to/dask.md.
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has them.
         `layer_norm_forward` describes leading axes. Each has a floating dtype of its own. If one is
@@ -167,7 +168,7 @@ def layer_norm_forward(
     y : array
         The result, of the shape and dtype of `x`.
     cache : Cache
-        For `layer_norm_backward`: `x` and `gamma` by reference, and per row the mean and the
+        For `layer_norm_backward`, lazy if `x` is: `x` and `gamma` by reference, and per row the mean and the
         reciprocal standard deviation, 24 bytes (32 to 44 with float64 data; with
         ``rounding="nearest"`` as with float64 data and 8 more).
 
@@ -214,7 +215,7 @@ def layer_norm_backward(
     ----------
     dy : array
         Derivative of a scalar by `y`; of its shape, of any of the four dtypes, any strides.
-        Not modified, unless it is ``out.dx``.
+        Not modified, unless it is ``out.dx``. A Dask array if `x` was one.
     cache : Cache
         What `layer_norm_forward` returned. It can be used any number of times.
     wrt : sequence of {"x", "gamma", "beta"}, default: all three
