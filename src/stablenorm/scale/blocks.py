@@ -45,12 +45,12 @@ def check_blocks(name: str, array: Array) -> None:
         raise TypeError(msg)
 
 
-def check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
-    """Raise unless no axis that is normalized is cut."""
+def check_whole_rows(x: Array, axes: tuple[int, ...], given: str) -> None:
+    """Raise unless no axis that is normalized is cut, for what is `given`."""
     if cut := [axis for axis in axes if x.numblocks[axis] > 1]:
         msg = (
-            f"x must have one chunk along axis {show_axes(tuple(cut))}, got chunks "
-            f"{x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
+            f"x must have one chunk along axis {show_axes(tuple(cut))} for {given}, got "
+            f"chunks {x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
         )
         raise ValueError(msg)
 

@@ -8,6 +8,7 @@ call made of it; what the user holds, y, the cache, dx, refers to it by tasks th
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from operator import getitem
 from typing import Any, NamedTuple
@@ -51,7 +52,7 @@ _CURES = {
 LAZY = HOST._replace(convert=convert)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What all blocks have in common: `norm` is that of the call less gamma and beta."""
 
     norm: tuple[Any, ...]
@@ -77,21 +78,25 @@ def forward(
     x = convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     norm = calls.checked_norm(LAZY, norm, x.shape, axes, chosen)
-    check_whole_rows(x, axes)
+    if residual is not None or where is not None or type(norm) is not Norm:
+        check_whole_rows(x, axes, "residual, where or gamma for each sample")
     if residual is not None:
         residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
     if where is not None:
         where = _check_where(where, x, axes, norm.rounding)
-    call = _Call(norm[2:], axes, chosen, keep)
+    call = Call(norm[2:], axes, chosen, keep)
     token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
     kind = f"{norm.kind}-norm"
     every = tuple(range(x.ndim))
+    if any(x.numblocks[axis] > 1 for axis in axes):
+        given = [operand("x", x, x, every), *parameters(norm, x, axes)]
+        return _split().forward(x, norm, call, given, token)  # type: ignore[no-any-return]
     added = operand("residual", residual, x, every)
     mask = None if where is None else operand("where", where, x, every[x.ndim - where.ndim :])
     needed = operand("x", x, x, every), *parameters(norm, x, axes), added, mask
     first = f"{kind}-forward" if keep else kind
     name = f"{first}-{token}"
-    tasks = blocks_of(name, x, lambda at: (_forward, call, *_read(needed, at)))
+    tasks = blocks_of(name, x, lambda at: (_forward, call, *read(needed, at)))
     if not keep:
         return array_of(name, tasks, *needed, chunks=x.chunks, dtype=x.dtype), None
     made = array_of(name, tasks, *needed, chunks=x.chunks)
@@ -104,7 +109,7 @@ def forward(
 
 
 @alone()
-def _forward(call: _Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
+def _forward(call: Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
     norm = Norm(gamma, beta, *call.norm)
     y, cache = calls.forward(x, norm, call.axes, None, call.backend, call.keep, residual, where)
@@ -122,7 +127,7 @@ def _part(made: Array, index: int, what: str, dtype: Any) -> Array:
     return array_of(name, tasks, made, chunks=made.chunks, dtype=dtype)
 
 
-def _read(needed: Any, at: Block) -> list[Any]:
+def read(needed: Any, at: Block) -> list[Any]:
     """Return the blocks that the task at this place reads of its operands, None of None."""
     return [None if each is None else each.at(at) for each in needed]
 
@@ -149,21 +154,30 @@ def backward(
     every = tuple(range(x.ndim))
     gamma, beta = parameters(norm, x, cache.axis)
     block = [*(operand("", each, x, every) for each in (dy, x)), gamma, beta]
-    block.append(operand("", cache.kept, x, every))
-    needed = *block, operand("dsum", dsum, x, every)
     # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
     first = f"{kind}-norm-gradients"
     token = tokenize(dy, cache, dsum, asked)
-    tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *_read(needed, at)))
-    made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
-    found: list[Any] = [_part(made, 0, "dx", x.dtype) if "x" in asked else None, None, None]
+    ask = None
+    if cache.kept.numblocks != x.numblocks:
+        if dsum is not None:
+            check_whole_rows(x, cache.axis, "dsum")
+        made, dx = _split().backward(x, cache, asked, block, first, token)
+        ask = functools.partial(_split().exact_tasks, cache, block)
+        block = [*block, cache.kept]
+    else:
+        block.append(operand("", cache.kept, x, every))
+        needed = *block, operand("dsum", dsum, x, every)
+        tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *read(needed, at)))
+        made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
+        dx = _part(made, 0, "dx", x.dtype) if "x" in asked else None
+    found: list[Any] = [dx, None, None]
     # By the axes along which the parameters are cut: gamma and beta in one tree, if they are alike.
     trees: dict[Block, dict[int, Operand]] = {}
     for i, parameter in ((1, gamma), (2, beta)):
         if parameter is not None and calls.NAMES[i] in asked:
             trees.setdefault(parameter.cut, {})[i] = parameter
     for cut, wanted in trees.items():
-        for i, total in _sums(made, block, wanted, cut, norm.rounding == "nearest").items():
+        for i, total in _sums(made, block, wanted, cut, norm.rounding == "nearest", ask).items():
             found[i] = total
     return Gradients(*found)
 
@@ -181,13 +195,14 @@ def _filled(kept: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
 
 
 def _sums(
-    made: Array, block: list[Any], wanted: dict[int, Operand], cut: Block, nearest: bool
-) -> dict[int, Array]:
+    made: Array, block: list[Any], wanted: dict[int, Operand], cut: Block, nearest: bool,
+    ask: Any = None,
+) -> dict[int, Array]:  # fmt: skip
     """
     Return dgamma (1) and dbeta (2), as far as wanted, whose parameters are cut along these axes of x.
 
     `made` has what `_backward` returned. What rounding to nearest leaves undecided each `block` is asked
-    again, for exact sums.
+    again, for exact sums; `ask` adds the tasks for that where rows are cut.
     """
     first, _, token = made.name.rpartition("-")
     token = tokenize(token, cut, (*wanted,))
@@ -217,7 +232,10 @@ def _sums(
     }
     exact: dict[Block, Any] = {}
     if nearest:
-        exact = total("exact", lambda at: (_exact, found[group(at)], *_read(block, at)))
+        task = lambda at: (_exact, found[group(at)], *read(block, at))
+        if ask is not None:
+            task = ask(tasks, found, group, f"{first}-exact", token)
+        exact = total("exact", task)
     shared = array_of(f"{first}-sum-{token}", tasks, made, *block, chunks=made.chunks)
     result = {}
     for i, parameter in wanted.items():
@@ -266,6 +284,11 @@ def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
         leading = 0 if value is None else value.ndim - len(axes)
         found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
     return found
+
+
+def _split() -> Any:
+    """Return what does calls on rows that are cut."""
+    return importlib.import_module("stablenorm.scale.split")
 
 
 def _check_where(where: Any, x: Array, axes: tuple[int, ...], rounding: str) -> Any:
@@ -386,7 +409,7 @@ class LazyCache(DaskMethodsMixin):
 
         gamma, beta = map(again, self.norm[:2])
         norm = self.norm._replace(gamma=gamma, beta=beta)
-        return LazyCache(again(self.x), norm, self.axis, self.backend, again(self.kept))
+        return type(self)(again(self.x), norm, self.axis, self.backend, again(self.kept))
 
 
 def _of_rows(kept: Cache, which: str, shape: tuple[int, ...]) -> Any:
