@@ -279,9 +279,9 @@ def _lent(call: lazy.Call, rows: Any, gamma: Any, beta: Any, *blocks: Any) -> An
 @alone()
 def _solved(call: lazy.Call, *lent: Any) -> Any:
     """Return y, or dx, of whole rows, if there are any."""
-    columns = (
-        None if each[0] is None else np.concatenate(each, -1) for each in zip(*lent, strict=True)
-    )
+    columns: list[Any] = [
+        None if c[0] is None else np.concatenate(c, -1) for c in zip(*lent, strict=True)
+    ]
     gamma, beta, x, *dy = columns
     if not len(x):
         return None
