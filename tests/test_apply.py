@@ -20,7 +20,7 @@ from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, rms_
 from stablenorm.cli import apply as command
 from stablenorm.cli import main
 from stablenorm.functional import FUNCTIONS
-from stablenorm.scale.files import NpyTarget, box_lengths, boxes, runs
+from stablenorm.scale.files import Target, box_lengths, boxes, runs
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -105,6 +105,22 @@ def test_options_and_members(capsys):
     for source, member in (("m.npz", "a"), ("g.zarr", "in/x")):
         done(capsys, source, "--member", member, *options, "--out", "y.npy")
         assert np.load("y.npy").tobytes() == expected.tobytes()
+
+
+def test_run_checks_the_same_files(capsys, monkeypatch):
+    x, dy = made((6, 8)), made((6, 8), seed=1)
+    np.save("x.npy", x)
+    group = zarr.open_group("g.zarr", mode="w")
+    for name, array in {"x": x, "dy": dy}.items():
+        group.create_array(name, shape=array.shape, dtype=array.dtype)[...] = array
+    for name, words in (("x.npy", "dy not given"), ("g.zarr", "dy of the file")):
+        assert main(["run", name]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert words in out
+        assert out.endswith("All checks passed.")
+    monkeypatch.setattr("os.sysconf", lambda _: 20)
+    assert main(["run", "x.npy"]) == 2
+    assert "x must fit in memory, with y, dx and dy, to be checked" in capsys.readouterr().err
 
 
 def test_no_rows(capsys):
@@ -223,8 +239,8 @@ def test_gradients_of_zarr_and_of_what_is_given_alone(capsys):
 KILLED = """
 import os, sys
 from stablenorm.cli import apply, main
-from stablenorm.scale.files import NpyTarget
-apply._BLOCK, apply._PERIOD_S, write, left = 1000, 0.0, NpyTarget.write, 6
+from stablenorm.scale.files import Target
+apply._BLOCK, apply._PERIOD_S, write, left = 1000, 0.0, Target.write, 6
 
 def stop(*arguments):
     global left
@@ -234,7 +250,7 @@ def stop(*arguments):
         sys.stdin.read()
     write(*arguments)
 
-NpyTarget.write = stop
+Target.write = stop
 main(sys.argv[1:])
 """
 
@@ -263,8 +279,8 @@ def test_a_killed_run_goes_on(backward, capsys, monkeypatch):
     blocks = json.loads(Path("dx.npy.part.journal").read_text())["blocks"]
     assert 1 <= blocks <= 5
     written = []
-    write = NpyTarget.write
-    monkeypatch.setattr(NpyTarget, "write", lambda *a: (written.append(a[1]), write(*a))[1])
+    write = Target.write
+    monkeypatch.setattr(Target, "write", lambda *a: (written.append(a[1]), write(*a))[1])
     done(capsys, *backward, "dx.npy", "--resume")
     assert len(written) == 20 - blocks
     for name in ("", ".dgamma", ".dbeta"):
@@ -303,8 +319,8 @@ def test_what_changed_is_noticed(changed, backward, capsys, monkeypatch):
     elif changed == "version":
         monkeypatch.setattr("stablenorm.__version__", "0")
     else:
-        Path("dx.npy.part.journal").write_text("[]")
-        words = "must be a journal, got something else; leave --resume out"
+        Path("dx.npy.part.journal").write_text("{}")
+        words = "--resume needs the same"
     refused(capsys, words, *backward, "dx.npy", "--resume", *more)
     done(capsys, *backward, "dx.npy", *more)
     assert not list(Path().glob("*.part*"))
@@ -313,7 +329,7 @@ def test_what_changed_is_noticed(changed, backward, capsys, monkeypatch):
 @contextlib.contextmanager
 def stopped_writing(monkeypatch, blocks, error):
     """Raise this error where so many blocks have been written."""
-    write, calls = NpyTarget.write, iter(range(1000))
+    write, calls = Target.write, iter(range(1000))
 
     def stopped(*arguments):
         if next(calls) == blocks:
@@ -321,7 +337,7 @@ def stopped_writing(monkeypatch, blocks, error):
         write(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(NpyTarget, "write", stopped)
+        patched.setattr(Target, "write", stopped)
         yield
 
 

@@ -11,6 +11,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+import zarr
 
 from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
@@ -64,7 +65,10 @@ def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys,
     np.savez(tmp_path / "one.npz", h=x)
     np.savez_compressed(tmp_path / "more.npz", a=x, b=x[0], c=bf)
     write_safetensors(tmp_path / "m.safetensors", {"w": ("BF16", bf), "v": ("F32", x)})
-    for name in ("c.npy", "f.npy", "big.npy", "one.npz"):
+    # Of the second, adjacent rows take half of the file.
+    for name, chunks in (("one.zarr", (2, 5, 32)), ("more.zarr", (3, 2, 9))):
+        zarr.create_array(tmp_path / name, shape=x.shape, dtype=x.dtype, chunks=chunks)[...] = x
+    for name in ("c.npy", "f.npy", "big.npy", "one.npz", "one.zarr", "more.zarr"):
         assert found_in(capsys, tmp_path, tmp_path / name) == expected(x), name
     for name, member, array in (
         ("more.npz", "a", x),

@@ -15,17 +15,8 @@ import numpy as np
 
 import stablenorm
 from stablenorm.arrays import normalize_axes, normalized_shape
-from stablenorm.cli import parts
-from stablenorm.cli.files import (
-    Member,
-    are_adjacent,
-    choose,
-    list_members,
-    load,
-    load_number,
-    opened,
-    zarr_package,
-)
+from stablenorm.cli import files, parts
+from stablenorm.cli.files import Member, choose, list_members, load
 from stablenorm.cli.parts import InputError
 from stablenorm.formats import BFLOAT16, check_dtype
 from stablenorm.functional import FUNCTIONS, layer_norm, rms_norm
@@ -34,8 +25,7 @@ from stablenorm.scale.files import (
     DEPTH,
     Box,
     Journal,
-    NpyTarget,
-    ZarrTarget,
+    Target,
     box_lengths,
     boxes,
     count_rows,
@@ -52,7 +42,7 @@ _Slot = dict[str, Array]
 _Sums = dict[str, Array]
 _NORMS: dict[str, Callable[..., Array]] = {"layer": layer_norm, "rms": rms_norm}
 
-_PARAMETERS = "gamma", "beta"
+_PARAMETERS = {"gamma", "beta"}
 
 _EXAMPLES = """\
 examples:
@@ -75,10 +65,10 @@ exit status: 0 done; 2 a file cannot be read or written, one line says why; 130 
 # Bytes of a block: of rows that few cores hold in their caches from reading to writing, and enough
 # for a call to cost nothing.
 _BLOCK = 1 << 21
-# Bytes of all blocks in memory at once, where Python with the kernels takes 170 MB of the 256.
-_MOST = 40 << 20
-# Bytes of a box of Zarr, or of a row, at most: several copies are made to pack and unpack a chunk.
-_LARGEST = 1 << 24
+# Bytes of all blocks in memory at once, and of one array of a block. Python with the kernels takes
+# 170 MB of the 256, Zarr some four copies of a chunk to pack and unpack it: 16 MiB took 235 MB, and
+# 8 MiB each of x, dy and dx 221 (2026-11-22).
+_MOST, _LARGEST = 24 << 20, 16 << 20
 # Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each.
 _WIDEST = 1 << 16
 # Seconds between two records in the journal: as much is lost when the process is killed.
@@ -99,7 +89,7 @@ def add(commands: Any) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help=about)
     about = "where y, or dx, goes: an .npy or a new .zarr"
     parts.add_output(parser, "--out", (".npy", ".zarr"), about, required=True)
-    for name in _PARAMETERS:
+    for name in sorted(_PARAMETERS):
         about = f"an .npy file; default: {name} of FILE, if it has one"
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=about)
     about = "dy; compute the backward: dx, and dgamma and dbeta of a gamma and beta that are given"
@@ -134,13 +124,6 @@ class _Job(NamedTuple):
     # What the functions are called with.
     keywords: dict[str, Any]
     kind: str
-
-    def bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of rows, with gamma and beta as flat as these."""
-        flat = {
-            name: self.keywords[name].reshape(-1) for name in self.keywords.keys() & {*_PARAMETERS}
-        }
-        return functools.partial(function, **(self.keywords | flat))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -178,8 +161,8 @@ def _checked(arguments: argparse.Namespace) -> _Job:
         "rounding": arguments.rounding,
     }
     if arguments.eps is None:
-        keywords["eps"] = load_number(members["eps"]) if "eps" in members else 1e-5
-    for name in _PARAMETERS:
+        keywords["eps"] = files.load_number(members["eps"]) if "eps" in members else 1e-5
+    for name in sorted(_PARAMETERS):
         if path := getattr(arguments, name):
             keywords[name] = load(choose(list_members(path), path, None, name))
         elif name in members:
@@ -203,7 +186,7 @@ def _check_streamed(member: Member, x: Member, axes: tuple[int, ...]) -> None:
     if member.shape != x.shape:
         msg = f"{member.label} must have shape {x.shape}, that of x, got {member.shape}"
         raise InputError(msg)
-    if not are_adjacent(member, axes):
+    if not files.are_adjacent(member, axes):
         msg = (
             f"{member.label} must have its normalized axes last, in C order, to be streamed, got axis "
             f"{list(axes)} of {len(x.shape)}{', in Fortran order' * member.is_fortran}; save "
@@ -216,7 +199,7 @@ def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[st
     """Return the files to write; they are not to be among those that are read."""
     out = arguments.out
     outputs = {"out": out}
-    for name in _PARAMETERS:
+    for name in sorted(_PARAMETERS):
         given = getattr(arguments, f"d{name}")
         if arguments.backward and name in keywords:
             outputs[f"d{name}"] = given or out.with_name(f"{out.stem}.d{name}.npy")
@@ -245,13 +228,15 @@ def _blocks(
     if chunked is None and not to_zarr:
         lead = (math.prod(lead),)
     chunks = chunked.chunks[:split] if chunked else (1,) * len(lead)
-    row_bytes = n * max(each.dtype.itemsize for each in inputs.values())
-    lengths = box_lengths(lead, chunks, max(1, _BLOCK // row_bytes))
-    sizes = [math.prod(each.chunks) * each.dtype.itemsize for each in inputs.values()]
-    if (nbytes := max(math.prod(lengths) * row_bytes, *sizes)) > _LARGEST:
+    sizes = [n * each.dtype.itemsize for each in inputs.values()]
+    lengths = box_lengths(lead, chunks, max(1, _BLOCK // max(sizes)))
+    # Of one array: with dy, a block has dx too.
+    most = min(_LARGEST, _MOST // (2 * len(sizes) - 1))
+    held = [math.prod(each.chunks) * each.dtype.itemsize for each in inputs.values()]
+    if (nbytes := max(math.prod(lengths) * max(sizes), *held)) > most:
         what = "the rows of a chunk" if chunked else "a row"
         msg = (
-            f"{x.label} must have at most {_LARGEST >> 20} MiB in {what} to be streamed, got "
+            f"{x.label} must have at most {most >> 20} MiB in {what} to be streamed, got "
             f"{nbytes >> 20} MiB; call layer_norm in memory, or on a Dask array"
         )
         raise InputError(msg)
@@ -264,17 +249,24 @@ def _blocks(
 def _compute(job: _Job, resume: bool) -> None:
     """Write the result block by block, and rename it when it is whole."""
     out, todo, total = job.outputs["out"], list(boxes(job.lead, job.lengths)), math.prod(job.lead)
-    journal, slots = Journal(out, _about(job)), _slots(job)
+    journal, slots, x = Journal(out, _about(job)), _slots(job), job.inputs["x"]
     with ExitStack() as stack:
         readers = {
-            name: stack.enter_context(opened(member, job.lead))
+            name: stack.enter_context(files.opened(member, job.lead))
             for name, member in job.inputs.items()
         }
         blocks, kept = journal.read() if resume else (0, {})
         sums = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in kept.items()}
         if not blocks:
             journal.remove()
-        target = stack.enter_context(closing(_target(job, fresh=not blocks)))
+        chunks: tuple[int, ...] = ()
+        if out.suffix == ".zarr":
+            # If it is missing, one line says so.
+            files.zarr_package()
+            chunks = x.chunks or (*job.lengths, *job.normalized)
+        # Of no memory.
+        like = np.broadcast_to(np.zeros((), x.native), x.shape)
+        target = stack.enter_context(closing(Target(out, job.lead, like, chunks, not blocks)))
         progress = stack.enter_context(parts.progress_bar("normalizing"))
 
         def read(box: Box, slot: _Slot) -> None:
@@ -290,7 +282,7 @@ def _compute(job: _Job, resume: bool) -> None:
 
         done, recorded = sum(map(count_rows, todo[:blocks])), time.monotonic()
         try:
-            compute = _backward(job) if "dy" in job.inputs else _forward(job)
+            compute = functools.partial(_computed, job, {})
             with closing(stream(todo[blocks:], slots, read, compute, write)) as finished:
                 for box, found in finished:
                     sums = _added(sums, found)
@@ -303,7 +295,7 @@ def _compute(job: _Job, resume: bool) -> None:
             if any(map(np.any, undecided.values())):
                 # The sums of these columns, exactly: of all blocks, read once more.
                 done, exact = 0, _Sums()
-                compute = _backward(job, undecided)
+                compute = functools.partial(_computed, job, undecided)
                 with closing(stream(todo, slots, read, compute, lambda *_: None)) as asked:
                     for box, found in asked:
                         exact, done = _added(exact, found), done + count_rows(box)
@@ -333,36 +325,26 @@ def _compute(job: _Job, resume: bool) -> None:
         journal.remove()
 
 
-def _forward(job: _Job) -> Callable[[Box, _Slot], _Sums]:
-    """Return what makes y of a block."""
-    call = job.bound(_NORMS[job.kind])
-
-    def compute(box: Box, slot: _Slot) -> _Sums:
-        rows = slot["x"][: count_rows(box)]
-        # In its place: no more memory is read and written than has to be.
-        call(rows, out=rows)
+def _computed(job: _Job, undecided: _Sums, box: Box, slot: _Slot) -> _Sums:
+    """Make y of a block, or dx and the sums; or, exactly, such sums as are undecided."""
+    rows = {name: each[: count_rows(box)] for name, each in slot.items()}
+    parameters = {
+        name: job.keywords[name].reshape(-1) for name in _PARAMETERS & job.keywords.keys()
+    }
+    keywords = job.keywords | parameters
+    if "dy" not in rows:
+        # In the place of x: no more memory is read and written than has to be.
+        _NORMS[job.kind](rows["x"], out=rows["out"], **keywords)
         return {}
-
-    return compute
-
-
-def _backward(job: _Job, undecided: _Sums | None = None) -> Callable[[Box, _Slot], _Sums]:
-    """Return what makes dx and the sums of a block; or, exactly, the sums that are undecided."""
-    forward = job.bound(FUNCTIONS[job.kind][0])
-    names = "dgamma", "dbeta"
-
-    def compute(box: Box, slot: _Slot) -> _Sums:
-        x, dy, dx = (slot[name][: count_rows(box)] for name in ("x", "dy", "out"))
-        # Nobody needs y: dx overwrites it.
-        _, cache = forward(x, out=dx)
-        found: Any = (
-            backward_parts(dy, cache, dx=dx)[1:]
-            if undecided is None
-            else exact_parts(dy, cache, (undecided.get("dgamma"), undecided.get("dbeta")))
-        )
-        return {name: each for name, each in zip(names, found, strict=True) if each is not None}
-
-    return compute
+    # Nobody needs y: dx overwrites it.
+    _, cache = FUNCTIONS[job.kind][0](rows["x"], out=rows["out"], **keywords)
+    if undecided:
+        columns = undecided.get("dgamma"), undecided.get("dbeta")
+        found: Any = exact_parts(rows["dy"], cache, columns)
+    else:
+        found = backward_parts(rows["dy"], cache, dx=rows["out"])[1:]
+    both = zip(("dgamma", "dbeta"), found, strict=True)
+    return {name: each for name, each in both if each is not None}
 
 
 def _added(sums: _Sums, found: _Sums) -> _Sums:
@@ -401,31 +383,18 @@ def _slots(job: _Job) -> list[_Slot]:
     return slots
 
 
-def _target(job: _Job, fresh: bool) -> NpyTarget | ZarrTarget:
-    """Open what the result is written to."""
-    x, out = job.inputs["x"], job.outputs["out"]
-    # Of no memory: its shape and dtype alone count.
-    like = np.broadcast_to(np.zeros((), x.native), x.shape)
-    if out.suffix == ".npy":
-        return NpyTarget(out, job.lead, like, fresh)
-    # If it is missing, one line says so.
-    zarr_package()
-    chunks = x.chunks or (*job.lengths, *job.normalized)
-    return ZarrTarget(out, like, chunks, fresh)
-
-
 def _about(job: _Job) -> dict[str, Any]:
     """Return all that the result depends on: what --resume compares."""
     about: dict[str, Any] = {"version of stablenorm": stablenorm.__version__}
     for name, member in job.inputs.items():
-        files = [member.path]
+        held = [member.path]
         if member.store == "zarr":
-            files = [each for each in member.path.rglob("*") if each.is_file()]
-        stats = [each.stat() for each in files]
+            held = [each for each in member.path.rglob("*") if each.is_file()]
+        stats = [each.stat() for each in held]
         stamp = sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)
-        about[name] = [len(files), *stamp, *map(str, member[1:])]
+        about[name] = [len(held), *stamp, *map(str, member[1:])]
     keywords = dict(job.keywords)
-    for name in _PARAMETERS:
+    for name in sorted(_PARAMETERS):
         if (array := keywords.pop(name, None)) is not None:
             about[name] = [str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest()]
     return about | {

@@ -129,18 +129,40 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-class NpyTarget:
-    """An .npy file, byte for byte as `numpy.save` writes it: `write` takes (rows, n) of a box."""
+class Target:
+    """
+    A result while it is written, by one process at a time: an .npy file, or with `chunks` one of Zarr.
 
-    def __init__(self, path: Path, lead: tuple[int, ...], like: Array, fresh: bool) -> None:
-        self.path, self._lead = path, lead
-        header = io.BytesIO()
-        descr = np.lib.format.dtype_to_descr(like.dtype)
+    The .npy file is, byte for byte, what `numpy.save` writes. Of `like` the shape and dtype count.
+    """
+
+    def __init__(
+        self, path: Path, lead: tuple[int, ...], like: Array, chunks: tuple[int, ...], fresh: bool
+    ) -> None:
+        self._part, self._lead, self._zarr = part_of(path), lead, None
+        if chunks:
+            self._part.mkdir(exist_ok=True)
+        mode = os.O_RDONLY if chunks else os.O_RDWR | os.O_CREAT
+        self._file = os.open(self._part, mode, 0o666)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            msg = f"{self._part} must be written by one process at a time, got a second one"
+            raise ValueError(msg) from None
+        if chunks:
+            import zarr  # noqa: PLC0415  # a tenth of a second, for those who have such files
+
+            if fresh:
+                for entry in self._part.iterdir():
+                    (shutil.rmtree if entry.is_dir() else Path.unlink)(entry)
+                zarr.create_array(self._part, shape=like.shape, chunks=chunks, dtype=like.dtype)
+            self._zarr = zarr.open_array(self._part, mode="r+")
+            return
+        header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(like.dtype)
         described = {"descr": descr, "fortran_order": False, "shape": like.shape}
         np.lib.format.write_array_header_1_0(header, described)
         self._offset = header.tell()
-        self._file = os.open(part_of(path), os.O_RDWR | os.O_CREAT, 0o666)
-        _lock(self._file, path)
         if fresh:
             os.ftruncate(self._file, 0)
             # What the disk has no room for is known now, and not in an hour.
@@ -149,11 +171,15 @@ class NpyTarget:
                     os.posix_fallocate(self._file, 0, self._offset + like.nbytes)
                 except OSError as error:
                     self.discard()
-                    raise OSError(error.errno, error.strerror, str(path)) from None
+                    raise OSError(error.errno, error.strerror, str(self._part)) from None
             os.pwrite(self._file, header.getvalue(), 0)
 
     def write(self, box: Box, rows: Array) -> None:
-        """Write the rows of a box."""
+        """Write the rows, (rows, n), of a box."""
+        if self._zarr is not None:
+            lengths = [along.stop - along.start for along in box]
+            self._zarr[box] = rows.reshape(*lengths, *self._zarr.shape[len(box) :])
+            return
         row_bytes, done = rows.strides[0], 0
         for start, count in runs(self._lead, box):
             left = rows[done : done + count].view(np.uint8).reshape(-1).data
@@ -164,61 +190,16 @@ class NpyTarget:
 
     def sync(self) -> None:
         """Return when what was written is on the disk."""
-        os.fsync(self._file)
+        # Of Zarr, each chunk is a file.
+        os.fsync(self._file) if self._zarr is None else os.sync()
 
     def discard(self) -> None:
         """Remove what was written."""
-        part_of(self.path).unlink()
+        self._part.unlink() if self._zarr is None else shutil.rmtree(self._part)
 
     def close(self) -> None:
         """Let another process write it."""
         os.close(self._file)
-
-
-class ZarrTarget:
-    """An array of Zarr, in chunks of whole boxes."""
-
-    def __init__(self, path: Path, like: Array, chunks: tuple[int, ...], fresh: bool) -> None:
-        import zarr  # noqa: PLC0415  # a tenth of a second, for those who have such files
-
-        self._part = part = part_of(path)
-        part.mkdir(exist_ok=True)
-        self._directory = os.open(part, os.O_RDONLY)
-        _lock(self._directory, path)
-        if fresh:
-            for entry in part.iterdir():
-                (shutil.rmtree if entry.is_dir() else Path.unlink)(entry)
-            zarr.create_array(part, shape=like.shape, chunks=chunks, dtype=like.dtype)
-        self._array = zarr.open_array(part, mode="r+")
-
-    def write(self, box: Box, rows: Array) -> None:
-        """Write the rows of a box."""
-        lengths = [along.stop - along.start for along in box]
-        normalized = self._array.shape[len(box) :]
-        self._array[box] = rows.reshape(*lengths, *normalized)
-
-    def sync(self) -> None:
-        """Return when what was written is on the disk."""
-        # One call, where each chunk is a file.
-        os.sync()
-
-    def discard(self) -> None:
-        """Remove what was written."""
-        shutil.rmtree(self._part)
-
-    def close(self) -> None:
-        """Let another process write it."""
-        os.close(self._directory)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Refuse a second process that writes the same: each would destroy what the other has."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        msg = f"{part_of(path)} must be written by one process at a time, got a second one"
-        raise ValueError(msg) from None
 
 
 def rename_whole(path: Path) -> None:
@@ -249,10 +230,10 @@ class Journal:
             return 0, {}
         try:
             kept = json.loads(self._path.read_text())
-            found, blocks, sums = dict(kept["about"]), int(kept["blocks"]), dict(kept["sums"])
+            found, blocks, sums = dict(kept["about"]), kept["blocks"], kept["sums"]
         except (ValueError, KeyError, TypeError):
-            msg = f"{self._path} must be a journal, got something else; leave --resume out"
-            raise ValueError(msg) from None
+            # Not ours, so of nothing that we know.
+            found = {}
         for name in found | self._about:
             if found.get(name) != self._about.get(name):
                 msg = (
@@ -271,5 +252,6 @@ class Journal:
         rename_whole(self._path)
 
     def remove(self) -> None:
-        """Forget it."""
-        self._path.unlink(missing_ok=True)
+        """Forget it, and what a killed process had begun to write."""
+        for path in (self._path, part_of(self._path)):
+            path.unlink(missing_ok=True)
