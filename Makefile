@@ -64,12 +64,9 @@ complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1
 diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
-.PHONY: rounding family kernels
+.PHONY: rounding kernels
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
-
-family: $(VENV)/.dev  ## residuals and the other keywords beside the plain call, into docs: 1 min
-	$(BIN)/python benchmarks/family.py
 
 kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
 	$(BIN)/python benchmarks/kernels.py
@@ -92,6 +89,10 @@ $(BENCH)/.done: pyproject.toml
 .PHONY: bench
 bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--render: the page alone
 	$(BENCH)/bin/python benchmarks/bench.py $(ARGS)
+
+.PHONY: family
+family: $(BENCH)/.done  ## residuals, the other keywords, forward mode beside PyTorch, into docs: 1 min
+	$(BENCH)/bin/python benchmarks/family.py
 
 .PHONY: stability dlpack
 stability: $(BENCH)/.done  ## what the peers lose on hard inputs, into docs: 2 min

@@ -1,15 +1,15 @@
-"""`check_layer_norm`: what it adds to finite differences, on right and on wrong layer norms."""
+"""`check_layer_norm`: what it adds to finite differences (test_check_rms_norm.py: of both norms)."""
 
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from checked_operations import data
+from checked_operations import data, failed
 
-from stablenorm import check_layer_norm, exact_layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import check_layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.check import ArgumentResult
-from stablenorm.check.closed_form import Candidate, Case, Expected
+from stablenorm.check.closed_form import Candidate, Case
 from stablenorm.check.layer_norm import amended
 from stablenorm.check.operation import Operation
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, Kept, backward, forward
@@ -21,41 +21,13 @@ def mean(a):
     return a.mean(axis=-1, keepdims=True)
 
 
-def failed(report):
-    return {result.name for result in report.arguments if result.verdict == "FAIL"}
-
-
 def findings(report, layer, verdict):
     return {f.name: f.message for f in report.findings if (f.layer, f.verdict) == (layer, verdict)}
-
-
-# All elements are compared, and a sample.
-@pytest.mark.parametrize("shape", [(4, 8), (8, 96)])
-@pytest.mark.parametrize("name", MISTAKES)
-def test_every_known_mistake_is_found_and_named(name, shape):
-    mistake = MISTAKES[name]
-    report = check_layer_norm(forward, mistake.backward, *data(0, shape), rng=0, probes=1)
-    assert report.verdict == "FAIL"
-    assert report.diagnosis == (mistake.diagnosis,)
-    assert failed(report) == {mistake.argument}
-    # By differences too: the closed form takes over where they see nothing.
-    assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
 
 
 def test_there_are_thirteen_mistakes_and_five_variants():
     assert len({mistake.diagnosis for mistake in MISTAKES.values()}) == len(MISTAKES) == 13
     assert len(VARIANTS) == 5
-
-
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("code", [*VARIANTS.values(), OURS], ids=[*VARIANTS, "ours"])
-def test_no_false_alarm(code, dtype):
-    for seed, offset in enumerate((0.0, 1e2, 1e6)):
-        args = data(seed, ((2, 3, 8), (4, 8), (4, 8))[seed], offset, dtype)
-        report = check_layer_norm(*code, *args, rng=seed)
-        accepted = {"PASS"} if dtype == np.float64 else {"PASS", "INCONCLUSIVE"}
-        assert report.verdict in accepted, str(report)
-        assert report.diagnosis == ()
 
 
 @pytest.mark.parametrize(("scale", "eps"), [(1, 1e-5), (1e-300, 0.0)])
@@ -225,19 +197,6 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
     fixed = check_layer_norm(lambda x, g, b, _: forward(x, g, b, 1e-3), backward, rng=0)
     assert fixed.passed, str(fixed)
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
-
-
-@pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_the_checkers_own_gradients_are_right_to_their_last_digits(offset):
-    x, gamma, beta = data(0, (3, 7), offset)
-    dy = np.random.default_rng(0).standard_normal(x.shape)
-    expected = Expected(Case(x, gamma, beta, 1e-5, dy), 2.0**-53)
-    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    for name in ("y", "dx", "dgamma", "dbeta"):
-        bounds = expected.bounds_of(name, x.dtype)
-        error = np.abs(bounds.value - exact.rounded(name, np.float64))
-        # 16 roundings of what the element is made of, whatever the offset.
-        assert (error <= 16 * 2.0**-53 * bounds.magnitude).all()
 
 
 def test_differences_that_contradict_the_closed_form_still_fail():

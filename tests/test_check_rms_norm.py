@@ -1,14 +1,16 @@
-"""`check_rms_norm`, and what both checks know of gamma_offset, residual, where and dsum."""
+"""`check_rms_norm` and `check_layer_norm` on right and wrong norms, and what both checks know of gamma_offset, residual, where and dsum."""
 
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
-from checked_operations import data
+from checked_operations import data, failed
 
 from stablenorm import (
     check_layer_norm,
     check_rms_norm,
+    exact_layer_norm,
     exact_rms_norm,
     layer_norm_backward,
     layer_norm_forward,
@@ -20,8 +22,10 @@ from stablenorm.check.cases import ordinary
 from stablenorm.check.causes import CHANGES, Evidence, explain
 from stablenorm.check.closed_form import Case, Expected
 from stablenorm.testing.mistakes import (
+    MISTAKES,
     RMS_MISTAKES,
     RMS_VARIANTS,
+    VARIANTS,
     backward,
     forward,
     rms_backward,
@@ -34,26 +38,34 @@ NORMS = {
 }
 
 
-def failed(report):
-    return {result.name for result in report.arguments if result.verdict == "FAIL"}
-
-
-@pytest.mark.parametrize("shape", [(4, 8), (32, 768)])
-@pytest.mark.parametrize("name", RMS_MISTAKES)
-def test_every_mistake_of_an_rms_norm_is_found_and_named(name, shape):
-    mistake = RMS_MISTAKES[name]
-    report = check_rms_norm(rms_forward, mistake.backward, *data(0, shape), rng=0, probes=1)
+# All elements are compared, and a sample.
+@pytest.mark.parametrize("shape", [(4, 8), (8, 96)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [*product(["layer"], MISTAKES), *product(["rms"], RMS_MISTAKES)]
+)
+def test_every_known_mistake_is_found_and_named(kind, name, shape):
+    mistake, front = (
+        (MISTAKES[name], forward) if kind == "layer" else (RMS_MISTAKES[name], rms_forward)
+    )
+    report = NORMS[kind][0](front, mistake.backward, *data(0, shape), rng=0, probes=1)
     assert report.verdict == "FAIL"
     assert report.diagnosis == (mistake.diagnosis,)
     assert failed(report) == {mistake.argument}
+    # By differences too: the closed form takes over where they see nothing.
+    assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
+
+
+RIGHT = {"layer": [*VARIANTS.values()], "rms": [*RMS_VARIANTS.values()]}
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-@pytest.mark.parametrize("code", [*RMS_VARIANTS.values(), NORMS["rms"][1:]])
-def test_a_right_rms_norm_is_no_false_alarm(code, dtype):
+@pytest.mark.parametrize(
+    ("kind", "code"), [(kind, c) for kind in NORMS for c in (*RIGHT[kind], NORMS[kind][1:])]
+)
+def test_no_false_alarm(kind, code, dtype):
     for seed, offset in enumerate((0.0, 1e2, 1e6)):
         args = data(seed, ((2, 3, 8), (4, 8), (4, 8))[seed], offset, dtype)
-        report = check_rms_norm(*code, *args, rng=seed)
+        report = NORMS[kind][0](*code, *args, rng=seed)
         accepted = {"PASS"} if dtype == np.float64 else {"PASS", "INCONCLUSIVE"}
         assert report.verdict in accepted, str(report)
         assert report.diagnosis == ()
@@ -80,15 +92,17 @@ def test_every_change_of_dx_is_named(kind, rng):
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_the_checkers_own_rms_gradients_are_right_to_their_last_digits(offset):
+@pytest.mark.parametrize("kind", NORMS)
+def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset):
     x, gamma, beta = data(0, (3, 7), offset)
     dy = np.random.default_rng(0).standard_normal(x.shape)
-    expected = Expected(Case(x, gamma, beta, 1e-5, dy, "rms", 1.0), 2.0**-53)
-    exact = exact_rms_norm(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
+    expected = Expected(Case(x, gamma, beta, 1e-5, dy, kind, 1.0), 2.0**-53)
+    oracle = exact_layer_norm if kind == "layer" else exact_rms_norm
+    exact = oracle(x, gamma, beta, 1e-5, dy, gamma_offset=1.0)
     for name in ("y", "dx", "dgamma", "dbeta"):
         bounds = expected.bounds_of(name, x.dtype)
         error = np.abs(bounds.value - exact.rounded(name, np.float64))
-        # 16 roundings of what the element is made of.
+        # 16 roundings of what the element is made of, whatever the offset.
         assert (error <= 16 * 2.0**-53 * bounds.magnitude).all()
 
 

@@ -31,6 +31,7 @@ BAD_FORWARD = [
     ({"gamma": np.ones(4), "gamma_offset": 10**400}, ValueError, "gamma_offset must be finite, got 1000"),
     ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
     ({"eps": None}, TypeError, "eps must be a number, got None"),
+    ({"rounding": "exact"}, ValueError, 'rounding must be "fast" or "nearest", got \'exact\''),
     ({"backend": "torch"}, ValueError, "backend must be one of .*'numpy'.*, got 'torch'"),
     ({"out": np.empty((2, 3), np.float32)}, ValueError, r"out must have shape \(2, 3, 4\), got \(2, 3\)"),
     ({"out": np.empty(X.shape)}, TypeError, "out must have dtype float32, got float64"),

@@ -1,4 +1,4 @@
-"""The same row, the same bits: whatever the batch, its neighbours, its scale (test_any_call.py: layouts)."""
+"""The same bits whatever the scale, and in every run (test_tiny.py, test_masks.py: whatever the batch)."""
 
 import numpy as np
 import pytest
@@ -20,30 +20,6 @@ def run(x, gamma, beta, dy, backend=None, eps=1e-5):
 def assert_same_bits(expected, actual):
     assert expected.dtype == actual.dtype
     assert expected.tobytes() == actual.tobytes()
-
-
-# 1, 7, 8, 9, 129: tails of NumPy's pairwise sum.
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 129, 768, 8193])
-def test_a_row_alone_has_the_bits_it_has_in_a_batch(rng, dtype, backend, n):
-    x, gamma, beta, dy = make(rng, dtype, 40, n)
-    y, gradients = run(x, gamma, beta, dy, backend)
-    for row in (0, 17, 39):
-        part = slice(row, row + 1)
-        y_alone, alone = run(x[part], gamma, beta, dy[part], backend)
-        assert_same_bits(y[part], y_alone)
-        assert_same_bits(gradients.dx[part], alone.dx)
-
-
-def test_hard_neighbours_do_not_change_a_float64_row(rng, backend):
-    """Exponents and third words are kept for a whole array once one row needs them."""
-    x, gamma, beta, dy = make(rng, np.float64, 4, 33)
-    y, gradients = run(x, gamma, beta, dy, backend)
-    hard = np.stack([1e300 * x[0], 1e-310 * x[0], 1.7 + np.spacing(1.7) * (x[0] > 3)])
-    y_among, among = run(
-        np.concatenate([x, hard]), gamma, beta, np.concatenate([dy, dy[:3]]), backend
-    )
-    assert_same_bits(y, y_among[:4])
-    assert_same_bits(gradients.dx, among.dx[:4])
 
 
 @pytest.mark.parametrize("power", [-60, 1, 60])

@@ -32,20 +32,6 @@ def test_small_ones_and_those_asked_for_once_hold_nothing():
 
 
 @pytest.mark.usefixtures("known")
-def test_from_the_second_on_memory_comes_again():
-    first = new()
-    where = place(first)
-    assert not first.flags.owndata
-    assert get_idle_bytes() == 0
-    del first
-    assert get_idle_bytes() == NBYTES
-    second = new()
-    assert place(second) == where
-    assert get_idle_bytes() == 0
-    assert not np.shares_memory(second, new())
-
-
-@pytest.mark.usefixtures("known")
 def test_idle_memory_stays_within_the_limit():
     set_idle_limit(3 * NBYTES + NBYTES // 2)
     held = [new() for _ in range(6)]
@@ -112,17 +98,6 @@ def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
 
 
 # ---- a workspace ----
-
-
-def test_a_workspace_keeps_all_that_was_in_use_at_once(work):
-    held = [work.empty(SHAPE, FLOAT32) for _ in range(3)]
-    places = {place(array) for array in held}
-    assert len(places) == 3
-    assert work.nbytes == 3 * NBYTES
-    del held
-    again = [work.empty(SHAPE, FLOAT32) for _ in range(3)]
-    assert {place(array) for array in again} == places
-    assert work.nbytes == 3 * NBYTES
 
 
 def test_odd_requests(work):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rationals import NAMES, neighbours, sample
 
-from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import FLOAT32, format_of
 from stablenorm.oracle import exact_layer_norm
@@ -204,6 +204,30 @@ def test_dbeta_of_every_size():
     case = Case(dy, ones, ones, 1.0, dy.copy())
     assert_nearest(case)
     assert compute(case, "numpy")["dbeta"].tolist() == [1 + 2.0**-52, 1.0]
+
+
+def test_sums_over_rows_that_are_gathered(backend):
+    """A little more than half way to the next float64: the pair of sums does not hold the last term."""
+    x = np.asfortranarray(np.arange(12.0).reshape(3, 4))
+    dy = np.asfortranarray(np.repeat([[1.0], [2.0**-53], [2.0**-160]], 4, axis=1))
+    found = compute(Case(x, np.ones(4), np.zeros(4), 0.1, dy), backend)["dbeta"]
+    np.testing.assert_array_equal(found, np.nextafter(1, 2))
+
+
+def test_results_may_overwrite_the_input(rng, backend):
+    x, dy = rng.standard_normal((2, 50, 24))
+    how = {"eps": 0.1, "rounding": "nearest", "backend": backend}
+    y, cache = layer_norm_forward(x, **how)
+    dx, cotangent = layer_norm_backward(dy, cache).dx, dy.copy()
+    layer_norm_backward(cotangent, cache, out=(cotangent, None, None))
+    np.testing.assert_array_equal(cotangent, dx)
+    np.testing.assert_array_equal(layer_norm(x, out=x, **how), y)
+
+
+def test_a_backward_after_a_forward_of_extreme_beta_knows_tiny_rows():
+    """That beta sends the forward to the reference; dgamma underflows to -0."""
+    x, dy = np.array([[1.82512575e-309, -3.03630258e-309]]), np.array([[-1.0, 1.0]]) / 64
+    assert_nearest(Case(x, np.ones(2), np.array([1e200, 1.0]), 1e30, dy))
 
 
 def test_an_end_on_a_midpoint_or_on_zero_decides_nothing():

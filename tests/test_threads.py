@@ -168,12 +168,6 @@ def test_a_small_input_starts_and_wakes_nobody(pool, dtype):
     assert asleep == [pool.words[module._ASLEEP + me * module._APART] for me in (1, 2, 3)]
 
 
-def test_one_thread_means_one(pool):
-    stablenorm.set_num_threads(1)
-    run(*make(3))
-    assert pool.alarms == []
-
-
 def test_without_new_threads_the_caller_does_it_all(pool, monkeypatch):
     expected = run(*make(4))
     assert pool.alarms
