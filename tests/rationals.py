@@ -1,4 +1,4 @@
-"""Arrays as exact rationals, the numbers of a dtype around one, and arrays to normalize."""
+"""Arrays as exact rationals, the numbers of a dtype around one, arrays to normalize, and their S."""
 
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -52,3 +52,55 @@ def sample(dtype, rows, n, rng, offset=0.0):
     beta = (0.1 * rng.standard_normal(n)).astype(dtype)
     dy = rng.standard_normal((rows, n)).astype(dtype)
     return x, gamma, beta, dy
+
+
+def magnitudes(
+    kind,
+    x,
+    gamma,
+    beta,
+    eps,
+    dy,
+    dsum=0.0,
+    drstd=0.0,
+    tx=0.0,
+    tgamma=0.0,
+    tbeta=0.0,
+    old=(0.0, 0.0),
+):
+    """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
+
+    def mean(v):
+        return v.mean(-1, keepdims=True)
+
+    def center(v):
+        return v if kind == "rms" else v - mean(v)
+
+    def spread(v):
+        return np.abs(v) + (0 if kind == "rms" else mean(np.abs(v)))
+
+    def inner(a, b):
+        return mean(np.abs(a * b))
+
+    def projected(v):
+        return rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
+
+    tx = tx + 0 * x
+    rstd = 1 / np.sqrt(mean(center(x) ** 2) + eps)
+    xhat, g = center(x) * rstd, gamma * dy
+    statistic = np.abs(drstd) * rstd**2 * spread(xhat) / x.shape[1]
+    tangent = np.abs(gamma) * projected(tx) + np.abs(tgamma) * spread(xhat) + np.abs(tbeta)
+    first = {
+        "y": np.abs(gamma) * spread(xhat) + np.abs(beta),
+        "dx": projected(g) + np.abs(dsum) + statistic,
+        "ty": tangent,
+        "dgamma": (np.abs(dy) * spread(xhat)).sum(0) + np.abs(old[0]),
+        "dbeta": np.abs(dy).sum(0) + np.abs(old[1]),
+    }
+    bent = inner(center(g), xhat) * projected(tx) + inner(center(tx), xhat) * projected(g)
+    bent += spread(xhat) * inner(center(tx), projected(g))
+    return first, {
+        "ddy": tangent,
+        "dx": projected(tgamma * dy) + rstd * bent,
+        "dgamma": (np.abs(dy) * projected(tx)).sum(0),
+    }

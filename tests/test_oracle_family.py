@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from rationals import DTYPES, fractions, nearest, sample, square_root
+from rationals import DTYPES, fractions, magnitudes, nearest, sample, square_root
 
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
 from stablenorm.testing.families import FAMILIES, make_case
@@ -217,44 +217,6 @@ def test_masked_elements_are_as_if_they_were_not_there(kind, eps, rng):
     rows = KINDS[kind](x, gamma, beta, eps, dy, where=where.any(1, keepdims=True))
     np.testing.assert_array_equal(rows.rounded("y", "f8")[2], 0.0)
     np.testing.assert_array_equal(rows.rounded("y", "f8")[1], exact.rounded("y", "f8")[1])
-
-
-def magnitudes(kind, x, gamma, beta, eps, dy, dsum, drstd, tx, tgamma, tbeta, old):
-    """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
-
-    def mean(v):
-        return v.mean(-1, keepdims=True)
-
-    def center(v):
-        return v if kind == "rms" else v - mean(v)
-
-    def spread(v):
-        return np.abs(v) + (0 if kind == "rms" else mean(np.abs(v)))
-
-    def inner(a, b):
-        return mean(np.abs(a * b))
-
-    def projected(v):
-        return rstd * (spread(v) + spread(xhat) * inner(center(v), xhat))
-
-    rstd = 1 / np.sqrt(mean(center(x) ** 2) + eps)
-    xhat, g = center(x) * rstd, gamma * dy
-    statistic = np.abs(drstd) * rstd**2 * spread(xhat) / x.shape[1]
-    tangent = np.abs(gamma) * projected(tx) + np.abs(tgamma) * spread(xhat) + np.abs(tbeta)
-    first = {
-        "y": np.abs(gamma) * spread(xhat) + np.abs(beta),
-        "dx": projected(g) + np.abs(dsum) + statistic,
-        "ty": tangent,
-        "dgamma": (np.abs(dy) * spread(xhat)).sum(0) + np.abs(old[0]),
-        "dbeta": np.abs(dy).sum(0) + np.abs(old[1]),
-    }
-    bent = inner(center(g), xhat) * projected(tx) + inner(center(tx), xhat) * projected(g)
-    bent += spread(xhat) * inner(center(tx), projected(g))
-    return first, {
-        "ddy": tangent,
-        "dx": projected(tgamma * dy) + rstd * bent,
-        "dgamma": (np.abs(dy) * projected(tx)).sum(0),
-    }
 
 
 @pytest.mark.parametrize("kind", KINDS)

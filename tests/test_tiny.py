@@ -178,13 +178,7 @@ def test_any_scale_keeps_the_contract(rng, narrow, n, eps):
     ("rows", "n"),
     [(1, 1), (7, 1), (1000, 1), (33, 2), (70, 3), (7, 5), (1000, 8), (1, 17), (33, 17), (70, 40)],
 )
-@pytest.mark.parametrize("offset", [0.0, 1e3])
-def test_sums_over_rows_keep_the_contract(rng, narrow, rows, n, offset):
-    assert_contract(make(rng, narrow, rows, n, offset), 1e-5)
-
-
-@pytest.mark.parametrize("n", [2, 5, 32])
-@pytest.mark.parametrize("rows", [1, 3, 9, 33])
-def test_rows_that_fill_up_a_vector_add_nothing(rng, narrow, n, rows):
-    """Without eps, rstd of a row of zeros is infinite, and its xhat NaN."""
-    assert_contract(make(rng, narrow, rows, n), 0.0)
+@pytest.mark.parametrize(("offset", "eps"), [(0.0, 1e-5), (1e3, 1e-5), (0.0, 0.0)])
+def test_sums_over_rows_keep_the_contract(rng, narrow, rows, n, offset, eps):
+    """Without eps, rstd of the rows of zeros that fill up a vector is infinite, and their xhat NaN."""
+    assert_contract(make(rng, narrow, rows, n, offset), eps if n > 1 else 1e-5)
