@@ -16,9 +16,6 @@ DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
 # Long rows are what takes the oracle's time: the families of ordinary exponents.
 LONG = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F28b", "F32", "F35")
-# The cheapest for the oracle, one for each way of losing digits in a long sum. Errors of the 16-bit
-# dtypes are those of float64 rounded once more.
-LONGEST = ("F01", "F03", "F07", "F09", "F14", "F27")
 MANY_ROWS = ("F01", "F03", "F13", "F16", "F35")
 # Made to cancel: there the second term of the contract decides the last bits.
 CANCELLING = {"y": {"F07", "F32"}, "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"}}
@@ -82,12 +79,12 @@ def assert_contract(name, dtype, n, rows):
         *combinations(FINITE, (1, 2, 3, 127, 768), 2),
         # 128 elements are one block of NumPy's pairwise summation.
         *combinations(("F03", "F07", "F14"), (128, 129), 3),
-        *combinations(LONGEST, (8193,), 1, ("float16", "bfloat16")),
         *combinations(LONG, (8193,), 1, ("float32", "float64")),
+        # Errors of the 16-bit dtypes are those of float64 rounded once more.
+        *combinations(("F03",), (8193,), 1, ("float16", "bfloat16")),
         *combinations(("F03", "F07"), (LONGER,), 1, ("float32", "float64")),
         # More rows than one block of the reference holds at n = 7.
         *combinations(("F01", "F35"), (7,), MORE // 7, ("float32",)),
-        *combinations(("F35",), (7,), MORE // 7, ("bfloat16",)),
         *combinations(MANY_ROWS[1:-1], (7,), 700, ("float32",)),
         *combinations(MANY_ROWS, (7,), 700, ("float64",)),
     ],
