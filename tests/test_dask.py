@@ -8,6 +8,7 @@ import pytest
 
 from stablenorm import (
     diagnose,
+    get_num_threads,
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
@@ -15,8 +16,10 @@ from stablenorm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
+    set_num_threads,
 )
 from stablenorm.formats import format_of
+from stablenorm.functional import calls
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
@@ -26,9 +29,12 @@ BACKWARDS = {"layer": layer_norm_backward, "rms": rms_norm_backward}
 WITHOUT_CACHE = {"layer": layer_norm, "rms": rms_norm}
 
 
-@pytest.fixture(params=["synchronous", "threads"])
+SCHEDULERS = {"synchronous": 1, "threads": 3}
+
+
+@pytest.fixture(params=SCHEDULERS)
 def scheduler(request):
-    with dask.config.set(scheduler=request.param, num_workers=3):
+    with dask.config.set(scheduler=request.param, num_workers=SCHEDULERS[request.param]):
         yield request.param
 
 
@@ -70,22 +76,23 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
 # ---- the same bits ----
 
 
-@pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_y_and_statistics_have_the_bits_of_the_whole_call(rng, dtype, kind, rounding):
     x, gamma, beta, _ = make(rng, dtype)
     given = {"gamma": gamma, "beta": beta, "rounding": rounding, "eps": 0.0, "gamma_offset": 0.5}
     expected, whole = FORWARDS[kind](x, **given)
-    for _ in range(2):
+    for scheduler in SCHEDULERS:
         lazy = cut(rng, x)
         y, cache = FORWARDS[kind](lazy, **given)
         assert y.chunks == lazy.chunks
-        same(y.compute(), expected)
-        same(WITHOUT_CACHE[kind](lazy, **given).compute(), expected)
-        for name in ("mean", "rstd"):
-            same(getattr(cache, name).compute(), getattr(whole, name))
-        computed = cache.compute()
+        without = WITHOUT_CACHE[kind](lazy, **given)
+        found = dask.compute(y, without, cache.mean, cache.rstd, cache, scheduler=scheduler)
+        for actual, wanted in zip(
+            found[:4], (expected, expected, whole.mean, whole.rstd), strict=True
+        ):
+            same(actual, wanted)
+        computed = found[-1]
         assert type(computed) is type(whole)
         for actual, wanted in zip(computed.statistics, whole.statistics, strict=True):
             same(actual, wanted)
@@ -166,21 +173,21 @@ def gradients_of(given, chunks, lazy, dy, kind="layer", **keywords):
     return BACKWARDS[kind](dy, whole, **keywords), BACKWARDS[kind](chunks, cache, **keywords)
 
 
-@pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_nearest_gradients_have_the_bits_of_the_whole_call(rng, dtype, kind):
     x, gamma, beta, dy = make(rng, dtype)
     # Columns that tie, whose sums only integers decide.
     x[..., :2], dy[..., :2] = rng.integers(-3, 4, (2, *x.shape[:-1], 2))
-    for cotangent in (dy, dy.astype(np.float32)):
+    both = zip((dy, dy.astype(np.float32)), SCHEDULERS, strict=True)
+    for cotangent, scheduler in both:
         expected, lazy = gradients_of(
             (x, gamma, beta), cut(rng, cotangent), cut(rng, x), cotangent, kind, rounding="nearest"
         )
-        for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+        found = dask.compute(lazy, scheduler=scheduler)[0]
+        for actual, wanted in zip(found, expected, strict=True):
             same(actual, wanted)
 
 
-@pytest.mark.usefixtures("scheduler")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_default_dx_has_the_bits_of_the_whole_call_and_the_sums_keep_the_contract(rng, dtype, kind):
     x, gamma, beta, dy = make(rng, dtype)
@@ -188,15 +195,16 @@ def test_default_dx_has_the_bits_of_the_whole_call_and_the_sums_keep_the_contrac
     expected, lazy = gradients_of((x, gamma, beta), cut(rng, dy), lazy_x, dy, kind)
     assert lazy.dx.chunks == lazy_x.chunks
     assert [each.shape for each in lazy[1:]] == [gamma.shape, beta.shape]
-    found = dask.compute(lazy)[0]
+    found = dask.compute(lazy, scheduler="synchronous")[0]
     same(found.dx, expected.dx)
     for actual, wanted in zip(found[1:], expected[1:], strict=True):
         # Both are within half an ulp and a little: neighbours at most.
         ulp = 2.0 ** (1 - format_of(dtype).digits) * np.abs(wanted.astype(float))
         assert (np.abs(actual.astype(float) - wanted.astype(float)) <= 1.01 * ulp + 1e-12).all()
-    with dask.config.set(scheduler="threads", num_workers=1):
-        for actual, again in zip(found, dask.compute(lazy)[0], strict=True):
-            same(actual, again)
+    for workers in (1, 3):
+        again = dask.compute(lazy, scheduler="threads", num_workers=workers)[0]
+        for actual, wanted in zip(again, found, strict=True):
+            same(actual, wanted)
 
 
 def test_a_sum_of_large_parts_that_cancel_is_not_rounded_before_the_end(rng):
@@ -399,11 +407,33 @@ def test_errors_come_with_the_call_in_one_line(call, error, message):
 def test_ordinary_calls_load_no_dask():
     code = (
         "import sys, numpy as np, stablenorm as s\n"
-        "y, cache = s.layer_norm_forward(np.ones((2, 3)), where=[[True], [False]])\n"
-        "s.layer_norm_backward(y, cache); s.diagnose(y); s.layer_norm([[1.0, 2.0]], axis=0)\n"
+        "given = {'where': [[True], [False]], 'backend': 'numpy'}\n"
+        "y, cache = s.layer_norm_forward(np.ones((2, 3)), **given)\n"
+        "s.layer_norm_backward(y, cache); s.diagnose(y)\n"
         "print(*(m for m in ('dask', 'distributed', 'zarr') if m in sys.modules))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
     assert result.stdout.split() == []
+
+
+def test_a_task_keeps_to_its_thread_where_the_scheduler_has_others(rng, monkeypatch):
+    seen, forward = [], calls.forward
+    before = get_num_threads()
+
+    def spy(*given):
+        seen.append(get_num_threads())
+        return forward(*given)
+
+    monkeypatch.setattr(calls, "forward", spy)
+    y = layer_norm(cut(rng, make(rng)[0]))
+    set_num_threads(4)
+    try:
+        for scheduler, threads in (("threads", 1), ("synchronous", 4)):
+            seen.clear()
+            y.compute(scheduler=scheduler)
+            assert set(seen) == {threads}
+            assert get_num_threads() == 4
+    finally:
+        set_num_threads(before)
