@@ -241,6 +241,12 @@ def test_an_error_that_nobody_knows_stays_unknown(rng):
     assert not rounded(total, np.dtype("f4"))[1].any()
 
 
+def test_an_infinite_error_leaves_all_open(dtype):
+    parts = np.array([(1.0, 0.0, np.inf, 0), (np.inf, 0.0, 0.0, 0), (1.0, 0.0, 0.0, 0)], PARTIAL)
+    exact = np.array([(2.0, 0.0, 0.0, 1)] * 3, PARTIAL)
+    assert rounded(merged(parts, exact), np.dtype(dtype))[1].tolist() == [True, False, False]
+
+
 def test_rounded_decides_what_the_error_allows(dtype, rng):
     parts = some_parts(rng, 600)
     parts["exponent"] = rng.choice([0, 0, -1, -140, -1074], 600)

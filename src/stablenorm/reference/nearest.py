@@ -194,7 +194,7 @@ def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -
     total.add(Wide.exactly(first), _size(Wide.exactly(first)), infinite)
     found = total.partial(3 * (_height(n) + _added(count + 1)) + 64)
     if undefined:
-        found[:] = np.array((np.nan, 0, 0, 0), PARTIAL)
+        found["high"] = np.nan
     return found
 
 
@@ -243,9 +243,7 @@ class _Total:
         error = _scaled(self.sizes.total(), factor)
         error.hi *= _UNIT
         total: Array = as_partial(self._terms.total(), error)[0]
-        infinite = self._infinite != 0
-        total[infinite] = np.zeros((), PARTIAL)
-        total["high"][infinite] = self._infinite[infinite]
+        total["high"] += self._infinite
         return total
 
 

@@ -81,7 +81,8 @@ def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         values[~finite] = total["high"][~finite]
         # There is one NaN.
         values[np.isnan(values)] = np.nan
-        return values, undecided
+        # Of an infinite error both ends are NaN.
+        return values, undecided | np.isinf(error)
 
 
 def _size(total: Array) -> Wide:
