@@ -10,6 +10,7 @@ import pytest
 from dask._task_spec import DataNode, Task, TaskRef
 
 from stablenorm import (
+    LayerNorm,
     diagnose,
     get_num_threads,
     layer_norm,
@@ -292,6 +293,17 @@ def test_masks_residual_and_dsum_in_the_backward(rng, rounding):
         same(actual, wanted)
 
 
+def test_the_class_takes_dask_arrays(rng):
+    x, gamma, _, dy = make(rng)
+    found = []
+    for given, cotangent in ((x, dy), (cut(rng, x), cut(rng, dy))):
+        norm = LayerNorm(8, rounding="nearest")
+        norm.parameters["gamma"][:] = gamma
+        found.append((norm.forward(given), norm.backward(cotangent), norm.gradients))
+    for actual, wanted in zip(*([*each[:2], *each[2].values()] for each in found), strict=True):
+        same(wanted.compute(), actual)
+
+
 def test_only_what_is_asked(rng):
     x, gamma, beta, dy = make(rng)
     for wrt, asked in (("x", (0,)), (("gamma",), (1,)), (("beta", "x"), (0, 2))):
@@ -421,7 +433,7 @@ def test_compute_persist_and_optimize_of_y_and_cache_together(rng):
         (lambda x: layer_norm_backward(x, layer_norm_forward(x)[1], wrt="dx"), ValueError, "wrt must"),
         *((lambda x, given=given: layer_norm_backward(x, layer_norm_forward(x)[1], **given), ValueError,
            f"{next(iter(given))} must be left out for a Dask array.*; ")
-          for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": ()})),
+          for given in ({"sum_axes": 0}, {"dmean": 1}, {"drstd": 1}, {"accumulate": True}, {"out": (1, None, None)})),
         (lambda x: diagnose(x, axis=0), ValueError, "x must have one chunk along axis 0"),
         (lambda x: diagnose(x > 0), TypeError, "x must be float16.*got bool"),
         (lambda x: layer_norm(x.map_blocks(np.ma.asarray)), TypeError, "Dask array of NumPy arrays"),

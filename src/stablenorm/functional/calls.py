@@ -114,7 +114,9 @@ def backward(
     """Return the gradients that are asked for; those of gamma and beta are written into `sums`."""
     if not isinstance(cache, Cache):
         if is_lazy_cache(cache):  # type: ignore[unreachable]
-            refused = {"sum_axes": sum_axes, "dmean": dmean, "drstd": drstd, "out": out}
+            refused = {"sum_axes": sum_axes, "dmean": dmean, "drstd": drstd}
+            # `LayerNorm` always gives an `out`, mostly one without arrays.
+            refused["out"] = next((each for each in out or () if each is not None), None)
             refused["accumulate"] = accumulate or None
             return _lazy().backward(dy, cache, wrt, dsum, kind, refused)
         raise TypeError(_not_a_cache(dy, cache, kind))
