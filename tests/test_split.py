@@ -80,7 +80,8 @@ def test_nearest_where_nearly_all_is_asked_again(kind, dtype, rng):
     x = rng.permuted(np.tile([3.0, 3, 7, 7, 3, 7, 3, 7], (12, 1)), axis=1).astype(dtype)
     x[6:] = x[:6]
     gamma, beta, dy = (rng.integers(-40, 41, (3, 12, 8)) / 8).astype(dtype)
-    dy[6:] = -dy[:6]
+    # Of some columns dgamma is 0, of others a sum of eighths, a tie of the 16-bit dtypes.
+    dy[6:, :3] = -dy[:6, :3]
     how = {"eps": 0.0, "rounding": "nearest"}
     y, cache = forward(x, gamma[0], beta[0], **how, backend="numpy")
     expected = y, *backward(dy, cache)

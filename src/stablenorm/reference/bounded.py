@@ -100,7 +100,7 @@ class Bounded(Wide):
     def nearest(self, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         """Return the numbers rounded to `dtype`, and where the bound leaves that undecided."""
         result, _, undecided = _rounded(self.value, self.bound, dtype)
-        # Of an infinite bound both ends are NaN.
+        # Of an infinite bound, as of an infinite gamma, both ends are NaN.
         return result, undecided | ~np.isfinite(self.bound.hi)
 
     def _total(self, axis: int) -> Bounded:

@@ -164,9 +164,6 @@ def forward(x: Array, norm: Norm, of_x: Whole, y: Array) -> Array:
             if shift is not None:
                 result = result + shift
             y[rows], undecided[rows] = _finished(result, y.dtype)
-        for each in norm[:2]:
-            # What infinity is multiplied by is asked for its sign.
-            undecided |= norm.rounding == "nearest" and not _finite(each)
     undecided &= np.isfinite(of_x.factor["high"])
     return undecided
 
@@ -246,10 +243,6 @@ def _finished(result: Any, dtype: np.dtype[Any]) -> tuple[Array, Any]:
     # Of NaN, there is one.
     values[np.isnan(values)] = np.nan
     return values, undecided.any(axis=1)
-
-
-def _finite(parameter: Array | None) -> bool:
-    return parameter is None or bool(np.isfinite(parameter).all())
 
 
 def _moved(part: Moments, k: Array) -> tuple[Bounded, ...]:
