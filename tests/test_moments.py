@@ -142,12 +142,11 @@ def test_contract(name, rng):
 
 def test_an_outlier_beside_a_single_cotangent_keeps_the_contract(rng):
     """The k of their part is far from mean(g): its product with the outlier is large, and cancels."""
-    x, dy = rng.standard_normal((2, 1, 8192)).astype(np.float32)
-    x[:, 7], dy[:] = 1e6, 0
-    dy[:, 5] = 0.3
-    gamma, beta = np.ones((2, 8192), np.float32)
+    x, dy = rng.standard_normal((2, 4, 2048)).astype(np.float32)
+    x[:, 7], dy[:, :5], dy[:, 6:] = 1e18, 0, 0
+    gamma, beta = np.ones((2, 2048), np.float32)
     case = Case(x, gamma, beta, 1e-5, dy)
-    found, _ = in_parts(case, [slice(0, 11), slice(11, 8192)])
+    found, _ = in_parts(case, [slice(0, 11), slice(11, 2048)])
     assert exact_layer_norm(*case).check_contract(dx=found["dx"])["dx"].passed
 
 
