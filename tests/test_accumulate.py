@@ -13,6 +13,7 @@ from stablenorm import (
 )
 from stablenorm.backends import BACKENDS
 from stablenorm.testing.families import FAMILIES, make_case
+from stablenorm.types import bfloat16
 
 NAMES = ("dgamma", "dbeta")
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
@@ -115,6 +116,9 @@ def test_many_tiles(rng, shape, backend):
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_rms_norm(rng, rounding, dtype, backend):
+    if dtype == bfloat16:
+        # Kernels would only be compiled for this.
+        backend = "numpy"
     x, dy = rng.standard_normal((2, 9, 12)).astype(dtype)
     gamma, beta, *old = rng.standard_normal((4, 12)).astype(dtype)
     _, cache = rms_norm_forward(x, gamma, beta, backend=backend, rounding=rounding)

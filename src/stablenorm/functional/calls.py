@@ -205,10 +205,10 @@ def checked_norm(
     return made(gamma, beta, eps, kind, gamma_offset, rounding)
 
 
-def check_kind(norm: Norm, kind: str) -> None:
-    """Raise unless a cache is of the norm whose backward is called."""
+def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
+    """Raise unless a cache is of the norm of which `what` is called."""
     if norm.kind != kind:
-        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_backward"
+        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_{what}"
         raise ValueError(msg)
 
 
