@@ -298,7 +298,7 @@ def test_an_interrupt_names_resume(backward, capsys, monkeypatch):
         return merge(*sums)
 
     monkeypatch.setattr(command, "merged", interrupted)
-    words = "interrupted: 5 of 20 blocks are finished, --resume goes on from there"
+    words = "interrupted: 35 of 140 rows are finished, --resume goes on from there"
     refused(capsys, words, *backward, "dx.npy", status=130)
     done(capsys, *backward, "dx.npy", "--resume")
     assert Path("dx.npy").read_bytes() == Path("whole.npy").read_bytes()
@@ -344,7 +344,7 @@ def stopped_writing(monkeypatch, blocks, error):
 def test_a_disk_that_fills_up_is_one_line(backward, capsys, monkeypatch):
     done(capsys, *backward, "whole.npy")
     full = OSError(errno.ENOSPC, "No space left on device", "dx.npy.part")
-    words = "No space left on device (dx.npy.part); 7 of 20 blocks are finished, --resume goes on"
+    words = "No space left on device (dx.npy.part); 49 of 140 rows are finished, --resume goes"
     with stopped_writing(monkeypatch, 7, full):
         refused(capsys, words, *backward, "dx.npy")
     assert not Path("dx.npy").exists()

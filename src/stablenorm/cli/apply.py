@@ -3,6 +3,7 @@
 import argparse
 import functools
 import hashlib
+import itertools
 import math
 import os
 import time
@@ -69,8 +70,9 @@ _BLOCK = 1 << 21
 # 170 MB of the 256, Zarr some four copies of a chunk to pack and unpack it: 16 MiB took 235 MB, and
 # 8 MiB each of x, dy and dx 221 (2026-11-22).
 _MOST, _LARGEST = 24 << 20, 16 << 20
-# Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each.
-_WIDEST = 1 << 16
+# Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each;
+# 2**16 took 229 MB.
+_WIDEST = 1 << 15
 # Seconds between two records in the journal: as much is lost when the process is killed.
 _PERIOD_S = 10.0
 
@@ -248,8 +250,9 @@ def _blocks(
 
 def _compute(job: _Job, resume: bool) -> None:
     """Write the result block by block, and rename it when it is whole."""
-    out, todo, total = job.outputs["out"], list(boxes(job.lead, job.lengths)), math.prod(job.lead)
-    journal, slots, x = Journal(out, _about(job)), _slots(job), job.inputs["x"]
+    out, x, total = job.outputs["out"], job.inputs["x"], math.prod(job.lead)
+    journal, slots = Journal(out, _about(job)), _slots(job)
+    cut = functools.partial(boxes, job.lead, job.lengths)
     with ExitStack() as stack:
         readers = {
             name: stack.enter_context(files.opened(member, job.lead))
@@ -280,10 +283,11 @@ def _compute(job: _Job, resume: bool) -> None:
             target.sync()
             journal.record(blocks, {name: each.tobytes().hex() for name, each in sums.items()})
 
-        done, recorded = sum(map(count_rows, todo[:blocks])), time.monotonic()
+        todo, recorded = cut(), time.monotonic()
+        done = sum(map(count_rows, itertools.islice(todo, blocks)))
         try:
             compute = functools.partial(_computed, job, {})
-            with closing(stream(todo[blocks:], slots, read, compute, write)) as finished:
+            with closing(stream(todo, slots, read, compute, write)) as finished:
                 for box, found in finished:
                     sums = _added(sums, found)
                     blocks, done = blocks + 1, done + count_rows(box)
@@ -294,19 +298,19 @@ def _compute(job: _Job, resume: bool) -> None:
             values, undecided = _rounded(job, sums)
             if any(map(np.any, undecided.values())):
                 # The sums of these columns, exactly: of all blocks, read once more.
-                done, exact = 0, _Sums()
+                again, exact = 0, _Sums()
                 compute = functools.partial(_computed, job, undecided)
-                with closing(stream(todo, slots, read, compute, lambda *_: None)) as asked:
+                with closing(stream(cut(), slots, read, compute, lambda *_: None)) as asked:
                     for box, found in asked:
-                        exact, done = _added(exact, found), done + count_rows(box)
-                        progress(done, total, "deciding")
+                        exact, again = _added(exact, found), again + count_rows(box)
+                        progress(again, total, "deciding")
                 for name in exact:
                     values[name] = decided(values[name], undecided[name], exact[name])
         except (KeyboardInterrupt, OSError) as error:
             # On a full disk, the last record stands.
             with suppress(OSError):
                 record()
-            cure = f"{blocks} of {len(todo)} blocks are finished, --resume goes on from there"
+            cure = f"{done} of {total} rows are finished, --resume goes on from there"
             if isinstance(error, OSError):
                 msg = f"{error.strerror or error} ({error.filename or part_of(out)}); {cure}"
                 raise InputError(msg) from None

@@ -51,12 +51,13 @@ def box_lengths(lead: Sequence[int], chunks: Sequence[int], rows: int) -> tuple[
 
 def boxes(lead: Sequence[int], lengths: Sequence[int]) -> Iterator[Box]:
     """Cut axes of these lengths into boxes; the last ones may be shorter."""
-    return itertools.product(
-        *(
-            [slice(start, min(start + step, length)) for start in range(0, length, step)]
-            for length, step in zip(lead, lengths, strict=True)
-        )
-    )
+    if not lead:
+        yield ()
+        return
+    for start in range(0, lead[0], lengths[0]):
+        along = slice(start, min(start + lengths[0], lead[0]))
+        for others in boxes(lead[1:], lengths[1:]):
+            yield along, *others
 
 
 def count_rows(box: Box) -> int:
