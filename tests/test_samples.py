@@ -7,12 +7,17 @@ import pytest
 
 from stablenorm import (
     check_gradients,
+    cpu,
+    get_num_threads,
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
     rms_norm_backward,
     rms_norm_forward,
+    set_num_threads,
 )
+from stablenorm.cpu import jobs
+from stablenorm.cpu.jobs import DONE, REFERENCE, do_each
 
 ALL = slice(None)
 
@@ -105,8 +110,11 @@ def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
     assert found.dgamma is out
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one, other)
-    only = layer_norm_backward(dy, cache, sum_axes=(), wrt="beta")
+    # Sums that cannot be seen as (parts, n).
+    room = None, None, np.empty((3, 10, 8), np.float32)[:, ::2]
+    only = layer_norm_backward(dy, cache, sum_axes=(), wrt="beta", out=room)
     assert only.dx is only.dgamma is None
+    assert only.dbeta is room[2]
     np.testing.assert_array_equal(only.dbeta, dy)
 
 
@@ -177,6 +185,91 @@ def test_rms_norm_with_an_offset(rng, rounding, backend):
         assert y[one].tobytes() == expected.tobytes()
         assert found.dx[one].tobytes() == gradients.dx.tobytes()
         assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
+
+
+def views(layout, *arrays):
+    """Return arrays of these elements, (samples, rows, n), in another layout."""
+    if layout == "every second row":
+        return [np.repeat(each, 2, axis=1)[:, ::2] for each in arrays]
+    if layout == "columns first":
+        return [np.asfortranarray(each) for each in arrays]
+    if layout == "samples in the middle":
+        return [np.ascontiguousarray(each.swapaxes(0, 1)).swapaxes(0, 1) for each in arrays]
+    return arrays
+
+
+@pytest.fixture
+def all_at_once(monkeypatch):
+    """Return a list of what becomes of calls for all samples."""
+    found = []
+    monkeypatch.setattr(cpu, "do_each", lambda *given: found.append(do_each(*given)) or found[-1])
+    return found
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = get_num_threads()
+    set_num_threads(request.param)
+    yield
+    set_num_threads(before)
+
+
+# Rows of four tiles, the last one short; samples of a row; rows shorter than a vector.
+@pytest.mark.parametrize("shape", [(5, 75, 512), (300, 1, 300), (4, 3, 5)])
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize(
+    "layout",
+    ["plain", "in place", "past the caches", "every second row", "columns first",
+     "samples in the middle"],
+)  # fmt: skip
+@pytest.mark.usefixtures("threads")
+def test_samples_dealt_out_to_threads(rng, monkeypatch, all_at_once, layout, rounding, shape):
+    if layout == "past the caches":
+        monkeypatch.setattr(jobs, "PAST_CACHES", 0)
+    of_x = np.float16 if shape[1] == 1 else np.float32
+    x, dy = views(layout, *rng.standard_normal((2, *shape)).astype(of_x))
+    gamma, beta = rng.standard_normal((2, shape[0], 1, shape[2])).astype(np.float32)
+    some = range(0, shape[0], max(1, shape[0] // 5))
+    expected = []
+    for one in some:
+        y, cache = layer_norm_forward(x[one], gamma[one, 0], beta[one, 0], rounding=rounding)
+        expected.append((y, cache.mean, cache.rstd, *layer_norm_backward(dy[one], cache)))
+    out = x.copy() if layout == "in place" else None
+    y = layer_norm(x if out is None else out, gamma, beta, rounding=rounding, out=out)
+    again, cache = layer_norm_forward(x, gamma, beta, rounding=rounding)
+    assert again.tobytes() == y.tobytes()
+    out = (dy, None, None) if layout == "in place" else None
+    found = y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache, out=out)
+    for one, each in zip(some, expected, strict=True):
+        for whole, part in zip(found, each, strict=True):
+            assert whole[one].tobytes() == part.tobytes()
+    # Neither the first call nor the last, as rows that are extreme would need their input again.
+    times = 1 if layout == "in place" and rounding == "nearest" else 3
+    assert all_at_once == [REFERENCE if layout == "columns first" else DONE] * times
+
+
+def test_samples_left_to_the_reference_are_added_once(rng, all_at_once):
+    """The kernels have added to dgamma when they find a row that is extreme."""
+    x, dy = rng.standard_normal((2, 4, 3, 8))
+    gamma, old = rng.standard_normal((2, 4, 1, 8))
+    dy[2, 1] *= 1e300
+    _, cache = layer_norm_forward(x, gamma)
+    out = np.empty_like(x), old.copy(), None
+    layer_norm_backward(dy, cache, wrt=("x", "gamma"), out=out, accumulate=True)
+    assert all_at_once == [DONE] * 2
+    for one in range(4):
+        _, part = layer_norm_forward(x[one], gamma[one, 0])
+        alone = np.empty_like(x[one]), old[one, 0].copy(), None
+        layer_norm_backward(dy[one], part, wrt=("x", "gamma"), out=alone, accumulate=True)
+        for whole, single in zip(out[:2], alone[:2], strict=True):
+            assert whole[one].reshape(single.shape).tobytes() == single.tobytes()
+
+
+def test_few_large_samples_have_all_threads_each(rng, all_at_once):
+    x = rng.standard_normal((3, 514, 512), np.float32)
+    gamma = rng.standard_normal((3, 1, 512), np.float32)
+    layer_norm(x, gamma)
+    assert all_at_once == [REFERENCE]
 
 
 OPERATIONS = [(layer_norm_forward, layer_norm_backward), (rms_norm_forward, rms_norm_backward)]

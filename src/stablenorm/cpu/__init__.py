@@ -15,7 +15,7 @@ import numpy as np
 from stablenorm import reference
 from stablenorm.arrays import Rows, as_matrix
 from stablenorm.cpu import extreme
-from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, make_plan
+from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, do_each, make_plan
 from stablenorm.cpu.layout import blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
@@ -38,7 +38,8 @@ _NOTHING_KEPT: Any = (None,) * 7
 
 def forward(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> Statistics:
     """Do what `reference.forward` does."""
-    return _forward(x, norm, y, residual, True)
+    found: Statistics = _forward(x, norm, y, residual, True)
+    return found
 
 
 def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> None:
@@ -46,7 +47,38 @@ def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> N
     _forward(x, norm, y, residual, False)
 
 
-def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) -> Statistics:
+def forward_samples(
+    x: Array, norm: Norm, y: Array, residual: Residual | None, keep: bool
+) -> Statistics | None:
+    """
+    Do `forward` of (samples, rows, n), each with its gamma and beta; return the statistics of all.
+
+    None if some have to be, or had better be, done one by one.
+    """
+    wide = norm.rounding == "nearest" or any_float64(x, *norm[:2])
+    # Of wide rows that are extreme, x is needed once more.
+    return None if wide and _may_share(x, y) else _forward(x, norm, y, residual, keep, 1)
+
+
+def backward_samples(
+    dy: Array, x: Array, norm: Norm, statistics: Statistics, out: Gradients, extra: Extra
+) -> bool:
+    """Do `backward` of (samples, rows, n), each by itself; tell whether that could be done."""
+    wide = statistics.rstd_lo is not None
+    again = out.dx is not None and _may_share(dy, out.dx) if wide else any_float64(dy)
+    if again or not _is_for_kernels(extra, x):
+        return False
+    marks = extreme.marks_of(statistics) if wide else None
+    nearest = norm.rounding == "nearest"
+    undecided = np.zeros((len(x), 2, x.shape[-1]), np.uint8) if nearest else None
+    if not _backward(dy, x, norm, statistics, out, marks, undecided, extra, 1):
+        return False
+    return not any(flags is not None and flags.any() for flags in (marks, undecided))
+
+
+def _forward(
+    x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool, each: int = 0
+) -> Any:
     gamma, beta, eps, kind, gamma_offset, rounding = norm
     nearest, rms, source, plus = rounding == "nearest", kind == "rms", None, None
     if residual is not None:
@@ -54,6 +86,8 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
         narrow = not (nearest or any_float64(x, gamma, beta)) and plus.dtype == x.dtype
         if narrow and row_strides(x, plus, total, y) != ():
             x = total
+        elif each:
+            return None
         else:
             x, source, plus = reference.add(x, *residual), None, None
     if nearest and _may_share(x, y):
@@ -64,8 +98,8 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     options: tuple[Any, ...] = (kind, gamma_offset, rounding)
     if plus is not None:
         strides, options = row_strides(None, x, y, source, plus), (*options, "plus")
-    plan = make_plan(x.shape, strides, x.dtype, dtypes, None, options)
-    rows, kept = plan.rows, _NOTHING_KEPT
+    plan = make_plan(x.shape[each:], strides, x.dtype, dtypes, None, options)
+    rows, kept = x.shape[:2] if each else plan.rows, _NOTHING_KEPT
     if plan.wide:
         spread = np.zeros(rows) if nearest else None
         means = (None,) * 3 if rms else tuple(np.empty(rows) for _ in range(3))
@@ -76,8 +110,8 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
     arrays = x, y, None, gamma, beta, *kept, None, None, None, None, None, source, plus
-    if _do(plan, arrays, eps) == REFERENCE:
-        return reference.forward(x, norm, y)
+    if (do_each if each else _do)(plan, arrays, eps) == REFERENCE:
+        return None if each else reference.forward(x, norm, y)
     if not plan.wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
         return _new(Statistics, kept)
@@ -85,6 +119,8 @@ def _forward(x: Any, norm: Norm, y: Any, residual: Residual | None, keep: bool) 
     found = _new(Statistics, (*kept[:5], None, spread))
     # Counting takes a quarter of the time of any(), which is 1.3 microseconds of a small call.
     if np.count_nonzero(marks):
+        if each:
+            return None
         found = extreme.forward(as_matrix(x), norm, as_matrix(y), found, marks)
     # Dropped where no row needs it, as in the reference.
     return found if rms or np.count_nonzero(tails) else found._replace(mean_tail=None)
@@ -175,7 +211,7 @@ def _may_share(a: Any, b: Any) -> bool:
 
 def _backward(
     dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array | None,
-    undecided: Array | None = None, extra: Extra = NOTHING_EXTRA,
+    undecided: Array | None = None, extra: Extra = NOTHING_EXTRA, each: int = 0,
 ) -> bool:  # fmt: skip
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
     dx, dgamma, dbeta = out
@@ -186,14 +222,14 @@ def _backward(
     options: tuple[Any, ...] = norm[3:6]
     if plus is not None:
         strides, options = row_strides(dy, x, dx, None, plus), (*options, "plus")
-    plan = make_plan(x.shape, strides, x.dtype, (gamma_dtype, None), pulled, options)
+    plan = make_plan(x.shape[each:], strides, x.dtype, (gamma_dtype, None), pulled, options)
     totals = _room(dgamma), _room(dbeta)
     spread = statistics.spread if nearest else None
     arrays = (
         x, dx, dy, gamma, None, *statistics[:5], marks, spread,
         None, *totals, undecided, extra.old, None, plus,
     )  # fmt: skip
-    if _do(plan, arrays) == REFERENCE:
+    if (do_each if each else _do)(plan, arrays) == REFERENCE:
         return False
     for total, room in zip((dgamma, dbeta), totals, strict=True):
         if total is not None and room is not total:

@@ -58,7 +58,7 @@ def marks_of(statistics: Statistics) -> Array:
     if statistics.mean is not None:
         marks |= ~(np.abs(statistics.mean) < np.inf)
     if statistics.exponent is not None:
-        marks |= statistics.exponent.any(axis=1)
+        marks |= statistics.exponent.any(axis=-1)
     if statistics.spread is not None:
         # Of a forward that was all the reference's: no kernel has seen that x is tiny under eps.
         marks |= (statistics.spread > 0.0) & (statistics.spread < SMALLEST)

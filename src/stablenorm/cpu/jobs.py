@@ -19,13 +19,16 @@ from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
 from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, bits_of, float_of, further, inner, pasted, pointer_at, width
 from stablenorm.cpu.nearest import digits_of, is_exact, put_decided, sums_bound, total_error
-from stablenorm.cpu.pool import MOST_HELPERS, run
+from stablenorm.cpu.pool import MOST_HELPERS, pool_for, run
 from stablenorm.cpu.processor import call, restore, set_default
 from stablenorm.cpu.record import ARRAYS, AT, PLACE, Call, address_of, float64_at, read_record
 from stablenorm.cpu.sums import add_offset, add_to, fill, merge, put_sums, round_sums, widen
 from stablenorm.cpu.tiles import STAGED, STRAIGHT, STREAMED, padded
 from stablenorm.cpu.wide import LARGEST, SMALLEST
-from stablenorm.threads import SMALL
+from stablenorm.threads import SMALL, get_num_threads
+
+# A sample of more elements, the time of ten calls, is worth all threads, unless several wait for each.
+_LARGE, _SEVERAL = 1 << 18, 4
 
 # What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
 # since gamma, beta or eps is of extreme size; nothing done, for want of memory.
@@ -231,7 +234,7 @@ def _prepare(function, source, to, n, neutral):
 
 def _do(arrays, eps, words, pool, helpers):
     """
-    Do a call; return DONE, or what kept it from beginning.
+    Do a call, or one for each of several samples; return DONE, or what kept it from beginning.
 
     `arrays` are in the order of `Call`, `words` those of a plan, `pool` those of the pool.
     """
@@ -240,9 +243,12 @@ def _do(arrays, eps, words, pool, helpers):
     in_place = out == (dy if dy != 0 else x)
     if in_place and p.over_input == 0:
         return COPY
-    own_sums = (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0
-    sums = p.sums_bytes * p.tiles if own_sums else 0
-    memory = _malloc(p.shared_bytes + p.scratch_bytes * (1 + helpers) + sums)
+    own_bytes = p.shared_bytes + p.scratch_bytes
+    if (p.round_dgamma | p.round_dbeta) != 0 and address_of(arrays[AT.sums]) == 0:
+        own_bytes += p.sums_bytes * p.tiles
+    # Of samples, each thread needs all of that.
+    more = LINE + _RECORD + own_bytes * helpers if p.samples else p.scratch_bytes * helpers
+    memory = _malloc(own_bytes + more)
     if memory == 0:
         return NO_MEMORY
     word, done = set_default(), DONE
@@ -253,7 +259,25 @@ def _do(arrays, eps, words, pool, helpers):
     for i in range(ARRAYS):
         to[i] = address_of(arrays[i])
     p = read_record(record)
-    gamma = record + _RECORD
+    p.eps = np.int64(bits_of(eps))
+    if in_place:
+        p.way = STAGED
+    if p.samples:
+        # Behind the words of the plan; and then whether all are done.
+        p.apart, p.own_bytes = address_of(words) + 8 * len(AT), own_bytes
+        run(p.do_sample, record, p.samples, address_of(pool), helpers)
+    else:
+        done = _do_rows(record, address_of(pool), helpers)
+    _free(memory)
+    restore(word)
+    return done
+
+
+@inner
+def _do_rows(record, pool, helpers):
+    """Do a call, given its record and the memory behind it; return DONE or REFERENCE."""
+    p = read_record(record)
+    gamma, dy, eps = record + _RECORD, p.dy, float_of(p.eps)
     beta = gamma + 8 * padded(p.n)
     _prepare(p.widen_gamma, p.gamma, gamma, p.n, 1.0)
     if p.gamma_offset != 0:
@@ -261,29 +285,61 @@ def _do(arrays, eps, words, pool, helpers):
         add_offset(float64_at(gamma), float_of(p.gamma_offset), low, p.n)
     if dy == 0:
         _prepare(p.widen_beta, p.beta, beta, p.n, -0.0)
-    p.gamma, p.beta, p.eps = gamma, beta, np.int64(bits_of(eps))
+    p.gamma, p.beta = gamma, beta
     p.scratch = record + p.shared_bytes - LINE
-    if own_sums:
+    if p.sums == 0:
         p.sums = p.scratch + p.scratch_bytes * (1 + helpers)
-    if in_place:
-        p.way = STAGED
     if p.marks and not (
         _is_moderate(float64_at(gamma), p.n, SMALLEST)
         and (dy != 0 or _is_moderate(float64_at(beta), p.n, 0.0))
         and (eps == 0.0 or SMALLEST <= eps <= LARGEST)
     ):
-        done = REFERENCE
-    else:
-        tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows
-        run(p.do_tile, record, tiles_, address_of(pool), helpers)
-        if p.dgamma:
-            call(p.round_dgamma, record, 0, 0)
-        if p.dbeta:
-            call(p.round_dbeta, record, 1, 0)
-    _free(memory)
-    restore(word)
-    return done
+        return REFERENCE
+    tiles_ = (p.rows + p.tile_rows - 1) // p.tile_rows
+    run(p.do_tile, record, tiles_, pool, helpers)
+    if p.dgamma:
+        call(p.round_dgamma, record, 0, 0)
+    if p.dbeta:
+        call(p.round_dbeta, record, 1, 0)
+    return DONE
+
+
+@address_of_compiled
+def sampler() -> Any:
+    """Return what does the call of a sample, as a thread alone would: its bits are the same."""
+
+    def do_sample(record, number, me):
+        p = read_record(record)
+        own = record + _RECORD + me * p.own_bytes
+        apart = pointer_at(p.apart, np.int64)
+        given, to = pointer_at(record, np.int64), pointer_at(own, np.int64)
+        for i in range(len(AT)):
+            # What is missing is missing of all samples.
+            to[i] = given[i] + number * apart[i] if i < ARRAYS and given[i] != 0 else given[i]
+        if _do_rows(own, 0, 0) != DONE:
+            apart[ARRAYS] = REFERENCE
+
+    return do_sample
 
 
 _ARRAYS = types.UniTuple(PLACE, ARRAYS)
 do = compiled(_do, types.int64(_ARRAYS, types.float64, PLACE, PLACE, types.int64))
+
+
+def do_each(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
+    """Do the call of each sample, dealt out to the threads as wholes; return DONE or REFERENCE."""
+    x, count = arrays[0], len(arrays[0])
+    few = x.size > _LARGE * count and count < _SEVERAL * get_num_threads()
+    if plan.state != DONE or few:
+        return REFERENCE
+    apart = (0 if each is None else each.strides[0] for each in arrays)
+    words = np.array((*plan.words, *apart, DONE))
+    words[AT.samples], words[AT.do_sample] = count, sampler()
+    # As one call would of all; results that may overwrite the input may go past the caches, but wide ones.
+    words[AT.ahead] = x.nbytes > OWN_CACHE
+    if x.nbytes >= PAST_CACHES and words[AT.over_input] and not plan.wide:
+        words[AT.way] = STREAMED
+    most = 0 if x.size < _LEAST_SHARED else min(count - 1, MOST_HELPERS)
+    pool, helpers = pool_for(most, x.size < SMALL) if most else (None, 0)
+    state = do(arrays, eps, words, pool, helpers)
+    return DONE if state == DONE == words[len(AT) + ARRAYS] else REFERENCE

@@ -60,7 +60,7 @@ def row_strides(*arrays: Any) -> tuple[int, ...] | None:
     """
     Return the distances between rows, in bytes; None if all arrays are contiguous.
 
-    Arrays of more than two dimensions are. An empty tuple if the rows of one are not.
+    Of samples, those within one. An empty tuple if the rows of an array are not contiguous.
     """
     for array in arrays:
         # Rows have no flags.
@@ -76,8 +76,8 @@ def row_strides(*arrays: Any) -> tuple[int, ...] | None:
             return ()
         elif array.flags.c_contiguous:
             found.append(array.shape[-1] * array.itemsize)
-        elif array.strides[1] == array.itemsize or array.shape[1] == 1:
-            found.append(array.strides[0])
+        elif array.strides[-1] == array.itemsize or array.shape[-1] == 1:
+            found.append(array.strides[-2])
         else:
             return ()
     return tuple(found)

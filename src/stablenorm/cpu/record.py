@@ -80,9 +80,15 @@ class Call(NamedTuple):
     ahead: Any = 0
     # The bits of gamma_offset.
     gamma_offset: Any = 0
-    # Set by the job: the bits of eps, and the first thread's scratch memory.
+    # Of a call done once for each of several samples: how many, and a C function that does one.
+    samples: Any = 0
+    do_sample: Any = 0
+    # Set by the job: the bits of eps, the first thread's scratch memory; of samples, where it says how many
+    # bytes each array's parts are apart, and the bytes of memory for each thread.
     eps: Any = 0
     scratch: Any = 0
+    apart: Any = 0
+    own_bytes: Any = 0
 
 
 # Where each of them is; the arrays come first.

@@ -79,7 +79,7 @@ def forward(
     # What is added to x, and where the sum goes, which is then what is normalized.
     added = None if residual is None else Residual(residual, arrays.empty(x.shape, x.dtype, x))
     if type(norm) is SampleNorm:
-        statistics = samples.forward(call, x, norm, axes, y, added, where)
+        statistics = samples.forward(name, keep, x, norm, axes, y, added, where)
     else:
         given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
         if added is not None:

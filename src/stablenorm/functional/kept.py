@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from stablenorm.arrays import HOST, as_matrix, as_rows
-from stablenorm.backends import implementation
 from stablenorm.control import default_control
 from stablenorm.formats import format_of
 from stablenorm.functional import samples
@@ -75,8 +74,7 @@ def restored(cache: Cache) -> Cache:
     row = np.empty([length if i in axes else 1 for i, length in enumerate(x.shape)], x.dtype)
     strides = [step if i in axes else 0 for i, step in enumerate(row.strides)]
     y = np.lib.stride_tricks.as_strided(row, x.shape, strides)
-    call = implementation("forward", cache.backend)
-    statistics = samples.forward(call, x, norm, axes, y, None, cache.where)
+    statistics = samples.forward(cache.backend, True, x, norm, axes, y, None, cache.where)
     return cache._replace(statistics=statistics, save="x")
 
 
