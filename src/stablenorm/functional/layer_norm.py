@@ -141,9 +141,9 @@ def layer_norm_forward(
     gamma, beta : array, optional
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
-        Their gradients have their shapes. Each part of `x` with a gamma and beta of its own is one
-        call. Parts of fewer than 10^6 elements are slower than one gamma for all, parts of 65 000
-        elements two to three times. Not for CUDA arrays.
+        Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
+        bits of a call on it alone. Parts of a few hundred elements take several times as long as
+        one gamma for all, parts of 64 000 about as long. Not for CUDA arrays.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual` or
         ``save="y"``, which do not keep `x`; else it shares no memory with it.
@@ -230,8 +230,8 @@ def layer_norm_backward(
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives
-        (B, D), the gradients of each sample, by a call for each. Default: all axes along which
-        gamma or beta does not vary. Not for CUDA arrays.
+        (B, D), the gradients of each sample. Default: all axes along which gamma or beta does not
+        vary. Not for CUDA arrays.
     dmean, drstd : array of the shape of cache.mean, optional
         Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
         ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the

@@ -1,5 +1,7 @@
 """
-Gamma and beta with leading axes, and gradients summed over some axes: one ordinary call for each part of x.
+Gamma and beta with leading axes, and gradients summed over some axes: each part of x as by a call of its own.
+
+A backend that can does all parts at once, as (parts, rows, n); else there is one ordinary call for each.
 
 A *lead* has a length for each axis of x that is not normalized: that of x where a parameter, or a sum,
 has elements of its own along it, else 1. Where a lead is not 1, x is cut into parts.
