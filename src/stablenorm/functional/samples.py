@@ -1,7 +1,6 @@
 """
 Gamma and beta with leading axes, and gradients summed over some axes: each part of x as by a call of its own.
-
-A backend that can does all parts at once, as (parts, rows, n); else there is one ordinary call for each.
+A backend that can does all parts at once, as (parts, rows, n).
 
 A *lead* has a length for each axis of x that is not normalized: that of x where a parameter, or a sum,
 has elements of its own along it, else 1. Where a lead is not 1, x is cut into parts.
@@ -19,16 +18,7 @@ from numpy.lib.array_utils import normalize_axis_tuple
 from stablenorm.arrays import as_rows, show_axes
 from stablenorm.backends import implementation
 from stablenorm.functional import masks
-from stablenorm.types import (
-    NOTHING_EXTRA,
-    Array,
-    Cache,
-    Extra,
-    Gradients,
-    Norm,
-    Residual,
-    Statistics,
-)
+from stablenorm.types import Array, Cache, Extra, Gradients, Norm, Residual, Statistics
 
 Lead = tuple[int, ...]
 Axes = tuple[int, ...]
@@ -160,9 +150,7 @@ def _pass(
         some = norm._replace(gamma=_at(norm.gamma, number))
         rows = [None if each is None else as_rows(each[place], parts.axes) for each in arrays]
         found = _new(Gradients, (rows[2], *(_at(each, number) for each in totals)))
-        here = extra
-        if extra is not NOTHING_EXTRA or accumulate:
-            here = Extra(rows[3], _at(dmean, number), _at(drstd, number), old=_at(old, number))
+        here = Extra(rows[3], _at(dmean, number), _at(drstd, number), old=_at(old, number))
         masks.backward(call, rows[4], rows[0], rows[1], some, kept.of_rows(number), found, here)
     for total, room in zip(out[1:], totals, strict=True):
         # A copy, if it cannot be seen as (parts, n).
