@@ -32,14 +32,8 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     if is_lazy(where):
         raise TypeError(lazy("where"))
     mask = np.asarray(where)
-    if mask.dtype != np.bool_:
-        msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
-        raise TypeError(msg)
-    try:
-        mask = np.broadcast_to(mask, shape)
-    except ValueError:
-        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
-        raise ValueError(msg) from None
+    check_mask(mask, shape)
+    mask = np.broadcast_to(mask, shape)
     # Of what is the same by construction, only the first.
     same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
     seen = mask[tuple(same)]
@@ -50,6 +44,17 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
         msg = 'where must not vary along axis with rounding="nearest" yet; use rounding="fast"'
         raise ValueError(msg)
     return mask.copy()
+
+
+def check_mask(mask: Any, shape: tuple[int, ...]) -> None:
+    """Raise unless `mask` is of bool and broadcasts to this shape."""
+    if mask.dtype != np.bool_:
+        msg = f"where must be an array of bool, got {mask.dtype}; of numbers, write where=mask != 0"
+        raise TypeError(msg)
+    pairs = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if mask.ndim > len(shape) or any(length not in (1, of_x) for length, of_x in pairs):
+        msg = f"where must broadcast to the shape of x, {shape}, got {mask.shape}"
+        raise ValueError(msg)
 
 
 def forward(

@@ -82,8 +82,12 @@ def forward(
         check_whole_rows(x, axes, "residual, where or gamma for each sample")
     if residual is not None:
         residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
-    if where is not None:
-        where = _check_where(where, x, axes, norm.rounding)
+    if is_lazy(where):
+        # Its elements are looked at block by block.
+        check_blocks("where", where)
+        masks.check_mask(where, x.shape)
+    elif where is not None:
+        where = masks.check_where(where, x.shape, axes, norm.rounding)
     call = Call(norm[2:], axes, chosen, keep)
     token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
     kind = f"{norm.kind}-norm"
@@ -289,23 +293,6 @@ def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
 def _split() -> Any:
     """Return what does calls on rows that are cut."""
     return importlib.import_module("stablenorm.scale.split")
-
-
-def _check_where(where: Any, x: Array, axes: tuple[int, ...], rounding: str) -> Any:
-    """Return a mask of some of the axes of x, the last ones; its elements are checked block by block."""
-    if not is_lazy(where):
-        return masks.check_where(where, x.shape, axes, rounding)
-    check_blocks("where", where)
-    if where.dtype != np.bool_:
-        msg = (
-            f"where must be an array of bool, got {where.dtype}; of numbers, write where=mask != 0"
-        )
-        raise TypeError(msg)
-    given = zip(reversed(where.shape), reversed(x.shape), strict=False)
-    if where.ndim > x.ndim or any(length not in (1, of_x) for length, of_x in given):
-        msg = f"where must broadcast to the shape of x, {x.shape}, got {where.shape}"
-        raise ValueError(msg)
-    return where
 
 
 class LazyCache(DaskMethodsMixin):
