@@ -110,7 +110,6 @@ def merged(parts: Sequence[Moments]) -> Moments:
         return parts[0]
     columns = sum(part.columns for part in parts)
     with np.errstate(all="ignore"):
-        # One at a time: a sum of four numbers near the largest one is no float64.
         means = (
             Bounded.exactly(part.k) * Bounded.exactly(part.columns) + unpacked(part.sums[0])
             for part in parts

@@ -173,7 +173,7 @@ def exact_tasks(
     graph = _Graph(first, cache.x, cache.axis, token)
     graph.tasks = tasks
     is_open = graph.add("open", (), _any_open, *found.values())
-    lent = graph.each("lent", lambda at: (_lent_all, call, is_open, x.at(at)))
+    lent = graph.each("lent", lambda at: (_lent, call, is_open, None, None, x.at(at)))
     rows = graph.merge("rows", _exact_rows, lent, call)
     return lambda at: (
         _exact, call, found[group(at)], dy.at(at), x.at(at), rows[graph.group(at)],
@@ -300,36 +300,28 @@ def _patched(call: lazy.Call, made: Any, rows: Any, solved: Any, columns: slice)
     return _block(matrix, made[0].shape, call.axes)
 
 
-def _any_open(*found: Any) -> bool:
-    """Tell whether dgamma has an undecided column."""
-    return any(each[1][1].any() for each in found if 1 in each)
-
-
-def _lent_all(call: lazy.Call, is_open: bool, x: Any) -> Any:
-    return _matrix(x, call.axes) if is_open else None
+def _any_open(*found: Any) -> slice:
+    """Return all rows if dgamma has an undecided column, else none."""
+    return slice(None if any(each[1][1].any() for each in found if 1 in each) else 0)
 
 
 def _exact_rows(call: lazy.Call, *lent: Any) -> Any:
-    """Return what exact sums need of whole rows, if they are asked for."""
-    if lent[0] is None:
-        return None
-    norm = Norm(None, None, *call.norm)
-    rows = np.concatenate(lent, 1)
+    """Return what exact sums need of whole rows, as far as these are lent."""
+    rows, norm = np.concatenate([x for _, _, x in lent], 1), Norm(None, None, *call.norm)
     return [exact.Row(row.astype(np.float64), norm, keep=False) for row in rows]
 
 
 def _exact(call: lazy.Call, found: Any, dy: Any, x: Any, rows: Any) -> Any:
     """Return exact sums over a block, as `lazy` has them."""
-    dy, x = (_matrix(each, call.axes).astype(np.float64) for each in (dy, x))
     totals: list[Any] = [None, None, None]
+    dy, x = (_matrix(each, call.axes).T for each in (dy, x))
     for i, (_, undecided) in found.items():
-        if undecided.any():
-            totals[i] = undecided.astype(object)
-            for j in np.flatnonzero(undecided):
-                column = dy[:, j]
-                totals[i].flat[j] = (
-                    exact.ExactSum.of_products(column, x[:, j], rows)
-                    if i == 1
-                    else exact.ExactSum.of_numbers(column)
-                )
+        if not undecided.any():
+            continue
+        totals[i] = undecided.astype(object)
+        for j in np.flatnonzero(undecided):
+            terms, factors = dy[j].astype(np.float64), x[j].astype(np.float64)
+            of = exact.ExactSum
+            total = of.of_products(terms, factors, rows) if i == 1 else of.of_numbers(terms)
+            totals[i].flat[j] = total
     return tuple(totals)
