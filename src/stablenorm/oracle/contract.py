@@ -68,7 +68,7 @@ def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractRe
     finite = above[np.isfinite(judged.mantissa[above])]
     excess = np.where(np.isinf(judged.mantissa), math.inf, 0.0)
     for block in np.unique(finite // n).tolist():
-        sizes = inputs.enclosed(name, block, sizes=True) or []
+        sizes = inputs.enclosed(name, block, sizes=True)
         for i in finite[finite // n == block]:
             mantissa, exponent = float(judged.mantissa[i]), int(judged.exponent[i])
             over = mantissa - math.ldexp(limit, int(judged.ulp[i]) - exponent)

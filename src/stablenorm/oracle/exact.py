@@ -16,7 +16,7 @@ from stablenorm.oracle.rounding import (
     judge_undefined,
     round_block,
 )
-from stablenorm.oracle.rows import Inputs, Row, UndefinedError
+from stablenorm.oracle.rows import Inputs, Row
 
 
 class ExactNorm:
@@ -64,11 +64,10 @@ class ExactNorm:
         place = int(np.ravel_multi_index(index, self._shape_of(name)))
         block, column = divmod(place, self.n)
         self._inputs.blocks(name)
-        try:
-            return self._inputs.exactly(name, block)([column])[0].value_to(bits)
-        except UndefinedError:
+        if self._inputs.undefined(name, block)[column]:
             msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
-            raise ValueError(msg) from None
+            raise ValueError(msg)
+        return self._inputs.exactly(name, block)([column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -76,15 +75,15 @@ class ExactNorm:
 
         To nearest, ties to even; inf from halfway above the largest finite number on. An exact zero
         is +0; a nonzero value that rounds to zero keeps its sign. NaN where a row has no variance
-        and eps is 0.
+        and eps is 0, but for elements that a mask leaves out.
         """
         fmt = format_of(dtype, "dtype")
         out = np.full(self._shape_of(name), math.nan)
         flat = out.reshape(-1, self.n)
         for i in self._inputs.blocks(name):
             block = self._inputs.enclosed(name, i)
-            if block is not None:
-                flat[i] = round_block(block, fmt, self._inputs.exactly(name, i))
+            flat[i] = round_block(block, fmt, self._inputs.exactly(name, i))
+            flat[i, self._inputs.undefined(name, i)] = math.nan
         return out.astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
@@ -158,11 +157,10 @@ class ExactNorm:
             parts = [judge_undefined(np.zeros(0))]
             for i in self._inputs.blocks(name):
                 block = self._inputs.enclosed(name, i)
-                if block is None:
-                    parts.append(judge_undefined(values[i]))
-                else:
-                    exactly = self._inputs.exactly(name, i)
-                    parts.append(judge_block(block, values[i], fmt, exactly))
+                judged = judge_block(block, values[i], fmt, self._inputs.exactly(name, i))
+                undefined = self._inputs.undefined(name, i)
+                pairs = zip(judge_undefined(values[i]), judged, strict=True)
+                parts.append(Judged(*(np.where(undefined, *pair) for pair in pairs)))
             yield name, actual, Judged(*map(np.concatenate, zip(*parts, strict=True)))
 
 

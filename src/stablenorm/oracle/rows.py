@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+import numpy as np
+
 from stablenorm.oracle.rounding import Array, Exactly, Interval, Vector, read
 from stablenorm.oracle.surds import Part, Surd, enclose, exactly, part
-
-
-class UndefinedError(Exception):
-    """A row has no variance, and eps is 0: it has no xhat."""
 
 
 class Row:
@@ -71,12 +69,8 @@ class Row:
 
     @functools.cached_property
     def square(self) -> Fraction:
-        """``rstd**2``."""
-        total = self.var + self._inputs.eps
-        if total == 0 and any(self.ones.integers):
-            raise UndefinedError
-        # A row that is masked as a whole is 0, whatever its rstd.
-        return 1 / (total or Fraction(1))
+        """``rstd**2``; where there is none, 1: what a mask leaves out is 0 whatever it is."""
+        return 1 / (self.var + self._inputs.eps or Fraction(1))
 
     def center(self, v: Vector) -> Vector:
         """Return ``v - mean(v)``, for RMS norm v."""
@@ -253,19 +247,28 @@ class Inputs:
         for index in range(len(self.matrices["x"])):
             yield from quantity.parts(kind(self, index))
 
-    def enclosed(self, name: str, block: int, sizes: bool = False) -> list[Interval] | None:
+    def undefined(self, name: str, block: int) -> Array:
+        """Tell which elements of one block have no value: without variance and eps, those that count."""
+        found = np.zeros(self.matrices["x"].shape[1], bool)
+        summed = self.quantities[name].summed
+        # dbeta, which is a sum of dy, is made without rstd.
+        if self.eps == 0 and name != "dbeta":
+            for index in range(len(self.matrices["x"])) if summed else (block,):
+                row = Row(self, index)
+                if row.var == 0:
+                    found |= np.array(row.ones.integers) != 0
+        return found
+
+    def enclosed(self, name: str, block: int, sizes: bool = False) -> list[Interval]:
         """
-        Enclose the elements of one block; None if it is undefined.
+        Enclose the elements of one block; those that are undefined by what does not count.
 
         Or, if `sizes`, S of the contract: the sum of the magnitudes that each is made of.
         """
         parts = self.parts(name, block, Magnitudes if sizes else Row)
         if sizes:
             parts = (Part(list(map(abs, integers)), square) for integers, square in parts)
-        try:
-            return enclose(parts, self.matrices["x"].shape[1])
-        except UndefinedError:
-            return None
+        return enclose(parts, self.matrices["x"].shape[1])
 
     def exactly(self, name: str, block: int) -> Exactly:
         """Return the function that gives elements of a block, by their columns, exactly."""
