@@ -98,6 +98,18 @@ def test_any_mask_of_rows(counts, n, kind, hard, norm, name):
     check_whole_rows(*arrays, -1, np.array(counts, bool)[:, None], norm, backend=name)
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
+def test_many_rows_by_their_numbers(rng, dtype, past_caches, monkeypatch):
+    """More than the 64 of a part of the sums; results that go past the caches are staged."""
+    if past_caches:
+        monkeypatch.setattr(stablenorm.cpu, "PAST_CACHES", 0)
+    for rows, n in ((700, 37), (90, 300)):
+        where = rng.random((rows, 1)) < 0.6
+        # Equally far apart, and one alone.
+        where[:40] = np.arange(40)[:, None] % 3 == 0
+        check_whole_rows(*draw(rng, (rows, n), -1, dtype), -1, where, backend="numba")
+
+
 def elementwise(rng, shape):
     where = rng.random(shape) < 0.6
     # One row counts with one element, one with none, one as a whole.
@@ -124,6 +136,26 @@ def test_a_mask_of_elements_keeps_the_contract(rng, dtype, backend, kind):
     assert all(result.passed for result in results.values()), results
     assert not backward(dy, cache).dx[~where].any()
     assert cache.mean[1] == cache.rstd[1] == 0
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
+    x, dy, dsum = (
+        np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]]),
+        np.ones((2, 3)),
+        np.full((2, 3), 0.1),
+    )
+    where = np.array([[True, True, False], [True, True, True]])
+    _, forward, backward = (getattr(stablenorm, f"{kind}_norm{part}") for part in PARTS)
+    exact = EXACT[kind](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
+    y, cache = forward(x, np.ones(3), np.ones(3), 0.0, where=where, backend=backend)
+    found = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
+    assert y[0, 2] == 0.0
+    assert found["dx"][0, 2] == 0.1
+    for name, result in exact.check_contract(**found).items():
+        assert result.passed, name
+    y[0, 2] = np.nan
+    assert not exact.check_contract(y=y)["y"].passed
 
 
 def test_a_mask_of_elements_is_each_row_on_its_own(rng, dtype, backend):

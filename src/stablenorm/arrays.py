@@ -222,6 +222,22 @@ class Rows:
         self._moved[index] = block.reshape(len(block), *self._moved.shape[len(self._lead) :])
 
 
+class SomeRows(Rows):
+    """Some rows of a matrix, by their numbers, in ascending order."""
+
+    def __init__(self, matrix: Any, numbers: Array) -> None:
+        self.matrix, self.numbers = matrix, numbers
+        self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
+        # Set by who has written zeros into all other rows.
+        self.cleared = False
+
+    def __getitem__(self, rows: slice | Array) -> Array:
+        return self.matrix[self.numbers[rows]]  # type: ignore[no-any-return]
+
+    def __setitem__(self, rows: slice | Array, block: Array) -> None:
+        self.matrix[self.numbers[rows]] = block
+
+
 def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
     """
     See `array` as (rows, n), n the elements along `axes`, without copying it.
@@ -246,8 +262,8 @@ def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
 
 
 def as_matrix(array: Any) -> Any:
-    """Return what `as_rows` returned with two axes."""
-    return array if len(array.shape) == 2 else array.reshape(-1, array.shape[-1])
+    """Return what `as_rows` returned with two axes; None of None."""
+    return array if array is None or len(array.shape) == 2 else array.reshape(-1, array.shape[-1])
 
 
 def overlap(a: Array, b: Array) -> bool:

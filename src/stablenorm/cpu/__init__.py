@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from stablenorm import reference
-from stablenorm.arrays import Rows, as_matrix
+from stablenorm.arrays import Rows, SomeRows, as_matrix
 from stablenorm.cpu import extreme
 from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, do_each, make_plan
-from stablenorm.cpu.layout import blocks, row_strides
+from stablenorm.cpu.layout import PAST_CACHES, blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
-from stablenorm.cpu.tiles import STRAIGHT
+from stablenorm.cpu.tiles import STRAIGHT, STREAMED
 from stablenorm.reference.doubledouble import two_sum
 from stablenorm.types import (
     NOTHING_EXTRA,
@@ -109,7 +109,7 @@ def _forward(
         kept = None, None, np.empty(rows), None, None, None, None
     elif keep:
         kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
-    arrays = x, y, None, gamma, beta, *kept, None, None, None, None, None, source, plus
+    arrays = x, y, None, gamma, beta, *kept, *(None,) * 6, source, plus
     if (do_each if each else _do)(plan, arrays, eps) == REFERENCE:
         return None if each else reference.forward(x, norm, y)
     if not plan.wide:
@@ -177,7 +177,7 @@ def jvp(
         pulled, options = (tx.dtype, None, None, wide), (norm.kind, 0.0, "fast", "jvp")
         plan = make_plan(x.shape, strides, x.dtype, (None, None), pulled, options)
         marks = extreme.marks_of(statistics) if wide else None
-        kept = *statistics[:5], marks, *(None,) * 6
+        kept = *statistics[:5], marks, *(None,) * 7
         if not (wide and extreme.any_of(table[[0, 2, 3]])) and (
             _do(plan, (x, ty, tx, None, None, *kept, table, None)) != REFERENCE
         ):
@@ -205,6 +205,7 @@ def _is_for_kernels(extra: Extra, x: Any) -> bool:
 
 
 def _may_share(a: Any, b: Any) -> bool:
+    a, b = (each.matrix if type(each) is SomeRows else each for each in (a, b))
     # Of `Rows` NumPy cannot tell.
     return isinstance(b, Rows) or np.may_share_memory(a, b)
 
@@ -227,7 +228,7 @@ def _backward(
     spread = statistics.spread if nearest else None
     arrays = (
         x, dx, dy, gamma, None, *statistics[:5], marks, spread,
-        None, *totals, undecided, extra.old, None, plus,
+        None, *totals, undecided, extra.old, None, None, plus,
     )  # fmt: skip
     if (do_each if each else _do)(plan, arrays) == REFERENCE:
         return False
@@ -240,9 +241,15 @@ def _backward(
 def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Do a call; return DONE or REFERENCE."""
     words, most, small, state, *_ = plan
+    given = arrays
+    if state == COPY and _are_numbered(arrays):
+        given, words = _by_numbers(plan, arrays)
+        state = DONE
     if state == DONE:
         pool, helpers = pool_for(most, small) if most else (None, 0)
-        state = do(arrays, eps, words, pool, helpers)
+        state = do(given, eps, words, pool, helpers)
+        if given is not arrays and state == DONE and words[AT.all_rows]:
+            arrays[AT.out].cleared = True
     if state == COPY:
         return _do_in_blocks(plan, arrays, eps)
     if state == NO_MEMORY:
@@ -250,12 +257,32 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     return state
 
 
+def _are_numbered(arrays: Any) -> bool:
+    """Tell whether all that has the shape of x is some rows of contiguous arrays."""
+    given = [each for each in (*arrays[:3], arrays[AT.plus]) if each is not None]
+    return all(type(each) is SomeRows and row_strides(each.matrix) is None for each in given)
+
+
+def _by_numbers(plan: Plan, arrays: Any) -> tuple[Any, Any]:
+    """Return the arrays of which these are some rows, with the numbers of these, and the words of the plan."""
+    found, words = list(arrays), plan.words.copy()
+    for i in (AT.x, AT.out, AT.dy, AT.plus):
+        found[i] = None if arrays[i] is None else arrays[i].matrix
+    found[AT.numbers], out = arrays[AT.x].numbers, found[AT.out]
+    # What is added to dx reaches the other rows as well.
+    if out is not None and plan.rows and arrays[AT.plus] is None:
+        words[AT.all_rows] = out.shape[0]
+        if not plan.wide and out.nbytes >= PAST_CACHES:
+            words[AT.way] = STREAMED
+    return tuple(found), words
+
+
 def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Gather rows that are not contiguous, some at a time; the sums over rows go on."""
     x: Any = as_matrix(arrays[0])
-    out, dy = (None if each is None else as_matrix(each) for each in arrays[1:3])
+    out, dy = map(as_matrix, arrays[1:3])
     parameters, kept, totals = arrays[3:5], arrays[5:12], arrays[13:17]
-    plus = None if arrays[-1] is None else as_matrix(arrays[-1])
+    plus: Any = as_matrix(arrays[-1])
     n, sums, words = x.shape[1], None, plan.words.copy()
     words[AT.x_stride] = words[AT.out_stride] = n * x.dtype.itemsize
     words[AT.dy_stride] = 0 if dy is None else n * dy.dtype.itemsize
@@ -271,7 +298,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         some, added = (_part(word, block) for word in kept), _part(plus, block)
         given = _part(x, block), result, _part(dy, block), *parameters, *some
         words[AT.rows] = block.stop - block.start
-        if _do(plan, (*given, here, None, None, None, None, None, added), eps) == REFERENCE:
+        if _do(plan, (*given, here, *(None,) * 6, added), eps) == REFERENCE:
             return REFERENCE
         if out is not None:
             out[block] = result
@@ -279,7 +306,7 @@ def _do_in_blocks(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         return DONE
     # Of no rows: to add up the sums.
     words[AT.rows] = 0
-    return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals, None, None), eps)
+    return _do(plan, (None, None, sums, *parameters, *kept, sums, *totals, *(None,) * 3), eps)
 
 
 def _part(array: Any, rows: slice) -> Array | None:

@@ -49,12 +49,16 @@ class Call(NamedTuple):
     undecided: Any = 0
     # float64: what dgamma, and then dbeta, is added to.
     old: Any = 0
+    # int64: which rows of x, out, dy and plus these are; by default all. Statistics are of these alone.
+    numbers: Any = 0
     # x before the residual was added, and the residual; or what is added to dx. x is then their sum. Of
     # a jvp, gamma, its low part, and the tangents of gamma and beta, in float64.
     source: Any = 0
     plus: Any = 0
     # What the dtypes and the shape decide.
     rows: Any = 0
+    # Of numbered rows, how many the result has of all, if the others are to be cleared.
+    all_rows: Any = 0
     n: Any = 0
     x_stride: Any = 0
     out_stride: Any = 0

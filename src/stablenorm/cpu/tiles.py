@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from stablenorm.cpu import rows as equations
 from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import (
@@ -31,8 +33,9 @@ from stablenorm.cpu.sums import fill, merge
 # pairs of rows.
 AHEAD = 1 << 14
 
-# Bytes of the lanes, and of the stage behind them: a piece of float32 of each row, and two lines more.
-_LANES = 8 * equations.LANES
+# Bytes of the lanes and a line of zeros, and of the stage behind them: a piece of float32 of each row, and
+# two lines more.
+_LANES = 8 * equations.LANES + LINE
 _STAGE = 4 * equations.PIECE * equations.TOGETHER + 2 * LINE
 
 # Straight; through the stage; through it and past the caches, by non-temporal stores.
@@ -79,6 +82,56 @@ def tile_of(record, number, me):
     return p, first, min(first + p.tile_rows, p.rows), p.scratch + me * p.scratch_bytes
 
 
+@pasted
+def row_at(p, i):
+    """Return which row of the arrays the i-th of a call is."""
+    return i if p.numbers == 0 else pointer_at(p.numbers, np.int64)[i]
+
+
+@inner
+def _clear(start, end, zeros, way):
+    """Write zeros, of which there is a line, into the bytes from one address to another."""
+    begin = min(start + -start % LINE, end)
+    whole = max(end & -LINE, begin)
+    copy_bytes(start, zeros, begin - start)
+    for line in range(begin, whole, LINE):
+        if way == STREAMED:
+            stream_line(line, zeros)
+        else:
+            copy_line(line, zeros)
+    copy_bytes(whole, zeros, end - whole)
+
+
+@inner
+def clear_between(p, i, zeros):
+    """Write zeros, made in a line of memory, between the i-th row and the one before; behind the last too."""
+    if p.all_rows == 0:
+        return
+    fill(float64_at(zeros), LINE // 8, 0.0)
+    before, here = row_at(p, i - 1) if i > 0 else -1, row_at(p, i)
+    _clear(p.out + (before + 1) * p.out_stride, p.out + here * p.out_stride, zeros, p.way)
+    if i == p.rows - 1:
+        last = p.out + p.all_rows * p.out_stride
+        _clear(p.out + (here + 1) * p.out_stride, last, zeros, p.way)
+
+
+@pasted
+def _group(p, first, top, stop, together):
+    """
+    Return how many rows from `top` on are done at once, and how far apart they are.
+
+    Of numbered rows, as many pairs as are equally far apart. That changes no bit: sums over rows are added
+    up row by row, and parts of a tile still end where they did.
+    """
+    most = min(together - (top - first) % together, stop - top)
+    if p.numbers == 0 or most == 1:
+        return most, 1
+    step, count = row_at(p, top + 1) - row_at(p, top), 2
+    while count < most and row_at(p, top + count) - row_at(p, top + count - 1) == step:
+        count += 1
+    return (count if count == most else count & -2), step
+
+
 # Rows whose dgamma and dbeta are summed plainly.
 ROWS_OF_PART = 64
 
@@ -94,6 +147,15 @@ def padded(n):
 
 
 @pasted
+def _looking_ahead(given, p, i):
+    """Ask for the row that is as many numbers behind the i-th as it else would be rows."""
+    arrays, strides, parameters, lanes, aheads = given
+    later = min(i + aheads[1] // p.x_stride, p.rows - 1)
+    distance = row_at(p, later) - row_at(p, i)
+    return arrays, strides, parameters, lanes, (distance * p.dy_stride, distance * p.x_stride)
+
+
+@pasted
 def _write_rows(write, given, p, top, rows, element, staged, plus):
     """
     Write some rows, straight to memory or through the stage; return the state of the stage.
@@ -105,12 +167,22 @@ def _write_rows(write, given, p, top, rows, element, staged, plus):
     straight, size = p.way == STRAIGHT, width(pointer_at(stage, element))
     # What is staged goes to memory in its order, and must fit.
     at_once, piece = (rows, p.n) if straight or p.n <= equations.PIECE else (1, equations.PIECE)
+    if p.numbers != 0:
+        at_once = 1
     for i in range(0, rows, at_once):
+        row = p.out + row_at(p, top + i) * p.out_stride
+        here = given
+        if p.numbers != 0:
+            clear_between(p, top + i, stage - LINE)
+            here = _looking_ahead(given, p, top + i)
+        if not straight and row != end:
+            copy_bytes(place, stage + place % LINE, end - place)
+            place, end = row, row
         for start in range(0, p.n, piece):
             stop, to = min(start + piece, p.n), stage + end - (place & -LINE)
             if straight:
-                to = p.out + (top + i) * p.out_stride
-            write(given, pointer_at(to, element), (i, i + at_once), (start, stop), plus)
+                to = row
+            write(here, pointer_at(to, element), (i, i + at_once), (start, stop), plus)
             if not straight:
                 end += at_once * (stop - start) * size
                 place = _empty_stage(place, end, stage, p.way)
@@ -131,24 +203,27 @@ def forward_tile(element: Any, plus: bool, kind: str) -> Any:
         # Eight rows that are staged piece by piece would leave the cache: 15 % slower at n = 768.
         short = equations.SHORT if p.way == STRAIGHT else equations.PIECE
         together = equations.TOGETHER if n <= short else 2
-        out = p.out + first * p.out_stride
+        out = p.out + row_at(p, first) * p.out_stride
         parameters, staged = (float64_at(p.gamma), float64_at(p.beta)), (out, out, stage)
         ahead = max(2 * together * p.x_stride, AHEAD) if p.ahead else 0
         samples = pointer_at(scratch + 8 * equations.SAMPLES, element)
         fill(lanes, equations.LANES, 0.0)
-        for top in range(first, stop, together):
-            rows = min(together, stop - top)
-            x = pointer_at(p.x + top * p.x_stride, element)
+        behind = first
+        while behind < stop:
+            top = behind
+            rows, step = _group(p, first, top, stop, together)
+            behind, x_stride = top + rows, step * p.x_stride
+            x = pointer_at(p.x + row_at(p, top) * p.x_stride, element)
             if plus:
                 source = pointer_at(p.source + top * p.source_stride, element)
                 residual = pointer_at(p.plus + top * p.plus_stride, element)
                 strides = p.source_stride, p.plus_stride, p.x_stride
                 equations.add(source, residual, x, strides, rows, n)
-            strides = p.x_stride, p.x_stride, p.out_stride
+            strides = x_stride, x_stride, step * p.out_stride
             given = (x, x), strides, parameters, lanes, (0, ahead)
-            last = further(x, (rows - 1) * p.x_stride)
+            last = further(x, (rows - 1) * x_stride)
             if layer:
-                equations.guess(x, p.x_stride, rows, n, lanes, samples, equations.TOGETHER)
+                equations.guess(x, x_stride, rows, n, lanes, samples, equations.TOGETHER)
                 for _ in range(2):
                     equations.measure(given, rows, n, (last, last), None)
                     if not equations.settle(lanes, n, eps, equations.TOGETHER):
@@ -199,23 +274,26 @@ def backward_tile(
         zeros = pointer_at(row_of_zeros, dy_element), pointer_at(row_of_zeros, x_element)
         together = equations.TOGETHER if n <= equations.SHORT else 2
         ahead = (2 * together * p.dy_stride, 2 * together * p.x_stride) if p.ahead else (0, 0)
-        out = p.out + first * p.out_stride
+        out = p.out + row_at(p, first) * p.out_stride
         staged = out, out, stage
-        for top in range(first, stop, together):
+        behind = first
+        while behind < stop:
+            top = behind
             if summing and deep and top > first and (top - first) % ROWS_OF_PART == 0:
                 _end_part(part, sums, n)
-            rows = min(together, stop - top)
-            dy = pointer_at(p.dy + top * p.dy_stride, dy_element)
-            x = pointer_at(p.x + top * p.x_stride, x_element)
+            rows, step = _group(p, first, top, stop, together)
+            behind, at = top + rows, row_at(p, top)
+            dy = pointer_at(p.dy + at * p.dy_stride, dy_element)
+            x = pointer_at(p.x + at * p.x_stride, x_element)
+            strides = step * p.dy_stride, step * p.x_stride, step * p.out_stride
             # Behind the last, the lane of a row of zeros.
             equations.load(lanes, rows - 1 + rows % 2, 0.0, 0.0, 0.0, 0.0)
             for r in range(rows):
                 i, mean, rest, m = top + r, 0.0, 0.0, 0.0
                 if layer:
-                    m = equations.pivot(further(dy, r * p.dy_stride), gamma, n)
+                    m = equations.pivot(further(dy, r * strides[0]), gamma, n)
                     mean, rest = float64_at(p.mean)[i], float64_at(p.rest)[i]
                 equations.load(lanes, r, mean, rest, float64_at(p.rstd)[i], m)
-            strides = p.dy_stride, p.x_stride, p.out_stride
             given = (dy, x), strides, gamma, lanes, ahead
             if layer:
                 equations.pull(given, rows, n, zeros, columns)
@@ -226,7 +304,7 @@ def backward_tile(
             equations.find_coefficients(lanes, n, equations.TOGETHER)
             dsum = None
             if plus:
-                dsum = pointer_at(p.plus + top * p.plus_stride, x_element), p.plus_stride
+                dsum = pointer_at(p.plus + at * p.plus_stride, x_element), step * p.plus_stride
             if jvp:
                 write = equations.write_ty if layer else equations.rms_write_ty
                 wanted = _with_tangents(given, p)

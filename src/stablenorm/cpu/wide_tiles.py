@@ -17,7 +17,7 @@ from stablenorm.cpu.compiling import address_of_compiled
 from stablenorm.cpu.memory import LINE, float_of, further, pasted, pointer_at
 from stablenorm.cpu.record import float64_at
 from stablenorm.cpu.sums import fill, is_zero, settle
-from stablenorm.cpu.tiles import ROWS_OF_PART, padded, tile_of
+from stablenorm.cpu.tiles import ROWS_OF_PART, clear_between, padded, row_at, tile_of
 
 # The mark of a row that is not extreme, but of which an element is undecided.
 UNDECIDED = 2
@@ -47,7 +47,9 @@ def forward_tile(element: Any, rounding: bool, kind: str, offset: bool) -> Any:
         marks, lanes = pointer_at(p.marks, np.uint8), float64_at(scratch)
         bound = nearest.row_bound(n) if rounding else None
         for i in range(first, stop):
-            x = pointer_at(p.x + i * p.x_stride, element)
+            at = row_at(p, i)
+            clear_between(p, i, scratch)
+            x = pointer_at(p.x + at * p.x_stride, element)
             extreme, found, var = equations.statistics(x, n, eps, lanes, layer)
             marks[i], rstd[i], rstd_low[i] = extreme, found[3], found[4]
             if layer:
@@ -58,7 +60,7 @@ def forward_tile(element: Any, rounding: bool, kind: str, offset: bool) -> Any:
             spread = nearest.spread_of(var, rstd[i])
             if rounding:
                 float64_at(p.spread)[i] = spread
-            y = pointer_at(p.out + i * p.out_stride, element)
+            y = pointer_at(p.out + at * p.out_stride, element)
             if nearest.write_y((x, gamma, gamma_low, beta, row, spread), y, n, bound):
                 marks[i] = UNDECIDED
 
@@ -107,6 +109,7 @@ def backward_tile(
             # As the low parts of the sums grow, they lose digits of their own.
             if summing and i > first and (i - first) % ROWS_OF_PART == 0:
                 _settle(sums, n)
+            clear_between(p, i, scratch)
             if marks[i] != 0:
                 continue
             if layer:
@@ -114,8 +117,9 @@ def backward_tile(
                 row = mean[i], rest[i], tail, rstd[i], rstd_low[i]
             else:
                 row = None, None, None, rstd[i], rstd_low[i]
-            dy = pointer_at(p.dy + i * p.dy_stride, dy_element)
-            x = pointer_at(p.x + i * p.x_stride, x_element)
+            at = row_at(p, i)
+            dy = pointer_at(p.dy + at * p.dy_stride, dy_element)
+            x = pointer_at(p.x + at * p.x_stride, x_element)
             arrays = dy, x, gamma, gamma_low
             found = equations.pull(arrays, n, row, sums, factors, lanes, layer)
             extreme, of_g, of_products, range_of_dy = found
@@ -129,14 +133,14 @@ def backward_tile(
                 spread = float64_at(p.spread)[i]
                 nearest.add_sizes(dy, x, factors, n, row[0], spread, range_of_dy, sizes)
             if p.out:
-                dx = pointer_at(p.out + i * p.out_stride, x_element)
+                dx = pointer_at(p.out + at * p.out_stride, x_element)
                 size = nearest.size_of(arrays, factors, n, layer, exact) if rounding else 0.0
                 bound = nearest.row_bound(n) * rstd[i] if rounding else None
                 given = x, factors, means, row, size
                 if jvp:
                     nearest.write_ty((given, _four(p.source, 8 * n)), dx, n, bound)
                 elif plus:
-                    dsum = pointer_at(p.plus + i * p.plus_stride, x_element)
+                    dsum = pointer_at(p.plus + at * p.plus_stride, x_element)
                     if nearest.write_dx_and_sum((given, dsum), dx, n, bound):
                         marks[i] = UNDECIDED
                 elif nearest.write_dx(given, dx, n, bound, nearest.most_of(size, n)):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.arrays import Rows, as_matrix, is_lazy, lazy, same_elements
+from stablenorm.arrays import Rows, SomeRows, as_matrix, is_lazy, lazy
 from stablenorm.backends import implementation
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
 
@@ -31,7 +31,11 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
         raise TypeError(msg)
     if is_lazy(where):
         raise TypeError(lazy("where"))
-    mask = np.asarray(where)
+    try:
+        mask = np.asarray(where)
+    except ValueError:
+        msg = "where must be an array of bool, got lists of unequal length; fill them up with False"
+        raise ValueError(msg) from None
     check_mask(mask, shape)
     mask = np.broadcast_to(mask, shape)
     # Of what is the same by construction, only the first.
@@ -75,14 +79,14 @@ def forward(
         return found
     if residual is not None:
         x = implementation("add", "numpy")(x, *residual)
-    where, x, y = map(_matrix, (where, x, y))
+    where, x, y = map(as_matrix, (where, x, y))
     counted, numbers = _count(where)
     given = pick(x, numbers), norm, pick(y, numbers)
     if where.shape[1] == 1:
         found = call(*given)
     else:
         found = implementation("forward_where", "numpy")(*given, pick(where, numbers))
-    _fill(y, ~counted)
+    _fill(y, given[2], ~counted)
     return None if found is None else _spread(found, numbers, len(counted))
 
 
@@ -100,65 +104,26 @@ def backward(
     if where is None:
         call(dy, x, norm, statistics, out, extra)
         return
-    where, dy, x, dx, dsum = map(_matrix, (where, dy, x, out.dx, extra.dsum))
+    where, dy, x, dx, dsum = map(as_matrix, (where, dy, x, out.dx, extra.dsum))
     counted, numbers = _count(where)
     if extra is not NOTHING_EXTRA or where.shape[1] > 1:
         dmean, drstd = (None if each is None else each[numbers] for each in extra[1:3])
         elements = where if where.shape[1] > 1 else None
         extra = Extra(pick(dsum, numbers), dmean, drstd, pick(elements, numbers), extra.old)
-    some, found = statistics.of_rows(numbers), out._replace(dx=pick(dx, numbers))
-    call(pick(dy, numbers), pick(x, numbers), norm, some, found, extra)
+    kept, found = statistics.of_rows(numbers), out._replace(dx=pick(dx, numbers))
+    call(pick(dy, numbers), pick(x, numbers), norm, kept, found, extra)
     if dx is not None:
-        _fill(dx, ~counted, dsum)
+        _fill(dx, found.dx, ~counted, dsum)
 
 
 def pick(matrix: Any, numbers: Array) -> Any:
     """Return rows of a matrix: a view where their numbers, which ascend, follow one another."""
     if matrix is None or len(numbers) == matrix.shape[0]:
         return matrix
-    some = _Some(matrix, numbers)
-    at = some.at(slice(None))
-    return matrix[at] if isinstance(at, slice) and not isinstance(matrix, Rows) else some
-
-
-class _Some(Rows):
-    """
-    Some rows of a matrix, in ascending order; parts whose rows follow one another are views.
-
-    Another part holds until the next one is read: it lies in the same memory, since the pages of new
-    memory take longer than a layer norm.
-    """
-
-    def __init__(self, matrix: Any, numbers: Array) -> None:
-        self._room = np.empty((0, matrix.shape[1]), matrix.dtype)
-        self._matrix, self._numbers = matrix, numbers
-        self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
-
-    def at(self, rows: slice | Array) -> slice | Array:
-        """Return the index of some of these rows in the matrix."""
-        numbers: Array = self._numbers[rows]
-        if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
-            return slice(int(numbers[0]), int(numbers[-1]) + 1)
-        return numbers
-
-    def __getitem__(self, rows: slice | Array) -> Array:
-        at, block = self.at(rows), self._matrix
-        if isinstance(at, slice) or isinstance(block, Rows) or not block.flags.c_contiguous:
-            return block[at]  # type: ignore[no-any-return]
-        if len(self._room) < len(at):
-            self._room = np.empty((len(at), block.shape[1]), block.dtype)
-        # Half of the time of an index.
-        return np.take(block, at, axis=0, out=self._room[: len(at)], mode="clip")
-
-    def __setitem__(self, rows: slice | Array, block: Array) -> None:
-        at = self.at(rows)
-        # What was written into a view is there already.
-        if not (isinstance(at, slice) and same_elements(self._matrix[at], block)):
-            self._matrix[at] = block
-
-
-def _matrix(array: Any) -> Any:
-    return None if array is None else as_matrix(array)
+    run = len(numbers) > 0 and numbers[-1] - numbers[0] == len(numbers) - 1
+    if run and not isinstance(matrix, Rows):
+        return matrix[numbers[0] : numbers[-1] + 1]
+    return SomeRows(matrix, numbers)
 
 
 def _count(where: Any) -> tuple[Array, Array]:
@@ -171,23 +136,25 @@ def _spread(found: Statistics, numbers: Array, rows: int) -> Statistics:
     """Return statistics of all rows, given those of rows of these numbers; 0 for the others."""
     if len(numbers) == rows:
         return found
-    words: list[Array | None] = []
-    for word in found:
-        whole = None if word is None else np.zeros((rows, *word.shape[1:]), word.dtype)
-        if whole is not None:
-            whole[numbers] = word
-        words.append(whole)
-    return Statistics._make(words)
+
+    def spread(word: Array) -> Array:
+        whole = np.zeros((rows, *word.shape[1:]), word.dtype)
+        whole[numbers] = word
+        return whole
+
+    return Statistics._make(None if word is None else spread(word) for word in found)
 
 
-def _fill(matrix: Any, missing: Array, source: Any = None) -> None:
+def _fill(matrix: Any, some: Any, missing: Array, source: Any = None) -> None:
     """Write into the missing rows what reaches them: 0, or those of `source`, rounded."""
+    if type(some) is SomeRows and some.cleared:
+        return
     numbers = np.flatnonzero(missing)
     n = matrix.shape[1]
     for start in range(0, len(numbers), step := max(1, _CLEARED // n)):
-        some = numbers[start : start + step]
-        zeros = np.broadcast_to(np.zeros((), matrix.dtype), (len(some), n))
+        part = numbers[start : start + step]
+        zeros = np.broadcast_to(np.zeros((), matrix.dtype), (len(part), n))
         if source is None:
-            pick(matrix, some)[:] = zeros
+            pick(matrix, part)[:] = zeros
         else:
-            implementation("add", "numpy")(pick(source, some), zeros, pick(matrix, some))
+            implementation("add", "numpy")(pick(source, part), zeros, pick(matrix, part))
