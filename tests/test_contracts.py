@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import stablenorm
-from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import LayerNorm, RMSNorm, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.backends import BACKENDS, implementation
 
 ROOT = Path(__file__).parents[1]
@@ -213,6 +213,24 @@ def test_layer_holds_what_it_says(rng, dtype):
     }
     assert LayerNorm(4, gamma=False).parameters.keys() == {"beta"}
     assert "eps=1e-05" in repr(norm)
+
+
+@pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
+def test_layers_pass_on_what_a_call_brings(rng, layer, kind):
+    x, residual, dy, dsum = rng.standard_normal((4, 6, 5), dtype=np.float32)
+    norm, where = layer(5), np.arange(6)[:, None] % 2 == 0
+    forward, backward = (
+        getattr(stablenorm, f"{kind}_norm_{part}") for part in ("forward", "backward")
+    )
+    parameters = norm.parameters.get("gamma"), norm.parameters.get("beta")
+    for keywords in ({"residual": residual, "where": where}, {"save": "recompute"}, {"save": "y"}):
+        y, cache = forward(x, *parameters, **keywords)
+        np.testing.assert_array_equal(norm.forward(x, **keywords), y)
+        np.testing.assert_array_equal(norm.cache.x, cache.x)
+        assert norm.cache.save == cache.save
+        np.testing.assert_array_equal(
+            norm.backward(dy, dsum=dsum), backward(dy, cache, dsum=dsum).dx
+        )
 
 
 def test_bfloat16_by_name():

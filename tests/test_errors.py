@@ -133,8 +133,14 @@ def test_backward_outputs_may_not_overlap(rng, which):
     np.testing.assert_array_equal(buffer, before)
 
 
-BAD_LAYERS = [
+BAD_CALLS = [
     (lambda: LayerNorm(4).backward(X), ValueError, "call forward"),
+    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], wrt=3), ValueError, "'beta', got 3"),
+    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], wrt=[X]), ValueError, "wrt must name"),
+    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], out=3), TypeError, "out must have three .*int"),
+    (lambda: layer_norm(X, where=[[True], [True, False]]), ValueError, "where must be .*unequal length"),
+    (lambda: layer_norm(X, rounding=X), ValueError, 'rounding must be "fast" or "nearest", got array'),
+    (lambda: layer_norm_forward(X, save=X), ValueError, 'save must be "x", "y" or "recompute", got array'),
     (lambda: LayerNorm(5).forward(X), ValueError, r"gamma must have shape \(4,\)"),
     (
         lambda: LayerNorm(5, gamma=False, beta=False).forward(X), ValueError,
@@ -148,8 +154,8 @@ BAD_LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "message"), BAD_LAYERS)
-def test_layer_says_what_it_needs(call, error, message):
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
+def test_calls_say_what_they_need(call, error, message):
     with pytest.raises(error, match=message):
         call()
 

@@ -53,36 +53,40 @@ class _Layer:
         if beta:
             self.parameters["beta"] = np.zeros_like(ones)
         self.gradients: dict[str, Array] = {}
-        self._cache: Cache | None = None
+        self.cache: Cache | None = None
 
     def __repr__(self) -> str:
         """Return the shape and eps of this layer."""
         return f"{type(self).__name__}({self.shape}, eps={self.eps}, axis={self.axis})"
 
-    def forward(self, x: ArrayLike) -> Array:
-        """Return the normalized `x`, and remember what `backward` needs."""
+    def forward(self, x: ArrayLike, **options: Any) -> Array:
+        """
+        Return the normalized `x`, and remember what `backward` needs.
+
+        `options` are `residual`, `where` and `save`, as for `layer_norm_forward`.
+        """
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
         y: Array
         cache: Cache
         y, cache = self._forward(
             x, gamma, beta, self.eps,
             axis=self.axis, out=self._room_for(x), gamma_offset=self.gamma_offset,
-            rounding=self.rounding,
+            rounding=self.rounding, **options,
         )  # fmt: skip
         lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
         if lengths != self.shape:
             msg = f"x must have lengths {self.shape} along axis {self.axis}, got {lengths}"
             raise ValueError(msg)
-        self._cache = cache
+        self.cache = cache
         return y
 
-    def backward(self, dy: ArrayLike) -> Array:
-        """Return dx for the latest `forward`, and set `gradients`."""
-        if self._cache is None:
+    def backward(self, dy: ArrayLike, *, dsum: ArrayLike | None = None) -> Array:
+        """Return dx for the latest `forward`, and set `gradients`; `dsum` as for `layer_norm_backward`."""
+        if self.cache is None:
             msg = "backward needs a forward before it, got none; call forward(x) first"
             raise ValueError(msg)
-        room = self._room_for(self._cache.x)
-        dx, dgamma, dbeta = self._backward(dy, self._cache, out=(room, None, None))
+        out = self._room_for(self.cache.x), None, None
+        dx, dgamma, dbeta = self._backward(dy, self.cache, out=out, dsum=dsum)
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         return cast(Array, dx)
@@ -126,6 +130,8 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
         gamma and beta, as far as there are any; change them in place to train.
     gradients : dict of str to array
         Their gradients, of the latest `backward`; empty before it.
+    cache : Cache or None
+        That of the latest `forward`: with a residual, `cache.x` is the sum.
 
     Raises
     ------

@@ -3,8 +3,10 @@
 import importlib
 import math
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import (
@@ -72,7 +74,7 @@ def forward(
     if where is not None:
         refuse_cuda("where", name)
         where = masks.check_where(where, x.shape, axes, norm.rounding)
-    if save != "x":
+    if type(save) is not str or save != "x":
         refuse_cuda(f"save={save!r}", name)
         check_save(save, norm, x, axes, residual)
     call = implementation("forward" if keep else "normalize", name)
@@ -184,6 +186,7 @@ def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
         and type(eps) is float
         and 0.0 <= eps < math.inf
         and gamma_offset == 0.0
+        and type(rounding) is str
         and rounding == "fast"
     )
 
@@ -262,8 +265,8 @@ def checked_offset(offset: Any, gamma: Array | None) -> float:
 
 
 def _check_options(kind: str, gamma_offset: float, rounding: Any, backend: str) -> None:
-    if rounding not in ("fast", "nearest"):
-        msg = f'rounding must be "fast" or "nearest", got {rounding!r}'
+    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
+        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
     if backend != "cuda":
         return
@@ -322,13 +325,13 @@ def refuse_cuda(what: str, backend: str) -> None:
         raise ValueError(msg)
 
 
-def asked_names(wrt: Sequence[str]) -> tuple[str, ...]:
+def asked_names(wrt: object) -> tuple[str, ...]:
     """Return what `wrt` names."""
     if wrt is NAMES:
         return NAMES
-    names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-    if unknown := [name for name in names if name not in NAMES]:
-        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {unknown[0]!r}"
+    names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
+    if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
+        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}"
         raise ValueError(msg)
     return names
 
@@ -350,7 +353,7 @@ def _refuse_overlap(
             raise ValueError(msg)
 
 
-def _check_old_sums(likes: Sequence[Array | None], out: Sequence[Array | None]) -> None:
+def _check_old_sums(likes: Sequence[Array | None], out: Any) -> None:
     for name, wanted, array in zip(NAMES, likes, out, strict=False):
         if wanted is not None and array is None:
             msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
@@ -362,7 +365,7 @@ def _gradients(
     dy: Array,
     cache: Cache,
     asked: tuple[str, ...],
-    out: Sequence[Array | None] | None,
+    out: Any,
     kept: tuple[int, ...] | None,
     accumulate: bool,
     needed: dict[str, Array | None],
@@ -374,6 +377,9 @@ def _gradients(
     if kept is not None:
         # Only their shapes and dtypes count from here on.
         gamma, beta = (samples.sums_like(each, kept, cache) for each in (gamma, beta))
+    if out is not None and not np.iterable(out):
+        msg = f"out must have three entries, for dx, dgamma and dbeta, got {type(out).__name__}"
+        raise TypeError(msg)
     if accumulate:
         _check_old_sums((None, gamma, beta), (None,) * 3 if out is None else out)
     if out is None:

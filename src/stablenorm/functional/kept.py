@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,10 @@ _BLOCK = 1 << 15
 _NOTHING: Any = (None,) * len(Statistics._fields)
 
 
-def check_save(save: str, norm: Norm, x: Array, axes: tuple[int, ...], residual: Any) -> None:
+def check_save(save: Any, norm: Norm, x: Array, axes: tuple[int, ...], residual: Any) -> None:
     """Raise unless what the backward needs of x can be had again from what is saved."""
-    if save not in _SAVES:
-        msg = f'save must be "x", "y" or "recompute", got {save!r}'
+    if not isinstance(save, str) or save not in _SAVES:
+        msg = f'save must be "x", "y" or "recompute", got {shorten(repr(save), 60)}'
         raise ValueError(msg)
     if save != "y":
         return
