@@ -25,7 +25,7 @@ class RowMoments:
     -----
     A part is kept as its sums of x - k and of (x - k)**2, of a k close to its mean, in pairs of float64.
     To merge two, both are shifted to one k. Nothing large cancels, so that the result is as accurate as
-    that of whole rows, however these are cut. In its last bits it depends on the cut. About 64 bytes per row
+    that of whole rows, however these are cut. In its last bits it depends on the cut. 72 bytes per row
     are kept, whatever the number of columns; the object can be pickled.
 
     Examples
