@@ -37,7 +37,7 @@ from stablenorm.scale.files import (
 from stablenorm.scale.sums import backward_parts, decided, exact_parts
 from stablenorm.types import Array
 
-# Memory of a block: x, dy and the result, of (rows, n) each.
+# Memory of a block: x, or x, dy and dx, of (rows, n) each.
 _Slot = dict[str, Array]
 # Of dgamma and dbeta, those that are computed.
 _Sums = dict[str, Array]
@@ -277,7 +277,8 @@ def _compute(job: _Job, resume: bool) -> None:
                 reader(box, slot[name][: count_rows(box)])
 
         def write(box: Box, slot: _Slot) -> None:
-            target.write(box, slot["out"][: count_rows(box)])
+            # y is where x was: no more memory is read and written than has to be.
+            target.write(box, slot.get("dx", slot["x"])[: count_rows(box)])
 
         def record() -> None:
             target.sync()
@@ -337,16 +338,15 @@ def _computed(job: _Job, undecided: _Sums, box: Box, slot: _Slot) -> _Sums:
     }
     keywords = job.keywords | parameters
     if "dy" not in rows:
-        # In the place of x: no more memory is read and written than has to be.
-        _NORMS[job.kind](rows["x"], out=rows["out"], **keywords)
+        _NORMS[job.kind](rows["x"], out=rows["x"], **keywords)
         return {}
     # Nobody needs y: dx overwrites it.
-    _, cache = FUNCTIONS[job.kind][0](rows["x"], out=rows["out"], **keywords)
+    _, cache = FUNCTIONS[job.kind][0](rows["x"], out=rows["dx"], **keywords)
     if undecided:
         columns = undecided.get("dgamma"), undecided.get("dbeta")
         found: Any = exact_parts(rows["dy"], cache, columns)
     else:
-        found = backward_parts(rows["dy"], cache, dx=rows["out"])[1:]
+        found = backward_parts(rows["dy"], cache, dx=rows["dx"])[1:]
     both = zip(("dgamma", "dbeta"), found, strict=True)
     return {name: each for name, each in both if each is not None}
 
@@ -378,13 +378,12 @@ def _slots(job: _Job) -> list[_Slot]:
     shape, x = (math.prod(job.lengths), math.prod(job.normalized)), job.inputs["x"]
     dtypes = {name: member.native for name, member in job.inputs.items()}
     if "dy" in dtypes:
-        dtypes["out"] = x.native
+        dtypes["dx"] = x.native
     nbytes = math.prod(shape) * sum(dtype.itemsize for dtype in dtypes.values())
-    slots = []
-    for _ in range(max(1, min(DEPTH, _MOST // nbytes))):
-        slot = {name: np.empty(shape, dtype) for name, dtype in dtypes.items()}
-        slots.append({"out": slot["x"], **slot})
-    return slots
+    return [
+        {name: np.empty(shape, dtype) for name, dtype in dtypes.items()}
+        for _ in range(max(1, min(DEPTH, _MOST // nbytes)))
+    ]
 
 
 def _about(job: _Job) -> dict[str, Any]:

@@ -69,18 +69,6 @@ class Member(NamedTuple):
         """Its dtype in the byte order of this machine."""
         return self.dtype.newbyteorder("=")
 
-    def lead(self, normalized: int) -> tuple[int, ...]:
-        """Return the lengths of the axes of its rows: one axis, unless chunks have others."""
-        lead = self.shape[: len(self.shape) - normalized]
-        return lead if self.store == "zarr" else (math.prod(lead),)
-
-    def adjacent_chunks(self, normalized: int) -> tuple[int, ...]:
-        """Return the lengths of the fewest whole chunks that are adjacent rows."""
-        lead = self.lead(normalized)
-        chunks = self.chunks[: len(lead)] or (1,) * len(lead)
-        first = next((i for i, length in enumerate(chunks) if length > 1), len(lead))
-        return (*chunks[: first + 1], *lead[first + 1 :])
-
 
 def is_zarr(path: Path) -> bool:
     """Tell whether a directory is an array or a group of Zarr."""
@@ -165,7 +153,11 @@ def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     n = math.prod(member.shape[i] for i in axes)
     rows = max(1, _BLOCK // (row_bytes := n * member.dtype.itemsize))
     if are_adjacent(member, axes):
-        lead, chunks = member.lead(len(axes)), member.adjacent_chunks(len(axes))
+        lead = member.shape[: axes[0]]
+        chunks = member.chunks[: axes[0]] or (1,) * len(lead)
+        # The fewest whole chunks that are adjacent rows.
+        first = next((i for i, length in enumerate(chunks) if length > 1), len(lead))
+        chunks = (*chunks[: first + 1], *lead[first + 1 :])
         if math.prod(chunks) > max(rows, _LARGEST // row_bytes):
             # Then chunks are read several times rather than all of them held.
             chunks = (1,) * len(lead)
