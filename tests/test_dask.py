@@ -244,6 +244,23 @@ def test_gradients_of_a_gamma_with_leading_axes(rng, shape):
         same(actual, wanted)
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunks", "axis"),
+    [((4, 4, 4), (4, 1, 4), (0, 2)), ((1, 3), (1, (0, 3)), 1), ((2, 1), (1, (0, 1, 0)), 1)],
+)
+def test_a_gamma_whose_axes_are_not_where_those_of_x_are(rng, shape, chunks, axis):
+    """Of the shape of x, but in another order; or of a length 1 that is cut."""
+    x, dy, gamma = rng.standard_normal((3, *shape)).astype(np.float32)
+    if axis == 1:
+        gamma = gamma[0]
+    expected, lazy = gradients_of(
+        (x, gamma, None), da.from_array(dy), da.from_array(x, chunks=chunks), dy,
+        axis=axis, rounding="nearest",
+    )  # fmt: skip
+    for actual, wanted in zip(dask.compute(lazy)[0], expected, strict=True):
+        same(actual, wanted)
+
+
 def test_columns_that_tie_are_asked_again(dtype, monkeypatch):
     """Of ones, xhat is 1 but for the error of rstd: whether a sum is a tie only integers can tell."""
     asked = []

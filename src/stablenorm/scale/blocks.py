@@ -85,11 +85,9 @@ def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Any:
     if not is_lazy(value):
         # One block of a name that is always the same, which all tasks refer to.
         value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
-    if value.shape == x.shape:
-        chunks = x.chunks
-    else:
-        pairs = zip(axes, value.shape, strict=True)
-        chunks = tuple(x.chunks[i] if length != 1 else (1,) for i, length in pairs)
+    # An axis of length 1 may be cut too, into it and chunks of nothing.
+    pairs = zip(axes, value.shape, strict=True)
+    chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
     return Operand(value.rechunk(chunks), axes)
 
 
