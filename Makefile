@@ -64,12 +64,15 @@ complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1
 diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
 	$(BIN)/python benchmarks/diagnose.py
 
-.PHONY: rounding kernels
+.PHONY: rounding kernels scale
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
 kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
 	$(BIN)/python benchmarks/kernels.py
+
+scale: $(VENV)/.dev  ## Dask and files beside the plain call, and what limits a cluster, into docs: 4 min
+	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.

@@ -1,0 +1,360 @@
+"""
+What Dask and files cost beside the plain call, and what limits a cluster: `make scale`.
+
+Writes docs/evidence/scale.md, and tables calculated from it into docs/explanation/scale.md. Four
+minutes, alone on the machine, with 33 GB free on its disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from operator import neg
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import dask.array as da
+import distributed
+import numpy as np
+from dask import config
+from dask.base import optimize, persist
+from distributed.worker import get_data_from_worker
+from page import DOCS, byte_words, digits, keep, origin, origin_line, put, seconds, table, write
+
+import stablenorm as sn
+from stablenorm.cli.bench import make_problem
+from stablenorm.memory import set_idle_limit
+from stablenorm.reference import moments
+from stablenorm.reference.partial import PARTIAL
+from stablenorm.timing import measure_interleaved
+from stablenorm.types import Norm
+
+# 1 GiB of float32, in chunks of 64 and of 8 MiB. At most 5 % is wanted of the first.
+N, ROWS, CHUNK_ROWS, GATE = 1024, 2**18, (2**14, 2**11), 0.05
+MB = 10**6
+ONE, BOTH = DIRECTIONS = "forward", "forward and backward"
+# Tasks enough for a rate; bytes of messages; of the files of `apply`.
+TASKS, MESSAGES, FILE, LARGE = 2000, (1, 10**5, 10**7), 2**30, 16 * 10**9
+# Of the speed of cp, and of memory.
+OF_CP, RESIDENT = 0.7, 512 * MB
+# 2 GB of x through two workers of 300 MB.
+BLOCKS, BLOCK, LIMIT = 250, (2000, 1000), 300 * MB
+# Of it 200 MB are Python with Dask and the kernels: by default Dask would spill all that it can.
+SHARES = {"target": 0.15, "spill": 0.85, "pause": 0.9}
+# The cluster that is calculated: bytes of x, workers, what a network or storage gives each of them.
+DATA, WORKERS, RATES = 10**13, 100, (200, 1000)
+
+
+def cluster(limit: int = 0) -> distributed.LocalCluster:
+    """Return two processes of one thread each, over loopback."""
+    return distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, host="tcp://127.0.0.1",
+        dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, memory_limit=limit,
+    )  # fmt: skip
+
+
+def results(x: Any, gamma: Any, beta: Any, dy: Any, direction: str, **keywords: Any) -> list[Any]:
+    """Return what is computed of arrays, whole or lazy."""
+    if direction == ONE:
+        return [sn.layer_norm(x, gamma, beta, **keywords)]
+    y, cache = sn.layer_norm_forward(x, gamma, beta, **keywords)
+    return [y, *sn.layer_norm_backward(dy, cache)]
+
+
+def filled(rows: int, block: tuple[int, int], value: float) -> Any:
+    """Return an array whose chunks are whole in memory; those of da.full are of one number each."""
+    chunks = (block[0],) * (rows // block[0]), block[1:]
+    return da.map_blocks(np.full, block, value, "f4", chunks=chunks, dtype="f4")
+
+
+def calls() -> list[tuple[Any, ...]]:
+    """Time whole arrays, their chunks in a loop, and Dask: bytes of a chunk, direction, medians."""
+    x, gamma, beta, dy, *_ = make_problem((ROWS, N), "float32")
+    # What is still known to a scheduler is not computed again: each call has an eps of its own.
+    eps = (1e-5 * (1 + i * 1e-6) for i in itertools.count())
+    found = []
+    with cluster() as workers, distributed.Client(workers) as client:
+        client.run(sn.set_num_threads, 1)
+
+        def spread(lazy: Any) -> None:
+            distributed.wait(client.persist(lazy))
+
+        def threaded(lazy: Any) -> Any:
+            count = sn.get_num_threads()
+            return persist(*lazy, scheduler="threads", num_workers=count)
+
+        for rows, direction in itertools.product(CHUNK_ROWS, DIRECTIONS):
+
+            def call(threads: int, pairs: Any, run: Any = len, way: str = direction) -> Any:
+                def made() -> Any:
+                    sn.set_num_threads(threads)
+                    each = next(eps)
+                    return [run(results(x, gamma, beta, dy, way, eps=each)) for x, dy in pairs]
+
+                return made
+
+            chunks = [(x[i : i + rows], dy[i : i + rows]) for i in range(0, ROWS, rows)]
+            local = [tuple(da.from_array(each, (rows, N)) for each in (x, dy))]
+            far = client.persist([filled(ROWS, (rows, N), k) for k in (1, 2)])
+            distributed.wait(far)
+            ways = {"processes, 2": call(2, [far], spread)}
+            for k in (1, 2):
+                ways |= {f"whole, {k}": call(k, [(x, dy)]), f"loop, {k}": call(k, chunks, list)}
+                ways |= {f"threads, {k}": call(k, local, threaded)}
+            taken = measure_interleaved(ways, rounds=9, least=3, limit=10)
+            found.append(
+                (4 * N * rows, 4 * N * ROWS, direction, {k: t.median for k, t in taken.items()})
+            )
+            del far, ways
+    return found
+
+
+async def ask(address: str, key: Any, times: int, dask_worker: Any) -> list[float]:
+    """Time how one worker gets a value from another."""
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        await get_data_from_worker(dask_worker.rpc, [key], address, who=dask_worker.address)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def costs() -> dict[str, Any]:
+    """Return seconds of an empty task, in all, of the scheduler and of a worker; of messages."""
+    taken, messages = [], []
+    with cluster() as workers, distributed.Client(workers) as client:
+        for number in range(3):
+            names = [("empty", number, i) for i in range(TASKS)]
+            graph: Any = {name: (neg, i) for i, name in enumerate(names)}
+            before, theirs = time.process_time(), client.run(time.process_time)
+            start = time.perf_counter()
+            client.get({**graph, "all": (len, names)}, "all")
+            wall, ours = time.perf_counter() - start, time.process_time() - before
+            after = client.run(time.process_time)
+            taken.append((wall, ours, sum(after[who] - theirs[who] for who in after)))
+        one, other = client.scheduler_info()["workers"]
+        for size in MESSAGES:
+            kept = client.submit(np.ones, size, "u1", workers=[other])
+            distributed.wait(kept)
+            times = client.run(ask, other, kept.key, 50, workers=[one])[one]
+            messages.append((size, median(times)))
+    task = [median(each) / TASKS for each in zip(*taken, strict=True)]
+    return {"task": task, "messages": messages}
+
+
+def tasks() -> dict[str, float]:
+    """Return tasks per chunk of the graph that is run, those that make x and dy included."""
+
+    def count(blocks: int, direction: str, rounding: str) -> int:
+        x, dy = (da.full((blocks, N), k, chunks=(1, N), dtype="f4") for k in (1, 2))
+        one = np.ones(N, "f4")
+        lazy = optimize(*results(x, one, one, dy, direction, rounding=rounding))
+        return len(set().union(*(dict(each.__dask_graph__()) for each in lazy)))
+
+    pairs = itertools.product(DIRECTIONS, ("fast", "nearest"))
+    return {", ".join(pair): (count(128, *pair) - count(64, *pair)) / 64 for pair in pairs}
+
+
+def resident(pid: Any = "self") -> int:
+    """Return the most memory that a process has had; 0 once it has ended."""
+    lines = Path(f"/proc/{pid}/status").read_text("utf8").splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def timed(*command: str) -> tuple[float, int]:
+    """Run a command; return its seconds and its most memory."""
+    start, most = time.perf_counter(), 0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            most = max(most, resident(process.pid))
+            time.sleep(0.01)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return time.perf_counter() - start, most
+
+
+def files() -> dict[str, Any]:
+    """Time `stablenorm apply` beside `cp`, page cache warm, and on a file of 16 GB."""
+    with tempfile.TemporaryDirectory() as name:
+        x, y, small = (str(Path(name, f"{each}.npy")) for each in ("x", "y", "small"))
+        apply = sys.executable, "-m", "stablenorm", "apply"
+        np.save(x, make_problem((FILE // 4 // N, N), "float32")[0])
+        np.save(small, np.ones((1, N), "f4"))
+        files = {"cp": ("cp", x, y), "apply": (*apply, x, "--out", y)}
+        ways = files | {"start": (*apply, small, "--out", y)}
+        found: dict[str, Any] = {way: [] for way in ways}
+        # The first round warms the page cache.
+        for _ in range(4):
+            for way, command in ways.items():
+                Path(y).unlink(missing_ok=True)
+                found[way].append(timed(*command)[0])
+        found = {way: median(times[1:]) for way, times in found.items()}
+        Path(x).unlink()
+        Path(y).unlink()
+        found["large"] = None
+        if shutil.disk_usage(name).free > 2.1 * LARGE:
+            # Zeros that take no room.
+            np.lib.format.open_memmap(x, "w+", "f4", (LARGE // 4000, 1000)).flush()
+            found["large"] = timed(*apply, x, "--out", y)
+    return found
+
+
+def written(dask_worker: Any) -> float:
+    """Return bytes spilled so far."""
+    return float(dask_worker.data.cumulative_metrics["disk-write", "bytes"])
+
+
+def larger() -> list[tuple[Any, ...]]:
+    """Return, of 2 GB through two workers of 300 MB, seconds, most memory of a worker, bytes spilled."""
+    found = []
+    memory = {f"distributed.worker.memory.{key}": share for key, share in SHARES.items()}
+    with (
+        config.set(memory),
+        cluster(LIMIT) as workers,
+        distributed.Client(workers) as client,
+    ):
+        client.run(set_idle_limit, 0)
+        x, dy = (filled(BLOCKS * BLOCK[0], BLOCK, k) for k in (1, 2))
+        gamma, beta = np.ones((2, BLOCK[1]), "f4")
+        y, dx, *sums = results(x, gamma, beta, dy, BOTH)
+        start = time.perf_counter()
+        client.gather(client.compute([y.sum(), dx.sum(), *sums]))
+        taken = time.perf_counter() - start
+        most, spilled = (client.run(each).values() for each in (resident, written))
+        found.append((taken, x.nbytes, max(most), sum(spilled)))
+    return found
+
+
+def measure() -> dict[str, Any]:
+    """Return all that the pages hold."""
+    parts: tuple[Callable[[], Any], ...] = calls, costs, tasks, files, larger
+    made = origin({name: version(name) for name in ("dask", "distributed")})
+    load = os.getloadavg()[0]
+    return {"origin": made, "load": load, **{part.__name__: part() for part in parts}}
+
+
+def megabytes(nbytes: float) -> str:
+    """Return bytes in words."""
+    return f"{nbytes / MB:.0f} MB"
+
+
+def marked(text: str, missed: bool, limit: str) -> str:
+    """Say beside a figure that it misses its target."""
+    return text + f" **{limit}**" * missed
+
+
+def evidence(found: Any) -> str:
+    """Return the page of what was measured."""
+    body = []
+    for nbytes, size, direction, medians in found["calls"]:
+        for way, k in (("threads", 1), ("threads", 2), ("processes", 2)):
+            whole, loop, lazy = (medians[f"{each}, {k}"] for each in ("whole", "loop", way))
+            more = lazy / loop - 1
+            missed = nbytes == 4 * N * CHUNK_ROWS[0] and way == "threads" and more > GATE
+            shown = marked(f"{more:+.1%}", missed, f"above {GATE:.0%}")
+            each = f"{1e3 * (lazy - loop) * nbytes / size:+.2f} ms"
+            times = map(seconds, (whole, loop, lazy))
+            body.append(
+                (byte_words(size), byte_words(nbytes), direction, f"{k} {way}", *times, shown, each)
+            )
+    taken = found["files"]
+    taken["`apply` less its start"] = taken["apply"] - taken["start"]
+    speeds = []
+    for way in ("cp", "start", "apply", "`apply` less its start"):
+        speed = taken["cp"] / taken[way]
+        missed = speed < OF_CP and "apply" in way
+        speeds.append((way, seconds(taken[way]), marked(digits(speed), missed, f"below {OF_CP}")))
+    large = "There was no room for a file of 16 GB."
+    if taken["large"]:
+        spent, most = taken["large"]
+        held = marked(megabytes(most), most > RESIDENT, f"above {megabytes(RESIDENT)}")
+        large = f"A file of 16 GB took {seconds(spent)} and at most {held} of resident memory."
+    two = [(seconds(t), *map(megabytes, sizes)) for t, *sizes in found["larger"]]
+    return f"""# What Dask and files cost
+
+## Dask
+
+Float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
+and by Dask, whose results stay in chunks. What Dask adds is its time over that of the loop; at most {GATE:.0%}
+is wanted of threads with chunks of 64 MiB. The processes hold their x and dy before the clock starts.
+
+{table(("x", "chunk", "direction", "Dask", "whole", "loop", "Dask", "added", "per chunk"), body)}
+
+## Files
+
+`stablenorm apply` on 1 GiB of float32, in the page cache. At least {OF_CP} of the speed of `cp` is wanted. The
+start is that of Python with the kernels, on a file of one row.
+
+{table(("what", "time", "speed over cp"), speeds)}
+
+{large}
+
+## More than the workers may hold
+
+x in blocks of 8 MB, and as much of dy, forward and backward by two processes of at most 300 MB each,
+with the [settings](../explanation/scale.md#memory-of-a-worker) for so little.
+
+{table(("time", "x", "most memory of one", "spilled by both"), two)}
+
+{origin_line("make scale", found["origin"])}
+Load of the machine when it began: {found["load"]:.1f}.
+"""
+
+
+def exchanged() -> list[tuple[Any, ...]]:
+    """Return the bytes of each exchange of rows that are cut, per row and chunk."""
+    x, norm = np.ones((1, 2), "f4"), Norm()
+    of_x = moments.of_x(first := moments.moments(x, norm), norm.eps)
+    of_g = moments.of_g(second := moments.moments_of_g(x, x, norm, of_x))
+    parts: list[tuple[Any, ...]] = [first, of_x, second, of_g]
+    names = "moments of x", "mean, rstd", "moments of gamma dy", "what dx takes of them"
+    counts = [sum(np.asarray(word).nbytes for word in part if np.ndim(word)) for part in parts]
+    return [*zip(names, counts, strict=True), ("all four", sum(counts))]
+
+
+def limits(found: Any) -> dict[str, str]:
+    """Return the tables of the page of what is calculated."""
+    task, scheduler, worker = map(seconds, found["costs"]["task"])
+    price = [("task", task), ("of it, processor of the scheduler", scheduler)]
+    price += [("of it, processors of both workers", worker)]
+    price += [
+        (f"message, {size} bytes", seconds(each)) for size, each in found["costs"]["messages"]
+    ]
+    price += [(f"{what}, tasks per chunk", digits(count)) for what, count in found["tasks"].items()]
+    per_chunk = found["tasks"][f"{BOTH}, fast"] * found["costs"]["task"][1]
+    arithmetic = next(t["loop, 2"] / size for _, size, way, t in found["calls"] if way == BOTH)
+    fleet = []
+    for chunk in (8, 64, 256, 1024):
+        chunks, sums = DATA / chunk / MB, 2 * N * PARTIAL.itemsize / chunk / MB
+        times = [chunks * per_chunk, DATA / WORKERS * arithmetic]
+        times += [4 * DATA / WORKERS / rate / MB for rate in RATES]
+        fleet.append((f"{chunk} MB", *(f"{digits(each, 3)} s" for each in times), f"{sums:.1g}"))
+    moved = [f"{rate} MB/s" for rate in RATES]
+    least = [f"{10 * per_chunk * WORKERS * rate / 4:.0f} MB" for rate in RATES]
+    head = "exchanged", "bytes per row and chunk"
+    return {
+        "costs": f"{table(('what', 'measured'), price)}\n\n{origin_line('make scale', found['origin'])}",
+        "fleet": table(("chunk", "scheduler", "arithmetic", *moved, "sums over x"), fleet),
+        "least": table(("each worker moves", "least chunk"), zip(moved, least, strict=True)),
+        "split": table(head, exchanged()),
+    }
+
+
+def main() -> int:
+    """Measure or read, write the pages."""
+    found = keep("scale", __doc__ or "", measure)
+    write(DOCS / "evidence" / "scale.md", evidence(found), __file__)
+    put(DOCS / "explanation" / "scale.md", limits(found), __file__)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
