@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import ml_dtypes
@@ -155,6 +156,7 @@ BAD = {
     "no axis": (["x.npy", "--axis", "2"], "axis must name axes of x, which has 2 dimensions"),
     "fortran": (["f.npy"], "in Fortran order; save np.ascontiguousarray"),
     "row": (["long.npy"], "must have at most 16 MiB in a row to be streamed, got 32 MiB"),
+    "shape": (["negative.npy"], "must be whole, got a damaged one: shape (-13, -32) of float32"),
     "damaged": (["damaged.npz"], "must be whole, got a damaged one"),
     "chunk": (["large.zarr"], "16 MiB in the rows of a chunk to be streamed, got 32 MiB"),
     "offset": (["x.npy", "--gamma-offset", "1"], "gamma must be given with gamma_offset=1.0"),
@@ -176,6 +178,7 @@ def test_bad_input_is_one_line(kind, capsys):
     np.save("int.npy", x.astype(int))
     np.save("f.npy", np.asfortranarray(x))
     Path("short.npy").write_bytes(as_npy(x)[:-1])
+    Path("negative.npy").write_bytes(as_npy(x).replace(b"(13, 32)", b"(-13, -32)"))
     with Path("long.npy").open("wb") as file:
         described = {"descr": "<f4", "fortran_order": False, "shape": (2, 1 << 23)}
         np.lib.format.write_array_header_1_0(file, described)
@@ -410,3 +413,45 @@ def test_resume_begins_where_there_is_nothing(capsys):
     np.save("x.npy", made((13, 32)))
     done(capsys, "x.npy", "--out", "y.npy", "--resume")
     assert np.load("y.npy").tobytes() == layer_norm(made((13, 32))).tobytes()
+
+
+def test_an_interrupt_counts_a_block_with_its_sums_or_not_at_all(backward, capsys, monkeypatch):
+    done(capsys, *backward, "whole.npy")
+    added, count, calls = command._added, command.count_rows, iter(range(100))
+    pending = []
+
+    def marked(*sums):
+        result = added(*sums)
+        pending.extend([()] * (next(calls) == 9))
+        return result
+
+    def interrupted(box):
+        if pending and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return count(box)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "_added", marked)
+        patched.setattr(command, "count_rows", interrupted)
+        refused(capsys, "--resume goes on", *backward, "dx.npy", status=130)
+    done(capsys, *backward, "dx.npy", "--resume")
+    assert Path("dx.dbeta.npy").read_bytes() == Path("whole.dbeta.npy").read_bytes()
+
+
+@pytest.mark.parametrize("out", ["y.npy", "y.zarr"])
+def test_the_journal_of_another_process_is_left_alone(out, capsys):
+    """Only who may write the result may say how much of it there is."""
+    np.save("x.npy", made((13, 32)))
+    Path(f"{out}.part.journal").write_text("kept")
+    with contextlib.closing(Target(Path(out), (13,), made((13, 32)), (1, 32) * (out != "y.npy"))):
+        for more in ([], ["--resume"]):
+            refused(capsys, "one process at a time", "x.npy", "--out", out, *more)
+    assert Path(f"{out}.part.journal").read_text() == "kept"
+    # Nothing of the result is there, so nothing of the journal counts.
+    done(capsys, "x.npy", "--out", out, "--resume")
+
+
+def test_an_input_is_not_where_the_result_lies_until_it_is_whole(capsys):
+    Path("y.npy.part").write_bytes(as_npy(made((13, 32))))
+    refused(capsys, "--out must be a file of its own", "y.npy.part", "--out", "y.npy")
+    assert Path("y.npy.part").read_bytes() == as_npy(made((13, 32)))

@@ -211,10 +211,12 @@ def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[st
     given = arguments.file, arguments.gamma, arguments.beta, arguments.backward
     found = [each.resolve() for each in given if each]
     for name, path in outputs.items():
-        if path.resolve() in found:
+        # Where it lies until it is whole, too.
+        taken = [path.resolve(), part_of(path).resolve()]
+        if not set(found).isdisjoint(taken):
             msg = f"--{name} must be a file of its own, got {path}, which is read or written"
             raise InputError(msg)
-        found.append(path.resolve())
+        found += taken
     return outputs
 
 
@@ -258,10 +260,6 @@ def _compute(job: _Job, resume: bool) -> None:
             name: stack.enter_context(files.opened(member, job.lead))
             for name, member in job.inputs.items()
         }
-        blocks, kept = journal.read() if resume else (0, {})
-        sums = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in kept.items()}
-        if not blocks:
-            journal.remove()
         chunks: tuple[int, ...] = ()
         if out.suffix == ".zarr":
             # If it is missing, one line says so.
@@ -269,7 +267,13 @@ def _compute(job: _Job, resume: bool) -> None:
             chunks = x.chunks or (*job.lengths, *job.normalized)
         # Of no memory.
         like = np.broadcast_to(np.zeros((), x.native), x.shape)
-        target = stack.enter_context(closing(Target(out, job.lead, like, chunks, not blocks)))
+        target = stack.enter_context(closing(Target(out, job.lead, like, chunks)))
+        # From here on it is of this process alone, and so is the journal.
+        blocks, kept = journal.read() if resume and not target.is_empty else (0, {})
+        sums = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in kept.items()}
+        if not blocks:
+            journal.remove()
+        target.begin(fresh=not blocks)
         progress = stack.enter_context(parts.progress_bar("normalizing"))
 
         def read(box: Box, slot: _Slot) -> None:
@@ -290,8 +294,8 @@ def _compute(job: _Job, resume: bool) -> None:
             compute = functools.partial(_computed, job, {})
             with closing(stream(todo, slots, read, compute, write)) as finished:
                 for box, found in finished:
-                    sums = _added(sums, found)
-                    blocks, done = blocks + 1, done + count_rows(box)
+                    # All three or none, whenever an interrupt comes.
+                    blocks, done, sums = blocks + 1, done + count_rows(box), _added(sums, found)
                     progress(done, total)
                     if time.monotonic() - recorded > _PERIOD_S:
                         record()

@@ -265,6 +265,9 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
     shape, is_fortran, dtype = read(stream)
+    if min(shape, default=0) < 0 or dtype.subdtype:
+        msg = f"shape {shape} of {dtype}"
+        raise ValueError(msg)
     # NumPy saves bfloat16 as two raw bytes per element.
     return shape, bfloat16 if dtype == np.dtype("V2") else dtype, is_fortran
 

@@ -138,19 +138,33 @@ class Target:
     """
 
     def __init__(
-        self, path: Path, lead: tuple[int, ...], like: Array, chunks: tuple[int, ...], fresh: bool
+        self, path: Path, lead: tuple[int, ...], like: Array, chunks: tuple[int, ...]
     ) -> None:
-        self._part, self._lead, self._zarr = part_of(path), lead, None
+        self._part, self._lead, self._like, self._chunks = part_of(path), lead, like, chunks
+        self._zarr: Any = None
         if chunks:
             self._part.mkdir(exist_ok=True)
         mode = os.O_RDONLY if chunks else os.O_RDWR | os.O_CREAT
         self._file = os.open(self._part, mode, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Another process may have renamed it before it let go.
+            is_ours = os.path.samestat(os.fstat(self._file), self._part.stat())
         except OSError:
+            is_ours = False
+        if not is_ours:
             self.close()
             msg = f"{self._part} must be written by one process at a time, got a second one"
-            raise ValueError(msg) from None
+            raise ValueError(msg)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether nothing has been written."""
+        return not (any(self._part.iterdir()) if self._chunks else os.fstat(self._file).st_size)
+
+    def begin(self, fresh: bool) -> None:
+        """Get ready to write; with `fresh`, remove what there is."""
+        like, chunks = self._like, self._chunks
         if chunks:
             import zarr  # noqa: PLC0415  # a tenth of a second, for those who have such files
 
@@ -227,7 +241,7 @@ class Journal:
 
     def read(self) -> tuple[int, dict[str, str]]:
         """Return how many blocks are finished, and the sums; ValueError if of another command."""
-        if not (self._path.exists() and self._part.exists()):
+        if not self._path.exists():
             return 0, {}
         try:
             kept = json.loads(self._path.read_text())
