@@ -182,7 +182,7 @@ def test_an_overflow_or_a_missing_kernel_leaves_the_rest(monkeypatch):
     [
         (["nan.npz"], "must be finite to be checked, got nan at [0, 0]; stablenorm diagnose names"),
         (["--out", "report.png"], "must be a .html or .htm file"),
-        (["--out", "there.html"], "must be a file in an existing, writable directory"),
+        (["--out", "there.html"], "must be a new name, got the directory there.html; remove"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_any_work(monkeypatch, capsys, arguments, words):

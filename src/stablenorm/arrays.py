@@ -141,8 +141,8 @@ def mixed(name: str, value: Any, others: str) -> str:
 def lazy(name: str) -> str:
     """Say that `name` is a Dask array where the call needs one in memory."""
     return (
-        f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or to a function "
-        "that takes Dask arrays (docs/how-to/dask.md) an x that is one as well"
+        f"{name} must be in memory here, got a Dask array; pass {name}.compute(), or make x a Dask "
+        "array, too, where the function takes them (docs/how-to/dask.md)"
     )
 
 

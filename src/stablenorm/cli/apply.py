@@ -137,7 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
         # What the package refuses is the user's input, said in the package's words.
         raise InputError(str(error)) from None
     x, norm = job.inputs["x"], "RMS norm" if job.kind == "rms" else "layer norm"
-    about = f": {norm} of {x.label}, {x.native} {x.shape}, {len(job.normalized)} axes normalized"
+    norm = f"gradients of the {norm}" if "dy" in job.inputs else norm
+    about = f": {norm} of {x.label}, {x.native} {x.shape}, n = {math.prod(job.normalized)}"
     parts.print_lines(about, bold=", ".join(path.name for path in job.outputs.values()))
     return 0
 
@@ -177,7 +178,10 @@ def _checked(arguments: argparse.Namespace) -> _Job:
         msg = f"--out must be an .npy file for bfloat16, which Zarr lacks, got {outputs['out']}"
         raise InputError(msg)
     if "dy" in inputs and math.prod(normalized) > _WIDEST:
-        msg = f"a row of x must have at most {_WIDEST} elements for --backward, got {normalized}"
+        msg = (
+            f"a row of x must have at most {_WIDEST} elements for --backward, got {normalized}; "
+            "layer_norm_backward takes longer ones, of Dask arrays too"
+        )
         raise InputError(msg)
     lead, lengths = _blocks(inputs, len(axes), outputs["out"].suffix == ".zarr")
     return _Job(inputs, outputs, lead, lengths, normalized, keywords, arguments.kind)
@@ -206,7 +210,7 @@ def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[st
         if arguments.backward and name in keywords:
             outputs[f"d{name}"] = given or out.with_name(f"{out.stem}.d{name}.npy")
         elif given:
-            msg = f"--d{name} must come with --backward and --{name}, got no such"
+            msg = f"--d{name} must come with --backward and --{name}, or a {name} in FILE"
             raise InputError(msg)
     given = arguments.file, arguments.gamma, arguments.beta, arguments.backward
     found = [each.resolve() for each in given if each]

@@ -105,7 +105,10 @@ def add_output(
         if path.suffix.lower() not in suffixes:
             msg = f"{option} must be a {' or '.join(suffixes)} file, got {text}"
             raise InputError(msg)
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
+        if path.is_dir():
+            msg = f"{option} must be a new name, got the directory {text}; remove it first"
+            raise InputError(msg)
+        if not os.access(path.parent, os.W_OK):
             msg = f"{option} must be a file in an existing, writable directory, got {text}"
             raise InputError(msg)
         if option == "--plot":

@@ -44,9 +44,9 @@ from stablenorm.types import Cache, Gradients, Norm, Statistics
 _CURES = {
     "out": "dask.array.store(gradients, out) writes into arrays",
     "sum_axes": "for gradients of each sample, give gamma and beta leading axes",
-    "accumulate": "add the gradients of the whole array instead",
-    "dmean": "call it on blocks in memory",
-    "drstd": "call it on blocks in memory",
+    "accumulate": "dgamma and dbeta are summed over all chunks; add them to others yourself",
+    "dmean": "call the forward and backward on chunks in memory, in dask.array.map_blocks",
+    "drstd": "call the forward and backward on chunks in memory, in dask.array.map_blocks",
 }
 
 LAZY = HOST._replace(convert=convert)
@@ -72,7 +72,7 @@ def forward(
         )
         raise ValueError(msg)
     if save != "x":
-        msg = f'save must be "x" for a Dask array, which is no memory held, got {save!r}'
+        msg = f'save must be "x" for a Dask array, whose cache holds no memory, got {save!r}'
         raise ValueError(msg)
     chosen = choose(backend)
     x = convert("x", x)
