@@ -262,9 +262,9 @@ def evidence(found: Any) -> str:
             shown = marked(f"{more:+.1%}", missed, f"above {GATE:.0%}")
             each = f"{1e3 * (lazy - loop) * nbytes / size:+.2f} ms"
             times = map(seconds, (whole, loop, lazy))
-            body.append(
-                (byte_words(size), byte_words(nbytes), direction, f"{k} {way}", *times, shown, each)
-            )
+            workers = f"{k} {way}" if k > 1 else "1 thread"
+            body.append((byte_words(nbytes), direction, workers, *times, shown, each))
+    sizes = " or ".join(sorted({byte_words(size) for _, size, *_ in found["calls"]}))
     taken = found["files"]
     taken["`apply` less its start"] = taken["apply"] - taken["start"]
     speeds = []
@@ -282,11 +282,11 @@ def evidence(found: Any) -> str:
 
 ## Dask
 
-Float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
+x of {sizes}, float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
 and by Dask, whose results stay in chunks. What Dask adds is its time over that of the loop; at most {GATE:.0%}
 is wanted of threads with chunks of 64 MiB. The processes hold their x and dy before the clock starts.
 
-{table(("x", "chunk", "direction", "Dask", "whole", "loop", "Dask", "added", "per chunk"), body)}
+{table(("chunk", "direction", "workers", "whole", "loop", "Dask", "added", "per chunk"), body)}
 
 ## Files
 
