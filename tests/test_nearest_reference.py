@@ -101,6 +101,13 @@ def test_rows_of_opposite_dy_cancel_exactly(dtype, backend):
         assert not bits(total).any()
 
 
+def test_a_sum_of_exactly_zero_is_zero_in_every_unit():
+    """Rows of equal elements have xhat 0 and an rstd of 10^150; the others cancel."""
+    x = np.array([[1000.0, 1000.0], [1000.0, 1004.0], [1000.0, 996.0]], np.float32)
+    _, cache = layer_norm_forward(x, x[0], eps=1e-300, rounding="nearest", backend="numpy")
+    assert layer_norm_backward(np.full_like(x, 3), cache).dgamma.tolist() == [0.0, 0.0]
+
+
 def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
     """y is gamma, -gamma or a sum with beta around the largest number, the smallest, and midpoints."""
     form = format_of(dtype)

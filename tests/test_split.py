@@ -95,6 +95,15 @@ def test_nearest_where_nearly_all_is_asked_again(kind, dtype, rng):
         assert_same(actual, wanted)
 
 
+def test_nearest_where_gamma_dy_overflows_and_dx_does_not():
+    x, dy = np.array([[1.0], [2.0]], np.float32), np.full((2, 1), 1e30, np.float32)
+    gamma = np.full(1, -1e300)
+    _, whole = layer_norm_forward(x, gamma, rounding="nearest")
+    _, cache = layer_norm_forward(da.from_array(x, chunks=(2, (0, 1))), gamma, rounding="nearest")
+    dx = layer_norm_backward(da.from_array(dy), cache, wrt="x").dx.compute()
+    assert dx.tobytes() == layer_norm_backward(dy, whole, wrt="x").dx.tobytes()
+
+
 @pytest.mark.parametrize("kind", CALLS)
 def test_default_keeps_the_contract(kind, dtype, rng):
     forward, backward, exact = CALLS[kind]

@@ -370,7 +370,8 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
     if not same or (sharp and halves & 1 and low < high):
         return None
     steps = halves >> 1 if sharp and halves & 3 == 1 else halves + 1 >> 1
-    finite = steps.bit_length() + ulp <= form.emax + 1
+    # A zero is one whatever its unit.
+    finite = not steps or steps.bit_length() + ulp <= form.emax + 1
     value = math.ldexp(steps, ulp) if finite else math.inf
     return -value if negative else value
 
