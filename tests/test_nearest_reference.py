@@ -101,6 +101,13 @@ def test_rows_of_opposite_dy_cancel_exactly(dtype, backend):
         assert not bits(total).any()
 
 
+def test_a_dsum_beside_a_vanishing_rest_is_rounded_whatever_its_size():
+    x, dsum = np.ones((3, 1), np.float32), np.array([[2.0], [-1e57], [1e120]])
+    _, cache = layer_norm_forward(x, rounding="nearest", backend="numpy")
+    dx = layer_norm_backward(x, cache, dsum=dsum).dx
+    assert dx.ravel().tolist() == [2.0, -np.inf, np.inf]
+
+
 def test_a_sum_of_exactly_zero_is_zero_in_every_unit():
     """Rows of equal elements have xhat 0 and an rstd of 10^150; the others cancel."""
     x = np.array([[1000.0, 1000.0], [1000.0, 1004.0], [1000.0, 996.0]], np.float32)

@@ -125,7 +125,8 @@ def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike, extra: Extra)
             result[undecided] = exact.dx_elements(
                 cotangent, part.x, scale, norm, undecided, result, high, addend
             )
-            result[zero] = Wide.exactly(wide_addend[zero].hi + 0.0).round_to(dx.dtype)
+            whole = np.broadcast_to(addend, part.x.shape)
+            result[zero] = Wide.exactly(whole[zero] + 0.0).round_to(dx.dtype)
             result = np.where(infinite == 0, result, infinite.astype(dx.dtype))
             result[undefined] = np.nan
             dx[rows] = result
