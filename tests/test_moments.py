@@ -129,6 +129,12 @@ def test_nearest_of_what_is_not_finite(dtype, rng):
             assert_nearest(case, cuts(9, 3, rng))
 
 
+def test_a_row_of_nan_beside_an_infinite_dy(rng):
+    case = make_case("F01", np.float32, 9, 6)
+    case.x[1, 4], case.dy[3, 2] = np.nan, np.inf
+    assert_nearest(case, cuts(9, 3, rng))
+
+
 @pytest.mark.parametrize("name", FINITE)
 def test_contract(name, rng):
     for number, (kind, dtype) in enumerate(itertools.product(EXACT, ("float32", "float64"))):

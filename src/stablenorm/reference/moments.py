@@ -203,8 +203,11 @@ def dgamma(dy: Array, x: Array, norm: Norm, of_x: Whole) -> Array:
                 special += np.where(infinite == 0, 0.0, infinite * xhat.sign()).sum(axis=0)
             total.add(lift(cotangent) * xhat)
         found = packed(total.total())
-    found[special != 0] = np.zeros((), PARTIAL)
-    found["high"][special != 0] = special[special != 0]
+    infinite = special != 0
+    # A sum with a NaN stays NaN.
+    total_high = found["high"][infinite] + special[infinite]
+    found[infinite] = np.zeros((), PARTIAL)
+    found["high"][infinite] = total_high
     return found
 
 
