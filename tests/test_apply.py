@@ -237,7 +237,7 @@ def test_what_sums_of_blocks_leave_open_is_asked_again(capsys, monkeypatch):
 
 
 def test_gradients_of_zarr_and_of_what_is_given_alone(capsys):
-    x, dy, gamma = made((6, 5, 8)), made((6, 5, 8), "f2", 1), made((1, 8), "f8", 2)
+    x, dy, gamma = made((6, 5, 8)), made((6, 5, 8), "f8", 1), made((1, 8), "f8", 2)
     as_zarr("x.zarr", x, (4, 2, 3))
     as_zarr("dy.zarr", dy, (3, 5, 8))
     np.savez("x.npz", x=x, dy=dy, gamma=gamma)

@@ -83,7 +83,10 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_y_and_statistics_have_the_bits_of_the_whole_call(rng, dtype, kind, rounding):
     x, gamma, beta, _ = make(rng, dtype)
-    given = {"gamma": gamma, "beta": beta, "rounding": rounding, "eps": 0.0, "gamma_offset": 0.5}
+    given = {"gamma": gamma, "beta": beta, "rounding": rounding, "eps": 0.0}
+    if dtype.itemsize > 2:
+        # Of 16 bits, kernels would be compiled for this alone.
+        given["gamma_offset"] = 0.5
     expected, whole = FORWARDS[kind](x, **given)
     for scheduler in SCHEDULERS:
         lazy = cut(rng, x)
@@ -181,7 +184,9 @@ def test_nearest_gradients_have_the_bits_of_the_whole_call(rng, dtype, kind):
     x, gamma, beta, dy = make(rng, dtype)
     # Columns that tie, whose sums only integers decide.
     x[..., :2], dy[..., :2] = rng.integers(-3, 4, (2, *x.shape[:-1], 2))
-    both = zip((dy, dy.astype(np.float32)), SCHEDULERS, strict=True)
+    # One mixture of types: each has kernels of its own, compiled in two seconds.
+    mixed = (kind, dtype) == ("layer", np.float64)
+    both = zip((dy, dy.astype(np.float32) if mixed else dy), SCHEDULERS, strict=True)
     for cotangent, scheduler in both:
         expected, lazy = gradients_of(
             (x, gamma, beta), cut(rng, cotangent), cut(rng, x), cotangent, kind, rounding="nearest"

@@ -118,7 +118,8 @@ def test_parameters_of_other_dtypes(narrow, dtype, rng):
     found, _ = finish(blocks_of(case, rng, rounding="nearest"), rng)
     assert_same(found, whole_call(case, rounding="nearest"))
     exact = exact_layer_norm(*case)
-    for backend in sorted(BACKENDS):
+    # A float64 beta makes this double-double, of which 16 bits have no kernels for another test.
+    for backend in ("numpy",) if dtype.itemsize == 2 else sorted(BACKENDS):
         found, _ = finish(blocks_of(case, rng, backends=(backend,)), rng)
         for result in exact.check_contract(**dict(zip(NAMES, found, strict=True))).values():
             assert result.passed, result

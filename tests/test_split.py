@@ -89,6 +89,8 @@ def test_nearest_where_nearly_all_is_asked_again(kind, dtype, rng):
     y, cache = forward(x, gamma, beta, **how, backend="numpy")
     expected = y, *backward(dy, cache)
     lazy_x, lazy_dy = (da.from_array(each, chunks=(5, 3)) for each in (x, dy))
+    # Of 16 bits, dx alone has kernels that would be compiled for this test.
+    how["backend"] = "numpy" if dtype.itemsize == 2 else None
     lazy_y, lazy_cache = forward(lazy_x, gamma, beta, **how)
     found = dask.compute(lazy_y, *backward(lazy_dy, lazy_cache))
     for actual, wanted in zip(found, expected, strict=True):
