@@ -171,6 +171,32 @@ def test_a_mask_of_elements_is_each_row_on_its_own(rng, dtype, backend):
             same(dx[row, mask], layer_norm_backward(dy[row, mask], alone).dx)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_whole_rows_beside_others_are_an_ordinary_call(rng, dtype, backend, accumulate):
+    """Also in place, where nothing may be written into rows that are still to be read."""
+    x, gamma, beta, dy = draw(rng, (40, 33), -1, dtype)
+    where = rng.random(x.shape) < 0.9
+    where[::3], where[::5] = True, False
+    whole = where.all(axis=1)
+    x[~where], dy[~where] = np.nan, np.inf
+    exact = exact_layer_norm(x, gamma, beta, dy=dy, where=where)
+    y, cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)
+    out = None
+    if accumulate:
+        out = None, np.zeros_like(gamma), np.zeros_like(beta)
+    found = layer_norm_backward(dy, cache, out=out, accumulate=accumulate)
+    results = exact.check_contract(y=y, **found._asdict())
+    assert all(result.passed for result in results.values()), results
+    expected, alone = layer_norm_forward(x[whole], gamma, beta, backend=backend)
+    same(y[whole], expected)
+    same(found.dx[whole], layer_norm_backward(dy[whole], alone).dx)
+    # Of two ways to compute them, these would tell.
+    same(cache.mean[whole], alone.mean)
+    same(cache.rstd[whole], alone.rstd)
+    same(layer_norm_backward(dy, cache, out=(dy, None, None), wrt="x").dx, found.dx)
+    same(layer_norm(x, gamma, beta, where=where, out=x, backend=backend), y)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients_by_the_statistics_keep_the_contract(rng, dtype, backend, masked):
     x, gamma, beta, dy = draw(rng, (6, 33), -1, dtype)

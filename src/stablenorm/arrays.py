@@ -225,11 +225,11 @@ class Rows:
 class SomeRows(Rows):
     """Some rows of a matrix, by their numbers, in ascending order."""
 
-    def __init__(self, matrix: Any, numbers: Array) -> None:
+    def __init__(self, matrix: Any, numbers: Array, others_done: bool = False) -> None:
         self.matrix, self.numbers = matrix, numbers
         self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
-        # Set by who has written zeros into all other rows.
-        self.cleared = False
+        # Set by who has written zeros into all other rows; from the first if others write them.
+        self.others_done = others_done
 
     def __getitem__(self, rows: slice | Array) -> Array:
         return self.matrix[self.numbers[rows]]  # type: ignore[no-any-return]

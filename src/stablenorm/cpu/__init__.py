@@ -249,7 +249,7 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
         pool, helpers = pool_for(most, small) if most else (None, 0)
         state = do(given, eps, words, pool, helpers)
         if given is not arrays and state == DONE and words[AT.all_rows]:
-            arrays[AT.out].cleared = True
+            arrays[AT.out].others_done = True
     if state == COPY:
         return _do_in_blocks(plan, arrays, eps)
     if state == NO_MEMORY:
@@ -270,7 +270,7 @@ def _by_numbers(plan: Plan, arrays: Any) -> tuple[Any, Any]:
         found[i] = None if arrays[i] is None else arrays[i].matrix
     found[AT.numbers], out = arrays[AT.x].numbers, found[AT.out]
     # What is added to dx reaches the other rows as well.
-    if out is not None and plan.rows and arrays[AT.plus] is None:
+    if out is not None and plan.rows and arrays[AT.plus] is None and not arrays[AT.out].others_done:
         words[AT.all_rows] = out.shape[0]
         if not plan.wide and out.nbytes >= PAST_CACHES:
             words[AT.way] = STREAMED

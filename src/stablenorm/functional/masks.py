@@ -1,8 +1,8 @@
 """
 Masks: the rows in which something counts go to a backend, as a matrix of their own.
 
-Where all elements of these rows count, that is the ordinary call: the bits of a row do not depend on the
-other rows. Masks that vary within a row are for the reference.
+Rows of which all elements count are an ordinary call, those of which some do are for the reference: the bits of
+a row do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 
 from stablenorm.arrays import Rows, SomeRows, as_matrix, is_lazy, lazy
 from stablenorm.backends import implementation
+from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Residual, Statistics
 
 # Elements that are cleared at a time: the memory of a list of rows is all that this takes.
@@ -75,19 +76,20 @@ def forward(
     `where` is a matrix of one column, or as wide as x; None where all counts.
     """
     if where is None:
-        found: Statistics | None = call(x, norm, y, residual)
-        return found
+        return call(x, norm, y, residual)  # type: ignore[no-any-return]
     if residual is not None:
         x = implementation("add", "numpy")(x, *residual)
     where, x, y = map(as_matrix, (where, x, y))
-    counted, numbers = _count(where)
-    given = pick(x, numbers), norm, pick(y, numbers)
-    if where.shape[1] == 1:
-        found = call(*given)
-    else:
-        found = implementation("forward_where", "numpy")(*given, pick(where, numbers))
-    _fill(y, given[2], ~counted)
-    return None if found is None else _spread(found, numbers, len(counted))
+    counted, parts = _parts(where)
+    found: list[Any] = []
+    for numbers, elements in parts:
+        given = pick(x, numbers), norm, pick(y, numbers, alone=len(parts) == 1)
+        if elements is None:
+            found.append(call(*given))
+        else:
+            found.append(implementation("forward_where", "numpy")(*given, elements))
+    _fill(y, given[2] if len(parts) == 1 else None, ~counted)
+    return None if None in found else _spread(found, [each[0] for each in parts], len(counted))
 
 
 def backward(
@@ -105,49 +107,80 @@ def backward(
         call(dy, x, norm, statistics, out, extra)
         return
     where, dy, x, dx, dsum = map(as_matrix, (where, dy, x, out.dx, extra.dsum))
-    counted, numbers = _count(where)
-    if extra is not NOTHING_EXTRA or where.shape[1] > 1:
-        dmean, drstd = (None if each is None else each[numbers] for each in extra[1:3])
-        elements = where if where.shape[1] > 1 else None
-        extra = Extra(pick(dsum, numbers), dmean, drstd, pick(elements, numbers), extra.old)
-    kept, found = statistics.of_rows(numbers), out._replace(dx=pick(dx, numbers))
-    call(pick(dy, numbers), pick(x, numbers), norm, kept, found, extra)
+    counted, parts = _parts(where)
+    sums = []
+    for numbers, elements in parts:
+        found = out._replace(dx=pick(dx, numbers, alone=len(parts) == 1))
+        if len(parts) > 1:
+            # Sums over some of the rows, which are rounded once, at the end.
+            found = Gradients(found.dx, *map(_partial, out[1:]))
+            sums.append(found[1:])
+        some = extra
+        if extra is not NOTHING_EXTRA or elements is not None:
+            dmean, drstd = (None if each is None else each[numbers] for each in extra[1:3])
+            old = None if len(sums) > 1 else extra.old
+            some = Extra(pick(dsum, numbers), dmean, drstd, elements, old)
+        call(pick(dy, numbers), pick(x, numbers), norm, statistics.of_rows(numbers), found, some)
+    for each, *both in zip(out[1:], *sums, strict=True) if sums else ():
+        if each is not None:
+            total = merged(*both)
+            each[...] = total if each.dtype == PARTIAL else rounded(total, each.dtype)[0]
     if dx is not None:
-        _fill(dx, found.dx, ~counted, dsum)
+        _fill(dx, found.dx if len(parts) == 1 else None, ~counted, dsum)
 
 
-def pick(matrix: Any, numbers: Array) -> Any:
-    """Return rows of a matrix: a view where their numbers, which ascend, follow one another."""
+def _partial(like: Array | None) -> Array | None:
+    return None if like is None else np.zeros(like.shape, PARTIAL)
+
+
+def pick(matrix: Any, numbers: Array, *, alone: bool = True) -> Any:
+    """
+    Return rows of a matrix: a view where their numbers, which ascend, follow one another.
+
+    Into all others a backend may write zeros if these rows are `alone`.
+    """
     if matrix is None or len(numbers) == matrix.shape[0]:
         return matrix
     run = len(numbers) > 0 and numbers[-1] - numbers[0] == len(numbers) - 1
     if run and not isinstance(matrix, Rows):
         return matrix[numbers[0] : numbers[-1] + 1]
-    return SomeRows(matrix, numbers)
+    return SomeRows(matrix, numbers, not alone)
 
 
-def _count(where: Any) -> tuple[Array, Array]:
-    """Return which rows have something that counts, and their numbers."""
-    counted: Array = where[:].any(axis=1)
-    return counted, np.flatnonzero(counted)
+def _parts(where: Any) -> tuple[Array, list[tuple[Array, Any]]]:
+    """
+    Return which rows have something that counts; and the numbers of those of which all and of which some does.
+
+    With the latter, as matrix, which elements do; with the former None. There is at least one of the two.
+    """
+    where = where[:]
+    counted: Array = where.any(axis=1)
+    whole = where.all(axis=1)
+    some = np.flatnonzero(counted & ~whole)
+    parts: list[tuple[Array, Any]] = [(np.flatnonzero(whole), None)]
+    if len(some):
+        parts = [each for each in (*parts, (some, pick(where, some))) if len(each[0])]
+    return counted, parts
 
 
-def _spread(found: Statistics, numbers: Array, rows: int) -> Statistics:
+def _spread(found: list[Statistics], numbers: list[Array], rows: int) -> Statistics:
     """Return statistics of all rows, given those of rows of these numbers; 0 for the others."""
-    if len(numbers) == rows:
-        return found
-
-    def spread(word: Array) -> Array:
-        whole = np.zeros((rows, *word.shape[1:]), word.dtype)
-        whole[numbers] = word
-        return whole
-
-    return Statistics._make(None if word is None else spread(word) for word in found)
+    if len(numbers[0]) == rows:
+        return found[0]
+    words: list[Any] = []
+    for each in zip(*found, strict=True):
+        some = next((word for word in each if word is not None), None)
+        whole = None if some is None else np.zeros((rows, *some.shape[1:]), some.dtype)
+        for where, word in zip(numbers, each, strict=True):
+            if word is not None and whole is not None:
+                whole[where] = word
+        words.append(whole)
+    return Statistics._make(words)
 
 
 def _fill(matrix: Any, some: Any, missing: Array, source: Any = None) -> None:
     """Write into the missing rows what reaches them: 0, or those of `source`, rounded."""
-    if type(some) is SomeRows and some.cleared:
+    if type(some) is SomeRows and some.others_done:
         return
     numbers = np.flatnonzero(missing)
     n = matrix.shape[1]
