@@ -97,13 +97,23 @@ def test_nearest_where_nearly_all_is_asked_again(kind, dtype, rng):
         assert_same(actual, wanted)
 
 
-def test_nearest_where_gamma_dy_overflows_and_dx_does_not():
-    x, dy = np.array([[1.0], [2.0]], np.float32), np.full((2, 1), 1e30, np.float32)
-    gamma = np.full(1, -1e300)
-    _, whole = layer_norm_forward(x, gamma, rounding="nearest")
-    _, cache = layer_norm_forward(da.from_array(x, chunks=(2, (0, 1))), gamma, rounding="nearest")
-    dx = layer_norm_backward(da.from_array(dy), cache, wrt="x").dx.compute()
-    assert dx.tobytes() == layer_norm_backward(dy, whole, wrt="x").dx.tobytes()
+@pytest.mark.parametrize("rounding", ["nearest", "fast"])
+@pytest.mark.parametrize("kind", CALLS)
+def test_gamma_dy_may_overflow_where_dx_does_not(kind, rounding, rng):
+    forward, backward, exact = CALLS[kind]
+    x, dy = rng.standard_normal((2, 5, 8))
+    x, dy, gamma, beta = x * 1e30, dy * 1e30, rng.random(8) * -1e300, np.ones(8)
+    y, cache = forward(x, gamma, beta, rounding=rounding)
+    expected = y, *backward(dy, cache)
+    lazy_x, lazy_dy = (da.from_array(each, chunks=(2, (0, 3, 5))) for each in (x, dy))
+    y, cache = forward(lazy_x, gamma, beta, rounding=rounding)
+    found = dask.compute(y, *backward(lazy_dy, cache))
+    if rounding == "nearest":
+        for actual, wanted in zip(found, expected, strict=True):
+            assert_same(actual, wanted)
+    names = "y", "dx", "dgamma", "dbeta"
+    held = exact(x, gamma, beta, dy=dy).check_contract(**dict(zip(names, found, strict=True)))
+    assert all(result.passed for result in held.values()), held
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -14,15 +14,16 @@ way. Then ``mean = k + s1 / n``, ``var = (s2 - s1**2 / n) / n``.
 
 The backward has g = gamma dy in the place of x, and the sums
 
-    t1 = sum(g - k)        t2 = sum((g - k) xhat)        t3 = sum(xhat)
+    t1 = sum(g - k)        t2 = sum((g - l) xhat)        t3 = sum(xhat)
 
 that become ``t1 + m d``, ``t2 + d t3`` and t3. Since xhat of a whole row has the sum 0,
-``mean((g - mean(g)) xhat) = t2 / n`` whatever k is. RMS norm has k = s1 = t1 = 0.
+``mean((g - mean(g)) xhat) = t2 / n`` whatever l is. With k in its place, t2 of a part would be far larger than
+that of the row where an outlier of x is beside the only g that is not 0. So l is close to the mean
+of g weighted with ``abs(xhat)``. RMS norm has k = l = s1 = t1 = 0.
 
-By default x of at most 32 bits is summed in float64. What is merged, and t1 to t3, are double-double:
-the k of a part may be far from mean(g), and products with it cancel. With rounding="nearest" all is, and
-is `Bounded`. Elements that the bounds leave undecided are told by their rows: the caller does these rows
-anew as a whole.
+By default x of at most 32 bits is summed in float64. What is merged, and t1 to t3, are double-double. With
+rounding="nearest" all is, and is `Bounded`. Elements that the bounds leave undecided are told by their
+rows: the caller does these rows anew as a whole.
 """
 
 from collections.abc import Sequence
@@ -47,10 +48,11 @@ from stablenorm.reference.partial import PARTIAL, as_partial
 from stablenorm.types import Array, Norm, any_float64
 
 _FLOAT64 = np.dtype(np.float64)
+_LARGEST = np.finfo(_FLOAT64).max
 
 
 class Moments(NamedTuple):
-    """Of some columns of each row: k, and sums, PARTIAL (2, rows) of x or (3, rows) of g."""
+    """Of some columns of each row: k, of g k and l, and the sums, PARTIAL, two of x or three of g."""
 
     columns: int
     k: Array
@@ -69,15 +71,15 @@ class Whole(NamedTuple):
 def moments(x: Array, norm: Norm) -> Moments:
     """Return the moments of (rows, m), some columns of x."""
     lift = _arithmetic(norm, x)
-    found = _no_moments(x.shape, 2)
+    found = _no_moments(x.shape, 1, 2)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             values = lift(x[rows])
-            found.k[rows] = k = _near_mean(values, lift, norm.kind)
-            centered = values - lift(k[:, None])
-            found.sums[1, rows] = packed(_mean(centered * centered, 1))
             if norm.kind == "layer":
-                found.sums[0, rows] = packed(_mean(centered, 1))
+                found.k[0, rows] = k = _near_mean(values, lift)
+                values = values - lift(k[:, None])
+                found.sums[0, rows] = packed(_mean(values, 1))
+            found.sums[1, rows] = packed(_mean(values * values, 1))
     return found
 
 
@@ -86,19 +88,19 @@ def moments_of_g(dy: Array, x: Array, norm: Norm, of_x: Whole) -> Moments:
     """Return the moments of ``gamma * dy``, some columns of it, and xhat."""
     lift = Bounded.exactly if norm.rounding == "nearest" else Wide.exactly
     scale = _scale(norm, lift)
-    found = _no_moments(x.shape, 3)
+    found = _no_moments(x.shape, 2, 3)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             g = lift(dy[rows])
             if scale is not None:
                 g = g * scale
             xhat, _ = _xhat(x, rows, of_x, lift)
-            found.k[rows] = k = _near_mean(g, lift, norm.kind)
-            centered = g - lift(k[:, None])
-            found.sums[1, rows] = packed(_mean(centered * xhat, 1))
             if norm.kind == "layer":
-                found.sums[0, rows] = packed(_mean(centered, 1))
+                found.k[:, rows] = k, near = _near_mean(g, lift), _near_weighted_mean(g, xhat)
+                found.sums[0, rows] = packed(_mean(g - lift(k[:, None]), 1))
                 found.sums[2, rows] = packed(_mean(xhat, 1))
+                g = g - lift(near[:, None])
+            found.sums[1, rows] = packed(_mean(g * xhat, 1))
     return found
 
 
@@ -111,13 +113,13 @@ def merged(parts: Sequence[Moments]) -> Moments:
     columns = sum(part.columns for part in parts)
     with np.errstate(all="ignore"):
         means = (
-            Bounded.exactly(part.k) * Bounded.exactly(part.columns) + unpacked(part.sums[0])
+            Bounded.exactly(part.k[0]) * Bounded.exactly(part.columns) + unpacked(part.sums[0])
             for part in parts
         )
-        k = _round(_sum(means).divided(columns), _FLOAT64)
+        k = _finite(_round(_sum(means).divided(columns), _FLOAT64))
         moved = [_moved(part, k) for part in parts]
         sums = [packed(_sum(each)) for each in zip(*moved, strict=True)]
-    return Moments(columns, k, np.stack(sums))
+    return Moments(columns, np.broadcast_to(k, parts[0].k.shape), np.stack(sums))
 
 
 @default_control()
@@ -131,7 +133,7 @@ def of_x(total: Moments, eps: float) -> Whole:
         if eps == 0:
             # As without parts. Elsewhere NaN stays what it is.
             rstd.hi[var.hi == 0] = np.inf
-        return Whole(total.k, packed(shift), packed(rstd))
+        return Whole(total.k[0], packed(shift), packed(rstd))
 
 
 @default_control()
@@ -146,7 +148,7 @@ def statistics(of_x: Whole) -> tuple[Array, Array]:
 def of_g(total: Moments) -> Whole:
     """Return what all columns need of g, given the moments of all of them."""
     first, along, _ = (packed(unpacked(each).divided(total.columns)) for each in total.sums)
-    return Whole(total.k, first, along)
+    return Whole(total.k[0], first, along)
 
 
 @default_control()
@@ -220,14 +222,39 @@ def _arithmetic(norm: Norm, *arrays: Array) -> Any:
     return _lifter(any_float64(*arrays, norm.gamma, norm.beta))
 
 
-def _near_mean(values: Any, lift: Any, kind: str) -> Array:
+def _near_mean(values: Any, lift: Any) -> Array:
     """Return a float64 close to the mean of each row: of equal elements, the element."""
-    if kind == "rms":
-        return np.zeros(values.shape[0])
     k = _round(_mean(values), _FLOAT64)
     if not isinstance(values, Wide):
         k += _mean(values - lift(k))
-    return k[:, 0]
+    return _finite(k[:, 0])
+
+
+def _near_weighted_mean(g: Wide, xhat: Wide) -> Array:
+    """Return a float64 close to the mean with weights ``abs(xhat)``: of equal elements, the element."""
+    weights, _ = _in_one_unit(xhat)
+    weights = np.abs(weights)
+    weights += ~weights.any(axis=1, keepdims=True)
+
+    def near(v: Wide) -> Array:
+        words, unit = _in_one_unit(v)
+        mean: Array = np.ldexp((words * weights).sum(axis=1) / weights.sum(axis=1), unit)
+        return mean
+
+    first = _finite(near(g))
+    return _finite(first + near(g - type(g).exactly(first[:, None])))
+
+
+def _in_one_unit(v: Wide) -> tuple[Array, Array]:
+    """Return each row as float64 numbers of at most 1, and their binary exponents."""
+    unit = v.magnitude().max(axis=1, keepdims=True)
+    # In C order, since NumPy's sums give other bits on other layouts.
+    return np.ascontiguousarray(v.scaled_to(unit).hi), unit[:, 0]
+
+
+def _finite(k: Array) -> Array:
+    """Return numbers near k that are not infinite, as the mean of gamma * dy may be."""
+    return np.clip(k, -_LARGEST, _LARGEST)
 
 
 def _xhat(x: Array, rows: slice, of_x: Whole, lift: Any) -> tuple[Any, Any]:
@@ -251,21 +278,25 @@ def _moved(part: Moments, k: Array) -> tuple[Bounded, ...]:
     """Return the sums about another k."""
     first, second, *rest = map(unpacked, part.sums)
     by = Bounded.exactly(part.k) - Bounded.exactly(k)
-    moved = first + by * Bounded.exactly(part.columns)
-    return moved, second + by * (rest[0] if rest else first + moved), *rest
+    moved = first + by[0] * Bounded.exactly(part.columns)
+    return moved, second + by[-1] * (rest[0] if rest else first + moved), *rest
 
 
 def _sum(terms: Any) -> Any:
-    terms = iter(terms)
-    return sum(terms, next(terms))
+    """Return the sum of many, by pairs: of one after another, the error would grow with their number."""
+    terms = list(terms)
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        terms = [a + b for a, b in pairs] + terms[len(terms) // 2 * 2 :]
+    return terms[0]
 
 
 # ---- what travels ----
 
 
-def _no_moments(shape: tuple[int, ...], sums: int) -> Moments:
+def _no_moments(shape: tuple[int, ...], near: int, sums: int) -> Moments:
     rows, columns = shape
-    return Moments(columns, np.zeros(rows), np.zeros((sums, rows), PARTIAL))
+    return Moments(columns, np.zeros((near, rows)), np.zeros((sums, rows), PARTIAL))
 
 
 def packed(v: Any) -> Array:
