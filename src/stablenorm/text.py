@@ -1,19 +1,42 @@
-"""What all reports do alike: numbers, lines of a width, plain data, JSON."""
+"""What all reports do alike: sections, tables, numbers, lines of a width, plain data, JSON."""
 
 import json
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 _PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMES = "\N{MULTIPLICATION SIGN}"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+class Table(NamedTuple):
+    """Rows of cells below their columns; None draws a rule."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str] | None]
+
+
+class Section(NamedTuple):
+    """
+    One part of what is told; `notes` say how the numbers were obtained.
+
+    `draw` draws its picture, which shows what `caption` says.
+    """
+
+    heading: str
+    text: str
+    tables: Sequence[Table] = ()
+    notes: str = ""
+    draw: Callable[[Any], None] | None = None
+    caption: str = ""
 
 
 def number(value: float) -> str:

@@ -14,8 +14,7 @@ from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
 from stablenorm.functional import FUNCTIONS
-from stablenorm.report.sections import Table
-from stablenorm.text import quantity, shape_text
+from stablenorm.text import Table, quantity, shape_text
 from stablenorm.timing import measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients
 

@@ -20,9 +20,8 @@ import numpy as np
 from stablenorm.arrays import as_rows
 from stablenorm.cli import parts
 from stablenorm.cli.parts import InputError
-from stablenorm.report.sections import Table
 from stablenorm.scale.files import Box, box_lengths, boxes, count_rows, runs
-from stablenorm.text import quantity, shape_text
+from stablenorm.text import Table, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The bundled data: the input of a layer norm of a real model.

@@ -23,7 +23,7 @@ from rich.text import Text
 import stablenorm
 from stablenorm import text
 from stablenorm.formats import FORMATS
-from stablenorm.report.sections import Section, Table
+from stablenorm.text import Section, Table
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import check_eps
 

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import cfunc, config, njit, types
-from numba.core.caching import FunctionCache
+from numba import config, njit, types
+from numba.core.caching import FunctionCache, NullCache
+from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
+from numba.core.sigutils import normalize_signature
 
 from stablenorm.cpu.memory import HALF_IN_HARDWARE, named
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64
@@ -49,19 +52,24 @@ _C_FUNCTIONS: list[Any] = []
 _C_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
 
+class _Cache(FunctionCache):
+    """Numba's, which would import all that can be compiled before it loads what is: 0.2 s of a start."""
+
+    def load_overload(self: Any, sig: Any, target_context: Any) -> Any:
+        """Return what was compiled, or None; all that machine code calls is the runtime."""
+        rtsys.initialize(target_context)
+        with self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
+
+
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
     """
     Compile `function` for `signature`, and for nothing else; it runs without the GIL.
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
-
-    def make(cache: bool) -> Any:
-        dispatcher = njit(nogil=True, error_model="numpy", cache=cache)(function)
-        dispatcher.compile(signature)
-        return dispatcher
-
-    dispatcher = _cached(make, function, signature)
+    dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+    _compile(dispatcher, function, signature, functools.partial(dispatcher.compile, signature))
     _DISPATCHERS.append(dispatcher)
     # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
     # microseconds, a tenth of a small layer norm.
@@ -83,8 +91,9 @@ def address_of_compiled(choose: Callable[..., Any]) -> Callable[..., int]:
             return 0
         names = (getattr(choice, "__name__", choice) for choice in choices)
         function = named(choose(*choices), *names)
-        make = lambda cache: cfunc(_C_SIGNATURE, error_model="numpy", cache=cache)(function)
-        made = _cached(make, function, _C_SIGNATURE)
+        signature = normalize_signature(_C_SIGNATURE)
+        made: Any = CFunc(function, signature, {}, {"error_model": "numpy"})
+        _compile(made, function, _C_SIGNATURE, made.compile)
         _C_FUNCTIONS.append(made)
         place: int = made.address
         return place
@@ -92,8 +101,8 @@ def address_of_compiled(choose: Callable[..., Any]) -> Callable[..., int]:
     return address
 
 
-def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
-    """Return what `make` makes with the cache on disk; without it if that is forbidden."""
+def _compile(made: Any, function: Any, signature: Any, compile_it: Callable[[], Any]) -> None:
+    """Compile what Numba made of a function, with the cache on disk; without it if that is forbidden."""
     with starting:
         # Inside: the digest asks LLVM, whose lock a fork must not find taken.
         # Cache files of their own: of an index that they shared, processes that start at the same time
@@ -104,10 +113,14 @@ def _cached(make: Callable[[bool], Any], function: Any, signature: Any) -> Any:
         function.__qualname__ = f"{function.__name__}.{hashlib.sha256(key).hexdigest()[:16]}"
         for _ in range(2):
             try:
-                return make(True)
+                made._cache = _Cache(function)  # type: ignore[no-untyped-call]
+                compile_it()
             except Exception:  # noqa: BLE001  # whatever a forbidden cache or damaged files raise
                 with contextlib.suppress(Exception):
                     # Damaged files: forgotten by this, and written anew.
                     FunctionCache(function).flush()
+            else:
+                return
         # An error of the function itself comes again, here.
-        return make(False)
+        made._cache = NullCache()
+        compile_it()

@@ -14,7 +14,7 @@ from stablenorm.diagnosis import diagnose
 from stablenorm.report import sections
 from stablenorm.report.figures import as_svg
 from stablenorm.report.findings import Problem, inspect
-from stablenorm.text import number, prose, quantity, shape_text
+from stablenorm.text import Section, number, prose, quantity, shape_text
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array
 
@@ -43,7 +43,7 @@ def make_page(
             measure_costs(*what, kind=problem.kind, rounds=_ROUNDS, limit=_SECONDS)
         )
     except ImportError as error:
-        cost = sections.Section("Cost and time", f"Not computed: the fused kernel: {error}.")
+        cost = Section("Cost and time", f"Not computed: the fused kernel: {error}.")
     ours, plain = (
         number(max(sections.worst(getattr(output, name)) for output in found.outputs.values()))
         for name in ("error", "plain_error")

@@ -1,40 +1,14 @@
 """What is known of a layer norm, in sections: the terminal and the page print the same ones."""
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 from stablenorm.cost import Measured, Roofline, count_kept
 from stablenorm.diagnosis import Diagnosis
 from stablenorm.diagnosis.report import method_rows, sentences
 from stablenorm.report import figures
 from stablenorm.report.findings import Findings
-from stablenorm.text import grouped, number, quantity, shape_text
+from stablenorm.text import Section, Table, grouped, number, quantity, shape_text
 from stablenorm.types import Array
-
-
-class Table(NamedTuple):
-    """Rows of cells below their columns; None draws a rule."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str] | None]
-
-
-class Section(NamedTuple):
-    """
-    One part of what is told; `notes` say how the numbers were obtained.
-
-    `draw` draws its picture, which shows what `caption` says.
-    """
-
-    heading: str
-    text: str
-    tables: Sequence[Table] = ()
-    notes: str = ""
-    draw: Callable[[Any], None] | None = None
-    caption: str = ""
-
 
 # By the rounding, what is promised.
 _CONTRACTS = {
