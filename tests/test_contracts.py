@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 
 import stablenorm
-from stablenorm import LayerNorm, RMSNorm, layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm import (
+    LayerNorm,
+    RMSNorm,
+    backends,
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_forward,
+)
 from stablenorm.backends import BACKENDS, implementation
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +79,7 @@ F2, BF, F4, F8 = np.float16, ml_dtypes.bfloat16, np.float32, np.float64
 # Kernels are compiled for each mixture, for seconds: those of test_any_call.py.
 @pytest.mark.parametrize(
     ("x_dtype", "gamma_dtype", "beta_dtype", "dy_dtype"),
-    [(F2, F4, F4, F2), (BF, F4, F4, BF), (F4, F8, BF, F8), (BF, BF, F8, F2)],
+    [(F2, F4, F4, F2), (BF, F4, F4, BF), (F4, F8, BF, F8)],
 )
 def test_each_result_has_its_own_dtype(rng, backend, x_dtype, gamma_dtype, beta_dtype, dy_dtype):
     """Half x with float32 gamma is normal (pytorch 135969, apex 1635)."""
@@ -216,7 +223,9 @@ def test_layer_holds_what_it_says(rng, dtype):
 
 
 @pytest.mark.parametrize(("layer", "kind"), [(LayerNorm, "layer"), (RMSNorm, "rms")])
-def test_layers_pass_on_what_a_call_brings(rng, layer, kind):
+def test_layers_pass_on_what_a_call_brings(rng, layer, kind, monkeypatch):
+    # Kernels of RMS norm with a dsum would only be compiled for this.
+    monkeypatch.setattr(backends, "_default", lambda: "numpy")
     x, residual, dy, dsum = rng.standard_normal((4, 6, 5), dtype=np.float32)
     norm, where = layer(5), np.arange(6)[:, None] % 2 == 0
     forward, backward = (

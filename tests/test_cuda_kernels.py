@@ -21,9 +21,7 @@ DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | 
 # Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp,
 # warps. Of few families: columns in a loop, and float16, other than bfloat16 in conversions alone.
 LENGTHS = {"bfloat16": (129,), "float32": (5, 129), "float64": (129,)}
-LENGTHS_OF_FEW = {
-    "float16": (129,), "bfloat16": (4099,), "float32": (4099,), "float64": (1027,),
-}  # fmt: skip
+LENGTHS_OF_FEW = {"float16": (129,), "float32": (4099,), "float64": (1027,)}
 # A cheap one for each way of losing digits in a long sum, and the ends of the range.
 FEW = ("F01", "F03", "F07", "F14", "F16", "F27")
 # Made to cancel: there the second term of the contract decides the last bits.

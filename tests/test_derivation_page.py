@@ -317,7 +317,7 @@ def test_every_step_of_the_page_is_checked_as_the_page_writes_it():
     assert set(re.findall(r"\bD\d+\b", text)) == set(STEPS) == {name for name, _ in here}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_step(name, kind, n):
     assert holds(name, kind, n)
@@ -330,7 +330,7 @@ def test_a_variance_over_n_minus_1_breaks_what_depends_on_it():
         | RMS
         | {"D25", "D26", "D27", "D30"}
     )
-    assert {name for name, kind in CASES if not holds(name, kind, 3, freedoms=2)} == wrong
+    assert {name for name, kind in CASES if not holds(name, kind, 2, freedoms=1)} == wrong
 
 
 def test_the_projection_of_the_page_is_the_one_that_runs(rng):

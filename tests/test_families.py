@@ -15,8 +15,8 @@ from stablenorm.testing.plain import plain_backward, plain_forward
 DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
 # Long rows are what takes the oracle's time: the families of ordinary exponents.
-LONG = ("F01", "F03", "F07", "F11", "F14", "F19", "F23", "F27", "F28b", "F32", "F35")
-MANY_ROWS = ("F01", "F03", "F13", "F16", "F35")
+LONG = ("F01", "F03", "F07", "F14", "F19", "F28b", "F35")
+MANY_ROWS = ("F01", "F03", "F16", "F35")
 # Made to cancel: there the second term of the contract decides the last bits.
 CANCELLING = {"y": {"F07", "F32"}, "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"}}
 # No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
@@ -76,16 +76,16 @@ def assert_contract(name, dtype, n, rows):
 @pytest.mark.parametrize(
     ("name", "dtype", "n", "rows"),
     [
-        *combinations(FINITE, (1, 2, 3, 127, 768), 2),
+        *combinations(FINITE, (1, 2, 3, 127), 2),
+        # Errors of the 16-bit dtypes are those of float64 rounded once more.
+        *combinations(FINITE, (768,), 2, ("float32", "float64")),
         # 128 elements are one block of NumPy's pairwise summation.
         *combinations(("F03", "F07", "F14"), (128, 129), 3),
         *combinations(LONG, (8193,), 1, ("float32", "float64")),
-        # Errors of the 16-bit dtypes are those of float64 rounded once more.
         *combinations(("F03",), (8193,), 1, ("float16", "bfloat16")),
         *combinations(("F03", "F07"), (LONGER,), 1, ("float32", "float64")),
         # More rows than one block of the reference holds at n = 7.
-        *combinations(("F01", "F35"), (7,), MORE // 7, ("float32",)),
-        *combinations(MANY_ROWS[1:-1], (7,), 700, ("float32",)),
+        *combinations(("F01",), (7,), MORE // 7, ("float32",)),
         *combinations(MANY_ROWS, (7,), 700, ("float64",)),
     ],
 )

@@ -46,7 +46,8 @@ def assert_equal(case, backend, **expected):
     ("name", "n"),
     [
         *((name, n) for name in FINITE for n in (1, 2, 3, 257)),
-        *((name, 2049) for name in ("F07", "F11", "F35")),
+        # Of F35 there are rows as long below.
+        *((name, 2049) for name in ("F07", "F11")),
     ],
 )
 def test_families(name, n, dtype):

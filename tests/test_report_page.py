@@ -155,7 +155,10 @@ def test_numbers_are_written_to_three_digits(value, words):
         *(np.ones((1, 1)), np.arange(4.0), 1e300 * X.astype(float), 0 * X),
     ],
 )
-def test_every_dtype_and_odd_shapes_and_sizes(x):
+def test_every_dtype_and_odd_shapes_and_sizes(x, request):
+    if x.size > 1:
+        # The pictures are of errors, of which a single element, which is beta, has the oddest.
+        request.getfixturevalue("_undrawn")
     np.savez("in.npz", x=x)
     assert f"in {x.dtype} (" in page_of(Path("in.npz"))[0]
 

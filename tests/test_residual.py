@@ -1,5 +1,7 @@
 """residual= on the forwards and dsum= on the backward: s = x + r is normalized, dx has dsum added."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,8 @@ from stablenorm.reference import add
 from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import bfloat16
 
-DTYPES = [np.float16, bfloat16, np.float32, np.float64]
+# Of bfloat16, kernels would only be compiled for this: they are those of float16 but for conversions.
+EACH = [*itertools.product([np.float16, np.float32, np.float64], BACKENDS), (bfloat16, "numpy")]
 
 
 def draw(rng, dtype, shape=(3, 5, 37)):
@@ -25,9 +28,8 @@ def draw(rng, dtype, shape=(3, 5, 37)):
     return parts[0], parts[1], gamma, beta, parts[2], parts[3]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "backend"), EACH)
 def test_it_is_the_norm_of_the_sum(rng, dtype, rounding, backend):
     x, residual, gamma, beta, dy, _ = draw(rng, dtype)
     how = {"rounding": rounding, "backend": backend}
@@ -84,7 +86,7 @@ def test_finite_differences_find_both_gradients(rng):
     assert check_gradients(forward, backward, (x, residual, gamma, beta), rng=rng).passed
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3])
+@pytest.mark.parametrize(("dtype", "backend"), [each for each in EACH if each[0] != np.float64])
 @pytest.mark.parametrize("sum_dtype", [None, np.float64])
 def test_dsum_is_added_before_dx_is_rounded(rng, dtype, sum_dtype, backend):
     x, residual, gamma, beta, dy, dsum = draw(rng, dtype, (7, 41))
@@ -133,7 +135,8 @@ def test_dsum_keeps_the_contract(name, dtype):
     case = make_case(name, dtype, 24, max(5, family.smallest_rows))
     rng = np.random.default_rng(3)
     dsum = (rng.standard_normal(case.x.shape) * 2.0 ** rng.integers(-9, 9)).astype(dtype)
-    _, cache = layer_norm_forward(*case[:4])
+    fast = "numpy" if dtype == bfloat16 else "numba"
+    _, cache = layer_norm_forward(*case[:4], backend=fast)
     dx = layer_norm_backward(case.dy, cache, dsum=dsum).dx
     exact = exact_layer_norm(*case, dsum=dsum)
     found = exact.check_contract(dx=dx)["dx"]

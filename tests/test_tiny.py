@@ -176,7 +176,7 @@ def test_any_scale_keeps_the_contract(rng, narrow, n, eps):
 
 @pytest.mark.parametrize(
     ("rows", "n"),
-    [(1, 1), (7, 1), (1000, 1), (33, 2), (70, 3), (7, 5), (1000, 8), (1, 17), (33, 17), (70, 40)],
+    [(1, 1), (7, 1), (300, 1), (33, 2), (70, 3), (7, 5), (300, 8), (1, 17), (33, 17), (70, 40)],
 )
 @pytest.mark.parametrize(("offset", "eps"), [(0.0, 1e-5), (1e3, 1e-5), (0.0, 0.0)])
 def test_sums_over_rows_keep_the_contract(rng, narrow, rows, n, offset, eps):
