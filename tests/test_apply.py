@@ -300,7 +300,7 @@ def killed(out, backward):
 def test_a_killed_run_goes_on(backward, capsys, monkeypatch):
     done(capsys, *backward, "whole.npy")
     killed("dx.npy", backward)
-    blocks = json.loads(Path("dx.npy.part.journal").read_text())["blocks"]
+    blocks = json.loads(Path("dx.npy.part.journal").read_text())["finished"][0]
     assert 1 <= blocks <= 5
     written = []
     write = Target.write
@@ -335,7 +335,10 @@ def test_what_changed_is_noticed(changed, backward, capsys, monkeypatch):
         run(capsys, *backward, "dx.npy")
     more, words = [], f"--resume needs the same {changed} "
     if changed in {"x", "dy"}:
-        os.utime(f"{changed}.npy", ns=(0, 0))
+        # As large as before, and as old.
+        before = Path(f"{changed}.npy").stat()
+        np.save(f"{changed}.npy", made((20, 7, 32), seed=1))
+        os.utime(f"{changed}.npy", ns=(before.st_atime_ns, before.st_mtime_ns))
     elif changed in {"gamma", "beta"}:
         np.save(f"{changed[0]}.npy", made((32,), seed=1))
     elif changed == "options":
@@ -343,8 +346,11 @@ def test_what_changed_is_noticed(changed, backward, capsys, monkeypatch):
     elif changed == "version":
         monkeypatch.setattr("stablenorm.__version__", "0")
     else:
-        Path("dx.npy.part.journal").write_text("{}")
-        words = "--resume needs the same"
+        journal = Path("dx.npy.part.journal")
+        whole, words = journal.read_text(), "journal must be whole, got a damaged one; leave"
+        for damaged in ("{}", whole[:100], "[]", whole.replace('"finished": [', '"finished": [1')):
+            journal.write_text(damaged)
+            refused(capsys, words, *backward, "dx.npy", "--resume")
     refused(capsys, words, *backward, "dx.npy", "--resume", *more)
     done(capsys, *backward, "dx.npy", *more)
     assert not list(Path().glob("*.part*"))
@@ -418,6 +424,42 @@ def test_resume_begins_where_there_is_nothing(capsys):
     np.save("x.npy", made((13, 32)))
     done(capsys, "x.npy", "--out", "y.npy", "--resume")
     assert np.load("y.npy").tobytes() == layer_norm(made((13, 32))).tobytes()
+
+
+@pytest.mark.parametrize("size", [None, -1, 1])
+def test_resume_begins_again_where_what_was_written_is_gone(size, backward, capsys, monkeypatch):
+    done(capsys, *backward, "whole.npy")
+    for out in ("dx.npy", "dx.zarr"):
+        with stopped_writing(monkeypatch, 5, KeyboardInterrupt):
+            run(capsys, *backward, out)
+    if size is None:
+        Path("dx.npy.part").unlink()
+    else:
+        os.truncate("dx.npy.part", Path("dx.npy.part").stat().st_size + size)
+    Path("dx.zarr.part/zarr.json").unlink()
+    for out in ("dx.npy", "dx.zarr"):
+        done(capsys, *backward, out, "--resume")
+    assert Path("dx.npy").read_bytes() == Path("whole.npy").read_bytes()
+    assert as_npy(zarr.open_array("dx.zarr", mode="r")[...]) == Path("whole.npy").read_bytes()
+
+
+def test_a_disk_that_fails_is_noticed_whoever_is_told(backward, capsys, monkeypatch):
+    """The system says once that an earlier write has failed: here to what runs beside the blocks."""
+    fsync, calls = os.fsync, iter([None, OSError(errno.EIO, "Input/output error")])
+
+    def failing(file):
+        if threading.current_thread() is not threading.main_thread() and (
+            error := next(calls, None)
+        ):
+            raise error
+        fsync(file)
+
+    monkeypatch.setattr("stablenorm.scale.files._FLUSH", 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", failing)
+        refused(capsys, "Input/output error (", *backward, "dx.npy")
+    assert not Path("dx.npy").exists()
+    assert not Path("dx.npy.part.journal").exists()
 
 
 def test_an_interrupt_counts_a_block_with_its_sums_or_not_at_all(backward, capsys, monkeypatch):

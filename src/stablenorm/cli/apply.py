@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,9 @@ from stablenorm.functional import FUNCTIONS, layer_norm, rms_norm
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.scale.files import (
     DEPTH,
+    NOTHING,
     Box,
+    Finished,
     Journal,
     Target,
     box_lengths,
@@ -256,70 +258,55 @@ def _blocks(
 
 def _compute(job: _Job, resume: bool) -> None:
     """Write the result block by block, and rename it when it is whole."""
-    out, x, total = job.outputs["out"], job.inputs["x"], math.prod(job.lead)
-    journal, slots = Journal(out, _about(job)), _slots(job)
-    cut = functools.partial(boxes, job.lead, job.lengths)
+    out, total, journal = (
+        job.outputs["out"],
+        math.prod(job.lead),
+        Journal(job.outputs["out"], _about(job)),
+    )
     with ExitStack() as stack:
         readers = {
             name: stack.enter_context(files.opened(member, job.lead))
             for name, member in job.inputs.items()
         }
-        chunks: tuple[int, ...] = ()
-        if out.suffix == ".zarr":
-            # If it is missing, one line says so.
-            files.zarr_package()
-            chunks = x.chunks or (*job.lengths, *job.normalized)
-        # Of no memory.
-        like = np.broadcast_to(np.zeros((), x.native), x.shape)
-        target = stack.enter_context(closing(Target(out, job.lead, like, chunks)))
+        target = stack.enter_context(closing(_target(job)))
         # From here on it is of this process alone, and so is the journal.
-        blocks, kept = journal.read() if resume and not target.is_empty else (0, {})
-        sums = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in kept.items()}
-        if not blocks:
+        finished = journal.read() if resume and target.is_begun else NOTHING
+        if not finished.blocks:
             journal.remove()
-        target.begin(fresh=not blocks)
+        target.begin(fresh=not finished.blocks)
         progress = stack.enter_context(parts.progress_bar("normalizing"))
-
-        def read(box: Box, slot: _Slot) -> None:
-            for name, reader in readers.items():
-                reader(box, slot[name][: count_rows(box)])
-
-        def write(box: Box, slot: _Slot) -> None:
-            # y is where x was: no more memory is read and written than has to be.
-            target.write(box, slot.get("dx", slot["x"])[: count_rows(box)])
-
-        def record() -> None:
-            target.sync()
-            journal.record(blocks, {name: each.tobytes().hex() for name, each in sums.items()})
-
-        todo, recorded = cut(), time.monotonic()
-        done = sum(map(count_rows, itertools.islice(todo, blocks)))
+        passed = functools.partial(_passed, job, readers, _slots(job))
+        recorded = time.monotonic()
         try:
-            compute = functools.partial(_computed, job, {})
-            with closing(stream(todo, slots, read, compute, write)) as finished:
-                for box, found in finished:
+            with closing(passed(target, finished.blocks)) as blocks:
+                for box, found in blocks:
                     # All three or none, whenever an interrupt comes.
-                    blocks, done, sums = blocks + 1, done + count_rows(box), _added(sums, found)
-                    progress(done, total)
+                    finished = _added(finished, box, found)
+                    progress(finished.rows, total)
                     if time.monotonic() - recorded > _PERIOD_S:
-                        record()
+                        target.sync()
+                        journal.record(finished)
                         recorded = time.monotonic()
-            values, undecided = _rounded(job, sums)
+            values, undecided = _rounded(job, finished.sums)
             if any(map(np.any, undecided.values())):
                 # The sums of these columns, exactly: of all blocks, read once more.
-                again, exact = 0, _Sums()
-                compute = functools.partial(_computed, job, undecided)
-                with closing(stream(cut(), slots, read, compute, lambda *_: None)) as asked:
-                    for box, found in asked:
-                        exact, again = _added(exact, found), again + count_rows(box)
-                        progress(again, total, "deciding")
-                for name in exact:
-                    values[name] = decided(values[name], undecided[name], exact[name])
+                exact = NOTHING
+                with closing(passed(None, 0, undecided)) as blocks:
+                    for box, found in blocks:
+                        exact = _added(exact, box, found)
+                        progress(exact.rows, total, "deciding")
+                for name, each in exact.sums.items():
+                    values[name] = decided(values[name], undecided[name], each)
+            for name, each in values.items():
+                shaped = each.reshape(job.keywords[name[1:]].shape)
+                parts.write_whole(job.outputs[name], functools.partial(_save, shaped))
+            target.sync()
         except (KeyboardInterrupt, OSError) as error:
             # On a full disk, the last record stands.
             with suppress(OSError):
-                record()
-            cure = f"{done} of {total} rows are finished, --resume goes on from there"
+                target.sync()
+                journal.record(finished)
+            cure = f"{finished.rows} of {total} rows are finished, --resume goes on from there"
             if isinstance(error, OSError):
                 msg = f"{error.strerror or error} ({error.filename or part_of(out)}); {cure}"
                 raise InputError(msg) from None
@@ -330,12 +317,44 @@ def _compute(job: _Job, resume: bool) -> None:
             target.discard()
             journal.remove()
             raise
-        for name, each in values.items():
-            shaped = each.reshape(job.keywords[name[1:]].shape)
-            parts.write_whole(job.outputs[name], functools.partial(_save, shaped))
-        target.sync()
         rename_whole(out)
         journal.remove()
+
+
+def _target(job: _Job) -> Target:
+    """Open where the result goes."""
+    out, x = job.outputs["out"], job.inputs["x"]
+    chunks: tuple[int, ...] = ()
+    if out.suffix == ".zarr":
+        # If it is missing, one line says so.
+        files.zarr_package()
+        chunks = x.chunks or (*job.lengths, *job.normalized)
+    # Of no memory.
+    like = np.broadcast_to(np.zeros((), x.native), x.shape)
+    return Target(out, job.lead, like, chunks)
+
+
+def _passed(
+    job: _Job,
+    readers: dict[str, Callable[[Box, Array], None]],
+    slots: list[_Slot],
+    target: Target | None,
+    start: int,
+    undecided: _Sums | None = None,
+) -> Generator[tuple[Box, _Sums]]:
+    """Read, compute and, given a target, write the blocks from number `start` on."""
+
+    def read(box: Box, slot: _Slot) -> None:
+        for name, reader in readers.items():
+            reader(box, slot[name][: count_rows(box)])
+
+    def write(box: Box, slot: _Slot) -> None:
+        # y is where x was: no more memory is read and written than has to be.
+        if target is not None:
+            target.write(box, slot.get("dx", slot["x"])[: count_rows(box)])
+
+    blocks = itertools.islice(boxes(job.lead, job.lengths), start, None)
+    return stream(blocks, slots, read, functools.partial(_computed, job, undecided or {}), write)
 
 
 def _computed(job: _Job, undecided: _Sums, box: Box, slot: _Slot) -> _Sums:
@@ -359,9 +378,13 @@ def _computed(job: _Job, undecided: _Sums, box: Box, slot: _Slot) -> _Sums:
     return {name: each for name, each in both if each is not None}
 
 
-def _added(sums: _Sums, found: _Sums) -> _Sums:
-    """Return sums of what is before, and of a block."""
-    return {name: merged(sums[name], each) if sums else each for name, each in found.items()}
+def _added(before: Finished, box: Box, found: _Sums) -> Finished:
+    """Return what is finished with one block more."""
+    sums = {
+        name: merged(before.sums[name], each) if before.sums else each
+        for name, each in found.items()
+    }
+    return Finished(before.blocks + 1, before.rows + count_rows(box), sums)
 
 
 def _rounded(job: _Job, sums: _Sums) -> tuple[_Sums, _Sums]:
@@ -402,7 +425,8 @@ def _about(job: _Job) -> dict[str, Any]:
         if member.store == "zarr":
             held = [each for each in member.path.rglob("*") if each.is_file()]
         stats = [each.stat() for each in held]
-        stamp = sum(each.st_size for each in stats), max(each.st_mtime_ns for each in stats)
+        # The time of the last change, not that of the last writing: nobody can set it back.
+        stamp = sum(each.st_size for each in stats), max(each.st_ctime_ns for each in stats)
         about[name] = [len(held), *stamp, *map(str, member[1:])]
     keywords = dict(job.keywords)
     for name in sorted(_PARAMETERS):

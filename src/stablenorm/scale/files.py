@@ -9,6 +9,7 @@ The memory that this takes does not depend on the size of the files.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import itertools
 import json
@@ -19,10 +20,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import Array
 
 # A part of an array: its place along each of the axes that are not normalized.
@@ -30,6 +32,8 @@ Box = tuple[slice, ...]
 
 # Blocks on their way at once: one is read, one computed, one written, and one lies between them.
 DEPTH = 4
+# Bytes of an .npy file that are written before the disk is asked to take them.
+_FLUSH = 1 << 25
 
 
 # ---- what a block is ----
@@ -142,6 +146,14 @@ class Target:
     ) -> None:
         self._part, self._lead, self._like, self._chunks = part_of(path), lead, like, chunks
         self._zarr: Any = None
+        # All of fsync on one thread: the system says once that an earlier write has failed.
+        self._flusher, self._unflushed = ThreadPoolExecutor(1), 0
+        self._flushed: Future[Any] = self._flusher.submit(int)
+        header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(like.dtype)
+        described = {"descr": descr, "fortran_order": False, "shape": like.shape}
+        np.lib.format.write_array_header_1_0(header, described)
+        self._header = header.getvalue()
+        self._size = len(self._header) + like.nbytes
         if chunks:
             self._part.mkdir(exist_ok=True)
         mode = os.O_RDONLY if chunks else os.O_RDWR | os.O_CREAT
@@ -158,9 +170,11 @@ class Target:
             raise ValueError(msg)
 
     @property
-    def is_empty(self) -> bool:
-        """Tell whether nothing has been written."""
-        return not (any(self._part.iterdir()) if self._chunks else os.fstat(self._file).st_size)
+    def is_begun(self) -> bool:
+        """Tell whether results may have been written: nobody has removed or cut what is there."""
+        if self._chunks:
+            return (self._part / "zarr.json").is_file()
+        return os.fstat(self._file).st_size == self._size
 
     def begin(self, fresh: bool) -> None:
         """Get ready to write; with `fresh`, remove what there is."""
@@ -174,20 +188,17 @@ class Target:
                 zarr.create_array(self._part, shape=like.shape, chunks=chunks, dtype=like.dtype)
             self._zarr = zarr.open_array(self._part, mode="r+")
             return
-        header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(like.dtype)
-        described = {"descr": descr, "fortran_order": False, "shape": like.shape}
-        np.lib.format.write_array_header_1_0(header, described)
-        self._offset = header.tell()
         if fresh:
-            os.ftruncate(self._file, 0)
-            # What the disk has no room for is known now, and not in an hour.
-            if hasattr(os, "posix_fallocate"):
-                try:
-                    os.posix_fallocate(self._file, 0, self._offset + like.nbytes)
-                except OSError as error:
-                    self.discard()
-                    raise OSError(error.errno, error.strerror, str(self._part)) from None
-            os.pwrite(self._file, header.getvalue(), 0)
+            try:
+                os.ftruncate(self._file, 0)
+                os.ftruncate(self._file, self._size)
+                # What the disk has no room for is known now, and not in an hour.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._file, 0, self._size)
+            except OSError as error:
+                self.discard()
+                raise OSError(error.errno, error.strerror, str(self._part)) from None
+            os.pwrite(self._file, self._header, 0)
 
     def write(self, box: Box, rows: Array) -> None:
         """Write the rows, (rows, n), of a box."""
@@ -198,15 +209,24 @@ class Target:
         row_bytes, done = rows.strides[0], 0
         for start, count in runs(self._lead, box):
             left = rows[done : done + count].view(np.uint8).reshape(-1).data
-            place, done = self._offset + start * row_bytes, done + count
+            place, done = len(self._header) + start * row_bytes, done + count
             while left:
                 written = os.pwrite(self._file, left, place)
                 place, left = place + written, left[written:]
+        self._unflushed += rows.nbytes
+        if self._unflushed > _FLUSH and self._flushed.done():
+            # While other blocks are computed: all of it at the end would take a third of the time.
+            self._flushed.result()
+            self._unflushed, self._flushed = 0, self._flusher.submit(os.fsync, self._file)
 
     def sync(self) -> None:
         """Return when what was written is on the disk."""
-        # Of Zarr, each chunk is a file.
-        os.fsync(self._file) if self._zarr is None else os.sync()
+        if self._zarr is not None:
+            # Each chunk is a file.
+            os.sync()
+            return
+        self._flusher.submit(os.fsync, self._file).result()
+        self._flushed.result()
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -214,6 +234,7 @@ class Target:
 
     def close(self) -> None:
         """Let another process write it."""
+        self._flusher.shutdown()
         os.close(self._file)
 
 
@@ -230,8 +251,19 @@ def rename_whole(path: Path) -> None:
 # ---- what is finished ----
 
 
+class Finished(NamedTuple):
+    """What of a result is finished: blocks, the rows in them, and their sums, PARTIAL."""
+
+    blocks: int
+    rows: int
+    sums: dict[str, Array]
+
+
+NOTHING = Finished(0, 0, {})
+
+
 class Journal:
-    """How many blocks of a result are finished, their sums, and what it is computed from."""
+    """What of a result is finished, and what it is computed from."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self._part = part_of(path)
@@ -239,16 +271,21 @@ class Journal:
         # As it is read back: tuples become lists.
         self._about = json.loads(json.dumps(about))
 
-    def read(self) -> tuple[int, dict[str, str]]:
-        """Return how many blocks are finished, and the sums; ValueError if of another command."""
+    def read(self) -> Finished:
+        """Return what is finished; ValueError if of another command."""
         if not self._path.exists():
-            return 0, {}
+            return NOTHING
         try:
             kept = json.loads(self._path.read_text())
-            found, blocks, sums = dict(kept["about"]), kept["blocks"], kept["sums"]
-        except (ValueError, KeyError, TypeError):
-            # Not ours, so of nothing that we know.
-            found = {}
+            is_whole = kept.pop("digest") == _digest(kept)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            is_whole = False
+        if not is_whole:
+            msg = (
+                f"{self._path} must be whole, got a damaged one; leave --resume out to begin again"
+            )
+            raise ValueError(msg)
+        found = kept["about"]
         for name in found | self._about:
             if found.get(name) != self._about.get(name):
                 msg = (
@@ -256,12 +293,16 @@ class Journal:
                     "leave --resume out to begin again"
                 )
                 raise ValueError(msg)
-        return blocks, sums
+        blocks, rows, sums = kept["finished"]
+        held = {name: np.frombuffer(bytes.fromhex(each), PARTIAL) for name, each in sums.items()}
+        return Finished(blocks, rows, held)
 
-    def record(self, blocks: int, sums: dict[str, str]) -> None:
+    def record(self, finished: Finished) -> None:
         """Write it; what it says is finished has to be on the disk already."""
+        sums = {name: each.tobytes().hex() for name, each in finished.sums.items()}
+        kept = {"about": self._about, "finished": [*finished[:2], sums]}
         with part_of(self._path).open("w") as file:
-            json.dump({"about": self._about, "blocks": blocks, "sums": sums}, file)
+            json.dump(kept | {"digest": _digest(kept)}, file)
             file.flush()
             os.fsync(file.fileno())
         rename_whole(self._path)
@@ -270,3 +311,7 @@ class Journal:
         """Forget it, and what a killed process had begun to write."""
         for path in (self._path, part_of(self._path)):
             path.unlink(missing_ok=True)
+
+
+def _digest(kept: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(kept).encode()).hexdigest()
