@@ -132,7 +132,8 @@ class Cache(NamedTuple):
     `mean` is within ``0.501 ulp + c * mean|x - mean|`` of the exact mean, with the c of the
     accuracy contract, 2**-48 or, for float64 data, 2**-98; `rstd` is within 2**-48 of the exact
     one in relative terms, for float64 data within 0.501 ulp. `statistics`, which the backward
-    reads, holds more digits than one float64. An rstd beyond the range of float64 is inf here.
+    reads, holds more digits than one float64. An rstd beyond the range of float64 is inf here,
+    as is that of a row of zero variance with eps = 0.
     """
 
     x: Array

@@ -178,8 +178,9 @@ class Wide:
         return Wide(*_fast_two_sum(quotient, rest / divisor), self.exponent)
 
     def rsqrt(self) -> Wide:
-        """Return ``self**-0.5``; one Newton step, of second order, from float64's own."""
-        half = (self.magnitude() + 1) // 2
+        """Return ``self**-0.5``, of 0 infinity; one Newton step, of second order, from float64's own."""
+        none = self.hi == 0
+        half = np.where(none, 0, (self.magnitude() + 1) // 2)
         v = self.scaled_to(2 * half)
         v.exponent = 0
         start = 1.0 / np.sqrt(v.hi)
@@ -189,6 +190,7 @@ class Wide:
         delta = one - v * Wide(*two_prod(start, start))
         correction = Wide(0.5 * delta.hi, 0.5 * delta.lo + 0.375 * delta.hi * delta.hi)
         root = Wide(start, np.zeros_like(start)) * (one + correction)
+        root.hi[none], root.lo[none] = np.inf, 0.0
         exponent = -half
         if np.abs(exponent).max(initial=0) <= _MODERATE:
             return Wide(np.ldexp(root.hi, exponent), np.ldexp(root.lo, exponent))

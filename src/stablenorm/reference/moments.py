@@ -130,9 +130,6 @@ def of_x(total: Moments, eps: float) -> Whole:
         shift = first.divided(total.columns)
         var = (second - first * shift).divided(total.columns)
         rstd = (var + Bounded.exactly(eps)).rsqrt()
-        if eps == 0:
-            # As without parts. Elsewhere NaN stays what it is.
-            rstd.hi[var.hi == 0] = np.inf
         return Whole(total.k[0], packed(shift), packed(rstd))
 
 
