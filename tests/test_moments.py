@@ -157,6 +157,18 @@ def test_an_outlier_beside_a_single_cotangent_keeps_the_contract(dtype, rng):
     assert exact_layer_norm(*case).check_contract(dx=found["dx"])["dx"].passed
 
 
+def test_dx_of_a_constant_g_is_0_in_rows_without_variance(dtype):
+    """With an offset g is rounded, to the same number wherever it is needed."""
+    for n in (1, 5):
+        x, dy, gamma = np.full((3, 1, n), 1.1, dtype)
+        found, _ = in_parts(
+            Case(x, gamma[0], gamma[0], 5e-324, dy),
+            [slice(0, n - n // 2), slice(n - n // 2, n)],
+            offset=0.1,
+        )
+        assert not found["dx"].any()
+
+
 def test_errors_do_not_grow_with_the_number_of_parts(rng):
     x = rng.standard_normal((4, 1000))
     norm = Norm(rounding="nearest")

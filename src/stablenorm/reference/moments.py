@@ -87,13 +87,13 @@ def moments(x: Array, norm: Norm) -> Moments:
 def moments_of_g(dy: Array, x: Array, norm: Norm, of_x: Whole) -> Moments:
     """Return the moments of ``gamma * dy``, some columns of it, and xhat."""
     lift = Bounded.exactly if norm.rounding == "nearest" else Wide.exactly
-    scale = _scale(norm, lift)
+    lift_g = _arithmetic(norm, x, dy)
+    scale = _scale(norm, lift_g)
     found = _no_moments(x.shape, 2, 3)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            g = lift(dy[rows])
-            if scale is not None:
-                g = g * scale
+            g = _g(dy[rows], scale, lift_g)
+            g = g if isinstance(g, Wide) else lift(g)
             xhat, _ = _xhat(x, rows, of_x, lift)
             if norm.kind == "layer":
                 found.k[:, rows] = k, near = _near_mean(g, lift), _near_weighted_mean(g, xhat)
@@ -174,9 +174,7 @@ def backward(dy: Array, x: Array, norm: Norm, of_x: Whole, of_g: Whole, dx: Arra
     undecided = np.zeros(len(x), bool)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            g = lift(dy[rows])
-            if scale is not None:
-                g = g * scale
+            g = _g(dy[rows], scale, lift)
             xhat, rstd = _xhat(x, rows, of_x, lift)
             g = g - lift(of_g.k[rows, None]) - _taken(of_g.shift[rows, None], lift)
             result = (g - xhat * _taken(of_g.factor[rows, None], lift)) * rstd
@@ -217,6 +215,12 @@ def _arithmetic(norm: Norm, *arrays: Array) -> Any:
     if norm.rounding == "nearest":
         return Bounded.exactly
     return _lifter(any_float64(*arrays, norm.gamma, norm.beta))
+
+
+def _g(dy: Array, scale: Any, lift: Any) -> Any:
+    """Return ``gamma * dy``, rounded as it is for dx: equal numbers stay equal to their mean."""
+    g = lift(dy)
+    return g if scale is None else g * scale
 
 
 def _near_mean(values: Any, lift: Any) -> Array:
