@@ -1,5 +1,6 @@
 """Sums over parts of the rows: merged in any order, they have the bits, or the accuracy, of the whole call."""
 
+import functools
 import itertools
 import pickle
 from fractions import Fraction
@@ -12,6 +13,7 @@ import stablenorm
 from stablenorm import exact_layer_norm, exact_rms_norm, layer_norm_forward, rms_norm_forward
 from stablenorm.backends import BACKENDS
 from stablenorm.functional import calls
+from stablenorm.reference import partial
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.scale.sums import backward_parts, decided, exact_parts
 from stablenorm.testing.families import FAMILIES, Case, make_case
@@ -229,6 +231,38 @@ def test_merged_bounds_its_error(rng):
         ) + Fraction(2) ** -1000 * max(abs(v), abs(w), e, f)
         exact += error == 0
     assert exact > 150
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_merged_without_exponents_is_merged_with_them(name, dtype, rng):
+    if why_not := FAMILIES[name].why_not(dtype, 7, 8):
+        pytest.skip(why_not)
+    case = make_case(name, dtype, 7, 8, rng)
+    blocks = blocks_of(case, rng, rounding="nearest")
+    check_both_ways([np.stack(backward_parts(*each)[1:]) for each in blocks], dtype)
+
+
+@pytest.mark.parametrize("top", [0, 1, 1010, 1024])
+def test_merged_of_any_words_without_exponents_is_merged_with_them(top, dtype, rng):
+    for _ in range(30):
+        parts = np.zeros((rng.integers(1, 10), 7), PARTIAL)
+        exponents = rng.integers(top - 9, top + 1, parts.shape)
+        parts["high"] = np.ldexp(rng.uniform(-1, 1, parts.shape), exponents)
+        parts["low"] = np.spacing(parts["high"]) * rng.uniform(-0.5, 0.5, parts.shape)
+        parts["error"] = rng.choice([0, np.nan, 2.0 ** (top - 60), np.inf])
+        check_both_ways(list(parts), dtype)
+
+
+def check_both_ways(parts, dtype):
+    """Compare word by word, and rounded; past the range of float64 there is but one way."""
+    with np.errstate(all="ignore"):
+        ways = merged(*parts), functools.reduce(partial._scaled_sum, parts)
+        for name in ("high", "low", "error"):
+            np.testing.assert_array_equal(
+                *(np.ldexp(w[name], w["exponent"].astype("i4")) for w in ways)
+            )
+    for one, other in zip(*(rounded(way, np.dtype(dtype)) for way in ways), strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
 def test_an_error_that_nobody_knows_stays_unknown(rng):

@@ -6,6 +6,9 @@ Such a sum is ``(high + low) * 2**exponent``, and differs from the exact one by 
 that is not counted: what the result cannot hold goes into its error.
 """
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,29 +42,45 @@ def as_partial(v: Any, error: Any = None) -> Array:
 
 
 @default_control()
-def merged(a: Array, b: Array) -> Array:
+def merged(*parts: Array) -> Array:
     """
-    Return the sums over the rows of both, arrays of PARTIAL or of exact sums, element by element.
+    Return the sums over the rows of all, arrays of PARTIAL or of exact sums, element by element.
 
-    What is not finite is as in a sum of float64.
+    They are added in their order. What is not finite is as in a sum of float64.
     """
-    if a.dtype == object:
-        exact: Array = a + b
+    if parts[0].dtype == object:
+        exact: Array = functools.reduce(operator.add, parts)
         return exact
     with np.errstate(all="ignore"):
-        exponent = np.maximum(_size(a).magnitude(), _size(b).magnitude())
-        (high, low, error), (high_b, low_b, error_b) = _scaled(a, exponent), _scaled(b, exponent)
-        total, rest = two_sum(high, high_b)
-        low, lower = two_sum(low, low_b)
-        middle, lowest = two_sum(rest, low)
-        high, rest = two_sum(total, middle)
-        # The sum is that of `high`, `rest` and these; a pair has room for two words.
-        lower, lost = two_sum(lower, lowest)
-        low, last = two_sum(rest, lower)
-        error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
-        high, low = two_sum(high, low)
-        # Of an infinite sum, what is left over is NaN.
-        return _made(np.where(np.isfinite(total), high, total), low, error, exponent)
+        if not any(part["exponent"].any() for part in parts):
+            each: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
+            high, low, error = functools.reduce(_sum, each)
+            # Else it is past the range of float64, perhaps only in between.
+            if np.isfinite([high, low]).all() and not np.isinf(error).any():
+                return _made(high, low, error, 0)
+        return functools.reduce(_scaled_sum, parts)
+
+
+def _scaled_sum(a: Array, b: Array) -> Array:
+    exponent = np.maximum(_size(a).magnitude(), _size(b).magnitude())
+    high, low, error = _sum(_scaled(a, exponent), _scaled(b, exponent))
+    return _made(high, low, error, exponent)
+
+
+def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
+    """Return the words of a sum, given those of two that are carried with one exponent."""
+    (high, low, error), (high_b, low_b, error_b) = a, b
+    total, rest = two_sum(high, high_b)
+    low, lower = two_sum(low, low_b)
+    middle, lowest = two_sum(rest, low)
+    high, rest = two_sum(total, middle)
+    # The sum is that of `high`, `rest` and these; a pair has room for two words.
+    lower, lost = two_sum(lower, lowest)
+    low, last = two_sum(rest, lower)
+    error = (error + error_b + (np.abs(lost) + np.abs(last))) * _MORE
+    high, low = two_sum(high, low)
+    # Of an infinite sum, what is left over is NaN.
+    return np.where(np.isfinite(total), high, total), low, error
 
 
 @default_control()

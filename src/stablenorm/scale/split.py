@@ -160,8 +160,8 @@ def backward(
 
 
 def exact_tasks(
-    cache: SplitCache, needed: list[Any], tasks: dict[Any, Any], found: dict[Block, Any],
-    group: Any, first: str, token: str,
+    cache: SplitCache, needed: list[Any], indices: tuple[int, ...], tasks: dict[Any, Any],
+    found: dict[Block, Any], group: Any, first: str, token: str,
 ) -> Callable[[Block], tuple[Any, ...]]:  # fmt: skip
     """
     Return the task of each block for exact sums of the columns that `found` leaves open; add others.
@@ -172,11 +172,11 @@ def exact_tasks(
     call = lazy.Call(cache.norm[2:], cache.axis, cache.backend, True)
     graph = _Graph(first, cache.x, cache.axis, token)
     graph.tasks = tasks
-    is_open = graph.add("open", (), _any_open, *found.values())
+    is_open = graph.add("open", (), _any_open, indices, *found.values())
     lent = graph.each("lent", lambda at: (_lent, call, is_open, None, None, x.at(at)))
     rows = graph.merge("rows", _exact_rows, lent, call)
     return lambda at: (
-        _exact, call, found[group(at)], dy.at(at), x.at(at), rows[graph.group(at)],
+        _exact, call, indices, found[group(at)], dy.at(at), x.at(at), rows[graph.group(at)],
     )  # fmt: skip
 
 
@@ -300,9 +300,9 @@ def _patched(call: lazy.Call, made: Any, rows: Any, solved: Any, columns: slice)
     return _block(matrix, made[0].shape, call.axes)
 
 
-def _any_open(*found: Any) -> slice:
-    """Return all rows if dgamma has an undecided column, else none."""
-    return slice(None if any(each[1][1].any() for each in found if 1 in each) else 0)
+def _any_open(indices: tuple[int, ...], *found: Any) -> slice:
+    """Return all rows if dgamma, which comes first, has an undecided column, else none."""
+    return slice(None if indices[0] == 1 and any(each[1][0].any() for each in found) else 0)
 
 
 def _exact_rows(call: lazy.Call, *lent: Any) -> Any:
@@ -311,17 +311,18 @@ def _exact_rows(call: lazy.Call, *lent: Any) -> Any:
     return [exact.Row(row.astype(np.float64), norm, keep=False) for row in rows]
 
 
-def _exact(call: lazy.Call, found: Any, dy: Any, x: Any, rows: Any) -> Any:
+def _exact(
+    call: lazy.Call, indices: tuple[int, ...], found: Any, dy: Any, x: Any, rows: Any
+) -> Any:
     """Return exact sums over a block, as `lazy` has them."""
-    totals: list[Any] = [None, None, None]
+    undecided = found[1]
+    if not undecided.any():
+        return None
+    totals = undecided.astype(object)
     dy, x = (_matrix(each, call.axes).T for each in (dy, x))
-    for i, (_, undecided) in found.items():
-        if not undecided.any():
-            continue
-        totals[i] = undecided.astype(object)
-        for j in np.flatnonzero(undecided):
+    for i, total, columns in zip(indices, totals, undecided, strict=True):
+        for j in np.flatnonzero(columns):
             terms, factors = dy[j].astype(np.float64), x[j].astype(np.float64)
             of = exact.ExactSum
-            total = of.of_products(terms, factors, rows) if i == 1 else of.of_numbers(terms)
-            totals[i].flat[j] = total
-    return tuple(totals)
+            total.flat[j] = of.of_products(terms, factors, rows) if i == 1 else of.of_numbers(terms)
+    return totals
