@@ -69,8 +69,9 @@ class Bounded(Wide):
 
     def sign(self) -> Array:
         """Return -1.0 or 1.0, or 0 where the bound reaches 0."""
-        least = self.scaled_to(self.magnitude()).hi, self.bound.scaled_to(self.magnitude()).hi
-        return np.sign(self.hi) * (np.abs(least[0]) > least[1] * _UNIT)
+        unit = self.magnitude()
+        size, error = np.abs(self.scaled_to(unit).hi), self.bound.scaled_to(unit).hi * _UNIT
+        return np.sign(self.hi) * (size > error)
 
     def moderate(self) -> Bounded:
         """Return the same numbers, carried so that a product of three of them stays in range."""

@@ -96,8 +96,11 @@ def moments_of_g(dy: Array, x: Array, norm: Norm, of_x: Whole) -> Moments:
             g = g if isinstance(g, Wide) else lift(g)
             xhat, _ = _xhat(x, rows, of_x, lift)
             if norm.kind == "layer":
-                found.k[:, rows] = k, near = _near_mean(g, lift), _near_weighted_mean(g, xhat)
-                found.sums[0, rows] = packed(_mean(g - lift(k[:, None]), 1))
+                k = _near_mean(g, lift)
+                centered = g - lift(k[:, None])
+                near = _finite(k + _weighted_mean(centered, xhat))
+                found.k[:, rows] = k, near
+                found.sums[0, rows] = packed(_mean(centered, 1))
                 found.sums[2, rows] = packed(_mean(xhat, 1))
                 g = g - lift(near[:, None])
             found.sums[1, rows] = packed(_mean(g * xhat, 1))
@@ -231,19 +234,13 @@ def _near_mean(values: Any, lift: Any) -> Array:
     return _finite(k[:, 0])
 
 
-def _near_weighted_mean(g: Wide, xhat: Wide) -> Array:
-    """Return a float64 close to the mean with weights ``abs(xhat)``: of equal elements, the element."""
-    weights, _ = _in_one_unit(xhat)
+def _weighted_mean(v: Wide, xhat: Wide) -> Array:
+    """Return the mean of each row with weights ``abs(xhat)``, about as float64 has it."""
+    (words, unit), (weights, _) = _in_one_unit(v), _in_one_unit(xhat)
     weights = np.abs(weights)
     weights += ~weights.any(axis=1, keepdims=True)
-
-    def near(v: Wide) -> Array:
-        words, unit = _in_one_unit(v)
-        mean: Array = np.ldexp((words * weights).sum(axis=1) / weights.sum(axis=1), unit)
-        return mean
-
-    first = _finite(near(g))
-    return _finite(first + near(g - type(g).exactly(first[:, None])))
+    mean: Array = np.ldexp((words * weights).sum(axis=1) / weights.sum(axis=1), unit)
+    return mean
 
 
 def _in_one_unit(v: Wide) -> tuple[Array, Array]:
