@@ -15,7 +15,17 @@ import numpy as np
 from stablenorm import reference
 from stablenorm.arrays import Rows, SomeRows, as_matrix
 from stablenorm.cpu import extreme
-from stablenorm.cpu.jobs import COPY, DONE, NO_MEMORY, REFERENCE, Plan, do, do_each, make_plan
+from stablenorm.cpu.jobs import (
+    BY_NUMBERS,
+    COPY,
+    DONE,
+    NO_MEMORY,
+    REFERENCE,
+    Plan,
+    do,
+    do_each,
+    make_plan,
+)
 from stablenorm.cpu.layout import PAST_CACHES, blocks, row_strides
 from stablenorm.cpu.pool import pool_for
 from stablenorm.cpu.record import AT
@@ -34,12 +44,12 @@ from stablenorm.types import (
 
 _new = tuple.__new__
 _NOTHING_KEPT: Any = (None,) * 7
+_NOTHING_ELSE: Any = (None,) * 6
 
 
 def forward(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> Statistics:
     """Do what `reference.forward` does."""
-    found: Statistics = _forward(x, norm, y, residual, True)
-    return found
+    return _forward(x, norm, y, residual, True)  # type: ignore[no-any-return]
 
 
 def normalize(x: Any, norm: Norm, y: Any, residual: Residual | None = None) -> None:
@@ -98,21 +108,28 @@ def _forward(
     options: tuple[Any, ...] = (kind, gamma_offset, rounding)
     if plus is not None:
         strides, options = row_strides(None, x, y, source, plus), (*options, "plus")
-    plan = make_plan(x.shape[each:], strides, x.dtype, dtypes, None, options)
-    rows, kept = x.shape[:2] if each else plan.rows, _NOTHING_KEPT
-    if plan.wide:
+    shape = x.shape[1:] if each else x.shape
+    plan = make_plan(shape, strides, x.dtype, dtypes, None, options)
+    _, _, _, state, wide, rows = plan
+    kept, room = _NOTHING_KEPT, np.empty
+    if each:
+        rows = x.shape[:2]
+    elif state == BY_NUMBERS and not wide and not y.others_done:
+        # The statistics are of all rows, as y is; those of the others are 0.
+        rows, room = x.matrix.shape[0], np.zeros
+    if wide:
         spread = np.zeros(rows) if nearest else None
         means = (None,) * 3 if rms else tuple(np.empty(rows) for _ in range(3))
         both = np.empty(rows), np.empty(rows)
         kept = *means[:2], *both, means[2], np.empty(rows, np.uint8), spread
     elif keep and rms:
-        kept = None, None, np.empty(rows), None, None, None, None
+        kept = None, None, room(rows), None, None, None, None
     elif keep:
-        kept = np.empty(rows), np.empty(rows), np.empty(rows), None, None, None, None
-    arrays = x, y, None, gamma, beta, *kept, *(None,) * 6, source, plus
+        kept = room(rows), room(rows), room(rows), None, None, None, None
+    arrays = x, y, None, gamma, beta, *kept, *_NOTHING_ELSE, source, plus
     if (do_each if each else _do)(plan, arrays, eps) == REFERENCE:
         return None if each else reference.forward(x, norm, y)
-    if not plan.wide:
+    if not wide:
         # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
         return _new(Statistics, kept)
     tails, marks, spread = kept[4:]
@@ -211,30 +228,31 @@ def _may_share(a: Any, b: Any) -> bool:
 
 
 def _backward(
-    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array | None,
+    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Any, marks: Array | None,
     undecided: Array | None = None, extra: Extra = NOTHING_EXTRA, each: int = 0,
 ) -> bool:  # fmt: skip
     """Compute what is wanted, but for rows that are marked; False, and nothing done, if it cannot be."""
-    dx, dgamma, dbeta = out
-    gamma, gamma_dtype = _flat(norm.gamma)
-    pulled = dy.dtype, _dtype(dgamma), _dtype(dbeta), statistics.rstd_lo is not None
-    nearest, strides = undecided is not None, row_strides(dy, x, dx)
-    plus: Any = extra.dsum
-    options: tuple[Any, ...] = norm[3:6]
+    (dx, dgamma, dbeta), (plus, _, _, _, old) = out, extra
+    mean, mean_lo, rstd, rstd_lo, tail, _, spread = statistics
+    gamma, _, _, kind, gamma_offset, rounding = norm
+    (gamma, dtype), strides = _flat(gamma), row_strides(dy, x, dx)
+    (of_gamma, dgamma_dtype), (of_beta, dbeta_dtype) = _flat(dgamma), _flat(dbeta)
+    pulled = dy.dtype, dgamma_dtype, dbeta_dtype, rstd_lo is not None
+    options: tuple[Any, ...] = (kind, gamma_offset, rounding)
     if plus is not None:
         strides, options = row_strides(dy, x, dx, None, plus), (*options, "plus")
-    plan = make_plan(x.shape[each:], strides, x.dtype, (gamma_dtype, None), pulled, options)
-    totals = _room(dgamma), _room(dbeta)
-    spread = statistics.spread if nearest else None
+    shape = x.shape[1:] if each else x.shape
+    plan = make_plan(shape, strides, x.dtype, (dtype, None), pulled, options)
     arrays = (
-        x, dx, dy, gamma, None, *statistics[:5], marks, spread,
-        None, *totals, undecided, extra.old, None, None, plus,
+        x, dx, dy, gamma, None, mean, mean_lo, rstd, rstd_lo, tail, marks, spread,
+        None, of_gamma, of_beta, undecided, old, None, None, plus,
     )  # fmt: skip
     if (do_each if each else _do)(plan, arrays) == REFERENCE:
         return False
-    for total, room in zip((dgamma, dbeta), totals, strict=True):
-        if total is not None and room is not total:
-            total[...] = room
+    if of_gamma is not dgamma:
+        dgamma[...] = of_gamma
+    if of_beta is not dbeta:
+        dbeta[...] = of_beta
     return True
 
 
@@ -242,7 +260,7 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Do a call; return DONE or REFERENCE."""
     words, most, small, state, *_ = plan
     given = arrays
-    if state == COPY and _are_numbered(arrays):
+    if state == BY_NUMBERS:
         given, words = _by_numbers(plan, arrays)
         state = DONE
     if state == DONE:
@@ -255,12 +273,6 @@ def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     if state == NO_MEMORY:
         raise MemoryError
     return state
-
-
-def _are_numbered(arrays: Any) -> bool:
-    """Tell whether all that has the shape of x is some rows of contiguous arrays."""
-    given = [each for each in (*arrays[:3], arrays[AT.plus]) if each is not None]
-    return all(type(each) is SomeRows and row_strides(each.matrix) is None for each in given)
 
 
 def _by_numbers(plan: Plan, arrays: Any) -> tuple[Any, Any]:
@@ -313,21 +325,10 @@ def _part(array: Any, rows: slice) -> Array | None:
     return None if array is None else np.ascontiguousarray(array[rows])
 
 
-def _flat(parameter: Array | None) -> tuple[Array | None, Any]:
-    """Return `parameter` with its elements in order, and its dtype."""
+def _flat(parameter: Any) -> tuple[Any, Any]:
+    """Return `parameter`, or a copy, with its elements in order, and its dtype."""
     if parameter is None:
         return None, None
     if not parameter.flags.c_contiguous:
         parameter = np.ascontiguousarray(parameter)
     return parameter, parameter.dtype
-
-
-def _dtype(array: Array | None) -> Any:
-    return None if array is None else array.dtype
-
-
-def _room(total: Array | None) -> Array | None:
-    """Return `total` where its elements are in order; else what is to be copied there."""
-    if total is None or total.flags.c_contiguous:
-        return total
-    return np.empty(total.shape, total.dtype)

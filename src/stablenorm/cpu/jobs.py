@@ -16,7 +16,7 @@ from numba import types
 
 from stablenorm.cpu import tiles, wide_tiles
 from stablenorm.cpu.compiling import ELEMENTS, address_of_compiled, compiled
-from stablenorm.cpu.layout import OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
+from stablenorm.cpu.layout import NUMBERED, OWN_CACHE, PAST_CACHES, backward_rows, forward_rows
 from stablenorm.cpu.memory import LINE, bits_of, float_of, further, inner, pasted, pointer_at, width
 from stablenorm.cpu.nearest import digits_of, is_exact, put_decided, sums_bound, total_error
 from stablenorm.cpu.pool import MOST_HELPERS, pool_for, run
@@ -31,8 +31,8 @@ from stablenorm.threads import SMALL, get_num_threads
 _LARGE, _SEVERAL = 1 << 18, 4
 
 # What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
-# since gamma, beta or eps is of extreme size; nothing done, for want of memory.
-DONE, COPY, REFERENCE, NO_MEMORY = range(4)
+# since gamma, beta or eps is of extreme size; nothing done, for want of memory. Of a plan: by numbers.
+DONE, COPY, REFERENCE, NO_MEMORY, BY_NUMBERS = range(5)
 
 # Bytes of a record, in whole lines.
 _RECORD = 8 * len(AT) + -8 * len(AT) % LINE
@@ -57,8 +57,8 @@ class Plan(NamedTuple):
     # Threads that there is work for, besides the caller; whether it is too little to wake any.
     helpers: int = 0
     small: bool = False
-    # COPY where the elements of rows are not one behind the other, REFERENCE where float16 is not
-    # to be had; else DONE.
+    # COPY where the elements of rows are not one behind the other, BY_NUMBERS of some rows of contiguous
+    # arrays, REFERENCE where float16 is not to be had; else DONE.
     state: int = REFERENCE
     wide: bool = False
     rows: int = 0
@@ -79,6 +79,7 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     """
     kind, gamma_offset, rounding, *others = options
     nearest, offset, plus = rounding == "nearest", gamma_offset != 0.0, "plus" in others
+    numbered = strides == NUMBERED
     dy, *totals, wide = pulled or (None, None, None, nearest)
     # Not `==` below: to NumPy its float64 equals None.
     if not _known((x, *parameters, dy, *totals)):
@@ -91,15 +92,18 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     row_bytes = n * x.itemsize
     if dy is None:
         tile_rows, dy_bytes = forward_rows(rows, n), 0
-        how = (nearest, kind, offset) if wide else (plus, kind)
+        how = (nearest, kind, offset) if wide else (numbered, plus, kind)
         do_tile = of.forward_tile(ELEMENTS[x], *how)
     else:
         tile_rows, dy_bytes = backward_rows(rows, n), n * dy.itemsize
         summing = any(each is not None for each in totals)
-        how = (plus, nearest, kind, offset) if wide else (plus, kind)
+        how = (plus, nearest, kind, offset) if wide else (numbered, plus, kind)
         jvp = "jvp" in others
         do_tile = of.backward_tile(ELEMENTS[dy], ELEMENTS[x], summing, *how, jvp)
-    dy_stride, x_stride, out_stride, *more = strides or (dy_bytes, *[row_bytes] * 4)
+    dy_stride, x_stride, out_stride, *more = (not numbered and strides) or (
+        dy_bytes,
+        *[row_bytes] * 4,
+    )
     source_stride, plus_stride = more or (0, 0)
     straight = wide or out_stride != row_bytes
     streamed = rows * row_bytes >= PAST_CACHES and not straight
@@ -121,7 +125,7 @@ def make_plan(shape: Any, strides: Any, x: Any, parameters: Any, pulled: Any, op
     )  # fmt: skip
     elements = rows * n * (_COST if wide else 1)
     helpers = 0 if elements < _LEAST_SHARED else min(tiles_ - 1, MOST_HELPERS)
-    state = COPY if strides == () else DONE
+    state = BY_NUMBERS if numbered else COPY if strides == () else DONE
     return Plan(np.array(words), helpers, elements < SMALL, state, wide, rows)
 
 

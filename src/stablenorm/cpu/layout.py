@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from stablenorm.arrays import SomeRows
+
 # Rows of a tile are a multiple of this: the kernels take two at a time.
 _ROWS_TOGETHER = 8
 
@@ -56,7 +58,11 @@ def blocks(rows: int, n: int, tile_rows: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-def row_strides(*arrays: Any) -> tuple[int, ...] | None:
+# What `row_strides` returns of some rows of contiguous arrays.
+NUMBERED = "numbered"
+
+
+def row_strides(*arrays: Any) -> Any:
     """
     Return the distances between rows, in bytes; None if all arrays are contiguous.
 
@@ -68,6 +74,9 @@ def row_strides(*arrays: Any) -> tuple[int, ...] | None:
             break
     else:
         return None
+    some = [each for each in arrays if each is not None]
+    if all(type(each) is SomeRows and row_strides(each.matrix) is None for each in some):
+        return NUMBERED
     found = []
     for array in arrays:
         if array is None:

@@ -49,7 +49,8 @@ class Call(NamedTuple):
     undecided: Any = 0
     # float64: what dgamma, and then dbeta, is added to.
     old: Any = 0
-    # int64: which rows of x, out, dy and plus these are; by default all. Statistics are of these alone.
+    # int64: which rows of x, out, dy and plus these are; by default all. Statistics are of these alone, but
+    # for those that a narrow forward with `all_rows` writes.
     numbers: Any = 0
     # x before the residual was added, and the residual; or what is added to dx. x is then their sum. Of
     # a jvp, gamma, its low part, and the tangents of gamma and beta, in float64.

@@ -111,16 +111,22 @@ def load(lanes, r, mean, rest, rstd, m):
     lanes[_MEAN + r], lanes[_REST + r], lanes[_RSTD + r], lanes[_K + r] = mean, rest, rstd, m
 
 
+@_exactly
+def row_of(p, r, stride, numbers):
+    """Return a pointer to row r; with `numbers`, to the row whose number is the r-th of these."""
+    return further(p, (r if numbers is None else numbers[r]) * stride)
+
+
 # ---- forward ----
 
 
 @_exactly
-def guess(x, stride, rows, n, lanes, samples, every):
+def guess(x, stride, numbers, rows, n, lanes, samples, every):
     """Guess the means of some rows, of eight elements each."""
     # Copied as they are: converted one by one, they took a third of the time at n = 64, float16.
     step = n // 8
     for r in range(rows + rows % 2):
-        row = further(x, min(r, rows - 1) * stride)
+        row = row_of(x, min(r, rows - 1), stride, numbers)
         for i in range(8):
             samples[TOGETHER * i + r] = row[i * step]
     for r in range(every):
@@ -265,12 +271,13 @@ def _adding(name, terms, both=True):
         product with the third, are added to the sums over rows, unless None.
         """
         wide_vectors()
-        (dy, x), (dy_stride, x_stride, _), parameters, lanes, _ = given
+        (dy, x), (dy_stride, x_stride, _), numbers, parameters, lanes, _ = given
         for r in range(0, rows, 2):
-            dy1, x1 = further(dy, r * dy_stride), further(x, r * x_stride)
+            dy1, x1 = row_of(dy, r, dy_stride, numbers), row_of(x, r, x_stride, numbers)
             dy2, x2 = last
             if r + 1 < rows:
-                dy2, x2 = further(dy1, dy_stride), further(x1, x_stride)
+                dy2 = row_of(dy, r + 1, dy_stride, numbers)
+                x2 = row_of(x, r + 1, x_stride, numbers)
             row1, row2 = lane(lanes, r), lane(lanes, r + 1)
             total1, products1, total2, products2 = 0.0, 0.0, 0.0, 0.0
             for start in range(0, n, BLOCK):
@@ -304,7 +311,7 @@ rms_pull = _adding("rms_pull", _rms_pulled, False)
 
 @_exactly
 def _plus(v, plus, r, j):
-    return v if plus is None else v + get(further(plus[0], r * plus[1]), j)
+    return v if plus is None else v + get(row_of(plus[0], r, plus[1], plus[2]), j)
 
 
 def _writing(name, value):
@@ -316,12 +323,12 @@ def _writing(name, value):
         what `plus` points to, unless None.
         """
         wide_vectors()
-        (dys, xs), (dy_stride, x_stride, out_stride), parameters, lanes, aheads = given
+        (dys, xs), (dy_stride, x_stride, out_stride), numbers, parameters, lanes, aheads = given
         (top, bottom), (left, right), (dy_ahead, x_ahead) = rows, columns, aheads
         for start in range(left, right, PIECE):
             stop = min(start + PIECE, right)
             for r in range(top, bottom):
-                dy, x = further(dys, r * dy_stride), further(xs, r * x_stride)
+                dy, x = row_of(dys, r, dy_stride, numbers), row_of(xs, r, x_stride, numbers)
                 to, row, doubt = further(out, (r - top) * out_stride), lane(lanes, r), np.int32(0)
                 if dy_ahead:
                     prefetch(dy, start, stop, dy_ahead)

@@ -63,6 +63,8 @@ def forward_tile(element: Any, rounding: bool, kind: str, offset: bool) -> Any:
             y = pointer_at(p.out + at * p.out_stride, element)
             if nearest.write_y((x, gamma, gamma_low, beta, row, spread), y, n, bound):
                 marks[i] = UNDECIDED
+        if stop == p.rows:
+            clear_between(p, stop, scratch)
 
     return forward
 
@@ -145,6 +147,8 @@ def backward_tile(
                         marks[i] = UNDECIDED
                 elif nearest.write_dx(given, dx, n, bound, nearest.most_of(size, n)):
                     marks[i] = UNDECIDED
+        if stop == p.rows:
+            clear_between(p, stop, scratch)
         if summing:
             _settle(sums, n)
 

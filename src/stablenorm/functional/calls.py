@@ -60,7 +60,7 @@ def forward(
         arrays = arrays_of(name)
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
-    if not (plain and _is_plain_norm(norm, x.shape[-1:])):
+    if not (plain and _is_plain_norm(norm, (x.shape[-1],))):
         norm = checked_norm(arrays, norm, x.shape, axes, name)
     if residual is not None:
         residual = of_shape(arrays, "residual", residual, x.shape, name)
@@ -83,7 +83,10 @@ def forward(
     if type(norm) is SampleNorm:
         statistics = samples.forward(name, keep, x, norm, axes, y, added, where)
     else:
-        given: tuple[Any, ...] = (arrays.rows(x, axes), norm, arrays.rows(y, axes))
+        rows = arrays.rows(x, axes)
+        # A new array is contiguous.
+        of_y = y if out is None and rows is x else arrays.rows(y, axes)
+        given: tuple[Any, ...] = (rows, norm, of_y)
         if added is not None:
             given += (Residual(*(arrays.rows(each, axes) for each in added)),)
         if where is None:
@@ -128,8 +131,9 @@ def backward(
             # What x is made from, by the next backward as well.
             needed = {"y": cache.x, "beta": cache.norm.beta}
         cache = restored(cache)
-    x, norm, axes, statistics, name, where = cache[:6]
-    check_kind(norm, kind)
+    x, norm, axes, statistics, name, where, _ = cache
+    if norm.kind != kind:
+        check_kind(norm, kind)
     arrays = arrays_of(name)
     # What is plain is in host memory: no dy for a cache that is on a device.
     if name == "cuda" or not is_plain(dy, x.shape):
@@ -154,10 +158,11 @@ def backward(
     if lead is not None or type(norm) is SampleNorm:
         samples.backward(call, dy, cache, gradients, lead, extra, accumulate)
         return gradients
-    found, dx = gradients, gradients[0]
-    if dx is not None and (rows_of_dx := arrays.rows(dx, axes)) is not dx:
-        found = gradients._replace(dx=rows_of_dx)
-    given: tuple[Any, ...] = (arrays.rows(dy, axes), arrays.rows(x, axes), norm, statistics, found)
+    found, dx, rows = gradients, gradients[0], arrays.rows(x, axes)
+    # A new array is contiguous.
+    if dx is not None and not (out is None and rows is x):
+        found = gradients._replace(dx=arrays.rows(dx, axes))
+    given: tuple[Any, ...] = (arrays.rows(dy, axes), rows, norm, statistics, found)
     if extra.dsum is not None:
         extra = extra._replace(dsum=arrays.rows(extra.dsum, axes))
     if accumulate:
@@ -180,8 +185,7 @@ def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
     """Tell whether all is as most calls have it: a small one would feel the checks of the rest."""
     gamma, beta, eps, _, gamma_offset, rounding = norm
     return (
-        shape[0] > 0
-        and (gamma is None or is_plain(gamma, shape))
+        (gamma is None or is_plain(gamma, shape))
         and (beta is None or is_plain(beta, shape))
         and type(eps) is float
         and 0.0 <= eps < math.inf

@@ -42,6 +42,8 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     # Of what is the same by construction, only the first.
     same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
     seen = mask[tuple(same)]
+    if all(seen.shape[i] == 1 for i in axes):
+        return seen.copy()
     some: Any = seen.any(axis=axes, keepdims=True)
     if np.array_equal(some, seen.all(axis=axes, keepdims=True)):
         return np.array(some)
@@ -154,6 +156,8 @@ def _parts(where: Any) -> tuple[Array, list[tuple[Array, Any]]]:
     With the latter, as matrix, which elements do; with the former None. There is at least one of the two.
     """
     where = where[:]
+    if where.shape[1] == 1:
+        return where[:, 0], [(np.flatnonzero(where), None)]
     counted: Array = where.any(axis=1)
     whole = where.all(axis=1)
     some = np.flatnonzero(counted & ~whole)
@@ -164,8 +168,8 @@ def _parts(where: Any) -> tuple[Array, list[tuple[Array, Any]]]:
 
 
 def _spread(found: list[Statistics], numbers: list[Array], rows: int) -> Statistics:
-    """Return statistics of all rows, given those of rows of these numbers; 0 for the others."""
-    if len(numbers[0]) == rows:
+    """Return statistics of all rows, given those of rows of these numbers, or all; 0 for the others."""
+    if len(found[0].rstd) == rows:
         return found[0]
     words: list[Any] = []
     for each in zip(*found, strict=True):
