@@ -258,7 +258,7 @@ def _backward(
 
 def _do(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     """Do a call; return DONE or REFERENCE."""
-    words, most, small, state, *_ = plan
+    words, most, small, state, _, _ = plan
     given = arrays
     if state == BY_NUMBERS:
         given, words = _by_numbers(plan, arrays)

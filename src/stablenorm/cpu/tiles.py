@@ -194,11 +194,7 @@ def _write_rows(write, given, p, top, rows, element, staged, plus):
 
 @address_of_compiled
 def forward_tile(element: Any, numbered: bool, plus: bool, kind: str) -> Any:
-    """
-    Return what normalizes a tile of rows of this type, with `plus` after adding a residual.
-
-    Of rows that are `numbered`, the numbers are looked up: 5 % more time where all rows are.
-    """
+    """Return what normalizes a tile of rows, `numbered` or all, with `plus` after adding a residual."""
     layer = kind == "layer"
 
     def forward(record, number, me):
