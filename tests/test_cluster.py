@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import stablenorm as sn
-from stablenorm.memory import set_idle_limit
+from stablenorm.memory import get_idle_limit, set_idle_limit
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
@@ -159,6 +159,16 @@ def test_a_cache_that_is_persisted_survives_a_worker(cluster, client, rounding):
     assert actual.rstd.tobytes() == expected.rstd.tobytes()
 
 
+def test_what_is_kept_for_later_results_is_a_share_of_what_a_worker_may_hold(client):
+    limits = client.run(get_idle_limit)
+    assert list(limits.values()) == [LIMIT // 16] * 2
+    # What its user says stays.
+    client.run(set_idle_limit, 2 * LIMIT)
+    kept = client.submit(get_idle_limit, pure=False).result()
+    client.run(set_idle_limit, LIMIT // 16)
+    assert kept == 2 * LIMIT
+
+
 def test_more_data_than_the_workers_may_hold(cluster, client):
     """2 GB of x, in blocks of 8 MB; mean 0 and variance 1, so that all results are known."""
     blocks, rows, n = 250, 2000, 1000
@@ -172,8 +182,6 @@ def test_more_data_than_the_workers_may_hold(cluster, client):
     kind = {"chunks": ((rows,) * blocks, (n,)), "dtype": "f4", "meta": np.empty((0, 0), "f4")}
     x, dy = da.map_blocks(x_block, **kind), da.map_blocks(dy_block, **kind)
     assert x.nbytes == 2 * 10**9
-    # What the library would keep for later results is for Dask to give.
-    client.run(set_idle_limit, 0)
     pids = {each.pid for each in cluster.workers.values()}
     gamma, beta = np.full(n, 2, "f4"), np.ones(n, "f4")
     _, cache = sn.layer_norm_forward(x, gamma, beta, 0.0)

@@ -9,10 +9,12 @@ makes, and one for the process, for large results for which no memory was given.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import operator
 import os
+import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -86,13 +88,19 @@ class Pool:
     copies, and what is popped has one taker.
     """
 
-    def __init__(self, limit: float) -> None:
-        self.limit = limit
+    def __init__(self, limit: float | None = None) -> None:
+        if limit is not None:
+            self.limit = limit
         # Memory and its bytes, in the order in which it came back: the first is idle for longest.
         self._idle: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
         # What is in use: the bytes of each, by the identity of the memory.
         self.lent: dict[int, int] = {}
+
+    @functools.cached_property
+    def limit(self) -> float:
+        """Return that which is found when it is first needed: a worker of Dask has its own by then."""
+        return default_limit()
 
     @property
     def idle_bytes(self) -> int:
@@ -149,11 +157,15 @@ def default_limit() -> int:
     # A container may allow less than the machine has.
     with contextlib.suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup", "memory.max").read_text()))
+    # Dask restarts a worker, as which this process runs, that goes beyond its limit; None is no limit.
+    with contextlib.suppress(KeyError, AttributeError):
+        workers = list(sys.modules["distributed.worker"].Worker._instances)
+        found += filter(None, [each.memory_manager.memory_limit for each in workers])
     # A system that does not say is taken for a small machine.
     return min(_MOST, min(found, default=4 << 30) // _SHARE)
 
 
-pool = Pool(default_limit())
+pool = Pool()
 # The capacities asked for: some four for each power of two.
 _asked: set[int] = set()
 
@@ -216,8 +228,8 @@ def get_idle_limit() -> int:
     """
     Return how many bytes of large results may be kept while nobody uses them.
 
-    What `set_idle_limit` was given; before that 512 MiB, or a sixteenth of the memory of the machine
-    or the container if that is less.
+    What `set_idle_limit` was given; before that 512 MiB, or if that is less a sixteenth of the memory
+    of the machine, of the container, or of the limit of the Dask worker that this process is.
     """
     return int(pool.limit)
 
