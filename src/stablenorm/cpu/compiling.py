@@ -14,7 +14,6 @@ from numba import config, njit, types
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.ccallback import CFunc
 from numba.core.registry import cpu_target
-from numba.core.runtime.nrt import rtsys
 from numba.core.sigutils import normalize_signature
 
 from stablenorm.cpu.memory import HALF_IN_HARDWARE, named
@@ -51,13 +50,16 @@ _C_FUNCTIONS: list[Any] = []
 
 _C_SIGNATURE = types.void(types.int64, types.int64, types.int64)
 
+# No kernel makes an array, so none needs Numba's runtime: it would be compiled in each process, which
+# takes LLVM, 20 MB of it, and 0.1 s.
+_OPTIONS: Any = {"error_model": "numpy", "_nrt": False}
+
 
 class _Cache(FunctionCache):
-    """Numba's, which would import all that can be compiled before it loads what is: 0.2 s of a start."""
+    """Numba's, which would import all that can be compiled before it loads what is: 0.2 s, 15 MB."""
 
     def load_overload(self: Any, sig: Any, target_context: Any) -> Any:
-        """Return what was compiled, or None; all that machine code calls is the runtime."""
-        rtsys.initialize(target_context)
+        """Return what was compiled, or None."""
         with self._guard_against_spurious_io_errors():
             return self._load_overload(sig, target_context)
 
@@ -68,7 +70,7 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
 
     Where the disk cannot be read or written, it is compiled anew in each process.
     """
-    dispatcher: Any = njit(nogil=True, error_model="numpy")(function)
+    dispatcher: Any = njit(nogil=True, **_OPTIONS)(function)
     _compile(dispatcher, function, signature, functools.partial(dispatcher.compile, signature))
     _DISPATCHERS.append(dispatcher)
     # What a dispatcher calls once it has looked up the types of all arguments, which takes 0.3
@@ -92,7 +94,7 @@ def address_of_compiled(choose: Callable[..., Any]) -> Callable[..., int]:
         names = (getattr(choice, "__name__", choice) for choice in choices)
         function = named(choose(*choices), *names)
         signature = normalize_signature(_C_SIGNATURE)
-        made: Any = CFunc(function, signature, {}, {"error_model": "numpy"})
+        made: Any = CFunc(function, signature, {}, _OPTIONS)
         _compile(made, function, _C_SIGNATURE, made.compile)
         _C_FUNCTIONS.append(made)
         place: int = made.address
