@@ -54,6 +54,31 @@ def sample(dtype, rows, n, rng, offset=0.0):
     return x, gamma, beta, dy
 
 
+def dot(a, b):
+    return sum(v * w for v, w in zip(a, b, strict=True))
+
+
+def plain(kind, x, gamma, beta, eps, where=None, digits=320):
+    """One row of y, its mean, its rstd, by the formula; `digits` are those of the square root."""
+    kept = [v for v, keep in zip(x, where or [True] * len(x), strict=True) if keep]
+    mean = sum(kept) / len(kept) if kind == "layer" else Fraction(0)
+    rstd = 1 / square_root(sum((v - mean) ** 2 for v in kept) / len(kept) + eps, digits)
+    y = [a * (v - mean) * rstd + b for v, a, b in zip(x, gamma, beta, strict=True)]
+    return [v * keep for v, keep in zip(y, where or [1] * len(x), strict=True)], mean, rstd
+
+
+def plain_backward(kind, x, gamma, eps, dy, digits=320):
+    """One row of dx and the row's terms of dgamma, by the chain rule through rstd and mean."""
+    n = len(x)
+    xhat, mean, rstd = plain(kind, x, [1] * n, [0] * n, eps, digits=digits)
+    g = [a * b for a, b in zip(gamma, dy, strict=True)]
+    drstd = dot(g, x) - mean * sum(g)
+    dx = [a * rstd - drstd * rstd**3 * (v - mean) / n for a, v in zip(g, x, strict=True)]
+    if kind == "layer":
+        dx = [v - sum(g) * rstd / n for v in dx]
+    return dx, [a * h for a, h in zip(dy, xhat, strict=True)]
+
+
 def magnitudes(
     kind,
     x,

@@ -4,40 +4,23 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from norms import FINITE, assert_right, bits, compute
 from rationals import NAMES
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.backends import BACKENDS
 from stablenorm.formats import FLOAT32, format_of
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.reference import columns_of_sums, exact, nearest
 from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.types import Norm
 
-FINITE = [name for name, family in FAMILIES.items() if family.finite]
-
-
-def compute(case, backend):
-    """Return y, dx, dgamma and dbeta by name."""
-    y, cache = layer_norm_forward(*case[:4], rounding="nearest", backend=backend)
-    return dict(zip(NAMES, (y, *layer_norm_backward(case.dy, cache)), strict=True))
-
-
-def bits(array):
-    return array.view(f"u{array.itemsize}")
-
-
-def assert_nearest(case, backends=tuple(BACKENDS)):
-    oracle = exact_layer_norm(*case)
-    for backend in backends:
-        for name, array in compute(case, backend).items():
-            wrong = np.argwhere(bits(array) != bits(oracle.rounded(name, array.dtype)))
-            assert not wrong.size, (backend, name, array.dtype, len(wrong), wrong[0], case)
+REFERENCE = {"rounding": "nearest", "backend": "numpy"}
+NUMPY = {"roundings": ["nearest"], "backends": ["numpy"]}
 
 
 def assert_equal(case, backend, **expected):
     """Of zeros the sign too, and of NaN the bits: the quiet one, its sign clear."""
-    for name, array in compute(case, backend).items():
+    for name, array in compute(case, rounding="nearest", backend=backend).items():
         want = np.array(expected[name]).astype(array.dtype)
         np.testing.assert_array_equal(bits(array), bits(want), name)
 
@@ -52,7 +35,7 @@ def assert_equal(case, backend, **expected):
 )
 def test_families(name, n, dtype):
     if FAMILIES[name].applies(dtype, n):
-        assert_nearest(make_case(name, dtype, n))
+        assert_right(make_case(name, dtype, n), roundings=["nearest"])
 
 
 @pytest.mark.parametrize("name", ["F01", "F07", "F12", "F16", "F33", "F35"])
@@ -64,7 +47,7 @@ def test_mixtures(name, dtypes, rng):
         (array * (1 + rng.random(array.shape[-1]))).astype(dtype)
         for array, dtype in zip((x, gamma, beta, dy), dtypes.split(), strict=True)
     )
-    assert_nearest(Case(x, gamma, beta, eps, dy), ["numpy"])
+    assert_right(Case(x, gamma, beta, eps, dy), **NUMPY)
 
 
 def ties(dtype, rng):
@@ -87,7 +70,7 @@ def ties(dtype, rng):
 
 def test_ties_and_exact_zeros(dtype, rng):
     for case in ties(dtype, rng):
-        assert_nearest(case)
+        assert_right(case, roundings=["nearest"])
 
 
 def test_rows_of_opposite_dy_cancel_exactly(dtype, backend):
@@ -125,8 +108,8 @@ def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
     beta = np.array([ulp / 2, ulp / 4, -least / 2, 0, 0, 0])
     x = np.array([[1, 1, 1, -1, -1, -1], [-1, -1, -1, 1, 1, 1]], dtype)
     case = Case(x, gamma, beta, 0.0, np.full(x.shape, form.largest) * [[0.5], [0.6]])
-    assert_nearest(case, ["numpy"])
-    y = compute(case, "numpy")["y"]
+    assert_right(case, **NUMPY)
+    y = compute(case, **REFERENCE)["y"]
     assert np.isinf(y[0, 0])
     assert y[0, 1] == form.largest
 
@@ -164,9 +147,9 @@ def test_what_is_not_finite(dtype, backend):
 
 def test_rows_layouts_and_columns_do_not_matter(dtype, backend):
     case = make_case("F03", dtype, 12, 9)
-    expected = compute(case, backend)
+    expected = compute(case, rounding="nearest", backend=backend)
     x, dy = (np.asfortranarray(a.reshape(3, 3, 12)) for a in (case.x, case.dy))
-    got = compute(case._replace(x=x, dy=dy), backend)
+    got = compute(case._replace(x=x, dy=dy), rounding="nearest", backend=backend)
     for name, array in got.items():
         assert array.tobytes() == expected[name].tobytes()
     columns = np.array([7, 0, 3])
@@ -180,15 +163,17 @@ def test_dbeta_of_every_size():
     dy = np.array([1, 2.0**-53, 2.0**-200, 1, 2.0**-53, -(2.0**-200)]).reshape(2, 3).T
     ones = np.ones(2)
     case = Case(dy, ones, ones, 1.0, dy.copy())
-    assert_nearest(case)
-    assert compute(case, "numpy")["dbeta"].tolist() == [1 + 2.0**-52, 1.0]
+    assert_right(case, roundings=["nearest"])
+    assert compute(case, **REFERENCE)["dbeta"].tolist() == [1 + 2.0**-52, 1.0]
 
 
 def test_sums_over_rows_that_are_gathered(backend):
     """A little more than half way to the next float64: the pair of sums does not hold the last term."""
     x = np.asfortranarray(np.arange(12.0).reshape(3, 4))
     dy = np.asfortranarray(np.repeat([[1.0], [2.0**-53], [2.0**-160]], 4, axis=1))
-    found = compute(Case(x, np.ones(4), np.zeros(4), 0.1, dy), backend)["dbeta"]
+    found = compute(Case(x, np.ones(4), np.zeros(4), 0.1, dy), rounding="nearest", backend=backend)[
+        "dbeta"
+    ]
     np.testing.assert_array_equal(found, np.nextafter(1, 2))
 
 
@@ -205,7 +190,7 @@ def test_results_may_overwrite_the_input(rng, backend):
 def test_a_backward_after_a_forward_of_extreme_beta_knows_tiny_rows():
     """That beta sends the forward to the reference; dgamma underflows to -0."""
     x, dy = np.array([[1.82512575e-309, -3.03630258e-309]]), np.array([[-1.0, 1.0]]) / 64
-    assert_nearest(Case(x, np.ones(2), np.array([1e200, 1.0]), 1e30, dy))
+    assert_right(Case(x, np.ones(2), np.array([1e200, 1.0]), 1e30, dy), roundings=["nearest"])
 
 
 def test_an_end_on_a_midpoint_or_on_zero_decides_nothing():
@@ -254,7 +239,7 @@ def test_what_is_exact_needs_no_integers(n, dtype, monkeypatch, rng):
         Case(x, -0.0 * gamma, beta, 0.1, 0 * dy),
         Case(x, -0.0 * gamma, -0.0 * gamma, 0.1, dy),
     ):
-        compute(case, "numpy")
+        compute(case, **REFERENCE)
 
 
 @pytest.mark.parametrize("name", FINITE)
@@ -269,7 +254,7 @@ def test_bounds_and_spread(name, monkeypatch):
 
     monkeypatch.setattr(nearest, "as_partial", of_sums)
     case = make_case(name, "f8", 5 if name == "F13" else 11)
-    compute(case, "numpy")
+    compute(case, **REFERENCE)
     oracle = exact_layer_norm(*case)
     for what, (v, bound) in zip(("y", "dgamma", "dbeta", "dx"), seen, strict=True):
         for place in np.ndindex(v.hi.shape):

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from norms import NORMS, assert_same
 
 from stablenorm import (
     check_gradients,
@@ -12,8 +13,6 @@ from stablenorm import (
     layer_norm,
     layer_norm_backward,
     layer_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
     set_num_threads,
 )
 from stablenorm.cpu import jobs
@@ -118,20 +117,28 @@ def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
     np.testing.assert_array_equal(only.dbeta, dy)
 
 
+def check_samples(x, gamma, beta, dy, *, kind="layer", given=None, pulled=None, **how):
+    """Hold all results of each sample, with its part of what is given besides, against a call of it."""
+    forward, backward, _ = NORMS[kind]
+    given, pulled = given or {}, pulled or {}
+    y, cache = forward(x, gamma, beta, **given, **how)
+    found = backward(dy, cache, **pulled)
+    for i in range(len(x)):
+        arguments = x[i], gamma[i, 0], None if beta is None else beta[i, 0]
+        expected, alone = forward(*arguments, **{k: v[i] for k, v in given.items()}, **how)
+        dx, *sums = backward(dy[i], alone, **{k: v[i] for k, v in pulled.items()})
+        assert_same(
+            (y[i], cache.x[i], cache.mean[i], cache.rstd[i], found.dx[i]),
+            (expected, alone.x, alone.mean, alone.rstd, dx), i,
+        )  # fmt: skip
+        assert_same((total if total is None else total[i, 0] for total in found[1:]), sums, i)
+
+
 def test_residual_and_dsum_go_with_gamma_of_each_sample(rng, backend):
     x, residual, dy, dsum = rng.standard_normal((4, 3, 5, 8))
     gamma, beta = rng.standard_normal((2, 3, 1, 8))
-    y, cache = layer_norm_forward(x, gamma, beta, residual=residual, backend=backend)
-    np.testing.assert_array_equal(cache.x, x + residual)
-    dx = layer_norm_backward(dy, cache, dsum=dsum).dx
-    for one in range(3):
-        given = x[one], gamma[one, 0], beta[one, 0]
-        expected, part = layer_norm_forward(*given, residual=residual[one], backend=backend)
-        np.testing.assert_array_equal(y[one], expected)
-        np.testing.assert_array_equal(cache.mean[one], part.mean)
-        np.testing.assert_array_equal(
-            dx[one], layer_norm_backward(dy[one], part, dsum=dsum[one]).dx
-        )
+    given, pulled = {"residual": residual}, {"dsum": dsum}
+    check_samples(x, gamma, beta, dy, given=given, pulled=pulled, backend=backend)
 
 
 @pytest.mark.parametrize("last", [1, 8])
@@ -139,19 +146,23 @@ def test_a_mask_and_what_is_added_go_with_gamma_of_each_sample(rng, last, backen
     x, dy, dsum = rng.standard_normal((3, 3, 5, 8)).astype(np.float32)
     gamma, beta, *old = rng.standard_normal((4, 3, 1, 8)).astype(np.float32)
     where, dmean = rng.random((3, 5, last)) < 0.6, rng.standard_normal((3, 5, 1))
-    y, cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)
+    given, pulled = {"where": where}, {"dmean": dmean, "dsum": dsum}
+    check_samples(x, gamma, beta, dy, given=given, pulled=pulled, backend=backend)
+    # Added to what was there; and sums of each sample, with one gamma for all.
+    _, cache = layer_norm_forward(x, gamma, beta, **given, backend=backend)
     out = None, *(each.copy() for each in old)
-    given = {"dmean": dmean, "dsum": dsum}
-    found = layer_norm_backward(dy, cache, out=out, accumulate=True, **given)
-    for one in range(3):
-        how = {"where": where[one], "backend": backend}
-        expected, part = layer_norm_forward(x[one], gamma[one, 0], beta[one, 0], **how)
-        assert y[one].tobytes() == expected.tobytes()
-        out = None, *(each[one, 0].copy() for each in old)
-        given = {"dmean": dmean[one], "dsum": dsum[one]}
-        gradients = layer_norm_backward(dy[one], part, out=out, accumulate=True, **given)
-        for whole, single in zip(found, gradients, strict=True):
-            assert whole[one].reshape(single.shape).tobytes() == single.tobytes()
+    added = layer_norm_backward(dy, cache, out=out, accumulate=True)
+    _, cache = layer_norm_forward(x, gamma[0, 0], beta[0, 0], **given, backend=backend)
+    sums = layer_norm_backward(dy, cache, sum_axes=1)
+    for i in range(3):
+        _, alone = layer_norm_forward(
+            x[i], gamma[i, 0], beta[i, 0], where=where[i], backend=backend
+        )
+        out = None, *(each[i, 0].copy() for each in old)
+        expected = layer_norm_backward(dy[i], alone, out=out, accumulate=True)
+        assert_same((each[i, 0] for each in added[1:]), expected[1:])
+        # dgamma and dbeta do not depend on gamma.
+        assert_same((each[i] for each in sums[1:]), layer_norm_backward(dy[i], alone)[1:])
 
 
 def test_hard_rows_of_one_sample_keep_their_words(rng, backend):
@@ -159,32 +170,15 @@ def test_hard_rows_of_one_sample_keep_their_words(rng, backend):
     x, dy = rng.standard_normal((2, 4, 2, 8))
     x[1] *= 1e300
     x[2] = 1e15 + np.arange(8) * 0.125
-    gamma = rng.standard_normal((4, 1, 8))
-    y, cache = layer_norm_forward(x, gamma, backend=backend)
-    found = layer_norm_backward(dy, cache)
-    for one in range(4):
-        expected, part = layer_norm_forward(x[one], gamma[one, 0], backend=backend)
-        gradients = layer_norm_backward(dy[one], part)
-        assert y[one].tobytes() == expected.tobytes()
-        assert found.dx[one].tobytes() == gradients.dx.tobytes()
-        assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
+    check_samples(x, rng.standard_normal((4, 1, 8)), None, dy, backend=backend)
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_rms_norm_with_an_offset(rng, rounding, backend):
     x, dy = rng.standard_normal((2, 3, 5, 8)).astype(np.float32)
-    gamma, beta = rng.standard_normal((3, 1, 8)).astype(np.float32), np.ones(8, np.float32)
+    gamma, beta = rng.standard_normal((2, 3, 1, 8)).astype(np.float32)
     how = {"gamma_offset": 1.0, "rounding": rounding, "backend": backend}
-    y, cache = rms_norm_forward(x, gamma, beta, **how)
-    found = rms_norm_backward(dy, cache)
-    _, whole = rms_norm_forward(x, beta=beta, rounding=rounding, backend=backend)
-    assert found.dbeta.tobytes() == rms_norm_backward(dy, whole).dbeta.tobytes()
-    for one in range(3):
-        expected, part = rms_norm_forward(x[one], gamma[one, 0], beta, **how)
-        gradients = rms_norm_backward(dy[one], part)
-        assert y[one].tobytes() == expected.tobytes()
-        assert found.dx[one].tobytes() == gradients.dx.tobytes()
-        assert found.dgamma[one, 0].tobytes() == gradients.dgamma.tobytes()
+    check_samples(x, gamma, beta, dy, kind="rms", **how)
 
 
 def views(layout, *arrays):
@@ -257,12 +251,11 @@ def test_samples_left_to_the_reference_are_added_once(rng, all_at_once):
     out = np.empty_like(x), old.copy(), None
     layer_norm_backward(dy, cache, wrt=("x", "gamma"), out=out, accumulate=True)
     assert all_at_once == [DONE] * 2
-    for one in range(4):
-        _, part = layer_norm_forward(x[one], gamma[one, 0])
-        alone = np.empty_like(x[one]), old[one, 0].copy(), None
-        layer_norm_backward(dy[one], part, wrt=("x", "gamma"), out=alone, accumulate=True)
-        for whole, single in zip(out[:2], alone[:2], strict=True):
-            assert whole[one].reshape(single.shape).tobytes() == single.tobytes()
+    for i in range(4):
+        _, part = layer_norm_forward(x[i], gamma[i, 0])
+        alone = np.empty_like(x[i]), old[i, 0].copy(), None
+        layer_norm_backward(dy[i], part, wrt=("x", "gamma"), out=alone, accumulate=True)
+        assert_same((out[0][i], out[1][i, 0]), alone[:2])
 
 
 def test_few_large_samples_have_all_threads_each(rng, all_at_once):
@@ -272,14 +265,11 @@ def test_few_large_samples_have_all_threads_each(rng, all_at_once):
     assert all_at_once == [REFERENCE]
 
 
-OPERATIONS = [(layer_norm_forward, layer_norm_backward), (rms_norm_forward, rms_norm_backward)]
-
-
-@pytest.mark.parametrize(("forward", "backward"), OPERATIONS)
-def test_finite_differences(rng, forward, backward):
+@pytest.mark.parametrize("kind", NORMS)
+def test_finite_differences(rng, kind):
     x = rng.standard_normal((2, 3, 5))
     gamma, beta = rng.standard_normal((2, 1, 5)), rng.standard_normal((3, 5))
-    assert check_gradients(forward, backward, (x, gamma, beta), rng=rng).passed
+    assert check_gradients(*NORMS[kind][:2], (x, gamma, beta), rng=rng).passed
 
 
 X = np.ones((2, 3, 4), np.float32)
