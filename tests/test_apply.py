@@ -160,7 +160,7 @@ BAD = {
     "row": (["long.npy"], "must have at most 16 MiB in a row to be streamed, got 32 MiB"),
     "shape": (["negative.npy"], "must be whole, got a damaged one: shape (-13, -32) of float32"),
     "damaged": (["damaged.npz"], "must be whole, got a damaged one"),
-    "chunk": (["large.zarr"], "16 MiB in the rows of a chunk to be streamed, got 32 MiB"),
+    "chunk": (["large.zarr"], "8 MiB in the rows of a chunk to be streamed, got 32 MiB"),
     "offset": (["x.npy", "--gamma-offset", "1"], "gamma must be given with gamma_offset=1.0"),
     "zarr": (["bad.zarr"], "bad.zarr must be whole, got a damaged one"),
     "itself": (["x.npy", "--out", "x.npy"], "x.npy, which is read or written"),
@@ -445,12 +445,11 @@ def test_resume_begins_again_where_what_was_written_is_gone(size, backward, caps
 
 def test_a_disk_that_fails_is_noticed_whoever_is_told(backward, capsys, monkeypatch):
     """The system says once that an earlier write has failed: here to what runs beside the blocks."""
-    fsync, calls = os.fsync, iter([None, OSError(errno.EIO, "Input/output error")])
+    fsync, calls = os.fsync, iter([OSError(errno.EIO, "Input/output error")])
 
     def failing(file):
-        if threading.current_thread() is not threading.main_thread() and (
-            error := next(calls, None)
-        ):
+        beside = threading.current_thread() is not threading.main_thread()
+        if beside and (error := next(calls, None)):
             raise error
         fsync(file)
 

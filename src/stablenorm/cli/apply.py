@@ -2,11 +2,9 @@
 
 import argparse
 import functools
-import gc
 import hashlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, suppress
@@ -36,6 +34,7 @@ from stablenorm.scale.files import (
     part_of,
     rename_whole,
     stream,
+    write_whole,
 )
 from stablenorm.scale.sums import backward_parts, decided, exact_parts
 from stablenorm.types import Array
@@ -69,10 +68,10 @@ exit status: 0 done; 2 a file cannot be read or written, one line says why; 130 
 # Bytes of a block: of rows that few cores hold in their caches from reading to writing, and enough
 # for a call to cost nothing.
 _BLOCK = 1 << 21
-# Bytes of all blocks in memory at once, and of one array of a block. Python with the kernels takes
-# 170 MB of the 256, Zarr some four copies of a chunk to pack and unpack it: 16 MiB took 235 MB, and
-# 8 MiB each of x, dy and dx 221 (2026-11-22).
-_MOST, _LARGEST = 24 << 20, 16 << 20
+# Bytes of all blocks in memory at once, and where some of it is Zarr, which takes two more copies of a
+# chunk to pack and unpack it. Python takes 145 MB of the 256 with kernels that lie on the disk, and 200
+# once it has compiled them. With 24 MiB Zarr took 268 MB (2026-11-23).
+_MOST, _MOST_OF_ZARR = 24 << 20, 12 << 20
 # Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each;
 # 2**16 took 229 MB.
 _WIDEST = 1 << 15
@@ -123,6 +122,8 @@ class _Job(NamedTuple):
     lead: tuple[int, ...]
     lengths: tuple[int, ...]
     normalized: tuple[int, ...]
+    # Bytes of all blocks in memory at once.
+    room: int
     # What the functions are called with.
     keywords: dict[str, Any]
     kind: str
@@ -170,14 +171,9 @@ def _checked(arguments: argparse.Namespace) -> _Job:
             keywords[name] = load(choose(list_members(path), path, None, name))
         elif name in members:
             keywords[name] = load(members[name])
-    # The checks of the call itself, on no rows. It imports Numba, 10^5 objects that stay: to look for
-    # garbage among them took a tenth of the start.
-    gc.disable()
-    try:
-        of_no_rows = np.zeros((0,) * axes[0] + normalized, x.native)
-        FUNCTIONS[arguments.kind][0](of_no_rows, **keywords, axis=axes)
-    finally:
-        gc.enable()
+    # The checks of the call itself, on no rows.
+    of_no_rows = np.zeros((0,) * axes[0] + normalized, x.native)
+    FUNCTIONS[arguments.kind][0](of_no_rows, **keywords, axis=axes)
     outputs = _outputs(arguments, keywords)
     if outputs["out"].suffix == ".zarr" and x.native == BFLOAT16.dtype:
         msg = f"--out must be an .npy file for bfloat16, which Zarr lacks, got {outputs['out']}"
@@ -188,8 +184,11 @@ def _checked(arguments: argparse.Namespace) -> _Job:
             "layer_norm_backward takes longer ones, of Dask arrays too"
         )
         raise InputError(msg)
-    lead, lengths = _blocks(inputs, len(axes), outputs["out"].suffix == ".zarr")
-    return _Job(inputs, outputs, lead, lengths, normalized, keywords, arguments.kind)
+    to_zarr = outputs["out"].suffix == ".zarr"
+    some_zarr = to_zarr or any(member.chunks for member in inputs.values())
+    room = _MOST_OF_ZARR if some_zarr else _MOST
+    lead, lengths = _blocks(inputs, len(axes), room, to_zarr)
+    return _Job(inputs, outputs, lead, lengths, normalized, room, keywords, arguments.kind)
 
 
 def _check_streamed(member: Member, x: Member, axes: tuple[int, ...]) -> None:
@@ -226,7 +225,7 @@ def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[st
 
 
 def _blocks(
-    inputs: dict[str, Member], normalized: int, to_zarr: bool
+    inputs: dict[str, Member], normalized: int, room: int, to_zarr: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lengths of the axes that blocks are cut in, and those of a block."""
     x = inputs["x"]
@@ -240,7 +239,7 @@ def _blocks(
     sizes = [n * each.dtype.itemsize for each in inputs.values()]
     lengths = box_lengths(lead, chunks, max(1, _BLOCK // max(sizes)))
     # Of one array: with dy, a block has dx too.
-    most = min(_LARGEST, _MOST // (2 * len(sizes) - 1))
+    most = room // 3 if "dy" in inputs else room // 3 * 2
     held = [math.prod(each.chunks) * each.dtype.itemsize for each in inputs.values()]
     if (nbytes := max(math.prod(lengths) * max(sizes), *held)) > most:
         what = "the rows of a chunk" if chunked else "a row"
@@ -298,7 +297,7 @@ def _compute(job: _Job, resume: bool) -> None:
                     values[name] = decided(values[name], undecided[name], each)
             for name, each in values.items():
                 shaped = each.reshape(job.keywords[name[1:]].shape)
-                parts.write_whole(job.outputs[name], functools.partial(_save, shaped))
+                write_whole(job.outputs[name], functools.partial(np.save, arr=shaped))
             target.sync()
         except (KeyboardInterrupt, OSError) as error:
             # On a full disk, the last record stands.
@@ -397,12 +396,6 @@ def _rounded(job: _Job, sums: _Sums) -> tuple[_Sums, _Sums]:
     return values, undecided
 
 
-def _save(values: Array, file: Any) -> None:
-    np.save(file, values)
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _slots(job: _Job) -> list[_Slot]:
     """Return the memory of the blocks that are on their way at once."""
     shape, x = (math.prod(job.lengths), math.prod(job.normalized)), job.inputs["x"]
@@ -412,7 +405,7 @@ def _slots(job: _Job) -> list[_Slot]:
     nbytes = math.prod(shape) * sum(dtype.itemsize for dtype in dtypes.values())
     return [
         {name: np.empty(shape, dtype) for name, dtype in dtypes.items()}
-        for _ in range(max(1, min(DEPTH, _MOST // nbytes)))
+        for _ in range(max(1, min(DEPTH, job.room // nbytes)))
     ]
 
 

@@ -183,7 +183,8 @@ def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Arr
     with contextlib.ExitStack() as stack:
         with _whole(member.label):
             if member.store == "zarr":
-                array = zarr_package().open_array(member.path, path=member.name, mode="r")
+                zarr = zarr_package()
+                array = zarr.open_array(member.path, path=member.name, mode="r")
             elif member.store == "npz":
                 archive = stack.enter_context(zipfile.ZipFile(member.path))
                 file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
@@ -195,7 +196,10 @@ def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Arr
         def read(box: Box, out: Array) -> None:
             with _whole(member.label):
                 if member.store == "zarr":
-                    out[...] = array[box].reshape(out.shape)
+                    lengths = [along.stop - along.start for along in box]
+                    there = out.reshape(*lengths, *array.shape[len(box) :])
+                    # Indexing would make a copy of its own.
+                    array.get_basic_selection(box, out=zarr.buffer.cpu.NDBuffer(there))
                     return
                 done = 0
                 for start, count in runs(lead, box):
@@ -232,7 +236,7 @@ def _truncated(member: Member) -> InputError:
 def zarr_package() -> Any:
     """Import Zarr, which few have files of."""
     parts.require("zarr", "a .zarr file", "stablenorm[dask]")
-    import zarr  # noqa: PLC0415
+    import zarr.buffer.cpu  # noqa: PLC0415
 
     # M_MMAP_THRESHOLD of glibc: freed chunks go back to the system. Otherwise the heap of each thread
     # of Zarr keeps some: with chunks of 16 MiB, 310 MB were held in place of 235.

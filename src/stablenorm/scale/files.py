@@ -146,9 +146,9 @@ class Target:
     ) -> None:
         self._part, self._lead, self._like, self._chunks = part_of(path), lead, like, chunks
         self._zarr: Any = None
-        # All of fsync on one thread: the system says once that an earlier write has failed.
         self._flusher, self._unflushed = ThreadPoolExecutor(1), 0
         self._flushed: Future[Any] = self._flusher.submit(int)
+        self._failed: OSError | None = None
         header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(like.dtype)
         described = {"descr": descr, "fortran_order": False, "shape": like.shape}
         np.lib.format.write_array_header_1_0(header, described)
@@ -160,8 +160,11 @@ class Target:
         self._file = os.open(self._part, mode, 0o666)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have renamed it before it let go.
+            # Another process may have renamed it before it let go. What it made of Zarr stays.
             is_ours = os.path.samestat(os.fstat(self._file), self._part.stat())
+            if chunks and path.exists():
+                is_ours = False
+                self._part.rmdir()
         except OSError:
             is_ours = False
         if not is_ours:
@@ -217,7 +220,7 @@ class Target:
         if self._unflushed > _FLUSH and self._flushed.done():
             # While other blocks are computed: all of it at the end would take a third of the time.
             self._flushed.result()
-            self._unflushed, self._flushed = 0, self._flusher.submit(os.fsync, self._file)
+            self._unflushed, self._flushed = 0, self._flusher.submit(self._flush)
 
     def sync(self) -> None:
         """Return when what was written is on the disk."""
@@ -225,8 +228,17 @@ class Target:
             # Each chunk is a file.
             os.sync()
             return
-        self._flusher.submit(os.fsync, self._file).result()
-        self._flushed.result()
+        self._flusher.submit(self._flush).result()
+
+    def _flush(self) -> None:
+        # On one thread, and kept: the system says once that an earlier write has failed.
+        if self._failed is None:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                self._failed = error
+        if self._failed is not None:
+            raise self._failed
 
     def discard(self) -> None:
         """Remove what was written."""
@@ -246,6 +258,15 @@ def rename_whole(path: Path) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def write_whole(path: Path, write: Callable[[Any], object]) -> None:
+    """Call ``write(file)`` on a new file beside `path`, then give it its name."""
+    with part_of(path).open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    rename_whole(path)
 
 
 # ---- what is finished ----
@@ -301,11 +322,8 @@ class Journal:
         """Write it; what it says is finished has to be on the disk already."""
         sums = {name: each.tobytes().hex() for name, each in finished.sums.items()}
         kept = {"about": self._about, "finished": [*finished[:2], sums]}
-        with part_of(self._path).open("w") as file:
-            json.dump(kept | {"digest": _digest(kept)}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        rename_whole(self._path)
+        text = json.dumps(kept | {"digest": _digest(kept)})
+        write_whole(self._path, lambda file: file.write(text.encode()))
 
     def remove(self) -> None:
         """Forget it, and what a killed process had begun to write."""
