@@ -157,7 +157,7 @@ BAD = {
     "axis": (["x.npy", "--axis", "0"], "must have its normalized axes last, in C order"),
     "no axis": (["x.npy", "--axis", "2"], "axis must name axes of x, which has 2 dimensions"),
     "fortran": (["f.npy"], "in Fortran order; save np.ascontiguousarray"),
-    "row": (["long.npy"], "must have at most 16 MiB in a row to be streamed, got 32 MiB"),
+    "row": (["long.npy"], "must have at most 12 MiB in a row to be streamed, got 32 MiB"),
     "shape": (["negative.npy"], "must be whole, got a damaged one: shape (-13, -32) of float32"),
     "damaged": (["damaged.npz"], "must be whole, got a damaged one"),
     "chunk": (["large.zarr"], "8 MiB in the rows of a chunk to be streamed, got 32 MiB"),

@@ -69,11 +69,10 @@ exit status: 0 done; 2 a file cannot be read or written, one line says why; 130 
 # for a call to cost nothing.
 _BLOCK = 1 << 21
 # Bytes of all blocks in memory at once, and where some of it is Zarr, which takes two more copies of a
-# chunk to pack and unpack it. Python takes 145 MB of the 256 with kernels that lie on the disk, and 200
-# once it has compiled them. With 24 MiB Zarr took 268 MB (2026-11-23).
-_MOST, _MOST_OF_ZARR = 24 << 20, 12 << 20
-# Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each;
-# 2**16 took 229 MB.
+# chunk to pack and unpack it. Python takes 117 MB of the 256 with kernels that lie on the disk, and 200
+# once it has compiled them: then 24 MiB took 257 MB, and of Zarr 272; 12 MiB of it 251 (2026-11-23).
+_MOST, _MOST_OF_ZARR = 18 << 20, 12 << 20
+# Elements of dgamma with --backward, at most: sums of several blocks are held, 32 bytes for each.
 _WIDEST = 1 << 15
 # Seconds between two records in the journal: as much is lost when the process is killed.
 _PERIOD_S = 10.0
