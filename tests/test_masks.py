@@ -193,7 +193,7 @@ def test_whole_rows_beside_others_are_an_ordinary_call(rng, dtype, backend, accu
     expected = expected, alone.mean, alone.rstd, layer_norm_backward(dy[whole], alone).dx
     # Of two ways to compute them, the statistics would tell.
     assert_same([each[whole] for each in (y, cache.mean, cache.rstd, found.dx)], expected)
-    dx = layer_norm_backward(dy, cache, out=(dy, None, None), wrt="x").dx
+    dx = layer_norm_backward(dy, cache, out=(dy, None, None)).dx
     over = layer_norm(x, gamma, beta, where=where, out=x, backend=backend)
     assert_same((dx, over), (found.dx, y))
 

@@ -57,13 +57,22 @@ def test_a_sum_of_two_dtypes_is_rounded_once():
     assert total[0, 0] == 1 + 2.0**-23
 
 
-@pytest.mark.parametrize(("dtype", "other"), [(np.float16, bfloat16), (bfloat16, np.float16)])
+@pytest.mark.parametrize(
+    ("dtype", "other", "backend"),
+    [
+        (np.float16, bfloat16, "numba"),
+        (np.float16, bfloat16, "numpy"),
+        (bfloat16, np.float16, "numpy"),
+    ],
+)
 def test_float16_and_bfloat16_are_added(rng, dtype, other, backend):
     """NumPy has no dtype for both of them: this was an error of its own."""
-    x, residual, _, _, dy, dsum = (each.astype(dtype) for each in draw(rng, other))
+    # With gamma and beta, kernels that other tests have as well.
+    x, residual, gamma, beta, dy, dsum = (each.astype(dtype) for each in draw(rng, other))
     residual, dsum = residual.astype(other), dsum.astype(other)
     where = np.arange(5)[:, None] < 3
-    _, cache = layer_norm_forward(x, residual=residual, where=where, backend=backend)
+    how = {"residual": residual, "where": where, "backend": backend}
+    _, cache = layer_norm_forward(x, gamma, beta, **how)
     s = (x.astype(float) + residual.astype(float)).astype(np.float32).astype(dtype)
     np.testing.assert_array_equal(cache.x, s)
     dx = layer_norm_backward(dy, cache, dsum=dsum).dx
