@@ -117,6 +117,12 @@ def row_of(p, r, stride, numbers):
     return further(p, (r if numbers is None else numbers[r]) * stride)
 
 
+@_exactly
+def _distance(r, ahead, stride, numbers):
+    """Return how many bytes ahead to look from row r: so many as given, or with `numbers` so many of these."""
+    return ahead if numbers is None else (numbers[r + ahead] - numbers[r]) * stride
+
+
 # ---- forward ----
 
 
@@ -331,9 +337,9 @@ def _writing(name, value):
                 dy, x = row_of(dys, r, dy_stride, numbers), row_of(xs, r, x_stride, numbers)
                 to, row, doubt = further(out, (r - top) * out_stride), lane(lanes, r), np.int32(0)
                 if dy_ahead:
-                    prefetch(dy, start, stop, dy_ahead)
+                    prefetch(dy, start, stop, _distance(r, dy_ahead, dy_stride, numbers))
                 if x_ahead:
-                    prefetch(x, start, stop, x_ahead)
+                    prefetch(x, start, stop, _distance(r, x_ahead, x_stride, numbers))
                 for j in range(start, stop):
                     v = _plus(value(dy, x, j, row, parameters), plus, r, j)
                     doubt = put_nearly(to, j - left, v, doubt)

@@ -144,12 +144,11 @@ def padded(n):
 
 
 @pasted
-def _looking_ahead(given, p, i, ahead):
-    """Ask for the row that is so many numbers behind the i-th."""
-    arrays, strides, numbers, parameters, lanes, _ = given
-    distance = row_at(p, min(i + ahead, p.rows - 1)) - row_at(p, i)
-    aheads = distance * p.dy_stride, distance * p.x_stride
-    return arrays, strides, numbers, parameters, lanes, aheads
+def _looking_ahead(given, p, behind):
+    """Count what to look ahead in numbers, not in bytes, and no more than there are from `behind` on."""
+    arrays, strides, numbers, parameters, lanes, (of_dy, of_x) = given
+    count = min(of_x // p.x_stride, p.rows - behind)
+    return arrays, strides, numbers, parameters, lanes, (count if of_dy else 0, count)
 
 
 @pasted
@@ -166,14 +165,13 @@ def _write_rows(write, given, p, top, rows, element, staged, plus):
     most, piece = (rows, p.n) if straight or p.n <= equations.PIECE else (1, equations.PIECE)
     at_once = most
     numbered, i = given[2] is not None, 0
-    ahead = given[5][1] // p.x_stride if numbered else 0
+    here = _looking_ahead(given, p, top + rows) if numbered else given
     while i < rows:
-        row, here = p.out + (top + i) * p.out_stride, given
+        row = p.out + (top + i) * p.out_stride
         if numbered:
             at_once = _run_from(p, top + i, min(most, rows - i))
             row = p.out + row_at(p, top + i) * p.out_stride
             clear_between(p, top + i, stage - LINE)
-            here = _looking_ahead(given, p, top + i, ahead)
             if not straight and row != end:
                 copy_bytes(place, stage + place % LINE, end - place)
                 place, end = row, row
