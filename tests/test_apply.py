@@ -312,6 +312,15 @@ def test_a_killed_run_goes_on(backward, capsys, monkeypatch):
     assert not list(Path().glob("*.part*"))
 
 
+def test_of_a_killed_run_nothing_is_left(backward, capsys):
+    """A chunk of Zarr and a journal that were being written."""
+    killed("dx.zarr", backward)
+    for name in ("dx.zarr.part/c/0/0/0.0123.partial", "dx.zarr.part.journal.part"):
+        Path(name).touch()
+    done(capsys, *backward, "dx.zarr", "--resume")
+    assert not list(Path().rglob("*.part*"))
+
+
 def test_an_interrupt_names_resume(backward, capsys, monkeypatch):
     done(capsys, *backward, "whole.npy")
     merge, calls = command.merged, iter(range(100))

@@ -189,6 +189,9 @@ class Target:
                 for entry in self._part.iterdir():
                     (shutil.rmtree if entry.is_dir() else Path.unlink)(entry)
                 zarr.create_array(self._part, shape=like.shape, chunks=chunks, dtype=like.dtype)
+            # What a killed process had begun to write, as Zarr calls it.
+            for entry in self._part.rglob("*.partial"):
+                entry.unlink()
             self._zarr = zarr.open_array(self._part, mode="r+")
             return
         if fresh:
