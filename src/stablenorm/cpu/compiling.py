@@ -60,8 +60,12 @@ class _Cache(FunctionCache):
 
     def load_overload(self: Any, sig: Any, target_context: Any) -> Any:
         """Return what was compiled, or None."""
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
+        try:
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
+        except AttributeError:
+            # These are Numba's own affair: a version without them is slower, and finds its files all the same.
+            return super().load_overload(sig, target_context)
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
