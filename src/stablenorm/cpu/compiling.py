@@ -65,7 +65,7 @@ class _Cache(FunctionCache):
                 return self._load_overload(sig, target_context)
         except AttributeError:
             # These are Numba's own affair: a version without them is slower, and finds its files all the same.
-            return super().load_overload(sig, target_context)
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
