@@ -255,11 +255,8 @@ def _blocks(
 
 def _compute(job: _Job, resume: bool) -> None:
     """Write the result block by block, and rename it when it is whole."""
-    out, total, journal = (
-        job.outputs["out"],
-        math.prod(job.lead),
-        Journal(job.outputs["out"], _about(job)),
-    )
+    out, total = job.outputs["out"], math.prod(job.lead)
+    journal = Journal(out, _about(job))
     with ExitStack() as stack:
         readers = {
             name: stack.enter_context(files.opened(member, job.lead))
@@ -284,19 +281,7 @@ def _compute(job: _Job, resume: bool) -> None:
                         target.sync()
                         journal.record(finished)
                         recorded = time.monotonic()
-            values, undecided = _rounded(job, finished.sums)
-            if any(map(np.any, undecided.values())):
-                # The sums of these columns, exactly: of all blocks, read once more.
-                exact = NOTHING
-                with closing(passed(None, 0, undecided)) as blocks:
-                    for box, found in blocks:
-                        exact = _added(exact, box, found)
-                        progress(exact.rows, total, "deciding")
-                for name, each in exact.sums.items():
-                    values[name] = decided(values[name], undecided[name], each)
-            for name, each in values.items():
-                shaped = each.reshape(job.keywords[name[1:]].shape)
-                write_whole(job.outputs[name], functools.partial(np.save, arr=shaped))
+            _write_sums(job, finished.sums, functools.partial(passed, None, 0), progress)
             target.sync()
         except (KeyboardInterrupt, OSError) as error:
             # On a full disk, the last record stands.
@@ -384,15 +369,31 @@ def _added(before: Finished, box: Box, found: _Sums) -> Finished:
     return Finished(before.blocks + 1, before.rows + count_rows(box), sums)
 
 
-def _rounded(job: _Job, sums: _Sums) -> tuple[_Sums, _Sums]:
-    """Return dgamma and dbeta, and which of their elements are not decided."""
+def _write_sums(
+    job: _Job,
+    sums: _Sums,
+    again: Callable[[_Sums], Generator[tuple[Box, _Sums]]],
+    progress: Callable[..., None],
+) -> None:
+    """Round and write dgamma and dbeta; `again` computes the exact sums of what is undecided."""
     values, undecided = {}, {}
     for name in job.outputs.keys() - {"out"}:
         parameter = job.keywords[name[1:]]
         # Without rows there is no sum.
         total = sums.get(name, np.zeros(parameter.size, PARTIAL))
         values[name], undecided[name] = rounded(total, parameter.dtype)
-    return values, undecided
+    if any(map(np.any, undecided.values())):
+        # The sums of these columns, exactly: of all blocks, read once more.
+        exact = NOTHING
+        with closing(again(undecided)) as blocks:
+            for box, found in blocks:
+                exact = _added(exact, box, found)
+                progress(exact.rows, math.prod(job.lead), "deciding")
+        for name, each in exact.sums.items():
+            values[name] = decided(values[name], undecided[name], each)
+    for name, each in values.items():
+        shaped = each.reshape(job.keywords[name[1:]].shape)
+        write_whole(job.outputs[name], functools.partial(np.save, arr=shaped))
 
 
 def _slots(job: _Job) -> list[_Slot]:
