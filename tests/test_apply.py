@@ -150,7 +150,11 @@ def test_boxes_are_every_row_once(lead, rows):
 
 
 BAD = {
-    "gamma": (["x.npy", "--gamma", "x.npy"], "gamma must have shape (32,) to match x normalized"),
+    "gamma": (
+        ["x.npy", "--gamma", "x.npy"],
+        "gamma must have shape (32,) to match x normalized over the last axes, got (13, 32)",
+    ),
+    "no gamma": (["x.npy", "--gamma", "none.npy"], "over the last axes, got (0, 32)"),
     "int": (["int.npy"], "int.npy must be float16, bfloat16, float32 or float64, got int64"),
     "short": (["short.npy"], "must hold 1664 bytes of data, as its header says, got fewer"),
     "not there": (["absent.npy"], "absent.npy, which is not there"),
@@ -176,6 +180,7 @@ def test_bad_input_is_one_line(kind, capsys):
     arguments, words = BAD[kind]
     x = made((13, 32))
     np.save("x.npy", x)
+    np.save("none.npy", x[:0])
     np.save("g.npy", x[0])
     np.save("int.npy", x.astype(int))
     np.save("f.npy", np.asfortranarray(x))

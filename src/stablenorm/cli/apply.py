@@ -170,6 +170,13 @@ def _checked(arguments: argparse.Namespace) -> _Job:
             keywords[name] = load(choose(list_members(path), path, None, name))
         elif name in members:
             keywords[name] = load(members[name])
+        # In memory there may be one for each sample; the checks below know of no samples.
+        if name in keywords and keywords[name].size != math.prod(normalized):
+            msg = (
+                f"{name} must have shape {normalized} to match x normalized over the last axes, got "
+                f"{keywords[name].shape}; layer_norm in memory takes one for each sample"
+            )
+            raise InputError(msg)
     # The checks of the call itself, on no rows.
     of_no_rows = np.zeros((0,) * axes[0] + normalized, x.native)
     FUNCTIONS[arguments.kind][0](of_no_rows, **keywords, axis=axes)
