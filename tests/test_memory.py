@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import threading
 import weakref
 
 import lent_memory
@@ -95,6 +96,27 @@ def test_by_default_it_is_a_small_share_of_the_memory(monkeypatch, tmp_path):
     assert memory.default_limit() == 1 << 23
     monkeypatch.delattr(os, "sysconf")
     assert memory.default_limit() == 1 << 23
+
+
+def test_it_is_found_without_a_lock(monkeypatch):
+    """A child forked while another thread finds it would wait for that thread, which it does not have."""
+    begun, end = threading.Event(), threading.Event()
+
+    def found():
+        if not begun.is_set():
+            begun.set()
+            end.wait(2)
+            return 1
+        return 2
+
+    monkeypatch.setattr(memory, "default_limit", found)
+    pool = memory.Pool()
+    other = threading.Thread(target=lambda: pool.limit)
+    other.start()
+    begun.wait()
+    assert pool.limit == 2
+    end.set()
+    other.join()
 
 
 # ---- a workspace ----

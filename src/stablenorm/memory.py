@@ -9,7 +9,6 @@ makes, and one for the process, for large results for which no memory was given.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import operator
@@ -89,18 +88,24 @@ class Pool:
     """
 
     def __init__(self, limit: float | None = None) -> None:
-        if limit is not None:
-            self.limit = limit
+        self._limit = limit
         # Memory and its bytes, in the order in which it came back: the first is idle for longest.
         self._idle: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
         # What is in use: the bytes of each, by the identity of the memory.
         self.lent: dict[int, int] = {}
 
-    @functools.cached_property
+    @property
     def limit(self) -> float:
         """Return that which is found when it is first needed: a worker of Dask has its own by then."""
-        return default_limit()
+        # Not a cached_property, which has a lock in Python 3.11.
+        if self._limit is None:
+            self._limit = default_limit()
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: float) -> None:
+        self._limit = limit
 
     @property
     def idle_bytes(self) -> int:
