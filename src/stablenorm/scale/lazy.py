@@ -205,8 +205,8 @@ def _sums(
     """
     Return dgamma (1) and dbeta (2), as far as wanted, whose parameters are alike.
 
-    They are one array until the end. `made` has what `_backward` returned. What rounding to nearest leaves undecided each `block` is asked
-    again, for exact sums; `ask` adds the tasks for that where rows are cut.
+    They are one array until the end. `made` has what `_backward` returned. What rounding to nearest leaves
+    undecided each `block` is asked again, for exact sums; `ask` adds the tasks for that where rows are cut.
     """
     first, _, token = made.name.rpartition("-")
     indices, like = tuple(wanted), next(iter(wanted.values()))
