@@ -172,6 +172,10 @@ BAD = {
         ["x.npy", "--gamma", "g.npy", "--out", "g.npy"],
         "--out must be a file of its own",
     ),
+    "its dgamma": (
+        ["x.npy", "--gamma", "dx.dgamma.npy", "--backward", "x.npy", "--out", "dx.npy"],
+        "stablenorm: dgamma must be a file of its own",
+    ),
 }
 
 
@@ -181,6 +185,7 @@ def test_bad_input_is_one_line(kind, capsys):
     x = made((13, 32))
     np.save("x.npy", x)
     np.save("none.npy", x[:0])
+    np.save("dx.dgamma.npy", x[0])
     np.save("g.npy", x[0])
     np.save("int.npy", x.astype(int))
     np.save("f.npy", np.asfortranarray(x))

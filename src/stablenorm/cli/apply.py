@@ -224,7 +224,8 @@ def _outputs(arguments: argparse.Namespace, keywords: dict[str, Any]) -> dict[st
         # Where it lies until it is whole, too.
         taken = [path.resolve(), part_of(path).resolve()]
         if not set(found).isdisjoint(taken):
-            msg = f"--{name} must be a file of its own, got {path}, which is read or written"
+            what = "--out" if name == "out" else name
+            msg = f"{what} must be a file of its own, got {path}, which is read or written"
             raise InputError(msg)
         found += taken
     return outputs
