@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 
@@ -214,10 +215,14 @@ class Terminal(StringIO):
 
 @pytest.mark.parametrize(("patience", "bar"), [(0.0, True), (60.0, False)])
 def test_a_bar_comes_only_after_a_while_and_only_on_a_terminal(monkeypatch, patience, bar):
+    """Also before there is anything to say."""
     monkeypatch.setattr(parts, "_PATIENCE_S", patience)
     for stream in (Terminal(), StringIO()):
         monkeypatch.setattr(sys, "stderr", stream)
         with parts.progress_bar("comparing") as progress:
+            deadline = time.monotonic() + 30
+            while bar and stream.isatty() and "comparing" not in stream.getvalue():
+                assert time.monotonic() < deadline
             progress(1, 2)
             progress(2, 2)
         assert ("comparing" in stream.getvalue()) == (bar and stream.isatty())

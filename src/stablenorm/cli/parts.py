@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 import textwrap
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -268,16 +268,19 @@ def progress_bar(what: str, per_second: float = 10) -> Iterator[Callable[..., No
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task, begin = bar.add_task(what, total=None), time.monotonic()
+    task = bar.add_task(what, total=None)
 
     def progress(done: int, total: int, what: str | None = None) -> None:
-        if time.monotonic() - begin > _PATIENCE_S:
-            bar.start()
         bar.update(task, completed=done, total=total, description=what)
 
+    # Not by `progress`: before its first call, kernels may be compiled for some seconds.
+    begin = threading.Timer(_PATIENCE_S, bar.start)
+    begin.start()
     try:
         yield progress
     finally:
+        begin.cancel()
+        begin.join()
         bar.stop()
 
 
