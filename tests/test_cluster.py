@@ -17,7 +17,7 @@ distributed = pytest.importorskip("distributed")
 LIMIT = 300 * 10**6
 # Of it, a worker with Dask, Numba and the kernels loaded holds 160 MB. By default Dask spills whatever
 # there is beyond 70 %: 4.3 GB, of the blocks of 480 MB of x. Instead, all beyond 45 MB of results.
-MEMORY = {"target": 0.15, "spill": 0.85, "pause": 0.9}
+MEMORY = {"target": 0.15, "spill": 0.85, "pause": 0.9, "transfer": 0.05}
 ROWS, N, CHUNK = 240, 96, 20
 NAMES = "y", "dx", "dgamma", "dbeta"
 both = pytest.mark.parametrize("rounding", ["fast", "nearest"])
