@@ -1,7 +1,7 @@
 """
 What Dask and files cost beside the plain call, and what limits a cluster: `make scale`.
 
-Writes docs/evidence/scale.md, and tables calculated from it into docs/explanation/scale.md. Four
+Writes docs/evidence/scale.md, and tables calculated from it into docs/explanation/scale.md. Seven
 minutes, alone on the machine, with 33 GB free on its disk.
 """
 
@@ -38,13 +38,15 @@ from stablenorm.reference.partial import PARTIAL
 from stablenorm.timing import measure_interleaved
 from stablenorm.types import Norm
 
-# 512 MiB of float32, in chunks of 64 and of 8 MiB. At most 5 % is wanted of the first.
-N, ROWS, CHUNK_ROWS, GATE = 1024, 2**17, (2**14, 2**11), 0.05
+# 1 GiB of float32, in chunks of 64 and of 8 MiB. At most 5 % is wanted of the first.
+N, ROWS, CHUNK_ROWS, GATE = 1024, 2**18, (2**14, 2**11), 0.05
 # What a process keeps of the memory of results: of new memory, the system's pages took up to ten times
 # as long as the call, and no two calls the same.
 IDLE, IDLE_OF_WORKER = 6 * 2**30, 2 * 2**30
 MB = 10**6
 ONE, BOTH = DIRECTIONS = "forward", "forward and backward"
+# What Dask alone takes: a function of each chunk that returns it.
+NOTHING = "nothing"
 # Tasks enough for a rate; bytes of messages; of the files of `apply`.
 TASKS, MESSAGES, FILES, LARGE = 2000, (1, 10**5, 10**7), (2**30, 2**32), 16 * 10**9
 # Of the speed of cp, and of memory.
@@ -67,6 +69,8 @@ def cluster(limit: int = 0) -> distributed.LocalCluster:
 
 def results(x: Any, gamma: Any, beta: Any, dy: Any, direction: str, **keywords: Any) -> list[Any]:
     """Return what is computed of arrays, whole or lazy."""
+    if direction == NOTHING:
+        return [da.map_blocks(np.asarray, x, dtype=x.dtype, meta=x._meta, token=f"{keywords}")]
     if direction == ONE:
         return [sn.layer_norm(x, gamma, beta, **keywords)]
     y, cache = sn.layer_norm_forward(x, gamma, beta, **keywords)
@@ -84,42 +88,54 @@ def calls() -> list[tuple[Any, ...]]:
     x, gamma, beta, dy, *_ = make_problem((ROWS, N), "float32")
     # What is still known to a scheduler is not computed again: each call has an eps of its own.
     eps = (1e-5 * (1 + i * 1e-6) for i in itertools.count())
+    kinds = list(itertools.product(CHUNK_ROWS, (NOTHING, *DIRECTIONS)))
+    set_idle_limit(IDLE)
+
+    def call(threads: int, way: str, pairs: Any, run: Any = len) -> Any:
+        def made() -> Any:
+            sn.set_num_threads(threads)
+            each = next(eps)
+            return [run(results(x, gamma, beta, dy, way, eps=each)) for x, dy in pairs]
+
+        return made
+
+    def plain(k: int, way: str, rows: int) -> dict[str, Any]:
+        if way == NOTHING:
+            return {}
+        chunks = [(x[i : i + rows], dy[i : i + rows]) for i in range(0, ROWS, rows)]
+        return {"whole": call(k, way, [(x, dy)]), "loop": call(k, way, chunks, list)}
+
+    def threaded(lazy: Any) -> Any:
+        return persist(*lazy, scheduler="threads", num_workers=sn.get_num_threads())
+
+    def spread(lazy: Any) -> None:
+        distributed.wait(client.persist(lazy))
+
     found = []
+
+    def take(workers: str, ways: dict[str, Any], rows: int, way: str) -> None:
+        taken = measure_interleaved(ways, rounds=9, least=3, limit=10)
+        times = [taken[name].median if name in taken else 0.0 for name in ("whole", "loop", "dask")]
+        found.append((4 * N * rows, 4 * N * ROWS, way, workers, times))
+
+    # First, since even an idle cluster takes its share.
+    for (rows, way), k in itertools.product(kinds, (1, 2)):
+        local = [tuple(da.from_array(each, (rows, N)) for each in (x, dy))]
+        ways = plain(k, way, rows) | {"dask": call(k, way, local, threaded)}
+        take(f"{k} thread{'s' * (k > 1)}", ways, rows, way)
     with cluster() as workers, distributed.Client(workers) as client:
         client.run(sn.set_num_threads, 1)
         client.run(set_idle_limit, IDLE_OF_WORKER)
-        set_idle_limit(IDLE)
-
-        def spread(lazy: Any) -> None:
-            distributed.wait(client.persist(lazy))
-
-        def threaded(lazy: Any) -> Any:
-            count = sn.get_num_threads()
-            return persist(*lazy, scheduler="threads", num_workers=count)
-
-        for rows, direction in itertools.product(CHUNK_ROWS, DIRECTIONS):
-
-            def call(threads: int, pairs: Any, run: Any = len, way: str = direction) -> Any:
-                def made() -> Any:
-                    sn.set_num_threads(threads)
-                    each = next(eps)
-                    return [run(results(x, gamma, beta, dy, way, eps=each)) for x, dy in pairs]
-
-                return made
-
-            chunks = [(x[i : i + rows], dy[i : i + rows]) for i in range(0, ROWS, rows)]
-            local = [tuple(da.from_array(each, (rows, N)) for each in (x, dy))]
+        for rows, way in kinds:
             far = client.persist([filled(ROWS, (rows, N), k) for k in (1, 2)])
             distributed.wait(far)
-            ways = {"processes, 2": call(2, [far], spread)}
-            for k in (1, 2):
-                ways |= {f"whole, {k}": call(k, [(x, dy)]), f"loop, {k}": call(k, chunks, list)}
-                ways |= {f"threads, {k}": call(k, local, threaded)}
-            taken = measure_interleaved(ways, rounds=9, least=3, limit=10)
-            found.append(
-                (4 * N * rows, 4 * N * ROWS, direction, {k: t.median for k, t in taken.items()})
+            take(
+                "2 processes",
+                plain(2, way, rows) | {"dask": call(2, way, [far], spread)},
+                rows,
+                way,
             )
-            del far, ways
+            del far
     return found
 
 
@@ -283,16 +299,14 @@ def marked(text: str, missed: bool, limit: str) -> str:
 def evidence(found: Any) -> str:
     """Return the page of what was measured."""
     body = []
-    for nbytes, size, direction, medians in found["calls"]:
-        for way, k in (("threads", 1), ("threads", 2), ("processes", 2)):
-            whole, loop, lazy = (medians[f"{each}, {k}"] for each in ("whole", "loop", way))
-            more = lazy / loop - 1
-            missed = nbytes == 4 * N * CHUNK_ROWS[0] and way == "threads" and more > GATE
-            shown = marked(f"{more:+.1%}", missed, f"above {GATE:.0%}")
-            each = f"{1e3 * (lazy - loop) * nbytes / size:+.2f} ms"
-            times = map(seconds, (whole, loop, lazy))
-            workers = f"{k} {way}" if k > 1 else "1 thread"
-            body.append((byte_words(nbytes), direction, workers, *times, shown, each))
+    for nbytes, size, direction, workers, times in found["calls"]:
+        _, loop, lazy = times
+        more = lazy / loop - 1 if loop else 0.0
+        missed = nbytes == 4 * N * CHUNK_ROWS[0] and "thread" in workers and more > GATE
+        shown = marked(f"{more:+.1%}" if loop else "", missed, f"above {GATE:.0%}")
+        each = f"{1e3 * (lazy - loop) * nbytes / size:+.2f} ms"
+        words = [seconds(each) if each else "" for each in times]
+        body.append((byte_words(nbytes), direction, workers, *words, shown, each))
     sizes = " or ".join(sorted({byte_words(size) for _, size, *_ in found["calls"]}))
     speeds = []
     for size, taken in found["files"]["sizes"]:
@@ -316,8 +330,9 @@ def evidence(found: Any) -> str:
 
 x of {sizes}, float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
 and by Dask, whose results stay in chunks. What Dask adds is its time over that of the loop; at most {GATE:.0%}
-is wanted of threads with chunks of 64 MiB. The processes hold their x and dy before the clock starts. Results
-use the memory of earlier ones again (`set_idle_limit`).
+is wanted of threads with chunks of 64 MiB. The rows "{NOTHING}" are what Dask alone takes: `map_blocks` of a
+function that returns its block. The processes hold their x and dy before the clock starts. Results use the memory
+of earlier ones again (`set_idle_limit`).
 
 {table(("chunk", "direction", "workers", "whole", "loop", "Dask", "added", "per chunk"), body)}
 
@@ -365,7 +380,8 @@ def limits(found: Any) -> dict[str, str]:
     ]
     price += [(f"{what}, tasks per chunk", digits(count)) for what, count in found["tasks"].items()]
     per_chunk = found["tasks"][f"{BOTH}, fast"] * found["costs"]["task"][1]
-    arithmetic = next(t["loop, 2"] / size for _, size, way, t in found["calls"] if way == BOTH)
+    loops = (t[1] / size for _, size, *what, t in found["calls"] if what == [BOTH, "2 threads"])
+    arithmetic = next(loops)
     fleet = []
     for chunk in (8, 64, 256, 1024):
         chunks, sums = DATA / chunk / MB, 2 * N * PARTIAL.itemsize / chunk / MB
