@@ -71,7 +71,7 @@ rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alon
 kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
 	$(BIN)/python benchmarks/kernels.py
 
-scale: $(VENV)/.dev  ## Dask and files beside the plain call, and what limits a cluster, into docs: 7 min
+scale: $(VENV)/.dev  ## Dask and files beside the plain call, and what limits a cluster, into docs: 8 min
 	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
