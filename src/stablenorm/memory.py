@@ -105,6 +105,7 @@ class Pool:
 
     @limit.setter
     def limit(self, limit: float) -> None:
+        """Set what the user chose; a worker of Dask does not change it."""
         self._limit = limit
 
     @property
