@@ -155,8 +155,8 @@ def layer_norm_forward(
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
-        in about its time (n = 64: 1.2 to three times). Rows in which it varies take the
-        slow reference, and are not there yet for ``rounding="nearest"``. Not for CUDA arrays.
+        in about its time; short rows take longer. Rows in which it varies take the slow
+        reference, and are not there yet for ``rounding="nearest"``. Not for CUDA arrays.
     save : {"x", "y", "recompute"}, default: "x"
         What the cache keeps. "x": `x` and the statistics; the fastest. "y": the result and the
         statistics, so that `x` can be freed; the backward makes x again, with an error:
