@@ -5,6 +5,7 @@ Inputs are left alone, the same call gives the same bits, and the backward is li
 one `Finding`, whose message is one line, also where the functions raise.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ class Contract:
                 "the backward leaves dy, the cache and the arguments alone": self._leaves_alone,
                 "the backward is deterministic, and a cache can be used twice": self._repeats,
                 "the backward is linear in dy": self._linear,
+                "the backward uses the cache that it is given": self._uses_its_cache,
             }
         found = []
         for name, check in checks.items():
@@ -63,10 +65,11 @@ class Contract:
         """Return gradients, copied: a backward may fill a buffer of its own again."""
         returned = self._loss.operation.gradients(dy, cache, self._loss.args)
         found = {}
-        for name, now in zip(self._spans, returned, strict=True):
+        for position, (name, now) in enumerate(zip(self._spans, returned, strict=True)):
             # What was not fit to be compared the first time is not looked at again.
             if name in self._gradients:
-                found[name] = as_array(f"the gradient of {name}", now).copy()
+                array = as_array(f"the gradient of {name}", now)
+                found[name] = self._loss.settled(position, array)
                 shapes = self._gradients[name].shape, found[name].shape
                 if shapes[0] != shapes[1]:
                     msg = f"the gradient of {name} had shape {shapes[0]}, then came {shapes[1]}"
@@ -131,6 +134,50 @@ class Contract:
         runs = [self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS)]
         said = [_apart(f"the gradient of {n}", [each[n] for each in runs]) for n in runs[0]]
         return next(filter(None, said), "")
+
+    def _uses_its_cache(self) -> str:
+        """Pull dy back through the first of two forwards, after the second one."""
+        operation, cache = self._loss.operation, self._forward()[1]
+        # A class that keeps what it needs has none.
+        if cache is None:
+            return ""
+        try:
+            copied = copy.deepcopy(cache)
+        except Exception:  # noqa: BLE001 - whatever an object of the user's raises
+            copied = None
+        try:
+            operation.forward(self._elsewhere())
+        except FaultError:
+            # Nothing can be asked where the operation is not defined.
+            return ""
+        if not self._off(cache):
+            return ""
+        if copied is None:
+            operation.overwritten = (
+                "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
+            )
+        elif self._off(copied):
+            return "it returns the gradients of the latest forward, whose cache it was not given"
+        else:
+            operation.overwritten = "results, and the cache, are overwritten by the next call"
+        return ""
+
+    def _elsewhere(self) -> list[Array | None]:
+        """Return the arguments, moved by up to a quarter of their scales, as differences do."""
+        moved: list[Array | None] = []
+        for a, span in zip(self._loss.args, self._spans.values(), strict=True):
+            # At random: a shift of all elements is nothing to a softmax.
+            by = span * self._rng.uniform(-0.25, 0.25, span.shape)
+            moved.append(None if a is None else (a + by.reshape(a.shape)).astype(a.dtype))
+        return moved
+
+    def _off(self, cache: Any) -> bool:
+        """Tell whether a backward through `cache` does not give the gradients that it gave at first."""
+        try:
+            found = self._pull(self._loss.cotangent(), cache)
+        except FaultError:
+            return True
+        return any(_apart(name, [a, found[name]]) for name, a in self._gradients.items())
 
     def _linear(self) -> str:
         cache, loss = self._forward()[1], self._loss

@@ -168,10 +168,10 @@ def _check(
     except FaultError as fault:
         form = str(fault)
     results, sound = {}, {}
-    for label, array, gradient in zip(spans, loss.args, gradients, strict=True):
-        refused = _refused(label, array, gradient, form)
+    for position, (label, gradient) in enumerate(zip(spans, gradients, strict=True)):
+        refused = _refused(label, loss.args[position], gradient, form)
         if refused is None:
-            sound[label] = np.array(gradient)
+            sound[label] = loss.settled(position, np.asarray(gradient))
         else:
             results[label] = refused
     contract = Contract(loss, spans, sound, rng)
@@ -198,6 +198,8 @@ def _check(
     for label, comparer in comparers.items():
         results[label] = judge(label, comparer, found[label])
         findings += kinks(label, found[label], comparer.shape)
+    if message := loss.operation.overwritten:
+        findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
         near = "the forward can be called near the arguments"
         name = near if raised else "y always has one shape"

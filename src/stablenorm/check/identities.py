@@ -64,7 +64,7 @@ def row_identities(
 
     Notes
     -----
-    The bounds are what arithmetic in the dtype of `dx` may lose, a few times (4 + sqrt(n) / 2) u of
+    The bounds are what arithmetic in the coarsest dtype of x, dy and the output may lose, a few times (4 + sqrt(n) / 2) u of
     the magnitudes that dx is made of. They include what an offset costs a variance made of E[x^2]
     and the mean; where that leaves no digits, they are infinite.
 
@@ -113,7 +113,7 @@ def row_identities(
 
 
 def _dx_identities(case: Case, dx: Array) -> list[Identity]:
-    expected = Expected(case, unit_roundoff(dx.dtype))
+    expected = Expected(case, _coarsest(case, dx))
     # Divided by rstd, all is of the size of g.
     scaled = dx.astype(np.float64) * expected.s
     bound = expected.bounds_of("dx", dx.dtype).careless * expected.s
@@ -136,11 +136,16 @@ def _euler(case: Case, y: Array, dgamma: Array, dbeta: Array | None) -> Identity
     }
     for name, (weights, array) in products.items():
         if array is not None:
-            off = Expected(case, unit_roundoff(array.dtype)).bounds_of(name, array.dtype).careless
+            off = Expected(case, _coarsest(case, array)).bounds_of(name, array.dtype).careless
             terms.append((weights * array.astype(np.float64)).reshape(-1))
             bounds.append((np.abs(weights) * off).reshape(-1))
     name = "<gamma, dgamma> + <beta, dbeta> = <dy, y>"
     return _worst(name, np.concatenate(terms)[None], np.concatenate(bounds)[None])
+
+
+def _coarsest(case: Case, array: Array) -> float:
+    """Return the coarsest roundoff of x, dy and an output, which may have been promoted."""
+    return max(unit_roundoff(a.dtype) for a in (case.x, case.dy, array))
 
 
 def _worst(name: str, terms: Array, bounds: Array) -> Identity:

@@ -1,5 +1,6 @@
 """`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences are the witness."""
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.cases import ROWS, hard_inputs, invariances, judge_trial, ordinary
+from stablenorm.check.cases import ROWS, hard_inputs, invariances, judge_trial, ordinary, tails
 from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import OUTPUTS, Candidate, Case, Judged, statistics, unit
 from stablenorm.check.compare import name_pattern
@@ -192,7 +193,7 @@ def _check(
     if not np.isfinite(norm.gamma_offset) or (norm.gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {norm.gamma_offset}"
         raise ValueError(msg)
-    forward, backward = exercise(takes, forward, backward)
+    forward, backward = exercise(takes, _taking_eps(forward), backward)
     scale = None
     usable = (
         is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size and np.isfinite(norm.x).all()
@@ -236,6 +237,18 @@ def _check(
         backward_calls=report.backward_calls + operation.backward_calls,
         seconds=time.perf_counter() - start,
     )
+
+
+def _taking_eps(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that takes eps as its fourth argument, also if it wants it by name."""
+    try:
+        eps = inspect.signature(forward).parameters.get("eps")
+    except (TypeError, ValueError):
+        # Of what is not written in Python, or not callable.
+        return forward
+    if eps is None or eps.kind is not eps.KEYWORD_ONLY:
+        return forward
+    return lambda x, gamma, beta, eps, **more: forward(x, gamma, beta, eps=eps, **more)
 
 
 def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
@@ -290,7 +303,7 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
         add("right for hard inputs", "NOTE", message, layer="hard inputs")
     else:
         base = ordinary(cases[1], rng, ROWS)
-        for trial in invariances(base, rng, takes_eps=takes_eps):
+        for trial in (tails(given, rng), *invariances(base, rng, takes_eps=takes_eps)):
             add(f"right for {trial.name}", *judge_trial(candidate, trial))
         for trial in hard_inputs(base, rng):
             add(f"right for {trial.name}", *judge_trial(candidate, trial), layer="hard inputs")

@@ -73,13 +73,17 @@ class Operation:
     def __init__(self, forward: Forward, backward: Backward):
         self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
+        # What is worth knowing of results that do not last; empty where they do.
+        self.overwritten = ""
+        # By result, the latest as it was returned, and a copy.
+        self._latest: dict[str | int, tuple[Array, Array]] = {}
 
     def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
         """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
         self.forward_calls += 1
         result = _called("forward", self._forward, *args, *extra)
         if isinstance(result, (tuple, list)) and len(result) == 2:
-            return as_array("the y that forward returns", result[0]), result[1]
+            return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
         kind = type(result).__name__
         kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
         msg = f"forward must return (y, cache), got {kind}"
@@ -97,7 +101,18 @@ class Operation:
             got, count = len(returned), len(args)
             msg = f"backward must return {count} gradients, one for each argument, got {got}"
             raise FaultError(msg)
-        return list(returned)
+        return [
+            self._copied(i, each) if isinstance(each, np.ndarray) else each
+            for i, each in enumerate(returned)
+        ]
+
+    def _copied(self, name: str | int, result: Array) -> Array:
+        """Copy a result, since the next call may fill the same array; remember if one has."""
+        before, copied = self._latest.get(name, (result, result))
+        if before.tobytes() != copied.tobytes() and np.may_share_memory(before, result):
+            self.overwritten = "results are overwritten by the next call; copy what is to be kept"
+        self._latest[name] = result, result.copy()
+        return self._latest[name][1]
 
 
 def as_array(name: str, value: Any) -> Array:
@@ -136,6 +151,17 @@ class Loss:
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
         return self.u.reshape(self.shape).astype(self.dtype)
+
+    def settled(self, position: int, gradient: Array) -> Array:
+        """
+        Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy.
+
+        A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
+        """
+        dtypes = gradient.dtype, np.asarray(self.args[position]).dtype, self.dtype
+        with np.errstate(over="ignore"):
+            rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
+        return rounded if np.isfinite(rounded).all() else gradient.copy()
 
     def output(self, position: int, where: Any, values: Array) -> Array:
         """

@@ -1,0 +1,215 @@
+"""What people write, right and wrong, as one table: each has one verdict, and words that say why."""
+
+import copy
+import threading
+
+import numpy as np
+import pytest
+from checked_operations import data, softmax, softmax_backward
+
+from stablenorm import check_gradients, check_layer_norm, check_rms_norm
+from stablenorm.testing import mistakes as m
+
+LAYER = check_layer_norm, m.forward, m.backward
+RMS = check_rms_norm, m.rms_forward, m.rms_backward
+
+
+def wrong_dx(right, make):
+    """Return a backward whose dx is made of the right one, dy and the cache."""
+
+    def backward(dy, cache):
+        dx, *sums = right(dy, cache)
+        return make(dx, dy, cache), *sums
+
+    return backward
+
+
+def zero_on_constant_rows(dx, _, cache):
+    return np.where(cache.var < 1e-12, 0, dx).astype(dx.dtype)
+
+
+def clipped(forward, backward):
+    """Clip rstd: of rows whose var is tiny."""
+
+    def call(x, gamma, beta, eps):
+        _, cache = forward(x, gamma, beta, eps)
+        rstd = np.minimum(cache.rstd, 100)
+        xhat = (x - cache.mean) * rstd
+        return gamma * xhat + beta, cache._replace(rstd=rstd, xhat=xhat)
+
+    return call, backward
+
+
+def dx_is_dy_of_one(dx, dy, _):
+    return dy if dy.shape[-1] == 1 else dx
+
+
+def spoiled_tail(axis):
+    """Spoil a gradient in all that lies past 8 along an axis, 1 of it in 1000."""
+
+    def make(dx, *_):
+        dx = dx.copy()
+        tail = np.moveaxis(dx.reshape(-1, dx.shape[-1]), axis, 0)[8:]
+        tail *= 1.001
+        return dx
+
+    return make
+
+
+class Latest:
+    """A module with a state: its backward takes a cache, and does not look at it."""
+
+    def __init__(self, forward, backward):
+        self._pair = forward, backward
+
+    def forward(self, *args):
+        y, self.state = self._pair[0](*args)
+        return y, self.state
+
+    def backward(self, dy, _):
+        return self._pair[1](dy, self.state)
+
+
+class Buffers:
+    """Fills the same arrays on every call, those of the cache as well; `locked`: not to be copied."""
+
+    def __init__(self, forward, backward, locked=False):
+        self._pair, self._held, self._locked = (forward, backward), {}, locked
+
+    def _put(self, name, value):
+        there = self._held.setdefault((name, np.shape(value)), np.empty_like(value))
+        there[...] = value
+        return there
+
+    def forward(self, *args):
+        y, cache = self._pair[0](*args)
+        kept = [self._put(i, each) for i, each in enumerate(cache)]
+        kept = kept if len(kept) == len(cache) else cache
+        made = type(cache)(*kept) if isinstance(cache, tuple) else self._put("cache", cache)
+        return self._put("y", y), (made, threading.Lock()) if self._locked else made
+
+    def backward(self, dy, cache):
+        found = self._pair[1](dy, cache[0] if self._locked else cache)
+        return tuple(self._put(f"d{i}", each) for i, each in enumerate(found))
+
+
+def both(thing):
+    return thing.forward, thing.backward
+
+
+def promoted(forward, backward):
+    """Divide by a count and add an eps that NumPy 2 takes for float64, as it does any of its scalars."""
+
+    def call(x, gamma, beta, eps):
+        n = np.prod(x.shape[-1:])
+        _, cache = forward(x, gamma, beta, eps)
+        assert cache.xhat.dtype == x.dtype
+        return gamma * cache.xhat + beta, (cache, n)
+
+    def pull(dy, held):
+        cache, n = held
+        dx, dgamma, dbeta = backward(dy, cache)
+        return dx * np.float64(1) * n / n, dgamma * np.float64(1), dbeta * np.float64(1)
+
+    return call, pull
+
+
+def keyword_eps(forward, backward):
+    def call(x, /, gamma, beta, *, eps):
+        return forward(x, gamma, beta, eps)
+
+    return call, backward
+
+
+# By name: what makes both functions of the right ones, the verdict, words of the report, and the
+# dtypes in which it is asked.
+WIDE, BOTH = ("float64",), ("float64", "float32")
+OVERWRITTEN = "overwritten by the next call"
+FORMS = {
+    "right": (lambda f, b: (f, b), "PASS", "", BOTH),
+    "dx = 0 on constant rows": (
+        lambda f, b: (f, wrong_dx(b, zero_on_constant_rows)), "FAIL", "constant rows", BOTH),
+    "rstd clipped at 100": (clipped, "FAIL", "constant rows", BOTH),
+    "dx = dy for n = 1": (
+        lambda f, b: (f, wrong_dx(b, dx_is_dy_of_one)), "FAIL", "n = 1", BOTH),
+    "columns from 8 on": (
+        lambda f, b: (f, wrong_dx(b, spoiled_tail(-1))), "FAIL", "19 rows of 33", BOTH),
+    "rows from 8 on": (
+        lambda f, b: (f, wrong_dx(b, spoiled_tail(0))), "FAIL", "19 rows of 33", BOTH),
+    "the latest forward": (
+        lambda f, b: both(Latest(f, b)), "FAIL", "of the latest forward", WIDE),
+    "a buffer for each result": (lambda f, b: both(Buffers(f, b)), "PASS", OVERWRITTEN, BOTH),
+    "a cache that cannot be copied": (
+        lambda f, b: both(Buffers(f, b, locked=True)), "PASS", OVERWRITTEN, WIDE),
+    "promoted gradients": (promoted, "PASS", "", ("float32",)),
+    "keyword-only eps": (keyword_eps, "PASS", "", WIDE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("check", "forward", "backward"), [LAYER, RMS], ids=["layer", "rms"])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [(name, dtype) for name, form in FORMS.items() for dtype in form[3]]
+)
+def test_each_form_has_its_verdict(check, forward, backward, form, dtype):
+    make, verdict, words, _ = FORMS[form]
+    report = check(*make(forward, backward), *data(0, (4, 8), dtype=dtype), rng=0)
+    assert report.verdict == verdict, str(report)
+    assert any(words in f"{each.name}: {each.message}" for each in report.findings), str(report)
+    if verdict == "PASS":
+        assert sum(OVERWRITTEN in each.message for each in report.findings) == bool(words)
+
+
+@pytest.mark.parametrize("check", [check_layer_norm, check_rms_norm])
+def test_only_a_formula_that_is_right_is_called_right(check):
+    """On constant rows a plain formula loses nothing; where squares overflow it loses all."""
+    forward, backward = (LAYER if check is check_layer_norm else RMS)[1:]
+    report = check(forward, backward, *data(0), rng=0)
+    notes = {each.name: each.message for each in report.findings if each.verdict == "NOTE"}
+    assert not any("constant" in name or "tiny" in name for name in notes), str(report)
+    assert "formula is right" not in notes["right for huge values"]
+    narrow = check(forward, backward, *data(0, dtype=np.float32), rng=0)
+    notes = {each.name: each.message for each in narrow.findings if each.verdict == "NOTE"}
+    # Of float32, float64 has room for the squares.
+    assert "its formula is right" in notes["right for huge values"]
+
+
+def doubled(x):
+    return np.float64(2) * x.astype(np.float64), x
+
+
+# Of operations in general: a state, buffers, promoted results, no cache at all.
+GENERAL = {
+    "the latest forward": (both(Latest(softmax, softmax_backward)), "FAIL", "latest forward"),
+    "buffers": (both(Buffers(softmax, softmax_backward)), "PASS", OVERWRITTEN),
+    "promoted": (
+        (lambda x: (lambda p: (p * np.float64(1), p))(softmax(x)[0]),
+         lambda dy, p: (softmax_backward(dy.astype(p.dtype), p)[0] * np.float64(1),)), "PASS", ""),
+    "no cache": (
+        (lambda x: (STATE.update(p=softmax(x)[0]) or STATE["p"], None),
+         lambda dy, _: softmax_backward(dy, STATE["p"])), "PASS", ""),
+}  # fmt: skip
+STATE = {}
+
+
+@pytest.mark.parametrize("name", GENERAL)
+def test_each_operation_has_its_verdict(name):
+    functions, verdict, words = GENERAL[name]
+    x = data(0)[0].astype(np.float32 if name == "promoted" else np.float64)
+    report = check_gradients(*functions, [x], rng=0)
+    assert report.verdict == verdict, str(report)
+    assert any(words in each.message for each in report.findings), str(report)
+
+
+def test_a_cache_is_copied_with_all_that_is_in_it():
+    """The NOTE, not a FAIL: also where the buffers lie deep in what the cache holds."""
+    made = Buffers(m.forward, m.backward)
+
+    def forward(*args):
+        y, cache = made.forward(*args)
+        return y, {"deep": [cache]}
+
+    report = check_layer_norm(
+        forward, lambda dy, cache: made.backward(dy, cache["deep"][0]), *data(0), rng=0
+    )
+    assert report.passed, str(report)
+    assert copy.deepcopy(report).passed
