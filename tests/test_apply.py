@@ -152,9 +152,9 @@ def test_boxes_are_every_row_once(lead, rows):
 BAD = {
     "gamma": (
         ["x.npy", "--gamma", "x.npy"],
-        "gamma must have shape (32,) to match x normalized over the last axes, got (13, 32)",
+        "gamma must have shape (32,) to match x, got (13, 32) in",
     ),
-    "no gamma": (["x.npy", "--gamma", "none.npy"], "over the last axes, got (0, 32)"),
+    "no gamma": (["x.npy", "--gamma", "none.npy"], "to match x, got (0, 32) in none.npy"),
     "int": (["int.npy"], "int.npy must be float16, bfloat16, float32 or float64, got int64"),
     "short": (["short.npy"], "must hold 1664 bytes of data, as its header says, got fewer"),
     "not there": (["absent.npy"], "absent.npy, which is not there"),

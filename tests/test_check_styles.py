@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from checked_files import CORE, USUAL, shown, write
+from interpreter import run_python
 
 from stablenorm.cli import main
 
@@ -50,6 +51,12 @@ def layer_norm_forward(x, axis=-1, weight=None, bias=None, *, eps):
     y, cache = norm(x, weight, bias, eps)
     return y, *cache
 def layer_norm_backward(dy, cache):
+    return grads(dy, *cache)
+""",
+    "each by place or by name": """
+def layer_norm_forward(x, /, gamma, beta, *, eps):
+    return norm(x, gamma, beta, eps)
+def layer_norm_backward(dy, /, *, cache):
     return grads(dy, *cache)
 """,
     "three axes only": """
@@ -127,6 +134,23 @@ class Norm:
         self.dbeta += db
         return dx
 """,
+    "slots, a lock and a file": """
+import os, threading
+class LayerNorm:
+    __slots__ = "gamma", "beta", "eps", "held", "dgamma", "dbeta", "lock", "file"
+    def __init__(self, n, eps=1e-5):
+        self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
+        self.lock, self.file = threading.Lock(), open(os.devnull)
+    def forward(self, x):
+        with self.lock:
+            self.held = stats(x, self.eps)
+        return self.gamma * self.held[0] + self.beta
+    def backward(self, dy):
+        dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
+        return dx
+    def __del__(self):
+        self.file.close()
+""",
     "a class without parameters": """
 class LayerNorm:
     eps = 1e-5
@@ -192,6 +216,19 @@ def test_what_was_assumed_is_said(style, options, words, capsys):
     assert [each for each in words.split("|") if each not in out] == [], out
     refused = "note: not for x of shape [2, 3, 8]: ValueError: too many values to unpack"
     assert (refused in out) == ("rows only" in style)
+
+
+def test_a_file_that_closes_the_streams_is_judged_all_the_same():
+    """Those that Python has, and those that the system has."""
+    closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"
+    for more in ("", "os.close(0)\n", "os.close(2)\n"):
+        write(closing + more + CORE + USUAL)
+        done = run_python(
+            "from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py']))"
+        )
+        assert "PASS: an error of" in done.stdout, done
+        assert done.returncode == 0
+        assert "Traceback" not in done.stderr
 
 
 RSTD = "1 / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps)"

@@ -8,7 +8,7 @@ from stablenorm import Gradients, LayerNorm, layer_norm, layer_norm_backward, la
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 
 BAD_FORWARD = [
-    ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64"),
+    ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass x.astype\\(np.float32\\)"),
     ({"x": X.astype(bool)}, TypeError, "got bool"),
     ({"x": X.astype(complex)}, TypeError, "got complex128"),
     ({"x": X.astype(object)}, TypeError, "got object"),
@@ -29,8 +29,14 @@ BAD_FORWARD = [
     ({"eps": np.inf}, ValueError, "eps must be finite and >= 0, got inf"),
     ({"eps": 10**400}, ValueError, "eps must be finite and >= 0, got 1000"),
     ({"gamma": np.ones(4), "gamma_offset": 10**400}, ValueError, "gamma_offset must be finite, got 1000"),
-    ({"eps": "small"}, TypeError, "eps must be a number, got 'small'"),
-    ({"eps": None}, TypeError, "eps must be a number, got None"),
+    ({"eps": "small"}, TypeError, "eps must be a real number, got 'small'"),
+    ({"eps": "1e-5"}, TypeError, "eps must be a real number, got '1e-5'"),
+    ({"eps": np.complex64(1)}, TypeError, "eps must be a real number, got"),
+    ({"eps": None}, TypeError, "eps must be a real number, got None"),
+    ({"x": [[1.0, 2.0], [3.0]]}, ValueError, "x must be an array, or nested lists with rows of one"),
+    ({"axis": np.array([1, 2])}, TypeError, r"got array\(\[1, 2\]\); pass a tuple"),
+    ({"axis": [1, 2]}, TypeError, r"got \[1, 2\]; pass a tuple"),
+    ({"out": np.ma.masked_array(X, hard_mask=True)}, TypeError, "out must be a plain array"),
     ({"rounding": "exact"}, ValueError, 'rounding must be "fast" or "nearest", got \'exact\''),
     ({"backend": "torch"}, ValueError, "backend must be one of .*'numpy'.*, got 'torch'"),
     ({"out": np.empty((2, 3), np.float32)}, ValueError, r"out must have shape \(2, 3, 4\), got \(2, 3\)"),
@@ -54,9 +60,36 @@ def test_out_must_be_writeable_and_distinct():
     _, cache = layer_norm_forward(X)
     with pytest.raises(ValueError, match=r"out.dx must be writeable"):
         layer_norm_backward(X, cache, out=(frozen, None, None))
-    shared = np.lib.stride_tricks.as_strided(np.empty(4, np.float32), X.shape, (0, 0, 4))
-    with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
-        layer_norm(X, out=shared)
+    memory, strided = np.zeros(64, np.float32), np.lib.stride_tricks.as_strided
+    # By a stride of zero, by windows that slide, and by steps that meet.
+    for strides in [(0, 0, 4), (4, 4, 4), (16, 8, 4), (12, 8, 8)]:
+        with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
+            layer_norm(X, out=strided(memory, X.shape, strides))
+    # Whatever has none in common is taken, also where one axis lies between two of another.
+    expected = layer_norm(X)
+    for strides in [(4, 8, 24), (64, -16, 4), (4, 32, 8), (28, 8, 56)]:
+        out = strided(memory[32:], X.shape, strides)
+        np.testing.assert_array_equal(layer_norm(X, out=out), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"shape": 0}, ValueError, "shape must be at least 1, got 0"),
+        ({"shape": ()}, ValueError, "shape must be the length of at least one axis"),
+        ({"shape": 2.5}, TypeError, "shape must be an int, got 2.5"),
+        ({"shape": 3, "eps": -1}, ValueError, "eps must be finite and >= 0, got -1"),
+        (
+            {"shape": 3, "rounding": "up"},
+            ValueError,
+            'rounding must be "fast" or "nearest", got \'up\'',
+        ),
+        ({"shape": 3, "axis": (0, 1)}, ValueError, r"axis must be an int, or a tuple of as many"),
+    ],
+)
+def test_a_layer_is_refused_when_it_is_made(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LayerNorm(**arguments)
 
 
 def test_out_that_overlaps_is_refused_before_anything_is_written():
@@ -147,10 +180,10 @@ BAD_CALLS = [
         r"x must have lengths \(5,\) along axis -1, got \(4,\)",
     ),
     (lambda: LayerNorm(4, dtype=np.int32), TypeError, "dtype must be float16.*got int32"),
-    (lambda: LayerNorm(4, gamma_offset="a"), TypeError, "gamma_offset must be a number, got 'a'"),
+    (lambda: LayerNorm(4, gamma_offset="a"), TypeError, "gamma_offset must be a real number, got 'a'"),
     (lambda: LayerNorm(4, gamma_offset=np.inf), ValueError, "gamma_offset must be finite, got inf"),
     (lambda: LayerNorm(4, eps=-1).forward(X), ValueError, "eps must be finite and >= 0, got -1"),
-    (lambda: LayerNorm((3, 4), axis=-1).forward(X), ValueError, r"lengths \(3, 4\) along axis -1, got"),
+    (lambda: LayerNorm((3, 4), axis=-1), ValueError, r"as many as shape \(3, 4\), got -1"),
 ]  # fmt: skip
 
 

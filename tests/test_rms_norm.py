@@ -138,7 +138,7 @@ def test_what_is_refused():
         layer_norm(x, gamma_offset=1.0)
     with pytest.raises(ValueError, match="gamma_offset must be finite, got inf"):
         rms_norm(x, x[0], gamma_offset=np.inf)
-    with pytest.raises(TypeError, match="gamma_offset must be a number, got 'a'"):
+    with pytest.raises(TypeError, match="gamma_offset must be a real number, got 'a'"):
         rms_norm(x, x[0], gamma_offset="a")
     (_, layer), (_, rms) = layer_norm_forward(x), rms_norm_forward(x)
     with pytest.raises(

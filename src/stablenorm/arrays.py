@@ -82,17 +82,25 @@ def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
 
 
 def _convert(name: str, value: Any) -> Array:
-    if isinstance(value, np.ma.MaskedArray):
-        msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
-        raise TypeError(msg)
+    _refuse_masked(name, value)
     if is_lazy(value):
         raise TypeError(lazy(name))
     if on_cuda_device(value):
         raise TypeError(mixed(name, value, "in host memory"))
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        msg = f"{name} must be an array, or nested lists with rows of one length, got others"
+        raise ValueError(msg) from error
     check_dtype(name, array)
     # Only the byte order of this machine is computed with.
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _refuse_masked(name: str, value: Any) -> None:
+    if isinstance(value, np.ma.MaskedArray):
+        msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
+        raise TypeError(msg)
 
 
 def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -101,6 +109,7 @@ def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     if not isinstance(array, np.ndarray):
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
+    _refuse_masked(name, array)
     check_target(name, array, shape, dtype)
     if not array.flags.writeable:
         msg = f"{name} must be writeable, got a read-only array"
@@ -120,13 +129,28 @@ def check_target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[
 
 
 def check_distinct(name: str, array: Any) -> None:
-    """Raise if two elements of `array` share memory by a stride of zero."""
-    # Looked for first, since of small arrays the loop would be a twentieth of the whole call; and
-    # an array without elements, whose strides NumPy sets to 0, has none to share.
-    both = zip(array.strides, array.shape, strict=True)
-    if 0 in array.strides and array.size and any(step == 0 < length - 1 for step, length in both):
-        msg = f"{name} must have an element of its own for each result, got strides {array.strides}"
-        raise ValueError(msg)
+    """Raise if two elements of `array` share memory, by a stride of zero or a short one."""
+    if array.flags.c_contiguous or _are_distinct(array):
+        return
+    msg = f"{name} must have an element of its own for each result, got strides {array.strides}"
+    raise ValueError(msg)
+
+
+def _are_distinct(array: Any) -> bool:
+    both = sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
+    # Each axis steps over all that the shorter steps reach: so it is of every slice of an array.
+    reach, nested = array.itemsize, True
+    for step, length in both:
+        nested = nested and step >= reach
+        reach += step * (length - 1)
+    if nested or not array.size:
+        return True
+    # What as_strided makes may be distinct all the same: two elements overlap if their first bytes
+    # are nearer than an element is long.
+    starts = np.zeros(1, np.int64)
+    for step, length in both:
+        starts = np.add.outer(starts, step * np.arange(length)).reshape(-1)
+    return bool((np.diff(np.sort(starts)) >= array.itemsize).all())
 
 
 def mixed(name: str, value: Any, others: str) -> str:
@@ -165,7 +189,8 @@ def normalize_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
     try:
         axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in given)
     except TypeError:
-        msg = f"axis must be an int or a tuple of ints, got {axis!r}"
+        cure = "; pass a tuple" * isinstance(axis, (list, np.ndarray))
+        msg = f"axis must be an int or a tuple of ints, got {axis!r:.60}{cure}"
         raise TypeError(msg) from None
     except np.exceptions.AxisError:
         msg = f"axis must name axes of x, which has {ndim} dimensions, got {axis}"

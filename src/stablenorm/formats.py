@@ -46,7 +46,9 @@ def is_supported(dtype: np.dtype[Any]) -> bool:
 def check_dtype(name: str, array: NDArray[Any]) -> None:
     """Raise TypeError unless `array` holds one of the four floating types."""
     if not is_supported(array.dtype):
-        msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}"
+        is_argument = array.dtype.kind in "iub" and name.isidentifier()
+        cure = f"; pass {name}.astype(np.float32)" * is_argument
+        msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)
 
 

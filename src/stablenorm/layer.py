@@ -13,9 +13,9 @@ from stablenorm.functional import (
     rms_norm_backward,
     rms_norm_forward,
 )
-from stablenorm.functional.calls import checked_offset
+from stablenorm.functional.calls import check_rounding, checked_offset
 from stablenorm.memory import Workspace
-from stablenorm.types import Array, Cache
+from stablenorm.types import Array, Cache, check_count, check_eps
 
 
 class _Layer:
@@ -37,14 +37,18 @@ class _Layer:
         rounding: str = "fast",
         workspace: Workspace | None = None,
     ) -> None:
-        ones = np.ones(shape, parse(dtype))
+        self.shape = _checked_lengths(shape)
+        ones = np.ones(self.shape, parse(dtype))
         check_dtype("dtype", ones)
-        self.shape = ones.shape
-        self.eps = eps
+        self.eps = check_eps(eps)
         if axis is None:
             axis = -1 if ones.ndim == 1 else tuple(range(-ones.ndim, 0))
+        if np.size(axis) != ones.ndim or not isinstance(axis, (int, tuple)):
+            msg = f"axis must be an int, or a tuple of as many as shape {self.shape}, got {axis!r:.60}"
+            raise ValueError(msg)
         self.axis = axis
         self.gamma_offset = checked_offset(gamma_offset, ones if gamma else None)
+        check_rounding(rounding)
         self.rounding = rounding
         self.workspace = workspace
         self.parameters: dict[str, Array] = {}
@@ -99,6 +103,15 @@ class _Layer:
         return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
 
 
+def _checked_lengths(shape: Any) -> tuple[int, ...]:
+    lengths = shape if isinstance(shape, (tuple, list)) else (shape,)
+    found = tuple(check_count("shape", each, least=1) for each in lengths)
+    if not found:
+        msg = "shape must be the length of at least one axis, got none"
+        raise ValueError(msg)
+    return found
+
+
 # The parameters are those of _Layer, which numpydoc does not look for.
 class LayerNorm(_Layer):  # numpydoc ignore=PR02
     """
@@ -136,8 +149,9 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
     Raises
     ------
     TypeError, ValueError
-        If `dtype` is not one of the four, `shape` holds no ints, or `gamma_offset` is not a finite
-        number or without a gamma.
+        If `dtype` is not one of the four, `shape` holds anything but ints of at least 1, `axis` does
+        not have as many, `eps` is negative or not finite, `rounding` is neither of the two, or
+        `gamma_offset` is not a finite number or without a gamma.
 
     Examples
     --------

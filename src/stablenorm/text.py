@@ -72,6 +72,12 @@ def prose(text: str) -> str:
     return re.sub(r"(?<![^\s>(])-(?=\d)", "\N{MINUS SIGN}", text)
 
 
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Escape what a terminal would obey, or cannot show: control characters but those to keep."""
+    shown = (c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+    return "".join(shown)
+
+
 def wrapped(line: str, width: int = 100) -> list[str]:
     """
     Break a line at spaces, its rest indented by four more; what has no spaces is left whole.

@@ -200,17 +200,24 @@ def check_eps(eps: Any) -> float:
     """Return `eps` as a float; TypeError if it is no number, ValueError if not finite and >= 0."""
     if type(eps) is float and 0.0 <= eps < math.inf:
         return eps
-    try:
-        value = float(eps)
-    except OverflowError:
-        value = math.inf
-    except (TypeError, ValueError):
-        msg = f"eps must be a number, got {eps!r}"
-        raise TypeError(msg) from None
+    value = real("eps", eps)
     if not 0.0 <= value < math.inf:
         msg = f"eps must be finite and >= 0, got {eps}"
         raise ValueError(msg)
     return value
+
+
+def real(name: str, value: Any) -> float:
+    """Return a number as a float; TypeError if it is none, or complex. Too large an int is inf."""
+    try:
+        if isinstance(value, (str, bytes)) or np.iscomplexobj(value):
+            raise TypeError  # noqa: TRY301 - what float() would take, or warn of
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        msg = f"{name} must be a real number, got {value!r:.60}"
+        raise TypeError(msg) from None
 
 
 def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:

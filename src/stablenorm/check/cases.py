@@ -174,9 +174,11 @@ def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str
 
 def _is_right_in_float64(candidate: Candidate, case: Case) -> bool:
     """Tell whether four digits are right once narrower data are given as float64."""
-    arrays = {name: getattr(case, name) for name in ("x", "gamma", "beta", "dy")}
-    wide = {name: a if a is None else a.astype(np.float64) for name, a in arrays.items()}
-    again = case._replace(**wide)
+    x, gamma, beta, dy = (
+        None if a is None else a.astype(np.float64)
+        for a in (case.x, case.gamma, case.beta, case.dy)
+    )
+    again = case._replace(x=x, gamma=gamma, beta=beta, dy=dy)  # type: ignore[arg-type]
     try:
         judged = candidate.judge(again, candidate.run(again)).values()
     except FaultError:

@@ -153,9 +153,7 @@ class Contract:
         if not self._off(cache):
             return ""
         if copied is None:
-            operation.overwritten = (
-                "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
-            )
+            operation.overwritten = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
         elif self._off(copied):
             return "it returns the gradients of the latest forward, whose cache it was not given"
         else:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import stablenorm
 from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
+from stablenorm.text import printable
 
 # Modules of this folder, in the order of --help.
 _COMMANDS = "run", "apply", "diagnose", "check", "bench", "complexity", "report"
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(words: object) -> None:
-    print(f"stablenorm: {words}", file=sys.stderr)
+    print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:

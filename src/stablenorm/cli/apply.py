@@ -16,7 +16,7 @@ import numpy as np
 import stablenorm
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import files, parts
-from stablenorm.cli.files import Member, choose, list_members, load
+from stablenorm.cli.files import Member, choose, list_members
 from stablenorm.cli.parts import InputError
 from stablenorm.formats import BFLOAT16, check_dtype
 from stablenorm.functional import FUNCTIONS, layer_norm, rms_norm
@@ -166,17 +166,12 @@ def _checked(arguments: argparse.Namespace) -> _Job:
     if arguments.eps is None:
         keywords["eps"] = files.load_number(members["eps"]) if "eps" in members else 1e-5
     for name in sorted(_PARAMETERS):
+        found = members.get(name)
         if path := getattr(arguments, name):
-            keywords[name] = load(choose(list_members(path), path, None, name))
-        elif name in members:
-            keywords[name] = load(members[name])
-        # In memory there may be one for each sample; the checks below know of no samples.
-        if name in keywords and keywords[name].size != math.prod(normalized):
-            msg = (
-                f"{name} must have shape {normalized} to match x normalized over the last axes, got "
-                f"{keywords[name].shape}; layer_norm in memory takes one for each sample"
-            )
-            raise InputError(msg)
+            found = choose(list_members(path), path, None, name)
+        if found is not None:
+            more = "; layer_norm in memory takes one for each sample"
+            keywords[name] = files.load_beside(name, found, normalized, more)
     # The checks of the call itself, on no rows.
     of_no_rows = np.zeros((0,) * axes[0] + normalized, x.native)
     FUNCTIONS[arguments.kind][0](of_no_rows, **keywords, axis=axes)

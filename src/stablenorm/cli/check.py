@@ -9,7 +9,7 @@ import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
-from stablenorm.cli.user_file import UserError, UserFile, line_of
+from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
 from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
@@ -88,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     try:
         with (
+            kept_streams(),
             warnings.catch_warnings(),
             np.errstate(),
             parts.progress_bar("comparing") as progress,

@@ -7,9 +7,12 @@ page read as the process's own, and kill a process whose file is truncated while
 
 import contextlib
 import ctypes
+import itertools
 import json
 import math
+import operator
 import os
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,8 +23,9 @@ import numpy as np
 from stablenorm.arrays import as_rows
 from stablenorm.cli import parts
 from stablenorm.cli.parts import InputError
+from stablenorm.formats import check_dtype
 from stablenorm.scale.files import Box, box_lengths, boxes, count_rows, runs
-from stablenorm.text import Table, quantity, shape_text
+from stablenorm.text import Table, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
 # The bundled data: the input of a layer norm of a real model.
@@ -56,7 +60,7 @@ class Member(NamedTuple):
     @property
     def label(self) -> str:
         """How messages call it."""
-        return f"{self.name} in {self.path}" if self.name else str(self.path)
+        return f"{printable(self.name, '')} in {self.path}" if self.name else str(self.path)
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +84,7 @@ def list_members(path: Path) -> dict[str, Member]:
     if is_zarr(path):
         return {member.name: member for member in _arrays(path)}
     if not path.is_file():
-        what = "a directory" if path.is_dir() else "which is not there"
-        msg = f"FILE must be {_KINDS}, got {path}, {what}"
+        msg = f"FILE must be {_KINDS}, got {path}, {parts.what_is(path)}"
         raise InputError(msg)
     with _whole(path), path.open("rb") as file:
         begin = file.read(8)
@@ -111,7 +114,12 @@ def choose(members: dict[str, Member], path: Path, name: str | None, default: st
     if name in members:
         return members[name]
     rows = [
-        (one.name, shape_text(one.shape) or "1", str(one.dtype), quantity(one.nbytes, "B"))
+        (
+            printable(one.name, ""),
+            shape_text(one.shape) or "1",
+            str(one.dtype),
+            quantity(one.nbytes, "B"),
+        )
         for one in members.values()
     ]
     parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
@@ -135,11 +143,22 @@ def load(member: Member) -> Array:
 
 def load_number(member: Member) -> float:
     """Read an array that is one number, such as eps."""
-    value = load(member)
-    if value.size != 1 or not (value.dtype.kind in "fiu" or value.dtype == bfloat16):
-        msg = f"{member.label} must be one number, got shape {value.shape} of {value.dtype}"
+    # Before it is read: a small archive can hold gigabytes of zeros.
+    is_number = member.dtype.kind in "fiu" or member.dtype == bfloat16
+    if math.prod(member.shape) != 1 or not is_number:
+        msg = f"{member.label} must be one number, got shape {member.shape} of {member.dtype}"
         raise InputError(msg)
-    return float(value.reshape(()))
+    return float(load(member).reshape(()))
+
+
+def load_beside(name: str, member: Member, shape: tuple[int, ...], more: str = "") -> Array:
+    """Read gamma, beta or dy, of the size that x asks for; `more` ends the message."""
+    check_dtype(name, np.empty(0, member.dtype))
+    if math.prod(member.shape) != math.prod(shape):
+        place = f"{member.shape} in {member.path}"
+        msg = f"{name} must have shape {shape} to match x, got {place}{more}"
+        raise InputError(msg)
+    return load(member)
 
 
 def are_adjacent(member: Member, axes: tuple[int, ...]) -> bool:
@@ -149,6 +168,8 @@ def are_adjacent(member: Member, axes: tuple[int, ...]) -> bool:
 
 def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     """Yield the rows of a member, (some, n), block by block."""
+    if 0 in member.shape:
+        return
     n = math.prod(member.shape[i] for i in axes)
     rows = max(1, _BLOCK // (row_bytes := n * member.dtype.itemsize))
     if are_adjacent(member, axes):
@@ -268,7 +289,7 @@ def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
     shape, is_fortran, dtype = read(stream)
-    if min(shape, default=0) < 0 or dtype.subdtype:
+    if min(shape, default=0) < 0 or max(shape, default=0) > sys.maxsize or dtype.subdtype:
         msg = f"shape {shape} of {dtype}"
         raise ValueError(msg)
     # NumPy saves bfloat16 as two raw bytes per element.
@@ -280,18 +301,23 @@ def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
     if not 2 <= length <= min(path.stat().st_size - 8, _LONGEST_HEADER):
         msg = f"{path} must be {_KINDS}, got another, or a truncated one"
         raise InputError(msg)
-    for name, entry in json.loads(file.read(length)).items():
-        if name != "__metadata__":
-            shape = tuple(int(each) for each in entry["shape"])
-            begin, end = (int(place) for place in entry["data_offsets"])
-            # Others are listed, and refused by their name if they are asked for.
-            dtype = np.dtype(_SAFETENSORS.get(entry["dtype"], "V1"))
-            member = Member(path, name, shape, dtype, False, 8 + length + begin)
-            fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
-            if min(shape, default=0) < 0 or begin < 0 or not fits:
-                msg = f"the place of {name} does not fit its shape"
-                raise ValueError(msg)
-            yield member
+    tensors = json.loads(file.read(length))
+    tensors.pop("__metadata__", None)
+    taken = sorted(tuple(entry["data_offsets"]) for entry in tensors.values())
+    if any(later < end for (_, end), (later, _) in itertools.pairwise(taken)):
+        msg = "the places of two tensors overlap"
+        raise ValueError(msg)
+    for name, entry in tensors.items():
+        shape = tuple(map(operator.index, entry["shape"]))
+        begin, end = map(operator.index, entry["data_offsets"])
+        # Others are listed, and refused by their name if they are asked for.
+        dtype = np.dtype(_SAFETENSORS.get(entry["dtype"], "V1"))
+        member = Member(path, name, shape, dtype, False, 8 + length + begin)
+        fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
+        if min(shape, default=0) < 0 or begin < 0 or not fits:
+            msg = f"the place of {printable(name, '')} does not fit its shape"
+            raise ValueError(msg)
+        yield member
 
 
 @contextlib.contextmanager

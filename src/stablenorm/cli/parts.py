@@ -1,10 +1,12 @@
 """What the commands share: options and their checks, files written whole, tables, progress bars."""
 
 import argparse
+import errno
 import importlib.util
 import math
 import os
 import platform
+import stat
 import sys
 import textwrap
 import threading
@@ -129,6 +131,18 @@ def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
     add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
 
 
+def what_is(path: Path) -> str:
+    """Say what stands in the place of a file."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        # What leads to itself, a name too long, a folder that may not be read.
+        known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
+        return known.get(error.errno or 0, f"{error.strerror}".lower())
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a file")
+
+
 def require(module: str, what: str, cure: str = "stablenorm[plot]") -> None:
     """Refuse what needs a module that is not installed."""
     if importlib.util.find_spec(module) is None:
@@ -222,7 +236,8 @@ def print_sections(*sections: Section) -> None:
 
 def print_lines(*lines: str, bold: str = "", **options: Any) -> None:
     """Print plain text, a paragraph per line, never as markup: a name may have brackets in it."""
-    Console(**options).print(Text.assemble((bold, "bold"), "\n".join(lines)))
+    shown = Text.assemble((text.printable(bold), "bold"), text.printable("\n".join(lines)))
+    Console(**options).print(shown)
 
 
 def print_table(table: Table) -> None:
@@ -248,7 +263,7 @@ def print_table(table: Table) -> None:
         if row is None:
             printed.add_section()
         else:
-            printed.add_row(*map(Text, row))
+            printed.add_row(*(Text(text.printable(cell)) for cell in row))
     Console().print(printed)
 
 

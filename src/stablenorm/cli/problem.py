@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, is_zarr, list_members, load, load_number
+from stablenorm.cli.files import BUNDLED, is_zarr, list_members, load, load_beside, load_number
 from stablenorm.cli.parts import InputError
 from stablenorm.report.findings import Problem, compute
+from stablenorm.text import printable
 from stablenorm.types import Array
 
 _INPUTS = ("x", "gamma", "beta", "dy")
@@ -32,9 +33,9 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
     """Read what the arguments name, and compute it; InputError if that cannot be done or checked."""
-    problem = read_problem(arguments.file, arguments.eps, arguments.seed)
-    problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
     try:
+        problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+        problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
         results = compute(problem)
     except (TypeError, ValueError) as error:
         # What the package refuses is the user's input, said in the package's words.
@@ -55,7 +56,7 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     if list(members) == [""]:
         members = {"x": members[""]}
     if "x" not in members:
-        held = ", ".join(sorted(filter(None, members))) or "nothing of that kind"
+        held = printable(", ".join(sorted(filter(None, members))), "") or "nothing of that kind"
         msg = f"{source} must hold an array named x, got {held}"
         raise InputError(msg)
     x_bytes, there = members["x"].nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -66,7 +67,10 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
             f"{there / 1e9:.1f} GB; stablenorm apply takes it"
         )
         raise InputError(msg)
-    arrays = {name: load(members[name]) for name in _INPUTS if name in members}
+    arrays = {"x": load(members["x"])}
+    shapes = dict.fromkeys(("gamma", "beta"), arrays["x"].shape[-1:]) | {"dy": arrays["x"].shape}
+    for name in shapes.keys() & members.keys():
+        arrays[name] = load_beside(name, members[name], shapes[name])
     if eps is None:
         eps = load_number(members["eps"]) if "eps" in members else 1e-5
     x, dy, origin = arrays["x"], arrays.get("dy"), "dy of the file"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from stablenorm.cli.parts import InputError
+from stablenorm.cli.parts import InputError, what_is
 
 # Of a message of the user's code: enough to recognize it by, with its place within two lines.
 _LONGEST = 120
@@ -33,17 +33,15 @@ class UserFile:
     """A file that has been run: its functions and its classes."""
 
     def __init__(self, path: Path):
-        self.path, self.name = path.resolve(), path.name
         if path.suffix.lower() != ".py" or not path.is_file():
-            what = "" if path.exists() else ", which is not there"
-            msg = f"FILE must be a Python file, named *.py, got {path}{what}"
+            msg = f"FILE must be a Python file, named *.py, got {path}, {what_is(path)}"
             raise InputError(msg)
+        self.path, self.name = path.resolve(), path.name
         print(f"stablenorm: running the code of {path}", file=sys.stderr)
         # The folder stays on the path: functions may import when they are called.
         sys.path.insert(0, str(self.path.parent))
         # Opened once: the checked code is called thousands of times.
-        self._nothing = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
-        weakref.finalize(self, self._nothing.close)
+        self._nothing = self._open_nothing()
         with self._inside():
             # Not as a module: it would write __pycache__ beside the user's file.
             self._names = runpy.run_path(str(self.path), run_name=_MODULE)
@@ -93,6 +91,8 @@ class UserFile:
     def _inside(self) -> Iterator[None]:
         """Give code of the file no input and no output, and tell what it raises in one line."""
         stdin = sys.stdin
+        if self._nothing.closed:
+            self._nothing = self._open_nothing()
         with contextlib.redirect_stdout(self._nothing), contextlib.redirect_stderr(self._nothing):
             # input() would wait for somebody who does not know that he is asked.
             sys.stdin = self._nothing
@@ -105,6 +105,11 @@ class UserFile:
                 raise self._told(error) from None
             finally:
                 sys.stdin = stdin
+
+    def _open_nothing(self) -> Any:
+        file = Path(os.devnull).open("r+", encoding="utf-8")  # noqa: SIM115
+        weakref.finalize(self, file.close)
+        return file
 
     def _told(self, error: BaseException) -> UserError:
         """Return an error of the same name that says where in the file it was raised."""
@@ -119,6 +124,31 @@ class UserFile:
             place += "; put what is not to be run under if __name__ == '__main__':"
         named: type[UserError] = type(type(error).__name__, (UserError,), {})
         return named(f"{text} at {place}".strip())
+
+
+@contextlib.contextmanager
+def kept_streams() -> Iterator[None]:
+    """Give back standard input, output and error, whatever the code of a file closes."""
+    there = [number for number in range(3) if _is_open(number)]
+    copies = {number: os.dup(number) for number in there}
+    try:
+        yield
+    finally:
+        for number, copy in copies.items():
+            os.dup2(copy, number)
+            os.close(copy)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            if number in copies and getattr(sys, name).closed:
+                mode = "w" if number else "r"
+                setattr(sys, name, open(number, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
 
 
 def _is_layer(value: Any) -> bool:

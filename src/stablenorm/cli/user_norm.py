@@ -4,7 +4,6 @@ Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and `
 Arguments and gradients are recognized by their names, those without a known name by their order.
 """
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.check.operation import copies
 from stablenorm.cli.parts import InputError
 from stablenorm.cli.user_file import UserError, UserFile, key_of, line_of
 from stablenorm.types import Array
@@ -64,6 +64,7 @@ def adapt_functions(
     backward = file.find(backward_name, usual_backward, "--backward", kind)
     roles = _forward_roles(forward)
     takes = tuple(role for role in ("gamma", "beta") if role in roles.values())
+    taking, pulling = inspect.signature(forward), inspect.signature(backward)
     required = [name for name, needed in _parameters(backward).items() if needed]
     if len(required) != 2:
         msg = f"the backward must take (dy, cache), got {_spelled(backward)}"
@@ -72,7 +73,7 @@ def adapt_functions(
     def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         given = dict(zip(_ARGUMENTS, (x, gamma, beta, eps), strict=True))
         given["settings"] = dict.fromkeys(_NAMES["eps"], eps)
-        result = forward(**{name: given[role] for name, role in roles.items()})
+        result = _call(forward, taking, {name: given[role] for name, role in roles.items()})
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
@@ -80,11 +81,18 @@ def adapt_functions(
 
     def call_backward(dy: Array, cache: Any) -> _Gradients:
         is_cache_first = key_of(required[0]) in _CACHES
-        returned = backward(cache, dy) if is_cache_first else backward(dy, cache)
+        both = (cache, dy) if is_cache_first else (dy, cache)
+        returned = _call(backward, pulling, dict(zip(required, both, strict=True)))
         return _complete(_by_role(returned, takes), takes)
 
     signature = f"{_spelled(forward)}, {_spelled(backward)}"
     return LayerNorm(call_forward, call_backward, takes, signature)
+
+
+def _call(function: Callable[..., Any], signature: inspect.Signature, given: dict[str, Any]) -> Any:
+    """Call a function with arguments by name, whichever are to be given by place and which by name."""
+    bound = inspect.BoundArguments(signature, given)
+    return function(*bound.args, **bound.kwargs)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
@@ -153,9 +161,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
     places = {role: place for role in _ARGUMENTS[1:] if (place := _place(made, role))}
     takes = tuple(role for role in places if role != "eps")
 
-    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        # Each call has an instance of its own: a cache can be used twice, and no gradient is added
-        # to another.
+    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if role in places and value is not None:
@@ -164,10 +170,18 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
                 setattr(instance, places[role], np.array(value).reshape(shape) if shape else value)
         return file.guard(instance.forward)(x), instance
 
+    # Each call has an instance of its own, whose forward is run again for its backward: so a cache
+    # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
+    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
+        kept = (*copies((x, gamma, beta)), eps)
+        return run(x, gamma, beta, eps)[0], kept
+
     def backward(dy: Array, cache: Any) -> _Gradients:
-        instance = copy.deepcopy(cache)
+        *arrays, eps = cache
+        _, instance = run(*copies(arrays), eps)  # type: ignore[arg-type, call-arg]
         returned = file.guard(instance.backward)(dy)
-        found = {_gradient_role(name): value for name, value in vars(instance).items()}
+        held = [n for n in dir(instance) if not callable(getattr(instance, n, None))]
+        found: dict[str, Any] = {_gradient_role(n): getattr(instance, n, None) for n in held}
         # A single array is dx, and the others are stored.
         found |= _by_role(returned, () if isinstance(returned, np.ndarray) else takes)
         for role in found.keys() & set(takes):
@@ -202,4 +216,5 @@ def _place(instance: Any, role: str) -> str:
     kind: Any = (int, float) if role == "eps" else np.ndarray
     attributes = {key_of(name): name for name in dir(instance)}
     held = (attributes[name] for name in _NAMES[role] if name in attributes)
-    return next((name for name in held if isinstance(getattr(instance, name), kind)), "")
+    # A slot may be empty yet.
+    return next((name for name in held if isinstance(getattr(instance, name, None), kind)), "")

@@ -32,6 +32,7 @@ from stablenorm.types import (
     Residual,
     SampleNorm,
     check_eps,
+    real,
 )
 
 NAMES = ("x", "gamma", "beta")
@@ -49,7 +50,7 @@ def forward(
     save: str = "x",
 ) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave; without `keep`, y may overwrite x."""
-    if plain := axis == -1 and is_plain(x, None):
+    if plain := type(axis) is int and axis == -1 and is_plain(x, None):
         name = choose(backend)
         arrays = arrays_of(name)
         axes: tuple[int, ...] = (x.ndim - 1,)
@@ -206,7 +207,9 @@ def checked_norm(
     if beta is not None:
         beta = _parameter(arrays, "beta", beta, x_shape, axes, backend)
     eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
-    _check_options(kind, gamma_offset, rounding, backend)
+    check_rounding(rounding)
+    if backend == "cuda":
+        _check_cuda_options(kind, gamma_offset, rounding)
     leading = any(each is not None and each.ndim > len(axes) for each in (gamma, beta))
     made = SampleNorm if leading else Norm
     return made(gamma, beta, eps, kind, gamma_offset, rounding)
@@ -252,13 +255,7 @@ def _checked_extra(arrays: Arrays, cache: Cache, **given: ArrayLike | None) -> E
 
 def checked_offset(offset: Any, gamma: Array | None) -> float:
     """Return `gamma_offset` as a float, or say what is wrong with it."""
-    try:
-        value = float(offset)
-    except OverflowError:
-        value = math.inf
-    except (TypeError, ValueError):
-        msg = f"gamma_offset must be a number, got {offset!r}"
-        raise TypeError(msg) from None
+    value = real("gamma_offset", offset)
     if not math.isfinite(value):
         msg = f"gamma_offset must be finite, got {offset}"
         raise ValueError(msg)
@@ -268,12 +265,14 @@ def checked_offset(offset: Any, gamma: Array | None) -> float:
     return value
 
 
-def _check_options(kind: str, gamma_offset: float, rounding: Any, backend: str) -> None:
+def check_rounding(rounding: Any) -> None:
+    """Raise unless `rounding` is one of the two."""
     if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
         msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
         raise ValueError(msg)
-    if backend != "cuda":
-        return
+
+
+def _check_cuda_options(kind: str, gamma_offset: float, rounding: str) -> None:
     if rounding == "nearest":
         msg = 'rounding must be "fast" on a CUDA device, got "nearest"; pass x.get() for that'
         raise ValueError(msg)
