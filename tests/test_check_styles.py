@@ -136,11 +136,12 @@ class Norm:
 """,
     "slots, a lock and a file": """
 import os, threading
+NOTHING = os.open(os.devnull, os.O_RDONLY)
 class LayerNorm:
     __slots__ = "gamma", "beta", "eps", "held", "dgamma", "dbeta", "lock", "file"
     def __init__(self, n, eps=1e-5):
         self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
-        self.lock, self.file = threading.Lock(), open(os.devnull)
+        self.lock, self.file = threading.Lock(), open(NOTHING, closefd=False)
     def forward(self, x):
         with self.lock:
             self.held = stats(x, self.eps)
@@ -148,8 +149,6 @@ class LayerNorm:
     def backward(self, dy):
         dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
         return dx
-    def __del__(self):
-        self.file.close()
 """,
     "a class without parameters": """
 class LayerNorm:
