@@ -52,24 +52,13 @@ figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
 	$(BIN)/python benchmarks/figures_derivation.py
 	$(BIN)/python benchmarks/figures_report.py
-	$(BIN)/python benchmarks/fusing.py
 
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: complexity diagnose
-complexity: $(VENV)/.dev  ## flops and bytes beside measured times, into docs: 1 min
-	$(BIN)/python benchmarks/complexity.py
-
-diagnose: $(VENV)/.dev  ## how well diagnose predicts, into docs: 3 min
-	$(BIN)/python benchmarks/diagnose.py
-
-.PHONY: rounding kernels scale
+.PHONY: rounding scale
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
-
-kernels: $(VENV)/.dev  ## the CPU kernels beside those of an earlier commit, into docs: 2 min
-	$(BIN)/python benchmarks/kernels.py
 
 scale: $(VENV)/.dev  ## Dask and files beside the plain call, and what limits a cluster, into docs: 8 min
 	$(BIN)/python benchmarks/scale.py
@@ -97,12 +86,9 @@ bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--rend
 family: $(BENCH)/.done  ## residuals, the other keywords, forward mode beside PyTorch, into docs: 1 min
 	$(BENCH)/bin/python benchmarks/family.py
 
-.PHONY: stability dlpack
+.PHONY: stability
 stability: $(BENCH)/.done  ## what the peers lose on hard inputs, into docs: 2 min
 	$(BENCH)/bin/python benchmarks/stability.py
-
-dlpack: $(BENCH)/.done  ## what other frameworks copy and share through DLPack, into docs
-	$(BENCH)/bin/python benchmarks/dlpack.py
 
 $(BENCH)/.shootout: $(BENCH)/.done
 	-$(BENCH_PIP) autograd

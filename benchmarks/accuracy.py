@@ -287,7 +287,7 @@ def main() -> int:
     """Measure or read, write, and report what failed."""
     found = keep("accuracy", __doc__ or "", measure)
     every = [Judged(*row) for row in found["judged"]]
-    write(DOCS / "evidence" / "accuracy.md", page(found["origin"], every), __file__)
+    write(DOCS / "evidence" / "accuracy.md", page(found["origin"], every))
     failed = [judged for judged in every if judged.nearest or not judged.passed]
     print(*failed, sep="\n")
     return 1 if failed else 0

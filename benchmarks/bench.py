@@ -19,7 +19,7 @@ from agreement import DisagreementError
 from cases import SUITES, Record, make_cases, measure_case, measure_machine
 from page import DOCS, HERE, ROOT, keep, origin, put, write
 from peers import load_peers
-from speed_page import gate_table, page, readme_block
+from speed_page import page, readme_block
 
 from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
@@ -100,9 +100,8 @@ def main() -> int:
         return 1
     run = found["run"]
     records = [Record(row[0], tuple(row[1]), *row[2:]) for row in found["records"]]
-    write(DOCS / "evidence" / "performance.md", page(run, records), __file__)
-    put(ROOT / "README.md", {"speed": readme_block(run, records)}, __file__)
-    print(gate_table(records))
+    write(DOCS / "evidence" / "performance.md", page(run, records))
+    put(ROOT / "README.md", {"speed": readme_block(run, records)})
     return 0
 
 

@@ -127,7 +127,7 @@ def main() -> None:
     example = load(ROOT / "examples" / "train_digits.py")
     results = train_all(example)
     text = train_table(results, list(example.NORMS), list(example.RATES))
-    put(DOCS / "how-to" / "train.md", {"train": text}, __file__)
+    put(DOCS / "how-to" / "train.md", {"train": text})
 
 
 if __name__ == "__main__":

@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     count, failed = check_all(cupy, make_cases())
     print(*(f"FAILED {each}" for each in failed), f"{count} checks, {len(failed)} failed", sep="\n")
     if not failed and not options.check:
-        put(DOCS / "how-to" / "gpu.md", {"gpu": page(cupy, count)}, __file__)
+        put(DOCS / "how-to" / "gpu.md", {"gpu": page(cupy, count)})
     return 1 if failed else 0
 
 

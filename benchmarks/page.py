@@ -1,20 +1,12 @@
-"""
-What all generated pages share: markers, tables, numbers, the line of origin, and the stamp.
-
-A stamp names the script that wrote a page, or a part of one, with a hash of what the script does:
-tests/test_pages.py fails where the script has changed since.
-"""
+"""What all generated pages share: markers, tables, numbers, the line of origin."""
 
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime as dt
-import hashlib
 import json
 import os
 import platform
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +19,6 @@ import stablenorm
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 DOCS = ROOT / "docs"
-# Modules that measure nothing.
-LAYOUT = ("page", "figures")
 
 
 def processor() -> str:
@@ -110,13 +100,13 @@ def byte_words(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def write(path: Path, text: str, script: str) -> None:
+def write(path: Path, text: str) -> None:
     """Write a page that a script makes as a whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(stamped(text, script), encoding="utf-8")
+    path.write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
-def put(path: Path, parts: Mapping[str, str], script: str) -> None:
+def put(path: Path, parts: Mapping[str, str]) -> None:
     """Put each part between its markers in a page that a person writes."""
     page = path.read_text(encoding="utf-8")
     for name, text in parts.items():
@@ -126,51 +116,4 @@ def put(path: Path, parts: Mapping[str, str], script: str) -> None:
             raise ValueError(msg)
         before, rest = page.split(begin)
         page = f"{before}{begin}\n{text.strip()}\n{end}{rest.split(end)[1]}"
-    path.write_text(stamped(page, script), encoding="utf-8")
-
-
-def stamped(text: str, script: str) -> str:
-    """Return the text with the stamp of the script as its last line, or in place of an older one."""
-    name = f"<!-- written by benchmarks/{Path(script).name} "
-    rest = re.sub(rf"^{name}.*\n", "", text, flags=re.MULTILINE).rstrip()
-    # Stamps of other scripts stay together.
-    gap = "\n" if rest.rpartition("\n")[2].startswith("<!-- written by ") else "\n\n"
-    return f"{rest}{gap}{name}{fingerprint(script)} -->\n"
-
-
-def fingerprint(script: str) -> str:
-    """
-    Hash what a script does, together with the scripts beside it that it imports.
-
-    Comments, docstrings, blank lines and import lines do not count: they change no figure. Nor do
-    this module and `figures`, which only lay out what others measured.
-    """
-    sources: dict[str, str] = {}
-    left = [Path(script).stem]
-    while left:
-        name = left.pop()
-        if name not in sources and (HERE / f"{name}.py").exists():
-            sources[name], imported = _essence((HERE / f"{name}.py").read_text(encoding="utf-8"))
-            left += [other for other in imported if other not in LAYOUT]
-    text = "\n".join(sources[name] for name in sorted(sources))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _essence(source: str) -> tuple[str, list[str]]:
-    """Return the lines that do something, and the modules imported."""
-    imported: list[str] = []
-    dropped: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Import(names=names):
-                imported += [alias.name for alias in names]
-            case ast.ImportFrom(module=str(module)):
-                imported.append(module)
-            case ast.Expr(value=ast.Constant(value=str())):
-                pass
-            case _:
-                continue
-        dropped |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines = enumerate(source.splitlines(), 1)
-    kept = [line for number, line in lines if number not in dropped]
-    return "\n".join(line for line in kept if line.strip() and line.lstrip()[0] != "#"), imported
+    path.write_text(page, encoding="utf-8")

@@ -182,7 +182,7 @@ of dgamma and dbeta. At least {LEAST} rows per second are wanted.
 
 {origin_line("make rounding", found["origin"])}
 """
-    write(DOCS / "evidence" / "rounding.md", text, __file__)
+    write(DOCS / "evidence" / "rounding.md", text)
     return int(any(line[-1] for line in found["random"]))
 
 

@@ -404,8 +404,8 @@ def limits(found: Any) -> dict[str, str]:
 def main() -> int:
     """Measure or read, write the pages."""
     found = keep("scale", __doc__ or "", measure)
-    write(DOCS / "evidence" / "scale.md", evidence(found), __file__)
-    put(DOCS / "explanation" / "scale.md", limits(found), __file__)
+    write(DOCS / "evidence" / "scale.md", evidence(found))
+    put(DOCS / "explanation" / "scale.md", limits(found))
     return 0
 
 

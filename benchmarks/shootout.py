@@ -215,7 +215,7 @@ INCONCLUSIVE: an offset of 1e6 leaves float32 no digits to judge by.
 def main() -> int:
     """Run or read, write; 1 if a checker of ours called right code wrong."""
     found = keep("shootout", __doc__ or "", lambda: run(SEEDS, list(CASES)))
-    write(DOCS / "evidence" / "gradient-checkers.md", page(found), __file__)
+    write(DOCS / "evidence" / "gradient-checkers.md", page(found))
     alarms = false_alarms(found)
     print(*(f"FALSE ALARM of ours: {alarm}" for alarm in alarms), sep="\n", file=sys.stderr)
     return int(bool(alarms))

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OUT, TORCH_CALL, Record
-from gates import GATES, check_gates
 from page import byte_words, digits, origin_line, seconds, table, unit_of
 
 from stablenorm.cli.bench import PASSES
@@ -36,12 +35,6 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
 {origin_line("make bench", run)}{missing}
 
 {HOW.format(threads=run["threads"], agreement=agreement)}
-
-## Targets
-
-float32; ratios of medians within this run.
-
-{gate_table(records)}
 
 ## One call on (1, 1, 64)
 
@@ -82,7 +75,7 @@ HOW = """How to read it:
   as long as theirs. "level": the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
-  more come from recycled memory ([Reusing memory](../how-to/workspace.md)). "out=": results are
+  more come from recycled memory ([Reusing memory](../how-to/reuse-memory.md)). "out=": results are
   written into arrays that exist.
 - "of copy": the bytes that must be read and written (forward x and y; backward dy, x and dx) per
   second, as a part of what a plain copy moves with as many threads. Where x is 256 MiB, the copy is
@@ -106,20 +99,6 @@ BEYOND_TEXT = """Most of the gap to PyTorch and NumPy here is memory management.
 32 MiB to the system, and the system clears new pages in the next call. stablenorm recycles results,
 ONNX Runtime keeps an arena. The arithmetic alone is compared
 [below](#both-on-an-allocator-that-keeps-its-pages)."""
-
-
-def gate_table(records: Sequence[Record]) -> str:
-    """One line a target, forward beside backward; below, why those not met are not."""
-    lines, reasons = [], []
-    for gate, found in zip(GATES, check_gates(records).values(), strict=True):
-        missed = [way for way, each in found.items() if each.met is False]
-        measured = any(each.met is not None for each in found.values())
-        met = f"**no: {' and '.join(missed)}**" if missed else "yes" if measured else "not measured"
-        lines.append([gate.text, f"{gate.bound:g}", *(each.figure for each in found.values()), met])
-        if missed and gate.why:
-            reasons.append(f"- {gate.text}: {gate.why}")
-    text = table(("what", "at least", *PASSES, "met?"), lines)
-    return "\n\n".join([text, "Why not:", "\n".join(reasons)]) if reasons else text
 
 
 def compared(peer: Record | None, ours: Record | None) -> str:

@@ -130,8 +130,8 @@ def parts(results: Mapping[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Measure or read, and write the pages."""
     results = keep("stability", __doc__ or "", measure)
-    put(PAGE, parts(results), __file__)
-    put(ROOT / "README.md", {"accuracy": readme_block(results)}, __file__)
+    put(PAGE, parts(results))
+    put(ROOT / "README.md", {"accuracy": readme_block(results)})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stablenorm import memory
-from stablenorm.memory import Pool, Workspace, empty
+from stablenorm.memory import Pool, empty
 
 # The smallest that the pool of the process keeps.
 SHAPE = (1024, 256)
@@ -27,11 +27,6 @@ def known(pool):
     """The pool, which was asked for `SHAPE` before."""
     new()
     return pool
-
-
-@pytest.fixture
-def work():
-    return Workspace()
 
 
 def new(shape=SHAPE, dtype=FLOAT32):

@@ -2,9 +2,8 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
+import lost_bits
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,18 +15,7 @@ from stablenorm.diagnosis.rows import MARKS, TITLES
 
 
 @pytest.fixture(scope="module")
-def lost_bits():
-    """The module of the benchmarks that computes the methods step by step."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-        import lost_bits  # noqa: PLC0415
-
-        yield lost_bits
-        del sys.modules["lost_bits"]
-
-
-@pytest.fixture(scope="module")
-def cases(lost_bits):
+def cases():
     """All families in all dtypes, and in float32 of another length."""
     return [*lost_bits.cases(lengths=(127,)), *lost_bits.cases(("float32",), (768,))]
 
@@ -35,7 +23,7 @@ def cases(lost_bits):
 # In sixteen running sums, as vectorized code, and pairwise.
 @pytest.mark.parametrize("lanes", [16, 1024])
 @pytest.mark.parametrize("method", TITLES)
-def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases, lost_bits):
+def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases):
     predicted = np.concatenate([case.predicted[method] for case in cases])
     measured = np.concatenate([lost_bits.measure(case, method, lanes) for case in cases])
     # The gate of the project: 2 bits, 95 % of rows. And losses there must be, or it says nothing.
@@ -43,7 +31,7 @@ def test_predicted_bits_are_those_that_the_method_loses(method, lanes, cases, lo
     assert (measured >= 8).mean() > 0.1
 
 
-def test_stablenorm_loses_none(cases, lost_bits):
+def test_stablenorm_loses_none(cases):
     for case in cases:
         y = layer_norm(case.x, eps=case.eps, backend="numpy")
         assert lost_bits.measure_bits(y, case).max() < 0.5, case.family

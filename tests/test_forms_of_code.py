@@ -92,6 +92,38 @@ class Buffers:
         return tuple(self._put(f"d{i}", each) for i, each in enumerate(found))
 
 
+def dx_is_zero(n):
+    return lambda dx, *_: np.zeros_like(dx) if dx.shape[-1] == n else dx
+
+
+def clipped_xhat(forward, backward):
+    return forward, lambda dy, cache: backward(dy, cache._replace(xhat=np.clip(cache.xhat, -5, 5)))
+
+
+def closure(forward, backward):
+    """Buffers in a closure, which no copy reaches."""
+    made = Buffers(forward, backward)
+
+    def call(*args):
+        y, cache = made.forward(*args)
+        return y, lambda dy: made.backward(dy, cache)
+
+    return call, lambda dy, pull: pull(dy)
+
+
+def by_matrix(forward, backward):
+    """Subtract the mean by a product with I - 1/n: the rows of that sum to 0 but for rounding."""
+
+    def call(x, gamma, beta, eps):
+        n = x.shape[-1]
+        centered = x @ (np.eye(n) - np.full((n, n), 1 / n)).astype(x.dtype)
+        rstd = 1 / np.sqrt((centered * centered).mean(-1, keepdims=True) + eps)
+        cache = forward(x, gamma, beta, eps)[1]._replace(xhat=centered * rstd, rstd=rstd)
+        return gamma * cache.xhat + beta, cache
+
+    return (forward if forward is m.rms_forward else call), backward
+
+
 def both(thing):
     return thing.forward, thing.backward
 
@@ -131,6 +163,8 @@ FORMS = {
     "rstd clipped at 100": (clipped, "FAIL", "constant rows", BOTH),
     "dx = dy for n = 1": (
         lambda f, b: (f, wrong_dx(b, dx_is_dy_of_one)), "FAIL", "n = 1", BOTH),
+    "dx = 0 for n = 2": (lambda f, b: (f, wrong_dx(b, dx_is_zero(2))), "FAIL", "n = 2", WIDE),
+    "xhat clipped at 5": (clipped_xhat, "FAIL", "19 rows of 33", BOTH),
     "columns from 8 on": (
         lambda f, b: (f, wrong_dx(b, spoiled_tail(-1))), "FAIL", "19 rows of 33", BOTH),
     "rows from 8 on": (
@@ -140,6 +174,8 @@ FORMS = {
     "a buffer for each result": (lambda f, b: both(Buffers(f, b)), "PASS", OVERWRITTEN, BOTH),
     "a cache that cannot be copied": (
         lambda f, b: both(Buffers(f, b, locked=True)), "PASS", OVERWRITTEN, WIDE),
+    "a closure over buffers": (closure, "PASS", OVERWRITTEN, WIDE),
+    "centered by a matrix": (by_matrix, "PASS", "", BOTH),
     "promoted gradients": (promoted, "PASS", "", ("float32",)),
     "keyword-only eps": (keyword_eps, "PASS", "", WIDE),
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """The checker passes what is right, fails what is wrong, and says so where it cannot tell."""
 
-import importlib
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -202,9 +200,3 @@ def test_scales_are_the_row_spread_not_the_magnitude(rng):
     x = np.array([[0.0, 0.0, 1e9], [1.0, 2.0, 3.0]])
     report = check_gradients(softmax, softmax_backward, [x], scales=[1.0], rng=0)
     assert report.passed, str(report)
-
-
-def test_the_former_name_of_the_package_works():
-    former = importlib.import_module("stablenorm.gradcheck")
-    assert former.check_gradients is check_gradients
-    assert set(former.__all__) == set(importlib.import_module("stablenorm.check").__all__)

@@ -1,24 +1,19 @@
-"""Memory for results: the process keeps what comes again, and never much; a `Workspace` keeps all."""
+"""Memory for results: the process keeps what comes again, and never much."""
 
-import copy
 import os
-import pickle
 import threading
 import weakref
 
 import lent_memory
 import numpy as np
 import pytest
-from lent_memory import BYTE, FLOAT32, NBYTES, SHAPE, new, place
+from lent_memory import BYTE, NBYTES, new, place
 
-from stablenorm import LayerNorm, memory
-from stablenorm.memory import Workspace, get_idle_bytes, get_idle_limit, set_idle_limit
+from stablenorm import memory
+from stablenorm.memory import get_idle_bytes, get_idle_limit, set_idle_limit
 
 # Fixtures.
-pool, known, work = lent_memory.pool, lent_memory.known, lent_memory.work
-
-
-# ---- large results of the process ----
+pool, known = lent_memory.pool, lent_memory.known
 
 
 @pytest.mark.usefixtures("pool")
@@ -117,95 +112,3 @@ def test_it_is_found_without_a_lock(monkeypatch):
     assert pool.limit == 2
     end.set()
     other.join()
-
-
-# ---- a workspace ----
-
-
-def test_odd_requests(work):
-    assert work.empty(2**13 - 1).flags.owndata
-    assert work.nbytes == 0
-    assert work.empty(np.int64(100_000)).dtype == np.float64
-    # At most a quarter more than was asked for.
-    assert 800_000 <= work.nbytes <= 1_000_000
-    assert work.empty(()).shape == ()
-    assert work.empty((0, 10**6)).shape == (0, 10**6)
-    with pytest.raises(ValueError, match="negative dimensions"):
-        work.empty((-1, 10**6))
-    with pytest.raises(TypeError, match="dtype must not hold Python objects"):
-        work.empty(10**6, object)
-    with pytest.raises(TypeError):
-        work.empty(1e6)
-    with pytest.raises(MemoryError):
-        work.empty(2**60, np.uint8)
-    like = work.empty_like(np.zeros((300, 401), "i4,f8", "F")[:, ::-1])
-    assert (like.dtype, like.shape) == (np.dtype("i4,f8"), (300, 401))
-    assert like.flags.c_contiguous
-
-
-def test_clear_releases_what_nobody_uses(work):
-    array, other = (work.empty(SHAPE, FLOAT32) for _ in range(2))
-    del other
-    assert repr(work) == f"<Workspace of {2 * NBYTES} bytes>"
-    work.clear()
-    assert work.nbytes == NBYTES
-    where = place(array)
-    del array
-    assert work.nbytes == NBYTES
-    assert place(work.empty(SHAPE, FLOAT32)) == where
-    work.clear()
-    assert work.nbytes == 0
-
-
-def test_arrays_outlive_the_workspace():
-    work = Workspace()
-    array, other = (work.empty(SHAPE, FLOAT32) for _ in range(2))
-    del other
-    array.fill(3)
-    gone = weakref.ref(work)
-    del work
-    # At once, with all that it kept: no cycle has to be collected.
-    assert gone() is None
-    fresh = np.zeros(SHAPE, np.float32)
-    assert (array == 3).all()
-    assert (fresh == 0).all()
-
-
-def test_copies_of_a_workspace_are_new_and_empty(work):
-    array = work.empty(SHAPE, FLOAT32)
-    for other in (copy.copy(work), copy.deepcopy(work), pickle.loads(pickle.dumps(work))):
-        assert other.nbytes == 0
-        assert not np.shares_memory(other.empty(SHAPE, FLOAT32), array)
-
-
-# ---- a layer with a workspace ----
-
-
-def test_layers_share_one_and_keep_what_backward_needs(rng, dtype, work):
-    """The first layer's y is the second's x: it stays in use until the backward."""
-    x, dy = (rng.standard_normal((128, 1024)).astype(dtype) for _ in range(2))
-    # Parameters of x's own type: no kernel has to be compiled for this test alone.
-    plain = [LayerNorm(1024, dtype=dtype) for _ in range(2)]
-    shared = [LayerNorm(1024, dtype=dtype, workspace=work) for _ in range(2)]
-    sizes = []
-    for _ in range(3):
-        results = []
-        for first, second in (plain, shared):
-            first.parameters["gamma"][:] = np.linspace(-1, 2, 1024)
-            y = second.forward(first.forward(x))
-            results.append((y.tobytes(), first.backward(second.backward(dy)).tobytes()))
-            del y
-        assert results[0] == results[1]
-        sizes.append(work.nbytes)
-    # Two y and two dx, and what a helper thread still holds for a moment.
-    assert 2 * x.nbytes <= sizes[-1] <= 8 * x.nbytes
-    assert pickle.loads(pickle.dumps(shared[0])).workspace.nbytes == 0
-
-
-@pytest.mark.parametrize("n", [4, 40_000])
-def test_a_layer_takes_the_other_byte_order(work, n):
-    """Results are in this machine's, and so must the memory for them be."""
-    x = np.linspace(0, 1, 2 * n, dtype=np.float32).reshape(2, n)
-    plain, norm = LayerNorm(n), LayerNorm(n, workspace=work)
-    np.testing.assert_array_equal(norm.forward(x.astype(">f4")), plain.forward(x))
-    np.testing.assert_array_equal(norm.backward(x.astype(">f4")), plain.backward(x))

@@ -19,7 +19,7 @@ from stablenorm import layer_norm_forward, memory
 from stablenorm.memory import Pool
 
 # Fixtures.
-pool, work = lent_memory.pool, lent_memory.work
+pool = lent_memory.pool
 
 
 class Source(NamedTuple):
@@ -29,17 +29,15 @@ class Source(NamedTuple):
     pool: Pool
 
 
-@pytest.fixture(params=["process", "workspace"])
-def source(request, pool, work):
+@pytest.fixture
+def source(pool):
     """A source that has seen the shape and dtype of every ask before."""
 
     def again(shape=SHAPE, dtype=FLOAT32):
         memory.empty(shape, np.dtype(dtype))
         return memory.empty(shape, np.dtype(dtype))
 
-    if request.param == "process":
-        return Source(again, pool)
-    return Source(lambda shape=SHAPE, dtype=FLOAT32: work.empty(shape, dtype), work._pool)
+    return Source(again, pool)
 
 
 class Subclass(np.ndarray):
@@ -94,7 +92,7 @@ def test_whatever_holds_it_keeps_it_in_use(source, holder):
 def test_a_failed_ask_gives_its_memory_back(pool):
     with pytest.raises(TypeError, match="buffer is too small"):
         pool.lend((2048, 1024), FLOAT32, NBYTES)
-    assert (pool.idle_bytes, pool.lent) == (NBYTES, {})
+    assert pool.idle_bytes == NBYTES
 
 
 @pytest.mark.parametrize("dtype", ["float64", ml_dtypes.bfloat16, "i4,f8"])
@@ -149,10 +147,9 @@ def test_many_threads(source):
         sys.setswitchinterval(interval)
     assert wrong == []
     assert 0 < source.pool.idle_bytes <= 4 * NBYTES
-    assert source.pool.lent == {}
 
 
-def test_the_slower_of_two_threads_takes_another_piece(work):
+def test_the_slower_of_two_threads_takes_another_piece(pool):
     """Both have seen the same idle memory; one takes it while the other is about to."""
     quicker = []
 
@@ -160,14 +157,14 @@ def test_the_slower_of_two_threads_takes_another_piece(work):
         def pop(self, *args):
             if not quicker:
                 quicker.append(None)
-                quicker[0] = work.empty(SHAPE, FLOAT32)
+                quicker[0] = pool.lend(SHAPE, FLOAT32, NBYTES)
             return super().pop(*args)
 
-    held = [work.empty(SHAPE, FLOAT32) for _ in range(2)]
+    held = [pool.lend(SHAPE, FLOAT32, NBYTES) for _ in range(2)]
     places = {place(array) for array in held}
     del held
-    work._pool._idle = Late(work._pool._idle)
-    slower = work.empty(SHAPE, FLOAT32)
+    pool._idle = Late(pool._idle)
+    slower = pool.lend(SHAPE, FLOAT32, NBYTES)
     assert {place(slower), place(quicker[0])} == places
 
 
@@ -214,17 +211,16 @@ def test_page_faults_vanish(source):
 EXIT = """
 import sys
 import numpy as np
-from stablenorm import Workspace, memory
+from stablenorm import memory
 
 new = lambda: memory.empty((1 << 22,), np.dtype(np.uint8))
-work = Workspace()
-arrays = [new(), new(), new(), work.empty(1 << 22)]
-cycle = [new(), work.empty(1 << 22)]
+arrays = [new(), new(), new()]
+cycle = [new()]
 cycle.append(cycle)
 memory.kept = arrays[1]
 np.kept = arrays[2][1:]
 # What sys holds goes after the global names of all modules; the last of a list first.
-sys.kept = [memory, memory.pool, work, new(), work.empty(1 << 22)]
+sys.kept = [memory, memory.pool, new()]
 """
 
 

@@ -16,7 +16,6 @@ from stablenorm.functional import (
     rms_norm_jvp,
 )
 from stablenorm.layer import LayerNorm, RMSNorm
-from stablenorm.memory import Workspace
 from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import Cache, Gradients
 
@@ -42,7 +41,6 @@ __all__ = [
     "LayerNorm",
     "RMSNorm",
     "RowMoments",
-    "Workspace",
     "assert_gradients",
     "check_gradients",
     "check_layer_norm",

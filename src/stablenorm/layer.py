@@ -14,7 +14,6 @@ from stablenorm.functional import (
     rms_norm_forward,
 )
 from stablenorm.functional.calls import check_rounding, checked_offset
-from stablenorm.memory import Workspace
 from stablenorm.types import Array, Cache, check_count, check_eps
 
 
@@ -35,7 +34,6 @@ class _Layer:
         dtype: DTypeLike = np.float32,
         gamma_offset: float = 0.0,
         rounding: str = "fast",
-        workspace: Workspace | None = None,
     ) -> None:
         self.shape = _checked_lengths(shape)
         ones = np.ones(self.shape, parse(dtype))
@@ -50,7 +48,6 @@ class _Layer:
         self.gamma_offset = checked_offset(gamma_offset, ones if gamma else None)
         check_rounding(rounding)
         self.rounding = rounding
-        self.workspace = workspace
         self.parameters: dict[str, Array] = {}
         if gamma:
             self.parameters["gamma"] = (ones - self.gamma_offset).astype(ones.dtype)
@@ -74,8 +71,7 @@ class _Layer:
         cache: Cache
         y, cache = self._forward(
             x, gamma, beta, self.eps,
-            axis=self.axis, out=self._room_for(x), gamma_offset=self.gamma_offset,
-            rounding=self.rounding, **options,
+            axis=self.axis, gamma_offset=self.gamma_offset, rounding=self.rounding, **options,
         )  # fmt: skip
         lengths = tuple(cache.x.shape[axis] for axis in cache.axis)
         if lengths != self.shape:
@@ -89,18 +85,10 @@ class _Layer:
         if self.cache is None:
             msg = "backward needs a forward before it, got none; call forward(x) first"
             raise ValueError(msg)
-        out = self._room_for(self.cache.x), None, None
-        dx, dgamma, dbeta = self._backward(dy, self.cache, out=out, dsum=dsum)
+        dx, dgamma, dbeta = self._backward(dy, self.cache, dsum=dsum)
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         return cast(Array, dx)
-
-    def _room_for(self, like: Any) -> Array | None:
-        # What is no array, or one of objects, is for the function to convert or to refuse.
-        if self.workspace is None or not isinstance(like, np.ndarray) or like.dtype.hasobject:
-            return None
-        # y and dx are in this machine's byte order, whatever that of x.
-        return self.workspace.empty(like.shape, like.dtype.newbyteorder("="))
 
 
 def _checked_lengths(shape: Any) -> tuple[int, ...]:
@@ -133,9 +121,6 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
         As for `layer_norm`. gamma begins as ones less it.
     rounding : {"fast", "nearest"}, default: "fast"
         As for `layer_norm`.
-    workspace : Workspace, optional
-        Where y and dx come from, so that a loop does not allocate them anew each time; layers
-        may share one. Default: they are what the functions return.
 
     Attributes
     ----------

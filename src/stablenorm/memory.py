@@ -2,8 +2,8 @@
 Memory for results that is handed out again once the last array that refers to it is gone.
 
 The system clears the pages of a large new array one by one, as they are first written, which can
-take as long as the layer norm. A `Pool` keeps such memory: one for each `Workspace`, which its user
-makes, and one for the process, for large results for which no memory was given.
+take as long as the layer norm. The `Pool` of the process keeps the memory of large results for which
+none was given.
 """
 
 from __future__ import annotations
@@ -11,23 +11,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import operator
 import os
 import sys
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from stablenorm.types import Array, check_count
 
-# Smaller arrays are allocated by NumPy. A workspace keeps those that malloc would return to the
-# system (from 128 KiB on in glibc), and somewhat smaller ones. Results of less than 1 MiB are mostly
-# recycled by malloc; where they are not, (2, 128, 1024) took 15 us of 60 longer. Lending takes 2.
-LEAST_OF_WORKSPACE, LEAST = 1 << 16, 1 << 20
+# Smaller results are mostly recycled by malloc; where they are not, (2, 128, 1024) took 15 us of 60
+# longer. Lending takes 2.
+LEAST = 1 << 20
 
 # Arrays begin at a cache line, so that the kernels can write whole ones, and successive ones begin
 # 25 lines apart within a page of 4 KiB: a processor takes a load to depend on a recent store whose
@@ -92,8 +88,6 @@ class Pool:
         # Memory and its bytes, in the order in which it came back: the first is idle for longest.
         self._idle: dict[int, tuple[Any, int]] = {}
         self._numbers = itertools.count()
-        # What is in use: the bytes of each, by the identity of the memory.
-        self.lent: dict[int, int] = {}
 
     @property
     def limit(self) -> float:
@@ -116,9 +110,7 @@ class Pool:
     def lend(self, shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> Array:
         """Return an array in memory of `room` bytes, which comes back when nothing refers to it."""
         memory = self._take(room) or _new_memory(room)
-        array = np.ndarray(shape, dtype, np.asarray(_Lease(memory, room, self)))
-        self.lent[id(memory)] = room
-        return array
+        return np.ndarray(shape, dtype, np.asarray(_Lease(memory, room, self)))
 
     def _take(self, room: int) -> Any:
         """Return idle memory of `room` bytes if there is any, which is then idle no more."""
@@ -131,7 +123,6 @@ class Pool:
 
     def take_back(self, memory: Any, nbytes: int) -> None:
         """Keep memory that nobody uses any more."""
-        self.lent.pop(id(memory), None)
         # One that is too large by itself would drive out all the others first.
         if nbytes <= self.limit:
             self._idle[next(self._numbers)] = memory, nbytes
@@ -211,7 +202,7 @@ def set_idle_limit(nbytes: int) -> None:
     Large are results of 1 MiB or more for which no `out` was given. From the second of about the
     same size on, a result takes memory that is no longer in use: the last array that refers to it
     is gone. A size that comes once keeps nothing. Beyond the limit the longest idle is released.
-    Neither memory in use nor that of a `Workspace` counts.
+    Memory in use does not count.
 
     An array in such memory is like any other, but does not own it: ``flags.owndata`` is False
     and ``base`` is not None.
@@ -243,83 +234,3 @@ def get_idle_limit() -> int:
 def get_idle_bytes() -> int:
     """Return how many bytes are kept for large results now: those in use are not counted."""
     return pool.idle_bytes
-
-
-# ---- results of a loop ----
-
-
-class Workspace:
-    """
-    Memory for the results of a loop, handed out again once nobody holds the array any more.
-
-    A large new array costs a page fault for each of its pages. A workspace keeps the memory instead,
-    and hands it out again as soon as the last array that refers to it is gone: not before, so
-    nothing that is still in use is ever overwritten.
-
-    Attributes
-    ----------
-    nbytes : int
-        Bytes held, whether in use or kept for the next array.
-
-    Notes
-    -----
-    In use means: held by an array, a view of it, a memoryview, or whatever else keeps a reference
-    to one of them, as ``torch.from_numpy`` and DLPack do. A bare address does not: keep the array
-    whose ``array.ctypes.data`` was given to C.
-
-    It holds as much as was in use at once, for each size (those within a quarter of one another
-    count as one), until `clear`. A loop that binds ``y`` anew while the last ``y`` is still bound
-    has two in use. Arrays of less than 64 KiB are ordinary ones; the others begin at a multiple of
-    64 bytes. The elements are arbitrary, like those of ``numpy.empty``.
-
-    Any thread may use it. A child after a fork has its own copy; a copy or a pickle of a workspace
-    is a new, empty one.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm import Workspace, layer_norm
-    >>> work = Workspace()
-    >>> x = np.ones((32, 1024), np.float32)
-    >>> for step in range(100):
-    ...     y = layer_norm(x, out=work.empty_like(x))
-    ...     del y
-    >>> work.nbytes == x.nbytes
-    True
-    """
-
-    def __init__(self) -> None:
-        self._pool = Pool(math.inf)
-
-    def __repr__(self) -> str:
-        """Return how much this workspace holds."""
-        return f"<Workspace of {self.nbytes} bytes>"
-
-    def __reduce__(self) -> tuple[type[Workspace], tuple[()]]:
-        """Copy and pickle as an empty one: what is in memory is nobody's state."""
-        return type(self), ()
-
-    @property
-    def nbytes(self) -> int:
-        """Tell how many bytes are held, in use or kept for the next array."""
-        return sum(self._pool.lent.copy().values()) + self._pool.idle_bytes
-
-    def empty(self, shape: int | Iterable[int], dtype: DTypeLike = np.float64) -> Array:
-        """Return a C-contiguous array of arbitrary elements, of any dtype without objects."""
-        element = np.dtype(dtype)
-        if element.hasobject:
-            msg = f"dtype must not hold Python objects, got {element}"
-            raise TypeError(msg)
-        lengths = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
-        size = math.prod(lengths) * element.itemsize
-        if size < LEAST_OF_WORKSPACE or min(lengths) < 0:
-            return np.empty(lengths, element)
-        return self._pool.lend(lengths, element, capacity(size))
-
-    def empty_like(self, array: Array) -> Array:
-        """Return such an array with the shape and dtype of another, which may have any layout."""
-        return self.empty(array.shape, array.dtype)
-
-    def clear(self) -> None:
-        """Release all memory that is not in use; what is in use still comes back later."""
-        self._pool.clear()

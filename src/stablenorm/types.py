@@ -105,21 +105,24 @@ class Statistics(NamedTuple):
         return Statistics._make(None if word is None else word[rows] for word in self)
 
 
+# Of what is to be made again.
+NOTHING_KEPT = Statistics._make((None,) * len(Statistics._fields))
+
+
 class Cache(NamedTuple):
     """
     What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to
     `rms_norm_backward`.
 
-    `x` and gamma, for ``save="y"`` beta too, are kept by reference: changing them in between
-    changes the gradients.
+    `x` and gamma are kept by reference: changing them in between changes the gradients.
 
     Attributes
     ----------
     x : array
-        What was normalized, with a residual the sum; with ``save="y"`` the result in its place.
+        What was normalized, with a residual the sum.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
-    save : {"x", "y", "recompute"}
+    save : {"x", "recompute"}
         What is kept, as `layer_norm_forward` says.
     where : array of bool or None
         Which elements count; of length 1 along the normalized axes where whole rows do or do not.

@@ -21,9 +21,10 @@ from stablenorm.arrays import (
 )
 from stablenorm.backends import arrays_of, choose, choose_cuda, implementation
 from stablenorm.functional import masks, samples
-from stablenorm.functional.kept import check_save, restored, saved
+from stablenorm.functional.kept import check_save, restored
 from stablenorm.types import (
     NOTHING_EXTRA,
+    NOTHING_KEPT,
     Array,
     Cache,
     Extra,
@@ -70,14 +71,14 @@ def forward(
     else:
         y = arrays.target("out", out, x.shape, x.dtype)
         others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
-        needed = keep and residual is None and save != "y"
+        needed = keep and residual is None
         _refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
     if where is not None:
         refuse_cuda("where", name)
         where = masks.check_where(where, x.shape, axes, norm.rounding)
     if type(save) is not str or save != "x":
         refuse_cuda(f"save={save!r}", name)
-        check_save(save, norm, x, axes, residual)
+        check_save(save)
     call = implementation("forward" if keep else "normalize", name)
     # What is added to x, and where the sum goes, which is then what is normalized.
     added = None if residual is None else Residual(residual, arrays.empty(x.shape, x.dtype, x))
@@ -99,7 +100,7 @@ def forward(
     if not keep:
         return y, None
     if save != "x":
-        x, statistics = saved(save, x, y, statistics)
+        statistics = NOTHING_KEPT
     # As a NamedTuple makes itself, in half the time.
     return y, tuple.__new__(Cache, (x, norm, axes, statistics, name, where, save))
 
@@ -126,11 +127,7 @@ def backward(
             refused["accumulate"] = accumulate or None
             return _lazy().backward(dy, cache, wrt, dsum, kind, refused)
         raise TypeError(_not_a_cache(dy, cache, kind))
-    needed: dict[str, Array | None] = {}
     if cache.save != "x":
-        if cache.save == "y":
-            # What x is made from, by the next backward as well.
-            needed = {"y": cache.x, "beta": cache.norm.beta}
         cache = restored(cache)
     x, norm, axes, statistics, name, where, _ = cache
     if norm.kind != kind:
@@ -151,8 +148,7 @@ def backward(
         lead, kept = samples.check_sum_axes(sum_axes, cache)
     if accumulate:
         refuse_cuda("accumulate=True", name)
-    needed["dsum"] = extra.dsum
-    gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, needed)
+    gradients = _gradients(arrays, dy, cache, asked, out, kept, accumulate, extra.dsum)
     if sums is not None:
         gradients = Gradients(gradients.dx, *sums)
     call = implementation("backward", name)
@@ -371,7 +367,7 @@ def _gradients(
     out: Any,
     kept: tuple[int, ...] | None,
     accumulate: bool,
-    needed: dict[str, Array | None],
+    dsum: Array | None,
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked."""
     like, norm = cache.x, cache.norm
@@ -396,7 +392,7 @@ def _gradients(
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
         raise ValueError(msg)
     likes = like if "x" in asked else None, gamma, beta
-    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, "dy": dy, **needed}
+    others: dict[str, Array | None] = {"x": like, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
     found: list[Array | None] = []
     for name, wanted, array in zip(NAMES, likes, given, strict=True):
         if wanted is None:

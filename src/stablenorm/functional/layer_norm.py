@@ -145,8 +145,8 @@ def layer_norm_forward(
         bits of a call on it alone. Parts of a few hundred elements take several times as long as
         one gamma for all, parts of 64 000 about as long. Not for CUDA arrays.
     out : array, optional
-        Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual` or
-        ``save="y"``, which do not keep `x`; else it shares no memory with it.
+        Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual`, which
+        does not keep `x`; else it shares no memory with it.
     residual : array of the shape of x, optional
         Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
         ``cache.x``, for the next residual. Any of the four dtypes. If it has that of `x`, of 16 or
@@ -157,11 +157,10 @@ def layer_norm_forward(
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
         in about its time; short rows take longer. Rows in which it varies take the slow
         reference, and are not there yet for ``rounding="nearest"``. Not for CUDA arrays.
-    save : {"x", "y", "recompute"}, default: "x"
-        What the cache keeps. "x": `x` and the statistics; the fastest. "y": the result and the
-        statistics, so that `x` can be freed; the backward makes x again, with an error:
-        docs/how-to/save.md. "recompute": `x` alone; the backward makes the statistics again, with
-        the same bits, in the time of a forward. "y" and "recompute": not for CUDA arrays.
+    save : {"x", "recompute"}, default: "x"
+        What the cache keeps. "x": `x` and the statistics; the fastest. "recompute": `x` alone; the
+        backward makes the statistics again, with the same bits, in the time of a forward; not for
+        CUDA arrays.
 
     Returns
     -------
@@ -175,8 +174,7 @@ def layer_norm_forward(
     Raises
     ------
     TypeError, ValueError, ImportError
-        As `layer_norm` does. ``save="y"`` is a TypeError where it would lose too much of x: where
-        gamma is 0, or too small beside beta for the dtype of `x`.
+        As `layer_norm` does.
 
     See Also
     --------
@@ -222,7 +220,7 @@ def layer_norm_backward(
         The gradients to compute.
     out : Gradients or tuple of three, optional
         Arrays to write dx, dgamma and dbeta into; None for those to be allocated. They may not
-        overlap one another, an input, or a y that ``save="y"`` keeps, but dx may be exactly `dy`.
+        overlap one another or an input, but dx may be exactly `dy`.
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
