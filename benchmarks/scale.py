@@ -33,10 +33,8 @@ from page import DOCS, byte_words, digits, keep, origin, origin_line, put, secon
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
 from stablenorm.memory import set_idle_limit
-from stablenorm.reference import moments
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.timing import measure_interleaved
-from stablenorm.types import Norm
 
 # 1 GiB of float32, in chunks of 64 and of 8 MiB. At most 5 % is wanted of the first.
 N, ROWS, CHUNK_ROWS, GATE = 1024, 2**18, (2**14, 2**11), 0.05
@@ -361,17 +359,6 @@ Load of the machine when it began: {found["load"]:.1f}.
 """
 
 
-def exchanged() -> list[tuple[Any, ...]]:
-    """Return the bytes of each exchange of rows that are cut, per row and chunk."""
-    x, norm = np.ones((1, 2), "f4"), Norm()
-    of_x = moments.of_x(first := moments.moments(x, norm), norm.eps)
-    of_g = moments.of_g(second := moments.moments_of_g(x, x, norm, of_x))
-    parts: list[tuple[Any, ...]] = [first, of_x, second, of_g]
-    names = "moments of x", "mean, rstd", "moments of gamma dy", "what dx takes of them"
-    counts = [sum(np.asarray(word).nbytes for word in part if np.ndim(word)) for part in parts]
-    return [*zip(names, counts, strict=True), ("all four", sum(counts))]
-
-
 def limits(found: Any) -> dict[str, str]:
     """Return the tables of the page of what is calculated."""
     task, scheduler, worker = map(seconds, found["costs"]["task"])
@@ -392,12 +379,10 @@ def limits(found: Any) -> dict[str, str]:
         fleet.append((f"{chunk} MB", *(f"{digits(each, 3)} s" for each in times), f"{sums:.1g}"))
     moved = [f"{rate} MB/s" for rate in RATES]
     least = [f"{10 * per_chunk * WORKERS * rate / 4:.0f} MB" for rate in RATES]
-    head = "exchanged", "bytes per row and chunk"
     return {
         "costs": f"{table(('what', 'measured'), price)}\n\n{origin_line('make scale', found['origin'])}",
         "fleet": table(("chunk", "scheduler", "arithmetic", *moved, "sums over x"), fleet),
         "least": table(("each worker moves", "least chunk"), zip(moved, least, strict=True)),
-        "split": table(head, exchanged()),
     }
 
 

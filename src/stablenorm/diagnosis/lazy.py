@@ -21,7 +21,7 @@ from stablenorm.types import Array
 def diagnose(x: Any, options: dict[str, Any]) -> Any:
     """Return the diagnosis of a Dask array, to be computed; `options` are those of `diagnose_blocks`."""
     axes = options["axis"]
-    check_whole_rows(x, axes, "diagnose")
+    check_whole_rows(x, axes)
     token = tokenize(x, options)
     starts = [[0, *itertools.accumulate(sizes)] for sizes in x.chunks]
 

@@ -1,5 +1,5 @@
 """
-`Wide` numbers that carry a bound of their error: what `moments` calculates with for rounding="nearest".
+`Wide` numbers that carry a bound of their error: for rounding="nearest".
 
 Each operation adds the bounds of its operands and its own error, relative to the result (Joldes, Muller
 and Popescu, ACM TOMS 44 (2017) 15): of a sum 3, of a product 7, of a quotient by an integer 4, of the

@@ -13,7 +13,7 @@ from dask.array import Array, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm.arrays import HOST, is_lazy, show_axes
+from stablenorm.arrays import HOST, is_lazy
 from stablenorm.formats import check_dtype
 
 Block = tuple[int, ...]
@@ -45,12 +45,12 @@ def check_blocks(name: str, array: Array) -> None:
         raise TypeError(msg)
 
 
-def check_whole_rows(x: Array, axes: tuple[int, ...], given: str) -> None:
-    """Raise unless no axis that is normalized is cut, for what is `given`."""
-    if cut := [axis for axis in axes if x.numblocks[axis] > 1]:
+def check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
+    """Raise if an axis that is normalized is cut."""
+    if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
         msg = (
-            f"x must have one chunk along axis {show_axes(tuple(cut))} for {given}, got "
-            f"chunks {x.chunks[cut[0]]}; x.rechunk({dict.fromkeys(cut, -1)}) makes it one"
+            f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
+            f"x.rechunk({dict.fromkeys(cut, -1)}) first"
         )
         raise ValueError(msg)
 

@@ -7,8 +7,6 @@ call made of it; what the user holds, y, the cache, dx, refers to it by tasks th
 
 from __future__ import annotations
 
-import functools
-import importlib
 from collections.abc import Callable
 from operator import getitem
 from typing import Any, NamedTuple
@@ -78,8 +76,7 @@ def forward(
     x = convert("x", x)
     axes = normalize_axes(axis, x.ndim)
     norm = calls.checked_norm(LAZY, norm, x.shape, axes, chosen)
-    if residual is not None or where is not None or type(norm) is not Norm:
-        check_whole_rows(x, axes, "residual, where or gamma for each sample")
+    check_whole_rows(x, axes)
     if residual is not None:
         residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
     if is_lazy(where):
@@ -92,9 +89,6 @@ def forward(
     token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
     kind = f"{norm.kind}-norm"
     every = tuple(range(x.ndim))
-    if any(x.numblocks[axis] > 1 for axis in axes):
-        given = [operand("x", x, x, every), *parameters(norm, x, axes)]
-        return _split().forward(x, norm, call, given, token)  # type: ignore[no-any-return]
     added = operand("residual", residual, x, every)
     mask = None if where is None else operand("where", where, x, every[x.ndim - where.ndim :])
     needed = operand("x", x, x, every), *parameters(norm, x, axes), added, mask
@@ -161,19 +155,11 @@ def backward(
     # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
     first = f"{kind}-norm-gradients"
     token = tokenize(dy, cache, dsum, asked)
-    ask = None
-    if cache.kept.numblocks != x.numblocks:
-        if dsum is not None:
-            check_whole_rows(x, cache.axis, "dsum")
-        made, dx = _split().backward(x, cache, asked, block, first, token)
-        ask = functools.partial(_split().exact_tasks, cache, block)
-        block = [*block, cache.kept]
-    else:
-        block.append(operand("", cache.kept, x, every))
-        needed = *block, operand("dsum", dsum, x, every)
-        tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *read(needed, at)))
-        made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
-        dx = _part(made, 0, "dx", x.dtype) if "x" in asked else None
+    block.append(operand("", cache.kept, x, every))
+    needed = *block, operand("dsum", dsum, x, every)
+    tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *read(needed, at)))
+    made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
+    dx = _part(made, 0, "dx", x.dtype) if "x" in asked else None
     found: list[Any] = [dx, None, None]
     # gamma and beta in one tree, if they are alike.
     trees: dict[Any, dict[int, Operand]] = {}
@@ -182,7 +168,7 @@ def backward(
             like = parameter.cut, parameter.array.chunks, parameter.array.dtype
             trees.setdefault(like, {})[i] = parameter
     for wanted in trees.values():
-        for i, total in _sums(made, block, wanted, norm.rounding == "nearest", ask).items():
+        for i, total in _sums(made, block, wanted, norm.rounding == "nearest").items():
             found[i] = total
     return Gradients(*found)
 
@@ -200,13 +186,13 @@ def _filled(kept: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
 
 
 def _sums(
-    made: Array, block: list[Any], wanted: dict[int, Operand], nearest: bool, ask: Any = None
+    made: Array, block: list[Any], wanted: dict[int, Operand], nearest: bool
 ) -> dict[int, Array]:  # fmt: skip
     """
     Return dgamma (1) and dbeta (2), as far as wanted, whose parameters are alike.
 
     They are one array until the end. `made` has what `_backward` returned. What rounding to nearest leaves
-    undecided each `block` is asked again, for exact sums; `ask` adds the tasks for that where rows are cut.
+    undecided each `block` is asked again, for exact sums.
     """
     first, _, token = made.name.rpartition("-")
     indices, like = tuple(wanted), next(iter(wanted.values()))
@@ -237,10 +223,8 @@ def _sums(
     }
     exact: dict[Block, Any] = {}
     if nearest:
-        task = lambda at: (_exact, indices, found[group(at)], *read(block, at))
-        if ask is not None:
-            task = ask(indices, tasks, found, group, f"{first}-exact", token)
-        exact = total("exact", task)
+        again = lambda at: (_exact, indices, found[group(at)], *read(block, at))
+        exact = total("exact", again)
     shared = array_of(f"{first}-sum-{token}", tasks, made, *block, chunks=made.chunks)
     result = {}
     for position, (i, parameter) in enumerate(wanted.items()):
@@ -287,11 +271,6 @@ def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
         leading = 0 if value is None else value.ndim - len(axes)
         found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
     return found
-
-
-def _split() -> Any:
-    """Return what does calls on rows that are cut."""
-    return importlib.import_module("stablenorm.scale.split")
 
 
 class LazyCache(DaskMethodsMixin):
