@@ -83,7 +83,7 @@ class Bomb:
 
 
 BAD_FILES = {
-    "missing": (None, "must be an .npy, .npz, .safetensors or .zarr file.*not there"),
+    "missing": (None, "must be an .npy, .npz or .safetensors file.*not there"),
     "pickled": (lambda p: np.savez(p, x=np.array([Bomb()])), "must hold plain numbers, got pick"),
     "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
     "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),

@@ -11,7 +11,6 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-import zarr
 
 from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
@@ -66,9 +65,7 @@ def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys,
     np.savez_compressed(tmp_path / "more.npz", a=x, b=x[0], c=bf)
     write_safetensors(tmp_path / "m.safetensors", {"w": ("BF16", bf), "v": ("F32", x)})
     # Of the second, adjacent rows take half of the file.
-    for name, chunks in (("one.zarr", (2, 5, 32)), ("more.zarr", (3, 2, 9))):
-        zarr.create_array(tmp_path / name, shape=x.shape, dtype=x.dtype, chunks=chunks)[...] = x
-    for name in ("c.npy", "f.npy", "big.npy", "one.npz", "one.zarr", "more.zarr"):
+    for name in ("c.npy", "f.npy", "big.npy", "one.npz"):
         assert found_in(capsys, tmp_path, tmp_path / name) == expected(x), name
     for name, member, array in (
         ("more.npz", "a", x),
@@ -160,13 +157,13 @@ def damage(path, x):
         (["nothing.npy"], "x must have at least one element along axis 2, got shape (6, 5, 0)"),
         (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
         (["header.npy"], "must be whole, got a damaged one"),
-        (["short.npz"], "must be an .npy, .npz, .safetensors or .zarr file, got another"),
+        (["short.npz"], "must be an .npy, .npz or .safetensors file, got another"),
         (["flipped.npz"], "damaged one"),
         (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
         (["short.safetensors", "--member", "w"], "truncated"),
         (["wrong.safetensors"], "the place of w does not fit its shape"),
-        (["junk.bin"], "must be an .npy, .npz, .safetensors or .zarr file, got another"),
-        (["empty.npy"], "must be an .npy, .npz, .safetensors or .zarr file, got another"),
+        (["junk.bin"], "must be an .npy, .npz or .safetensors file, got another"),
+        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got another"),
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
         (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
         (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),

@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
         "of y each common method loses, and which rows are the worst.",
         _EXAMPLES,
     )
-    about = "an .npy, .npz, .safetensors or .zarr file; default: the bundled data"
+    about = "an .npy, .npz or .safetensors file; default: the bundled data"
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
     parts.add_kind(parser)
     parts.add_member(parser)

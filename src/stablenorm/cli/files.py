@@ -1,12 +1,11 @@
 """
-Arrays in files: .npy, members of .npz, tensors of .safetensors, Zarr; whole, or in blocks of rows.
+Arrays in files: .npy, members of .npz, tensors of .safetensors; whole, or in blocks of rows.
 
 The memory that blocks take does not depend on the size of the file. Mapping the file would count each
 page read as the process's own, and kill a process whose file is truncated while it reads.
 """
 
 import contextlib
-import ctypes
 import itertools
 import json
 import math
@@ -24,7 +23,6 @@ from stablenorm.arrays import as_rows
 from stablenorm.cli import parts
 from stablenorm.cli.parts import InputError
 from stablenorm.formats import check_dtype
-from stablenorm.scale.files import Box, box_lengths, boxes, count_rows, runs
 from stablenorm.text import Table, printable, quantity, shape_text
 from stablenorm.types import Array, bfloat16
 
@@ -38,9 +36,7 @@ _LONGEST_HEADER = 100_000_000
 # Bytes of a block: enough for the call that reads it to cost nothing, few beside the 80 MB that
 # Python with NumPy takes.
 _BLOCK = 1 << 21
-# Bytes of a block of Zarr at most, where chunks are not read in parts.
-_LARGEST = 1 << 24
-_KINDS = "an .npy, .npz, .safetensors or .zarr file"
+_KINDS = "an .npy, .npz or .safetensors file"
 
 
 class Member(NamedTuple):
@@ -52,10 +48,8 @@ class Member(NamedTuple):
     dtype: np.dtype[Any]
     is_fortran: bool
     offset: int
-    # "npz" or "zarr"; "" where its data lies in the file as it is.
-    store: str = ""
-    # Of Zarr, what is read at once.
-    chunks: tuple[int, ...] = ()
+    # Whether it is a member of an archive, else its data lies in the file as it is.
+    in_archive: bool = False
 
     @property
     def label(self) -> str:
@@ -73,16 +67,9 @@ class Member(NamedTuple):
         return self.dtype.newbyteorder("=")
 
 
-def is_zarr(path: Path) -> bool:
-    """Tell whether a directory is an array or a group of Zarr."""
-    return any((path / name).is_file() for name in ("zarr.json", ".zarray", ".zgroup"))
-
-
 def list_members(path: Path) -> dict[str, Member]:
     """Return the arrays of a file by name: those that a layer norm takes, and others."""
     members: list[Member] = []
-    if is_zarr(path):
-        return {member.name: member for member in _arrays(path)}
     if not path.is_file():
         msg = f"FILE must be {_KINDS}, got {path}, {parts.what_is(path)}"
         raise InputError(msg)
@@ -97,7 +84,7 @@ def list_members(path: Path) -> dict[str, Member]:
                     if entry.endswith(".npy"):
                         with archive.open(entry) as stream:
                             found = *_header(stream), stream.tell()
-                            members.append(Member(path, entry[:-4], *found, store="npz"))
+                            members.append(Member(path, entry[:-4], *found, in_archive=True))
         else:
             file.seek(8)
             members = list(_tensors(path, file, int.from_bytes(begin, "little")))
@@ -136,8 +123,8 @@ def load(member: Member) -> Array:
         raise InputError(msg)
     # As one row.
     flat = np.empty((1, math.prod(member.shape)), member.dtype.newbyteorder("="))
-    with opened(member, ()) as read:
-        read((), flat)
+    with opened(member) as read:
+        read(0, flat)
     return flat.reshape(member.shape, order="F" if member.is_fortran else "C")
 
 
@@ -171,42 +158,31 @@ def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     if 0 in member.shape:
         return
     n = math.prod(member.shape[i] for i in axes)
-    rows = max(1, _BLOCK // (row_bytes := n * member.dtype.itemsize))
+    rows, count = max(1, _BLOCK // (n * member.dtype.itemsize)), math.prod(member.shape) // n
     if are_adjacent(member, axes):
-        lead = member.shape[: axes[0]]
-        chunks = member.chunks[: axes[0]] or (1,) * len(lead)
-        # The fewest whole chunks that are adjacent rows.
-        first = next((i for i, length in enumerate(chunks) if length > 1), len(lead))
-        chunks = (*chunks[: first + 1], *lead[first + 1 :])
-        if math.prod(chunks) > max(rows, _LARGEST // row_bytes):
-            # Then chunks are read several times rather than all of them held.
-            chunks = (1,) * len(lead)
-        with opened(member, lead) as read:
-            for box in boxes(lead, box_lengths(lead, chunks, rows)):
-                block = np.empty((count_rows(box), n), member.native)
-                read(box, block)
+        with opened(member) as read:
+            for start in range(0, count, rows):
+                block = np.empty((min(rows, count - start), n), member.native)
+                read(start, block)
                 yield block
         return
     # Rows that do not lie one after the other: all of the array has to be in memory. As many rows as
     # there are elements in a cache line, or each line would be read again for the next row.
     whole, step = as_rows(load(member), axes), max(32, rows)
-    for start in range(0, math.prod(member.shape) // n, step):
+    for start in range(0, count, step):
         yield np.ascontiguousarray(whole[start : start + step])
 
 
 @contextlib.contextmanager
-def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Array], None]]:
+def opened(member: Member) -> Iterator[Callable[[int, Array], None]]:
     """
-    Give ``read(box, out)``, which fills `out`, (rows, n) in the byte order of this machine.
+    Give ``read(start, out)``, which fills `out`, (rows, n) in the byte order of this machine, from a row on.
 
-    Boxes are cut from axes of the lengths `lead`. What is wrong with the file is said in one line.
+    What is wrong with the file is said in one line.
     """
     with contextlib.ExitStack() as stack:
         with _whole(member.label):
-            if member.store == "zarr":
-                zarr = zarr_package()
-                array = zarr.open_array(member.path, path=member.name, mode="r")
-            elif member.store == "npz":
+            if member.in_archive:
                 archive = stack.enter_context(zipfile.ZipFile(member.path))
                 file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
             else:
@@ -214,18 +190,9 @@ def opened(member: Member, lead: tuple[int, ...]) -> Iterator[Callable[[Box, Arr
                 if os.fstat(file.fileno()).st_size < member.offset + member.nbytes:
                     raise _truncated(member)
 
-        def read(box: Box, out: Array) -> None:
+        def read(start: int, out: Array) -> None:
             with _whole(member.label):
-                if member.store == "zarr":
-                    lengths = [along.stop - along.start for along in box]
-                    there = out.reshape(*lengths, *array.shape[len(box) :])
-                    # Indexing would make a copy of its own.
-                    array.get_basic_selection(box, out=zarr.buffer.cpu.NDBuffer(there))
-                    return
-                done = 0
-                for start, count in runs(lead, box):
-                    _fill(member, file, start * out.strides[0], out[done : done + count])
-                    done += count
+                _fill(member, file, start * out.strides[0], out)
                 if not member.dtype.isnative:
                     out.byteswap(inplace=True)
 
@@ -242,7 +209,7 @@ def _fill(member: Member, file: Any, start: int, out: Array) -> None:
             raise _truncated(member)
         left = left[count:]
     # An archive compares its checksum when its end is reached.
-    if member.store == "npz" and start + out.nbytes == member.nbytes and file.read(1):
+    if member.in_archive and start + out.nbytes == member.nbytes and file.read(1):
         msg = "more bytes than the header says"
         raise ValueError(msg)
 
@@ -254,31 +221,7 @@ def _truncated(member: Member) -> InputError:
     )
 
 
-def zarr_package() -> Any:
-    """Import Zarr, which few have files of."""
-    parts.require("zarr", "a .zarr file", "stablenorm[dask]")
-    import zarr.buffer.cpu  # noqa: PLC0415
-
-    # M_MMAP_THRESHOLD of glibc: freed chunks go back to the system. Otherwise the heap of each thread
-    # of Zarr keeps some: with chunks of 16 MiB, 310 MB were held in place of 235.
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).mallopt(-3, 1 << 20)
-    return zarr
-
-
 # ---- headers ----
-
-
-def _arrays(path: Path) -> Iterator[Member]:
-    """Read the headers of a directory of Zarr: of an array, or of a group."""
-    zarr = zarr_package()
-    with _whole(path):
-        there = zarr.open(path, mode="r")
-        found = [("", there)] if isinstance(there, zarr.Array) else there.members(max_depth=None)
-        for name, array in found:
-            if isinstance(array, zarr.Array):
-                header = array.shape, np.dtype(array.dtype), False, 0
-                yield Member(path, name, *header, store="zarr", chunks=array.chunks)
 
 
 def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:

@@ -24,6 +24,7 @@ from rich.text import Text
 
 import stablenorm
 from stablenorm import text
+from stablenorm.files import whole_file
 from stablenorm.formats import FORMATS
 from stablenorm.text import Section, Table
 from stablenorm.threads import get_num_threads, set_num_threads
@@ -86,7 +87,7 @@ def add_axis(parser: argparse.ArgumentParser) -> None:
 
 def add_member(parser: argparse.ArgumentParser) -> None:
     """Add ``--member`` to a command."""
-    about = "which array of an .npz, .safetensors or .zarr file; default: x, or the only one"
+    about = "which array of an .npz or .safetensors file; default: x, or the only one"
     parser.add_argument("--member", metavar="NAME", help=about)
 
 
@@ -194,13 +195,8 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
     """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
     if path is None:
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            write(file)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        write(file)
 
 
 def write_plot(path: Path | None, plot: Callable[..., object]) -> None:

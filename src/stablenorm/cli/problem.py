@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, is_zarr, list_members, load, load_beside, load_number
+from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
 from stablenorm.cli.parts import InputError
 from stablenorm.report.findings import Problem, compute
 from stablenorm.text import printable
@@ -19,7 +19,7 @@ _INPUTS = ("x", "gamma", "beta", "dy")
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Add the options of a command that reads one norm: file, kind, eps, rounding, seed."""
     about = (
-        "an .npz, .safetensors or .zarr file, or a directory of .npy files, that holds x and, "
+        "an .npz or .safetensors file, or a directory of .npy files, that holds x and, "
         "optionally, gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data"
     )
     parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
@@ -49,7 +49,7 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     """Read a file that holds x, or is x, or a directory of .npy files; None: the bundled data."""
     file = path or BUNDLED
     source = str(path) if path else f"bundled data ({file.name})"
-    if file.is_dir() and not is_zarr(file):
+    if file.is_dir():
         members = {each.stem: list_members(each)[""] for each in sorted(file.glob("*.npy"))}
     else:
         members = list_members(file)
