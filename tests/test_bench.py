@@ -1,9 +1,7 @@
-"""`stablenorm bench`, the timing behind it, and the gates that the benchmarks judge by."""
+"""`stablenorm bench`, and the timing behind it."""
 
 import gc
-import importlib
 import json
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -178,44 +176,3 @@ def test_a_backend_that_cannot_be_loaded(capsys, monkeypatch):
     assert job.usable_backends() == [name for name in BACKENDS if name != "numba"]
     shown = run(capsys, "--backend", "numba", status=2)
     assert shown.err == 'stablenorm: Numba is needed for backend="numba": pip install numba\n'
-
-
-# Of the targets of `make bench`: figures that just reach them, and one that just does not.
-
-
-@pytest.fixture
-def scripts(monkeypatch):
-    """The scripts beside the package, which import one another by their bare names."""
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in {"agreement", "cases", "gates", "page", "peers", "figures"} - before:
-        sys.modules.pop(name, None)
-
-
-def invented(cases, slow=1.0):
-    """A run of round figures: PyTorch 2, plain NumPy 5 times as slow; ours as fast as a copy."""
-    seconds = {"PyTorch": 2.0, "plain NumPy": 5.0, "PyTorch F.layer_norm": 1.0, "layer norm": 1.0}
-    records = []
-    for case in cases.make_cases():
-        for direction in job.PASSES:
-            for name in (*seconds, cases.OURS, cases.OURS_OUT, cases.CALL):
-                if direction == "backward" and name in (cases.CALL, "PyTorch F.layer_norm"):
-                    continue
-                at_bound = (case.suite, name) == ("call", "PyTorch")
-                time_ = 1.0 if at_bound else seconds.get(name, slow)
-                times = (time_, time_, time_)
-                record = cases.Record(*case, direction, name, *times, copy=1.0)
-                # As near to a copy as is asked of n from 128 on.
-                records.append(record._replace(copy=record.speed * slow / 0.95 / (1 + 1e-9)))
-    return records
-
-
-@pytest.mark.parametrize(("slow", "missed"), [(1.0, 0), (1.01, 6)])
-def test_targets_are_reached_by_figures_at_the_bound_and_missed_by_a_slower_run(
-    scripts, slow, missed
-):
-    # Slower: PyTorch's means, the layer norm, plain NumPy, the copy, the call. The others have room.
-    found = scripts("gates").check_gates(invented(scripts("cases"), slow))
-    for direction in job.PASSES:
-        assert sum(not both[direction].met for both in found.values()) == missed

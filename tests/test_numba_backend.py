@@ -209,13 +209,15 @@ def test_numbas_threads_are_not_used_and_its_cache_dir_may_be_impossible(tmp_pat
     python(IN_SPITE_OF, NUMBA_THREADING_LAYER="nonsense", NUMBA_CACHE_DIR=impossible)
 
 
-def test_importing_takes_less_than_a_tenth_of_a_second():
-    """Of processor, beyond NumPy's own import; measured 0.04 s. One of five: others use this machine."""
+def test_importing_takes_less_than_the_import_of_numpy(tmp_path):
+    """Of processor, beyond NumPy's own import; measured 0.4 of it. One of five: others use this machine."""
     code = (
-        "import numpy, time; start = time.process_time(); import stablenorm; "
-        "print(time.process_time() - start)"
+        "import time; start = time.process_time(); import numpy; middle = time.process_time(); "
+        "import stablenorm; print((time.process_time() - middle) / (middle - start))"
     )
-    assert any(float(python(code)) < 0.1 for _ in range(5))
+    # With the bytecode of both on disk, after the first.
+    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": tmp_path}
+    assert any(float(python(code, **bytecode)) < 1 for _ in range(6))
 
 
 # ---- memory ----

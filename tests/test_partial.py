@@ -339,14 +339,14 @@ def test_nothing_undecided_costs_nothing(rng, monkeypatch):
 
 
 def test_the_options_of_a_cache_take_part(backend, rng):
-    """Rows that do not count, gamma for each sample, axes not last, save="y"."""
+    """Rows that do not count, gamma for each sample, axes not last, save="recompute"."""
     x, dy = rng.integers(-3, 4, (2, 8, 3, 5)).astype(np.float32)
     where = rng.random((8, 3, 1)) < 0.7
     gamma, beta = rng.standard_normal((3, 5)).astype(np.float32), np.ones(5, np.float32)
     for option, parameters in (
         ({"where": where}, (gamma, beta)),
         ({"axis": (1, 2)}, (gamma, gamma)),
-        ({"save": "y"}, (beta, beta)),
+        ({"save": "recompute"}, (beta, beta)),
     ):
         for rounding in ("nearest", "fast"):
             if rounding == "nearest" and "save" in option:

@@ -139,7 +139,7 @@ def check_distinct(name: str, array: Any) -> None:
 def _are_distinct(array: Any) -> bool:
     both = sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1)
     # Each axis steps over all that the shorter steps reach: so it is of every slice of an array.
-    reach, nested = array.itemsize, True
+    reach, nested = array.dtype.itemsize, True
     for step, length in both:
         nested = nested and step >= reach
         reach += step * (length - 1)
@@ -150,7 +150,7 @@ def _are_distinct(array: Any) -> bool:
     starts = np.zeros(1, np.int64)
     for step, length in both:
         starts = np.add.outer(starts, step * np.arange(length)).reshape(-1)
-    return bool((np.diff(np.sort(starts)) >= array.itemsize).all())
+    return bool((np.diff(np.sort(starts)) >= array.dtype.itemsize).all())
 
 
 def mixed(name: str, value: Any, others: str) -> str:
