@@ -9,13 +9,16 @@ the bounds themselves. What is seen to be exact adds nothing. docs/reference/acc
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 
 from stablenorm.reference.doubledouble import Wide
-from stablenorm.reference.nearest import _UNIT, _plus, _rounded, _scaled, _size, _times
 from stablenorm.types import Array
+
+# What bounds are counted in.
+UNIT = 2.0**-106
 
 # Above it, the error of a product of single words is a float64 too. Below it, added to each bound.
 _SMALLEST = 2.0**-900
@@ -55,7 +58,7 @@ class Bounded(Wide):
         exact = (self.lo == 0) & (other.lo == 0) & (np.abs(product.hi) > _SMALLEST)
         exact |= (self.hi == 0) | (other.hi == 0)
         own = np.where(exact, 0.0, 8.0 * np.abs(product.hi) + _SMALLEST)
-        most = _plus(self, _scaled(self.bound, _UNIT))
+        most = _plus(self, _scaled(self.bound, UNIT))
         parts = _times(most, other.bound), _times(other, self.bound)
         return Bounded(product, _plus(*parts, Wide(own, np.zeros_like(own), product.exponent)))
 
@@ -70,7 +73,7 @@ class Bounded(Wide):
     def sign(self) -> Array:
         """Return -1.0 or 1.0, or 0 where the bound reaches 0."""
         unit = self.magnitude()
-        size, error = np.abs(self.scaled_to(unit).hi), self.bound.scaled_to(unit).hi * _UNIT
+        size, error = np.abs(self.scaled_to(unit).hi), self.bound.scaled_to(unit).hi * UNIT
         return np.sign(self.hi) * (size > error)
 
     def moderate(self) -> Bounded:
@@ -95,14 +98,14 @@ class Bounded(Wide):
         """Return ``self**-0.5``."""
         root = super().rsqrt()
         share = self.bound.scaled_to(self.exponent).hi / np.abs(self.hi)
-        share = np.where(share * _UNIT < _SMALL, 0.51 * share + 20.0, np.inf)
+        share = np.where(share * UNIT < _SMALL, 0.51 * share + 20.0, np.inf)
         return Bounded(root, _scaled(root, share))
 
-    def nearest(self, dtype: np.dtype[Any]) -> tuple[Array, Array]:
-        """Return the numbers rounded to `dtype`, and where the bound leaves that undecided."""
-        result, _, undecided = _rounded(self.value, self.bound, dtype)
-        # Of an infinite bound, as of an infinite gamma, both ends are NaN.
-        return result, undecided | ~np.isfinite(self.bound.hi)
+    def ends(self, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
+        """Round both ends of the bounds to `dtype`, and tell where that leaves the numbers undecided."""
+        low, high, undecided = self.value.round_within(_scaled(self.bound, UNIT), dtype)
+        # Of an infinite bound both ends are NaN.
+        return low, high, undecided | ~np.isfinite(self.bound.hi)
 
     def _total(self, axis: int) -> Bounded:
         total = self._sum(axis)
@@ -113,4 +116,29 @@ class Bounded(Wide):
         bound = np.add.reduce(sizes.hi, axis=axis, keepdims=True)
         # Of one row, the words are views of what was given.
         value = Wide(total.hi.copy(), total.lo, total.exponent)
-        return Bounded(value, _size(Wide(bound, bound, sizes.exponent)))
+        return Bounded(value, size_of(Wide(bound, bound, sizes.exponent)))
+
+
+# ---- of bounds a float64 and an exponent are enough ----
+
+
+def size_of(v: Wide) -> Wide:
+    return Wide(np.abs(v.hi), np.zeros_like(v.hi), v.exponent)
+
+
+def _scaled(v: Wide, factor: Array | float) -> Wide:
+    return size_of(Wide(v.hi * factor, v.lo, v.exponent))
+
+
+def _times(a: Wide, b: Wide) -> Wide:
+    return size_of(Wide(a.hi * b.hi, b.lo, a.exponent + b.exponent))
+
+
+def _plus(*parts: Wide) -> Wide:
+    """Return the sum of the magnitudes."""
+    exponent: Array | int = 0
+    if not all(isinstance(part.exponent, int) for part in parts):
+        exponent = np.maximum.reduce(np.broadcast_arrays(*(part.magnitude() for part in parts)))
+        parts = tuple(part.scaled_to(exponent) for part in parts)
+    total = functools.reduce(np.add, (np.abs(part.hi) for part in parts))
+    return Wide(total, np.zeros_like(total), exponent)

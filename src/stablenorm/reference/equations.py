@@ -57,7 +57,7 @@ through a tree whose shape depends on (rows, n) alone.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -106,6 +106,36 @@ def project(v: Any, xhat: Any, kind: str = "layer", mean: Callable[[Any], Any] =
     return v - xhat * mean(v * xhat)
 
 
+class Normalized(NamedTuple):
+    """Rows of xhat, and what is kept of them; mean is float64, None of RMS norm as is mean_lo."""
+
+    xhat: Any
+    mean: Any
+    mean_lo: Any
+    var: Any
+    rstd: Any
+
+
+def normalized(
+    x: Any, eps: Any, lift: Callable[[Any], Any], kind: str, mean_of: Callable[[Any], Any] = _mean
+) -> Normalized:
+    """Normalize rows of numbers of any kind, which `lift` makes; `x` may be written over."""
+    centered, mean, mean_lo = _center(x, lift, kind, mean_of)
+    var = mean_of(centered * centered)
+    rstd = _rsqrt(var + eps)
+    centered *= rstd
+    return Normalized(centered, mean, mean_lo, var, rstd)
+
+
+def affine(xhat: Any, scale: Any, shift: Any) -> Any:
+    """Scale and shift, each if it is not None; `xhat` may be written over."""
+    if scale is not None:
+        xhat *= scale
+    if shift is not None:
+        xhat += shift
+    return xhat
+
+
 @default_control()
 def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None) -> Statistics:
     """
@@ -121,17 +151,10 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
-            centered, mean, mean_lo = _center(lift(x[rows]), lift, norm.kind, counting.mean)
-            var = counting.mean(centered * centered)
-            rstd = _rsqrt(var + eps)
-            centered *= rstd
-            result = centered
-            if scale is not None:
-                result *= scale
-            if shift is not None:
-                result += shift
+            found = normalized(lift(x[rows]), eps, lift, norm.kind, counting.mean)
+            result = affine(found.xhat, scale, shift)
             y[rows] = _round(counting.only(result), y.dtype)
-            keep(rows, mean, mean_lo, rstd, var)
+            keep(rows, found)
     return keep.statistics
 
 
@@ -328,8 +351,8 @@ class _Keeper:
         self._kept = Statistics(mean, mean_lo, np.empty(rows), np.empty(rows) if wide else None)
         self._tail, self._exponent = np.zeros(rows), np.zeros((rows, 2), np.int16)
 
-    def __call__(self, rows: slice, mean: Any, mean_lo: Any, rstd: Any, var: Any) -> None:
-        kept = self._kept
+    def __call__(self, rows: slice, found: Normalized) -> None:
+        kept, (_, mean, mean_lo, var, rstd) = self._kept, found
         if kept.rstd_lo is None:
             kept.rstd[rows] = rstd[:, 0]
         else:

@@ -1,12 +1,9 @@
 """
-The equations for ``rounding="nearest"``: every element is the exact one rounded to nearest, ties to even.
+``rounding="nearest"``: every element is the exact one rounded to nearest, ties to even.
 
-They run on `Wide`, and each value v comes with a bound e of its error. Where v - e and v + e round
-to the same bits, so does the exact value. What that leaves undecided goes to `exact`. The bound
-is 0 where an element is exact: of constant rows y is beta, and a gamma or dy of 0 adds nothing.
-
-The bounds are derived in docs/reference/accuracy-contract.md. A sum is a tree of h = ceil(log2 n) additions,
-and D stands for ``rstd mean|x - m|``, m the mean rounded to float64.
+The equations of `equations` run on `Bounded` numbers. Where both ends of a bound round to the same bits, so
+does the exact value. What that leaves undecided goes to `exact`. The bound is 0 where an element is exact:
+of constant rows y is beta, and a gamma or dy of 0 adds nothing.
 """
 
 import functools
@@ -20,12 +17,21 @@ from stablenorm.arrays import as_matrix
 from stablenorm.control import default_control
 from stablenorm.formats import format_of
 from stablenorm.reference import exact
+from stablenorm.reference.bounded import UNIT, Bounded, size_of
 from stablenorm.reference.doubledouble import Wide
-from stablenorm.reference.equations import _BLOCK, RowsLike, _blocks, _center, _Keeper, _RowSum
+from stablenorm.reference.equations import (
+    _BLOCK,
+    Normalized,
+    RowsLike,
+    _blocks,
+    _Keeper,
+    _RowSum,
+    affine,
+    normalized,
+    project,
+)
 from stablenorm.reference.partial import PARTIAL, as_partial, rounded
 from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
-
-_UNIT = 2.0**-106
 
 # Sums below 2**102 of the last place of their terms are exact in double-double: each error is a
 # multiple of that place, and less than it.
@@ -41,18 +47,13 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
     gamma, beta = _parameter(norm.gamma, n, 1.0), _parameter(norm.beta, n, 0.0)
     finite = np.isfinite(gamma) & np.isfinite(beta)
     scale, shift = np.where(finite, gamma, 0.0), np.where(finite, beta, 0.0)
-    wide_scale, wide_shift = _with_offset(scale, norm), Wide.exactly(shift[None])
+    exact_scale, exact_shift = _with_offset(scale, norm), Bounded.exactly(shift[None])
     keep, spread = _AllWords(x.shape[0], n, True, norm.kind), np.empty(x.shape[0])
-    factor = 3 * _height(n) + 64
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             part = _normalized(x[rows], norm)
-            product = part.xhat * wide_scale
-            size = _plus(product, _times(wide_scale, part.drift))
-            # Where nothing is added to beta, it is exact.
-            of_shift = _scaled(wide_shift, np.where(size.hi == 0, 0.0, 8.0))
-            bound = _plus(_scaled(size, factor), of_shift)
-            result, high, undecided = _rounded(product + wide_shift, bound, dtype)
+            value = affine(part.rows.xhat, exact_scale, exact_shift)
+            result, high, undecided = value.ends(dtype)
             undecided[part.undefined] = False
             result[undecided] = exact.y_elements(
                 part.x, scale, shift, norm, undecided, result, high
@@ -97,30 +98,24 @@ def backward(
 
 
 def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike, extra: Extra) -> None:
-    n, layer = x.shape[1], norm.kind == "layer"
+    n = x.shape[1]
     dsum = None if extra.dsum is None else as_matrix(extra.dsum)
     gamma = _parameter(norm.gamma, n, 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
-    wide_scale, factor = _with_offset(scale, norm), 8 * _height(n) + 160
+    exact_scale = _with_offset(scale, norm)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             part = _normalized(x[rows], norm)
             cotangent = dy[rows].astype(np.float64)
             undefined = part.undefined | ~(finite & np.isfinite(cotangent)).all(axis=1)
             cotangent[undefined] = 0.0
-            g = Wide.exactly(cotangent) * wide_scale
-            centered = g - g.mean() if layer else g
-            product = centered * part.xhat
-            value = (centered - part.xhat * product.mean()) * part.rstd
-            size = _times(_plus(part.xhat, part.drift), _size(product).mean())
-            sizes = (centered, size, _size(g).mean()) if layer else (centered, size)
-            size = _times(_plus(*sizes), part.rstd)
+            g = Bounded.exactly(cotangent) * exact_scale
             addend, infinite = _split(np.zeros(1) if dsum is None else dsum[rows])
-            wide_addend = Wide.exactly(np.broadcast_to(addend, part.x.shape))
-            bound = _plus(_scaled(size, factor), _scaled(wide_addend, 8.0))
-            result, high, undecided = _rounded(value + wide_addend, bound, dx.dtype)
-            zero = _vanishes(g, cotangent, wide_scale, norm)
+            value = project(g, part.rows.xhat, norm.kind) * part.rows.rstd
+            value = value + Bounded.exactly(np.broadcast_to(addend, part.x.shape))
+            result, high, undecided = value.ends(dx.dtype)
+            zero = _vanishes(g, cotangent, exact_scale, norm)
             undecided[undefined | zero] = False
             result[undecided] = exact.dx_elements(
                 cotangent, part.x, scale, norm, undecided, result, high, addend
@@ -178,7 +173,7 @@ def _sums(
 
 
 def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -> Array:
-    (count, n), undefined, total = x.shape, False, _Total(len(columns))
+    undefined, total = False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], norm)
         cotangent, infinite = _split(dy[rows][:, columns])
@@ -188,19 +183,18 @@ def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -
             wanted[:, columns] = infinite != 0
             sign[wanted] = exact.signs(part.x, norm, wanted)
             infinite *= sign[:, columns]
-        term, xhat = Wide.exactly(cotangent), part.xhat[:, columns]
-        total.add(term * xhat, _times(term, _plus(xhat, part.drift)), infinite)
+        total.add(Bounded.exactly(cotangent) * part.rows.xhat[:, columns], infinite)
         undefined |= bool(part.undefined.any())
     first, infinite = _split(old)
-    total.add(Wide.exactly(first), _size(Wide.exactly(first)), infinite)
-    found = total.partial(3 * (_height(n) + _added(count + 1)) + 64)
+    total.add(Bounded.exactly(first), infinite)
+    found = total.partial()
     if undefined:
         found["high"] = np.nan
     return found
 
 
 def _dbeta(dy: RowsLike, columns: Array, old: Array, kind_of_old: np.dtype[Any]) -> Array:
-    total = _Total(len(columns))
+    total, sizes = _Total(len(columns)), _RowSum()
     # The exponent of a last place that all terms of a column have.
     last = np.full(len(columns), _NONE)
     blocks = ((dy[rows][:, columns], dy.dtype) for rows in _blocks(dy.shape))
@@ -208,10 +202,11 @@ def _dbeta(dy: RowsLike, columns: Array, old: Array, kind_of_old: np.dtype[Any])
         cotangent, infinite = _split(values)
         places = np.where(cotangent == 0, _NONE, np.frexp(cotangent)[1] - format_of(kind).digits)
         last = np.minimum(last, places.min(axis=0))
-        term = Wide.exactly(cotangent)
-        total.add(term, _size(term), infinite)
-    sharp = total.sizes.total().magnitude() <= last + _EXACT
-    return total.partial(np.where(sharp, 0.0, 3 * _added(dy.shape[0] + 1) + 4))
+        total.add(Bounded.exactly(cotangent), infinite)
+        sizes.add(size_of(Wide.exactly(cotangent)))
+    found = total.partial()
+    found["error"][(sizes.total().magnitude() <= last + _EXACT)[0]] = 0.0
+    return found
 
 
 def _exact(
@@ -229,21 +224,23 @@ def _exact(
 
 
 class _Total:
-    """A sum over rows: of terms, of their sizes, and of what is not finite."""
+    """A sum over rows: of terms, and of what is not finite."""
 
     def __init__(self, width: int) -> None:
-        self._terms, self.sizes, self._infinite = _RowSum(), _RowSum(), np.zeros(width)
+        self._terms, self._infinite = _RowSum(), np.zeros(width)
 
-    def add(self, terms: Wide, sizes: Wide, infinite: Array) -> None:
+    def add(self, terms: Bounded, infinite: Array) -> None:
         self._terms.add(terms)
-        self.sizes.add(sizes)
         self._infinite += infinite.sum(axis=0)
 
-    def partial(self, factor: Array | float) -> Array:
-        """Return the sums as PARTIAL, known to within `factor` times the sizes."""
-        error = _scaled(self.sizes.total(), factor)
-        error.hi *= _UNIT
-        total: Array = as_partial(self._terms.total(), error)[0]
+    def partial(self) -> Array:
+        """Return the sums as PARTIAL."""
+        found = self._terms.total()
+        bound = found.bound
+        total: Array = as_partial(found, Wide(bound.hi * UNIT, bound.lo, bound.exponent))[0]
+        # 0 says that the sum is exact: no bound may vanish.
+        inexact = bound.hi[0] != 0
+        total["error"][inexact] = np.maximum(total["error"][inexact], 2.0**-1000)
         total["high"] += self._infinite
         return total
 
@@ -272,22 +269,17 @@ def _split(values: Array) -> tuple[Array, Array]:
 
 
 class _Part(NamedTuple):
-    """Some rows: x without what is not finite, and what all elements need; D is `drift`."""
+    """Some rows: x without what is not finite, and what the equations make of it."""
 
     x: Array
     spoiled: Array
     undefined: Array
-    # None of RMS norm, as are its words; D is 0.
-    mean: Any
-    mean_lo: Any
-    var: Wide
-    rstd: Wide
-    xhat: Wide
-    drift: Wide
+    rows: Normalized
 
     def keep(self, keep: _Keeper, rows: slice) -> Array:
         """Keep the statistics; return the root mean square of xhat, or a little more."""
-        square = self.var * self.rstd * self.rstd
+        var, rstd = self.rows.var.value, self.rows.rstd.value
+        square = var * rstd * rstd
         exponent = square.magnitude()
         exponent += exponent & 1
         root = np.ldexp(np.sqrt(square.scaled_to(exponent).hi), exponent // 2)
@@ -296,8 +288,10 @@ class _Part(NamedTuple):
         root[square.hi == 0] = 0.0
         root[self.undefined[:, None]] = np.nan
         # As without rounding="nearest": infinite where the variance is 0 and eps too.
-        self.rstd.hi[self.undefined] = np.where(self.spoiled, np.nan, np.inf)[self.undefined, None]
-        keep(rows, self.mean, self.mean_lo, self.rstd, self.var)
+        rstd.hi[self.undefined] = np.where(self.spoiled, np.nan, np.inf)[self.undefined, None]
+        if self.rows.mean is not None:
+            self.rows.mean[self.spoiled] = np.nan
+        keep(rows, self.rows._replace(var=var, rstd=rstd))
         spread: Array = root[:, 0]
         return spread
 
@@ -313,28 +307,22 @@ def _normalized(x: Array, norm: Norm) -> _Part:
     x = x.astype(np.float64)
     spoiled: Any = ~np.isfinite(x).all(axis=1)
     x[spoiled] = 0.0
-    layer = norm.kind == "layer"
-    same = x[:, :1] if layer else np.zeros((1, 1))
+    same = x[:, :1] if norm.kind == "layer" else np.zeros((1, 1))
     undefined: Array = spoiled if norm.eps else (x == same).all(axis=1)
-    centered, mean, mean_lo = _center(Wide.exactly(x), Wide.exactly, norm.kind)
-    var = (centered * centered).mean()
     # Where there is no layer norm, the numbers are of no use, but finite.
-    rstd = (var + Wide.exactly(np.where(undefined, 1.0, norm.eps)[:, None])).rsqrt()
-    drift = _scaled(rstd, 0.0)
-    if layer:
-        mean[spoiled] = np.nan
-        drift = _times(_plus(_size(centered).mean(), mean_lo), rstd)
-    return _Part(x, spoiled, undefined, mean, mean_lo, var, rstd, centered * rstd, drift)
+    eps = Bounded.exactly(np.where(undefined, 1.0, norm.eps)[:, None])
+    found = normalized(Bounded.exactly(x), eps, Bounded.exactly, norm.kind)
+    return _Part(x, spoiled, undefined, found)
 
 
 def _parameter(parameter: Array | None, n: int, default: float) -> Array:
     return np.full(n, default) if parameter is None else parameter.reshape(-1).astype(np.float64)
 
 
-def _with_offset(scale: Array, norm: Norm) -> Wide:
-    """Return ``gamma + gamma_offset`` as one row, exactly."""
-    wide = Wide.exactly(scale[None])
-    return wide + Wide.exactly(norm.gamma_offset) if norm.gamma_offset else wide
+def _with_offset(scale: Array, norm: Norm) -> Bounded:
+    """Return ``gamma + gamma_offset`` as one row."""
+    exactly = Bounded.exactly(scale[None])
+    return exactly + Bounded.exactly(norm.gamma_offset) if norm.gamma_offset else exactly
 
 
 def _vanishes(g: Wide, dy: Array, scale: Wide, norm: Norm) -> Array:
@@ -355,44 +343,3 @@ def _constant(v: Wide) -> Array:
         v = v.scaled_to(v.magnitude().max(axis=1, keepdims=True))
     same: Array = ((v.hi == v.hi[:, :1]) & (v.lo == v.lo[:, :1])).all(axis=1)
     return same
-
-
-# ---- bounds: of these numbers a float64 and an exponent are enough ----
-
-
-def _height(n: int) -> int:
-    """Return how many additions a term of a mean passes through."""
-    return (n - 1).bit_length()
-
-
-def _added(rows: int) -> int:
-    """Return how many additions a term of a sum over rows passes through, at most."""
-    # In its block and then among the blocks, each rounded up; once more where they are put together.
-    return rows.bit_length() + 4
-
-
-def _size(v: Wide) -> Wide:
-    return Wide(np.abs(v.hi), np.zeros_like(v.hi), v.exponent)
-
-
-def _scaled(v: Wide, factor: Array | float) -> Wide:
-    return _size(Wide(v.hi * factor, v.lo, v.exponent))
-
-
-def _times(a: Wide, b: Wide) -> Wide:
-    return _size(Wide(a.hi * b.hi, b.lo, a.exponent + b.exponent))
-
-
-def _plus(*parts: Wide) -> Wide:
-    """Return the sum of the magnitudes."""
-    exponent: Array | int = 0
-    if not all(isinstance(part.exponent, int) for part in parts):
-        exponent = np.maximum.reduce(np.broadcast_arrays(*(part.magnitude() for part in parts)))
-        parts = tuple(part.scaled_to(exponent) for part in parts)
-    total = functools.reduce(np.add, (np.abs(part.hi) for part in parts))
-    return Wide(total, np.zeros_like(total), exponent)
-
-
-def _rounded(v: Wide, bound: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
-    """Round what is below `v` and above by a bound in units of 2**-106; return where these differ."""
-    return v.round_within(_scaled(bound, _UNIT), dtype)
