@@ -1,7 +1,6 @@
 """`check_layer_norm`: what it adds to finite differences (test_check_rms_norm.py: of both norms)."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from checked_operations import data, failed
 from stablenorm import check_layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.check import ArgumentResult
 from stablenorm.check.closed_form import Candidate, Case
-from stablenorm.check.layer_norm import amended
+from stablenorm.check.layer_norm import decided
 from stablenorm.check.operation import Operation
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, Kept, backward, forward
 
@@ -199,13 +198,14 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
 
 
-def test_differences_that_contradict_the_closed_form_still_fail():
+def test_the_closed_form_decides_where_it_can():
+    """Differences are the noise of about ten samples; they decide where an offset leaves it no digits."""
     case = Case(*data(0), 1e-5, data(1)[0])
     candidate = Candidate(Operation(forward, backward))
     right = candidate.judge(case, candidate.run(case))["dx"]
-    result = ArgumentResult(
-        "x", "FAIL", 1, 1, failing=1, index=(0, 0), actual=1.0, numeric=1.1, bound_numeric=0.05,
-        bound_actual=0.0,
-    )  # fmt: skip
-    assert amended(result, [right]).verdict == "PASS"
-    assert amended(replace(result, numeric=2.0), [right]).verdict == "FAIL"
+    result = ArgumentResult("x", "FAIL", 1, 1, failing=1, index=(0, 0), actual=1.0, numeric=1.1)
+    assert decided(result, [right]).verdict == "PASS"
+    assert decided(result, []) is result
+    far = case._replace(x=case.x + 1e16)
+    unknown = candidate.judge(far, candidate.run(far))["dx"]
+    assert decided(result, [unknown]) is result
