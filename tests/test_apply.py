@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from stablenorm import layer_norm, rms_norm
+from stablenorm.api import FUNCTIONS
 from stablenorm.cli import apply as command
 from stablenorm.cli import main
-from stablenorm.functional import FUNCTIONS
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 

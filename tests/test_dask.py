@@ -22,10 +22,10 @@ from stablenorm import (
     rms_norm_forward,
     set_num_threads,
 )
+from stablenorm.dask import norms as lazy
+from stablenorm.dask.graph import tree
 from stablenorm.formats import format_of
 from stablenorm.functional import calls
-from stablenorm.scale import lazy
-from stablenorm.scale.blocks import tree
 
 FORWARDS = {"layer": layer_norm_forward, "rms": rms_norm_forward}
 BACKWARDS = {"layer": layer_norm_backward, "rms": rms_norm_backward}

@@ -13,9 +13,9 @@ import stablenorm
 from stablenorm import exact_layer_norm, exact_rms_norm, layer_norm_forward, rms_norm_forward
 from stablenorm.backends import BACKENDS
 from stablenorm.functional import calls
+from stablenorm.functional.row_parts import backward_parts, decided, exact_parts
 from stablenorm.reference import partial
 from stablenorm.reference.partial import PARTIAL, merged, rounded
-from stablenorm.scale.sums import backward_parts, decided, exact_parts
 from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.types import bfloat16
 

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from stablenorm.functional import (
+from stablenorm.api import (
     layer_norm,
     layer_norm_backward,
     layer_norm_double_backward,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     )
     from stablenorm.diagnosis import Diagnosis, diagnose
     from stablenorm.oracle import exact_layer_norm, exact_rms_norm
-    from stablenorm.scale.row_moments import RowMoments
+    from stablenorm.row_moments import RowMoments
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ __all__ = [
 _LATER = {
     "Diagnosis": "stablenorm.diagnosis",
     "GradientReport": "stablenorm.check",
-    "RowMoments": "stablenorm.scale.row_moments",
+    "RowMoments": "stablenorm.row_moments",
     "assert_gradients": "stablenorm.check",
     "check_gradients": "stablenorm.check",
     "check_layer_norm": "stablenorm.check",

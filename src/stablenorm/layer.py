@@ -6,13 +6,13 @@ from typing import Any, ClassVar, cast
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.formats import check_dtype, parse
-from stablenorm.functional import (
+from stablenorm.api import (
     layer_norm_backward,
     layer_norm_forward,
     rms_norm_backward,
     rms_norm_forward,
 )
+from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.calls import check_rounding, checked_offset
 from stablenorm.types import Array, Cache, check_count, check_eps
 

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS, layer_norm, rms_norm
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import files, parts
 from stablenorm.cli.files import Member, choose, list_members
 from stablenorm.cli.parts import InputError
 from stablenorm.files import DEPTH, same_file, stream, whole_file
 from stablenorm.formats import check_dtype
-from stablenorm.functional import FUNCTIONS, layer_norm, rms_norm
+from stablenorm.functional.row_parts import backward_parts
 from stablenorm.reference.partial import PARTIAL, merged, rounded
-from stablenorm.scale.sums import backward_parts
 from stablenorm.types import Array
 
 # Memory of a block: x, or x, dy and dx, of (rows, n) each.

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
-from stablenorm.functional import FUNCTIONS
 from stablenorm.text import Table, quantity, shape_text
 from stablenorm.timing import measure_copy, measure_interleaved
 from stablenorm.types import Array, Gradients

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.functional import layer_norm_backward, layer_norm_forward
 from stablenorm.report.findings import inspect
 from stablenorm.report.sections import accuracy_section, gradients_section
 from stablenorm.testing import digest, digest_inputs, published_digests

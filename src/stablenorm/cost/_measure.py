@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS
 from stablenorm.cost._counts import DIRECTIONS, PROGRAMS, Cost, count_cost
 from stablenorm.figures import COLORS
 from stablenorm.formats import parse
-from stablenorm.functional import FUNCTIONS
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.timing import Timing, make_copy, measure_interleaved, together
 from stablenorm.types import Array, Gradients

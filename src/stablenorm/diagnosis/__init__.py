@@ -5,7 +5,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -104,8 +103,10 @@ def diagnose(
     (2, True)
     """
     lazily = is_lazy(x)
-    # Of a Dask array, Dask is loaded already.
-    convert = import_module("stablenorm.scale.blocks").convert if lazily else HOST.convert
+    convert = HOST.convert
+    if lazily:
+        # Whoever has a Dask array has loaded Dask.
+        from stablenorm.dask.graph import convert  # noqa: PLC0415
     array = convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
@@ -123,7 +124,9 @@ def diagnose(
         "kind": kind,
     }
     if lazily:
-        return import_module("stablenorm.diagnosis.lazy").diagnose(array, options)  # type: ignore[no-any-return]
+        from stablenorm.diagnosis.dask import diagnose as of_dask  # noqa: PLC0415
+
+        return of_dask(array, options)  # type: ignore[no-any-return]
     rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])
     blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))

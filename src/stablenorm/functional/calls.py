@@ -1,6 +1,5 @@
 """What the public functions share: check everything once, see the array as rows, call a backend."""
 
-import importlib
 import math
 from collections.abc import Sequence
 from textwrap import shorten
@@ -11,8 +10,6 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import (
     Arrays,
-    is_lazy,
-    is_lazy_cache,
     is_plain,
     normalize_axes,
     normalized_shape,
@@ -56,8 +53,6 @@ def forward(
         arrays = arrays_of(name)
         axes: tuple[int, ...] = (x.ndim - 1,)
     else:
-        if is_lazy(x):
-            return _lazy().forward(x, norm, axis, out, backend, keep, residual, where, save)  # type: ignore[no-any-return]
         name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
         arrays = arrays_of(name)
         x = arrays.convert("x", x)
@@ -120,12 +115,6 @@ def backward(
 ) -> Gradients:
     """Return the gradients that are asked for; those of gamma and beta are written into `sums`."""
     if not isinstance(cache, Cache):
-        if is_lazy_cache(cache):  # type: ignore[unreachable]
-            refused = {"sum_axes": sum_axes, "dmean": dmean, "drstd": drstd}
-            # `LayerNorm` always gives an `out`, mostly one without arrays.
-            refused["out"] = next((each for each in out or () if each is not None), None)
-            refused["accumulate"] = accumulate or None
-            return _lazy().backward(dy, cache, wrt, dsum, kind, refused)
         raise TypeError(_not_a_cache(dy, cache, kind))
     if cache.save != "x":
         cache = restored(cache)
@@ -171,11 +160,6 @@ def backward(
     else:
         masks.backward(call, arrays.rows(where, axes), *given)
     return gradients
-
-
-def _lazy() -> Any:
-    """Return what does calls on Dask arrays, whose import loads Dask."""
-    return importlib.import_module("stablenorm.scale.lazy")
 
 
 def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""The functions of forward mode and of second order, for both norms."""
+"""Forward mode and second order, for both norms: what is given is checked, and the reference or a kernel called."""
 
 from functools import partial
 from typing import Any
@@ -16,200 +16,10 @@ from stablenorm.types import Array, Cache, SampleNorm
 _of_shape = partial(of_shape, HOST, backend="")
 
 
-def layer_norm_jvp(
-    tx: ArrayLike,
-    cache: Cache,
-    tgamma: ArrayLike | None = None,
-    tbeta: ArrayLike | None = None,
-) -> Array:
-    """
-    Push the tangents of x, gamma and beta through `layer_norm_forward`: forward mode.
-
-    Parameters
-    ----------
-    tx : array
-        The tangent of x, a small change of it; of its shape, of any of the four dtypes.
-    cache : Cache
-        What `layer_norm_forward` returned, of arrays in host memory, with ``rounding="fast"``.
-    tgamma, tbeta : array, optional
-        The tangents of gamma and beta, of their shapes. Default: 0.
-
-    Returns
-    -------
-    array
-        ``ty``, the change of y to first order; of the shape and dtype of y.
-
-    Raises
-    ------
-    TypeError
-        If `cache` is no `Cache`, or a dtype is not one of the four.
-    ValueError
-        If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is
-        one that this function does not serve yet: on a CUDA device, of ``rounding="nearest"``, or
-        of a gamma or beta with leading axes.
-
-    See Also
-    --------
-    layer_norm_backward : The transpose: from dy to dx, dgamma and dbeta.
-
-    Notes
-    -----
-    Each element is within ``0.501 ulp + c * S``, with the c of y. S is
-    ``|gamma| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``, where T(v) is
-    ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
-    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0.
-
-    The kernel of the backward computes it, as fast as dx. For masks, rows that are not contiguous, and
-    float64 tangents of what else is narrower, the reference in NumPy does, ten times as slow (float64:
-    a hundred times).
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm import layer_norm_forward, layer_norm_jvp
-    >>> y, cache = layer_norm_forward(np.array([[1.0, 2.0, 4.0]]))
-    >>> layer_norm_jvp(np.array([[1.0, 0.0, 0.0]]), cache).round(3)
-    array([[ 0.229, -0.344,  0.115]])
-    """
-    return _jvp("layer", tx, cache, tgamma, tbeta)
-
-
-def rms_norm_jvp(
-    tx: ArrayLike,
-    cache: Cache,
-    tgamma: ArrayLike | None = None,
-    tbeta: ArrayLike | None = None,
-) -> Array:
-    """
-    Push the tangents of x, gamma and beta through `rms_norm_forward`: forward mode.
-
-    Parameters
-    ----------
-    tx : array
-        As for `layer_norm_jvp`, and so is all the rest; the cache is that of `rms_norm_forward`.
-
-    Returns
-    -------
-    array
-        ``ty``, the change of y to first order; of the shape and dtype of y.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm import rms_norm_forward, rms_norm_jvp
-    >>> y, cache = rms_norm_forward(np.array([[1.0, 2.0, 2.0]]))
-    >>> rms_norm_jvp(np.array([[1.0, 0.0, 0.0]]), cache).round(3)
-    array([[ 0.513, -0.128, -0.128]])
-    """
-    return _jvp("rms", tx, cache, tgamma, tbeta)
-
-
-def layer_norm_double_backward(
-    ddx: ArrayLike,
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    ddgamma: ArrayLike | None = None,
-    ddbeta: ArrayLike | None = None,
-) -> tuple[Array, Array, Array | None]:
-    """
-    Pull cotangents of dx, dgamma and dbeta back through `layer_norm_backward`: second order.
-
-    For gradient penalties and Hessian-vector products: docs/how-to/second-order.md.
-
-    Parameters
-    ----------
-    ddx : array
-        Derivative by dx of a scalar that depends on the gradients; any of the four dtypes.
-    dy : array
-        What `layer_norm_backward` was given.
-    cache : Cache
-        What `layer_norm_forward` returned, of arrays in host memory, with ``rounding="fast"``.
-    ddgamma, ddbeta : array, optional
-        Derivatives of the scalar by dgamma and dbeta, of their shapes. Default: 0.
-
-    Returns
-    -------
-    ddy, dx : array
-        Derivatives of the scalar by dy and x, of the shape and dtype of x.
-    dgamma : array or None
-        That by gamma, of its shape and dtype; None for a gamma that was not given.
-
-    Raises
-    ------
-    TypeError, ValueError
-        As `layer_norm_jvp` does.
-
-    See Also
-    --------
-    layer_norm_backward : What is differentiated.
-
-    Notes
-    -----
-    Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
-    c of y, and for dgamma that of `layer_norm_backward`'s. With T as in `layer_norm_jvp`, ``g =
-    gamma * dy``, and g' and ddx' for g and ddx less their means, S is
-
-    - for ddy: as for `layer_norm_jvp`;
-    - for dx: ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) + (|xhat| +
-      mean|xhat|) mean(|ddx'| T(g)))``;
-    - for dgamma: the sum over rows of ``|dy| T(ddx)``.
-
-    Computed by the reference in NumPy, whatever the backend.
-
-    Examples
-    --------
-    The gradient of ``sum(dx**2) / 2``, whose derivative by dx is dx:
-
-    >>> import numpy as np
-    >>> from stablenorm import layer_norm_backward, layer_norm_double_backward, layer_norm_forward
-    >>> y, cache = layer_norm_forward(np.array([[1.0, 2.0, 4.0]]), gamma=np.ones(3))
-    >>> dy = np.array([[1.0, 0.0, 0.0]])
-    >>> gradients = layer_norm_backward(dy, cache)
-    >>> ddy, dx, dgamma = layer_norm_double_backward(gradients.dx, dy, cache)
-    >>> dx.round(3)
-    array([[ 0.105, -0.066, -0.039]])
-    """
-    return _double_backward("layer", ddx, dy, cache, ddgamma, ddbeta)
-
-
-def rms_norm_double_backward(
-    ddx: ArrayLike,
-    dy: ArrayLike,
-    cache: Cache,
-    *,
-    ddgamma: ArrayLike | None = None,
-    ddbeta: ArrayLike | None = None,
-) -> tuple[Array, Array, Array | None]:
-    """
-    Pull cotangents of dx, dgamma and dbeta back through `rms_norm_backward`: second order.
-
-    Parameters
-    ----------
-    ddx : array
-        As for `layer_norm_double_backward`, and so is all the rest; the cache is that of
-        `rms_norm_forward`.
-
-    Returns
-    -------
-    tuple of array
-        ddy, dx and dgamma, as `layer_norm_double_backward` returns them.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm import rms_norm_double_backward, rms_norm_forward
-    >>> y, cache = rms_norm_forward(np.array([[1.0, 2.0, 2.0]]))
-    >>> ddx, dy = np.array([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]]])
-    >>> rms_norm_double_backward(ddx, dy, cache)[1].round(3)
-    array([[-0.086,  0.021,  0.086]])
-    """
-    return _double_backward("rms", ddx, dy, cache, ddgamma, ddbeta)
-
-
-def _jvp(
+def jvp(
     kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
 ) -> Array:
+    """Return ty, given what the user gave."""
     cache = _check_cache(cache, kind, "jvp")
     x, tangent = cache.x, _of_shape("tx", tx, cache.x.shape)
     parameters = _of_parameters(cache, "t", tgamma, tbeta)
@@ -221,7 +31,7 @@ def _jvp(
     return ty
 
 
-def _double_backward(
+def double_backward(
     kind: str,
     ddx: ArrayLike,
     dy: ArrayLike,
@@ -229,6 +39,7 @@ def _double_backward(
     ddgamma: ArrayLike | None,
     ddbeta: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None]:
+    """Return ddy, dx and dgamma, given what the user gave."""
     cache = _check_cache(cache, kind, "double_backward")
     x, norm = cache[:2]
     given = _of_shape("ddx", ddx, x.shape), _of_shape("dy", dy, x.shape), x

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS
 from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.functional import FUNCTIONS
 from stablenorm.oracle import ContractResult, exact_layer_norm, exact_rms_norm
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array

@@ -11,9 +11,9 @@ from dask.base import tokenize
 from dask.delayed import Delayed
 
 from stablenorm.arrays import as_matrix, as_rows
+from stablenorm.dask.graph import Block, blocks_of, check_whole_rows, graph_of, tree
 from stablenorm.diagnosis import BLOCK, diagnose_blocks, merged
 from stablenorm.diagnosis.report import Diagnosis
-from stablenorm.scale.blocks import Block, blocks_of, check_whole_rows, graph_of, tree
 from stablenorm.threads import alone
 from stablenorm.types import Array
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from numpy.typing import ArrayLike
 
+from stablenorm.api.lazy import on_dask
+from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.calls import NAMES, backward, forward
 from stablenorm.types import Array, Cache, Gradients, Norm
 
@@ -60,7 +62,9 @@ def rms_norm(
            [-0.849,  1.131]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, False, residual, where)[0]
+    run = on_dask().forward if is_lazy(x) else forward
+    y: Array = run(x, norm, axis, out, backend, False, residual, where, "x")[0]
+    return y
 
 
 def rms_norm_forward(
@@ -108,7 +112,9 @@ def rms_norm_forward(
     array([[0.283]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, True, residual, where, save)
+    run = on_dask().forward if is_lazy(x) else forward
+    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where, save)
+    return found
 
 
 def rms_norm_backward(
@@ -156,4 +162,6 @@ def rms_norm_backward(
     >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
     array([[ 0.181, -0.136]])
     """
-    return backward(dy, cache, wrt, out, dsum, "rms", sum_axes, None, drstd, accumulate)
+    run = on_dask().backward if is_lazy_cache(cache) else backward
+    gradients: Gradients = run(dy, cache, wrt, out, dsum, "rms", sum_axes, None, drstd, accumulate)
+    return gradients

@@ -20,9 +20,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
-from stablenorm.functional import calls, masks
-from stablenorm.reference.partial import PARTIAL, merged, rounded
-from stablenorm.scale.blocks import (
+from stablenorm.dask.graph import (
     Block,
     Operand,
     array_of,
@@ -34,7 +32,9 @@ from stablenorm.scale.blocks import (
     places,
     tree,
 )
-from stablenorm.scale.sums import backward_parts, decided, exact_parts
+from stablenorm.functional import calls, masks
+from stablenorm.functional.row_parts import backward_parts, decided, exact_parts
+from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import alone
 from stablenorm.types import Cache, Gradients, Norm, Statistics
 
@@ -131,11 +131,13 @@ def read(needed: Any, at: Block) -> list[Any]:
 
 
 def backward(
-    dy: Any, cache: LazyCache, wrt: Any, dsum: Any, kind: str, refused: dict[str, Any]
-) -> Gradients:
+    dy: Any, cache: LazyCache, wrt: Any, out: Any, dsum: Any, kind: str, sum_axes: Any, dmean: Any,
+    drstd: Any, accumulate: bool,
+) -> Gradients:  # fmt: skip
     """Do what `calls.backward` does with the cache of a Dask array."""
     calls.check_kind(cache.norm, kind)
-    for name, value in refused.items():
+    given = sum_axes, dmean, drstd, out, accumulate or None
+    for name, value in zip(("sum_axes", "dmean", "drstd", "out", "accumulate"), given, strict=True):
         if value is not None:
             msg = f"{name} must be left out for a Dask array, got one; {_CURES[name]}"
             raise ValueError(msg)

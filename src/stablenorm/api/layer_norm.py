@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from numpy.typing import ArrayLike
 
+from stablenorm.api.lazy import on_dask
+from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.calls import NAMES, backward, forward
 from stablenorm.types import Array, Cache, Gradients, Norm
 
@@ -111,7 +113,9 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, False, residual, where)[0]
+    run = on_dask().forward if is_lazy(x) else forward
+    y: Array = run(x, norm, axis, out, backend, False, residual, where, "x")[0]
+    return y
 
 
 def layer_norm_forward(
@@ -191,7 +195,9 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    return forward(x, norm, axis, out, backend, True, residual, where, save)
+    run = on_dask().forward if is_lazy(x) else forward
+    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where, save)
+    return found
 
 
 def layer_norm_backward(
@@ -284,4 +290,8 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    return backward(dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd, accumulate)
+    run = on_dask().backward if is_lazy_cache(cache) else backward
+    gradients: Gradients = run(
+        dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd, accumulate
+    )
+    return gradients

@@ -1,1 +1,0 @@
-"""Past one array: Dask arrays, files larger than memory, a feature axis in chunks."""
