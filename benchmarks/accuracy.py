@@ -153,7 +153,8 @@ def measure() -> dict[str, Any]:
     every = [job for job in jobs() if not FAMILIES[job[0]].why_not(parse(job[1]), job[2], job[3])]
     with ProcessPoolExecutor(2) as pool:
         judged = [judged for each in pool.map(judge, every, chunksize=4) for judged in each]
-    return {"origin": origin(), "judged": judged}
+    failed = [str(each) for each in judged if each.nearest or not each.passed]
+    return {"origin": origin(), "tables": tables(judged), "failed": failed}
 
 
 def ulp_words(ulp: float) -> str:
@@ -222,11 +223,24 @@ def family_table(main: Sequence[Judged]) -> str:
     return table(head, lines)
 
 
-def page(made: dict[str, Any], every: Sequence[Judged]) -> str:
-    """docs/evidence/accuracy.md."""
+def tables(every: Sequence[Judged]) -> dict[str, str]:
+    """Return what is kept: the tables of the page."""
     main = [j for j in every if j.n == N and j.kind == "layer"]
     rms = [j for j in every if j.kind == "rms"]
     others = sorted((j for j in every if j.n != N), key=lambda j: (j.rows, j.n))
+    of_output = lambda j: (j.dtype, j.output, f"{j.limit:g}")
+    heads = "dtype", "output", "limit"
+    return {
+        "main": verdicts(main, heads, of_output),
+        "rms": verdicts(rms, heads, of_output),
+        "others": verdicts(others, ("n", "rows", "dtype"), lambda j: (j.n, j.rows, j.dtype)),
+        "families": family_table(main),
+    }
+
+
+def page(found: dict[str, Any]) -> str:
+    """docs/evidence/accuracy.md."""
+    made, kept = found["origin"], found["tables"]
     return f"""# Accuracy
 
 {origin_line("make accuracy", made)}
@@ -242,7 +256,7 @@ that NaN does not leave its row.
 
 ## Verdict
 
-{verdicts(main, ("dtype", "output", "limit"), lambda j: (j.dtype, j.output, f"{j.limit:g}"))}
+{kept["main"]}
 
 The share is the part of c S that the worst of the elements that cancel used; 1 would be all of it.
 Some families consist of such elements (dy = y with eps 0; beta that cancels gamma xhat). There, most
@@ -255,14 +269,14 @@ promise is that there are none.
 
 The same families, n = {N}, through `rms_norm_forward` and `rms_norm_backward`.
 
-{verdicts(rms, ("dtype", "output", "limit"), lambda j: (j.dtype, j.output, f"{j.limit:g}"))}
+{kept["rms"]}
 
 ## Other lengths, and many rows
 
 The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} of the families; \
 {MANY} rows: dgamma and dbeta).
 
-{verdicts(others, ("n", "rows", "dtype"), lambda j: (j.n, j.rows, j.dtype))}
+{kept["others"]}
 
 ## The nearest float, or nearly
 
@@ -279,18 +293,16 @@ largest error over the largest exact element of the row, which is how much of th
 element near 0 may be off by many of its own ulp and matter little. "all of it": NaN, infinity, or
 something other than 0 where all of the row is exactly 0.
 
-{family_table(main)}
+{kept["families"]}
 """
 
 
 def main() -> int:
     """Measure or read, write, and report what failed."""
     found = keep("accuracy", __doc__ or "", measure)
-    every = [Judged(*row) for row in found["judged"]]
-    write(DOCS / "evidence" / "accuracy.md", page(found["origin"], every))
-    failed = [judged for judged in every if judged.nearest or not judged.passed]
-    print(*failed, sep="\n")
-    return 1 if failed else 0
+    write(DOCS / "evidence" / "accuracy.md", page(found))
+    print(*found["failed"], sep="\n")
+    return 1 if found["failed"] else 0
 
 
 if __name__ == "__main__":
