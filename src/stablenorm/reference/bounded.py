@@ -70,16 +70,6 @@ class Bounded(Wide):
         """The same numbers without bounds."""
         return Wide(self.hi, self.lo, self.exponent)
 
-    def sign(self) -> Array:
-        """Return -1.0 or 1.0, or 0 where the bound reaches 0."""
-        unit = self.magnitude()
-        size, error = np.abs(self.scaled_to(unit).hi), self.bound.scaled_to(unit).hi * UNIT
-        return np.sign(self.hi) * (size > error)
-
-    def moderate(self) -> Bounded:
-        """Return the same numbers, carried so that a product of three of them stays in range."""
-        return Bounded(super().moderate(), self.bound)
-
     def mean(self, count: Any = None) -> Bounded:
         """Average over the last axis, or divide its sum by `count`."""
         return self._total(-1).divided(self.hi.shape[-1] if count is None else count)
