@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from stablenorm import diagnose, exact_layer_norm
-from stablenorm.diagnosis.rows import TITLES, working_format
+from stablenorm.diagnosis.methods import TITLES, working_format
 from stablenorm.formats import format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
 

@@ -10,8 +10,8 @@ import pytest
 
 import stablenorm.diagnosis
 from stablenorm import diagnose, layer_norm
-from stablenorm.diagnosis import rows
-from stablenorm.diagnosis.rows import MARKS, TITLES
+from stablenorm.diagnosis import methods as rows
+from stablenorm.diagnosis.methods import MARKS, TITLES
 
 
 @pytest.fixture(scope="module")

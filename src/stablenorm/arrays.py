@@ -253,7 +253,7 @@ class SomeRows(Rows):
     def __init__(self, matrix: Any, numbers: Array, others_done: bool = False) -> None:
         self.matrix, self.numbers = matrix, numbers
         self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
-        # Set by who has written zeros into all other rows; from the first if others write them.
+        # True once all other rows have been zeroed.
         self.others_done = others_done
 
     def __getitem__(self, rows: slice | Array) -> Array:

@@ -32,8 +32,7 @@ LEAST = 1 << 20
 _PAGE, _APART = 4096, 25 * 64
 _starts = itertools.count(0, _APART)
 
-# At most this is idle: as much as ten results of (16, 1024, 768) in float32. More than a sixteenth
-# of the memory would be missed by others.
+# The most that is idle: ten results of (16, 1024, 768) in float32, or a sixteenth of the memory.
 _MOST, _SHARE = 512 << 20, 16
 
 
@@ -91,7 +90,7 @@ class Pool:
 
     @property
     def limit(self) -> float:
-        """Return that which is found when it is first needed: a worker of Dask has its own by then."""
+        """The limit in bytes, computed on first use: after a worker of Dask has set its own."""
         # Not a cached_property, which has a lock in Python 3.11.
         if self._limit is None:
             self._limit = default_limit()

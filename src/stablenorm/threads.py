@@ -34,7 +34,7 @@ _of_thread = threading.local()
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """
-    Keep calls of this thread to it, as where a scheduler has threads of its own: each has its task.
+    Run calls of this thread without helper threads, for a scheduler that has threads of its own.
 
     Not in the main thread: whoever schedules tasks there runs one at a time.
     """

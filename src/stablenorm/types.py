@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """What is computed of each row: all that a call is given, but for arrays of the shape of x."""
+    """The options of one call: gamma, beta, eps, kind, gamma_offset and rounding."""
 
     gamma: Array | None = None
     beta: Array | None = None
@@ -50,7 +50,7 @@ class Residual(NamedTuple):
 
 
 class Extra(NamedTuple):
-    """What a backward is given beside dy, but for what is seldom given."""
+    """Rarely used inputs of a backward."""
 
     # Of the shape of x, added to dx: the cotangent of what else x was used for.
     dsum: Any = None

@@ -100,8 +100,8 @@ def layer_norm(
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
-    A result of 1 MiB or more may get memory that an earlier one, now gone, has had, since clearing
-    new pages takes longer than the layer norm: `stablenorm.memory.set_idle_limit`.
+    Results of 1 MiB or more may reuse memory of deleted results, since clearing new pages takes longer
+    than the layer norm: `stablenorm.memory.set_idle_limit`.
 
     Examples
     --------

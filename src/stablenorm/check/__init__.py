@@ -8,7 +8,7 @@ returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `arg
 from stablenorm.check.gradients import assert_gradients, check_gradients
 from stablenorm.check.identities import row_identities
 from stablenorm.check.layer_norm import check_layer_norm, check_rms_norm
-from stablenorm.check.report import (
+from stablenorm.check.results import (
     ArgumentResult,
     Difference,
     Finding,

@@ -10,7 +10,7 @@ from numpy.random import Generator
 from stablenorm.check.closed_form import Candidate, Case, unit
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.operation import FaultError
-from stablenorm.check.report import FindingVerdict
+from stablenorm.check.results import FindingVerdict
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 

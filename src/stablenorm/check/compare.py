@@ -7,7 +7,7 @@ from numpy.random import Generator
 
 from stablenorm.check.differences import Estimate, Noise, differentiate, measure_noise
 from stablenorm.check.operation import Loss, flat, norm, sum_rounding, tiniest, unit_roundoff
-from stablenorm.check.report import TINIEST, ArgumentResult, Difference, Finding
+from stablenorm.check.results import TINIEST, ArgumentResult, Difference, Finding
 from stablenorm.types import Array
 
 # Elements compared one by one in an argument too large for all of them: the special places of

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.operation import Loss, flat, norm, sum_rounding, unit_roundoff
-from stablenorm.check.report import TINIEST, Secant
+from stablenorm.check.results import TINIEST, Secant
 from stablenorm.types import Array
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2

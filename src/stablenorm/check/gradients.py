@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.compare import Comparer, judge, kinks, sample
-from stablenorm.check.contract import Contract
 from stablenorm.check.differences import Estimate
 from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
-from stablenorm.check.report import ArgumentResult, Finding, FindingVerdict, GradientReport
+from stablenorm.check.purity import Contract
+from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 

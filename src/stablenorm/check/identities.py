@@ -6,7 +6,7 @@ import numpy as np
 
 from stablenorm.check.closed_form import Case, Expected, statistics
 from stablenorm.check.operation import unit_roundoff
-from stablenorm.check.report import Identity
+from stablenorm.check.results import Identity
 from stablenorm.types import Array, check_eps
 
 

@@ -17,7 +17,7 @@ from stablenorm.types import Array
 
 Functions = tuple[Callable[..., Any], Callable[..., Any]]
 
-# What stands where nothing counts: of no special size, so that only who reads it is off.
+# Filler for masked elements; any value that changes the result if it is read.
 _JUNK = 1.75
 
 

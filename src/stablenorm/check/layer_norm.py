@@ -18,7 +18,7 @@ from stablenorm.check.gradients import Progress, check_gradients
 from stablenorm.check.identities import row_identities
 from stablenorm.check.keywords import exercise
 from stablenorm.check.operation import Backward, FaultError, Operation
-from stablenorm.check.report import (
+from stablenorm.check.results import (
     ArgumentResult,
     Finding,
     FindingVerdict,

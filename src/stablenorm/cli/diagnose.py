@@ -13,7 +13,7 @@ from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, choose, list_members, load_number, read_rows
 from stablenorm.diagnosis import diagnose_blocks
-from stablenorm.diagnosis.report import lines_of
+from stablenorm.diagnosis.results import lines_of
 from stablenorm.formats import check_dtype, parse
 from stablenorm.types import Array
 

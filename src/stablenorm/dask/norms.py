@@ -38,8 +38,8 @@ from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import alone
 from stablenorm.types import Cache, Gradients, Norm, Statistics
 
-# What takes their place.
-_CURES = {
+# What to do instead of each unsupported keyword.
+_ALTERNATIVES = {
     "out": "dask.array.store(gradients, out) writes into arrays",
     "sum_axes": "for gradients of each sample, give gamma and beta leading axes",
     "accumulate": "dgamma and dbeta are summed over all chunks; add them to others yourself",
@@ -139,7 +139,7 @@ def backward(
     given = sum_axes, dmean, drstd, out, accumulate or None
     for name, value in zip(("sum_axes", "dmean", "drstd", "out", "accumulate"), given, strict=True):
         if value is not None:
-            msg = f"{name} must be left out for a Dask array, got one; {_CURES[name]}"
+            msg = f"{name} must be left out for a Dask array, got one; {_ALTERNATIVES[name]}"
             raise ValueError(msg)
     asked, x, norm = calls.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):

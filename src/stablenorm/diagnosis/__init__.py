@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from stablenorm.arrays import HOST, as_matrix, as_rows, is_lazy, normalize_axes, normalized_shape
-from stablenorm.diagnosis.report import Diagnosis, Row, Summary, describe_row
-from stablenorm.diagnosis.rows import METHODS, SPECIAL, PerRow, measure_rows
+from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
+from stablenorm.diagnosis.results import Diagnosis, Row, Summary, describe_row
 from stablenorm.formats import check_dtype, format_of, parse
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps

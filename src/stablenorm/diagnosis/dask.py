@@ -13,7 +13,7 @@ from dask.delayed import Delayed
 from stablenorm.arrays import as_matrix, as_rows
 from stablenorm.dask.graph import Block, blocks_of, check_whole_rows, graph_of, tree
 from stablenorm.diagnosis import BLOCK, diagnose_blocks, merged
-from stablenorm.diagnosis.report import Diagnosis
+from stablenorm.diagnosis.results import Diagnosis
 from stablenorm.threads import alone
 from stablenorm.types import Array
 

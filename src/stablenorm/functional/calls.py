@@ -113,7 +113,7 @@ def backward(
     accumulate: bool = False,
     sums: Sequence[Array | None] | None = None,
 ) -> Gradients:
-    """Return the gradients that are asked for; those of gamma and beta are written into `sums`."""
+    """Compute the requested gradients. If `sums` is given, write dgamma and dbeta there, unrounded."""
     if not isinstance(cache, Cache):
         raise TypeError(_not_a_cache(dy, cache, kind))
     if cache.save != "x":

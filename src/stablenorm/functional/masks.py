@@ -85,7 +85,7 @@ def forward(
     counted, parts = _parts(where)
     found: list[Any] = []
     for numbers, elements in parts:
-        given = pick(x, numbers), norm, pick(y, numbers, alone=len(parts) == 1)
+        given = select_rows(x, numbers), norm, select_rows(y, numbers, alone=len(parts) == 1)
         if elements is None:
             found.append(call(*given))
         else:
@@ -112,7 +112,7 @@ def backward(
     counted, parts = _parts(where)
     sums = []
     for numbers, elements in parts:
-        found = out._replace(dx=pick(dx, numbers, alone=len(parts) == 1))
+        found = out._replace(dx=select_rows(dx, numbers, alone=len(parts) == 1))
         if len(parts) > 1:
             # Sums over some of the rows, which are rounded once, at the end.
             found = Gradients(found.dx, *map(_partial, out[1:]))
@@ -121,8 +121,15 @@ def backward(
         if extra is not NOTHING_EXTRA or elements is not None:
             dmean, drstd = (None if each is None else each[numbers] for each in extra[1:3])
             old = None if len(sums) > 1 else extra.old
-            some = Extra(pick(dsum, numbers), dmean, drstd, elements, old)
-        call(pick(dy, numbers), pick(x, numbers), norm, statistics.of_rows(numbers), found, some)
+            some = Extra(select_rows(dsum, numbers), dmean, drstd, elements, old)
+        call(
+            select_rows(dy, numbers),
+            select_rows(x, numbers),
+            norm,
+            statistics.of_rows(numbers),
+            found,
+            some,
+        )
     for each, *both in zip(out[1:], *sums, strict=True) if sums else ():
         if each is not None:
             total = merged(*both)
@@ -135,11 +142,11 @@ def _partial(like: Array | None) -> Array | None:
     return None if like is None else np.zeros(like.shape, PARTIAL)
 
 
-def pick(matrix: Any, numbers: Array, *, alone: bool = True) -> Any:
+def select_rows(matrix: Any, numbers: Array, *, alone: bool = True) -> Any:
     """
     Return rows of a matrix: a view where their numbers, which ascend, follow one another.
 
-    Into all others a backend may write zeros if these rows are `alone`.
+    If `alone`, the backend may zero all other rows.
     """
     if matrix is None or len(numbers) == matrix.shape[0]:
         return matrix
@@ -163,7 +170,7 @@ def _parts(where: Any) -> tuple[Array, list[tuple[Array, Any]]]:
     some = np.flatnonzero(counted & ~whole)
     parts: list[tuple[Array, Any]] = [(np.flatnonzero(whole), None)]
     if len(some):
-        parts = [each for each in (*parts, (some, pick(where, some))) if len(each[0])]
+        parts = [each for each in (*parts, (some, select_rows(where, some))) if len(each[0])]
     return counted, parts
 
 
@@ -192,6 +199,8 @@ def _fill(matrix: Any, some: Any, missing: Array, source: Any = None) -> None:
         part = numbers[start : start + step]
         zeros = np.broadcast_to(np.zeros((), matrix.dtype), (len(part), n))
         if source is None:
-            pick(matrix, part)[:] = zeros
+            select_rows(matrix, part)[:] = zeros
         else:
-            implementation("add", "numpy")(pick(source, part), zeros, pick(matrix, part))
+            implementation("add", "numpy")(
+                select_rows(source, part), zeros, select_rows(matrix, part)
+            )

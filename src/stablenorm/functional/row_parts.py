@@ -1,8 +1,7 @@
 """
 The backward of some of the rows: dgamma and dbeta as sums that those over other rows are merged with.
 
-What `partial.rounded` leaves undecided of a sum over all rows, which only rounding="nearest" lets it,
-the same rows are asked for again, exactly.
+With rounding="nearest", columns that cannot be rounded safely are summed again, with integers.
 """
 
 from collections.abc import Sequence

@@ -169,7 +169,7 @@ def nearest(interval: Interval, fmt: Format) -> float | None:
     else:
         steps = low >> shift
         rest, half = low - (steps << shift), 1 << shift - 1
-    # Open: a width that reaches a midpoint, or zero with its sign. Another binade is none of these:
+    # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no special case:
     # on either grid the nearest is the power of two between them. (Above a negative one the grid is
     # twice as fine.)
     sign_open = low < 0 <= low + width

@@ -253,7 +253,7 @@ def _scale(norm: Norm, lift: Callable[[Any], Any]) -> Any:
 
 
 def _rsqrt(v: Any) -> Any:
-    # v - v: of RMS norm, infinity spoils all of a row only by this.
+    # inf - inf = NaN: an infinite RMS row becomes NaN.
     return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v) + (v - v)
 
 

@@ -83,8 +83,8 @@ def backward(
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
-    ``out.dx`` may be `dy` itself: the sums over rows come first. In arrays of objects, these are exact sums
-    where there was True.
+    ``out.dx`` may be `dy` itself: the sums over rows come first. Object arrays select columns (True) and
+    receive `ExactSum`s.
     """
     columns = np.arange(x.shape[-1])
     for which, total in enumerate(out[1:]):
@@ -140,8 +140,8 @@ def columns_of_sums(
     """
     Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype.
 
-    Each is added to what `old` has for it before it is rounded. As PARTIAL and as objects, exact sums, it
-    is not rounded, nor as objects is anything added.
+    Each is added to what `old` has for it before it is rounded. Of dtype PARTIAL, unrounded pairs are
+    returned; of dtype object, exact sums, without the old value.
     """
     dy, x = as_matrix(dy), as_matrix(x)
     start = np.zeros((2, len(columns))) if old is None else old[:, columns]

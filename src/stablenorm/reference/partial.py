@@ -17,8 +17,8 @@ from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import _NOTHING, Wide, two_sum
 from stablenorm.types import Array
 
-# Four words of eight bytes, with no room between. The error is NaN where nobody has judged it: of the
-# default mode, which promises no bits.
+# Four words of eight bytes, with no room between. An error of NaN is an unknown one, of
+# rounding="fast".
 _WORDS = "high", "low", "error"
 PARTIAL = np.dtype([*((name, "f8") for name in _WORDS), ("exponent", "i8")])
 

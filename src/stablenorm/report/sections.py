@@ -4,7 +4,7 @@ from functools import partial
 
 from stablenorm.cost import Measured, Roofline, count_kept
 from stablenorm.diagnosis import Diagnosis
-from stablenorm.diagnosis.report import method_rows, sentences
+from stablenorm.diagnosis.results import method_rows, sentences
 from stablenorm.report import figures
 from stablenorm.report.findings import Findings
 from stablenorm.text import Section, Table, grouped, number, quantity, shape_text

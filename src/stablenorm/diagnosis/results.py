@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.rows import METHODS, SPECIAL, PerRow, working_format
+from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, working_format
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped

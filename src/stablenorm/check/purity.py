@@ -14,7 +14,7 @@ from numpy.random import Generator
 
 from stablenorm.check.compare import natural_size, rms
 from stablenorm.check.operation import FaultError, Loss, as_array, copies, draw, flat, unit_roundoff
-from stablenorm.check.report import Finding
+from stablenorm.check.results import Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
