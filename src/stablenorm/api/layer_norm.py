@@ -6,7 +6,9 @@ from numpy.typing import ArrayLike
 
 from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.calls import NAMES, backward, forward
+from stablenorm.functional.backward import BackwardOptions, backward
+from stablenorm.functional.checks import NAMES
+from stablenorm.functional.forward import ForwardOptions, forward
 from stablenorm.types import Array, Cache, Gradients, Norm
 
 # As a NamedTuple makes itself, in half the time.
@@ -113,8 +115,9 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, axis, out, backend, False, residual, where, "x")[0]
+    y: Array = run(x, norm, options)[0]
     return y
 
 
@@ -195,8 +198,9 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where, save)
+    found: tuple[Array, Cache] = run(x, norm, options)
     return found
 
 
@@ -290,8 +294,7 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
+    options = _new(BackwardOptions, (wrt, out, dsum, sum_axes, dmean, drstd, accumulate, None))
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd, accumulate
-    )
+    gradients: Gradients = run(dy, cache, "layer", options)
     return gradients
