@@ -78,7 +78,8 @@ def layer_norm(
     ValueError
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
         zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
-        `rounding` is neither of the two, or `out` overlaps another argument.
+        `rounding` is neither of the two, `out` overlaps another argument, or what was given cannot be
+        combined: docs/reference/combinations.md.
     ImportError
         If ``backend="numba"`` was asked for and Numba cannot be loaded.
 
