@@ -126,7 +126,7 @@ def _forward(
         tail = np.empty(shape) if layer else None
     if not _core.forward(
         _seen(x), _seen(y), _seen(source), _seen(plus), _flat(gamma, samples), _flat(beta, samples),
-        eps, gamma_offset, not layer, nearest, wide, *_numbers(x, y),
+        eps, gamma_offset, not layer, nearest, wide, _to_clear(y),
         mean, rest, rstd, rstd_lo, tail, marks, spread, get_num_threads(), samples,
     ):  # fmt: skip
         return None if samples else reference.forward(given, norm, y, residual)
@@ -229,7 +229,7 @@ def _backward(
     flat = [_flat(total, samples) for total in totals]
     if not _core.backward(
         _seen(x), _seen(dx), _seen(dy), _seen(extra.dsum), _flat(gamma, samples), None,
-        eps, gamma_offset, kind != "layer", nearest, wide, *_numbers(x, dx, extra.dsum is None),
+        eps, gamma_offset, kind != "layer", nearest, wide, _to_clear(dx) if extra.dsum is None else 0,
         mean, rest, rstd, rstd_lo, tail, marks, spread,
         *flat, undecided, extra.old, sums, get_num_threads(), samples,
     ):  # fmt: skip
@@ -307,7 +307,7 @@ def jvp(
         marks = _marks_of(statistics) if wide else None
         if _core.backward(
             _seen(x), _seen(ty), _seen(tx), None, None, table, norm.eps, 0.0, norm.kind != "layer",
-            False, wide, None, 0, mean, rest, rstd, rstd_lo, tail, marks, spread, *(None,) * 5,
+            False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread, *(None,) * 5,
             get_num_threads(), 0,
         ):  # fmt: skip
             if marks is not None and np.count_nonzero(marks):
@@ -351,18 +351,18 @@ def _may_share(a: Any, b: Any) -> bool:
 
 
 def _seen(rows: Any) -> Any:
-    """Return an array, or what `Rows` has, an array and how many of its axes count rows."""
+    """Return an array, or of rows an array, how many of its axes count them, and the numbers of some."""
+    if rows is None or type(rows) is np.ndarray:
+        return rows
+    numbers = None
     if type(rows) is SomeRows:
-        rows = rows.matrix
-    return (rows._moved, len(rows._lead)) if type(rows) is Rows else rows
+        rows, numbers = rows.matrix, np.ascontiguousarray(rows.numbers)
+    return (rows._moved, len(rows._lead), numbers) if type(rows) is Rows else (rows, -1, numbers)
 
 
-def _numbers(x: Any, y: Any, alone: bool = True) -> tuple[Any, int]:
-    """Return the numbers of the rows, if not all; and how many y has, if the others are to be cleared."""
-    if type(x) is not SomeRows:
-        return None, 0
-    clear = alone and y is not None and not y.others_done
-    return np.ascontiguousarray(x.numbers), y.matrix.shape[0] if clear else 0
+def _to_clear(y: Any) -> int:
+    """Return how many rows there are, if others than these are to be cleared."""
+    return y.matrix.shape[0] if type(y) is SomeRows and not y.others_done and len(y.numbers) else 0
 
 
 def _select(rows: Any, numbers: Array) -> SomeRows:

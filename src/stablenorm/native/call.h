@@ -16,6 +16,7 @@ struct Array {
     bool whole = false;
     int lead = 0, axes = 0;
     const Index* numbers = nullptr;
+    Index count = -1;  // of rows
     // Of NumPy's 64 axes, those that are left once neighbours are merged; the lead's come first.
     Index lengths[64], strides[64];
 };

@@ -49,39 +49,6 @@ PyArrayObject* array_of(PyObject* object) {
     return fail(PyExc_TypeError, "an array is needed, got %R", object), nullptr;
 }
 
-// Merges neighbouring axes that lie as one, and leaves those of length 1 out; returns how many are left.
-int merge_axes(PyArrayObject* a, int first, int stop, Index* lengths, Index* strides) {
-    int count = 0;
-    for (int k = first; k < stop; k++) {
-        Index length = PyArray_DIM(a, k), stride = PyArray_STRIDE(a, k);
-        if (length == 1) continue;
-        if (count && strides[count - 1] == length * stride) lengths[count - 1] *= length, strides[count - 1] = stride;
-        else lengths[count] = length, strides[count++] = stride;
-    }
-    if (!count) lengths[0] = 1, strides[0] = 0, count = 1;
-    return count;
-}
-
-// Sees an array, or a tuple of one and how many of its axes count rows, as rows; None as missing. Of `samples`,
-// the first axis counts these.
-bool see(PyObject* object, Array& to, Index* apart = nullptr) {
-    if (!is_given(object)) return true;
-    int lead = -1;
-    if (PyTuple_Check(object)) lead = (int)PyLong_AsLong(PyTuple_GetItem(object, 1)), object = PyTuple_GetItem(object, 0);
-    PyArrayObject* a = array_of(object);
-    if (!a || !type_of(a, to.type)) return false;
-    int ndim = PyArray_NDIM(a), start = apart ? 1 : 0;
-    if (lead < 0) lead = ndim - 1;
-    if (lead > ndim || start > lead) return fail(PyExc_ValueError, "rows are needed, got %R", (PyObject*)a);
-    if (apart) *apart = PyArray_STRIDE(a, 0);
-    to.data = PyArray_BYTES(a);
-    to.lead = merge_axes(a, start, lead, to.lengths, to.strides);
-    to.axes = merge_axes(a, lead, ndim, to.lengths + to.lead, to.strides + to.lead);
-    Index length = to.lengths[to.lead], stride = to.strides[to.lead];
-    to.whole = to.axes == 1 && (length == 1 || stride == BYTES[to.type]);
-    return true;
-}
-
 // The elements of a vector, or None.
 template <class T> bool vector_of(PyObject* object, T*& to, Type* type = nullptr, Index* apart = nullptr) {
     to = nullptr;
@@ -96,6 +63,47 @@ template <class T> bool vector_of(PyObject* object, T*& to, Type* type = nullptr
     return !type || type_of(a, *type);
 }
 
+// Merges neighbouring axes that lie as one, and leaves those of length 1 out; returns how many are left.
+int merge_axes(PyArrayObject* a, int first, int stop, Index* lengths, Index* strides) {
+    int count = 0;
+    for (int k = first; k < stop; k++) {
+        Index length = PyArray_DIM(a, k), stride = PyArray_STRIDE(a, k);
+        if (length == 1) continue;
+        if (count && strides[count - 1] == length * stride) lengths[count - 1] *= length, strides[count - 1] = stride;
+        else lengths[count] = length, strides[count++] = stride;
+    }
+    if (!count) lengths[0] = 1, strides[0] = 0, count = 1;
+    return count;
+}
+
+// Sees an array as rows; or a tuple of one, how many of its axes count rows, by default all but the last, and the
+// numbers of the rows that are meant, or None. None is missing. Of samples, the first axis counts these.
+bool see(PyObject* object, Array& to, Index* apart = nullptr) {
+    if (!is_given(object)) return true;
+    int lead = -1;
+    if (PyTuple_Check(object)) {
+        PyObject* numbers = PyTuple_GetItem(object, 2);
+        if (!vector_of(numbers, to.numbers)) return false;
+        if (is_given(numbers)) to.count = PyArray_SIZE((PyArrayObject*)numbers);
+        lead = (int)PyLong_AsLong(PyTuple_GetItem(object, 1)), object = PyTuple_GetItem(object, 0);
+    }
+    PyArrayObject* a = array_of(object);
+    if (!a || !type_of(a, to.type)) return false;
+    int ndim = PyArray_NDIM(a), start = apart ? 1 : 0;
+    if (lead < 0) lead = ndim - 1;
+    if (lead > ndim || start > lead) return fail(PyExc_ValueError, "rows are needed, got %R", (PyObject*)a);
+    if (apart) *apart = PyArray_STRIDE(a, 0);
+    to.data = PyArray_BYTES(a);
+    to.lead = merge_axes(a, start, lead, to.lengths, to.strides);
+    to.axes = merge_axes(a, lead, ndim, to.lengths + to.lead, to.strides + to.lead);
+    Index length = to.lengths[to.lead], stride = to.strides[to.lead];
+    to.whole = to.axes == 1 && (length == 1 || stride == BYTES[to.type]);
+    if (to.count < 0) to.count = 1;
+    else return true;
+    for (int k = start; k < lead; k++) to.count *= PyArray_DIM(a, k);
+    return true;
+}
+
 // ---- arguments, by position ----
 
 struct Arguments {
@@ -107,29 +115,23 @@ struct Arguments {
 };
 
 // The words of the statistics, in the order of `Statistics`, then marks and the root mean squares of xhat.
-bool see_statistics(Arguments& given, Call& c, Index rows, jobs::Samples& samples) {
+bool see_statistics(Arguments& given, Call& c, jobs::Samples& samples) {
     double** words[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail};
     for (double** each : words)
         if (!vector_of(given.take(), *each)) return false;
     if (!vector_of(given.take(), c.marks) || !vector_of(given.take(), c.spread)) return false;
-    samples.statistics = rows * (Index)sizeof(double), samples.marks = rows;
+    samples.statistics = c.rows * (Index)sizeof(double), samples.marks = c.rows;
     return true;
 }
 
-// Rows and their numbers, and how many there are in all if the others are to be cleared.
-bool see_rows(Arguments& given, Call& c, PyObject* x, jobs::Samples& samples) {
-    const Index* numbers;
-    PyObject* given_numbers = given.take();
-    if (!vector_of(given_numbers, numbers)) return false;
+// The rows and their length, and how many there are in all if the others are to be cleared.
+bool see_rows(Arguments& given, Call& c) {
     c.all_rows = given.index();
-    PyArrayObject* a = (PyArrayObject*)(PyTuple_Check(x) ? PyTuple_GetItem(x, 0) : x);
-    Index count = 1;
-    for (int k = 0; k < c.x.axes; k++) c.n = k ? c.n * c.x.lengths[c.x.lead + k] : c.x.lengths[c.x.lead];
-    for (int k = 0; k < c.x.lead; k++) count *= c.x.lengths[k];
-    if (!PyArray_SIZE(a)) count = 0;
-    c.rows = numbers ? PyArray_SIZE((PyArrayObject*)given_numbers) : count;
-    for (Array* each : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) each->numbers = numbers;
-    return samples.count == 0 || c.rows > 0;
+    c.rows = c.x.count, c.n = 1;
+    for (int k = 0; k < c.x.axes; k++) c.n *= c.x.lengths[c.x.lead + k];
+    for (const Array* each : {&c.y, &c.dy, &c.source, &c.plus})
+        if (each->data && each->count != c.rows) return fail(PyExc_ValueError, "as many rows are needed%S", PyTuple_New(0));
+    return c.n > 0;
 }
 
 PyObject* done(Call& c, const jobs::Samples& samples, int threads) {
@@ -149,40 +151,38 @@ bool check_count(Py_ssize_t count, Py_ssize_t needed) {
 }
 
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 22)) return nullptr;
+    if (!check_count(count, 21)) return nullptr;
     Arguments given{args};
     Call c;
     jobs::Samples s;
-    PyObject* x = given.take();
-    s.count = PyLong_AsSsize_t(args[21]);
+    s.count = PyLong_AsSsize_t(args[20]);
     auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
-    if (!see(x, c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
+    if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
     if (!see(given.take(), c.source, apart(s.source)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
     if (!vector_of(given.take(), c.gamma, &c.gamma_type, apart(s.gamma))) return nullptr;
     if (!vector_of(given.take(), c.beta, &c.beta_type, apart(s.beta))) return nullptr;
     c.eps = given.number(), c.gamma_offset = given.number();
     c.rms = given.flag(), c.nearest = given.flag(), c.wide = given.flag();
-    if (!see_rows(given, c, x, s) || !see_statistics(given, c, c.rows, s)) return nullptr;
+    if (!see_rows(given, c) || !see_statistics(given, c, s)) return nullptr;
     int threads = (int)given.index();
     return done(c, s, threads);
 }
 
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 27)) return nullptr;
+    if (!check_count(count, 26)) return nullptr;
     Arguments given{args};
     Call c;
     jobs::Samples s;
     c.backward = true;
-    PyObject* x = given.take();
-    s.count = PyLong_AsSsize_t(args[26]);
+    s.count = PyLong_AsSsize_t(args[25]);
     auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
-    if (!see(x, c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
+    if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
     if (!see(given.take(), c.dy, apart(s.dy)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
     if (!vector_of(given.take(), c.gamma, &c.gamma_type, apart(s.gamma))) return nullptr;
     if (!vector_of(given.take(), c.tangents)) return nullptr;
     c.eps = given.number(), c.gamma_offset = given.number();
     c.rms = given.flag(), c.nearest = given.flag(), c.wide = given.flag();
-    if (!see_rows(given, c, x, s) || !see_statistics(given, c, c.rows, s)) return nullptr;
+    if (!see_rows(given, c) || !see_statistics(given, c, s)) return nullptr;
     for (int i = 0; i < 2; i++)
         if (!vector_of(given.take(), c.sums_out[i], &c.sums_type[i], apart(s.sums[i]))) return nullptr;
     double *old, *partial;
