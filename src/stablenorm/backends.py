@@ -82,6 +82,9 @@ def choose(backend: str | None) -> str:
             "pip install --upgrade numba"
         )
         raise ImportError(msg)
+    if backend == "native":
+        # What keeps it from being loaded is said there.
+        implementation("forward", backend)
     return backend
 
 

@@ -27,6 +27,9 @@ constexpr Index BACKWARD_TILE = 1 << 16, LEAST_BACKWARD_TILE = 1 << 13, LEAST_RO
 constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
 constexpr Index ROWS_TOGETHER = 8;
 
+// Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
+Index rows_together(Index n) { return n > 1024 ? 1 : n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
+
 // An element in double-double takes as long as so many others.
 constexpr Index COST = 4;
 // Fewer elements than these, 2 us of work, are shared with nobody; and fewer than these wake nobody.
@@ -155,7 +158,7 @@ void sample_work(void* data, Index number, int) {
 void plan(Call& c) {
     c.tile_rows = c.backward ? backward_rows(c.rows, c.n) : forward_rows(c.rows, c.n);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
-    c.step = c.n > 1024 ? 1 : c.n > 512 ? 2 : c.n > 256 ? 4 : 8;
+    c.step = rows_together(c.n);
     c.results_whole = c.nearest || c.tangents || (c.wide && c.gamma_offset != 0) || (c.backward && c.plus.data) || !c.y.whole ||
                       c.y.type != (c.wide ? F64 : c.x.type) || (c.backward && !c.wide && c.dy.type != c.x.type);
     Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;

@@ -1,7 +1,7 @@
 // What Python calls. Everything about the arguments is checked above, but for what memory safety needs: that
 // arrays are arrays, and how they lie.
 #define PY_SSIZE_T_CLEAN
-#if !defined(Py_GIL_DISABLED)
+#if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
 #define Py_LIMITED_API 0x030b0000
 #endif
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
@@ -136,6 +136,8 @@ bool see_rows(Arguments& given, Call& c) {
 
 PyObject* done(Call& c, const jobs::Samples& samples, int threads) {
     if (PyErr_Occurred()) return nullptr;
+    // Without results, nothing needs what is said of them.
+    if (!c.y.data) c.y.whole = true, c.y.type = c.wide ? F64 : c.x.type, c.y.lead = 1;
     jobs::plan(c);
     Index elements = c.rows * c.n * (samples.count ? samples.count : 1);
     PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
@@ -191,8 +193,6 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (old) c.old[0] = old, c.old[1] = old + c.n;
     if (partial) c.partial[0] = partial, c.partial[1] = partial + 4 * c.n;
     for (int i = 0; i < 2; i++) s.undecided[i] = 2 * c.n, s.old[i] = 2 * c.n * (Index)sizeof(double);
-    // Without a y, nothing is written that could need it.
-    if (!c.y.data) c.y.whole = true, c.y.type = c.wide ? F64 : c.x.type, c.y.lead = 1;
     int threads = (int)given.index();
     return done(c, s, threads);
 }

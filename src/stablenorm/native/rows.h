@@ -32,7 +32,6 @@ constexpr int B = 4;
 
 // Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
 constexpr int GROUP = 8;
-inline int together(Index n) { return n > 1024 ? 1 : n > 512 ? 2 : n > 256 ? 4 : GROUP; }
 
 // Of the rows of a group: (x - mean - rest) * rstd is xhat.
 struct Stats {

@@ -56,6 +56,7 @@ template <class T, bool LAYER> void forward(const Call& c, Index number, int thr
             Index i = top + r;
             if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
+            if (!c.y.data) continue;  // the statistics alone are wanted
             if (c.all_rows) clear_between(c, own, i);
             if (c.results_whole) {
                 write_y<LAYER, false>(x[now][r], own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
@@ -174,11 +175,11 @@ template <bool LAYER> void forward(const Call& c, Index number, int thread) {
         const Stats& of = stats[now];
         for (int r = 0; r < count_from(top); r++) {
             Index i = top + r;
-            if (c.all_rows) clear_between(c, own, i);
+            if (c.all_rows && c.y.data) clear_between(c, own, i);
             if (LAYER) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r], c.tail[i] = of.tail[r];
             c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r], c.spread[i] = of.spread[r];
             c.marks[i] = is_extreme(of, r, x[now][r], c.n, LAYER) ? EXTREME : 0;
-            if (c.marks[i]) continue;
+            if (c.marks[i] || !c.y.data) continue;
             bool far = of.far[r] != 0;
             if (!c.results_whole) {
                 auto write = LAYER && far ? write_y<LAYER, LAYER, false> : write_y<LAYER, false, false>;
