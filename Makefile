@@ -10,8 +10,15 @@ PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/layer_norm.py api/r
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-# Re-made whenever pyproject.toml is newer, so that a pull never leaves an old environment behind.
-$(VENV)/.run: pyproject.toml
+# What is compiled; without a compiler it is left out, and said so.
+NATIVE := CMakeLists.txt $(wildcard src/stablenorm/native/*.cpp src/stablenorm/native/*.h)
+ifeq ($(shell command -v $(or $(CXX),c++)),)
+export STABLENORM_PURE := 1
+endif
+
+# Re-made whenever pyproject.toml or a source is newer, so that a pull never leaves an old environment behind.
+$(VENV)/.run: pyproject.toml $(NATIVE)
+	@test -z "$(STABLENORM_PURE)" || echo 'No C++ compiler is found: backend="native" is left out. Cure: apt-get install g++, or xcode-select --install, then make again.'
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; say which: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"

@@ -1,0 +1,130 @@
+// Vectors of float64: gamma and beta widened, sums over rows merged, rounded and handed on.
+#pragma once
+#include "finish.h"
+
+namespace {
+
+constexpr Index COLUMNS = 512;  // of the tiles' sums that are added up at a time: they stay in the first-level cache
+
+APART inline void merge_columns(const double* part, double* total, double* low, Index n) {
+    using V = Register<double, WIDEST>;
+    // Vectors are padded.
+    for (Index j = 0; j < n; j += WIDEST) {
+        V t = read<V>(total + j), l = read<V>(low + j);
+        merge(read<V>(part + j), t, l);
+        write(total + j, t), write(low + j, l);
+    }
+}
+
+// ---- gamma and beta ----
+
+// n elements in float64, and zeros behind them; without a parameter what changes nothing.
+inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
+    if (from) lift_row(type, from, to, n);
+    else for (Index j = 0; j < n; j++) to[j] = neutral;
+    memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
+}
+
+// Whether all are 0 or between `least` and the largest in size. NaN is neither.
+inline bool is_moderate(const double* v, Index n, double least) {
+    bool moderate = true;
+    for (Index j = 0; j < n; j++) {
+        double size = magnitude(v[j]);
+        moderate &= (size == 0) | ((size >= least) & (size <= LARGEST));
+    }
+    return moderate;
+}
+
+inline bool prepare(const Call& c) {
+    widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
+    if (!c.backward) widen(c.beta, c.beta_type, -0.0, c.wide_beta, c.n);
+    if (c.wide) memset(c.gamma_low, 0, (size_t)c.apart() * sizeof(double));
+    for (Index j = 0; j < c.n && c.gamma_offset != 0; j++) {
+        Pair<double> sum = two_sum(c.wide_gamma[j], c.gamma_offset);
+        c.wide_gamma[j] = sum.high;
+        if (c.wide) c.gamma_low[j] = sum.low;
+    }
+    if (!c.wide) return true;
+    bool moderate = is_moderate(c.wide_gamma, c.n, SMALLEST);
+    if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
+    return moderate && (c.backward || (is_moderate(c.wide_beta, c.n, 0) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
+}
+
+// ---- sums ----
+
+// Some columns of a sum: the pairs, and the sizes that bounds are made of, then the bounds themselves.
+struct Block {
+    double high[COLUMNS + 16], low[COLUMNS + 16], size[COLUMNS + 16];
+};
+
+inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
+    memset(&of, 0, sizeof of);
+    Index p = c.apart();
+    for (Index tile = 0; tile < c.tiles; tile++) {
+        const double* sums = c.sums + c.sums_per_tile() * tile + start;
+        merge_columns(sums + 2 * which * p, of.high, of.low, count);
+        merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
+        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[(4 + which) * p + j];
+    }
+    // The vectors' padding has anything.
+    for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], of.high[j], of.low[j]);
+}
+
+// Whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|. The low parts, of so
+// many rounding errors, are then at most 2**52 times that: so any two add up exactly.
+inline bool is_exact(double rows, double most, double last) {
+    return rows * 0x1p-53 * rows * most * last <= 0x1p52;
+}
+
+// Replaces the sizes of sums by bounds of their errors.
+inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+    double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
+    Index tiles = c.tiles;
+    for (Index tile = 0; tile < c.tiles; tile++)
+        most = std::fmax(most, c.ranges[2 * tile]), last = std::fmax(last, c.ranges[2 * tile + 1]);
+    if (c.old[which]) {
+        // As a tile more, of one row.
+        double digits = c.sums_type[which] == F32 ? 0x1p24 : c.sums_type[which] == F16 || c.sums_type[which] == BF16 ? 0x1p11 : 0x1p53;
+        tiles += 1, rows += 1;
+        for (Index j = 0; j < count; j++) {
+            double part = magnitude(c.old[which][start + j]);
+            of.size[j] += part;
+            if (part > 0) most = std::fmax(most, part), last = std::fmax(last, digits / part);
+        }
+    }
+    double bound = sums_bound(c.n, c.tile_rows, tiles);
+    bool exact = which == 1 && is_exact(rows, most, last);
+    for (Index j = 0; j < count; j++) of.size[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
+}
+
+// Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
+inline void put_partial(const Block& of, bool bounded, Index count, double* out) {
+    for (Index j = 0; j < count; j++, out += 4) {
+        Pair<double> sum = two_sum(of.high[j], of.low[j]);
+        bool finite = magnitude(sum.high) < __builtin_inf();
+        out[0] = sum.high, out[1] = finite ? sum.low : 0, out[2] = !finite ? 0 : bounded ? of.size[j] : __builtin_nan("");
+        out[3] = 0;
+    }
+}
+
+inline void finish(const Call& c, int which, Index start, Index stop, bool marked) {
+    Block of;
+    Index count = stop - start;
+    add_tiles(c, which, start, count, of);
+    if (c.nearest) find_errors(c, which, start, count, of);
+    bool partial = c.sums_type[which] == PARTIAL;
+    if (marked || partial) {
+        double* out = marked ? c.partial[which] : (double*)c.sums_out[which];
+        return put_partial(of, c.nearest, count, out + 4 * start);
+    }
+    of_type(c.sums_type[which], [&](auto* kind) {
+        auto* out = (decltype(kind))c.sums_out[which] + start;
+        if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
+        uint8_t* undecided = c.undecided[which] + start;
+        round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided);
+        // There is one NaN, whatever that of an old value is.
+        for (Index j = 0; j < count; j++) undecided[j] |= of.high[j] != of.high[j];
+    });
+}
+
+}  // namespace

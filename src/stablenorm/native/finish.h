@@ -1,0 +1,174 @@
+// From memory to rows of one type, and from rows of float64 or pairs back: gathered, lifted; added to, rounded
+// once, scattered. What the plain call has none of.
+#pragma once
+#include "call.h"
+#include "pair_rows.h"
+
+namespace {
+
+template <class T> constexpr Type TYPE = F64;
+template <> constexpr Type TYPE<f32> = F32;
+template <> constexpr Type TYPE<bf16> = BF16;
+template <> constexpr Type TYPE<f16> = F16;
+
+// Calls f with a null pointer of the type.
+template <class F> INLINE auto of_type(Type type, F f) {
+    switch (type) {
+        case F32: return f((f32*)nullptr);
+        case BF16: return f((bf16*)nullptr);
+        case F16: return f((f16*)nullptr);
+        default: return f((double*)nullptr);
+    }
+}
+
+// ---- rows that do not lie in one piece ----
+
+// Copies the elements of a row to `packed`, or from there.
+template <bool OUT> APART void copy_row(const Array& a, char* row, char* packed) {
+    const Index *lengths = a.lengths + a.lead, *strides = a.strides + a.lead;
+    Index bytes = BYTES[a.type], place[64] = {};
+    int last = a.axes - 1;
+    for (;;) {
+        for (Index j = 0; j < lengths[last]; j++, packed += bytes)
+            OUT ? memcpy(row + j * strides[last], packed, (size_t)bytes) : memcpy(packed, row + j * strides[last], (size_t)bytes);
+        int k = last - 1;
+        for (; k >= 0; k--) {
+            row += strides[k];
+            if (++place[k] < lengths[k]) break;
+            row -= place[k] * strides[k], place[k] = 0;
+        }
+        if (k < 0) return;
+    }
+}
+
+// n elements as another type that holds all of them.
+template <class From, class To> APART void lift(const From* from, To* to, Index n) {
+    Index j = 0;
+    for (; j + L <= n; j += L) store(to + j, load<L>(from + j));
+    if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
+}
+
+template <class T> APART void lift_row(Type type, const char* from, T* to, Index n) {
+    of_type(type, [&](auto* kind) {
+        using From = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(From) == 2 && sizeof(T) == 2) memcpy(to, from, (size_t)n * sizeof(T));
+        else if constexpr (sizeof(From) <= sizeof(T)) lift((const From*)from, to, n);
+    });
+}
+
+template <class T> APART const T* row_copied(const Array& a, char* at, Index n, double* room, double* raw) {
+    if (!a.whole) copy_row<false>(a, at, (char*)raw), at = (char*)raw;
+    lift_row(a.type, at, (T*)room, n);
+    return (const T*)room;
+}
+
+// Row i as elements of T: where it lies, or copied to `room`.
+template <class T> INLINE const T* row_as(const Call& c, const Array& a, Index i, double* room, double* raw) {
+    char* at = row_of(a, i);
+    return __builtin_expect(a.whole && a.type == TYPE<T>, 1) ? (const T*)at : row_copied<T>(a, at, c.n, room, raw);
+}
+
+// ---- rounding ----
+
+// Rounds pairs, each known to within bound * size, once; returns whether an element is left undecided, and says
+// of which in `each` if that is given. Without sizes none is.
+template <class T>
+APART bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
+    using N = pairs::N;
+    bool undecided = false;
+    auto rounded = [](N a, N b) INLINED {
+        Pair<N> sum = two_sum(a, b);
+        // Zero gets the sign of plus.
+        if constexpr (sizeof(T) == 8) return sum.high + spread<8>(0.0);
+        else return odd_sum(sum.high, sum.low) + spread<8>(0.0);
+    };
+    for (Index j = 0; j < n; j += 8) {
+        size_t bytes = sizeof(T) * (size_t)(n - j < 8 ? n - j : 8);
+        N a = load<8>(high + j), b = load<8>(low + j);
+        T upper[8], lower[8];
+        if (size) {
+            // The low part has been rounded itself; so is its sum with the bound.
+            N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
+            store(lower, rounded(a, b - error));
+            b = b + error;
+        }
+        store(upper, rounded(a, b));
+        if (size) undecided |= memcmp(lower, upper, bytes) != 0;
+        for (Index k = 0; each && k < n - j && k < 8; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
+        memcpy(out + j, upper, bytes);
+    }
+    return undecided;
+}
+
+template <class T> APART void round_row(T* out, const double* high, Index n) {
+    Index j = 0;
+    for (; j + L <= n; j += L) store(out + j, load<L>(high + j));
+    if (j < n) store(out + j, load<L>(high + j, n - j), n - j);
+}
+
+// Adds a row to results in pairs; without a low part, in float64. There is one NaN, and of an infinite sum no
+// low part: what is left over is NaN.
+APART inline void add_row(const double* plus, double* high, double* low, Index n) {
+    for (Index j = 0; j < n; j++) {
+        Pair<double> sum = two_sum(high[j], plus[j]);
+        high[j] = sum.high == sum.high ? sum.high : __builtin_nan("");
+        if (low) low[j] = magnitude(sum.high) < __builtin_inf() ? low[j] + sum.low : 0;
+    }
+}
+
+// Adds what is to be added to a row of results, rounds them once and writes them to row i; returns whether one is
+// undecided. What is not in pairs is in own.high.
+APART inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
+    double* low = c.wide ? own.low : nullptr;
+    if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend, own.raw), own.high, low, c.n);
+    char *at = row_of(c.y, i), *out = c.y.whole ? at : (char*)own.raw;
+    bool undecided = of_type(c.y.type, [&](auto* kind) {
+        auto* to = (decltype(kind))out;
+        if (!low) return round_row(to, own.high, c.n), false;
+        return round_pairs(to, own.high, low, c.nearest ? own.size : nullptr, bound, c.n);
+    });
+    if (!c.y.whole) copy_row<true>(c.y, at, out);
+    return undecided;
+}
+
+// ---- residuals, and rows that nobody counts ----
+
+template <class T, class From> APART void add_rows(const From* a, const From* b, T* sum, Index n) {
+    auto add = [](pairs::N a_, pairs::N b_) INLINED {
+        Pair<pairs::N> s = two_sum(a_, b_);
+        if constexpr (sizeof(T) == 8) return s.high;
+        else return odd_sum(s.high, s.low);
+    };
+    Index j = 0;
+    for (; j + 8 <= n; j += 8) store(sum + j, add(load<8>(a + j), load<8>(b + j)));
+    if (j < n) store(sum + j, add(load<8>(a + j, n - j), load<8>(b + j, n - j)), n - j);
+}
+
+// Writes source + plus, rounded once, to row i of x.
+APART inline void add_residual(const Call& c, const Own& own, Index i) {
+    char *at = row_of(c.x, i), *to = c.x.whole ? at : (char*)own.raw;
+    bool alike = c.source.whole && c.plus.whole && c.source.type == c.x.type && c.plus.type == c.x.type;
+    of_type(c.x.type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        if (alike) return add_rows((const T*)row_of(c.source, i), (const T*)row_of(c.plus, i), (T*)to, c.n);
+        const double* a = row_as<double>(c, c.source, i, own.high, own.raw);
+        add_rows(a, row_as<double>(c, c.plus, i, own.low, own.raw), (T*)to, c.n);
+    });
+    if (!c.x.whole) copy_row<true>(c.x, at, to);
+}
+
+// Clears the rows of the result between that of the i-th number, or their end, and that of the number before.
+APART inline void clear_between(const Call& c, const Own& own, Index i) {
+    const Index* numbers = c.y.numbers;
+    Index bytes = c.n * BYTES[c.y.type], r = i > 0 ? numbers[i - 1] + 1 : 0, end = i < c.rows ? numbers[i] : c.all_rows;
+    if (c.y.whole && c.y.lead == 1 && c.y.strides[0] == bytes && end > r) {
+        memset(row_by_number(c.y, r), 0, (size_t)((end - r) * bytes));
+        return;
+    }
+    memset(own.raw, 0, r < end ? (size_t)bytes : 0);
+    for (; r < end; r++)
+        if (c.y.whole) memset(row_by_number(c.y, r), 0, (size_t)bytes);
+        else copy_row<true>(c.y, row_by_number(c.y, r), (char*)own.raw);
+}
+
+}  // namespace

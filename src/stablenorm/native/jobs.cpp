@@ -1,0 +1,209 @@
+// How a call is dealt out to threads. The shape and dtypes alone decide the tiles: no bit depends on threads.
+#include "jobs.h"
+
+#include <cstring>
+#include <initializer_list>
+
+#include "memory.h"
+#include "pool.h"
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace jobs {
+
+const Kernels* kernels;
+
+namespace {
+
+// Elements of a tile of the forward: 4 us of work, so that the last one leaves nobody waiting, and to take one
+// (20 ns) is nothing; of few elements four tiles, down to 1 us each.
+constexpr Index FORWARD_TILE = 1 << 14, LEAST_FORWARD_TILE = 1 << 12, FEW = 4;
+
+// Tiles of the backward, each with four vectors of sums of its own: at most 64, and as few as 8 where rows are
+// long, keep these within a few MB. Of few elements up to four, if each has enough for its sums to be a small
+// part of the work.
+constexpr Index BACKWARD_TILE = 1 << 16, LEAST_BACKWARD_TILE = 1 << 13, LEAST_ROWS = 16;
+constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
+constexpr Index ROWS_TOGETHER = 8;
+
+// Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
+Index rows_together(Index n) { return n > 1024 ? 1 : n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
+
+// An element in double-double takes as long as so many others.
+constexpr Index COST = 4;
+// Fewer elements than these, 2 us of work, are shared with nobody; and fewer than these wake nobody.
+constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
+
+// Results of so many bytes go past the caches. (4, 512, 1024) with two threads: 570 to 660 us, through them up
+// to 1070. Inputs beyond the cache of one core are asked for ahead of time.
+constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
+
+// Columns of dgamma or dbeta that one thread adds up at a time.
+constexpr Index COLUMNS = 512;
+
+Index least(Index a, Index b) { return a < b ? a : b; }
+Index most(Index a, Index b) { return a > b ? a : b; }
+
+Index forward_rows(Index rows, Index n) {
+    Index elements = least(most(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
+    return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
+}
+
+Index backward_rows(Index rows, Index n) {
+    Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
+    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / LEAST_ROWS), FEW);
+    Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
+    Index each = most((rows + tiles - 1) / tiles, 1);
+    return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
+}
+
+// Rounding to nearest, subnormals as they are, whatever the calling thread is set to.
+struct DefaultControl {
+#if defined(__x86_64__) || defined(_M_X64)
+    unsigned word = _mm_getcsr();
+    DefaultControl() { _mm_setcsr(0x1f80); }
+    ~DefaultControl() { _mm_setcsr(word); }
+#elif defined(__aarch64__)
+    uint64_t word;
+    DefaultControl() { asm volatile("mrs %0, fpcr\n msr fpcr, xzr" : "=r"(word)); }
+    ~DefaultControl() { asm volatile("msr fpcr, %0" : : "r"(word)); }
+#endif
+};
+
+bool any_extreme(const Call& c) {
+    bool found = false;
+    for (Index i = 0; c.marks && i < c.rows; i++) found |= c.marks[i] == 1;
+    return found;
+}
+
+void finish_columns(const Call& c, int which, Index start, bool marked) {
+    Index stop = least(start + COLUMNS, c.n);
+    if (c.sums_out[which] && (!marked || c.partial[which])) kernels->finish(c, which, start, stop, marked);
+}
+
+void tile_work(void* data, Index tile, int thread) {
+    DefaultControl control;
+    kernels->do_tile(*(const Call*)data, tile, thread);
+}
+
+struct Finish {
+    const Call& call;
+    bool marked;
+};
+void finish_work(void* data, Index part, int) {
+    DefaultControl control;
+    const Finish& f = *(const Finish*)data;
+    finish_columns(f.call, (int)(part % 2), part / 2 * COLUMNS, f.marked);
+}
+
+// Scratch memory of so many threads, all in one piece.
+bool take_scratch(Call& c, int threads, double*& memory) {
+    Arena shared, own;
+    c.lay_out(shared);
+    (void)Own(c, own);
+    memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
+    if (!memory) return false;
+    Arena real{memory, 0};
+    c.lay_out(real);
+    c.own = memory + real.used, c.own_size = own.used;
+    return true;
+}
+
+State run_one(Call& c, int threads) {
+    double* scratch;
+    if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
+    DefaultControl control;
+    bool possible = kernels->prepare(c);
+    if (possible) {
+        Index cost = c.rows * c.n * (c.wide ? COST : 1);
+        pool::run(c.tiles, threads, cost >= WORTH_WAKING, tile_work, &c);
+        Finish finish{c, c.summing() && any_extreme(c)};
+        Index parts = c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0;
+        pool::run(parts, c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &finish);
+    }
+    memory::give(scratch);
+    return possible ? DONE : DECLINED;
+}
+
+struct Sampled {
+    const Call& call;
+    const Samples& samples;
+    volatile State state;
+};
+
+template <class T> void further(T*& p, Index bytes) {
+    if (p) p = (T*)((char*)p + bytes);
+}
+
+void sample_work(void* data, Index number, int) {
+    Sampled& job = *(Sampled*)data;
+    const Samples& s = job.samples;
+    Call c = job.call;
+    further(c.x.data, number * s.x), further(c.y.data, number * s.y), further(c.dy.data, number * s.dy);
+    further(c.source.data, number * s.source), further(c.plus.data, number * s.plus);
+    further(c.gamma, number * s.gamma), further(c.beta, number * s.beta);
+    for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, number * s.statistics);
+    further(c.marks, number * s.marks);
+    for (int i = 0; i < 2; i++) {
+        further(c.sums_out[i], number * s.sums[i]), further(c.old[i], number * s.old[i]);
+        further(c.undecided[i], number * s.undecided[i]);
+    }
+    State state = run_one(c, 1);
+    if (state != DONE) job.state = state;
+}
+
+}  // namespace
+
+void plan(Call& c) {
+    c.tile_rows = c.backward ? backward_rows(c.rows, c.n) : forward_rows(c.rows, c.n);
+    c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
+    c.step = rows_together(c.n);
+    c.results_whole = c.nearest || c.tangents || (c.wide && c.gamma_offset != 0) || (c.backward && c.plus.data) || !c.y.whole ||
+                      c.y.type != (c.wide ? F64 : c.x.type) || (c.backward && !c.wide && c.dy.type != c.x.type);
+    Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;
+    bool aligned = c.y.lead == 1 && c.y.strides[0] == row_bytes && row_bytes % kernels->alignment == 0 &&
+                   (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
+    c.past = aligned && bytes >= PAST_CACHES, c.ahead = bytes >= OWN_CACHE;
+}
+
+State run(Call& c, const Samples& samples, int threads) {
+    if (!samples.count) return run_one(c, c.rows * c.n * (c.wide ? COST : 1) < SHARED ? 1 : threads);
+    Sampled job{c, samples, DONE};
+    Index elements = samples.count * c.rows * c.n;
+    pool::run(samples.count, elements < SHARED ? 1 : threads, elements >= WORTH_WAKING, sample_work, &job);
+    return job.state;
+}
+
+// ---- which kernels ----
+
+namespace {
+#if defined(__x86_64__) || defined(_M_X64)
+bool has_v3() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_v4() {
+    return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+}
+#endif
+}  // namespace
+
+const Kernels* const* available() {
+    static const Kernels* found[4];
+    int count = 0;
+#if defined(__x86_64__) || defined(_M_X64)
+    __builtin_cpu_init();
+    if (has_v4()) found[count++] = &kernels_x86_64_v4;
+    if (has_v3()) found[count++] = &kernels_x86_64_v3;
+#if defined(WITH_NARROW)
+    if (has_v3()) found[count++] = &kernels_narrow;
+#endif
+#elif defined(__aarch64__)
+    found[count++] = &kernels_arm64;
+#endif
+    found[count] = nullptr;
+    return found;
+}
+
+}  // namespace jobs

@@ -1,0 +1,372 @@
+// The equations of rows.h in double-double: for float64, its mixtures, and rounding="nearest".
+//
+// The same names in the same order, but a text of its own: float64 lanes fold rest * rstd and the slope into
+// constants, which pairs may not, and keep two rows in registers, which pairs cannot. x - k is exact as a
+// pair, whatever k is. Where a row's samples differ in sign, k is 0, and so is m: nothing is subtracted. The
+// mean is mean + rest + tail, which do not overlap. Of most rows it is small beside the spread; the tail, and
+// the rounding of x - mean - rest, matter for the others, the far rows.
+//
+// The high part of a sum loses nothing, and the low part gathers what rounding takes from it. As that grows it
+// loses digits of its own: so the pair is made anew every DEPTH columns of a lane.
+//
+// Pairs have the range of float64. Rows that could leave it are extreme: they are marked and left alone.
+//
+// Bounds, in units of u**2 = 2**-106, after docs/reference/accuracy-contract.md, whose steps hold with
+// H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
+// for d = 16 columns of one of 8 lanes, 11.6 n / 8 in all; to add up 8 lanes takes 3 times 6, and low parts of
+// terms, 1 / n as a pair and near rows add a constant, 42. The largest factors of the steps are then
+//     y: 4 H + 40, on |xhat|; dx: (14.74 H + 16 sqrt(n) + 238) / 3, on |xhat| 3 S: 7.2 n + 5.4 sqrt(n) + 375;
+//     dgamma: 4 H + 36 R + 8 T + 370, and on w 1.74 H + 101 sqrt(n) + 67.
+// `row_bound` and `sums_bound` are these, rounded up. Near rows leave out the tail, below
+// 2**-106 |mean| <= 32 u**2 sqrt(var / n), and round c.low - rest, of at most u (|c| + |mean|): both are within
+// the 64 u**2 sqrt(var / n) that the steps allow for a tail.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
+
+INLINE double row_bound(Index n) { return (8.0 * (double)n + 1200.0) * 0x1p-106; }
+INLINE double sums_bound(Index n, Index tile_rows, Index tiles) {
+    return (6.0 * (double)n + 36.0 * (double)tile_rows + 8.0 * (double)tiles + 2400.0) * 0x1p-106;
+}
+
+namespace pairs {
+
+constexpr int P = 8;  // lanes
+constexpr Index DEPTH = 16;
+// Rows whose dgamma and dbeta gather before their pairs are made anew.
+constexpr Index PART = 64;
+
+using N = Lanes<P>;
+using Wide = Pair<N>;
+
+INLINE Wide spread_pair(Pair<double> a) { return {spread<P>(a.high), spread<P>(a.low)}; }
+INLINE Wide load_pair(const double* p, Index apart) { return {load<P>(p), load<P>(p + apart)}; }
+INLINE void store_pair(double* p, Index apart, Wide a) { store(p, a.high), store(p + apart, a.low); }
+
+struct Stats {
+    double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
+    double square[GROUP], v[GROUP], spread[GROUP], far[GROUP], off[GROUP];  // off > 0: of a bad guess
+};
+
+// Of each row, the lanes of one register that are left of a sum and of a sum of squares or products.
+struct Sums {
+    double plain[2][WIDEST][GROUP], product[2][WIDEST][GROUP];
+};
+
+// By halves, as in lanes.h: to one register, and then of all rows at once.
+INLINE void put(Wide a, double (*lanes)[WIDEST][GROUP], int r) {
+    using One = Pair<Lanes<WIDEST>>;
+    One part[P / WIDEST];
+    for (int i = 0; i < P / WIDEST; i++) part[i] = {{a.high.v[i]}, {a.low.v[i]}};
+    for (int half = P / WIDEST / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) part[i] = part[i] + part[i + half];
+    for (int i = 0; i < WIDEST; i++) lanes[0][i][r] = part[0].high.v[0][i], lanes[1][i][r] = part[0].low.v[0][i];
+}
+INLINE Wide total(const double (*lanes)[WIDEST][GROUP]) {
+    Wide a[WIDEST];
+    for (int i = 0; i < WIDEST; i++) a[i] = {load<GROUP>(lanes[0][i]), load<GROUP>(lanes[1][i])};
+    for (int half = WIDEST / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) a[i] = a[i] + a[i + half];
+    return settled(a[0]);
+}
+
+// ---- forward ----
+
+// Sums of x - k and of its square; SHIFT: k is not 0.
+template <bool LAYER, bool SHIFT> APART void measure(const double* x, Index n, double guess, Sums& sums, int r) {
+    N k = spread<P>(-guess);
+    Wide sum = {}, squares = {};
+    auto add = [&](N v, Index some) INLINED {
+        if constexpr (SHIFT) {
+            Wide c = two_sum(v, k);
+            if (some < P) c = {first(c.high, some), first(c.low, some)};
+            sum = sum + c, squares = squares + square(c);
+        } else {
+            if (LAYER) sum = sum + v;
+            squares = squares + two_product(v, v);
+        }
+    };
+    for (Index j = 0; j < n;) {
+        Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
+        for (; j + P <= stop; j += P) add(load<P>(x + j), P);
+        if (j < stop) add(load<P>(x + j, stop - j), stop - j), j = stop;
+        sum = settled(sum), squares = settled(squares);
+    }
+    put(sum, sums.plain, r), put(squares, sums.product, r);
+}
+
+template <bool LAYER> INLINE void measure(const double* x, Index n, double guess, Sums& sums, int r) {
+    if (LAYER && guess != 0) measure<LAYER, LAYER>(x, n, guess, sums, r);
+    else measure<LAYER, false>(x, n, 0, sums, r);
+}
+
+INLINE double guess_of(const double* x, Index n) {
+    double least = x[0], most = x[0], sum = 0;
+    for (int i = 0; i < 8; i++) {
+        double v = x[i * (n / 8)];
+        least = v < least ? v : least, most = v > most ? v : most, sum += v;
+    }
+    return least < 0 && most > 0 ? 0 : sum * 0.125;
+}
+
+APART inline void settle(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
+    Wide share = spread_pair(reciprocal((double)n));
+    Wide d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
+    Wide mean = two_sum(load<GROUP>(k), d.high), rest = two_sum(mean.low, d.low);
+    Wide var = settled(square - settled(d * d)), v = settled(var + spread<GROUP>(eps)), rstd = reciprocal_root(v);
+    double vars[GROUP];
+    store(of.mean, mean.high), store(of.rest, rest.high), store(of.tail, rest.low);
+    store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
+    store(of.off, d.high * d.high - (var.high + var.high)), store(vars, var.high);
+    for (int r = 0; r < GROUP; r++) {
+        // mean|x - mean| is at least sqrt(var / n): the tail is kept where it exceeds 2**-100 of that, a quarter
+        // of what the contract allows.
+        of.tail[r] = of.tail[r] * of.tail[r] * 0x1p200 * (double)n > vars[r] ? of.tail[r] : 0;
+        of.far[r] = of.mean[r] * of.mean[r] * (double)n > 0x1p10 * vars[r];
+        // The root mean square of xhat, or a little more.
+        of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
+    }
+}
+
+template <bool LAYER> APART void statistics(const double* const* x, Index n, int rows, double eps, Stats& of) {
+    Sums sums;
+    double k[GROUP] = {};
+    if (rows < GROUP) memset(&sums, 0, sizeof sums);
+    for (int r = 0; r < rows; r++) k[r] = LAYER ? guess_of(x[r], n) : 0, measure<LAYER>(x[r], n, k[r], sums, r);
+    settle(k, sums, n, eps, of);
+    bool again = false;
+    for (int r = 0; LAYER && r < rows; r++)
+        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure<LAYER>(x[r], n, k[r], sums, r), again = true;
+    if (again) settle(k, sums, n, eps, of);  // the others as before
+}
+
+// Whether the arithmetic of pairs is not for a row. A square of 0 may be one that has vanished.
+INLINE bool is_extreme(const Stats& of, int r, const double* x, Index n, bool layer) {
+    double square = of.square[r];
+    if (!(of.v[r] > 0) || !(square <= LARGEST * LARGEST)) return true;
+    if (square >= SMALLEST * SMALLEST) return false;
+    double same = layer ? x[0] : 0;
+    for (Index j = 0; j < n; j++)
+        if (square != 0 || x[j] != same) return true;
+    return false;
+}
+
+// What the columns of a row share. Of the mean, its negative: -mean, -rest, -tail.
+struct Row {
+    N mean, rest, tail;
+    Wide rstd;
+};
+
+template <bool LAYER, bool FAR> INLINE Wide xhat_of(N v, const Row& row) {
+    if (!LAYER) return row.rstd * v;
+    Wide c = two_sum(v, row.mean);
+    if (!FAR) return Wide{c.high, c.low + row.rest} * row.rstd;
+    // |rest| is at most half an ulp of the mean: c is 0, or no smaller.
+    Wide d = fast_two_sum(c.high, row.rest);
+    return Wide{d.high, (d.low + c.low) + row.tail} * row.rstd;
+}
+
+// Gamma, and beta or null; low parts of gamma + gamma_offset are zeros without an offset.
+struct Parameters {
+    const double *gamma, *gamma_low, *beta;
+};
+
+// What an element shares of an error with its row: of a layer norm, the rounding of the mean. Of RMS norm, an
+// error is a part of the element itself, but for low parts that vanish, less than 2**-100 of the row.
+template <bool LAYER> INLINE N shared(N size, N v) {
+    if (LAYER) return size;
+    N part = spread<P>(0x1p-100) * size;
+    for (int i = 0; i < N::REGISTERS_OF; i++)
+        part.v[i] = (Register<double, WIDEST>)((Register<int64_t, WIDEST>)part.v[i] & (v.v[i] != 0));
+    return part;
+}
+
+// A row of results as pairs, with sizes: each is known to within a bound times its size. So far apart.
+struct Results {
+    double *high, *low, *size;
+};
+
+// y of row r of a group: in float64, or if WHOLE as pairs with sizes.
+template <bool LAYER, bool FAR, bool WHOLE>
+APART void write_y(const double* x, double* y, Results to, Index n, const Stats& of, int r, const Parameters& given) {
+    Row row = {spread<P>(-of.mean[r]), spread<P>(-of.rest[r]), spread<P>(-of.tail[r]),
+               {spread<P>(of.rstd[r]), spread<P>(of.rstd_low[r])}};
+    N spread_of = spread<P>(of.spread[r]);
+    auto value = [&](N v, Index j, Index some) INLINED {
+        Wide h = xhat_of<LAYER, FAR>(v, row);
+        N u = load<P>(given.gamma + j);
+        Wide scaled = h * u;
+        if (WHOLE) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
+        Wide y_ = scaled + load<P>(given.beta + j);
+        if (WHOLE) {
+            store(to.high + j, y_.high), store(to.low + j, y_.low);
+            store(to.size + j, magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)));
+        } else if (some == P) {
+            store(y + j, y_.high + y_.low);
+        } else {
+            store(y + j, y_.high + y_.low, some);
+        }
+    };
+    Index j = 0;
+    for (; j + P <= n; j += P) value(load<P>(x + j), j, P);
+    if (j < n) value(load<P>(x + j, n - j), j, n - j);
+}
+
+// ---- backward ----
+
+// A row: of the forward its negative mean and rstd, and what it found; m; the means of g - m and of
+// (g - m) * xhat; the M of the bounds.
+struct Back {
+    const double *dy, *x;
+    double mean, rest, tail;
+    Pair<double> rstd;
+    double spread;
+    Pair<double> m, plain, slope;
+    double size;
+};
+
+// Vectors `apart` float64 apart: of dgamma, its low part, dbeta and its low part, and if `sizes` the sums of
+// |dy| (|xhat| + w) and |dy|. Null if nobody wants them.
+struct Columns {
+    double* at;
+    Index apart;
+    bool sizes;
+};
+
+template <bool WHOLE> INLINE Wide g_of(N d, Index j, const Parameters& given) {
+    Wide g = two_product(d, load<P>(given.gamma + j));
+    if (WHOLE) g.low = fma(d, load<P>(given.gamma_low + j), g.low);
+    return g;
+}
+
+// The smallest of some g = gamma * dy; 0 if they differ in sign.
+APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index n) {
+    Index s = n / 8 > 1 ? n / 8 : 1;
+    auto g_at = [&](Index j) {
+        Pair<double> g = two_product(dy[j], given.gamma[j]);
+        return Pair<double>{g.high, fma(dy[j], given.gamma_low[j], g.low)};
+    };
+    Pair<double> m = g_at(0);
+    double least = m.high, most = m.high;
+    for (Index j = s; j < n; j += s) {
+        Pair<double> g = g_at(j);
+        least = g.high < least ? g.high : least, most = g.high > most ? g.high : most;
+        m = magnitude(g.high) < magnitude(m.high) ? g : m;
+    }
+    return least < 0 && most > 0 ? Pair<double>{0, 0} : m;
+}
+
+// All rows are taken for far ones: that costs little here. xhat goes to h, the sums along the row to row r of `along`, those over rows are added to `over`.
+template <bool LAYER, bool SHIFT, bool WHOLE>
+APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
+    Row row = {spread<P>(-of.mean), spread<P>(-of.rest), spread<P>(-of.tail), spread_pair(of.rstd)};
+    Wide a = {}, b = {}, m = spread_pair(-of.m);
+    N squares = {}, spread_of = spread<P>(of.spread);
+    double* __restrict sums = over.at;
+    Index apart = over.apart;
+    const double *dy = of.dy, *x = of.x;
+    auto add = [&](N d, N v, Index j, Index some) INLINED {
+        Wide xhat = xhat_of<LAYER, true>(v, row), g = g_of<WHOLE>(d, j, given);
+        store_pair(h + j, apart, xhat);
+        if (SHIFT) g = g + m;
+        if (SHIFT && some < P) g = {first(g.high, some), first(g.low, some)};
+        if (LAYER) a = a + g;
+        b = b + g * xhat;
+        if (WHOLE) squares = fma(g.high, g.high, squares);
+        if (!sums) return;
+        store_pair(sums + j, apart, load_pair(sums + j, apart) + xhat * d);
+        store_pair(sums + 2 * apart + j, apart, load_pair(sums + 2 * apart + j, apart) + d);
+        if (WHOLE && over.sizes) {
+            double *of_dgamma = sums + 4 * apart + j, *of_dbeta = of_dgamma + apart;
+            N part = magnitude(xhat.high) + shared<LAYER>(spread_of, v);
+            store(of_dgamma, load<P>(of_dgamma) + magnitude(d) * part), store(of_dbeta, load<P>(of_dbeta) + magnitude(d));
+        }
+    };
+    for (Index j = 0; j < n;) {
+        Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
+        for (; j + P <= stop; j += P) add(load<P>(dy + j), load<P>(x + j), j, P);
+        if (j < stop) add(load<P>(dy + j, stop - j), load<P>(x + j, stop - j), j, stop - j), j = stop;
+        a = settled(a), b = settled(b);
+    }
+    put(a, along.plain, r), put(b, along.product, r);
+    of.size = WHOLE ? total(squares) : 0;
+}
+
+// The means of the sums along some rows, and the M of their bounds, 2 |m| + 3 rms(g - m) or a little more. It is
+// 0 only where all of g - m is: where that is computed as 0 it is, if g is an exact product or m is 0.
+APART inline void settle(const Sums& along, Index n, Back* rows, int count, bool exact) {
+    Wide share = spread_pair(reciprocal((double)n));
+    double means[4][GROUP];
+    store_pair(means[0], GROUP, settled(total(along.plain) * share));
+    store_pair(means[2], GROUP, settled(total(along.product) * share));
+    for (int r = 0; r < count; r++) {
+        Back& of = rows[r];
+        of.plain = {means[0][r], means[1][r]}, of.slope = {means[2][r], means[3][r]};
+        bool none = of.size == 0 && exact;
+        of.size = none ? 0 : 2 * magnitude(of.m.high) + 3.1 * std::sqrt(of.size / (double)n);
+    }
+}
+
+// The low parts of sums over rows grow as those along them.
+APART inline void settle_columns(Columns over, Index n) {
+    for (Index j = 0; j < n; j += P)
+        for (int which = 0; which < 4; which += 2) {
+            double* at = over.at + which * over.apart + j;
+            store_pair(at, over.apart, settled(load_pair(at, over.apart)));
+        }
+}
+
+template <bool LAYER, bool SHIFT, bool WHOLE>
+APART void write_dx(const Back& of, double* dx, Results to, Index n, const Parameters& given, const double* h, Index apart) {
+    Wide m = spread_pair(-of.m), plain = spread_pair(-of.plain), slope = spread_pair(-of.slope);
+    Wide rstd = spread_pair(of.rstd);
+    N size = spread<P>(of.size);
+    const double *dy = of.dy, *x = of.x;
+    auto value = [&](N d, Index j, Index some) INLINED {
+        Wide g = g_of<WHOLE>(d, j, given), xhat = load_pair(h + j, apart);
+        if (SHIFT) g = g + m;
+        N part = magnitude(g.high);
+        if (LAYER) g = g + plain;
+        Wide dx_ = (g + xhat * slope) * rstd;
+        if (WHOLE) {
+            N v = LAYER ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
+            store(to.high + j, dx_.high), store(to.low + j, dx_.low);
+            store(to.size + j, part + (shared<LAYER>(spread<P>(1.0), v) + magnitude(xhat.high)) * size);
+        } else if (some == P) {
+            store(dx + j, dx_.high + dx_.low);
+        } else {
+            store(dx + j, dx_.high + dx_.low, some);
+        }
+    };
+    Index j = 0;
+    for (; j + P <= n; j += P) value(load<P>(dy + j), j, P);
+    if (j < n) value(load<P>(dy + j, n - j), j, n - j);
+}
+
+// The smallest |dy| of a row but for zeros, and the largest; a NaN is larger than all.
+APART inline Pair<double> range_of(const double* dy, Index n) {
+    using I = Register<int64_t, WIDEST>;
+    I least = I{} + INT64_MAX, most = {};
+    auto see = [&](N d) INLINED {
+        for (int i = 0; i < N::REGISTERS_OF; i++) {
+            // The sizes of finite numbers order like their bits.
+            I size = (I)d.v[i] & INT64_MAX, some = size == 0 ? I{} + INT64_MAX : size;
+            least = some < least ? some : least, most = size > most ? size : most;
+        }
+    };
+    Index j = 0;
+    for (; j + P <= n; j += P) see(load<P>(dy + j));
+    if (j < n) see(load<P>(dy + j, n - j));
+    int64_t low = INT64_MAX, high = 0;
+    for (int k = 0; k < WIDEST; k++) low = least[k] < low ? least[k] : low, high = most[k] > high ? most[k] : high;
+    double found[2];
+    int64_t bits[2] = {low, high};
+    memcpy(found, bits, sizeof found);
+    return {found[0], found[1]};
+}
+
+}  // namespace pairs
+}  // namespace

@@ -1,0 +1,138 @@
+// A job is announced by making `generation` odd. All that take part take one part after the other by an atomic
+// counter: so it does not matter how many helpers come, or when, and the caller waits only for those that have
+// begun. A helper that has just worked looks for more for some microseconds, since the next call of a loop
+// comes soon, and then sleeps.
+#include "pool.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <thread>
+#if !defined(_WIN32)
+#include <pthread.h>
+#include <signal.h>
+#endif
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#endif
+
+namespace pool {
+namespace {
+
+// Longer than the Python between two calls takes, shorter than anybody would notice.
+constexpr auto SPIN = std::chrono::microseconds(100);
+
+// What different threads write is in lines of its own.
+struct Pool {
+    alignas(64) std::atomic<bool> taken{false};
+    alignas(64) std::atomic<unsigned> generation{0};
+    std::atomic<Work> work{nullptr};
+    std::atomic<void*> data{nullptr};
+    std::atomic<Index> count{0};
+    std::atomic<int> threads{0};
+    alignas(64) std::atomic<int> working{0};
+    alignas(64) std::atomic<Index> begun{0};
+    alignas(64) std::atomic<int> asleep{0};
+    std::mutex mutex;
+    std::condition_variable woken;
+    int helpers = 0;
+};
+
+// Never destroyed: helpers may outlive all else. A forked child, which has none of them, makes it anew.
+alignas(Pool) unsigned char memory[sizeof(Pool)];
+Pool* pool = new (memory) Pool;
+
+void pause() {
+#if defined(__x86_64__) || defined(_M_X64)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+void do_parts(int thread) {
+    Work work = pool->work.load(std::memory_order_relaxed);
+    void* data = pool->data.load(std::memory_order_relaxed);
+    Index count = pool->count.load(std::memory_order_relaxed);
+    for (Index part; (part = pool->begun.fetch_add(1, std::memory_order_relaxed)) < count;) work(data, part, thread);
+}
+
+[[noreturn]] void help(int thread) {
+    using Clock = std::chrono::steady_clock;
+    unsigned seen = 0;
+    auto until = Clock::now() + SPIN;
+    for (unsigned turns = 1;; turns++) {
+        unsigned now = pool->generation.load(std::memory_order_acquire);
+        if (now % 2 == 1 && now != seen) {
+            // The caller, once it has ended the job, waits for those that it finds at work; who comes later sees
+            // that it has ended.
+            pool->working.fetch_add(1);
+            if (pool->generation.load() == now && thread < pool->threads.load()) do_parts(thread);
+            pool->working.fetch_sub(1, std::memory_order_release);
+            seen = now;
+            until = Clock::now() + SPIN;
+        }
+        pause();
+        // The clock takes as long as some looks.
+        if (turns % 64 || Clock::now() < until) continue;
+        std::unique_lock<std::mutex> lock(pool->mutex);
+        pool->asleep.fetch_add(1);
+        pool->woken.wait(lock, [&] {
+            unsigned next = pool->generation.load();
+            return next % 2 == 1 && next != seen;
+        });
+        pool->asleep.fetch_sub(1);
+        until = Clock::now() + SPIN;
+    }
+}
+
+void start_helpers(int wanted) {
+#if !defined(_WIN32)
+    static const int once = pthread_atfork(nullptr, nullptr, [] { pool = new (memory) Pool; });
+    (void)once;
+    // Signals are for Python's own threads.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+#endif
+    // A machine that has no more threads to give does with those that there are.
+    try {
+        for (; pool->helpers < wanted; pool->helpers++) std::thread(help, pool->helpers + 1).detach();
+    } catch (const std::exception&) {
+    }
+#if !defined(_WIN32)
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+#endif
+}
+
+}  // namespace
+
+void run(Index count, int threads, bool wake, Work work, void* data) {
+    if (threads > MOST) threads = MOST;
+    if (threads > count) threads = (int)count;
+    if (threads <= 1 || pool->taken.exchange(true, std::memory_order_acquire)) {
+        for (Index part = 0; part < count; part++) work(data, part, 0);
+        return;
+    }
+    if (wake && pool->helpers < threads - 1) start_helpers(threads - 1);
+    pool->work.store(work, std::memory_order_relaxed), pool->data.store(data, std::memory_order_relaxed);
+    pool->count.store(count, std::memory_order_relaxed), pool->threads.store(threads, std::memory_order_relaxed);
+    pool->begun.store(0, std::memory_order_relaxed);
+    pool->generation.fetch_add(1);
+    if (wake && pool->asleep.load()) {
+        { std::lock_guard<std::mutex> lock(pool->mutex); }  // none is between its last look and its sleep
+        pool->woken.notify_all();
+    }
+    do_parts(0);
+    pool->generation.fetch_add(1);
+    for (unsigned turns = 1; pool->working.load(); turns++) {
+        pause();
+        // A helper that does not run may be waiting for this processor.
+        if (turns % 1024 == 0) std::this_thread::yield();
+    }
+    pool->taken.store(false, std::memory_order_release);
+}
+
+}  // namespace pool

@@ -1,0 +1,16 @@
+// Threads that share the parts of one job.
+#pragma once
+#include "call.h"
+
+namespace pool {
+
+using Work = void (*)(void* data, Index part, int thread);
+
+// Does parts 0 to count - 1 on at most `threads` threads, the calling one included, which is number 0. Unless
+// `wake`, only those of the others that are awake take part. While one job has the helpers, those of other
+// threads are done by these alone.
+void run(Index count, int threads, bool wake, Work work, void* data);
+
+constexpr int MOST = 64;  // threads
+
+}  // namespace pool

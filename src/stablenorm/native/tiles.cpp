@@ -1,0 +1,298 @@
+// Tiles of rows, from memory to memory. Compiled once for each instruction set, which NAME names.
+#include "columns.h"
+#include "finish.h"
+
+namespace {
+
+// Bytes to ask for ahead of time, at least: the processor's own prefetcher stops at pages. Of (131072, 256), two
+// threads, that took the backward from 29 to 18 ms.
+constexpr Index LEAST_AHEAD = 1 << 14;
+
+template <class T> Index columns_ahead(const Call& c, Index rows) {
+    Index least = LEAST_AHEAD / (Index)sizeof(T), some = 2 * rows * c.n;
+    return !c.ahead ? 0 : some > least ? some : least;
+}
+
+Own own_of(const Call& c, int thread) {
+    Arena arena{c.own + c.own_size * thread, 0};
+    return Own(c, arena);
+}
+
+struct Tile {
+    Index first, stop;
+};
+Tile tile_of(const Call& c, Index number) {
+    Index first = number * c.tile_rows, stop = first + c.tile_rows;
+    return {first, stop < c.rows ? stop : c.rows};
+}
+
+INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
+
+// Row i of x in `room`, after adding the residual.
+template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
+    if (c.source.data) add_residual(c, own, i);
+    return row_as<T>(c, c.x, i, room, own.raw);
+}
+
+// ---- forward ----
+
+template <class T, bool LAYER> void forward(const Call& c, Index number, int thread) {
+    Tile tile = tile_of(c, number);
+    Own own = own_of(c, thread);
+    Stats stats[2];
+    const T* x[2][GROUP];
+    auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
+    auto measure_from = [&](Index top, int which) {
+        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.apart());
+        statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
+    };
+    measure_from(tile.first, 0);
+    int now = 0;
+    for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
+        // The next rows are measured before these are written: their roots and divisions overlap with stores.
+        if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        const Stats& of = stats[now];
+        for (int r = 0; r < count_from(top); r++) {
+            Index i = top + r;
+            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
+            if (c.rstd) c.rstd[i] = of.rstd[r];
+            if (!c.y.data) continue;  // the statistics alone are wanted
+            if (c.all_rows) clear_between(c, own, i);
+            if (c.results_whole) {
+                write_y<LAYER, false>(x[now][r], own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
+                finish_row(c, own, i, 0);
+                continue;
+            }
+            auto write = c.past ? write_y<LAYER, true, T, T> : write_y<LAYER, false, T, T>;
+            write(x[now][r], (T*)row_of(c.y, i), c.n, of, r, c.wide_gamma, c.wide_beta, columns_ahead<T>(c, c.step));
+        }
+    }
+}
+
+// ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
+
+// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
+constexpr Index PART = 64;
+
+// ty of a row, given the tangent of xhat in own.high.
+template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
+    const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
+    double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
+    double* x = own.size;
+    lift(of.x, x, c.n);
+    for (Index j = 0; j < c.n; j++) {
+        double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
+        own.high[j] = fma(own.high[j], scale[j], turned);
+    }
+}
+
+template <int R, class T, bool LAYER>
+Index backward_groups(const Call& c, const Own& own, Index top, Index stop, Sums sums) {
+    Back<T> rows[2][R];
+    auto begin = [&](Index i, int which) {
+        for (int r = 0; r < R; r++) {
+            Index apart = r * c.apart();
+            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart, own.raw);
+            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart, own.raw);
+            double m = LAYER ? pivot(dy, c.wide_gamma, c.n) : 0;
+            rows[which][r] = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], m, 0, 0};
+        }
+        pull<R, LAYER>(rows[which], c.n, c.wide_gamma, sums);
+    };
+    if (top + R <= stop) begin(top, 0);
+    for (int now = 0; top + R <= stop; top += R, now = 1 - now) {
+        if (top + 2 * R <= stop) begin(top + R, 1 - now);  // as in the forward
+        for (int r = 0; r < R && c.y.data; r++) {
+            const Back<T>& of = rows[now][r];
+            if (c.all_rows) clear_between(c, own, top + r);
+            if (c.results_whole) {
+                write_dx<LAYER, false>(of, own.high, c.n, c.wide_gamma, 0);
+                if (c.tangents) push(c, own, of);
+                finish_row(c, own, top + r, 0);
+                continue;
+            }
+            auto write = c.past ? write_dx<LAYER, true, T, T> : write_dx<LAYER, false, T, T>;
+            write(of, (T*)row_of(c.y, top + r), c.n, c.wide_gamma, columns_ahead<T>(c, R));
+        }
+    }
+    return top;
+}
+
+template <class T, bool LAYER> void backward_rows(const Call& c, const Own& own, Index top, Index stop, Sums sums) {
+    top = backward_groups<2, T, LAYER>(c, own, top, stop, sums);
+    backward_groups<1, T, LAYER>(c, own, top, stop, sums);
+}
+
+template <class T, bool LAYER> void backward(const Call& c, Index number, int thread) {
+    Tile tile = tile_of(c, number);
+    Own own = own_of(c, thread);
+    Index p = c.apart();
+    // To sum where nobody wants the sums takes less than a second version of the loop is worth.
+    if (!c.summing()) {
+        memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
+        return backward_rows<T, LAYER>(c, own, tile.first, tile.stop, {own.part, own.part + p});
+    }
+    // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
+    double* sums = c.sums + c.sums_per_tile() * number;
+    bool deep = c.tile_rows > PART;
+    memset(sums, 0, (size_t)(4 * p) * sizeof(double));
+    Sums part = deep ? Sums{own.part, own.part + p} : Sums{sums, sums + 2 * p};
+    for (Index top = tile.first; top < tile.stop; top += PART) {
+        if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
+        backward_rows<T, LAYER>(c, own, top, at_most(top + PART, tile.stop), part);
+        if (!deep) continue;
+        merge_columns(part.dgamma, sums, sums + p, c.n);
+        merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
+    }
+}
+
+// ---- in double-double ----
+
+namespace pairs {
+
+// The mark of a row that is left alone; of one that is not, but of which an element is undecided.
+constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
+
+Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
+Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
+
+template <bool LAYER> void forward(const Call& c, Index number, int thread) {
+    Tile tile = tile_of(c, number);
+    Own own = own_of(c, thread);
+    Parameters given = parameters_of(c);
+    double bound = row_bound(c.n);
+    Stats stats[2];
+    const double* x[2][GROUP];
+    auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
+    auto measure_from = [&](Index top, int which) {
+        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<double>(c, own, top + r, own.x[which] + r * c.apart());
+        statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
+    };
+    measure_from(tile.first, 0);
+    int now = 0;
+    for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
+        if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        const Stats& of = stats[now];
+        for (int r = 0; r < count_from(top); r++) {
+            Index i = top + r;
+            if (c.all_rows && c.y.data) clear_between(c, own, i);
+            if (LAYER) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r], c.tail[i] = of.tail[r];
+            c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r], c.spread[i] = of.spread[r];
+            c.marks[i] = is_extreme(of, r, x[now][r], c.n, LAYER) ? EXTREME : 0;
+            if (c.marks[i] || !c.y.data) continue;
+            bool far = of.far[r] != 0;
+            if (!c.results_whole) {
+                auto write = LAYER && far ? write_y<LAYER, LAYER, false> : write_y<LAYER, false, false>;
+                write(x[now][r], (double*)row_of(c.y, i), {}, c.n, of, r, given);
+                continue;
+            }
+            auto write = LAYER && far ? write_y<LAYER, LAYER, true> : write_y<LAYER, false, true>;
+            write(x[now][r], nullptr, results_of(own), c.n, of, r, given);
+            if (finish_row(c, own, i, bound)) c.marks[i] = UNDECIDED;
+        }
+    }
+}
+
+// Adds a row's range of |dy| to that of a tile: the largest, and one over the last bit of the smallest.
+INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
+    if (range.low == 0) return;
+    double digits = c.dy.type == F64 ? 0x1p53 : c.dy.type == F32 ? 0x1p24 : 0x1p11;
+    of_tile[0] = std::fmax(of_tile[0], range.low), of_tile[1] = std::fmax(of_tile[1], digits / range.high);
+}
+
+// ty of a row, given the tangent of xhat as pairs.
+INLINE void push(const Call& c, const Own& own, const double* h) {
+    const double *scale = c.tangents, *low = scale + c.n, *tgamma = low + c.n, *tbeta = tgamma + c.n;
+    for (Index j = 0; j < c.n; j++) {
+        Pair<double> moved = Pair<double>{own.high[j], own.low[j]} * Pair<double>{scale[j], low[j]};
+        Pair<double> ty = moved + Pair<double>{h[j], h[c.apart() + j]} * tgamma[j] + tbeta[j];
+        own.high[j] = ty.high, own.low[j] = ty.low;
+    }
+}
+
+
+// The row's words; false, and a mark, if it is extreme.
+template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
+    if (c.marks[i]) return false;
+    Index apart = r * c.apart();
+    of.dy = row_as<double>(c, c.dy, i, own.dy[0] + apart, own.raw);
+    Pair<double> range = range_of(of.dy, c.n);
+    if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
+    if (of_tile) add_range(c, range, of_tile);
+    of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw);
+    of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0, of.m = {0, 0};
+    if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
+    if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
+    return true;
+}
+
+template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, const Back& of, const double* h) {
+    bool shift = LAYER && of.m.high != 0;
+    Parameters given = parameters_of(c);
+    if (!c.results_whole) {
+        auto write = shift ? write_dx<LAYER, LAYER, false> : write_dx<LAYER, false, false>;
+        return write(of, (double*)row_of(c.y, i), {}, c.n, given, h, c.apart());
+    }
+    auto write = shift ? write_dx<LAYER, LAYER, true> : write_dx<LAYER, false, true>;
+    write(of, nullptr, results_of(own), c.n, given, h, c.apart());
+    if (c.tangents) push(c, own, h);
+    if (finish_row(c, own, i, row_bound(c.n) * of.rstd.high)) c.marks[i] = UNDECIDED;
+}
+
+template <bool LAYER, bool WHOLE> void backward(const Call& c, Index number, int thread) {
+    Tile tile = tile_of(c, number);
+    Own own = own_of(c, thread);
+    Index p = c.apart(), held = 0;
+    Columns over = {c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, p, c.nearest};
+    double* range = over.at ? c.ranges + 2 * number : nullptr;
+    if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
+    bool exact = true;
+    for (Index j = 0; j < c.n; j++) exact = exact && c.gamma_low[j] == 0;
+    pairs::Sums along = {};
+    Back rows[GROUP] = {};
+    for (Index top = tile.first; top < tile.stop; top += c.step) {
+        Index at[GROUP];
+        int count = 0;
+        for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
+            if (c.all_rows && c.y.data) clear_between(c, own, i);
+            Back& of = rows[count];
+            if (!begin_row<LAYER>(c, own, i, count, range, of)) continue;
+            auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;
+            pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
+            at[count++] = i;
+        }
+        settle(along, c.n, rows, count, exact);
+        for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
+        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, c.n), held = 0;
+    }
+}
+
+}  // namespace pairs
+
+// ---- one instruction set ----
+
+void do_tile(const Call& c, Index tile, int thread) {
+    if (c.wide) {
+        bool whole = c.results_whole;
+        auto back = c.rms ? whole ? pairs::backward<false, true> : pairs::backward<false, false>
+                          : whole ? pairs::backward<true, true> : pairs::backward<true, false>;
+        auto ahead_ = c.rms ? pairs::forward<false> : pairs::forward<true>;
+        (c.backward ? back : ahead_)(c, tile, thread);
+    } else {
+        // Rows of two types are lifted to float32.
+        of_type(c.backward && c.dy.type != c.x.type ? F32 : c.x.type, [&](auto* kind) {
+            using T = std::remove_pointer_t<decltype(kind)>;
+            if constexpr (sizeof(T) < 8) {
+                auto back = c.rms ? backward<T, false> : backward<T, true>;
+                auto ahead_ = c.rms ? forward<T, false> : forward<T, true>;
+                (c.backward ? back : ahead_)(c, tile, thread);
+            }
+        });
+    }
+    if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (c.all_rows && c.y.data && tile == c.tiles - 1) clear_between(c, own_of(c, thread), c.rows);
+}
+
+}  // namespace
+
+extern const Kernels NAME = {INSTRUCTIONS, 32, prepare, do_tile, finish};
