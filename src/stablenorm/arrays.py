@@ -22,8 +22,8 @@ from stablenorm.types import Array
 _CUDA_KINDS = frozenset((2, 13))
 
 
-# Results of fewer elements are never recycled, whatever their dtype.
-_FEW = memory.LEAST // 8
+# Results of fewer elements, less than 1 MiB whatever their dtype, are never recycled.
+_FEW = 1 << 17
 
 _ndarray = np.ndarray
 

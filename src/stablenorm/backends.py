@@ -2,19 +2,15 @@
 
 import functools
 import importlib
+import os
 import warnings
 from typing import Any
 
 from stablenorm import reference
 from stablenorm.arrays import HOST, Arrays
-from stablenorm.threads import get_num_threads, starting
 
 # A backend is a module with a function for each operation. These are for NumPy's arrays.
-BACKENDS = {
-    "numpy": "stablenorm.reference",
-    "numba": "stablenorm.cpu",
-    "native": "stablenorm.native",
-}
+BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
 
 # And all of them.
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
@@ -29,36 +25,21 @@ def run(operation: str, backend: str, call: Any) -> Any:
 @functools.cache
 def implementation(operation: str, backend: str) -> Any:
     """Return the function of a backend, or else of the reference, that takes the record of a call."""
-    # Numba takes half a second to load, so not before it is needed.
-    with starting:
-        module = importlib.import_module(_MODULES[backend])
+    module = importlib.import_module(_MODULES[backend])
     return getattr(module, operation, None) or getattr(reference, operation)
 
 
 @functools.cache
-def _why_not_numba() -> str | None:
-    """Say what keeps the compiled kernels from being loaded."""
-    # A NUMBA_NUM_THREADS that is no number is the user's error, not Numba's: raised here.
-    get_num_threads()
-    try:
-        implementation("forward", "numba")
-    except Exception as error:  # noqa: BLE001  # a broken Numba raises whatever it likes
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    return None
-
-
-@functools.cache
 def _default() -> str:
-    reason = _why_not_numba()
-    if reason is None:
-        return "numba"
-    warnings.warn(
-        f"stablenorm's fast kernels need Numba, which cannot be loaded ({reason}); the results "
-        "are the same without it, ten times as slow. Cure: pip install --upgrade numba",
-        RuntimeWarning,
-        stacklevel=5,
-    )
-    return "numpy"
+    try:
+        implementation("forward", "native")
+    except ImportError as error:
+        # Whoever asked for an installation without kernels knows.
+        if not os.environ.get("STABLENORM_PURE"):
+            msg = f"{error}; the results are within the same bounds without it, ten times as slow"
+            warnings.warn(msg, RuntimeWarning, stacklevel=5)
+        return "numpy"
+    return "native"
 
 
 def choose(backend: str | None) -> str:
@@ -76,12 +57,6 @@ def choose(backend: str | None) -> str:
             raise TypeError(msg)
         msg = f"backend must be one of {', '.join(map(repr, _MODULES))}, got {backend!r}"
         raise ValueError(msg)
-    if backend == "numba" and (reason := _why_not_numba()) is not None:
-        msg = (
-            f'Numba is needed for backend="numba" and cannot be loaded ({reason}): '
-            "pip install --upgrade numba"
-        )
-        raise ImportError(msg)
     if backend == "native":
         # What keeps it from being loaded is said there.
         implementation("forward", backend)

@@ -1,29 +1,10 @@
-"""How many threads a call may use: one number for the process; and what a fork waits for."""
+"""How many threads a call may use: one number for the process."""
 
-import logging  # noqa: F401  # for the order of fork hooks, see below
 import os
-import threading
 
 from stablenorm.types import check_count
 
-# No thread is started or woken for fewer elements than this: about 15 microseconds of work, where
-# waking another thread can take 20.
-SMALL = 1 << 16
-
 _chosen: int | None = None
-
-# Held while Numba is imported or compiles. A child forked in the middle of that, by another
-# thread, would wait for Numba's own locks for ever; so the fork waits.
-starting = threading.RLock()
-
-# Hooks run in reverse order, so this one comes before that of `logging`, which takes a lock that
-# the import of Numba needs as well: which is why `logging` is imported above.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=starting.acquire,
-        after_in_parent=starting.release,
-        after_in_child=starting.release,
-    )
 
 
 def set_num_threads(count: int) -> None:
@@ -66,13 +47,13 @@ def get_num_threads() -> int:
     Returns
     -------
     int
-        What `set_num_threads` was given; before that NUMBA_NUM_THREADS, if it is set, or else
+        What `set_num_threads` was given; before that STABLENORM_NUM_THREADS, if it is set, or else
         the number of processors that this process may run on.
 
     Raises
     ------
     ValueError
-        If NUMBA_NUM_THREADS is not a positive integer.
+        If STABLENORM_NUM_THREADS is not a positive integer.
     """
     if _chosen is None:
         set_num_threads(_default())
@@ -80,12 +61,12 @@ def get_num_threads() -> int:
 
 
 def _default() -> int:
-    asked = os.environ.get("NUMBA_NUM_THREADS")
+    asked = os.environ.get("STABLENORM_NUM_THREADS")
     if not asked:
         # Not all of the machine's: a container or taskset may allow fewer. (macOS has no affinity.)
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
     if not asked.strip().isdecimal() or int(asked) < 1:
-        msg = f"NUMBA_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
+        msg = f"STABLENORM_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
         raise ValueError(msg)
     return int(asked)

@@ -49,11 +49,10 @@ def layer_norm(
         The axes normalized together.
     out : array, optional
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
-    backend : {"numba", "numpy", "cuda"}, optional
-        "numba", the default, is compiled: the first call of a process takes half a second, the
-        first ever several, for each dtype. "numpy" is the reference, which it falls back
-        on, with a warning, where Numba cannot be loaded. Both keep the accuracy contract. Of what
-        does not cancel almost completely, y and dx of up to 32 bits have the same bits in all but
+    backend : {"native", "numpy", "cuda"}, optional
+        "native", the default, is C++, with the same bits on every processor. "numpy" is the reference, which
+        it falls back on, with a warning, where the kernels are not built. Both keep the accuracy contract. Of
+        what does not cancel almost completely, y and dx of up to 32 bits have the same bits in all but
         a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
         is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
     gamma_offset : float, default: 0
@@ -81,7 +80,7 @@ def layer_norm(
         `rounding` is neither of the two, `out` overlaps another argument, or what was given cannot be
         combined: docs/reference/combinations.md.
     ImportError
-        If ``backend="numba"`` was asked for and Numba cannot be loaded.
+        If ``backend="native"`` was asked for and its kernels are not built.
 
     See Also
     --------

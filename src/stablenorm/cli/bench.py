@@ -34,7 +34,7 @@ examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
   stablenorm bench --shape 8 512 1024 --dtype float16 --dtype float32
-  stablenorm bench --rounding fast --rounding nearest --backend numba
+  stablenorm bench --rounding fast --rounding nearest --backend native
   stablenorm bench --kind rms
   stablenorm bench --threads 1 --json res.json
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     # x, dy, y, dx, two copies and the numbers as drawn; what plain NumPy keeps, and its temporaries.
     s = parse(arguments.dtype).itemsize
     parts.check_memory(arguments.shape, 7 * s + 4 + 6 * max(s, 4))
-    choose("numba")
+    choose("native")
     threads = parts.use_threads(arguments.threads)
     with parts.step_bar(_ROUNDS * (6 + 2 * len({1, threads}))) as step:
         what = (rows, n), arguments.dtype, threads

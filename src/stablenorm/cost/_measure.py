@@ -17,7 +17,7 @@ from stablenorm.timing import Timing, make_copy, measure_interleaved, together
 from stablenorm.types import Array, Gradients
 
 # Which backend a program is; the plain formula is none.
-_BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
+_BACKENDS = {"reference": "numpy", "fused CPU kernel": "native"}
 # A copy of less, in several threads, would measure how long it takes to wake them.
 _LEAST_COPY = 1 << 20
 # Matrices that a thread multiplies, 128 KiB in a second-level cache: the largest that OpenBLAS shares with no

@@ -32,7 +32,7 @@ from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, Gradients, Statistics, any_float64
 
 try:
-    from stablenorm.native import _core
+    from stablenorm import _core
 except ImportError as error:
     msg = (
         f"stablenorm's kernels in C++ are not built ({error}); install a wheel, or a C++17 compiler and "
