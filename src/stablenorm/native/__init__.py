@@ -125,7 +125,7 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
     shape = x.shape[: 2 if samples else 1]
-    if not samples and len(x.shape) > 2:
+    if not samples and len(x.shape) != 2:
         shape = (x.size // x.shape[-1],)
     mean = rest = rstd = rstd_lo = tail = marks = spread_ = None
     if wide or keep:
