@@ -18,7 +18,7 @@ import stablenorm
 from stablenorm.backends import BACKENDS
 
 try:
-    import stablenorm.native  # noqa: F401  # only whether it can be
+    import stablenorm.native  # only whether it can be
 except ImportError:
     # Built without a compiler: tests of all backends are then of the others.
     del BACKENDS["native"]

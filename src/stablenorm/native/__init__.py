@@ -12,7 +12,7 @@ STABLENORM_INSTRUCTIONS names the instruction set to use, one of `INSTRUCTIONS`;
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from stablenorm.reference.counted import (
 from stablenorm.reference.doubledouble import two_sum
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, Gradients, Statistics, any_float64
+from stablenorm.types import Array, Cache, Gradients, Norm, Statistics, any_float64
 
 try:
     from stablenorm import _core
@@ -51,6 +51,10 @@ _LARGEST, _SMALLEST = 2.0**200, 2.0**-200
 
 # A sample of more elements is worth all threads, unless several wait for each.
 _LARGE, _SEVERAL = 1 << 18, 4
+
+# The plain call: arrays, the last axis, no other keyword. They return what `functional` does, or None.
+_core.set_types(Norm, Statistics, Cache, Gradients)
+plain_forward, plain_backward = _core.plain_forward, _core.plain_backward
 
 # As NamedTuples make themselves, without the keyword handling, which takes twice as long.
 _new = tuple.__new__
@@ -125,9 +129,10 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         # Rows that are undecided are computed once more.
         x = np.array(as_matrix(x)[:])
     shape = x.shape[: 2 if samples else 1]
-    if not samples and len(x.shape) > 2:
+    if not samples and len(x.shape) != 2:
         shape = (x.size // x.shape[-1],)
-    mean = rest = rstd = rstd_lo = tail = marks = spread_ = None
+    marks: Any = None
+    mean = rest = rstd = rstd_lo = tail = spread_ = None
     if wide or keep:
         rstd = np.empty(shape)
         if layer:
@@ -155,7 +160,7 @@ def _forward(call: Forward, clear: bool = False) -> Any:
             return None
         kept = _forward_marked(call._replace(x=x, residual=None, total=None), kept, marks)
     # Dropped where no row needs it, as in the reference.
-    return kept._replace(mean_tail=None) if layer and not np.count_nonzero(tail) else kept
+    return kept._replace(mean_tail=None) if tail is not None and not tail.any() else kept
 
 
 def _forward_marked(call: Forward, kept: Statistics, marks: Any) -> Statistics:
@@ -236,7 +241,8 @@ def _backward_counted(call: Backward) -> None:
 
 def _backward_rows(call: Backward, clear: bool = False) -> None:
     """Do a backward of all rows, or with `clear` of some while the others of dx are cleared."""
-    dy, dx, wide = call.dy, call.out.dx, call.statistics.rstd_lo is not None
+    dy, wide = call.dy, call.statistics.rstd_lo is not None
+    dx: Any = call.out.dx
     if call.norm.rounding == "nearest" and dx is not None and _may_share(dy, dx):
         # Rows that are undecided are computed once more.
         call = call._replace(dy=np.array(as_matrix(dy)[:]))
@@ -266,7 +272,8 @@ class _Left(NamedTuple):
 
 def _backward(call: Backward, marks: Any, clear: bool = False) -> _Left | None:
     """Do all but the rows that are marked, in the end; return what is left open, None if nothing is done."""
-    dy, x, norm, statistics, (dx, dgamma, dbeta), dsum = call[:6]
+    dy, x, norm, statistics, out, dsum = call[:6]
+    dx, dgamma, dbeta = cast(Any, out)
     mean, rest, rstd, rstd_lo, tail, _, spread_, _ = statistics
     samples, n, totals = call.samples or 0, x.shape[-1], (dgamma, dbeta)
     wide, nearest = rstd_lo is not None, norm.rounding == "nearest"
@@ -283,7 +290,7 @@ def _backward(call: Backward, marks: Any, clear: bool = False) -> _Left | None:
     ):  # fmt: skip
         return None
     for total, written in zip(totals, flat, strict=True):
-        if written is not total:
+        if total is not None and written is not total:
             total[...] = written
     return _Left(sums, undecided)
 

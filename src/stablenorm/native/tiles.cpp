@@ -26,6 +26,10 @@ Tile tile_of(const Call& c, Index number) {
     return {first, stop < c.rows ? stop : c.rows};
 }
 
+// Of rows of at most so many columns, the next are measured, or pulled, before these are written: their roots and
+// divisions overlap with stores. Longer ones would drive one another out of the cache: n = 16384, 0.63 against 1.
+constexpr Index EARLY = 4096;
+
 INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
 // Row i of x in `room`, after adding the residual.
@@ -46,11 +50,12 @@ template <class T, bool LAYER> void forward(const Call& c, Index number, int thr
         for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.apart());
         statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
     };
-    measure_from(tile.first, 0);
+    bool early = c.n <= EARLY;
+    if (early) measure_from(tile.first, 0);
     int now = 0;
     for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
-        // The next rows are measured before these are written: their roots and divisions overlap with stores.
-        if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        if (!early) measure_from(top, now);
+        else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
         const Stats& of = stats[now];
         for (int r = 0; r < count_from(top); r++) {
             Index i = top + r;
@@ -99,9 +104,11 @@ Index backward_groups(const Call& c, const Own& own, Index top, Index stop, Sums
         }
         pull<R, LAYER>(rows[which], c.n, c.wide_gamma, sums);
     };
-    if (top + R <= stop) begin(top, 0);
+    bool early = c.n <= EARLY;
+    if (early && top + R <= stop) begin(top, 0);
     for (int now = 0; top + R <= stop; top += R, now = 1 - now) {
-        if (top + 2 * R <= stop) begin(top + R, 1 - now);  // as in the forward
+        if (!early) begin(top, now);
+        else if (top + 2 * R <= stop) begin(top + R, 1 - now);
         for (int r = 0; r < R && c.y.data; r++) {
             const Back<T>& of = rows[now][r];
             if (c.all_rows) clear_between(c, own, top + r);
@@ -168,10 +175,12 @@ template <bool LAYER> void forward(const Call& c, Index number, int thread) {
         for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<double>(c, own, top + r, own.x[which] + r * c.apart());
         statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
     };
-    measure_from(tile.first, 0);
+    bool early = c.n <= EARLY;
+    if (early) measure_from(tile.first, 0);
     int now = 0;
     for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
-        if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        if (!early) measure_from(top, now);
+        else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
         const Stats& of = stats[now];
         for (int r = 0; r < count_from(top); r++) {
             Index i = top + r;

@@ -1,0 +1,165 @@
+"""The kernels in C++: the same bits by all instruction sets and numbers of threads, memory, what is left to others."""
+
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
+from stablenorm.threads import get_num_threads
+
+native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
+
+MIXTURES = [
+    ("float32",) * 4,
+    ("float16",) * 4,
+    ("bfloat16",) * 4,
+    ("float64",) * 4,
+    ("float16", "float32", "bfloat16", "float32"),
+    ("float32", "float64", "float16", "float32"),
+    ("bfloat16", "float16", "float16", "bfloat16"),
+]
+
+
+def results(case, rounding):
+    """Return the bytes of all results of a case."""
+    x, dy, gamma, beta = case
+    y, cache = layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
+    return [
+        each.tobytes() for each in (y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache))
+    ]
+
+
+def make(rng, rows, n, dtypes):
+    """Rows with offsets and sizes, every fourth near its mean; one of float64 that pairs are not for."""
+    x = rng.standard_normal((rows, n)) * np.exp(rng.standard_normal((rows, 1)) * 3)
+    x += rng.standard_normal((rows, 1)) * 100
+    x[::4] = 1 + x[::4] * 1e-6
+    if dtypes[0] == "float64":
+        x[rows // 2] *= 2.0**300
+    arrays = x, rng.standard_normal((rows, n)), *rng.standard_normal((2, n))
+    kinds = [dtypes[0], dtypes[3], *dtypes[1:3]]
+    return [
+        each.astype(getattr(ml_dtypes, kind, kind)) for each, kind in zip(arrays, kinds, strict=True)
+    ]
+
+
+@pytest.fixture
+def any_instructions():
+    """Restore the instruction set and the number of threads."""
+    before = get_num_threads()
+    yield
+    native.use(native.INSTRUCTIONS[0])
+    set_num_threads(before)
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("dtypes", MIXTURES, ids="-".join)
+@pytest.mark.usefixtures("any_instructions")
+def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
+    shapes = [(3, 1), (9, 2), (70, 7), (200, 64), (65, 129), (40, 1000), (3, 5001), (300, 768)]
+    for rows, n in shapes:
+        case = make(rng, rows, n, dtypes)
+        native.use(native.INSTRUCTIONS[-1])
+        set_num_threads(1)
+        expected = results(case, rounding)
+        for instructions in native.INSTRUCTIONS:
+            native.use(instructions)
+            for threads in (1, 2, 5):
+                set_num_threads(threads)
+                assert results(case, rounding) == expected, (instructions, threads, rows, n)
+
+
+def test_results_that_go_past_the_caches_have_the_same_bits(rng):
+    for n in (769, 1024):
+        x, dy, gamma, beta = make(rng, (9 << 20) // (4 * n), n, ("float32",) * 4)
+        y, cache = layer_norm_forward(x, gamma, beta, backend="native")
+        dx = layer_norm_backward(dy, cache).dx
+        some = slice(500, 502)
+        few, of_few = layer_norm_forward(x[some], gamma, beta, backend="native")
+        assert few.tobytes() == y[some].tobytes()
+        assert layer_norm_backward(dy[some], of_few).dx.tobytes() == dx[some].tobytes()
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_instructions_of_the_environment_are_used_or_refused():
+    code = "import stablenorm.native"
+    for name in native.INSTRUCTIONS:
+        assert run(code, STABLENORM_INSTRUCTIONS=name).returncode == 0
+    refused = run(code, STABLENORM_INSTRUCTIONS="mmx").stderr.splitlines()[-1]
+    known = ", ".join(native.INSTRUCTIONS)
+    assert refused == f"ValueError: STABLENORM_INSTRUCTIONS must be one of {known}, got 'mmx'"
+
+
+def test_where_it_is_not_built_it_says_so():
+    code = (
+        "import sys; sys.modules['stablenorm.native._core'] = None\n"
+        "import numpy, stablenorm; stablenorm.layer_norm(numpy.ones((2, 3)), backend='native')"
+    )
+    message = run(code).stderr.splitlines()[-1]
+    assert message.startswith("ImportError: stablenorm's kernels in C++ are not built (")
+    assert message.endswith("install a wheel, or a C++17 compiler and then stablenorm")
+
+
+def test_extreme_rows_alone_go_to_the_reference(rng, monkeypatch):
+    """One such row used to send dgamma and dbeta of the whole array there, a hundred times slower."""
+    x, dy, gamma, beta = make(rng, 50, 30, ("float64",) * 4)
+    dy[7, 3] = np.inf
+    asked = []
+    backward = native.reference.backward
+    monkeypatch.setattr(
+        native.reference, "backward", lambda call: asked.append(call.x.shape[0]) or backward(call)
+    )
+    for rounding in ("fast", "nearest"):
+        asked.clear()
+        _, cache = layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
+        found = layer_norm_backward(dy, cache)
+        assert asked
+        assert max(asked) <= 2
+        _, cache = layer_norm_forward(x, gamma, beta, backend="numpy", rounding=rounding)
+        for one, other in zip(found, layer_norm_backward(dy, cache), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-15)
+
+
+def test_large_results_get_memory_of_those_that_are_gone():
+    places = set()
+    for _ in range(20):
+        array = native._core.empty((1 << 20,), np.dtype(np.float32))
+        array[:] = 1
+        places.add(array.ctypes.data // 4096)
+        array.resize(1 << 21, refcheck=False)
+        assert array[:5].tolist() == [1] * 5
+        del array
+    assert len(places) < 6
+    kept = native._core.idle_bytes()
+    assert kept >= 4 << 20
+    native._core.set_idle_limit(0)
+    assert native._core.idle_bytes() == 0
+    native._core.set_idle_limit(512 << 20)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+@pytest.mark.usefixtures("any_instructions")
+def test_a_forked_child_has_helpers_of_its_own(rng):
+    set_num_threads(4)
+    case = make(rng, 3000, 130, ("float32",) * 4)
+    expected = results(case, "fast")
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            os._exit(results(case, "fast") != expected)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert results(case, "fast") == expected
