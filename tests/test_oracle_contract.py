@@ -5,42 +5,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from rationals import BFLOAT16, DTYPES, NAMES, fractions, magnitudes, neighbours, sample
+from rationals import BFLOAT16, NAMES, fractions
 
 from stablenorm.oracle import exact_layer_norm
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_excess_is_in_units_of_the_second_term(dtype, name, rng):
-    x, gamma, beta, dy = (a.astype(np.float64) for a in sample(dtype, 4, 6, rng))
-    exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
-    actual = exact.rounded(name, dtype)
-    good = exact.check_contract(**{name: actual})[name]
-    assert (good.passed, good.misrounded, good.second_term) == (True, 0, 0)
-    index = (1, 2) if actual.ndim == 2 else (2,)
-    actual[index] *= dtype.type(1.5)
-    result = exact.check_contract(**{name: actual})[name]
-    assert result.worst_index == index
-    assert result.second_term == 1
-    assert result.misrounded == pytest.approx(1 / actual.size)
-    value = exact.value(name, index)
-    below, above = neighbours(value, dtype)
-    ulp = float(Fraction(float(above)) - Fraction(float(below)))
-    if ulp == 0:
-        # The value is a number of the dtype: dbeta of few digits.
-        ulp = float(np.spacing(np.abs(below)))
-    error = abs(float(Fraction(float(actual[index])) - value))
-    limits = {"y": 0.501, "dx": 0.75, "dgamma": 0.51, "dbeta": 0.51}
-    limit = limits[name] if dtype == np.float64 else 0.501
-    exponent = (-98 if dtype == np.float64 else -48) + (4 if name.startswith("dg") else 0)
-    if name == "dbeta":
-        exponent += 4
-    size = magnitudes("layer", x, gamma, beta, 1e-5, dy)[0][name]
-    expected = (error - limit * ulp) / (2.0**exponent * size)
-    assert result.limit_ulp == limit
-    assert result.worst_excess == pytest.approx(expected[index], rel=1e-12)
-    assert not result.passed
 
 
 def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
@@ -141,25 +108,6 @@ def test_no_rows():
         result = exact.check_contract(**{name: actual})[name]
         assert result.passed
         assert result.worst_ulp == 0
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
-        ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
-        ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
-        ({"dy": np.zeros(3)}, ValueError, r"dy must have shape \(2, 3\), got \(3,\)"),
-        ({"x": np.array([[1.0, np.nan, 2.0]] * 2)}, ValueError, "x must be finite.* got nan"),
-        ({"dy": np.full((2, 3), -np.inf)}, ValueError, "dy must be finite.* got -inf"),
-        ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
-        ({"eps": math.nan}, ValueError, "eps must be finite and >= 0, got nan"),
-    ],
-)
-def test_wrong_arguments(change, error, message):
-    arguments = {"x": np.ones((2, 3)), "gamma": np.ones(3), "beta": np.ones(3)} | change
-    with pytest.raises(error, match=message):
-        exact_layer_norm(**arguments)
 
 
 def test_wrong_arrays_and_names():
