@@ -38,10 +38,13 @@ def offset(_case, rng):
 
 
 def residual(case, rng):
-    """x becomes a part of itself, and the rest is added to it."""
+    """x becomes a part of itself, and the rest is added to it, where no rounding makes that infinite."""
     whole = case.x.copy()
     case.x[...] = (whole * rng.random(whole.shape)).astype(whole.dtype)
-    return {"residual": whole - case.x}
+    rest = whole - case.x
+    beyond = ~np.isfinite(case.x + rest)
+    case.x[beyond], rest[beyond] = whole[beyond], 0
+    return {"residual": rest}
 
 
 def added(case, rng):

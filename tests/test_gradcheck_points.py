@@ -36,21 +36,6 @@ def test_a_kink_is_recognised(name, distance):
     assert "not differentiable at 12 of 12 elements" in str(report)
 
 
-@pytest.mark.parametrize("distance", [0.3, 2.0**-4, 2.0**-8, 2.0**-12, 2.0**-17])
-def test_beside_a_kink_shorter_steps_decide(distance):
-    forward, backward = KINKS["abs"]
-    x = X.copy()
-    x[1, 2] = distance
-    assert check(forward, backward, [x]).passed
-
-    def wrong(dy, x):
-        return (dy * np.sign(x) * np.where(x == distance, 1.01, 1),)
-
-    report = check(forward, wrong, [x])
-    assert report.verdict == "FAIL", str(report)
-    assert report.arguments[0].pattern == "element (1, 2)"
-
-
 def test_a_wrong_gradient_of_a_smooth_function_is_not_excused():
     for function, slope in (
         (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
@@ -103,14 +88,6 @@ def deep_args(seed, dtype=np.float64):
         args += [1 + 0.2 * rng.standard_normal(width), 0.2 * rng.standard_normal(width)]
         args += [rng.standard_normal((width, 7)) / 2, 0.2 * rng.standard_normal(7)]
     return [a.astype(dtype) for a in (*args, rng.standard_normal((7, 10)) / 2)]
-
-
-# Long steps cross kinks, where a mean of slopes settles; shorter ones contradict it. In float32
-# short steps drown in rounding, and contradict nothing: of seeds 0..19, 3 fail.
-@pytest.mark.parametrize(("seed", "dtype"), [(1, np.float64), (2, np.float32)])
-def test_kinks_in_reach_of_the_steps_are_no_false_alarm(seed, dtype):
-    report = check_gradients(deep_forward, deep_backward, deep_args(seed, dtype), rng=seed)
-    assert report.verdict != "FAIL", str(report)
 
 
 @pytest.mark.parametrize(("seed", "position"), [(2, 2), (16, 9)])
@@ -189,11 +166,3 @@ def test_a_saturated_softmax_is_no_false_alarm(size):
         x = size * np.random.default_rng(seed).standard_normal((5, 7))
         report = check_gradients(softmax, softmax_backward, [x], rng=seed)
         assert report.verdict != "FAIL", f"seed {seed}\n{report}"
-
-
-def test_the_roundings_of_a_backward_excuse_no_mistake():
-    def in_float32(dy, p):
-        return (softmax_backward(dy.astype(np.float32), p.astype(np.float32))[0].astype(float),)
-
-    x = 3 * np.random.default_rng(0).standard_normal((5, 7))
-    assert check(softmax, in_float32, [x]).verdict == "FAIL"
