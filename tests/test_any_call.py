@@ -1,6 +1,7 @@
 """Any call: shapes, axes, places in memory, dtypes, keywords: the bits of plain rows, and right."""
 
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -23,7 +24,7 @@ MIXTURES = [
     (f2, f2, f4, f4),
     (bf, bf, f4, f4),
     (f4, f4, None, None),
-    # A float64 gamma beside narrower arrays; test_contracts.py has the same mixtures.
+    # A float64 gamma beside narrower arrays.
     (f4, f8, f8, bf),
 ]
 POISON = 0xA5
@@ -183,151 +184,133 @@ def has_kernels(call):
 
 
 class Made(NamedTuple):
-    """The arrays of a call, plain, by their names; and how its axes are taken apart."""
+    """The arrays of a call by their names, plain and as they lie; and how its axes are taken apart."""
 
     arrays: dict[str, Any]
+    laid_out: dict[str, Any]
     axes: tuple[int, ...]
     apart: tuple[int, ...]
     summed: tuple[int, ...]
     # Of the sums, with 1 for what is summed, and then the normalized lengths.
-    lead: tuple[int, ...]
-    lengths: tuple[int, ...]
+    shape: tuple[int, ...]
 
     def in_parts(self, array):
         """Return (parts, rows, n) of an array of the shape of x, or with 1 along the normalized axes."""
-        moved = array.transpose(*self.apart, *self.summed, *self.axes)
-        parts = int(np.prod([array.shape[i] for i in self.apart]))
-        rows = int(np.prod([array.shape[i] for i in self.summed]))
-        n = int(np.prod([array.shape[i] for i in self.axes]))
-        return np.ascontiguousarray(moved).reshape(parts, rows, n)
+        groups = self.apart, self.summed, self.axes
+        moved = np.ascontiguousarray(array.transpose(*itertools.chain(*groups)))
+        return moved.reshape([math.prod(array.shape[i] for i in group) for group in groups])
 
     def of_parts(self, array):
         """Return (parts, n) of gamma, beta or of a sum over rows."""
         if array is None:
             return None
-        shape = self.lead + self.lengths
-        whole = array if array.size == np.prod(shape) else np.broadcast_to(array, shape)
-        return whole.reshape(-1, int(np.prod(self.lengths)))
+        whole = array if array.size == math.prod(self.shape) else np.broadcast_to(array, self.shape)
+        return whole.reshape(-1, math.prod(self.shape[-len(self.axes) :]))
+
+    def old(self):
+        return [None if each is None else each.copy() for each in (self.arrays[n] for n in OLD)]
+
+
+OLD = "old_dgamma", "old_dbeta"
+PLACED = "x", "dy", "gamma", "beta", "residual", "dsum"
 
 
 def make(call):
-    ndim, rng = len(call.shape), np.random.default_rng(call.seed)
-    axes = tuple(sorted(i % ndim for i in np.atleast_1d(call.axis)))
-    others = tuple(i for i in range(ndim) if i not in axes)
+    shape, rng = call.shape, np.random.default_rng(call.seed)
+    axes = tuple(sorted(i % len(shape) for i in np.atleast_1d(call.axis)))
+    others = [i for i in range(len(shape)) if i not in axes]
     apart = call.varying if call.apart is None else call.apart
-    lengths = tuple(call.shape[i] for i in axes)
-    varies = tuple(call.shape[i] if i in call.varying else 1 for i in others)
-    lead = tuple(call.shape[i] if i in apart else 1 for i in others)
-    parameters = (varies if call.varying else ()) + lengths
-    x_dtype, dy_dtype, *of_parameters = call.dtypes
-    more, statistics = (
-        call.other or x_dtype,
-        tuple(1 if i in axes else n for i, n in enumerate(call.shape)),
-    )
+    lengths = tuple(shape[i] for i in axes)
+    varies = tuple(shape[i] if i in call.varying else 1 for i in others if call.varying)
+    of_sums = varies if call.apart is None else tuple(shape[i] for i in apart)
+    of_rows = tuple(1 if i in axes else length for i, length in enumerate(shape))
+    of_x, of_dy, of_gamma, of_beta = call.dtypes
+    more = call.other or of_x
     wanted = {
-        "x": (call.shape, x_dtype), "dy": (call.shape, dy_dtype),
-        "gamma": (parameters, of_parameters[0]), "beta": (parameters, of_parameters[1]),
-        "residual": (call.shape, more), "dsum": (call.shape, more),
-        "dmean": (statistics, f8), "drstd": (statistics, f8),
+        "x": (shape, of_x), "dy": (shape, of_dy),
+        "gamma": (varies + lengths, of_gamma), "beta": (varies + lengths, of_beta),
+        "residual": (shape, more if "residual" in call.given else None),
+        "dsum": (shape, more if "dsum" in call.given else None),
+        "dmean": (of_rows, f8 if "statistics" in call.given and call.kind == "layer" else None),
+        "drstd": (of_rows, f8 if "statistics" in call.given else None),
+        "old_dgamma": (of_sums + lengths, of_gamma if "accumulate" in call.given else None),
+        "old_dbeta": (of_sums + lengths, of_beta if "accumulate" in call.given else None),
     }  # fmt: skip
-    places = dict(zip(("x", "dy", "gamma", "beta"), call.places, strict=True))
-    places |= {"residual": call.places[2], "dsum": call.places[3]}
-    arrays = {}
-    for name, (shape, dtype) in wanted.items():
-        values = call.offset * (name == "x") + rng.standard_normal(shape)
+    places = dict(zip(PLACED, (*call.places, *call.places[2:]), strict=True))
+    arrays = {"where": None}
+    for name, (lengths_, dtype) in wanted.items():
+        values = call.offset * (name == "x") + rng.standard_normal(lengths_)
         if places.get(name) == "broadcast":
             values[...] = values[:1]
         arrays[name] = None if dtype is None else values.astype(dtype)
-    for name in ("residual", "dsum", "dmean", "drstd"):
-        if name not in call.given and not (
-            name.startswith("d") and name != "dsum" and "statistics" in call.given
-        ):
-            arrays[name] = None
-    if call.kind == "rms":
-        arrays["dmean"] = None
-    of_sums = (
-        tuple(call.shape[i] for i in apart)
-        if call.apart is not None
-        else parameters[: -len(lengths)]
-    )
-    for name, dtype in zip(("old_dgamma", "old_dbeta"), of_parameters, strict=True):
-        old = rng.standard_normal(of_sums + lengths)
-        arrays[name] = (
-            old.astype(dtype) if dtype is not None and "accumulate" in call.given else None
-        )
     if call.mask is not None:
-        where = rng.random(statistics if call.mask == "rows" else call.shape) < 0.6
-        arrays["where"] = where
-        hidden = ~np.broadcast_to(where, call.shape)
+        arrays["where"] = rng.random(of_rows if call.mask == "rows" else shape) < 0.6
+        hidden = ~np.broadcast_to(arrays["where"], shape)
         for name, value in (("x", np.nan), ("dy", np.inf)):
-            if "broadcast" not in places[name]:
+            if places[name] != "broadcast":
                 arrays[name][hidden] = value
+    laid_out = {name: lay_out(each, places.get(name, Place())) for name, each in arrays.items()}
     summed = tuple(i for i in others if i not in apart)
-    return Made(arrays, axes, apart, summed, lead, lengths)
+    lead = tuple(shape[i] if i in apart else 1 for i in others)
+    return Made(arrays, laid_out, axes, apart, summed, lead + lengths)
 
 
 def as_given(call, made, backend):
     """Return y, dx, dgamma, dbeta, mean and rstd of the call as it is; no input may change."""
     forward, backward, _ = NORMS[call.kind]
-    places = dict(zip(("x", "dy", "gamma", "beta"), call.places, strict=True))
-    places |= {"residual": call.places[2], "dsum": call.places[3]}
-    arrays = {n: lay_out(a, places.get(n, Place())) for n, a in made.arrays.items()}
-    x, dy = arrays["x"], arrays["dy"]
+    given = made.laid_out
+    x, dy = given["x"], given["dy"]
     outs = [None if p is None else put(np.zeros_like(made.arrays["x"]), p) for p in call.outs]
     y_out, dx_out = (None if each is None else each[0] for each in outs)
-    given = {
+    how = {
         "axis": call.axis, "gamma_offset": call.gamma_offset, "rounding": call.rounding,
-        "residual": arrays["residual"], "where": arrays.get("where"), "backend": backend,
+        "residual": given["residual"], "where": given["where"], "backend": backend,
     }  # fmt: skip
-    first = x, arrays["gamma"], arrays["beta"], call.eps
-    y, cache = forward(*first, **given, out=y_out, save=call.save)
-    pulled = {name: arrays[name] for name in ("dsum", "drstd", "dmean") if arrays[name] is not None}
+    parameters = given["gamma"], given["beta"], call.eps
+    y, cache = forward(x, *parameters, **how, out=y_out, save=call.save)
+    pulled = {n: given[n] for n in ("dsum", "drstd", "dmean") if given[n] is not None}
+    pulled |= {"accumulate": "accumulate" in call.given}
     if call.apart is not None:
         pulled["sum_axes"] = made.summed
-    old = [None if arrays[n] is None else arrays[n].copy() for n in ("old_dgamma", "old_dbeta")]
-    pulled["accumulate"] = "accumulate" in call.given
-    found = backward(dy, cache, out=Gradients(dx_out, *old), **pulled)
-    assert y_out is None or y is y_out
-    assert dx_out is None or found.dx is dx_out
-    for each in outs:
-        if each is not None:
-            assert_untouched_around(*each)
+    found = backward(dy, cache, out=Gradients(dx_out, *made.old()), **pulled)
+    for result, out in ((y, outs[0]), (found.dx, outs[1])):
+        if out is not None:
+            assert result is out[0]
+            assert_untouched_around(*out)
     for name, array in made.arrays.items():
-        before = array if array is None else arrays[name].astype(array.dtype)
-        assert array is None or before.tobytes() == array.tobytes(), name
+        if array is not None:
+            assert given[name].astype(array.dtype).tobytes() == array.tobytes(), name
     # In the place of the input, and without a cache.
-    alone = getattr(stablenorm, f"{call.kind}_norm")
-    over = put(made.arrays["x"], Place() if isinstance(places["x"], str) else places["x"])[0]
-    assert_same_bits(y, alone(over, *first[1:], **given, out=over))
-    over = put(made.arrays["dy"].astype(x.dtype.newbyteorder("=")), Place())[0]
-    if dy.dtype == over.dtype:
-        old = [None if arrays[n] is None else arrays[n].copy() for n in ("old_dgamma", "old_dbeta")]
-        assert_same_bits(found.dx, backward(over, cache, out=(over, *old), **pulled).dx)
+    place = Place() if isinstance(call.places[0], str) else call.places[0]
+    over = put(made.arrays["x"], place)[0]
+    assert_same_bits(
+        y, getattr(stablenorm, f"{call.kind}_norm")(over, *parameters, **how, out=over)
+    )
+    if dy.dtype == made.arrays["x"].dtype:
+        over = put(made.arrays["dy"], Place())[0]
+        assert_same_bits(found.dx, backward(over, cache, out=(over, *made.old()), **pulled).dx)
     if call.save == "recompute":
-        cache = forward(*first, **given)[1]
+        cache = forward(x, *parameters, **how)[1]
     return y, *found, cache.mean, cache.rstd
 
 
 def of_part(call, made, i):
     """Return the i-th part as plain rows, what else it is given, and which rows count."""
-    arrays = made.arrays
-    counts, keywords = slice(None), {"gamma_offset": call.gamma_offset}
+    arrays, counts, keywords = made.arrays, slice(None), {"gamma_offset": call.gamma_offset}
     if call.mask is not None:
         where = made.in_parts(arrays["where"])[i]
-        if call.mask == "rows":
-            counts = where[:, 0]
-        else:
-            keywords["where"] = where
+        counts, more = (where[:, 0], {}) if call.mask == "rows" else (counts, {"where": where})
+        keywords |= more
     for name in ("residual", "dsum", "dmean", "drstd"):
         if arrays[name] is not None:
             keywords[name] = made.in_parts(arrays[name])[i][counts]
     if "accumulate" in call.given:
-        old = (made.of_parts(arrays[name]) for name in ("old_dgamma", "old_dbeta"))
+        old = (made.of_parts(each) for each in made.old())
         keywords["accumulate"] = [None if each is None else each[i] for each in old]
-    gamma, beta = (made.of_parts(arrays[name]) for name in ("gamma", "beta"))
-    parameters = [None if each is None else each[i] for each in (gamma, beta)]
+    parameters = (made.of_parts(arrays[name]) for name in ("gamma", "beta"))
     x, dy = (made.in_parts(arrays[name])[i][counts] for name in ("x", "dy"))
-    return (x, *parameters, call.eps, dy), keywords, counts
+    given = (None if each is None else each[i] for each in parameters)
+    return (x, *given, call.eps, dy), keywords, counts
 
 
 def assert_same_bits(expected, actual):

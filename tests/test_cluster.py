@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import stablenorm as sn
-from stablenorm.memory import get_idle_limit, set_idle_limit
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
@@ -149,16 +148,6 @@ def test_a_cache_that_is_persisted_survives_a_worker(cluster, client):
     kill(cluster, max(client.has_what().items(), key=lambda item: len(item[1]))[0])
     lazy = y, *sn.layer_norm_backward(chunked_dy(), cache)
     assert_right(client.gather(client.compute(list(lazy))), "nearest")
-
-
-def test_what_is_kept_for_later_results_is_a_share_of_what_a_worker_may_hold(client):
-    limits = client.run(get_idle_limit)
-    assert list(limits.values()) == [LIMIT // 16] * 2
-    # What its user says stays.
-    client.run(set_idle_limit, 2 * LIMIT)
-    kept = client.submit(get_idle_limit, pure=False).result()
-    client.run(set_idle_limit, LIMIT // 16)
-    assert kept == 2 * LIMIT
 
 
 def test_more_data_than_the_workers_may_hold(cluster, client):

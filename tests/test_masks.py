@@ -8,7 +8,6 @@ from norms import NORMS, assert_contract, assert_same
 
 import stablenorm
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
-from stablenorm.oracle import exact_layer_norm
 
 # Kernels that take rows by their numbers would only be compiled for this file.
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -80,31 +79,6 @@ def test_a_mask_of_elements_is_each_row_on_its_own(rng, dtype, backend):
             expected, alone = layer_norm_forward(*given, backend=backend)
             of_row = layer_norm_backward(dy[row, mask], alone).dx
             assert_same((y[row, mask], dx[row, mask]), (expected, of_row))
-
-
-@pytest.mark.parametrize("accumulate", [False, True])
-@DTYPES
-def test_whole_rows_beside_others_are_an_ordinary_call(rng, dtype, backend, accumulate):
-    """Also in place, where nothing may be written into rows that are still to be read."""
-    x, gamma, beta, dy = draw(rng, (40, 33), dtype)
-    where = rng.random(x.shape) < 0.9
-    where[::3], where[::5] = True, False
-    whole = where.all(axis=1)
-    x[~where], dy[~where] = np.nan, np.inf
-    exact = exact_layer_norm(x, gamma, beta, dy=dy, where=where)
-    y, cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)
-    out = None
-    if accumulate:
-        out = None, np.zeros_like(gamma), np.zeros_like(beta)
-    found = layer_norm_backward(dy, cache, out=out, accumulate=accumulate)
-    assert_contract(exact, {"y": y, **found._asdict()})
-    expected, alone = layer_norm_forward(x[whole], gamma, beta, backend=backend)
-    expected = expected, alone.mean, alone.rstd, layer_norm_backward(dy[whole], alone).dx
-    # Of two ways to compute them, the statistics would tell.
-    assert_same([each[whole] for each in (y, cache.mean, cache.rstd, found.dx)], expected)
-    dx = layer_norm_backward(dy, cache, out=(dy, None, None)).dx
-    over = layer_norm(x, gamma, beta, where=where, out=x, backend=backend)
-    assert_same((dx, over), (found.dx, y))
 
 
 @pytest.mark.parametrize("power", [-480, -300, 400, 480])

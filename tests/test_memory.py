@@ -6,7 +6,6 @@ import pickle
 import subprocess
 import sys
 import threading
-import weakref
 from typing import NamedTuple
 
 import ml_dtypes
@@ -45,17 +44,6 @@ def new(shape=SHAPE, dtype=FLOAT32):
 
 def place(array):
     return array.__array_interface__["data"][0]
-
-
-@pytest.mark.usefixtures("pool")
-def test_small_ones_and_those_asked_for_once_hold_nothing():
-    for size in (*[NBYTES - 1] * 3, *(NBYTES << i for i in range(8))):
-        array = new((size,), BYTE)
-        assert array.flags.owndata
-        gone = weakref.ref(array)
-        del array
-        assert gone() is None
-    assert get_idle_bytes() == 0
 
 
 @pytest.mark.usefixtures("known")

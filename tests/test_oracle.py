@@ -87,23 +87,6 @@ def test_a_tie_goes_to_even(sign):
         assert result.passed
 
 
-def test_a_tie_beside_the_smallest_float_goes_to_even():
-    # The first beta makes the unit of the row's enclosures 2^-1074; their widths must follow.
-    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.full(2, 2051.0), [2.0**-1074, 0.0], 0.0)
-    assert exact.rounded("y", np.float16)[0, 1] == 2052
-
-
-def test_a_tie_in_dx_goes_to_even():
-    # var = 9, xhat = -1, 1, -1, 1; dy is orthogonal to it and to the ones, so dx = dy / 3.
-    x = np.array([[-3.0, 3.0, -3.0, 3.0]])
-    exact = exact_layer_norm(x, eps=0.0, dy=np.array([[6147.0, 6153.0, -6147.0, -6153.0]]))
-    dx = np.array([[2048.0, 2052.0, -2048.0, -2052.0]], np.float16)
-    np.testing.assert_array_equal(exact.rounded("dx", np.float16), dx)
-    for actual, misrounded in ((dx, 0), (np.copysign(np.float16(2050), dx), 1)):
-        result = exact.check_contract(dx=actual)["dx"]
-        assert (result.worst_ulp, result.misrounded) == (0.5, misrounded)
-
-
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_the_smallest_term_decides_a_near_tie(sign, eps):
@@ -129,17 +112,6 @@ def test_the_ulp_at_a_power_of_two_and_just_below_it():
     exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
     actual = np.array([[-1 - 2.0**-23, 1 + 2.0**-23]], np.float32)
     np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 1.0)
-
-
-def test_tiny_errors_keep_their_digits():
-    # y = 1 + 2**-900 xhat against 1: an error of 2**-848 ulp times xhat, to full precision.
-    x = np.array([[0.0, 1.0, 5.0]])
-    xhat = exact_layer_norm(x).rounded("y", np.float64)
-    exact = exact_layer_norm(x, np.full(3, 2.0**-900), np.ones(3))
-    errors = exact.ulp_errors(y=np.ones((1, 3)))["y"]
-    # Below 1, where xhat is negative, the ulp is 2**-53.
-    expected = np.abs(xhat) * np.where(xhat < 0, 2.0**-847, 2.0**-848)
-    np.testing.assert_allclose(errors, expected, rtol=4 * 2**-53)
 
 
 @pytest.mark.parametrize(

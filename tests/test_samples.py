@@ -32,48 +32,6 @@ def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
     np.testing.assert_array_equal(only.dbeta, dy)
 
 
-# The shape of x, what is normalized, and the leading axes of gamma and beta: not the same.
-SHAPES = [
-    ((3, 5, 8), -1, (3, 1), (3, 1)),
-    ((3, 5, 8), 2, (5,), ()),
-    ((2, 3, 4, 5), (1, 3), (2, 1), (1, 4)),
-    ((4, 2, 3), 0, (2, 3), (3,)),
-    ((4, 3, 2, 5), (2, 3), (3,), (4, 1)),
-]
-
-
-@pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize(("shape", "axis", "of_gamma", "of_beta"), SHAPES)
-def test_each_part_is_an_ordinary_call(rng, shape, axis, of_gamma, of_beta, rounding, backend):
-    """With one part for each row: gamma and beta broadcast to all of them."""
-    axes = tuple(np.atleast_1d(axis) % len(shape))
-    lengths = tuple(length for i, length in enumerate(shape) if i not in axes)
-    normalized = tuple(shape[i] for i in axes)
-    x, dy = rng.standard_normal((2, *shape)).astype(np.float32)
-    gamma = rng.standard_normal(of_gamma + normalized).astype(np.float32)
-    beta = rng.standard_normal(of_beta + normalized).astype(np.float32)
-    how = {"rounding": rounding, "backend": backend}
-    y, cache = layer_norm_forward(x, gamma, beta, axis=axis, **how)
-    dx, *sums = layer_norm_backward(dy, cache)
-    assert [each.shape for each in sums] == [gamma.shape, beta.shape]
-    last = range(-len(axes), 0)
-    x, dy, y, dx = (np.moveaxis(each, axes, last) for each in (x, dy, y, dx))
-    whole = lengths + normalized
-    leads = [each.reshape((1,) * (len(whole) - each.ndim) + each.shape) for each in (gamma, beta)]
-    gammas, betas = (np.broadcast_to(each, whole) for each in leads)
-    exact = [np.zeros(whole), np.zeros(whole)]
-    for place in np.ndindex(lengths):
-        expected, part = layer_norm_forward(
-            x[place], gammas[place], betas[place], axis=tuple(last), **how
-        )
-        gradients = layer_norm_backward(dy[place], part)
-        assert_same((y[place], dx[place]), (expected, gradients.dx))
-        exact[0][place], exact[1][place] = gradients[1:]
-    for total, terms, lead in zip(sums, exact, leads, strict=True):
-        summed = tuple(i for i in range(len(lengths)) if lead.shape[i] == 1)
-        np.testing.assert_allclose(total.ravel(), terms.sum(summed).ravel(), rtol=0, atol=4e-6)
-
-
 def views(layout, *arrays):
     """Return arrays of these elements, (samples, rows, n), in another layout."""
     if layout == "every second row":
