@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from norms import NORMS, assert_contract, assert_nearest, compute, exactly
@@ -396,3 +397,34 @@ def test_every_place_over_all_axes():
     places = [Place(), Place(1), Place(0, 2), Place(0, 1, 0, 1), Place(0, 1, 8, 0, True)]
     for place, out in itertools.product((*INPUTS, *places), (None, *places)):
         check(Call(1, (3, 4), (0, 1), (f4,) * 4, (place,) * 4, (out, out), 1.0, 1e-5))
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "streaming"])
+def streaming(request, monkeypatch):
+    """Results go past the caches, or not."""
+    if request.param:
+        jobs = pytest.importorskip("stablenorm.cpu.jobs")
+        monkeypatch.setattr(jobs, "PAST_CACHES", 0)
+        jobs.make_plan.cache_clear()
+    yield
+    if request.param:
+        jobs.make_plan.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [f2, bf, f4], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+@pytest.mark.usefixtures("streaming")
+def test_every_length_has_the_bits_of_the_reference(rng, dtype, offset):
+    """Whole groups of 32 rows, whole vectors of 8, many tiles, and all that is left of them."""
+    shapes = itertools.product((1, 7, 8, 15, 33, 64, 70), (*range(1, 34), 40, 63, 65, 769, 1040))
+    for rows, n in (*shapes, (9973, 13)):
+        x, dy = rng.standard_normal((2, rows, n))
+        case = (
+            *((x + offset).astype(dtype), *rng.standard_normal((2, n)).astype(f4)),
+            1e-5,
+            dy.astype(dtype),
+        )
+        found = [compute(case, backend=backend) for backend in ("numpy", "numba")]
+        # The sums may differ where they cancel.
+        for name in ("y", "dx"):
+            assert_same_bits(*(each[name] for each in found))

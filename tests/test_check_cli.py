@@ -3,13 +3,11 @@
 import json
 import re
 import sys
-import time
-from io import StringIO
 
 import pytest
 from checked_files import CORE, USUAL, shown, write
 
-from stablenorm.cli import main, parts
+from stablenorm.cli import main
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
@@ -169,23 +167,3 @@ def test_plot_and_json_are_written_whole(tmp_path, capsys):
     assert held["report"]["verdict"] == "PASS"
     assert (held["shape"], held["eps"], held["dtype"]) == ([2, 3, 8], 1e-5, "float64")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "p.png", "r.json"]
-
-
-class Terminal(StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize(("patience", "bar"), [(0.0, True), (60.0, False)])
-def test_a_bar_comes_only_after_a_while_and_only_on_a_terminal(monkeypatch, patience, bar):
-    """Also before there is anything to say."""
-    monkeypatch.setattr(parts, "_PATIENCE_S", patience)
-    for stream in (Terminal(), StringIO()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        with parts.progress_bar("comparing") as progress:
-            deadline = time.monotonic() + 30
-            while bar and stream.isatty() and "comparing" not in stream.getvalue():
-                assert time.monotonic() < deadline
-            progress(1, 2)
-            progress(2, 2)
-        assert ("comparing" in stream.getvalue()) == (bar and stream.isatty())

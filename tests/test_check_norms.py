@@ -70,14 +70,6 @@ def test_no_false_alarm(kind, code, dtype):
         assert report.diagnosis == ()
 
 
-def test_each_norm_taken_for_the_other_is_named():
-    assert check_rms_norm(forward, backward, rng=0).diagnosis == (
-        "the mean of x is subtracted in the forward",
-    )
-    report = check_layer_norm(rms_forward, rms_backward, rng=0)
-    assert "this is not the layer normalization asked for" in str(report)
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 @pytest.mark.parametrize("kind", NORMS)
 def test_the_checkers_own_gradients_are_right_to_their_last_digits(kind, offset):
@@ -261,17 +253,6 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         said = re.search(r"keeps (\d+) of 16 digits", message)
         assert digits <= int(said[1]) <= digits + 3
     assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}
-
-
-def test_a_division_by_gamma_is_wrong_where_gamma_is_zero():
-    def dividing(dy, cache):
-        dx, dgamma, dbeta = backward(dy, cache)
-        with np.errstate(all="ignore"):
-            return dx / cache.gamma * cache.gamma, dgamma, dbeta
-
-    report = check_layer_norm(forward, dividing, *data(0), rng=0)
-    names = {"right for gamma with zeros", "right for gamma = 0"}
-    assert findings(report, "hard inputs", "FAIL").keys() == names
 
 
 def test_what_a_program_does_not_take_is_a_note():

@@ -124,18 +124,6 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 
 
-@pytest.mark.parametrize("width", [60, 80])
-def test_a_narrow_terminal_cuts_no_word_in_two(tmp_path, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["run", save(tmp_path, x=X, gamma=X[0], beta=X[1], dy=X)]) == 0
-    shown = capsys.readouterr().out
-    assert "\x1b" not in shown
-    assert max(map(len, shown.splitlines())) <= width
-    words = shown.split()
-    for word, least in (("dgamma", 2), ("float32", 4), ("contract", 1), ("PASS", 10)):
-        assert words.count(word) >= least, word
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch, error):
     path = save(tmp_path, x=X)

@@ -142,14 +142,6 @@ def test_a_worker_killed_in_the_middle_of_a_backward(cluster, client, tmp_path):
     assert asked() > ROWS // CHUNK + len(["go"])
 
 
-def test_a_cache_that_is_persisted_survives_a_worker(cluster, client):
-    y, cache = dask.persist(*forward("nearest"))
-    distributed.wait(y)
-    kill(cluster, max(client.has_what().items(), key=lambda item: len(item[1]))[0])
-    lazy = y, *sn.layer_norm_backward(chunked_dy(), cache)
-    assert_right(client.gather(client.compute(list(lazy))), "nearest")
-
-
 def test_more_data_than_the_workers_may_hold(cluster, client):
     """0.8 GB of x, in blocks of 8 MB; mean 0 and variance 1, so that all results are known."""
     rows, n, blocks = 2000, 1000, 100

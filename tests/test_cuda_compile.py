@@ -125,36 +125,6 @@ def test_a_second_process_finds_what_the_first_one_compiled(made, folder):
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sources", lambda: TOY | {"toy.cuh": b"#define TOY_VALUE 4\n"}),
-        ("nvrtc_version", lambda: (99, 1)),
-        ("OPTIONS", (*OPTIONS, "--maxrregcount=64")),
-    ],
-    ids=["source", "compiler", "options"],
-)
-def test_whatever_decides_the_code_is_part_of_its_key(made, monkeypatch, name, value):
-    codes = {compile_.cubin(d, c) for d in (DEFINES, ("-DLN_VALUE=4",)) for c in ((8, 0), (12, 0))}
-    assert len(codes) == len(made) == 4
-    monkeypatch.setattr(compile_, name, value)
-    compile_.cubin(DEFINES, (8, 0))
-    assert len(made) == 5
-
-
-@pytest.mark.usefixtures("made")
-@pytest.mark.parametrize(
-    ("defines", "capability", "message"),
-    [
-        (DEFINES, (5, 2), r"must compile for .* 5\.2, .*9\.0.*install nvidia-cuda-nvrtc and cuda-bind"),
-        ((), (9, 0), r"NVRTC did not compile.*\n.*LN_VALUE"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_compiled_names_the_cure(defines, capability, message):
-    with pytest.raises(RuntimeError, match=message):
-        compile_.cubin(defines, capability)
-
-
 def test_without_the_compiler_the_install_line_is_named(monkeypatch):
     compile_._nvrtc.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)

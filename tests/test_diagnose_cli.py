@@ -117,43 +117,31 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
 def damage(path, x):
     """Write every file that cannot be used; return what is said of it."""
     np.save(path / "int.npy", x.astype(int))
-    np.save(path / "objects.npy", np.array([None]), allow_pickle=True)
     np.save(path / "nothing.npy", x[:, :, :0])
     np.save(path / "whole.npy", x)
     raw = (path / "whole.npy").read_bytes()
     (path / "short.npy").write_bytes(raw[:-8])
-    (path / "header.npy").write_bytes(raw[:40])
     np.savez_compressed(path / "whole.npz", h=x)
     packed = (path / "whole.npz").read_bytes()
-    (path / "short.npz").write_bytes(packed[:-40])
     flipped = bytearray(packed)
     flipped[len(packed) // 2] ^= 255
     (path / "flipped.npz").write_bytes(flipped)
     write_safetensors(path / "whole.safetensors", {"w": ("F32", x), "q": ("F8_E4M3", x[0])})
     tensors = (path / "whole.safetensors").read_bytes()
-    (path / "short.safetensors").write_bytes(tensors[:-700])
     (path / "wrong.safetensors").write_bytes(tensors.replace(b"[6, 5, 32]", b"[6, 5, 33]"))
     (path / "junk.bin").write_bytes(bytes(range(1, 200)))
-    (path / "empty.npy").write_bytes(b"")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["absent.npy"], "absent.npy, which is not there"),
-        (["."], "a directory"),
         (["int.npy"], "must be float16, bfloat16, float32 or float64, got int64"),
-        (["objects.npy"], "must be float16, bfloat16, float32 or float64, got object"),
         (["nothing.npy"], "x must have at least one element along axis 2, got shape (6, 5, 0)"),
         (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
-        (["header.npy"], "must be whole, got a damaged one"),
-        (["short.npz"], "must be an .npy, .npz or .safetensors file, got another"),
         (["flipped.npz"], "damaged one"),
         (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
-        (["short.safetensors", "--member", "w"], "truncated"),
         (["wrong.safetensors"], "the place of w does not fit its shape"),
         (["junk.bin"], "must be an .npy, .npz or .safetensors file, got another"),
-        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got another"),
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
         (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
         (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),

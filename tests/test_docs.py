@@ -74,9 +74,11 @@ def test_no_link_of_a_page_is_dead(path):
 
 def test_the_scripts_and_tests_that_pages_name_are_there():
     text = "".join(page.read_text("utf-8") for page in READ_ON_THE_WEB)
-    named = set(re.findall(r"\b(?:benchmarks|tests|examples)/\w+\.py\b", text))
-    assert len(named) > 10
-    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+    named = set(re.findall(r"\b((?:benchmarks|tests|examples)/\w+\.py)(?:::(\w+))?", text))
+    assert sum(bool(test) for _, test in named) > 20
+    there = {file: (ROOT / file).exists() and (ROOT / file).read_text("utf-8") for file, _ in named}
+    missing = [each for each in sorted(named) if f"def {each[1]}" not in (there[each[0]] or "")]
+    assert missing == []
 
 
 def test_the_names_of_the_package_on_the_pages_exist():

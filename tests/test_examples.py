@@ -107,25 +107,6 @@ def network():
     return load("train_digits")
 
 
-def test_the_gradients_of_all_layers_together_are_right_and_a_missing_norm_is_found(network, rng):
-    # Two layers, each with a norm, away from gamma = 1 and beta = 0.
-    parameters = network.make_parameters(rng, depth=2, width=5, pixels=6)
-    parameters = [p + 0.2 * rng.standard_normal(p.shape) for p in parameters]
-    arguments = [rng.standard_normal((3, 6)), *parameters]
-
-    def without_the_first_norm(dlogits, cache):
-        layers, x, weight = cache
-        first = (*layers[0][:3], None)
-        gradients = network.backward(dlogits, ([first, *layers[1:]], x, weight))
-        # gamma and beta of it are not there then; what is left is in order.
-        return [gradients[0], None, None, *gradients[1:]]
-
-    report = check_gradients(network.forward, network.backward, arguments, rng=0)
-    assert report.verdict == "PASS", str(report)
-    report = check_gradients(network.forward, without_the_first_norm, arguments, rng=0)
-    assert report.arguments[0].verdict == "FAIL"
-
-
 def test_a_few_steps_lower_the_loss(network):
     losses, parameters = network.train(0.1, network.DEPTH, steps=60)
     # Guessing costs log(10) = 2.30, and is what the network begins at.

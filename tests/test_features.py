@@ -32,18 +32,6 @@ def add(dy, cache, old):
 # ---- accumulate ----
 
 
-@pytest.mark.parametrize("old", [1.0, 1 + 2.0**-23, -1.0])
-@pytest.mark.parametrize("more", [0.0, 2.0**-60, -(2.0**-60)])
-def test_midpoints_are_decided(old, more):
-    """Of rows (-1, 1) with eps = 0, xhat is that: old plus the sum is a midpoint, or next to one."""
-    x = np.tile(np.array([-1.0, 1.0], np.float32), (3, 1))
-    dy = np.array([[0.0, 2.0**-24], [0.0, more], [0.0, 0.0]])
-    for kind in (np.float32, np.float64):
-        start = [np.full(2, old, np.float32) for _ in range(2)]
-        case = x.astype(kind), np.ones(2, np.float32), np.ones(2, np.float32), 0.0, dy
-        assert_right(case, accumulate=start, roundings=["nearest"])
-
-
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_an_old_value_that_is_not_finite_spoils_its_column_alone(rng, rounding, dtype, backend):
     x, dy = rng.standard_normal((2, 7, 5)).astype(dtype)

@@ -70,25 +70,6 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
     assert np.median(z) >= 0.01
 
 
-@pytest.mark.parametrize("gradient", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_low_precision_gradients_against_a_float64_forward(gradient):
-    def rounded(dy, cache):
-        return tuple(a.astype(gradient) for a in backward(dy, cache))
-
-    def spoiled(dy, cache):
-        dx, dgamma, dbeta = rounded(dy, cache)
-        dx = dx.astype(np.float64)
-        # Fifty roundings of the dtype, on the element that shows it best.
-        dx.flat[np.abs(dx).argmax()] *= 1 + 50 * float(ml_dtypes.finfo(gradient).eps) / 2
-        return dx.astype(gradient), dgamma, dbeta
-
-    for seed in range(2):
-        report = check_gradients(forward, rounded, data(seed), rng=seed)
-        assert report.passed, str(report)
-        report = check_gradients(forward, spoiled, data(seed), rng=seed)
-        assert [result.verdict for result in report.arguments] == ["FAIL", "PASS", "PASS"]
-
-
 @pytest.mark.parametrize(
     ("function", "gradient", "args", "message"),
     [

@@ -75,21 +75,6 @@ def test_a_limit_of_zero_switches_it_off():
     assert get_idle_bytes() == NBYTES
 
 
-@pytest.mark.usefixtures("known")
-def test_idle_memory_makes_room_when_there_is_none(monkeypatch):
-    def full(_):
-        raise MemoryError
-
-    new((4 * 1024, 256))
-    new()
-    monkeypatch.setattr(memory, "_new_memory", full)
-    assert get_idle_bytes() == NBYTES
-    assert new((4 * 1024, 256)).flags.owndata
-    assert get_idle_bytes() == 0
-    with pytest.raises(MemoryError):
-        new((1 << 60,), BYTE)
-
-
 @pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize(("bad", "error"), [(-1, ValueError), (1e9, TypeError), ("1", TypeError)])
 def test_a_limit_is_a_number_of_bytes(bad, error):

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from rationals import BFLOAT16, NAMES, fractions
 
 from stablenorm.oracle import exact_layer_norm
 
@@ -55,48 +54,6 @@ def test_a_row_without_variance_and_eps_must_be_nan():
         exact.value("y", (1, 0))
     with pytest.raises(ValueError, match="dgamma must be defined"):
         exact.value("dgamma", (0,))
-
-
-def test_constant_rows_and_single_elements_are_exactly_beta():
-    beta = np.array([0.1, -0.2, 0.3], np.float32)
-    x = np.full((2, 3), 12345.678, np.float32)
-    exact = exact_layer_norm(x, None, beta, 1e-12, np.ones((2, 3), np.float32))
-    np.testing.assert_array_equal(exact.rounded("y", np.float32), [beta, beta])
-    np.testing.assert_array_equal(exact.rounded("dx", np.float32), 0.0)
-    single = exact_layer_norm(x[:, :1], None, beta[:1], dy=x[:, :1])
-    np.testing.assert_array_equal(single.rounded("y", np.float32), beta[0])
-    np.testing.assert_array_equal(single.rounded("dgamma", np.float32), 0.0)
-
-
-def test_mixed_dtypes_and_leading_axes(rng):
-    x = rng.standard_normal((2, 3, 5)).astype(np.float16)
-    gamma = rng.standard_normal(5).astype(np.float32)
-    beta = rng.standard_normal(5).astype(BFLOAT16)
-    dy = rng.standard_normal((2, 3, 5))
-    for a in (x, gamma, beta, dy):
-        a.setflags(write=False)
-    exact = exact_layer_norm(x, gamma, beta, np.float32(1e-5), dy)
-    assert (exact.shape, exact.rows, exact.n) == ((2, 3, 5), 6, 5)
-    assert exact.mean(4) == sum(fractions(x[1, 1])) / 5
-    assert exact.var(4) == sum((v - exact.mean(4)) ** 2 for v in fractions(x[1, 1])) / 5
-    wide = [a.astype(np.float64) for a in (x, gamma, beta, dy)]
-    same = exact_layer_norm(*wide[:3], float(np.float32(1e-5)), wide[3])
-    for name in NAMES:
-        np.testing.assert_array_equal(exact.rounded(name, "f8"), same.rounded(name, "f8"))
-        assert exact.rounded(name, BFLOAT16).shape == ((2, 3, 5) if name in {"y", "dx"} else (5,))
-    row = exact_layer_norm(x[1, 1], gamma, beta, np.float32(1e-5))
-    assert row.value("y", (3,)) == exact.value("y", (1, 1, 3))
-
-
-def test_no_rows():
-    x = np.zeros((0, 4), np.float32)
-    exact = exact_layer_norm(x, dy=x)
-    for name in NAMES:
-        actual = exact.rounded(name, np.float32)
-        np.testing.assert_array_equal(actual, 0.0)
-        result = exact.check_contract(**{name: actual})[name]
-        assert result.passed
-        assert result.worst_ulp == 0
 
 
 def test_wrong_arrays_and_names():
