@@ -4,7 +4,6 @@ import itertools
 import math
 
 import ml_dtypes
-import numpy as np
 import pytest
 from mpmath import mp, mpf
 
@@ -50,15 +49,6 @@ def test_the_answers_are_those_of_mpmath():
         even = below + below % 2
         nearest = even if case.distance == 0 else below + (case.distance > 0)
         assert float(case.expected) == math.ldexp(nearest, exponent - about.nmant)
-
-
-def test_all_outputs_and_dtypes_are_there_and_near():
-    found, names = near_midpoints(), ("float16", "bfloat16", "float32", "float64")
-    kinds = {(e.output, e.expected.dtype.name, e.distance == 0) for e in found}
-    assert kinds == set(itertools.product(NAMES, names, (True, False)))
-    # What a significand of 8 bits reaches, and those of 24 and 53.
-    assert max(abs(e.distance) for e in found if e.output != "dbeta") < 1e-3
-    assert max(abs(e.distance) for e in found if e.dy.dtype in (np.float32, np.float64)) < 1e-8
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])
