@@ -40,14 +40,6 @@ def test_many_rows_by_their_numbers(rng, dtype, past_caches, monkeypatch):
         assert_same([layer_norm(x, gamma, beta, where=where, out=x)], [y])
 
 
-def elementwise(rng, shape):
-    where = rng.random(shape) < 0.6
-    # One row counts with one element, one with none, one as a whole.
-    where[0], where[1], where[2] = False, False, True
-    where[0, 3] = True
-    return where
-
-
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
     x, dy, dsum = (
