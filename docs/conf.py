@@ -21,6 +21,7 @@ version = release = "0.1.0"
 language = "en"
 
 extensions = [
+    "combinations",
     "commands",
     "mathml",
     "myst_parser",

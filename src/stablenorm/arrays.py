@@ -250,11 +250,9 @@ class Rows:
 class SomeRows(Rows):
     """Some rows of a matrix, by their numbers, in ascending order."""
 
-    def __init__(self, matrix: Any, numbers: Array, others_done: bool = False) -> None:
+    def __init__(self, matrix: Any, numbers: Array) -> None:
         self.matrix, self.numbers = matrix, numbers
         self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
-        # True once all other rows have been zeroed.
-        self.others_done = others_done
 
     def __getitem__(self, rows: slice | Array) -> Array:
         return self.matrix[self.numbers[rows]]  # type: ignore[no-any-return]

@@ -16,17 +16,19 @@ BACKENDS = {"numpy": "stablenorm.reference", "numba": "stablenorm.cpu"}
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
+def run(operation: str, backend: str, call: Any) -> Any:
+    """Do a call by a backend or, where that declines it, by the reference; return what it returns."""
+    found = implementation(operation, backend)(call)
+    return getattr(reference, operation)(call) if found is NotImplemented else found
+
+
 @functools.cache
 def implementation(operation: str, backend: str) -> Any:
-    """
-    Return what a backend, or else the reference, defines under this name; None if neither does.
-
-    `forward` and `backward` have the parameters of those in `reference`.
-    """
+    """Return the function of a backend, or else of the reference, that takes the record of a call."""
     # Numba takes half a second to load, so not before it is needed.
     with starting:
         module = importlib.import_module(_MODULES[backend])
-    return getattr(module, operation, None) or getattr(reference, operation, None)
+    return getattr(module, operation, None) or getattr(reference, operation)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from stablenorm.api import (
     rms_norm_forward,
 )
 from stablenorm.formats import check_dtype, parse
-from stablenorm.functional.calls import check_rounding, checked_offset
+from stablenorm.functional.checks import check_rounding, checked_offset
 from stablenorm.types import Array, Cache, check_count, check_eps
 
 

@@ -1,10 +1,8 @@
 """How many threads a call may use: one number for the process; and what a fork waits for."""
 
-import contextlib
 import logging  # noqa: F401  # for the order of fork hooks, see below
 import os
 import threading
-from collections.abc import Iterator
 
 from stablenorm.types import check_count
 
@@ -26,23 +24,6 @@ if hasattr(os, "register_at_fork"):
         after_in_parent=starting.release,
         after_in_child=starting.release,
     )
-
-
-_of_thread = threading.local()
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """
-    Run calls of this thread without helper threads, for a scheduler that has threads of its own.
-
-    Not in the main thread: whoever schedules tasks there runs one at a time.
-    """
-    _of_thread.alone = threading.current_thread() is not threading.main_thread()
-    try:
-        yield
-    finally:
-        _of_thread.alone = False
 
 
 def set_num_threads(count: int) -> None:
@@ -95,7 +76,7 @@ def get_num_threads() -> int:
     """
     if _chosen is None:
         set_num_threads(_default())
-    return 1 if getattr(_of_thread, "alone", False) else _chosen or 1
+    return _chosen or 1
 
 
 def _default() -> int:

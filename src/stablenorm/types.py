@@ -35,35 +35,10 @@ class Norm(NamedTuple):
     # "fast" or "nearest".
     rounding: str = "fast"
 
-
-class SampleNorm(Norm):
-    """A norm of which gamma or beta has leading axes: one for each part of x."""
-
-    __slots__ = ()
-
-
-class Residual(NamedTuple):
-    """What is added to x before the norm, and where the sum goes: both of the shape of x."""
-
-    residual: Any
-    sum: Any
-
-
-class Extra(NamedTuple):
-    """Rarely used inputs of a backward."""
-
-    # Of the shape of x, added to dx: the cotangent of what else x was used for.
-    dsum: Any = None
-    # Of one float64 for each row, those of `Cache.mean` and `Cache.rstd`.
-    dmean: Array | None = None
-    drstd: Array | None = None
-    # Of the shape of x, bool: which elements count, at least one of each row.
-    where: Any = None
-    # float64 (2, n): what dgamma and dbeta are added to before they are rounded.
-    old: Array | None = None
-
-
-NOTHING_EXTRA = Extra()
+    def sample(self, i: int) -> "Norm":
+        """Return the norm of one sample, where gamma and beta are (samples, n)."""
+        gamma, beta = (None if each is None else each[i] for each in self[:2])
+        return self._replace(gamma=gamma, beta=beta)
 
 
 class Statistics(NamedTuple):
@@ -94,6 +69,8 @@ class Statistics(NamedTuple):
     # Of rounding="nearest" alone: the root mean square of xhat, or a few ulps more; 0 of constant
     # rows, NaN of rows that have no layer norm.
     spread: Array | None = None
+    # uint8, of kernels of float64: the rows that they leave to the reference; None where there are none.
+    extreme: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +80,6 @@ class Statistics(NamedTuple):
     def of_rows(self, rows: Any) -> "Statistics":
         """Return the statistics of some rows."""
         return Statistics._make(None if word is None else word[rows] for word in self)
-
-
-# Of what is to be made again.
-NOTHING_KEPT = Statistics._make((None,) * len(Statistics._fields))
 
 
 class Cache(NamedTuple):

@@ -34,9 +34,8 @@ def layer_norm_jvp(
     TypeError
         If `cache` is no `Cache`, or a dtype is not one of the four.
     ValueError
-        If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is
-        one that this function does not serve yet: on a CUDA device, of ``rounding="nearest"``, or
-        of a gamma or beta with leading axes.
+        If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is one
+        that this function does not serve: docs/reference/combinations.md.
 
     See Also
     --------

@@ -6,7 +6,9 @@ from numpy.typing import ArrayLike
 
 from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.calls import NAMES, backward, forward
+from stablenorm.functional.backward import BackwardOptions, backward
+from stablenorm.functional.checks import NAMES
+from stablenorm.functional.forward import ForwardOptions, forward
 from stablenorm.types import Array, Cache, Gradients, Norm
 
 # As a NamedTuple makes itself, in half the time.
@@ -55,12 +57,12 @@ def layer_norm(
         a few in 10^9 elements; float64 results, dgamma and dbeta differ by an ulp at most. "cuda"
         is for arrays on a CUDA device, and what they get without being asked: docs/how-to/gpu.md.
     gamma_offset : float, default: 0
-        Added to `gamma`, exactly: 1 if gamma is stored less one. Finite. Not for CUDA arrays.
+        Added to `gamma`, exactly: 1 if gamma is stored less one. Finite.
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
         return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
-        full of exact ties far longer. Not for CUDA arrays.
+        full of exact ties far longer.
     residual, where : array, optional
         As for `layer_norm_forward`.
 
@@ -76,7 +78,8 @@ def layer_norm(
     ValueError
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
         zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
-        `rounding` is neither of the two, or `out` overlaps another argument.
+        `rounding` is neither of the two, `out` overlaps another argument, or what was given cannot be
+        combined: docs/reference/combinations.md.
     ImportError
         If ``backend="numba"`` was asked for and Numba cannot be loaded.
 
@@ -113,8 +116,9 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, axis, out, backend, False, residual, where, "x")[0]
+    y: Array = run(x, norm, options)[0]
     return y
 
 
@@ -147,24 +151,23 @@ def layer_norm_forward(
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
         Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
         bits of a call on it alone. Parts of a few hundred elements take several times as long as
-        one gamma for all, parts of 64 000 about as long. Not for CUDA arrays.
+        one gamma for all, parts of 64 000 about as long.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual`, which
         does not keep `x`; else it shares no memory with it.
     residual : array of the shape of x, optional
         Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
         ``cache.x``, for the next residual. Any of the four dtypes. If it has that of `x`, of 16 or
-        32 bits, it is added while the rows are in the processor's cache. Not for CUDA arrays.
+        32 bits, it is added while the rows are in the processor's cache.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
         in about its time; short rows take longer. Rows in which it varies take the slow
-        reference, and are not there yet for ``rounding="nearest"``. Not for CUDA arrays.
+        reference.
     save : {"x", "recompute"}, default: "x"
         What the cache keeps. "x": `x` and the statistics; the fastest. "recompute": `x` alone; the
-        backward makes the statistics again, with the same bits, in the time of a forward; not for
-        CUDA arrays.
+        backward makes the statistics again, with the same bits, in the time of a forward.
 
     Returns
     -------
@@ -195,8 +198,9 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
+    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where, save)
+    found: tuple[Array, Cache] = run(x, norm, options)
     return found
 
 
@@ -230,20 +234,19 @@ def layer_norm_backward(
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
         of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
-        dtype than `x`, it takes the slow reference. Not for CUDA arrays.
+        dtype than `x`, it takes the slow reference.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives
         (B, D), the gradients of each sample. Default: all axes along which gamma or beta does not
-        vary. Not for CUDA arrays.
+        vary.
     dmean, drstd : array of the shape of cache.mean, optional
         Cotangents of `cache.mean` and `cache.rstd`, if something was computed from these. They add
         ``dmean / n - drstd rstd**2 xhat / n`` to dx, before it is rounded; with a mask, n is the
-        number of True in the row. By the slow reference. Not for CUDA arrays, and not yet for
-        ``rounding="nearest"``.
+        number of True in the row. By the slow reference.
     accumulate : bool, default: False
         Add to the dgamma and dbeta that are in `out`, as micro-batches need: each becomes the exact
-        old value plus the exact sum, rounded once. dx is not added to. Not for CUDA arrays.
+        old value plus the exact sum, rounded once. dx is not added to.
 
     Returns
     -------
@@ -290,8 +293,7 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
+    options = _new(BackwardOptions, (wrt, out, dsum, sum_axes, dmean, drstd, accumulate, None))
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, wrt, out, dsum, "layer", sum_axes, dmean, drstd, accumulate
-    )
+    gradients: Gradients = run(dy, cache, "layer", options)
     return gradients

@@ -7,32 +7,32 @@ depend on its neighbours: only the extreme rows themselves go there. The sums ov
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from stablenorm import reference
 from stablenorm.arrays import as_matrix
+from stablenorm.call import Backward, Forward, Jvp
 from stablenorm.cpu.layout import blocks
 from stablenorm.cpu.wide import LARGEST, SMALLEST
-from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
+from stablenorm.reference.counted import Counted
+from stablenorm.types import Array, Gradients, Statistics
 
 # The mark of such a row; of one that is merely undecided, it is another.
 EXTREME = 1
 
 
-def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
-    """
-    Write y of the marked rows; return the statistics of all.
-
-    Each of these rows gets an exponent, by which the backward knows it.
-    """
+def forward(call: Forward, kept: Statistics, marks: Array) -> Statistics:
+    """Write y of the marked rows; return the statistics of all, with the marks."""
+    x, y = call.x, call.y
     exponent = np.zeros((x.shape[0], 2), np.int16)
     rows = np.flatnonzero(marks)
     for block in blocks(len(rows), x.shape[1], 1):
         part = rows[block]
         result: Any = np.empty((len(part), x.shape[1]), x.dtype)
-        some = reference.forward(x[part], norm, result)
+        some = reference.forward(Forward(x[part], call.norm, result))
         y[part] = result
         if kept.spread is not None:
             # Of rows that are merely undecided, the statistics are as good as these.
@@ -44,17 +44,17 @@ def forward(x: Any, norm: Norm, y: Any, kept: Any, marks: Array) -> Any:
                 row[part] = 0.0 if word is None else word
         if some.exponent is not None:
             exponent[part] = some.exponent
-        # With eps, rstd need not tell that x is tiny: twice as large, times 2**-1.
-        plain = part[(kept.rstd[part] <= LARGEST) & ~exponent[part].any(axis=1)]
-        exponent[plain, 1] = -1
-        for word in (kept.rstd, kept.rstd_lo):
-            word[plain] *= 2.0
-    return kept._replace(exponent=exponent if exponent.any() else None)
+    exponents, extreme = exponent if exponent.any() else None, marks == EXTREME
+    return kept._replace(
+        exponent=exponents, extreme=extreme.view(np.uint8) if extreme.any() else None
+    )
 
 
 def marks_of(statistics: Statistics) -> Array:
     """Return the marks of rows that are extreme by what the forward found."""
     marks: Array = ~(statistics.rstd <= LARGEST)
+    if statistics.extreme is not None:
+        marks |= statistics.extreme != 0
     if statistics.mean is not None:
         marks |= ~(np.abs(statistics.mean) < np.inf)
     if statistics.exponent is not None:
@@ -71,57 +71,45 @@ def any_of(parameters: Array) -> bool:
     return not ((size >= SMALLEST) & (size <= LARGEST)).all()
 
 
-def write_dx(
-    dy: Any, x: Any, norm: Norm, statistics: Statistics, dx: Any, marks: Array,
-    extra: Extra = NOTHING_EXTRA,
-) -> None:  # fmt: skip
+def write_dx(call: Backward, marks: Array) -> None:
     """Write dx of the marked rows."""
-    dsum = None if extra.dsum is None else as_matrix(extra.dsum)
-
-    def compute(rows: Array, dy: Any, x: Any, some: Statistics, result: Array) -> None:
-        more = extra if dsum is None else extra._replace(dsum=dsum[rows])
-        reference.backward(dy, x, norm, some, Gradients(result, None, None), more)
-
-    _write(compute, dy, x, statistics, dx, marks)
+    for part, result in _blocks(call.out.dx, marks):
+        some = Counted(part, None).backward(call)
+        reference.backward(some._replace(out=Gradients(result, None, None)))
 
 
-def write_ty(
-    tx: Any, x: Any, norm: Norm, statistics: Statistics, tangents: tuple[Any, Any], ty: Any,
-    marks: Array,
-) -> None:  # fmt: skip
-    """Write ty of the marked rows; the tangents are those of gamma and beta."""
-
-    def compute(_rows: Array, tx: Any, x: Any, some: Statistics, result: Any) -> None:
-        reference.jvp(tx, x, norm, some, *tangents, result)
-
-    _write(compute, tx, x, statistics, ty, marks)
+def write_ty(call: Jvp, marks: Array) -> None:
+    """Write ty of the marked rows."""
+    tx, x = as_matrix(call.tx), as_matrix(call.x)
+    for part, result in _blocks(call.ty, marks):
+        some = call.statistics.of_rows(part)
+        reference.jvp(call._replace(tx=tx[part], x=x[part], statistics=some, ty=result))
 
 
-def _write(compute: Any, dy: Any, x: Any, statistics: Statistics, out: Any, marks: Array) -> None:
-    dy, x, out = map(as_matrix, (dy, x, out))
+def _blocks(out: Any, marks: Array) -> Iterator[tuple[Array, Array]]:
+    """Yield the numbers of some of the marked rows, and an array for their results, which are then written."""
+    out = as_matrix(out)
     rows = np.flatnonzero(marks)
-    for block in blocks(len(rows), x.shape[1], 1):
+    for block in blocks(len(rows), out.shape[1], 1):
         part = rows[block]
-        result = np.empty((len(part), x.shape[1]), x.dtype)
-        compute(part, dy[part], x[part], statistics.of_rows(part), result)
+        result = np.empty((len(part), out.shape[1]), out.dtype)
+        yield part, result
         out[part] = result
 
 
-def decide(
-    dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients, marks: Array,
-    undecided: Array, extra: Extra,
-) -> None:  # fmt: skip
+def decide(call: Backward, marks: Array, undecided: Array) -> None:
     """Round correctly what the kernels have left: marked rows of dx, and columns of dgamma and dbeta."""
-    dx, *totals = out
+    dx, dgamma, dbeta = call.out
     if dx is not None:
-        write_dx(dy, x, norm, statistics, dx, marks, extra)
+        write_dx(call, marks)
+    call = call._replace(out=Gradients(None, dgamma, dbeta))
     if (marks == EXTREME).any():
-        reference.backward(dy, x, norm, statistics, Gradients(None, *totals), extra)
+        reference.backward(call)
         return
     columns = np.flatnonzero(undecided.any(axis=0))
     if len(columns):
-        dgamma, dbeta = (None if total is None else total.dtype for total in totals)
-        found = reference.columns_of_sums(dy, x, norm, columns, dgamma, dbeta, extra.old)
-        for total, values in zip(totals, found, strict=True):
+        for total, values in zip(
+            (dgamma, dbeta), reference.nearest.columns_of_sums(call, columns), strict=True
+        ):
             if total is not None:
                 total.flat[columns] = values

@@ -31,8 +31,9 @@ from stablenorm.threads import SMALL, get_num_threads
 _LARGE, _SEVERAL = 1 << 18, 4
 
 # What the job returns: done; nothing done, since results may not overwrite the input; nothing done,
-# since gamma, beta or eps is of extreme size; nothing done, for want of memory. Of a plan: by numbers.
-DONE, COPY, REFERENCE, NO_MEMORY, BY_NUMBERS = range(5)
+# since gamma, beta or eps is of extreme size; nothing done, for want of memory. Of a plan: by numbers. Of a
+# call by numbers: done, and all other rows cleared.
+DONE, COPY, REFERENCE, NO_MEMORY, BY_NUMBERS, CLEARED = range(6)
 
 # Bytes of a record, in whole lines.
 _RECORD = 8 * len(AT) + -8 * len(AT) % LINE
@@ -330,10 +331,10 @@ _ARRAYS = types.UniTuple(PLACE, ARRAYS)
 do = compiled(_do, types.int64(_ARRAYS, types.float64, PLACE, PLACE, types.int64))
 
 
-def do_each(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
+def do_each(plan: Plan, arrays: Any, eps: float, threads: int | None) -> int:
     """Do the call of each sample, dealt out to the threads as wholes; return DONE or REFERENCE."""
     x, count = arrays[0], len(arrays[0])
-    few = x.size > _LARGE * count and count < _SEVERAL * get_num_threads()
+    few = x.size > _LARGE * count and count < _SEVERAL * (threads or get_num_threads())
     if plan.state != DONE or few:
         return REFERENCE
     apart = (0 if each is None else each.strides[0] for each in arrays)
@@ -344,6 +345,6 @@ def do_each(plan: Plan, arrays: Any, eps: float = 0.0) -> int:
     if x.nbytes >= PAST_CACHES and words[AT.over_input] and not plan.wide:
         words[AT.way] = STREAMED
     most = 0 if x.size < _LEAST_SHARED else min(count - 1, MOST_HELPERS)
-    pool, helpers = pool_for(most, x.size < SMALL) if most else (None, 0)
+    pool, helpers = pool_for(most, x.size < SMALL, threads) if most else (None, 0)
     state = do(arrays, eps, words, pool, helpers)
     return DONE if state == DONE == words[len(AT) + ARRAYS] else REFERENCE

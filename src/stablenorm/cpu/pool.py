@@ -212,9 +212,9 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def pool_for(most: int, small: bool) -> tuple[Any, int]:
+def pool_for(most: int, small: bool, threads: int | None) -> tuple[Any, int]:
     """Return the words of the pool, and how many of its helpers, at most so many, are to be had."""
-    count = min(get_num_threads() - 1, most)
+    count = min((threads or get_num_threads()) - 1, most)
     pool = _pool
     if small:
         # Not worth starting or waking anybody: shared with those that still spin.

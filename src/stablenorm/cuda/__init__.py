@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from stablenorm.arrays import Arrays
+from stablenorm.call import Backward, Forward
 from stablenorm.cuda import arrays, driver, workspace
 from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
-from stablenorm.types import Gradients, Norm, Statistics, any_float64
+from stablenorm.types import Statistics, any_float64
 
 __all__ = ["CudaWorkspace", "check_usable"]
 
@@ -32,9 +33,9 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
 
-def forward(x: Any, norm: Norm, y: Any) -> Statistics:
+def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
-    gamma, beta, eps = norm[:3]
+    x, (gamma, beta, eps, *_), y = call[:3]
     with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
         pairs = any_float64(x, gamma, beta)
@@ -52,12 +53,9 @@ def forward(x: Any, norm: Norm, y: Any) -> Statistics:
         return statistics
 
 
-# One kernel serves both: the statistics are a part 1/n of what it writes.
-normalize = forward
-
-
-def backward(dy: Any, x: Any, norm: Norm, statistics: Statistics, out: Gradients) -> None:
+def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
+    dy, x, norm, statistics, out = call[:5]
     gamma = norm.gamma
     # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
     dx: Any = out.dx

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,15 @@ Block = tuple[int, ...]
 
 # How many sums are merged at a time: enough that the tree is a small part of the tasks.
 _FAN_IN = 8
+
+
+def threads_of_task() -> int | None:
+    """
+    Return how many threads a call in a task may use: one, since the scheduler has threads of its own.
+
+    In the main thread, whoever schedules runs one task at a time: as many as always.
+    """
+    return None if threading.current_thread() is threading.main_thread() else 1
 
 
 def convert(name: str, value: Any) -> Any:

@@ -30,22 +30,25 @@ from stablenorm.dask.graph import (
     convert,
     operand,
     places,
+    threads_of_task,
     tree,
 )
-from stablenorm.functional import calls, masks
+from stablenorm.functional import forward as functional
+from stablenorm.functional.backward import BackwardOptions
+from stablenorm.functional.checks import (
+    NAMES,
+    asked_names,
+    check_kind,
+    check_save,
+    checked_norm,
+    of_shape,
+)
+from stablenorm.functional.combinations import DASK, refuse
+from stablenorm.functional.forward import ForwardOptions
+from stablenorm.functional.masks import check_mask, check_where
 from stablenorm.functional.row_parts import backward_parts, decided, exact_parts
 from stablenorm.reference.partial import PARTIAL, merged, rounded
-from stablenorm.threads import alone
 from stablenorm.types import Cache, Gradients, Norm, Statistics
-
-# What to do instead of each unsupported keyword.
-_ALTERNATIVES = {
-    "out": "dask.array.store(gradients, out) writes into arrays",
-    "sum_axes": "for gradients of each sample, give gamma and beta leading axes",
-    "accumulate": "dgamma and dbeta are summed over all chunks; add them to others yourself",
-    "dmean": "call the forward and backward on chunks in memory, in dask.array.map_blocks",
-    "drstd": "call the forward and backward on chunks in memory, in dask.array.map_blocks",
-}
 
 LAZY = HOST._replace(convert=convert)
 
@@ -59,32 +62,27 @@ class Call(NamedTuple):
     keep: bool
 
 
-def forward(
-    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, residual: Any,
-    where: Any, save: str,
-) -> tuple[Array, LazyCache | None]:  # fmt: skip
-    """Do what `calls.forward` does with an x that is a Dask array."""
+def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCache | None]:
+    """Do what `functional.forward` does with an x that is a Dask array."""
+    axis, out, backend, keep, residual, where, save, _ = options
     if out is not None:
-        msg = (
-            "out must be None for a Dask array, got one; dask.array.store(y, out) writes y into it"
-        )
-        raise ValueError(msg)
+        refuse("out", DASK)
     if save != "x":
-        msg = f'save must be "x" for a Dask array, whose cache holds no memory, got {save!r}'
-        raise ValueError(msg)
+        check_save(save)
+        refuse('save="recompute"', DASK)
     chosen = choose(backend)
     x = convert("x", x)
     axes = normalize_axes(axis, x.ndim)
-    norm = calls.checked_norm(LAZY, norm, x.shape, axes, chosen)
+    norm = checked_norm(LAZY, norm, x.shape, axes, chosen)
     check_whole_rows(x, axes)
     if residual is not None:
-        residual = calls.of_shape(LAZY, "residual", residual, x.shape, chosen)
+        residual = of_shape(LAZY, "residual", residual, x.shape)
     if is_lazy(where):
         # Its elements are looked at block by block.
         check_blocks("where", where)
-        masks.check_mask(where, x.shape)
+        check_mask(where, x.shape)
     elif where is not None:
-        where = masks.check_where(where, x.shape, axes, norm.rounding)
+        where = check_where(where, x.shape, axes, norm.rounding)
     call = Call(norm[2:], axes, chosen, keep)
     token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
     kind = f"{norm.kind}-norm"
@@ -106,11 +104,18 @@ def forward(
     return y, LazyCache(x, norm, axes, chosen, kept)
 
 
-@alone()
 def _forward(call: Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
     norm = Norm(gamma, beta, *call.norm)
-    y, cache = calls.forward(x, norm, call.axes, None, call.backend, call.keep, residual, where)
+    options = ForwardOptions(
+        call.axes,
+        backend=call.backend,
+        keep=call.keep,
+        residual=residual,
+        where=where,
+        threads=threads_of_task(),
+    )
+    y, cache = functional.forward(x, norm, options)
     if cache is None:
         return y
     bare = cache._replace(x=None, norm=cache.norm._replace(gamma=None, beta=None))
@@ -130,27 +135,23 @@ def read(needed: Any, at: Block) -> list[Any]:
     return [None if each is None else each.at(at) for each in needed]
 
 
-def backward(
-    dy: Any, cache: LazyCache, wrt: Any, out: Any, dsum: Any, kind: str, sum_axes: Any, dmean: Any,
-    drstd: Any, accumulate: bool,
-) -> Gradients:  # fmt: skip
-    """Do what `calls.backward` does with the cache of a Dask array."""
-    calls.check_kind(cache.norm, kind)
-    given = sum_axes, dmean, drstd, out, accumulate or None
-    for name, value in zip(("sum_axes", "dmean", "drstd", "out", "accumulate"), given, strict=True):
-        if value is not None:
-            msg = f"{name} must be left out for a Dask array, got one; {_ALTERNATIVES[name]}"
-            raise ValueError(msg)
-    asked, x, norm = calls.asked_names(wrt), cache.x, cache.norm
+def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> Gradients:
+    """Do what `functional.backward` does with the cache of a Dask array."""
+    check_kind(cache.norm, kind)
+    for name in ("out", "sum_axes", "dmean", "drstd", "accumulate"):
+        # Not `!=`: of arrays, that is one.
+        if (value := getattr(options, name)) is not None and value is not False:
+            refuse(name, DASK)
+    asked, x, norm = asked_names(options.wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = (
             f"dy must be a Dask array, as x was, got {type(dy).__name__}; "
             "pass dask.array.from_array(dy, chunks=cache.x.chunks)"
         )
         raise TypeError(msg)
-    dy = calls.of_shape(LAZY, "dy", dy, x.shape, cache.backend, "the y of this cache")
+    dy, dsum = of_shape(LAZY, "dy", dy, x.shape, "the y of this cache"), options.dsum
     if dsum is not None:
-        dsum = calls.of_shape(LAZY, "dsum", dsum, x.shape, cache.backend)
+        dsum = of_shape(LAZY, "dsum", dsum, x.shape)
     every = tuple(range(x.ndim))
     gamma, beta = parameters(norm, x, cache.axis)
     block = [*(operand("", each, x, every) for each in (dy, x)), gamma, beta]
@@ -166,7 +167,7 @@ def backward(
     # gamma and beta in one tree, if they are alike.
     trees: dict[Any, dict[int, Operand]] = {}
     for i, parameter in ((1, gamma), (2, beta)):
-        if parameter is not None and calls.NAMES[i] in asked:
+        if parameter is not None and NAMES[i] in asked:
             like = parameter.cut, parameter.array.chunks, parameter.array.dtype
             trees.setdefault(like, {})[i] = parameter
     for wanted in trees.values():
@@ -175,12 +176,12 @@ def backward(
     return Gradients(*found)
 
 
-@alone()
 def _backward(
     asked: tuple[str, ...], dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache, dsum: Any
 ) -> Any:
     """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
-    return tuple(backward_parts(dy, _filled(kept, x, gamma, beta), asked, dsum=dsum))
+    cache = _filled(kept, x, gamma, beta)
+    return tuple(backward_parts(dy, cache, asked, dsum=dsum, threads=threads_of_task()))
 
 
 def _filled(kept: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
@@ -248,7 +249,6 @@ def _merged(*parts: Any) -> Any:
     return None if parts[0] is None else merged(*parts)
 
 
-@alone()
 def _exact(
     indices: tuple[int, ...], found: Any, dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache
 ) -> Any:
@@ -256,7 +256,8 @@ def _exact(
     if not found[1].any():
         return None
     columns = dict(zip(indices, found[1], strict=True))
-    sums = exact_parts(dy, _filled(kept, x, gamma, beta), [columns.get(i) for i in (1, 2)])
+    wanted, cache = [columns.get(i) for i in (1, 2)], _filled(kept, x, gamma, beta)
+    sums = exact_parts(dy, cache, wanted, threads_of_task())
     return np.stack([sums[i - 1] for i in indices])
 
 

@@ -144,9 +144,10 @@ def diagnose_blocks(
     keep_rows: bool = False,
     kind: str = "layer",
     numbers: Array | None = None,
+    threads: int | None = None,
 ) -> Diagnosis:
     """
-    Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
+    Diagnose data that comes in blocks of rows, on so many threads; by default, as `get_num_threads` says.
 
     The blocks are (rows, n) each, in order, of any of the four dtypes; two per thread are held at a
     time. `shape` and `axis` are of the whole data, `dtype` is what it is judged as. The numbers of
@@ -157,7 +158,7 @@ def diagnose_blocks(
     nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
     summary, kept = _summarize(nothing, dtype, kind), [nothing]
     worst: tuple[Row, ...] = ()
-    for block, found in _measured(blocks, dtype, eps, kind):
+    for block, found in _measured(blocks, dtype, eps, kind, threads or get_num_threads()):
         if top:
             start = summary.rows
             given: Any = range(start, start + len(block)) if numbers is None else numbers[start:]
@@ -180,10 +181,9 @@ def merged(one: Diagnosis, other: Diagnosis, top: int) -> Diagnosis:
 
 
 def _measured(
-    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str
+    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str, threads: int
 ) -> Iterator[tuple[Array, PerRow]]:
     """Yield each block and what is known of its rows, in order."""
-    threads = get_num_threads()
     # Two for each thread: one at work, one that waits.
     pending: deque[tuple[Array, Future[PerRow]]] = deque()
     with ThreadPoolExecutor(threads) as pool:

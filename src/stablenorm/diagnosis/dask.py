@@ -11,10 +11,16 @@ from dask.base import tokenize
 from dask.delayed import Delayed
 
 from stablenorm.arrays import as_matrix, as_rows
-from stablenorm.dask.graph import Block, blocks_of, check_whole_rows, graph_of, tree
+from stablenorm.dask.graph import (
+    Block,
+    blocks_of,
+    check_whole_rows,
+    graph_of,
+    threads_of_task,
+    tree,
+)
 from stablenorm.diagnosis import BLOCK, diagnose_blocks, merged
 from stablenorm.diagnosis.results import Diagnosis
-from stablenorm.threads import alone
 from stablenorm.types import Array
 
 
@@ -37,7 +43,6 @@ def diagnose(x: Any, options: dict[str, Any]) -> Any:
     return Delayed(last.key, graph_of(f"diagnose-{token}", tasks, x), layer=f"diagnose-{token}")
 
 
-@alone()
 def _of_block(x: Array, first: tuple[int, ...], options: dict[str, Any]) -> Diagnosis:
     """Diagnose a block whose rows begin at `first`, counted along the axes that are not normalized."""
     axes, shape = options["axis"], options["shape"]
@@ -47,7 +52,7 @@ def _of_block(x: Array, first: tuple[int, ...], options: dict[str, Any]) -> Diag
     rows = as_matrix(as_rows(x, axes))
     step = max(1, BLOCK // math.prod(shape[axis] for axis in axes))
     blocks = (rows[i : i + step] for i in range(0, rows.shape[0], step))
-    return diagnose_blocks(blocks, **options, numbers=numbers)
+    return diagnose_blocks(blocks, **options, numbers=numbers, threads=threads_of_task())
 
 
 def _all(top: int, *found: Diagnosis) -> Diagnosis:

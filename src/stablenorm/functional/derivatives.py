@@ -1,4 +1,4 @@
-"""Forward mode and second order, for both norms: what is given is checked, and the reference or a kernel called."""
+"""Forward mode and second order, for both norms: what is given is checked, made a record, and handed on."""
 
 from functools import partial
 from typing import Any
@@ -7,27 +7,28 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST, is_lazy_cache
-from stablenorm.backends import implementation
-from stablenorm.functional.calls import check_kind, of_shape
-from stablenorm.functional.kept import restored
-from stablenorm.types import Array, Cache, SampleNorm
+from stablenorm.backends import run
+from stablenorm.call import DoubleBackward, Jvp
+from stablenorm.functional.checks import check_kind, has_leading, of_shape
+from stablenorm.functional.combinations import CUDA, DASK, LEADING, NEAREST, refuse
+from stablenorm.functional.forward import statistics_of
+from stablenorm.types import Array, Cache
 
 # Nothing here is for arrays on a CUDA device, whose cache is refused.
-_of_shape = partial(of_shape, HOST, backend="")
+_of_shape = partial(of_shape, HOST)
 
 
 def jvp(
     kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
 ) -> Array:
     """Return ty, given what the user gave."""
-    cache = _check_cache(cache, kind, "jvp")
+    _check_cache(cache, kind, "jvp")
     x, tangent = cache.x, _of_shape("tx", tx, cache.x.shape)
-    parameters = _of_parameters(cache, "t", tgamma, tbeta)
+    tangents = _of_parameters(cache, "t", tgamma, tbeta)
     ty = HOST.empty(x.shape, x.dtype, x)
     tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
-    implementation("jvp", cache.backend)(
-        tx_rows, x_rows, cache.norm, cache.statistics, *parameters, ty_rows, _where(cache)
-    )
+    kept = cache.norm, statistics_of(cache, None)
+    run("jvp", cache.backend, Jvp(tx_rows, x_rows, *kept, *tangents, ty_rows, _where(cache)))
     return ty
 
 
@@ -40,51 +41,37 @@ def double_backward(
     ddbeta: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None]:
     """Return ddy, dx and dgamma, given what the user gave."""
-    cache = _check_cache(cache, kind, "double_backward")
+    _check_cache(cache, kind, "double_backward")
     x, norm = cache[:2]
     given = _of_shape("ddx", ddx, x.shape), _of_shape("dy", dy, x.shape), x
-    parameters = _of_parameters(cache, "dd", ddgamma, ddbeta)
+    cotangents = _of_parameters(cache, "dd", ddgamma, ddbeta)
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
-    out = HOST.rows(ddy, cache.axis), HOST.rows(dx, cache.axis), dgamma
-    implementation("double_backward", cache.backend)(
-        *(HOST.rows(each, cache.axis) for each in given),
-        norm,
-        cache.statistics,
-        *parameters,
-        out,
-        _where(cache),
-    )
+    ddx_rows, dy_rows, x_rows, *made = (HOST.rows(each, cache.axis) for each in (*given, ddy, dx))
+    kept, out = (norm, statistics_of(cache, None)), (*made, dgamma)
+    call = DoubleBackward(ddx_rows, dy_rows, x_rows, *kept, *cotangents, out, _where(cache))
+    run("double_backward", cache.backend, call)
     return ddy, dx, dgamma
 
 
-def _check_cache(cache: Any, kind: str, what: str) -> Cache:
-    """Return `cache` with x and statistics, or say why ``{kind}_norm_{what}`` cannot use it."""
-    forward = f"{kind}_norm_forward"
+def _check_cache(cache: Any, kind: str, what: str) -> None:
+    """Raise if ``{kind}_norm_{what}`` cannot use a cache."""
+    if is_lazy_cache(cache):
+        refuse(what, DASK)
     if not isinstance(cache, Cache):
-        cure = f"write y, cache = {forward}(...)"
-        if is_lazy_cache(cache):
-            cure = f"{what} is for arrays in memory, pass cache.compute()"
-        msg = f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+        forward = f"{kind}_norm_forward"
+        msg = (
+            f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; "
+            f"write y, cache = {forward}(...)"
+        )
         raise TypeError(msg)
-    norm = cache.norm
-    check_kind(norm, kind, what)
+    check_kind(cache.norm, kind, what)
     if cache.backend == "cuda":
-        msg = f"cache must be of arrays in host memory for {what}; pass x.get() to {forward}"
-        raise ValueError(msg)
-    if norm.rounding != "fast":
-        msg = (
-            f'cache must be of rounding="fast", since {what} has no other yet, '
-            f"got {norm.rounding!r}"
-        )
-        raise ValueError(msg)
-    if type(norm) is SampleNorm:
-        msg = (
-            f"cache must be of a gamma and beta without leading axes, since {what} has no others yet; "
-            "leave them out of the forward, and apply them to its y"
-        )
-        raise ValueError(msg)
-    return cache if cache.save == "x" else restored(cache)
+        refuse(what, CUDA)
+    if cache.norm.rounding != "fast":
+        refuse(what, NEAREST)
+    if has_leading(cache.norm, cache.axis):
+        refuse(what, LEADING)
 
 
 def _where(cache: Cache) -> Any:
@@ -96,7 +83,7 @@ def _where(cache: Cache) -> Any:
 
 def _of_parameters(
     cache: Cache, prefix: str, gamma: ArrayLike | None, beta: ArrayLike | None
-) -> list[Array | None]:
+) -> tuple[Any, Any]:
     """Return the tangents or cotangents that belong to gamma and beta, checked."""
     checked: list[Array | None] = []
     for name, value, like in zip(("gamma", "beta"), (gamma, beta), cache.norm[:2], strict=True):
@@ -106,5 +93,5 @@ def _of_parameters(
             msg = f"{prefix}{name} must be None, since this cache has no {name}; pass one to the forward"
             raise ValueError(msg)
         else:
-            checked.append(_of_shape(f"{prefix}{name}", value, like.shape, of=name))
-    return checked
+            checked.append(_of_shape(f"{prefix}{name}", value, like.shape, name))
+    return checked[0], checked[1]

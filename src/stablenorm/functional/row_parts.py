@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.functional import calls
+from stablenorm.functional.backward import BackwardOptions, do, prepared
+from stablenorm.functional.checks import NAMES, asked_names
+from stablenorm.functional.combinations import CUDA, refuse
 from stablenorm.reference.exact import Root
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import Array, Cache, Gradients
@@ -19,23 +21,31 @@ from stablenorm.types import Array, Cache, Gradients
 def backward_parts(
     dy: ArrayLike,
     cache: Cache,
-    wrt: str | Sequence[str] = calls.NAMES,
+    wrt: str | Sequence[str] = NAMES,
     *,
     dx: Array | None = None,
     dsum: ArrayLike | None = None,
+    threads: int | None = None,
 ) -> Gradients:
     """Return dx, in `dx` if that is given; dgamma and dbeta as PARTIAL, for `partial.merged`."""
-    calls.refuse_cuda("a sum over some of the rows", cache.backend)
-    asked, kind = calls.asked_names(wrt), cache.norm.kind
+    if cache.backend == "cuda":
+        refuse("sums over some of the rows", CUDA)
+    asked = asked_names(wrt)
     sums = [
         None if parameter is None or name not in asked else np.zeros(parameter.shape, PARTIAL)
-        for name, parameter in zip(calls.NAMES[1:], cache.norm[:2], strict=True)
+        for name, parameter in zip(NAMES[1:], cache.norm[:2], strict=True)
     ]
-    of_x = ("x",) if "x" in asked else ()
-    return calls.backward(dy, cache, of_x, (dx, None, None), dsum=dsum, kind=kind, sums=sums)
+    only_x = ("x",) if "x" in asked else ()
+    options = BackwardOptions(only_x, (dx, None, None), dsum, threads=threads)
+    call, _ = prepared(dy, cache, cache.norm.kind, options)
+    out = Gradients(call.out.dx, *sums)
+    do(call._replace(out=out, sums="pairs"), cache)
+    return out
 
 
-def exact_parts(dy: ArrayLike, cache: Cache, columns: Sequence[Array | None]) -> tuple[Any, Any]:
+def exact_parts(
+    dy: ArrayLike, cache: Cache, columns: Sequence[Array | None], threads: int | None = None
+) -> tuple[Any, Any]:
     """
     Return the exact sums of some columns of dgamma and of dbeta, of a cache with rounding="nearest".
 
@@ -44,7 +54,9 @@ def exact_parts(dy: ArrayLike, cache: Cache, columns: Sequence[Array | None]) ->
     """
     dgamma, dbeta = (None if each is None else each.astype(object) for each in columns)
     if any(each is not None and each.any() for each in columns):
-        calls.backward(dy, cache, (), None, kind=cache.norm.kind, sums=(dgamma, dbeta))
+        options = BackwardOptions((), threads=threads)
+        call, _ = prepared(dy, cache, cache.norm.kind, options)
+        do(call._replace(out=Gradients(None, dgamma, dbeta), sums="exact"), cache)
     return dgamma, dbeta
 
 

@@ -1,58 +1,52 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
+
+Here a call is taken apart, into samples and rows that count, until `equations` or `nearest` can do it.
 """
 
 from typing import Any
 
+from stablenorm.arrays import as_matrix
+from stablenorm.call import Backward, Forward
 from stablenorm.reference import equations, nearest
-from stablenorm.reference.equations import RowsLike, add, project
-from stablenorm.reference.nearest import columns_of_sums
+from stablenorm.reference.counted import counted, fill_others, joined, spread
+from stablenorm.reference.equations import project
 from stablenorm.reference.tangents import double_backward, jvp
-from stablenorm.types import NOTHING_EXTRA, Extra, Gradients, Norm, Residual, Statistics
+from stablenorm.types import Statistics
 
-__all__ = [
-    "add",
-    "backward",
-    "columns_of_sums",
-    "double_backward",
-    "forward",
-    "forward_where",
-    "jvp",
-    "normalize",
-    "project",
-]
+__all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
 
-def forward(x: RowsLike, norm: Norm, y: RowsLike, residual: Residual | None = None) -> Statistics:
-    """
-    Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
-
-    With a residual, x + residual is normalized, rounded to x's dtype and written to ``residual.sum``.
-    """
-    if residual is not None:
-        x = equations.add(x, *residual)
-    statistics: Statistics = _of(norm).forward(x, norm, y)
-    return statistics
-
-
-# Here the statistics cost nothing beside the rest.
-normalize = forward
-
-# With a mask of elements as the last argument.
-forward_where = equations.forward
+def forward(call: Forward) -> Statistics:
+    """Do a forward: write y, and return the statistics."""
+    if call.samples is not None:
+        return joined([forward(call.sample(i)) for i in range(call.samples)])
+    if call.residual is not None:
+        total = equations.add(call.x, call.residual, call.total)
+        call = call._replace(x=total, residual=None, total=None)
+    norm: Any = _of(call)
+    if call.where is None:
+        statistics: Statistics = norm.forward(call)
+        return statistics
+    rows = counted(call.where)
+    found = norm.forward(rows.forward(call))
+    fill_others(call.y, [rows])
+    return spread([found], [rows], as_matrix(call.where).shape[0])
 
 
-def backward(
-    dy: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    statistics: Statistics,
-    out: Gradients,
-    extra: Extra = NOTHING_EXTRA,
-) -> None:
-    """Pull `dy` back through `forward`, into those arrays of `out` that are not None."""
-    _of(norm).backward(dy, x, norm, statistics, out, extra)
+def backward(call: Backward) -> None:
+    """Do a backward: write the gradients that are wanted."""
+    if call.samples is not None:
+        for i in range(call.samples):
+            backward(call.sample(i))
+        return
+    if call.where is None:
+        _of(call).backward(call)
+        return
+    rows = counted(call.where)
+    _of(call).backward(rows.backward(call))
+    fill_others(call.out.dx, [rows], call.dsum)
 
 
-def _of(norm: Norm) -> Any:
-    return nearest if norm.rounding == "nearest" else equations
+def _of(call: Any) -> Any:
+    return nearest if call.norm.rounding == "nearest" else equations

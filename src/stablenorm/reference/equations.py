@@ -62,11 +62,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from stablenorm.arrays import as_matrix
+from stablenorm.call import Backward, Forward
 from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
-from stablenorm.reference.partial import PARTIAL, as_partial
+from stablenorm.reference.partial import as_partial
 from stablenorm.reference.rounding import round_to
-from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics, any_float64
+from stablenorm.types import Array, Norm, Statistics, any_float64
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by
@@ -137,13 +138,13 @@ def affine(xhat: Any, scale: Any, shift: Any) -> Any:
 
 
 @default_control()
-def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None) -> Statistics:
+def forward(call: Forward) -> Statistics:
     """
-    Normalize the rows of `x` into `y` (which may be `x` itself); return the statistics.
+    Normalize the rows of x into y (which may be x itself); return the statistics.
 
-    With `where`, only elements for which it is True count, at least one of each row.
+    With a mask, only elements for which it is True count, at least one of each row.
     """
-    x, y = as_matrix(x), as_matrix(y)
+    norm, x, y, where = call.norm, as_matrix(call.x), as_matrix(call.y), as_matrix(call.where)
     wide = any_float64(x, norm.gamma, norm.beta)
     lift = _lifter(wide)
     scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
@@ -152,9 +153,10 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike, where: RowsLike | None = None)
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
             found = normalized(lift(x[rows]), eps, lift, norm.kind, counting.mean)
-            result = affine(found.xhat, scale, shift)
-            y[rows] = _round(counting.only(result), y.dtype)
             keep(rows, found)
+            if y is not None:
+                result = affine(found.xhat, scale, shift)
+                y[rows] = _round(counting.only(result), y.dtype)
     return keep.statistics
 
 
@@ -176,32 +178,21 @@ def add(x: RowsLike, residual: RowsLike, total: RowsLike) -> RowsLike:
 
 
 @default_control()
-def backward(
-    dy: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    statistics: Statistics,
-    out: Gradients,
-    extra: Extra = NOTHING_EXTRA,
-) -> None:
+def backward(call: Backward) -> None:
     """
-    Pull `dy` back through `forward`, into those arrays of `out` that are not None.
+    Pull dy back through `forward`, into those arrays of ``call.out`` that are not None.
 
-    ``out.dx`` may be `dy` itself: each block of dy is read to the end before it is written. Into arrays of
-    dtype PARTIAL, dgamma and dbeta are written as sums over these rows alone, not rounded.
+    dx may be dy itself: each block of dy is read to the end before it is written.
     """
-    dy, x = as_matrix(dy), as_matrix(x)
-    if extra.dsum is not None:
-        extra = extra._replace(dsum=as_matrix(extra.dsum))
-    if out.dx is not None:
-        out = out._replace(dx=as_matrix(out.dx))
+    norm, statistics, out = call.norm, call.statistics, call.out
+    dy, x, dsum, dx_rows = map(as_matrix, (call.dy, call.x, call.dsum, out.dx))
     wide = statistics.rstd_lo is not None or any_float64(dy, x, norm.gamma, *out)
     lift = _lifter(wide)
     scale = _scale(norm, lift)
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
     with np.errstate(all="ignore"):
         for rows in _blocks(dy.shape):
-            counting = _Counting(extra.where, rows, x.shape[1])
+            counting = _Counting(call.where, rows, x.shape[1])
             cotangent = lift(dy[rows])
             if out.dx is not None or out.dgamma is not None:
                 xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
@@ -212,23 +203,22 @@ def backward(
             if out.dx is not None:
                 g = cotangent if scale is None else cotangent * scale
                 dx = project(g, xhat, norm.kind, counting.mean) * rstd
-                if extra.drstd is not None:
-                    share = counting.share(lift(extra.drstd[rows, None]))
+                if call.drstd is not None:
+                    share = counting.share(lift(call.drstd[rows, None]))
                     # In this order a product overflows only where dx does: |xhat| / n < 1.
                     dx = dx - share * xhat * rstd * rstd
-                if extra.dmean is not None:
-                    dx = dx + counting.share(lift(extra.dmean[rows, None]))
+                if call.dmean is not None:
+                    dx = dx + counting.share(lift(call.dmean[rows, None]))
                 dx = counting.only(dx)
-                if extra.dsum is not None:
-                    dx = dx + lift(extra.dsum[rows])
-                out.dx[rows] = _round(dx, out.dx.dtype)
-        if extra.old is not None:
-            sum_dgamma.add(lift(extra.old[:1]))
-            sum_dbeta.add(lift(extra.old[1:]))
-        if out.dgamma is not None:
-            out.dgamma[...] = sum_dgamma.rounded(out.dgamma)
-        if out.dbeta is not None:
-            out.dbeta[...] = sum_dbeta.rounded(out.dbeta)
+                if dsum is not None:
+                    dx = dx + lift(dsum[rows])
+                dx_rows[rows] = _round(dx, dx_rows.dtype)
+        if call.old is not None:
+            sum_dgamma.add(lift(call.old[:1]))
+            sum_dbeta.add(lift(call.old[1:]))
+        for total, result in ((sum_dgamma, out.dgamma), (sum_dbeta, out.dbeta)):
+            if result is not None:
+                total.put(result, pairs=call.sums == "pairs")
 
 
 # ---- arithmetic: the same words for float64 and for Wide ----
@@ -410,13 +400,14 @@ class _RowSum:
             count *= 2
         self._partial.append((count, total))
 
-    def rounded(self, like: Array) -> Array:
-        """Return the sum of all, rounded once to the dtype and in the shape of `like`."""
+    def put(self, result: Array, pairs: bool = False) -> None:
+        """Write the sum of all, rounded once or, as `partial` has them, as pairs."""
         if not self._partial:
-            return np.zeros(like.shape, like.dtype)
+            result[...] = np.zeros((), result.dtype)
+            return
         total = self.total()
-        found = as_partial(total) if like.dtype == PARTIAL else _round(total, like.dtype)
-        return found.reshape(like.shape)
+        found = as_partial(total) if pairs else _round(total, result.dtype)
+        result[...] = found.reshape(result.shape)
 
     def total(self) -> Any:
         """Return the sum of all, of at least one block, as one row."""

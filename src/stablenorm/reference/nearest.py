@@ -6,7 +6,6 @@ does the exact value. What that leaves undecided goes to `exact`. The bound is 0
 of constant rows y is beta, and a gamma or dy of 0 adds nothing.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.arrays import as_matrix
+from stablenorm.call import Backward, Forward
 from stablenorm.control import default_control
 from stablenorm.formats import format_of
 from stablenorm.reference import exact
@@ -30,8 +30,8 @@ from stablenorm.reference.equations import (
     normalized,
     project,
 )
-from stablenorm.reference.partial import PARTIAL, as_partial, rounded
-from stablenorm.types import NOTHING_EXTRA, Array, Extra, Gradients, Norm, Statistics
+from stablenorm.reference.partial import as_partial, rounded
+from stablenorm.types import Array, Norm, Statistics
 
 # Sums below 2**102 of the last place of their terms are exact in double-double: each error is a
 # multiple of that place, and less than it.
@@ -40,10 +40,10 @@ _NONE = 1 << 20
 
 
 @default_control()
-def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
+def forward(call: Forward) -> Statistics:
     """Do what `equations.forward` does, rounded to nearest; `spread` is filled as well."""
-    x, y = as_matrix(x), as_matrix(y)
-    n, dtype = x.shape[1], y.dtype
+    norm, x, y = call.norm, as_matrix(call.x), as_matrix(call.y)
+    n, dtype = x.shape[1], x.dtype
     gamma, beta = _parameter(norm.gamma, n, 1.0), _parameter(norm.beta, n, 0.0)
     finite = np.isfinite(gamma) & np.isfinite(beta)
     scale, shift = np.where(finite, gamma, 0.0), np.where(finite, beta, 0.0)
@@ -52,6 +52,9 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             part = _normalized(x[rows], norm)
+            spread[rows] = part.keep(keep, rows)
+            if y is None:
+                continue
             value = affine(part.rows.xhat, exact_scale, exact_shift)
             result, high, undecided = value.ends(dtype)
             undecided[part.undefined] = False
@@ -67,40 +70,32 @@ def forward(x: RowsLike, norm: Norm, y: RowsLike) -> Statistics:
                 result[:, ~finite] = extended[:, ~finite]
             result[part.undefined[:, None] | np.isnan(result)] = np.nan
             y[rows] = result
-            spread[rows] = part.keep(keep, rows)
     return keep.statistics._replace(spread=spread)
 
 
 @default_control()
-def backward(
-    dy: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    statistics: Statistics,  # noqa: ARG001, what all backends are given
-    out: Gradients,
-    extra: Extra = NOTHING_EXTRA,
-) -> None:
+def backward(call: Backward) -> None:
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
-    ``out.dx`` may be `dy` itself: the sums over rows come first. Object arrays select columns (True) and
-    receive `ExactSum`s.
+    dx may be dy itself: the sums over rows come first.
     """
-    columns = np.arange(x.shape[-1])
-    for which, total in enumerate(out[1:]):
-        if total is not None:
-            some = columns[total.reshape(-1) != 0] if total.dtype == object else columns
-            dgamma, dbeta = (total.dtype if which == each else None for each in (0, 1))
-            found = columns_of_sums(dy, x, norm, some, dgamma, dbeta, extra.old)
-            total.flat[some] = found[which]
-    if out.dx is not None:
-        _write_dx(as_matrix(dy), as_matrix(x), norm, as_matrix(out.dx), extra)
+    _, dgamma, dbeta = call.out
+    if call.sums == "exact":
+        _write_exact(call)
+    elif not dgamma is None is dbeta:
+        found = columns_of_sums(call, np.arange(call.x.shape[-1]))
+        for total, values in zip((dgamma, dbeta), found, strict=True):
+            if total is not None and values is not None:
+                total[...] = values.reshape(total.shape)
+    if call.out.dx is not None:
+        _write_dx(call)
 
 
-def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike, extra: Extra) -> None:
-    n = x.shape[1]
-    dsum = None if extra.dsum is None else as_matrix(extra.dsum)
-    gamma = _parameter(norm.gamma, n, 1.0)
+def _write_dx(call: Backward) -> None:
+    norm = call.norm
+    dy, x, dx, dsum = map(as_matrix, (call.dy, call.x, call.out.dx, call.dsum))
+    gamma = _parameter(norm.gamma, x.shape[1], 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
     exact_scale = _with_offset(scale, norm)
@@ -128,48 +123,49 @@ def _write_dx(dy: RowsLike, x: RowsLike, norm: Norm, dx: RowsLike, extra: Extra)
 
 
 @default_control()
-def columns_of_sums(
-    dy: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    columns: Array,
-    dtype_dgamma: np.dtype[Any] | None,
-    dtype_dbeta: np.dtype[Any] | None,
-    old: Array | None = None,
-) -> tuple[Array | None, Array | None]:
+def columns_of_sums(call: Backward, columns: Array) -> tuple[Array | None, Array | None]:
     """
-    Return dgamma and dbeta of some columns, rounded to nearest; None where there is no dtype.
+    Return some columns of dgamma and dbeta, as far as they are wanted: rounded to nearest, or as pairs.
 
-    Each is added to what `old` has for it before it is rounded. Of dtype PARTIAL, unrounded pairs are
-    returned; of dtype object, exact sums, without the old value.
+    Each is added to its old value before it is rounded.
     """
-    dy, x = as_matrix(dy), as_matrix(x)
-    start = np.zeros((2, len(columns))) if old is None else old[:, columns]
+    dy, x, pairs = as_matrix(call.dy), as_matrix(call.x), call.sums == "pairs"
+    old = np.zeros((2, len(columns))) if call.old is None else call.old[:, columns]
+    found: list[Array | None] = [None, None]
     with np.errstate(all="ignore"):
-        return (
-            None if dtype_dgamma is None else _sums(dy, x, norm, columns, start[:1], dtype_dgamma),
-            None if dtype_dbeta is None else _sums(dy, None, norm, columns, start[1:], dtype_dbeta),
-        )
+        for i, result in enumerate(call.out[1:]):
+            if result is None:
+                continue
+            if i == 0:
+                total = _dgamma(dy, x, call.norm, columns, old[:1])
+            else:
+                # Old values are numbers of the result's type.
+                total = _dbeta(dy, columns, old[1:], old.dtype if pairs else result.dtype)
+            found[i] = total if pairs else _decided(call, i, columns, (total, old[i], result.dtype))
+    return found[0], found[1]
 
 
-def _sums(
-    dy: RowsLike, x: RowsLike | None, norm: Norm, columns: Array, old: Array, dtype: np.dtype[Any]
+def _decided(
+    call: Backward, i: int, columns: Array, sums: tuple[Array, Array, np.dtype[Any]]
 ) -> Array:
-    """Return dgamma, or without x dbeta."""
-    exactly = functools.partial(_exact, dy, x, norm, columns)
-    if dtype == object:
-        return np.array([total for _, total in exactly(np.ones(len(columns)))], object)
-    if x is None:
-        found = _dbeta(dy, columns, old, old.dtype if dtype == PARTIAL else dtype)
-    else:
-        found = _dgamma(dy, x, norm, columns, old)
-    if dtype == PARTIAL:
-        return found
-    (first, _), (result, undecided) = _split(old[0]), rounded(found, dtype)
+    """Return dgamma (0) or dbeta (1) rounded, with integers where its bound leaves that open."""
+    total, old, dtype = sums
+    (first, _), (result, undecided) = _split(old), rounded(total, dtype)
     roots: dict[int, exact.Root] = {}
-    for j, total in exactly(undecided):
-        result[j] = (total + exact.ExactSum.of_numbers(first[[j]])).rounded(dtype, roots)
+    for j, sum_ in _exact(call, i, columns, undecided):
+        result[j] = (sum_ + exact.ExactSum.of_numbers(first[[j]])).rounded(result.dtype, roots)
     return result
+
+
+def _write_exact(call: Backward) -> None:
+    """Write exact sums where dgamma and dbeta, of objects, have True."""
+    columns = np.arange(call.x.shape[-1])
+    with np.errstate(all="ignore"):
+        for i, result in enumerate(call.out[1:]):
+            if result is not None:
+                wanted = result.reshape(-1) != 0
+                for j, sum_ in _exact(call, i, columns, wanted):
+                    result.flat[j] = sum_
 
 
 def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -> Array:
@@ -210,10 +206,11 @@ def _dbeta(dy: RowsLike, columns: Array, old: Array, kind_of_old: np.dtype[Any])
 
 
 def _exact(
-    dy: RowsLike, x: RowsLike | None, norm: Norm, columns: Array, wanted: Array
+    call: Backward, i: int, columns: Array, wanted: Array
 ) -> Iterator[tuple[int, exact.ExactSum]]:
-    """Yield the places that are `wanted`, and the exact dgamma, or without x dbeta, of these columns."""
-    if x is None:
+    """Yield the places that are `wanted`, and the exact dgamma (0) or dbeta (1) of these columns."""
+    dy, x, norm = as_matrix(call.dy), as_matrix(call.x), call.norm
+    if i == 1:
         for j, (values,) in _columns(columns, wanted, dy):
             yield j, exact.ExactSum.of_numbers(values)
     elif wanted.any():
@@ -234,7 +231,7 @@ class _Total:
         self._infinite += infinite.sum(axis=0)
 
     def partial(self) -> Array:
-        """Return the sums as PARTIAL."""
+        """Return the sums as `partial` has them."""
         found = self._terms.total()
         bound = found.bound
         total: Array = as_partial(found, Wide(bound.hi * UNIT, bound.lo, bound.exponent))[0]

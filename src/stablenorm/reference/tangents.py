@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from stablenorm.arrays import as_matrix
+from stablenorm.call import DoubleBackward, Jvp
 from stablenorm.control import default_control
 from stablenorm.reference.equations import (
-    RowsLike,
     _blocks,
     _Counting,
     _lifter,
@@ -38,28 +38,20 @@ from stablenorm.reference.equations import (
     _scale,
     project,
 )
-from stablenorm.types import Array, Norm, Statistics, any_float64
+from stablenorm.types import any_float64
 
 
 @default_control()
-def jvp(
-    tx: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    statistics: Statistics,
-    tgamma: Array | None,
-    tbeta: Array | None,
-    ty: RowsLike,
-    where: RowsLike | None = None,
-) -> None:
+def jvp(call: Jvp) -> None:
     """
-    Push the tangents of x, gamma and beta (None: 0) through `forward`, into `ty`; 0 where `where` is False.
+    Push the tangents of x, gamma and beta (None: 0) through `forward`, into ty; 0 where the mask is False.
 
     Each element is within ``0.501 ulp + c * S`` of the exact one, c as for y, S the magnitudes that
     it is made of: with ``T(v) = rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``,
     ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
     """
-    tx, x, ty = as_matrix(tx), as_matrix(x), as_matrix(ty)
+    _, _, norm, statistics, tgamma, tbeta, _, where = call
+    tx, x, ty = map(as_matrix, (call.tx, call.x, call.ty))
     wide = statistics.rstd_lo is not None or any_float64(tx, norm.gamma, tgamma, tbeta)
     lift = _lifter(wide)
     parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
@@ -72,17 +64,7 @@ def jvp(
 
 
 @default_control()
-def double_backward(
-    ddx: RowsLike,
-    dy: RowsLike,
-    x: RowsLike,
-    norm: Norm,
-    statistics: Statistics,
-    ddgamma: Array | None,
-    ddbeta: Array | None,
-    out: tuple[RowsLike, RowsLike, Array | None],
-    where: RowsLike | None = None,
-) -> None:
+def double_backward(call: DoubleBackward) -> None:
     """
     Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
 
@@ -90,8 +72,8 @@ def double_backward(
     ``|dy| T(ddx)``; of dx, ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) +
     (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
     """
-    ddx, dy, x = as_matrix(ddx), as_matrix(dy), as_matrix(x)
-    ddy, dx, dgamma = as_matrix(out[0]), as_matrix(out[1]), out[2]
+    *_, norm, statistics, ddgamma, ddbeta, (ddy, dx, dgamma), where = call
+    ddx, dy, x, ddy, dx = map(as_matrix, (call.ddx, call.dy, call.x, ddy, dx))
     wide = statistics.rstd_lo is not None or any_float64(ddx, dy, norm.gamma, ddgamma, ddbeta)
     lift = _lifter(wide)
     scale, *of_xhat = _scale(norm, lift), _parameter(ddgamma, lift), _parameter(ddbeta, lift)
@@ -117,7 +99,7 @@ def double_backward(
                 total = total + jacobian(cotangent * of_xhat[0])
             dx[rows] = _round(only(total), dx.dtype)
         if dgamma is not None:
-            dgamma[...] = sum_dgamma.rounded(dgamma)
+            sum_dgamma.put(dgamma)
 
 
 def _jacobian(v: Any, xhat: Any, rstd: Any, kind: str, mean: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,193 @@
+"""What the calls check of their arguments, each once."""
+
+import math
+from collections.abc import Sequence
+from textwrap import shorten
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stablenorm.arrays import Arrays, normalized_shape, show_axes
+from stablenorm.functional.combinations import CUDA, refuse
+from stablenorm.types import Array, Cache, Norm, check_eps, real
+
+NAMES = ("x", "gamma", "beta")
+
+
+def checked_norm(
+    arrays: Arrays, norm: Norm, x_shape: tuple[int, ...], axes: tuple[int, ...], backend: str
+) -> Norm:
+    """Return `norm` with gamma and beta as arrays and eps as a float, or say what is wrong."""
+    _, _, eps, kind, gamma_offset, rounding = norm
+    normalized_shape(x_shape, axes)
+    gamma, beta = (
+        None if value is None else _parameter(name, arrays.convert(name, value), x_shape, axes)
+        for name, value in zip(NAMES[1:], norm[:2], strict=True)
+    )
+    eps, gamma_offset = check_eps(eps), checked_offset(gamma_offset, gamma)
+    check_rounding(rounding)
+    norm = Norm(gamma, beta, eps, kind, gamma_offset, rounding)
+    if backend == "cuda":
+        _refuse_cuda(norm, axes)
+    return norm
+
+
+def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
+    asked = {
+        'rounding="nearest"': norm.rounding == "nearest",
+        "RMS norm": norm.kind == "rms",
+        "gamma_offset": norm.gamma_offset != 0.0,
+        "leading axes of gamma or beta": has_leading(norm, axes),
+    }
+    for feature, given in asked.items():
+        if given:
+            refuse(feature, CUDA)
+
+
+def has_leading(norm: Norm, axes: tuple[int, ...]) -> bool:
+    """Tell whether gamma or beta has axes before those that are normalized."""
+    gamma, beta = norm[:2]
+    most = len(axes)
+    return (gamma is not None and gamma.ndim > most) or (beta is not None and beta.ndim > most)
+
+
+def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[int, ...]) -> Array:
+    shape, leading = normalized_shape(x_shape, axes), array.ndim - len(axes)
+    if array.shape == shape:
+        return array
+    cure = ""
+    if leading > 0 and array.shape[leading:] == shape:
+        lengths = lengths_of(x_shape, axes)
+        if fits(array.shape[:leading], lengths):
+            return array
+        cure = f", or that after axes that broadcast against {lengths}"
+    msg = (
+        f"{name} must have shape {shape} to match x normalized over axis {show_axes(axes)}{cure}, "
+        f"got {array.shape}"
+    )
+    raise ValueError(msg)
+
+
+def lengths_of(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the lengths of the axes that are not normalized."""
+    return tuple(length for axis, length in enumerate(shape) if axis not in axes)
+
+
+def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
+    """Tell whether leading axes of a parameter broadcast against axes of these lengths."""
+    pairs = zip(reversed(leading), reversed(lengths), strict=False)
+    return len(leading) <= len(lengths) and all(one in (1, length) for one, length in pairs)
+
+
+def checked_offset(offset: Any, gamma: Array | None) -> float:
+    """Return `gamma_offset` as a float, or say what is wrong with it."""
+    value = real("gamma_offset", offset)
+    if not math.isfinite(value):
+        msg = f"gamma_offset must be finite, got {offset}"
+        raise ValueError(msg)
+    if value and gamma is None:
+        msg = f"gamma must be given with gamma_offset={offset}, got None; leave gamma_offset away"
+        raise ValueError(msg)
+    return value
+
+
+def check_rounding(rounding: Any) -> None:
+    """Raise unless `rounding` is one of the two."""
+    if not isinstance(rounding, str) or rounding not in ("fast", "nearest"):
+        msg = f'rounding must be "fast" or "nearest", got {shorten(repr(rounding), 60)}'
+        raise ValueError(msg)
+
+
+def check_save(save: Any) -> None:
+    """Raise unless `save` is one of the two."""
+    if not isinstance(save, str) or save not in ("x", "recompute"):
+        msg = f'save must be "x" or "recompute", got {shorten(repr(save), 60)}'
+        raise ValueError(msg)
+
+
+def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") -> None:
+    """Raise unless an argument has the shape of x, or of what else `of` says."""
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
+        raise ValueError(msg)
+
+
+def of_shape(
+    arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
+) -> Array:
+    """Return an argument as an array of the shape of x, or of what else `of` says."""
+    array: Array = arrays.convert(name, value)
+    check_shape(name, array, shape, of)
+    return array
+
+
+def check_cache(cache: Any, dy: Any, kind: str) -> None:
+    """Raise unless the second argument of a backward is a cache of a norm of this kind."""
+    if not isinstance(cache, Cache):
+        raise TypeError(_not_a_cache(dy, cache, kind))
+    if cache.norm.kind != kind:
+        check_kind(cache.norm, kind)
+
+
+def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
+    """Raise unless a cache is of the norm of which `what` is called."""
+    if norm.kind != kind:
+        msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_{what}"
+        raise ValueError(msg)
+
+
+def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
+    """Say what is wrong with `cache`, and what the cure is."""
+    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_backward"
+    cure = f"write y, cache = {forward}(...), then {backward}(dy, cache)"
+    if isinstance(dy, Cache):
+        cure = f"the two are swapped, write {backward}(dy, cache)"
+    elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
+        cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
+    return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+
+
+def asked_names(wrt: object) -> tuple[str, ...]:
+    """Return what `wrt` names."""
+    if wrt is NAMES:
+        return NAMES
+    names = tuple(wrt) if np.iterable(wrt) and not isinstance(wrt, str) else (wrt,)
+    if unknown := [name for name in names if not (isinstance(name, str) and name in NAMES)]:
+        msg = f"wrt must name some of 'x', 'gamma', 'beta', got {shorten(repr(unknown[0]), 60)}"
+        raise ValueError(msg)
+    return names
+
+
+def refuse_overlap(
+    arrays: Arrays,
+    name: str,
+    array: Array,
+    others: dict[str, Array | None],
+    but: str | None = None,
+) -> None:
+    """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
+    for other, there in others.items():
+        if there is not None and arrays.overlap(array, there):
+            # Asked last: of arrays that do not overlap, which is nearly always, it need not be.
+            if other == but and arrays.same_elements(array, there):
+                continue
+            msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
+            raise ValueError(msg)
+
+
+def checked_out(out: Any, likes: Sequence[Array | None], accumulate: bool) -> tuple[Any, ...]:
+    """Return the three entries of `out`; with `accumulate`, those that are wanted have to be there."""
+    if out is not None and not np.iterable(out):
+        msg = f"out must have three entries, for dx, dgamma and dbeta, got {type(out).__name__}"
+        raise TypeError(msg)
+    given = (None, None, None) if out is None else tuple(out)
+    if accumulate:
+        for name, like, array in zip(NAMES[1:], likes[1:], given[1:], strict=False):
+            if like is not None and array is None:
+                msg = f"out.d{name} must be the array to add to with accumulate=True, got None"
+                raise ValueError(msg)
+    if len(given) != len(NAMES):
+        msg = f"out must have three entries, for dx, dgamma and dbeta, got {len(given)}"
+        raise ValueError(msg)
+    return given

@@ -1,0 +1,146 @@
+"""The forward: what was given is checked, made one record, and handed to a backend."""
+
+import math
+from typing import Any, NamedTuple
+
+from numpy.typing import ArrayLike
+
+from stablenorm.arrays import is_plain, normalize_axes, on_cuda_device
+from stablenorm.backends import arrays_of, choose, choose_cuda, run
+from stablenorm.call import Forward
+from stablenorm.functional.checks import (
+    check_save,
+    checked_norm,
+    has_leading,
+    of_shape,
+    refuse_overlap,
+)
+from stablenorm.functional.combinations import CUDA, refuse
+from stablenorm.functional.masks import check_where
+from stablenorm.functional.samples import Samples, lead_of
+from stablenorm.types import Array, Cache, Norm, Statistics
+
+# As NamedTuples make themselves, in half the time.
+_new = tuple.__new__
+
+# What a backward makes again.
+_NOTHING_KEPT: Any = Statistics(None, None, None)  # type: ignore[arg-type]
+
+
+class ForwardOptions(NamedTuple):
+    """The keywords of a forward, as they were given, but for those of the norm."""
+
+    axis: int | tuple[int, ...] = -1
+    out: Array | None = None
+    backend: str | None = None
+    # Whether a cache is wanted; without it, y may overwrite x.
+    keep: bool = True
+    # Arrays, of Dask too.
+    residual: Any = None
+    where: Any = None
+    save: str = "x"
+    threads: int | None = None
+
+
+def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, Any]:
+    """Return y and the cache, given what the user gave."""
+    axis, out, backend, keep, residual, where, save, threads = options
+    if plain := type(axis) is int and axis == -1 and is_plain(x, None):
+        name = choose(backend)
+        arrays = arrays_of(name)
+        axes: tuple[int, ...] = (x.ndim - 1,)
+    else:
+        name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+        arrays = arrays_of(name)
+        x = arrays.convert("x", x)
+        axes = normalize_axes(axis, x.ndim)
+    if not (plain and _is_plain_norm(norm, (x.shape[-1],))):
+        plain, norm = False, checked_norm(arrays, norm, x.shape, axes, name)
+    total = None
+    if residual is not None:
+        _refuse_cuda("residual", name)
+        residual = of_shape(arrays, "residual", residual, x.shape)
+        total = arrays.empty(x.shape, x.dtype, x)
+    if out is None:
+        y = arrays.empty(x.shape, x.dtype, x)
+    else:
+        y = arrays.target("out", out, x.shape, x.dtype)
+        others = {"x": x, "gamma": norm.gamma, "beta": norm.beta, "residual": residual}
+        needed = keep and residual is None
+        refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
+    if where is not None:
+        _refuse_cuda("where", name)
+        where = check_where(where, x.shape, axes, norm.rounding)
+    if type(save) is not str or save != "x":
+        check_save(save)
+        _refuse_cuda('save="recompute"', name)
+    call = _new(Forward, (x, norm, y, keep, residual, total, where, None, threads))
+    statistics = None
+    if save == "x" or not keep:
+        statistics = _do(call, axes, name, plain)
+    else:
+        _do(call._replace(keep=False), axes, name, plain)
+        statistics = _NOTHING_KEPT
+    if not keep:
+        return y, None
+    kept = x if total is None else total
+    return y, _new(Cache, (kept, norm, axes, statistics, name, where, save))
+
+
+def statistics_of(cache: Cache, threads: int | None) -> Statistics:
+    """Return the statistics of a cache, made again if they were not kept."""
+    x, norm, axes, statistics, name, where, save = cache
+    if save == "x":
+        return statistics
+    made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name, False)
+    return made
+
+
+def _do(call: Forward, axes: tuple[int, ...], name: str, plain: bool) -> Any:
+    """Do a call whose arrays are as they were given; return the statistics in the order of x's rows."""
+    x, norm, y, keep, residual, total, where, _, threads = call
+    if not plain and has_leading(norm, axes) and x.size:
+        leads = (lead_of(each, x.ndim, axes) for each in norm[:2])
+        samples = Samples(x.shape, axes, *leads)
+        seen = samples.forward(call)
+        found = run("forward", name, seen)
+        samples.put_back(seen, call)
+        return samples.in_order(found) if keep else None
+    rows = arrays_of(name).rows
+    seen_x = rows(x, axes)
+    new = plain and seen_x is x and y is not None and y.flags.c_contiguous
+    # What is contiguous is its own matrix of rows.
+    if not (new and residual is None and where is None):
+        of_y, residual, total, where = (
+            None if each is None else rows(each, axes) for each in (y, residual, total, where)
+        )
+        call = Forward(
+            seen_x, _without_leading(norm, axes), of_y, keep, residual, total, where, None, threads
+        )
+    return run("forward", name, call)
+
+
+def _without_leading(norm: Norm, axes: tuple[int, ...]) -> Norm:
+    """Return the norm of no rows: then nothing of gamma and beta counts but that they have no leading axes."""
+    return (
+        norm._replace(gamma=None, beta=None, gamma_offset=0.0) if has_leading(norm, axes) else norm
+    )
+
+
+def _refuse_cuda(feature: str, backend: str) -> None:
+    if backend == "cuda":
+        refuse(feature, CUDA)
+
+
+def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
+    """Tell whether all is as most calls have it: a small one would feel the checks of the rest."""
+    gamma, beta, eps, _, gamma_offset, rounding = norm
+    return (
+        (gamma is None or is_plain(gamma, shape))
+        and (beta is None or is_plain(beta, shape))
+        and type(eps) is float
+        and 0.0 <= eps < math.inf
+        and gamma_offset == 0.0
+        and type(rounding) is str
+        and rounding == "fast"
+    )
