@@ -168,7 +168,7 @@ def calls(draw):
         draw(st.sampled_from([None, None, *KINDS])),
         varying,
         draw(st.none() | some.map(lambda more: tuple(sorted({*more, *varying})))),
-        draw(st.sampled_from(["x", "x", "recompute"])) if others else "x",
+        draw(st.sampled_from(["x", "x", "recompute"])),
     )
 
 

@@ -16,9 +16,8 @@ from stablenorm.testing.families import FAMILIES, Case, make_case
 from stablenorm.testing.plain import plain_backward, plain_forward
 
 DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
-# Long rows are what takes the oracle's time: the families of ordinary exponents.
-LONG = ("F01", "F03", "F07", "F14", "F19", "F28b", "F35")
-MANY_ROWS = ("F01", "F03", "F16", "F35")
+# Long rows are what takes the oracle's time.
+LONG, MANY_ROWS = ("F03", "F07", "F28b", "F35"), ("F01", "F35")
 # Made to cancel: there the second term of the contract decides the last bits.
 CANCELLING = {"y": {"F07", "F32"}, "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"}}
 # No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
@@ -141,12 +140,11 @@ def table(title, names=FINITE, lengths=(24,), rows=5, dtypes=tuple(DTYPES)):
         # 128 elements are one block of NumPy's pairwise summation.
         *table("layer norm", ("F03", "F07", "F14"), (128, 129), 3),
         *table("layer norm", ("F07", "F11"), (2049,), 2),
-        *table("layer norm", LONG, (8193,), 1, WIDE),
-        *table("layer norm", ("F03",), (8193,), 1, ("float16", "bfloat16")),
-        *table("layer norm", ("F03", "F07"), (LONGER,), 1, WIDE),
-        # More rows than one block of the reference holds at n = 7.
-        *table("layer norm", ("F01",), (7,), MORE // 7, ("float32",)),
-        *table("layer norm", MANY_ROWS, (7,), 700, ("float64",)),
+        *table("layer norm", LONG, (8193,), 1, ("float32",)),
+        *table("layer norm", ("F07",), (LONGER,), 1, WIDE),
+        # More rows than one block of the reference holds.
+        *table("layer norm", ("F01",), (1031,), MORE // 1031 + 1, ("float32",)),
+        *table("layer norm", MANY_ROWS, (7,), 300, ("float64",)),
         *table("RMS norm", lengths=(1, 40), rows=2),
         *(each for title in list(FEATURES)[2:10] for each in table(title)),
         *(each for title in list(FEATURES)[10:] for each in table(title, dtypes=WIDE)),
@@ -188,9 +186,9 @@ def test_mixtures_to_nearest(name, dtypes, rng):
     assert_right(case, roundings=["nearest"], backends=["numpy"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_the_plain_formula_fails_the_contract(dtype):
+def test_the_plain_formula_fails_the_contract():
     """The suite can fail: the formula that everybody writes breaks nearly every family."""
+    dtype = "float32"
     names = [name for name in FINITE if FAMILIES[name].applies(dtype, 257)]
     outcomes = {}
     for name in names:
