@@ -159,7 +159,7 @@ def test_contract(feature, name, dtype, n, rows):
     given, kind, roundings, compiled = FEATURES[feature]
     case = make_case(name, DTYPES[dtype], n, max(rows, FAMILIES[name].smallest_rows))
     how = {"backends": tuple(BACKENDS) if dtype in compiled else ("numpy",)}
-    if case.x.size > 2**12:
+    if case.x.size > 2**13:
         # Where integers decide, so many elements take seconds.
         roundings = FAST
     with np.errstate(over="ignore"):
