@@ -4,6 +4,7 @@ import re
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+
 from stablenorm.functional.combinations import REFUSED
 
 

@@ -20,10 +20,9 @@ from stablenorm.types import Array, Gradients
 _BACKENDS = {"reference": "numpy", "fused CPU kernel": "numba"}
 # A copy of less, in several threads, would measure how long it takes to wake them.
 _LEAST_COPY = 1 << 20
-# Doubles that a thread calculates on: 8 KiB stay in the first-level cache. Each is multiplied and
-# added to so often that reading and writing it takes no time, and a call lasts 5 ms, beside which
-# waking a thread is nothing.
-_VALUES, _STEPS, _REPEATS = 1024, 32, 1 << 12
+# Matrices that a thread multiplies, 128 KiB in a second-level cache: the largest that OpenBLAS shares with no
+# other thread. A call lasts some ms, beside which waking a thread is nothing.
+_SIDE, _MATRICES, _REPEATS = 64, 4, 32
 # A color and a marker for each program.
 _STYLES = {
     "plain NumPy": (COLORS[1], "^"),
@@ -36,8 +35,8 @@ class Roofline(NamedTuple):
     """
     What so many threads of a machine can do per second, each number measured.
 
-    `copy` is bytes that a copy reads and writes, `flops` float64 operations of multiply-adds in a
-    loop that Numba compiles.
+    `copy` is bytes that a copy reads and writes, `flops` float64 operations of NumPy's products of small
+    matrices.
     """
 
     threads: int
@@ -117,7 +116,7 @@ def measure_costs(
             count,
             2 * copied / timings[f"copy {count}"].median,
             # The lower quartile: whatever else runs only takes from arithmetic.
-            2 * count * _VALUES * _STEPS * _REPEATS / timings[f"flops {count}"].low,
+            2 * count * _REPEATS * _MATRICES * _SIDE**3 / timings[f"flops {count}"].low,
         )
         for count in (1, threads)
     )
@@ -153,38 +152,15 @@ def _make_calls(matrix: tuple[int, int], dtype: str, norm: str) -> dict[str, Cal
 
 
 def _make_flops(threads: int) -> Callable[[], Any]:
-    """Return a call of float64 multiply-adds in so many threads."""
-    arrays = np.zeros((threads, _VALUES))
-    return together([functools.partial(_compiled(), array, 0.5, _REPEATS) for array in arrays])
+    """Return a call of products of matrices in so many threads."""
+    matrices = np.full((_MATRICES, _SIDE, _SIDE), 1.0 / _SIDE)
 
+    def multiply(products: Array) -> None:
+        for _ in range(_REPEATS):
+            np.matmul(matrices, matrices, out=products)
 
-@functools.cache
-def _compiled() -> Any:
-    """
-    Compile multiply-adds that do not wait for one another.
-
-    Four values per turn of the loop: one chain of multiply-adds alone reaches three quarters of the
-    rate (43 against 56 Gflop/s, one thread of an AMD EPYC). Vectors are as wide as the compiler
-    makes them, here 256 bits; code with 512 can do up to twice as much.
-    """
-    import numba  # noqa: PLC0415
-
-    @numba.njit(nogil=True, fastmath={"contract"}, error_model="numpy")
-    def calculate(values: Array, factor: float, repeats: int) -> None:
-        quarter = values.size // 4
-        for _ in range(repeats):
-            for i in range(quarter):
-                s, t = values[i], values[quarter + i]
-                u, v = values[2 * quarter + i], values[3 * quarter + i]
-                for _ in range(_STEPS):
-                    s = s * factor + 1.0
-                    t = t * factor + 1.0
-                    u = u * factor + 1.0
-                    v = v * factor + 1.0
-                values[i], values[quarter + i] = s, t
-                values[2 * quarter + i], values[3 * quarter + i] = u, v
-
-    return calculate
+    rooms = np.empty((threads, *matrices.shape))
+    return together([functools.partial(multiply, each) for each in rooms])
 
 
 def draw_roofline(measured: Measured, axes: Any) -> None:
