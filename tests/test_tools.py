@@ -42,7 +42,6 @@ def untimed(monkeypatch):
     monkeypatch.setattr(report, "_BYTES", 2**14)
     monkeypatch.setattr(_measure, "measure_interleaved", call_once)
     monkeypatch.setattr(_measure, "_BACKENDS", dict.fromkeys(_measure._BACKENDS, "numpy"))
-    monkeypatch.setattr(_measure, "_compiled", lambda: lambda *_: None)
 
 
 @pytest.mark.usefixtures("untimed")
