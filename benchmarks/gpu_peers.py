@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+from peers import load_all
 
 # Given arrays of CuPy's by name and a direction, the call to time. A forward returns y, or a tuple
 # that begins with it; a backward dx, dgamma and dbeta.
@@ -14,13 +17,7 @@ Peer = Callable[[dict[str, Any], str], Callable[[], Any]]
 def load_peers() -> tuple[dict[str, Peer], dict[str, str]]:
     """Return the peers that can be loaded, and why the others cannot."""
     loaders = {"PyTorch": _torch, "torch.compile": _compiled, "Liger-Kernel": _liger}
-    found, missing = {}, {}
-    for name, load in loaders.items():
-        try:
-            found[name] = _through_autograd(load)
-        except Exception as error:  # noqa: BLE001  # they raise whatever they like
-            missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    return found, missing
+    return load_all({name: partial(_through_autograd, load) for name, load in loaders.items()})
 
 
 def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
