@@ -48,10 +48,8 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
-	$(BIN)/python benchmarks/figures_derivation.py
-	$(BIN)/python benchmarks/figures_report.py
+figures: $(VENV)/.dev  ## the pictures of offsets, projection and report: 1 min, with Chromium
+	$(BIN)/python benchmarks/figures.py
 
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
