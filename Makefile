@@ -58,7 +58,7 @@ accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into 
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
-scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 5 min, alone on the machine
+scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 8 min, alone on the machine
 	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that

@@ -2,7 +2,7 @@
 What Dask and files cost beside the plain call: `make scale`.
 
 Times whole arrays, their chunks in a loop and Dask, by threads and by two processes; then `stablenorm
-apply` beside `cp`. Writes benchmarks/results/scale.json and docs/evidence/scale.md. Five minutes, alone
+apply` beside `cp`. Writes benchmarks/results/scale.json and docs/evidence/scale.md. Eight minutes at most, alone
 on the machine, with 33 GB free on its disk.
 """
 
