@@ -48,7 +48,7 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-figures: $(VENV)/.dev  ## the pictures of offsets, projection and report: 1 min, with Chromium
+figures: $(VENV)/.dev  ## the pictures of the offsets and of the report: 1 min, with Chromium
 	$(BIN)/python benchmarks/figures.py
 
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from agreement import check_ours, check_peer
-from peers import EPS, Peer
+from peers import EPS, OURS, Peer
 
 from stablenorm import layer_norm, set_num_threads
 from stablenorm.backends import choose
@@ -18,7 +18,7 @@ from stablenorm.formats import parse
 from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
 
 # Ours: as called, and with results written into arrays given.
-OURS, OURS_OUT, CALL = "stablenorm", "out=", "layer_norm"
+OURS_OUT, CALL = "out=", "layer_norm"
 COPY, TORCH_CALL = "copy", "PyTorch F.layer_norm"
 # Up to 8 MiB, x, y, dy and dx fit into the last-level cache of 32 MiB, and malloc keeps pages that
 # are freed: it returns blocks beyond 32 MiB to the system at once, and never smaller ones once some

@@ -17,12 +17,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from gpu_checks import DTYPES, Arrays, capture, check_all
+from gpu_checks import capture, check_all
 from page import DOCS, keep, origin, origin_line, put, table
 from peers import load_all
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import PASSES
+from stablenorm.formats import parse
+from stablenorm.testing import Case
 
 SHAPES = (
     (8192, 1024), (8192, 4096), (4096, 8192), (65_536, 768), (1024, 65_536), (8192, 4095),
@@ -31,9 +33,9 @@ SHAPES = (
 WARM_UPS, REPEATS = 25, 100
 
 Call = Callable[[], Any]
-# Given arrays of CuPy's by name and a direction, the call to time. A forward returns y, or a tuple
-# that begins with it; a backward dx, dgamma and dbeta.
-Peer = Callable[[Arrays, str], Call]
+# Given a problem with arrays of CuPy's and a direction, the call to time. A forward returns y, or a
+# tuple that begins with it; a backward dx, dgamma and dbeta.
+Peer = Callable[[Case, str], Call]
 
 
 def load_peers() -> tuple[dict[str, Peer], dict[str, str]]:
@@ -50,11 +52,11 @@ def _through_autograd(load: Callable[[Any], Callable[..., Any]]) -> Peer:
         raise RuntimeError(msg)
     function = load(torch)
 
-    def peer(arrays: Arrays, direction: str) -> Call:
-        leaves = [torch.from_dlpack(arrays[k]).requires_grad_() for k in ("x", "gamma", "beta")]
+    def peer(held: Case, direction: str) -> Call:
+        leaves = [torch.from_dlpack(each).requires_grad_() for each in held[:3]]
         if direction == "forward":
             return lambda: function(*leaves)
-        y, dy = function(*leaves), torch.from_dlpack(arrays["dy"])
+        y, dy = function(*leaves), torch.from_dlpack(held.dy)
         return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
     return peer
@@ -113,7 +115,7 @@ def bench(cupy: Any) -> tuple[list[list[Any]], dict[str, str]]:
     cache_bytes = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["l2CacheSize"]
     lines = []
     for dtype, shape, direction in itertools.product(("bfloat16", "float32"), SHAPES, PASSES):
-        nbytes = PASSES[direction] * math.prod(shape) * DTYPES[dtype].itemsize
+        nbytes = PASSES[direction] * math.prod(shape) * parse(dtype).itemsize
         sets = max(3, min(16, math.ceil(3 * cache_bytes / nbytes)))
         problems = [draw(cupy, shape, dtype) for _ in range(sets)]
         candidates: dict[str, list[Call]] = {
@@ -134,22 +136,21 @@ def bench(cupy: Any) -> tuple[list[list[Any]], dict[str, str]]:
     return lines, missing
 
 
-def draw(cupy: Any, shape: tuple[int, int], dtype: str) -> Arrays:
+def draw(cupy: Any, shape: tuple[int, int], dtype: str) -> Case:
     """Draw the arrays of a problem, on the device."""
-    x, dy = (
-        cupy.random.standard_normal(shape, dtype=np.float32).astype(DTYPES[dtype]) for _ in range(2)
-    )
-    gamma, beta = cupy.random.standard_normal((2, shape[1]), dtype=np.float32).astype(DTYPES[dtype])
-    return {"x": x, "gamma": gamma, "beta": beta, "dy": dy}
+    draws = (shape, shape[1:], shape[1:], shape)
+    drawn = (cupy.random.standard_normal(each, dtype=np.float32) for each in draws)
+    x, gamma, beta, dy = (each.astype(parse(dtype)) for each in drawn)
+    return Case(x, gamma, beta, 1e-5, dy)
 
 
-def eager(held: Arrays, direction: str) -> Call:
+def eager(held: Case, direction: str) -> Call:
     """Return our call, with results written into arrays given."""
-    y, cache = layer_norm_forward(held["x"], held["gamma"], held["beta"])
+    y, cache = layer_norm_forward(*held[:4])
     if direction == "forward":
-        return lambda: layer_norm_forward(held["x"], held["gamma"], held["beta"], out=y)
-    out = layer_norm_backward(held["dy"], cache)
-    return lambda: layer_norm_backward(held["dy"], cache, out=out)
+        return lambda: layer_norm_forward(*held[:4], out=y)
+    out = layer_norm_backward(held.dy, cache)
+    return lambda: layer_norm_backward(held.dy, cache, out=out)
 
 
 def measure() -> dict[str, Any]:

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from stablenorm import __version__, layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import Problem
 from stablenorm.cli.parts import DTYPES
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
+OURS = "stablenorm"
 RESULTS = ("y", "dx", "dgamma", "dbeta")
 T = TypeVar("T")
 
@@ -198,10 +200,26 @@ def _plain(_: int) -> Peer:
     return Peer("plain NumPy", np.__version__, DTYPES, make)
 
 
+def _ours(_: int) -> Peer:
+    def make(problem: Problem, eps: float) -> Calls:
+        def forward() -> Any:
+            return layer_norm_forward(*problem[:3], eps)
+
+        cache = forward()[1]
+
+        def backward() -> Any:
+            return layer_norm_backward(problem.dy, cache)
+
+        return Calls(forward, backward, lambda: _named((forward()[0], *backward())))
+
+    return Peer(OURS, __version__, DTYPES, make)
+
+
 LOADERS: dict[str, Callable[[int], Peer]] = {
     "plain NumPy": _plain,
     "PyTorch": _torch,
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
+    OURS: _ours,
 }

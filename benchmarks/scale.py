@@ -1,9 +1,9 @@
 """
 What Dask and files cost beside the plain call: `make scale`.
 
-Times whole arrays, their chunks in a loop and Dask, by threads and by two processes; then `stablenorm
-apply` beside `cp`. Writes benchmarks/results/scale.json and docs/evidence/scale.md. Eight minutes at most, alone
-on the machine, with 33 GB free on its disk.
+Times whole arrays, their chunks in a loop and Dask's threads; then `stablenorm apply` beside `cp`. Writes
+benchmarks/results/scale.json and docs/evidence/scale.md. Eight minutes at most, alone on the machine,
+with 33 GB free on its disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from statistics import median
 from typing import Any
 
 import dask.array as da
-import distributed
 import numpy as np
 from dask.base import persist
 from page import DOCS, byte_words, digits, keep, medians, origin, origin_line, seconds, table, write
@@ -35,7 +34,7 @@ from stablenorm.memory import set_idle_limit
 N, ROWS, CHUNK_ROWS = 1024, 2**18, (2**14, 2**11)
 # What a process keeps of the memory of results: of new memory, the system's pages took up to ten times
 # as long as the call, and no two calls the same.
-IDLE, IDLE_OF_WORKER = 6 * 2**30, 2 * 2**30
+IDLE = 6 * 2**30
 ONE, BOTH = "forward", "forward and backward"
 # Bytes of the files of `apply`.
 FILES, LARGE = (2**30, 2**32), 16 * 10**9
@@ -49,63 +48,34 @@ def results(x: Any, gamma: Any, beta: Any, dy: Any, direction: str, eps: float) 
     return [y, *sn.layer_norm_backward(dy, cache)]
 
 
-def filled(chunk: int, value: float) -> Any:
-    """Return an array whose chunks are whole in memory; those of da.full are of one number each."""
-    chunks = (chunk,) * (ROWS // chunk), (N,)
-    return da.map_blocks(np.full, (chunk, N), value, "f4", chunks=chunks, dtype="f4")
-
-
 def calls() -> list[tuple[Any, ...]]:
-    """Return the bytes of a chunk, direction, workers, and seconds: whole, in a loop, and by Dask."""
+    """Return the bytes of a chunk, direction, threads, and seconds: whole, in a loop, and by Dask."""
     x, gamma, beta, dy, *_ = make_problem((ROWS, N), "float32")
     # What is still known to a scheduler is not computed again: each call has an eps of its own.
     eps = (1e-5 * (1 + i * 1e-6) for i in itertools.count())
     set_idle_limit(IDLE)
 
-    def call(threads: int, way: str, pairs: Any, run: Callable[[Any], Any]) -> Callable[[], Any]:
+    def call(way: str, pairs: Any, run: Callable[[Any], Any] = list) -> Callable[[], Any]:
         def made() -> Any:
-            sn.set_num_threads(threads)
             each = next(eps)
             return [run(results(x, gamma, beta, dy, way, each)) for x, dy in pairs]
 
         return made
 
-    def take(
-        workers: str, threads: int, chunk: int, way: str, lazy: Any, run: Callable[[Any], Any]
-    ) -> tuple[Any, ...]:
-        chunks = [(x[i : i + chunk], dy[i : i + chunk]) for i in range(0, ROWS, chunk)]
-        ways = {
-            "whole": call(threads, way, [(x, dy)], list),
-            "loop": call(threads, way, chunks, list),
-            "dask": call(threads, way, [lazy], run),
-        }
-        return 4 * N * chunk, way, workers, medians(ways, rounds=31, least=3, limit=20)
-
-    def threaded(lazy: Any) -> Any:
+    def persisted(lazy: Any) -> Any:
         return persist(*lazy, scheduler="threads", num_workers=sn.get_num_threads())
 
     found = []
-    # First, since even an idle cluster takes its share.
-    for chunk, way, threads in itertools.product(CHUNK_ROWS, (ONE, BOTH), (1, 2)):
-        near = [da.from_array(each, (chunk, N)) for each in (x, dy)]
-        words = f"{threads} thread{'s' * (threads > 1)}"
-        found.append(take(words, threads, chunk, way, near, threaded))
-    cluster = distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, processes=True, host="tcp://127.0.0.1",
-        dashboard_address="127.0.0.1:0", scheduler_kwargs={"dashboard": False}, memory_limit=0,
-    )  # fmt: skip
-    with cluster, distributed.Client(cluster) as client:
-        client.run(sn.set_num_threads, 1)
-        client.run(set_idle_limit, IDLE_OF_WORKER)
-
-        def spread(lazy: Any) -> None:
-            distributed.wait(client.persist(lazy))
-
-        for chunk, way in itertools.product(CHUNK_ROWS, (ONE, BOTH)):
-            far = client.persist([filled(chunk, value) for value in (1, 2)])
-            distributed.wait(far)
-            found.append(take("2 processes", 2, chunk, way, far, spread))
-            del far
+    for rows, way, threads in itertools.product(CHUNK_ROWS, (ONE, BOTH), (1, 2)):
+        sn.set_num_threads(threads)
+        chunks = [(x[i : i + rows], dy[i : i + rows]) for i in range(0, ROWS, rows)]
+        lazy = [da.from_array(each, (rows, N)) for each in (x, dy)]
+        ways = {
+            "whole": call(way, [(x, dy)]),
+            "loop": call(way, chunks),
+            "dask": call(way, [lazy], persisted),
+        }
+        found.append((4 * N * rows, way, threads, medians(ways, rounds=31, least=3, limit=40)))
     return found
 
 
@@ -163,17 +133,17 @@ def files() -> dict[str, Any]:
 
 def measure() -> dict[str, Any]:
     """Return all that the page holds."""
-    made = origin({name: version(name) for name in ("dask", "distributed")})
+    made = origin({"dask": version("dask")})
     return {"origin": made, "load": os.getloadavg()[0], "calls": calls(), "files": files()}
 
 
 def page(found: dict[str, Any]) -> str:
     """docs/evidence/scale.md."""
     of_dask = []
-    for nbytes, direction, workers, times in found["calls"]:
+    for nbytes, direction, threads, times in found["calls"]:
         _, loop, lazy = times
         each = f"{1e3 * (lazy - loop) * nbytes / (4 * N * ROWS):+.2f} ms"
-        words = byte_words(nbytes), direction, workers, *map(seconds, times)
+        words = byte_words(nbytes), direction, threads, *map(seconds, times)
         of_dask.append((*words, f"{lazy / loop - 1:+.1%}", each))
     of_files = []
     for size, taken in found["files"]["sizes"]:
@@ -193,10 +163,11 @@ def page(found: dict[str, Any]) -> str:
 ## Dask
 
 x of {byte_words(4 * N * ROWS)}, float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
-and by Dask, whose results stay in chunks. What Dask adds is its time over that of the loop. The processes hold
-their x and dy before the clock starts. Results use the memory of earlier ones again (`set_idle_limit`).
+and by Dask's threads, whose results stay in chunks. What Dask adds is its time over that of the loop. Results
+use the memory of earlier ones again (`set_idle_limit`). Processes of `distributed` add more, which is not
+measured here: [Past one machine](../explanation/scale.md).
 
-{table(("chunk", "direction", "workers", "whole", "loop", "Dask", "added", "per chunk"), of_dask)}
+{table(("chunk", "direction", "threads", "whole", "loop", "Dask", "added", "per chunk"), of_dask)}
 
 ## Files
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cases import BEYOND, CALL, IN_CACHE, OURS, OURS_OUT, TORCH_CALL, Result, Spread
+from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result, Spread
 from page import byte_words, digits, origin_line, seconds, table, unit_of
+from peers import OURS
 
 from stablenorm.cli.bench import PASSES
 
