@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,29 +36,15 @@ LARGE = 0.99 * COPY_BYTES
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 769, 1024, 4096, 16384, 65536)
 
 
-class Effort(NamedTuple):
-    """How long to measure: rounds at most, rounds at least, seconds between the two."""
-
-    rounds: int
-    least: int
-    limit: float
-
-
-# kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
-# Small cases: enough rounds for a median that a neighbour's noise does not move. Large ones run
-# against the limit of seconds; all of them together take less than ten minutes.
-SUITES = {
-    "call": Effort(51, 15, 10),
-    "shapes": Effort(21, 5, 3),
-    "kept": Effort(21, 5, 4),
-    "alone": Effort(9, 3, 3),
-    "n": Effort(9, 3, 2),
-}
+# Rounds at most, rounds at least, seconds between the two. Small cases: enough rounds for a median that a
+# neighbour's noise does not move. All cases together take less than ten minutes.
+time_all = partial(measure_interleaved, rounds=51, least=5, limit=3)
 
 
 class Case(NamedTuple):
     """One problem to time."""
 
+    # kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
     suite: str
     shape: tuple[int, ...]
     dtype: str
@@ -114,7 +101,7 @@ def measure_case(
     """
     problem = make_problem(case.shape, case.dtype)
     ways = _ours(problem, case)
-    ours = check_ours(problem, choose(None))
+    ours = check_ours(problem)
     used = {}
     for peer in peers:
         if case.dtype not in peer.dtypes or not _wanted(peer.name, case):
@@ -135,7 +122,7 @@ def measure_case(
     set_num_threads(1 if case.suite == "alone" else threads)
     results = []
     for direction, candidates in ways.items():
-        found = measure_interleaved(candidates | beside, **SUITES[case.suite]._asdict())
+        found = time_all(candidates | beside)
         # Four digits are more than a timing has.
         times = {name: Spread(*(float(f"{v:.4g}") for v in t[:3])) for name, t in found.items()}
         # Of a copy of the same arrays in the same rounds, where there is one.
@@ -149,8 +136,7 @@ def measure_case(
 def measure_machine(threads: int) -> float:
     """Bytes per second of a copy of 256 MiB, pages touched."""
     source, target = np.ones((2, COPY_BYTES // 4), np.float32)
-    candidates = {COPY: make_copy(source, target, threads)}
-    found = measure_interleaved(candidates, **SUITES["n"]._asdict())
+    found = time_all({COPY: make_copy(source, target, threads)})
     return 2 * COPY_BYTES / found[COPY].median
 
 

@@ -1,20 +1,18 @@
 """
 What the family costs beside the layer norm it is made of: `make family`.
 
-Times a residual beside NumPy's addition, the other keywords beside the plain call, and forward mode
-in float64 beside torch.func.jvp; writes benchmarks/results/family.json and docs/evidence/family.md.
+Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
+benchmarks/results/family.json and docs/evidence/family.md.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
 from page import DOCS, digits, keep, medians, origin, origin_line, seconds, table, write
-from peers import EPS, load_all
 
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
@@ -23,8 +21,6 @@ from stablenorm.cli.parts import use_threads
 THREADS = 2
 # 64k elements of a sample are 10 us of work.
 SAMPLES = (64, 64, 1024)
-# Of forward mode; the exact arithmetic of a row takes a while.
-ROWS, JUDGED, N = 2048, 16, 768
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -85,47 +81,11 @@ def others() -> list[tuple[Any, ...]]:
     return [(name, *medians({"it": it, "plain": base})) for name, (it, base) in calls.items()]
 
 
-def forward_mode(torch: Any, kind: str, offset: float) -> list[tuple[Any, ...]]:
-    """Time y and its tangent, by us and by PyTorch if it is there; and the worst error in ulp of ty."""
-    names = f"{kind}_norm_forward", f"{kind}_norm_jvp", f"exact_{kind}_norm"
-    forward, jvp, exact_norm = (getattr(sn, name) for name in names)
-    count = 2 if kind == "layer" else 1
-    rng = np.random.default_rng(0)
-    x, tx = rng.standard_normal((2, ROWS, N))
-    x += offset
-    values, tangents = rng.standard_normal((2, count, N))
-    calls: Calls = {"stablenorm": lambda: jvp(tx, forward(x, *values, eps=EPS)[1], *tangents)}
-    if torch is not None:
-        norm = getattr(torch.nn.functional, f"{kind}_norm")
-        given, moved = ([*map(torch.from_numpy, each)] for each in ((x, *values), (tx, *tangents)))
-
-        def pushed() -> Any:
-            call = lambda x, *parameters: norm(x, [N], *parameters, eps=EPS)
-            return torch.func.jvp(call, (*given,), (*moved,))[1].numpy()
-
-        calls["torch.func.jvp"] = pushed
-    some, named = slice(JUDGED), dict(zip(("tgamma", "tbeta"), tangents, strict=False))
-    exact = exact_norm(x[some], *values, eps=EPS, tx=tx[some], **named)
-    return [
-        (kind, offset, name, time, float(exact.ulp_errors(ty=call()[some])["ty"].max()))
-        for (name, call), time in zip(calls.items(), medians(calls), strict=True)
-    ]
-
-
 def measure() -> dict[str, Any]:
     """Return all that the page holds."""
     use_threads(THREADS)
-    found, missing = load_all({"PyTorch": lambda: importlib.import_module("torch")})
-    torch: Any = found.get("PyTorch")
-    if torch is not None:
-        torch.set_num_threads(THREADS)
     return {
-        "origin": origin({"PyTorch": torch.__version__.split("+")[0]} if found else missing),
-        "forward mode": [
-            *forward_mode(torch, "layer", 0.0),
-            *forward_mode(torch, "layer", 1e6),
-            *forward_mode(torch, "rms", 0.0),
-        ],
+        "origin": origin(),
         "residual": [line for shape in IN_CACHE[2:] + BEYOND for line in residual(shape)],
         "others": others(),
     }
@@ -138,10 +98,6 @@ def page(found: dict[str, Any]) -> str:
         for shape, way, apart, together in found["residual"]
     ]
     rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
-    tangents = [
-        (f"{kind} norm", f"{offset:g}", name, seconds(time), digits(worst, 3))
-        for kind, offset, name, time, worst in found["forward mode"]
-    ]
     return f"""# What the family costs
 
 Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
@@ -157,13 +113,6 @@ The time of NumPy's addition and the call, over that of the call with `residual=
 Forward and backward of {SAMPLES}, over the time of the plain call.
 
 {table(("what", "time", "over the plain call"), rest)}
-
-## Forward mode
-
-y and its tangent of x {(ROWS, N)} in float64, with tangents of all parameters; the largest error of ty in
-the first {JUDGED} rows, against the exact result.
-
-{table(("norm", "mean of x", "by", "time", "worst error in ulp"), tangents)}
 
 {origin_line("make family", found["origin"])}
 """

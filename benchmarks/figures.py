@@ -1,17 +1,11 @@
 """
-The pictures of what the package does: `make figures`. One minute.
+The picture of the first page, docs/_static/offset-light.svg and -dark.svg: `make figures`.
 
-docs/_static/offset-light.svg and -dark.svg: how many bits of y are right, over the mean of the row.
-docs/figures/report_views.png: a report on the bundled data, as Chromium shows it on two screens.
+How many bits of y are right, over the mean of the row, for three ways to compute it.
 """
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,15 +38,6 @@ INKS = {"light": "#222832", "dark": "#ced6dd"}
 # Elements of a row, and rows for each offset: the worst of 3000 elements. Bits of a float32.
 N, ROWS, BITS = 768, 4, 24
 OFFSETS = 2.0 ** np.arange(BITS + 1)
-
-# Of the report, in pixels: a telephone, its text with the margins, the top of both.
-TELEPHONE, SCREEN, TOP, GAP = 390, 800, 1100, 16
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PAIR = """<!doctype html><meta charset="utf-8"><title>Two screens</title>
-<body style="margin:0;display:flex;gap:{gap}px;background:#d8d4cb">
-<iframe style="border:0;width:{telephone}px;height:{height}px;color-scheme:dark" src="report.html"></iframe>
-<iframe style="border:0;width:{screen}px;height:{height}px;color-scheme:light" src="report.html"></iframe>
-"""
 
 
 def measure_offsets() -> list[list[float]]:
@@ -95,34 +80,11 @@ def draw_offsets(curves: list[list[float]], theme: str) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
-def show_report() -> None:
-    """Write a report, and take its picture: dark at the width of a telephone, and light beside it."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        sys.exit(f"figures: one of {', '.join(BROWSERS)} is needed")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        report = ["-m", "stablenorm", "report", "--out", str(folder / "report.html")]
-        subprocess.run([sys.executable, *report], check=True)
-        pair = folder / "pair.html"
-        pair.write_text(
-            PAIR.format(gap=GAP, telephone=TELEPHONE, screen=SCREEN, height=TOP), encoding="utf8"
-        )
-        options = [
-            "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-            f"--user-data-dir={folder / 'browser'}",
-            f"--screenshot={DOCS / 'figures' / 'report_views.png'}",
-            f"--window-size={TELEPHONE + GAP + SCREEN},{TOP}", pair.as_uri(),
-        ]  # fmt: skip
-        subprocess.run([browser, *options], check=True, capture_output=True, timeout=120)
-
-
 def main() -> None:
-    """Draw all."""
+    """Measure, and draw it twice."""
     curves = measure_offsets()
     for theme in INKS:
         draw_offsets(curves, theme)
-    show_report()
 
 
 if __name__ == "__main__":

@@ -200,10 +200,12 @@ def _plain(_: int) -> Peer:
     return Peer("plain NumPy", np.__version__, DTYPES, make)
 
 
-def _ours(_: int) -> Peer:
+def ours(backend: str | None = None) -> Peer:
+    """Return the package, by one of its backends."""
+
     def make(problem: Problem, eps: float) -> Calls:
         def forward() -> Any:
-            return layer_norm_forward(*problem[:3], eps)
+            return layer_norm_forward(*problem[:3], eps, backend=backend)
 
         cache = forward()[1]
 
@@ -221,5 +223,5 @@ LOADERS: dict[str, Callable[[int], Peer]] = {
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
-    OURS: _ours,
+    OURS: lambda _: ours(),
 }

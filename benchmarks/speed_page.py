@@ -147,7 +147,7 @@ def _shape_tables(shapes: Pairs, wanted: Sequence[tuple[int, ...]]) -> str:
             ours, out = r.times[OURS], r.times[OURS_OUT]
             times = _spread(ours), seconds(out.seconds), _of_copy(r)
             peers = [compared(r.times.get(name), ours) for name in others]
-            lines.append([_words(r.shape), byte_words(r.nbytes), *times, *peers])
+            lines.append([r.shape, byte_words(r.nbytes), *times, *peers])
         named = [o.partition(",")[0].replace("backend numpy", "NumPy backend") for o in others]
         head = ("x", "size", "stablenorm", "out=", "of copy, out=", *named)
         parts += [f"{way.capitalize()}:", table(head, lines)]
@@ -168,7 +168,7 @@ def _types_table(shapes: Pairs) -> str:
             )
         ]
         if dtype != "float32":
-            lines.append([dtype, _words(shape), *cells])
+            lines.append([dtype, shape, *cells])
     return table(["dtype", "x", *_of_ways("stablenorm", "of copy, out=", "PyTorch")], lines)
 
 
@@ -179,7 +179,7 @@ def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
     called, kept, alone = (pairs(results, suite) for suite in ("shapes", "kept", "alone"))
     beside_torch, beside_numpy = [], []
     for (shape, _), both in kept.items():
-        cells = [_words(shape)]
+        cells: list[Any] = [shape]
         for r in both.values():
             ours, theirs = r.times[OURS], r.times.get("PyTorch")
             cells += [_spread(ours), _spread(theirs), compared(theirs, ours)]
@@ -187,7 +187,7 @@ def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
     for key, both in alone.items():
         each = [r for way in PASSES for r in (called[key][way], both[way])]
         cells = [compared(r.times.get("plain NumPy"), r.times[OURS]) for r in each]
-        beside_numpy.append([_words(key[0]), *cells])
+        beside_numpy.append([key[0], *cells])
     return "\n\n".join((
         KEPT,
         table(["x", *_of_ways("stablenorm", "PyTorch", "compared")], beside_torch),
@@ -241,13 +241,9 @@ def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
             # Level with the fastest: their intervals overlap.
             level = name in both and both[name].low <= fastest.high
             cells.append(f"**{text}**" if level else text)
-        lines.append([_words(shape), *cells])
+        lines.append([shape, *cells])
     version = ".".join(run["versions"].get("PyTorch", "").split(".")[:2])
     return (
         table(("x", OURS, f"PyTorch {version}".strip(), RIVALS[1]), lines)
         + f"\n\n{run['processor']}, {run['threads']} threads, {run['date']}."
     )
-
-
-def _words(shape: Iterable[int]) -> str:
-    return f"({', '.join(map(str, shape))})"
