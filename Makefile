@@ -55,19 +55,20 @@ docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs
 	@echo "build/docs/index.html"
 
-figures: $(VENV)/.dev  ## the pictures, and the tables that go with them: 3 min
-	OPENBLAS_NUM_THREADS=1 $(BIN)/python benchmarks/figures_howto.py
-	$(BIN)/python benchmarks/figures_derivation.py
-	$(BIN)/python benchmarks/figures_report.py
+figures: $(VENV)/.dev  ## the picture of the first page: 1 min
+	$(BIN)/python benchmarks/figures.py
 
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: rounding scale
+.PHONY: family rounding scale
+family: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs: 1 min
+	$(BIN)/python benchmarks/family.py
+
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
-scale: $(VENV)/.dev  ## Dask and files beside the plain call, and what limits a cluster, into docs: 8 min
+scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 8 min, alone on the machine
 	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
@@ -88,10 +89,6 @@ $(BENCH)/.done: pyproject.toml
 .PHONY: bench
 bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--render: the page alone
 	$(BENCH)/bin/python benchmarks/bench.py $(ARGS)
-
-.PHONY: family
-family: $(BENCH)/.done  ## residuals, the other keywords, forward mode beside PyTorch, into docs: 1 min
-	$(BENCH)/bin/python benchmarks/family.py
 
 .PHONY: stability
 stability: $(BENCH)/.done  ## what the peers lose on hard inputs, into docs: 2 min

@@ -1,15 +1,14 @@
 """
 How far every element is from the exact one, over the families of hard inputs: `make accuracy`.
 
-Runs the families of `stablenorm.testing` through the package, with both roundings, and through the plain
-two-pass formula, judges all by the exact oracle, keeps what it found in benchmarks/results/accuracy.json,
-and writes docs/evidence/accuracy.md; with `--render` from the file alone. Exit status 1 if an element
-breaks the contract; the page is then written all the same, and says so. Five minutes.
+Runs the families of `stablenorm.testing` through the package, with both roundings, judges all by the
+exact oracle, keeps its tables in benchmarks/results/accuracy.json, and writes docs/evidence/accuracy.md;
+with `--render` from the file alone. Exit status 1 if an element breaks the contract; the page is then
+written all the same, and says so. Five minutes.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,7 +25,7 @@ from stablenorm import (
 )
 from stablenorm.formats import parse
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
-from stablenorm.testing import FAMILIES, make_case, plain_backward, plain_forward
+from stablenorm.testing import FAMILIES, make_case
 
 KINDS = ("float16", "bfloat16", "float32", "float64")
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
@@ -54,15 +53,12 @@ class Job(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """One output of a job: ours against the contract, the plain formula beside it."""
+    """One output of a job against the contract."""
 
-    family: str
-    dtype: str
-    n: int
-    rows: int
+    job: Job
     output: str
-    # Ours: the limit; the worst element within it, in ulp; how many cancel beyond it, and the
-    # largest share of c S that one of those used; how many are not the nearest float.
+    # The limit; the worst element within it, in ulp; how many cancel beyond it, and the largest
+    # share of c S that one of those used; how many are not the nearest float.
     limit: float
     passed: bool
     within: float
@@ -71,10 +67,6 @@ class Judged(NamedTuple):
     wrong: int
     # The same of rounding="nearest", both CPU backends together.
     nearest: int
-    # The plain formula, where n = N: the worst in ulp, and over the largest exact element of its row.
-    plain: float = math.nan
-    of_row: float = math.nan
-    kind: str = "layer"
 
 
 def run(case: Any, job: Job, **options: Any) -> dict[str, Any]:
@@ -91,8 +83,6 @@ def judge(job: Job) -> list[Judged]:
     exact = NORMS[job.kind][2](*case)
     ours = run(case, job)
     others = [run(case, job, rounding="nearest", backend=name) for name in ("numba", "numpy")]
-    y, kept = plain_forward(case.x, case.gamma, case.beta, case.eps)
-    plain = dict(zip(OUTPUTS, (y, *plain_backward(case.dy, kept)), strict=True))
     found = []
     for name in job.outputs:
         contract = exact.check_contract(**{name: ours[name]})[name]
@@ -108,31 +98,12 @@ def judge(job: Job) -> list[Judged]:
                 again = exact.check_contract(**{name: each[name]})[name]
                 missed += round(again.misrounded * errors.size)
         judged = Judged(
-            *job[:4], name, contract.limit_ulp, contract.passed,
+            job, name, contract.limit_ulp, contract.passed,
             float(np.max(errors, where=inside, initial=0)), contract.second_term,
-            contract.worst_excess, wrong, missed, kind=job.kind,
+            contract.worst_excess, wrong, missed,
         )  # fmt: skip
-        if job.n == N and job.kind == "layer":
-            ulps = exact.ulp_errors(**{name: plain[name]})[name]
-            wide = exact.rounded(name, np.float64)
-            nearest = exact.rounded(name, plain[name].dtype)
-            judged = judged._replace(
-                plain=float(ulps.max()),
-                of_row=_of_row(plain[name], nearest, wide),
-            )
         found.append(judged)
     return found
-
-
-def _of_row(actual: Any, nearest: Any, exact: Any) -> float:
-    """Return the largest error over the largest exact element of its row; NaN counts as infinity."""
-    with np.errstate(all="ignore"):
-        # Halves: the difference of two of the largest floats overflows. The nearest float is as
-        # good as exact, though it be infinity.
-        off = np.abs(actual.astype(np.float64) / 2 - exact / 2)
-        off = np.where(actual == nearest, 0, off).max(axis=-1)
-        ratio = np.where(off == 0, 0.0, off / (np.abs(exact).max(axis=-1) / 2))
-    return float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max())
 
 
 def jobs() -> Iterable[Job]:
@@ -150,29 +121,13 @@ def jobs() -> Iterable[Job]:
 
 def measure() -> dict[str, Any]:
     """Judge the jobs that exist, two processes at a time."""
-    every = [job for job in jobs() if not FAMILIES[job[0]].why_not(parse(job[1]), job[2], job[3])]
+    every = [
+        job for job in jobs() if not FAMILIES[job.family].why_not(parse(job.dtype), job.n, job.rows)
+    ]
     with ProcessPoolExecutor(2) as pool:
         judged = [judged for each in pool.map(judge, every, chunksize=4) for judged in each]
     failed = [str(each) for each in judged if each.nearest or not each.passed]
     return {"origin": origin(), "tables": tables(judged), "failed": failed}
-
-
-def ulp_words(ulp: float) -> str:
-    """Print an error that may be anything: two digits, or its order of magnitude."""
-    if not math.isfinite(ulp):
-        return "**NaN, inf**"
-    if ulp < 1:
-        return f"{ulp:.3f}" if ulp else "0"
-    if ulp < 1e4:
-        return f"{float(f'{ulp:.2g}'):g}"
-    return f"{ulp:.0e}".replace("e+0", "e").replace("e+", "e")
-
-
-def row_words(value: float) -> str:
-    """Print an error relative to its row."""
-    if not math.isfinite(value):
-        return "**all of it**"
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+00", "") if value else "0"
 
 
 def verdicts(
@@ -197,43 +152,28 @@ def verdicts(
 
 
 def family_table(main: Sequence[Judged]) -> str:
-    """One line a family: ours in each dtype, and the plain formula in float32."""
+    """One line a family: the worst error in each dtype."""
     lines = []
     for family in FINITE:
-        here = [j for j in main if j.family == family.name]
-        ours = [max((j.within for j in here if j.dtype == d), default=None) for d in KINDS]
-        plain = {j.output: j for j in here if j.dtype == "float32"}
-        cells = ["", "", "", "", ""]
-        if plain:
-            y, dx = plain["y"], plain["dx"]
-            sums = max(plain["dgamma"].plain, plain["dbeta"].plain)
-            cells = [ulp_words(y.plain), row_words(y.of_row), ulp_words(dx.plain)]
-            cells += [row_words(dx.of_row), ulp_words(sums)]
+        here = [j for j in main if j.job.family == family.name]
+        ours = [max((j.within for j in here if j.job.dtype == d), default=None) for d in KINDS]
         words = ["" if worst is None else f"{worst:.3f}" for worst in ours]
-        lines.append((f"{family.title} <small>{family.name}</small>", *words, *cells))
-    head = (
-        "x",
-        *KINDS,
-        "plain y, ulp",
-        "of the row",
-        "plain dx, ulp",
-        "of the row",
-        "plain sums, ulp",
-    )
-    return table(head, lines)
+        lines.append((f"{family.title} <small>{family.name}</small>", *words))
+    return table(("x", *KINDS), lines)
 
 
 def tables(every: Sequence[Judged]) -> dict[str, str]:
     """Return what is kept: the tables of the page."""
-    main = [j for j in every if j.n == N and j.kind == "layer"]
-    rms = [j for j in every if j.kind == "rms"]
-    others = sorted((j for j in every if j.n != N), key=lambda j: (j.rows, j.n))
-    of_output = lambda j: (j.dtype, j.output, f"{j.limit:g}")
+    main = [j for j in every if j.job.n == N and j.job.kind == "layer"]
+    rms = [j for j in every if j.job.kind == "rms"]
+    others = sorted((j for j in every if j.job.n != N), key=lambda j: (j.job.rows, j.job.n))
+    of_output = lambda j: (j.job.dtype, j.output, f"{j.limit:g}")
+    of_size = lambda j: (j.job.n, j.job.rows, j.job.dtype)
     heads = "dtype", "output", "limit"
     return {
         "main": verdicts(main, heads, of_output),
         "rms": verdicts(rms, heads, of_output),
-        "others": verdicts(others, ("n", "rows", "dtype"), lambda j: (j.n, j.rows, j.dtype)),
+        "others": verdicts(others, ("n", "rows", "dtype"), of_size),
         "families": family_table(main),
     }
 
@@ -287,11 +227,9 @@ ordinary data. [The contract](../reference/accuracy-contract.md) shows one and d
 
 ## All families
 
-First the worst error of all outputs of stablenorm, in ulp, for each dtype, without the elements that
-cancel beyond the limit. Then the plain formula: two passes in NumPy, in float32. "Of the row": its
-largest error over the largest exact element of the row, which is how much of the row it spoils. An
-element near 0 may be off by many of its own ulp and matter little. "all of it": NaN, infinity, or
-something other than 0 where all of the row is exactly 0.
+The worst error of all outputs, in ulp, for each dtype, without the elements that cancel beyond the
+limit. What other libraries and the plain formula lose on such inputs:
+[Stability](../explanation/stability.md).
 
 {kept["families"]}
 """

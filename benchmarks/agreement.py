@@ -11,16 +11,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from peers import EPS, Calls
+from peers import EPS, Calls, ours
 
-from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import Problem
-from stablenorm.types import Array, Gradients
+from stablenorm.types import Array
 
-# The reference computes this much of float32 in half a second; of float64 a twentieth. Beyond, some
-# rows are compared: y and dx of a row depend on no other; the sums are then held against the peers'.
-_ALL, _ALL_WIDE = 2**25, 2**20
+# Rows that are compared with the reference, as a problem of their own; the sums over all rows are
+# held against the peers'.
 _SOME_ROWS = 256
+# Beyond so many elements y and dx of a peer are compared in these rows alone.
+_ALL = 2**25
 # Units of rounding: a two-pass formula makes about ten roundings on the way to an element, each
 # up to the magnitude that `scales` says, and they do not all add up.
 _ROUNDINGS = 16
@@ -30,31 +30,16 @@ class DisagreementError(Exception):
     """Ours are not the reference's: nothing that is timed would mean anything."""
 
 
-def compute(problem: Problem, backend: str, out: bool = False) -> dict[str, Array]:
-    """Return our four results, in new arrays or in those of the problem."""
-    y, gradients = (problem.y, problem.gradients) if out else (None, None)
-    arguments = problem.x, problem.gamma, problem.beta, EPS
-    y, cache = layer_norm_forward(*arguments, out=y, backend=backend)
-    return {"y": y, **layer_norm_backward(problem.dy, cache, out=gradients)._asdict()}
-
-
-def check_ours(problem: Problem, backend: str) -> dict[str, Array]:
-    """Return our results; raise if they are not the reference's, or not the same with `out=`."""
-    ours, written = compute(problem, backend), compute(problem, backend, out=True)
-    where = f"{problem.x.shape} {problem.x.dtype}"
-    for name, array in ours.items():
-        # Of y and dx some rows: copies of all take longer than all that is timed.
-        if _rows_of(array).tobytes() != _rows_of(written[name]).tobytes():
-            msg = f"{name} with out= must be the bits of a fresh one, got other ones for {where}"
-            raise DisagreementError(msg)
-    small = problem.x.size <= (_ALL_WIDE if problem.x.dtype.itemsize == 8 else _ALL)
-    part = problem if small else some_rows(problem)
-    actual = compute(part, backend)
-    for name, expected in compute(part, "numpy").items():
-        if not _close(expected, actual[name], part, name in ("dgamma", "dbeta")):
+def check_ours(problem: Problem) -> dict[str, Array]:
+    """Return our results; raise if those of some rows are not the reference's."""
+    part = problem._replace(x=_rows_of(problem.x), dy=_rows_of(problem.dy))
+    actual, expected = (ours(name).make(part, EPS).results() for name in (None, "numpy"))
+    for name, array in expected.items():
+        if not _close(array, actual[name], part, name in ("dgamma", "dbeta")):
+            where = f"{problem.x.dtype} of {problem.x.shape}"
             msg = f"{name} must be that of the reference, got another one for {where}"
             raise DisagreementError(msg)
-    return ours
+    return ours().make(problem, EPS).results()
 
 
 def _close(expected: Array, actual: Array, problem: Problem, is_sum: bool) -> bool:
@@ -72,12 +57,12 @@ def _close(expected: Array, actual: Array, problem: Problem, is_sum: bool) -> bo
     return bool(np.all(np.abs(one - other) <= ulps * float(kind.eps) * np.abs(one) + least))
 
 
-def check_peer(calls: Calls, problem: Problem, ours: dict[str, Array]) -> float:
+def check_peer(calls: Calls, problem: Problem, right: dict[str, Array]) -> float:
     """Return the largest part of its tolerance that a peer uses: up to 1 it agrees."""
     allowed = scales(problem)
     used = 0.0
     for name, actual in calls.results().items():
-        expected = ours[name]
+        expected = right[name]
         if name in ("y", "dx") and problem.x.size > _ALL:
             expected, actual = _rows_of(expected), _rows_of(actual)  # noqa: PLW2901
         used = max(used, _used(expected, actual, _ROUNDINGS * allowed[name]))
@@ -108,12 +93,6 @@ def scales(problem: Problem) -> dict[str, float]:
         "dgamma": largest * (rows + min(xhat, 2 * n**0.5) * rows**0.5),
         "dbeta": largest * (rows + rows**0.5),
     }
-
-
-def some_rows(problem: Problem) -> Problem:
-    """Return a problem of some of the rows."""
-    x, dy = _rows_of(problem.x), _rows_of(problem.dy)
-    return problem._replace(x=x, dy=dy, y=x, gradients=Gradients(None, None, None))
 
 
 def _rows_of(array: Array) -> Array:

@@ -2,8 +2,8 @@
 Speed, beside PyTorch, JAX, ONNX Runtime and plain NumPy: `make bench`.
 
 Checks agreement, times forward and backward, and writes benchmarks/results/bench.json,
-docs/evidence/performance.md and the block of README; with `--render` from the file alone. Prints the
-targets: one not met is no error. Exit status 1 if ours disagree with the reference.
+docs/evidence/performance.md and the block of README; with `--render` from the file alone. Exit status
+1 if ours disagree with the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from typing import Any
 
 from agreement import DisagreementError
-from cases import SUITES, Record, make_cases, measure_case, measure_machine
+from cases import Result, Spread, make_cases, measure_case, measure_machine
 from page import DOCS, HERE, ROOT, keep, origin, put, write
 from peers import load_peers
 from speed_page import page, readme_block
@@ -36,20 +36,20 @@ JEMALLOC = (
 )
 
 
-def time_cases(kept: bool) -> tuple[dict[str, Any], list[Any]]:
-    """Measure the cases of this malloc; what is known of the run, and its records."""
+def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
+    """Measure the cases of this malloc; what is known of the run, and its results."""
     use_threads(THREADS)
     peers, missing = load_peers(PEERS, THREADS)
-    machine = measure_machine(THREADS, SUITES["n"])
-    records: list[Record] = []
+    machine = measure_machine(THREADS)
+    results: list[Result] = []
     agreement: dict[str, float] = {}
     refused: list[str] = []
     for case in make_cases():
         if kept != (case.suite in KEPT):
             continue
         print(*case, file=sys.stderr, flush=True)
-        found, used = measure_case(case, peers, THREADS, SUITES[case.suite], machine)
-        records += found
+        found, used = measure_case(case, peers, THREADS, machine)
+        results += found
         for peer, worst in used.items():
             if worst <= 1:
                 agreement[peer] = max(worst, agreement.get(peer, 0.0))
@@ -63,8 +63,7 @@ def time_cases(kept: bool) -> tuple[dict[str, Any], list[Any]]:
         "agreement": agreement,
         "refused": refused,
     }
-    # Four digits are more than a timing has.
-    return run, [[float(f"{v:.4g}") if isinstance(v, float) else v for v in r] for r in records]
+    return run, results
 
 
 def print_kept() -> None:
@@ -75,7 +74,7 @@ def print_kept() -> None:
 
 def measure() -> dict[str, Any]:
     """Measure every case, those that need jemalloc in a process of its own."""
-    run, records = time_cases(kept=False)
+    run, results = time_cases(kept=False)
     library = ctypes.util.find_library("jemalloc")
     if library is None:
         run["kept"] = "jemalloc was not found; on Debian: apt-get install libjemalloc2"
@@ -87,21 +86,23 @@ def measure() -> dict[str, Any]:
         )
         failed = f"with {library} preloaded it ended with status {done.returncode}"
         run["kept"] = failed if done.returncode else ""
-        records += [] if done.returncode else json.loads(done.stdout)
-    return {"run": run, "columns": Record._fields, "records": records}
+        results += [] if done.returncode else json.loads(done.stdout)
+    return {"run": run, "results": results}
 
 
 def main() -> int:
-    """Measure or read, write, print."""
+    """Measure or read, write."""
     try:
         found = keep("bench", __doc__ or "", measure)
     except DisagreementError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    run = found["run"]
-    records = [Record(row[0], tuple(row[1]), *row[2:]) for row in found["records"]]
-    write(DOCS / "evidence" / "performance.md", page(run, records))
-    put(ROOT / "README.md", {"speed": readme_block(run, records)})
+    results = []
+    for suite, shape, dtype, way, copy, times in found["results"]:
+        spreads = {name: Spread(*each) for name, each in times.items()}
+        results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
+    write(DOCS / "evidence" / "performance.md", page(found["run"], results))
+    put(ROOT / "README.md", {"speed": readme_block(found["run"], results)})
     return 0
 
 

@@ -1,43 +1,28 @@
 """
 What the family costs beside the layer norm it is made of: `make family`.
 
-Times a residual beside NumPy's addition, the other keywords beside the plain call, and forward mode
-in float64 beside torch.func.jvp; writes benchmarks/results/family.json and docs/evidence/family.md.
-(RMS norm is timed by `make bench`.)
+Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
+benchmarks/results/family.json and docs/evidence/family.md.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
-from page import DOCS, digits, keep, origin, origin_line, seconds, table, write
-from peers import EPS, load_all
+from page import DOCS, digits, keep, medians, origin, origin_line, seconds, table, write
 
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
 from stablenorm.cli.parts import use_threads
-from stablenorm.timing import measure_interleaved
 
 THREADS = 2
-# Wanted of each shape beyond the caches.
-OF_RESIDUAL = 1.5
 # 64k elements of a sample are 10 us of work.
 SAMPLES = (64, 64, 1024)
-# Of forward mode; the exact arithmetic of a row takes a while.
-ROWS, JUDGED, N = 2048, 16, 768
 
 Calls = dict[str, Callable[[], Any]]
-
-
-def medians(calls: Calls, limit: float = 2.0) -> list[float]:
-    """Return seconds of each call, taken in turns."""
-    found = measure_interleaved(calls, rounds=21, least=5, limit=limit)
-    return [timing.median for timing in found.values()]
 
 
 def residual(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
@@ -73,108 +58,53 @@ def others() -> list[tuple[Any, ...]]:
     rows[:, 3 * SAMPLES[1] // 4 :] = False
     scales, shifts = (np.repeat(p[None, None], SAMPLES[0], axis=0) for p in (gamma, beta))
 
-    def both(*parameters: Any, **keywords: Any) -> Callable[[], Any]:
-        after = {key: keywords.pop(key) for key in ("sum_axes",) if key in keywords}
+    def both(*parameters: Any, sums: Any = None, **keywords: Any) -> Callable[[], Any]:
         return lambda: sn.layer_norm_backward(
-            dy, sn.layer_norm_forward(x, *parameters, **keywords)[1], **after
+            dy, sn.layer_norm_forward(x, *parameters, **keywords)[1], sum_axes=sums
         )
 
     _, cache = sn.layer_norm_forward(x, gamma, beta)
-    plain = both(gamma, beta)
-    calls = {
-        "`gamma_offset=1.0`": both(gamma, beta, gamma_offset=1.0),
-        "gamma and beta per sample": both(scales, shifts),
-        "`sum_axes=1`": both(gamma, beta, sum_axes=1),
-        "`where=`, a quarter of the rows is padding": both(gamma, beta, where=rows),
-        "`where=`, elements": both(gamma, beta, where=x > -1),
-        '`save="recompute"`': both(gamma, beta, save="recompute"),
+    plain, pull = both(gamma, beta), lambda: sn.layer_norm_backward(dy, cache)
+    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "`gamma_offset=1.0`": (both(gamma, beta, gamma_offset=1.0), plain),
+        "gamma and beta per sample": (both(scales, shifts), plain),
+        "`sum_axes=1`": (both(gamma, beta, sums=1), plain),
+        "`where=`, a quarter of the rows is padding": (both(gamma, beta, where=rows), plain),
+        "`where=`, elements": (both(gamma, beta, where=x > -1), plain),
+        '`save="recompute"`': (both(gamma, beta, save="recompute"), plain),
+        "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), pull),
+        "`layer_norm_double_backward`, beside the backward": (
+            lambda: sn.layer_norm_double_backward(x, dy, cache),
+            pull,
+        ),
     }
-    found = [(name, *medians({"it": it, "plain": plain})) for name, it in calls.items()]
-    alone = {
-        "it": lambda: sn.layer_norm_jvp(dy, cache),
-        "plain": lambda: sn.layer_norm_backward(dy, cache),
-    }
-    second = alone | {"it": lambda: sn.layer_norm_double_backward(x, dy, cache)}
-    return [
-        *found,
-        ("`layer_norm_jvp`, beside the backward", *medians(alone)),
-        ("`layer_norm_double_backward`, beside the backward", *medians(second)),
-    ]
-
-
-def forward_mode(torch: Any, kind: str, offset: float) -> list[tuple[Any, ...]]:
-    """Time y and its tangent, by us and by PyTorch if it is there; and the worst error in ulp of ty."""
-    names = f"{kind}_norm_forward", f"{kind}_norm_jvp", f"exact_{kind}_norm"
-    forward, jvp, exact_norm = (getattr(sn, name) for name in names)
-    count = 2 if kind == "layer" else 1
-    rng = np.random.default_rng(0)
-    x, tx = rng.standard_normal((2, ROWS, N))
-    x += offset
-    values, tangents = rng.standard_normal((2, count, N))
-    calls: Calls = {"stablenorm": lambda: jvp(tx, forward(x, *values, eps=EPS)[1], *tangents)}
-    if torch is not None:
-        norm = getattr(torch.nn.functional, f"{kind}_norm")
-        given, moved = ([*map(torch.from_numpy, each)] for each in ((x, *values), (tx, *tangents)))
-
-        def pushed() -> Any:
-            call = lambda x, *parameters: norm(x, [N], *parameters, eps=EPS)
-            return torch.func.jvp(call, (*given,), (*moved,))[1].numpy()
-
-        calls["torch.func.jvp"] = pushed
-    some, named = slice(JUDGED), dict(zip(("tgamma", "tbeta"), tangents, strict=False))
-    exact = exact_norm(x[some], *values, eps=EPS, tx=tx[some], **named)
-    return [
-        (kind, offset, name, time, float(exact.ulp_errors(ty=call()[some])["ty"].max()))
-        for (name, call), time in zip(calls.items(), medians(calls), strict=True)
-    ]
+    return [(name, *medians({"it": it, "plain": base})) for name, (it, base) in calls.items()]
 
 
 def measure() -> dict[str, Any]:
     """Return all that the page holds."""
     use_threads(THREADS)
-    found, missing = load_all({"PyTorch": lambda: importlib.import_module("torch")})
-    torch: Any = found[0] if found else None
-    if torch is not None:
-        torch.set_num_threads(THREADS)
     return {
-        "origin": origin({"PyTorch": torch.__version__.split("+")[0]} if found else missing),
-        "forward mode": [
-            line
-            for case in (("layer", 0.0), ("layer", 1e6), ("rms", 0.0))
-            for line in forward_mode(torch, *case)
-        ],
+        "origin": origin(),
         "residual": [line for shape in IN_CACHE[2:] + BEYOND for line in residual(shape)],
         "others": others(),
     }
 
 
-def marked(value: float, least: float) -> str:
-    """Write a ratio, and beside it whether it misses its target."""
-    return digits(value, 3) + f" **below {least}**" * (value < least)
-
-
-def main() -> int:
-    """Measure or read, write the page."""
-    found = keep("family", __doc__ or "", measure)
-    beyond = set(BEYOND)
+def page(found: dict[str, Any]) -> str:
+    """docs/evidence/family.md."""
     sums = [
-        (tuple(shape), way, seconds(together),
-         marked(apart / together, OF_RESIDUAL if tuple(shape) in beyond and way == "forward" else 0))
+        (tuple(shape), way, seconds(together), digits(apart / together, 3))
         for shape, way, apart, together in found["residual"]
-    ]  # fmt: skip
-    rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
-    tangents = [
-        (f"{kind} norm", f"{offset:g}", name, seconds(time), digits(worst, 3))
-        for kind, offset, name, time, worst in found["forward mode"]
     ]
-    text = f"""# What the family costs
+    rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
+    return f"""# What the family costs
 
 Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
 
 ## Residuals
 
-The time of NumPy's addition and the call, over that of the call with `residual=` or `dsum=`. At least
-{OF_RESIDUAL:g} is wanted forward, beyond the caches (from {BEYOND[0]} on).
+The time of NumPy's addition and the call, over that of the call with `residual=` or `dsum=`.
 
 {table(("x", "direction", "together", "apart over together"), sums)}
 
@@ -184,18 +114,14 @@ Forward and backward of {SAMPLES}, over the time of the plain call.
 
 {table(("what", "time", "over the plain call"), rest)}
 
-## Forward mode
-
-y and its tangent of x {(ROWS, N)} in float64, with tangents of all parameters; the largest error of ty in
-the first {JUDGED} rows, against the exact result.
-
-{table(("norm", "mean of x", "by", "time", "worst error in ulp"), tangents)}
-
 {origin_line("make family", found["origin"])}
 """
-    write(DOCS / "evidence" / "family.md", text)
-    return 0
+
+
+def main() -> None:
+    """Measure or read, write the page."""
+    write(DOCS / "evidence" / "family.md", page(keep("family", __doc__ or "", measure)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

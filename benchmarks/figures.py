@@ -1,53 +1,91 @@
-"""What the pictures of the explanations have in common: a size at which a telephone shows letters."""
+"""
+The picture of the first page, docs/_static/offset-light.svg and -dark.svg: `make figures`.
+
+How many bits of y are right, over the mean of the row, for three ways to compute it.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+from matplotlib import rc_context
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from page import DOCS
+from stability_methods import normalize, one_pass
 
-FIGURES = Path(__file__).parent.parent / "docs" / "figures"
-# Okabe and Ito: told apart by the colour-blind.
-BLUE, SKY, RED, GREEN, GRAY = "#0072b2", "#56b4e9", "#d55e00", "#009e73", "0.45"
-# Inches. A page 390 pixels wide leaves 358 for a picture: letters of 9 points, an eighth of an
-# inch, are then 8.6 pixels high. At 9 inches, which was tried, they are 5, and nobody reads them.
-WIDTH = 5.2
-# Points: of words within a picture, and of its title and axes.
-SMALL, LARGE = 9, 10
-# Three pixels to one of the page: sharp on a telephone. The sheet keeps it from filling a screen.
-DPI = 200
+from stablenorm import exact_layer_norm, layer_norm
+from stablenorm.testing import plain_forward
 
-
-def make_figure(height: float) -> Any:
-    """Return an empty figure of the common width."""
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def make_axes(height: float) -> tuple[Any, Any]:
-    """Return a figure and its axes."""
-    figure = make_figure(height)
-    return figure, figure.subplots()
-
-
-def put_legend(figure: Any, axes: Any) -> None:
-    """Put the legend below, where it hides no curve."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=SMALL,
-        columnspacing=1.2, handlelength=1.8,
-    )  # fmt: skip
+# Of each line: the method, its name, its dashes, the point at which the name stands, how far off
+# in points and on which side; then its color on a light page and on a dark one.
+LINES: tuple[tuple[Any, ...], ...] = (
+    (
+        lambda x: normalize(x, one_pass, 1e-5), "E[x²] - E[x]²", "-.", 6, (12, 0), "left",
+        {"light": "#b9770e", "dark": "#e8b04a"},
+    ),
+    (
+        lambda x: plain_forward(x)[0], "two passes in float32", "--", 12, (8, 8), "left",
+        {"light": "#c0392b", "dark": "#ff8a7a"},
+    ),
+    (
+        layer_norm, "stablenorm", "-", 12, (0, -20), "center",
+        {"light": "#1a6fb0", "dark": "#6cb8f0"},
+    ),
+)  # fmt: skip
+INKS = {"light": "#222832", "dark": "#ced6dd"}
+# Elements of a row, and rows for each offset: the worst of 3000 elements. Bits of a float32.
+N, ROWS, BITS = 768, 4, 24
+OFFSETS = 2.0 ** np.arange(BITS + 1)
 
 
-def save(figure: Any, name: str) -> None:
-    """Write it into docs/figures, on white: legible on a dark page too."""
-    for axes in figure.axes:
-        axes.title.set_fontsize(LARGE)
-        if axes.axison and axes.name == "rectilinear":
-            axes.xaxis.label.set_fontsize(LARGE)
-            axes.yaxis.label.set_fontsize(LARGE)
-            axes.tick_params(labelsize=SMALL)
-    figure.savefig(FIGURES / name, dpi=DPI, facecolor="white")
+def measure_offsets() -> list[list[float]]:
+    """Return for each line how many bits of y are right, over the offset."""
+    noise = np.random.default_rng(0).standard_normal((ROWS, N))
+    curves: list[list[float]] = [[] for _ in LINES]
+    for offset in OFFSETS:
+        x = (offset + noise).astype(np.float32)
+        expected = exact_layer_norm(x).rounded("y", np.float64)
+        for curve, (method, *_) in zip(curves, LINES, strict=True):
+            # The worst error beside the largest y. NaN has no bit that is right.
+            error = np.abs(method(x) - expected).max() / np.abs(expected).max()
+            bits = -np.log2(error) if np.isfinite(error) else 0.0
+            curve.append(float(np.clip(bits, 0, BITS)))
+    return curves
+
+
+def draw_offsets(curves: list[list[float]], theme: str) -> None:
+    """Draw the three lines, each with its name on it: a legend would be far from them."""
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    # No date and a fixed salt: the same curves are the same file.
+    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12}
+    with rc_context(settings | dict.fromkeys(inked, INKS[theme])):
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots()
+        for y, (method, name, dash, at, off, side, colors) in zip(curves, LINES, strict=True):
+            width = 3.5 if method is layer_norm else 2.2
+            axes.plot(OFFSETS, y, dash, color=colors[theme], lw=width)
+            place = {"xytext": off, "textcoords": "offset points", "ha": side, "weight": "bold"}
+            axes.annotate(name, (OFFSETS[at], y[at]), color=colors[theme], **place)
+        axes.set_xscale("log", base=2)
+        axes.set(
+            xlabel="mean of the row, in standard deviations", ylabel="bits of y that are right",
+            xlim=OFFSETS[[0, -1]], ylim=(-0.5, BITS + 1), yticks=range(0, BITS + 1, 4),
+        )  # fmt: skip
+        axes.grid(alpha=0.2)
+        axes.spines[["top", "right"]].set_visible(False)
+        path = DOCS / "_static" / f"offset-{theme}.svg"
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def main() -> None:
+    """Measure, and draw it twice."""
+    curves = measure_offsets()
+    for theme in INKS:
+        draw_offsets(curves, theme)
+
+
+if __name__ == "__main__":
+    main()

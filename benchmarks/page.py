@@ -1,4 +1,4 @@
-"""What all generated pages share: markers, tables, numbers, the line of origin."""
+"""What all generated pages share: medians, tables, numbers, the line of origin, markers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 import stablenorm
+from stablenorm.timing import measure_interleaved
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -58,6 +59,14 @@ def keep(name: str, doc: str, measure: Callable[[], dict[str, Any]]) -> dict[str
         path.write_text(json.dumps(measure()) + "\n", encoding="utf-8")
     kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return kept
+
+
+def medians(
+    calls: Mapping[str, Callable[[], Any]], rounds: int = 21, least: int = 5, limit: float = 2.0
+) -> list[float]:
+    """Return seconds of each call, taken in turns."""
+    found = measure_interleaved(calls, rounds=rounds, least=least, limit=limit)
+    return [timing.median for timing in found.values()]
 
 
 def origin_line(command: str, made: Mapping[str, Any]) -> str:

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from stablenorm import __version__, layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import Problem
 from stablenorm.cli.parts import DTYPES
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
+OURS = "stablenorm"
 RESULTS = ("y", "dx", "dgamma", "dbeta")
 T = TypeVar("T")
 
@@ -36,21 +38,20 @@ class Calls(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """An implementation; `make` takes a problem and eps, as does what makes its RMS norm, if any."""
+    """An implementation; `make` takes a problem and eps."""
 
     name: str
     version: str
     dtypes: tuple[str, ...]
     make: Callable[[Problem, float], Calls]
-    make_rms: Callable[[Problem, float], Calls] | None = None
 
 
-def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[list[T], dict[str, str]]:
-    """Return what can be loaded, and of each other one what was raised."""
-    found, missing = [], {}
+def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """Return by name what can be loaded, and of each other one what was raised."""
+    found, missing = {}, {}
     for name, load in loaders.items():
         try:
-            found.append(load())
+            found[name] = load()
         # What a broken installation raises is not foreseen by its authors either.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
@@ -59,7 +60,8 @@ def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[list[T], dict[str,
 
 def load_peers(names: Iterable[str], threads: int = 0) -> tuple[list[Peer], dict[str, str]]:
     """Return the peers that can be imported, and of each other one what was raised."""
-    return load_all({name: partial(LOADERS[name], threads) for name in names})
+    found, missing = load_all({name: partial(LOADERS[name], threads) for name in names})
+    return list(found.values()), missing
 
 
 def _named(arrays: Iterable[Array]) -> dict[str, Array]:
@@ -110,26 +112,7 @@ def _torch(threads: int) -> Peer:
 
         return Calls(forward, backward, results, {"PyTorch F.layer_norm": plain})
 
-    def make_rms(problem: Problem, eps: float) -> Calls:
-        x, gamma, dy = map(tensor, (problem.x, problem.gamma, problem.dy))
-        leaves = x.detach().requires_grad_(), gamma.detach().requires_grad_()
-        result = functional.rms_norm(leaves[0], [x.shape[-1]], leaves[1], eps)
-
-        def forward() -> Any:
-            with torch.no_grad():
-                return functional.rms_norm(x, [x.shape[-1]], gamma, eps)
-
-        def backward() -> Any:
-            # There is no function of its own to call.
-            return torch.autograd.grad(result, leaves, dy, retain_graph=True)
-
-        def results() -> dict[str, Array]:
-            found = zip(RESULTS, map(back, (forward(), *backward())), strict=False)
-            return dict(found)
-
-        return Calls(forward, backward, results)
-
-    return Peer("PyTorch", torch.__version__.split("+")[0], DTYPES, make, make_rms)
+    return Peer("PyTorch", torch.__version__.split("+")[0], DTYPES, make)
 
 
 def _jax(name: str, standardize: bool, dtypes: tuple[str, ...]) -> Callable[[int], Peer]:
@@ -217,10 +200,28 @@ def _plain(_: int) -> Peer:
     return Peer("plain NumPy", np.__version__, DTYPES, make)
 
 
+def ours(backend: str | None = None) -> Peer:
+    """Return the package, by one of its backends."""
+
+    def make(problem: Problem, eps: float) -> Calls:
+        def forward() -> Any:
+            return layer_norm_forward(*problem[:3], eps, backend=backend)
+
+        cache = forward()[1]
+
+        def backward() -> Any:
+            return layer_norm_backward(problem.dy, cache)
+
+        return Calls(forward, backward, lambda: _named((forward()[0], *backward())))
+
+    return Peer(OURS, __version__, DTYPES, make)
+
+
 LOADERS: dict[str, Callable[[int], Peer]] = {
     "plain NumPy": _plain,
     "PyTorch": _torch,
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),
     "ONNX Runtime": _onnxruntime,
+    OURS: lambda _: ours(),
 }

@@ -1,36 +1,33 @@
 """
-What rounding="nearest" costs, and how much of it the kernels leave to integers: `make rounding`.
+What rounding="nearest" costs, beside fast and on hard inputs: `make rounding`.
 
-Writes docs/evidence/rounding.md, and exits with 1 if the two CPU backends differ in an element. Four minutes,
-alone on the machine.
+Writes benchmarks/results/rounding.json and docs/evidence/rounding.md, and exits with 1 if the two CPU
+backends differ in an element. Four minutes, alone on the machine.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import numpy as np
-from page import DOCS, digits, keep, origin, origin_line, table, write
+from page import DOCS, digits, keep, medians, origin, origin_line, table, write
 
-from stablenorm import layer_norm_backward, layer_norm_forward, reference
+from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import PASSES, make_candidates, make_problem
+from stablenorm.cli.parts import ROUNDINGS
 from stablenorm.testing import FAMILIES, Case, make_case
-from stablenorm.timing import measure_interleaved
 
-# By dtype, the largest time of nearest over that of fast, and shapes that fit a small machine.
-GATES = {"float32": 4, "float64": 1.3}
+# What fits a small machine.
 SHAPES = {
     "float32": [(32, 512, 768), (65_536, 1024)],
     "float64": [(16, 512, 768), (32_768, 1024)],
 }
 ROWS, N = 64, 1024
-# Rows per second that are wanted of whatever goes to integers.
-LEAST = 300
-# Seconds of each dtype: to count what is undecided, and to compare the backends.
-COUNTED, COMPARED = 25, 30
+# Seconds of each dtype in which the backends are compared.
+COMPARED = 30
 
 
 def run(case: Case, backend: str | None = None) -> tuple[Any, ...]:
@@ -45,60 +42,29 @@ def draw(rng: np.random.Generator, dtype: Any, rows: int) -> Case:
     return Case(x, gamma, beta, 1e-5, dy)
 
 
-def left_over(case: Case) -> tuple[int, int, int]:
-    """Count the rows of y, rows of dx, and columns in which the kernels leave something undecided."""
-    names = "forward", "backward", "columns_of_sums"
-    spies = {name: mock.Mock(wraps=getattr(reference, name)) for name in names}
-    with mock.patch.multiple(reference, **spies):
-        run(case)
-    forward, backward, columns = ([c.args for c in spies[n].call_args_list] for n in names)
-    sums = sum(N for given in backward if given[4].dx is None)
-    return (
-        sum(len(given[0]) for given in forward),
-        sum(len(given[0]) for given in backward if given[4].dx is not None),
-        sums + sum(len(given[3]) for given in columns),
-    )
-
-
-def medians(limit: float, **calls: Any) -> list[float]:
-    """Return seconds of each call, taken in turns."""
-    found = measure_interleaved(calls, rounds=9, least=1, limit=limit)
-    return [timing.median for timing in found.values()]
-
-
 def ratio(shape: tuple[int, ...], dtype: str, direction: str) -> float:
     """Return the time of nearest over that of fast, with `out=`."""
     problem = make_problem(shape, dtype)
-    calls = {
-        each: make_candidates(problem, None, each)[direction]["out="]
-        for each in ("fast", "nearest")
-    }
-    fast, nearest = medians(4, **calls)
+    calls = {each: make_candidates(problem, None, each)[direction]["out="] for each in ROUNDINGS}
+    fast, nearest = medians(calls, rounds=9, least=1, limit=4)
     print(shape, dtype, direction, nearest / fast, flush=True)
     return nearest / fast
 
 
-def random_data(dtype: str) -> tuple[Any, ...]:
-    """Count what is undecided of N(0, 1), and how many elements of the backends differ."""
-    rng, left, differ = np.random.default_rng(0), np.zeros(3, int), 0
-    counted = compared = 0
-    end = time.perf_counter() + COUNTED
-    while time.perf_counter() < end or (dtype == "float32" and counted < 10**8):
-        case = draw(rng, dtype, 4096)
-        left += left_over(case)
-        counted += case.x.size
+def random_data(dtype: str) -> tuple[str, int, int]:
+    """Count of N(0, 1) how many elements of x both backends had, and how many results differ."""
+    rng, compared, differ = np.random.default_rng(0), 0, 0
     end = time.perf_counter() + COMPARED
     while time.perf_counter() < end:
         case = draw(rng, dtype, 256)
         for one, other in zip(run(case), run(case, "numpy"), strict=True):
             differ += int((one.view(f"u{one.itemsize}") != other.view(f"u{one.itemsize}")).sum())
         compared += case.x.size
-    print(dtype, counted, left, compared, differ, flush=True)
-    return dtype, counted, *left.tolist(), compared, differ
+    return dtype, compared, differ
 
 
 def hard(dtype: str) -> list[tuple[Any, ...]]:
-    """Return, for each kind of input, the time over that of N(0, 1), and what the kernels leave over."""
+    """Return, for each kind of input, the time over that of N(0, 1), and rows per second."""
     x, gamma, beta, eps, dy = normal = draw(np.random.default_rng(0), dtype, ROWS)
     # Of all y and dx: halfway between two float32.
     one, tie = np.sign(np.arange(N) % 4 - 1.5).astype(dtype), np.full(N, 1 + 2.0**-24)
@@ -115,8 +81,9 @@ def hard(dtype: str) -> list[tuple[Any, ...]]:
     }
     found = []
     for name, case in cases.items():
-        it, base = medians(0.5, it=lambda case=case: run(case), normal=lambda: run(normal))
-        found.append((name, dtype, it / base, ROWS / it, *left_over(case)))
+        calls = {"it": partial(run, case), "normal": partial(run, normal)}
+        it, base = medians(calls, rounds=9, least=1, limit=0.5)
+        found.append((name, dtype, it / base, ROWS / it))
     print(*found, sep="\n", flush=True)
     return found
 
@@ -126,32 +93,24 @@ def measure() -> dict[str, Any]:
     return {
         "origin": origin(),
         "ratios": [
-            (dtype, shape, *(ratio(shape, dtype, each) for each in PASSES), GATES[dtype])
+            (dtype, shape, *(ratio(shape, dtype, each) for each in PASSES))
             for dtype, shapes in SHAPES.items()
             for shape in shapes
         ],
-        "random": [random_data(dtype) for dtype in GATES],
-        "hard": [line for dtype in GATES for line in hard(dtype)],
+        "random": [random_data(dtype) for dtype in SHAPES],
+        "hard": [line for dtype in SHAPES for line in hard(dtype)],
     }
 
 
-def marked(value: float, failed: bool, why: str) -> str:
-    """Write a figure, and beside it whether it fails its target."""
-    return digits(value) + f" **{why}**" * failed
-
-
-def main() -> int:
-    """Measure, and write the page."""
-    found = keep("rounding", __doc__ or "", measure)
+def page(found: dict[str, Any]) -> str:
+    """docs/evidence/rounding.md."""
     lines = [
-        (dtype, tuple(shape), *(marked(each, each > most, f"above {most}") for each in ratios))
-        for dtype, shape, *ratios, most in found["ratios"]
+        (dtype, tuple(shape), *map(digits, ratios)) for dtype, shape, *ratios in found["ratios"]
     ]
     kinds = [
-        (name, dtype, digits(times), marked(speed, speed < LEAST, f"below {LEAST}"), *left)
-        for name, dtype, times, speed, *left in found["hard"]
+        (name, dtype, digits(times), digits(speed)) for name, dtype, times, speed in found["hard"]
     ]
-    text = f"""# What correct rounding costs
+    return f"""# What correct rounding costs
 
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
 ([the contract](../reference/accuracy-contract.md)). The kernels compute in double-double, with bounds of
@@ -160,29 +119,32 @@ integers at last.
 
 ## Time of nearest over that of fast
 
-All threads of this machine, with `out=`. At most {GATES["float32"]} is wanted of float32, {GATES["float64"]} of float64.
+All threads of this machine, with `out=`.
 
 {table(("dtype", "x", "forward", "backward"), lines)}
 
 ## Random data
 
-Rows of {N} from N(0, 1): of how many elements the kernels left how many rows of y, rows of dx, and
-columns of dgamma and dbeta undecided. Then how many elements of x were given to both CPU backends, and
-how many elements of all four results differed in a bit.
+Rows of {N} from N(0, 1): how many elements of x were given to both CPU backends, and how many elements
+of all four results differed in a bit.
 
-{table(("dtype", "elements", "y", "dx", "dgamma, dbeta", "compared", "differ"), found["random"])}
+{table(("dtype", "compared", "differ"), found["random"])}
 
 ## Hard inputs
 
 Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
-kind, and each [family](accuracy.md). Then what the kernels left undecided: rows of y, rows of dx, columns
-of dgamma and dbeta. At least {LEAST} rows per second are wanted.
+kind, and each [family](accuracy.md). Slow are those of which the kernels leave something undecided.
 
-{table(("x", "dtype", "time", "rows per second", "y", "dx", "dgamma, dbeta"), kinds)}
+{table(("x", "dtype", "time", "rows per second"), kinds)}
 
 {origin_line("make rounding", found["origin"])}
 """
-    write(DOCS / "evidence" / "rounding.md", text)
+
+
+def main() -> int:
+    """Measure or read, write the page; 1 if the backends differ."""
+    found = keep("rounding", __doc__ or "", measure)
+    write(DOCS / "evidence" / "rounding.md", page(found))
     return int(any(line[-1] for line in found["random"]))
 
 

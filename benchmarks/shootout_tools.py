@@ -69,7 +69,7 @@ def said(wrong: object) -> str:
 def load_tools() -> tuple[list[Tool], dict[str, str]]:
     """Return the tools whose package can be imported, and of each other one what was raised."""
     found, missing = load_all(LOADERS)
-    return [*_ours(), *itertools.chain(*found), *_rules()], missing
+    return [*_ours(), *itertools.chain(*found.values()), *_rules()], missing
 
 
 def _ours() -> list[Tool]:

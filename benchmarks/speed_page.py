@@ -6,24 +6,22 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cases import BEYOND, CALL, COPY, IN_CACHE, OURS, OURS_OUT, TORCH_CALL, Record
+from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result, Spread
 from page import byte_words, digits, origin_line, seconds, table, unit_of
+from peers import OURS
 
 from stablenorm.cli.bench import PASSES
 
 # What README compares with, and the shapes it has a row for.
 RIVALS = ("PyTorch", "plain NumPy")
 README_SHAPES = (*IN_CACHE[:1], *IN_CACHE[2:], BEYOND[1], BEYOND[3])
-# What is no peer.
-OWN = (OURS, OURS_OUT, COPY)
-# The candidates of one shape, dtype and direction, by name.
-At = dict[str, Record]
+# The results of a suite, by shape and dtype: those of the forward, and of the backward.
+Pairs = dict[tuple[tuple[int, ...], str], dict[str, Result]]
 
 
-def page(run: dict[str, Any], records: Sequence[Record]) -> str:
-    """Write the whole page; `run` says of the run what is not in its records."""
-    shapes = [r for r in records if r.suite == "shapes"]
-    wide = [r for r in shapes if r.dtype == "float32"]
+def page(run: dict[str, Any], results: Sequence[Result]) -> str:
+    """Write the whole page; `run` says of the run what is not in its results."""
+    shapes = pairs(results, "shapes")
     missing = "".join(f" Not measured: {name} ({why})." for name, why in run["missing"].items())
     used = "; ".join(f"{peer} {worst:.2g}" for peer, worst in run["agreement"].items())
     refused = "; ".join(run["refused"])
@@ -38,31 +36,31 @@ def page(run: dict[str, Any], records: Sequence[Record]) -> str:
 
 ## One call on (1, 1, 64)
 
-{_call_table(records)}
+{_call_table(results)}
 
 ## float32, in cache
 
 {IN_CACHE_TEXT}
 
-{_shape_tables([r for r in wide if r.shape in IN_CACHE])}
+{_shape_tables(shapes, IN_CACHE)}
 
 ## float32, beyond
 
 {BEYOND_TEXT}
 
-{_shape_tables([r for r in wide if r.shape in BEYOND])}
+{_shape_tables(shapes, BEYOND)}
 
 ## Both on an allocator that keeps its pages
 
-{_kept(run, records)}
+{_kept(run, results)}
 
 ## Other types
 
-{_types_table([r for r in shapes if r.dtype != "float32"])}
+{_types_table(shapes)}
 
 ## Over n, at 256 MiB
 
-{_sweep([r for r in records if r.suite == "n"])}
+{_sweep(pairs(results, "n"))}
 """
 
 
@@ -101,9 +99,18 @@ ONNX Runtime keeps an arena. The arithmetic alone is compared
 [below](#both-on-an-allocator-that-keeps-its-pages)."""
 
 
-def compared(peer: Record | None, ours: Record | None) -> str:
+def pairs(results: Iterable[Result], suite: str) -> Pairs:
+    """Return the results of a suite, by shape and dtype, in the order in which they were measured."""
+    found: Pairs = {}
+    for r in results:
+        if r.suite == suite:
+            found.setdefault((r.shape, r.dtype), {})[r.direction] = r
+    return found
+
+
+def compared(peer: Spread | None, ours: Spread) -> str:
     """Say who is faster, and how much; level where the quartiles overlap."""
-    if peer is None or ours is None:
+    if peer is None:
         return "-"
     if peer.low <= ours.high and ours.low <= peer.high:
         return "level"
@@ -113,153 +120,130 @@ def compared(peer: Record | None, ours: Record | None) -> str:
     return f"{times}x faster" if peer.seconds > ours.seconds else f"**{times}x slower**"
 
 
-def _group(records: Iterable[Record], way: str) -> dict[tuple[tuple[int, ...], str], At]:
-    """Return the candidates of a direction, by shape and dtype, as they were measured."""
-    found: dict[tuple[tuple[int, ...], str], At] = {}
-    for r in records:
-        if r.direction == way:
-            found.setdefault((r.shape, r.dtype), {})[r.candidate] = r
-    return found
-
-
-def _spread(record: Record | None) -> str:
-    if record is None:
+def _spread(time: Spread | None) -> str:
+    if time is None:
         return ""
-    size, _ = unit_of(record.seconds)
-    return (
-        f"{seconds(record.seconds)} ({digits(record.low / size)} to {digits(record.high / size)})"
-    )
+    size, _ = unit_of(time.seconds)
+    return f"{seconds(time.seconds)} ({digits(time.low / size)} to {digits(time.high / size)})"
 
 
-def _of_copy(record: Record) -> str:
-    return f"{record.speed / record.copy:.2g}"
+def _of_copy(result: Result) -> str:
+    return f"{result.speed(OURS_OUT) / result.copy:.2g}"
 
 
-def _shape_tables(records: Sequence[Record]) -> str:
-    """Forward and backward: one line a shape."""
+def _of_ways(*whats: str) -> list[str]:
+    """Return the heads of these columns, first of the forward, then of the backward."""
+    return [f"{way}, {what}" for way in PASSES for what in whats]
+
+
+def _shape_tables(shapes: Pairs, wanted: Sequence[tuple[int, ...]]) -> str:
+    """Forward and backward in float32: one line a shape."""
     parts = []
     for way in PASSES:
-        groups = _group(records, way)
-        others = dict.fromkeys(name for at in groups.values() for name in at if name not in OWN)
+        here = [shapes[shape, "float32"][way] for shape in wanted]
+        others = [name for name in here[0].times if name not in (OURS, OURS_OUT)]
         lines = []
-        for (shape, _), at in groups.items():
-            ours, out = at[OURS], at[OURS_OUT]
-            times = _spread(ours), seconds(out.seconds), _of_copy(out)
-            peers = [compared(at.get(name), ours) for name in others]
-            lines.append([_words(shape), byte_words(ours.nbytes), *times, *peers])
+        for r in here:
+            ours, out = r.times[OURS], r.times[OURS_OUT]
+            times = _spread(ours), seconds(out.seconds), _of_copy(r)
+            peers = [compared(r.times.get(name), ours) for name in others]
+            lines.append([r.shape, byte_words(r.nbytes), *times, *peers])
         named = [o.partition(",")[0].replace("backend numpy", "NumPy backend") for o in others]
         head = ("x", "size", "stablenorm", "out=", "of copy, out=", *named)
         parts += [f"{way.capitalize()}:", table(head, lines)]
     return "\n\n".join(parts)
 
 
-def _types_table(records: Sequence[Record]) -> str:
+def _types_table(shapes: Pairs) -> str:
     """One line a shape of each dtype but float32."""
     lines = []
-    both = [_group(records, way) for way in PASSES]
-    for shape, dtype in both[0]:
-        cells = []
-        for groups in both:
-            at = groups[shape, dtype]
-            cells += [
-                _spread(at[OURS]),
-                _of_copy(at[OURS_OUT]),
-                compared(at.get("PyTorch"), at[OURS]),
-            ]
-        lines.append([dtype, _words(shape), *cells])
-    head = [
-        f"{way}, {what}" for way in PASSES for what in ("stablenorm", "of copy, out=", "PyTorch")
-    ]
-    return table(("dtype", "x", *head), lines)
+    for (shape, dtype), both in shapes.items():
+        cells = [
+            cell
+            for r in both.values()
+            for cell in (
+                _spread(r.times[OURS]),
+                _of_copy(r),
+                compared(r.times.get("PyTorch"), r.times[OURS]),
+            )
+        ]
+        if dtype != "float32":
+            lines.append([dtype, shape, *cells])
+    return table(["dtype", "x", *_of_ways("stablenorm", "of copy, out=", "PyTorch")], lines)
 
 
-def _kept(run: dict[str, Any], records: Sequence[Record]) -> str:
+def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
     """The two comparisons in which nobody waits for new pages."""
     if run["kept"]:
         return f"Not run: {run['kept']}."
-    by_suite = {
-        (suite, way): _group([r for r in records if r.suite == suite and r.dtype == "float32"], way)
-        for suite in ("kept", "alone", "shapes")
-        for way in PASSES
-    }
-    kept, alone = [], []
-    for key in by_suite["kept", "forward"]:
-        cells = [_words(key[0])]
-        for way in PASSES:
-            theirs, ours = (by_suite["kept", way][key].get(name) for name in ("PyTorch", OURS))
+    called, kept, alone = (pairs(results, suite) for suite in ("shapes", "kept", "alone"))
+    beside_torch, beside_numpy = [], []
+    for (shape, _), both in kept.items():
+        cells: list[Any] = [shape]
+        for r in both.values():
+            ours, theirs = r.times[OURS], r.times.get("PyTorch")
             cells += [_spread(ours), _spread(theirs), compared(theirs, ours)]
-        kept.append(cells)
-    for key in by_suite["alone", "forward"]:
-        pairs = [
-            by_suite[suite, way].get(key, {}) for way in PASSES for suite in ("shapes", "alone")
-        ]
-        alone.append(
-            [_words(key[0]), *(compared(at.get("plain NumPy"), at.get(OURS)) for at in pairs)]
-        )
-    heads = [
-        ["x", *(f"{way}, {what}" for way in PASSES for what in whats)]
-        for whats in (("stablenorm", "PyTorch", "compared"), ("as called", "one thread each"))
-    ]
-    between = "Plain NumPy runs on one thread, ours on two. One thread each, on the same allocator:"
-    return "\n\n".join([KEPT, table(heads[0], kept), between, table(heads[1], alone)])
+        beside_torch.append(cells)
+    for key, both in alone.items():
+        each = [r for way in PASSES for r in (called[key][way], both[way])]
+        cells = [compared(r.times.get("plain NumPy"), r.times[OURS]) for r in each]
+        beside_numpy.append([key[0], *cells])
+    return "\n\n".join((
+        KEPT,
+        table(["x", *_of_ways("stablenorm", "PyTorch", "compared")], beside_torch),
+        "Plain NumPy runs on one thread, ours on two. One thread each, on the same allocator:",
+        table(["x", *_of_ways("as called", "one thread each")], beside_numpy),
+    ))  # fmt: skip
 
 
-def _call_table(records: Sequence[Record]) -> str:
-    found = {(r.candidate, r.direction): r for r in records if r.suite == "call"}
+def _call_table(results: Sequence[Result]) -> str:
+    found = [r.times for r in results if r.suite == "call"]
     words = {
         CALL: "`layer_norm`",
         OURS: "`layer_norm_forward`, `layer_norm_backward`",
         TORCH_CALL: "PyTorch, `torch.nn.functional.layer_norm`",
         "PyTorch": "PyTorch, `torch.native_layer_norm`, ATen's backward",
     }
-    lines = [
-        (text, *(_spread(found.get((name, way))) for way in PASSES)) for name, text in words.items()
-    ]
+    lines = [(text, *(_spread(times.get(name)) for times in found)) for name, text in words.items()]
     return table(("", *PASSES), lines)
 
 
-def _sweep(records: Sequence[Record]) -> str:
+def _sweep(lengths: Pairs) -> str:
     """One line a length, GB/s: out= beside the copy of that row and direction, and PyTorch."""
-    columns = [(way, name) for way in PASSES for name in (OURS_OUT, "copy", "PyTorch")]
     lines = []
-    for shape in sorted({r.shape for r in records}, key=lambda s: s[-1]):
-        at = {(r.direction, r.candidate): r for r in records if r.shape == shape}
-        speeds = {key: record.speed for key, record in at.items()}
-        speeds |= {(way, "copy"): at[way, OURS_OUT].copy for way in PASSES}
-        cells = [digits(speeds[key] / 1e9) if key in speeds else "-" for key in columns]
+    for (shape, _), both in lengths.items():
+        cells = []
+        for r in both.values():
+            theirs = r.speed("PyTorch") if "PyTorch" in r.times else None
+            speeds = r.speed(OURS_OUT), r.copy, theirs
+            cells += ["-" if speed is None else digits(speed / 1e9) for speed in speeds]
         lines.append([shape[-1], *cells])
-    return "GB/s:\n\n" + table(["n", *(f"{way}, {name}" for way, name in columns)], lines)
+    return "GB/s:\n\n" + table(["n", *_of_ways("out=", "copy", "PyTorch")], lines)
 
 
-def readme_block(run: dict[str, Any], records: Sequence[Record]) -> str:
+def readme_block(run: dict[str, Any], results: Sequence[Result]) -> str:
     """README's table: float32, forward and backward together, the fastest in bold."""
-    wide = [r for r in records if r.suite == "shapes" and r.dtype == "float32"]
-    both = [_group(wide, way) for way in PASSES]
+    shapes = pairs(results, "shapes")
     lines = []
     for shape in README_SHAPES:
-        pairs = {
-            name: [groups[shape, "float32"][name] for groups in both]
+        forward, backward = (r.times for r in shapes[shape, "float32"].values())
+        # Medians and quartiles of both ways, added.
+        both = {
+            name: Spread(*map(math.fsum, zip(forward[name], backward[name], strict=True)))
             for name in (OURS, *RIVALS)
-            if name in both[1][shape, "float32"]
+            if name in backward
         }
-        total = {name: math.fsum(r.seconds for r in pair) for name, pair in pairs.items()}
-        fastest = min(pairs.values(), key=lambda pair: math.fsum(r.seconds for r in pair))
-        size, unit = unit_of(total[OURS])
+        fastest = min(both.values())
+        size, unit = unit_of(both[OURS].seconds)
         cells = []
         for name in (OURS, *RIVALS):
-            text = f"{digits(total[name] / size)} {unit}" if name in total else "-"
+            text = f"{digits(both[name].seconds / size)} {unit}" if name in both else "-"
             # Level with the fastest: their intervals overlap.
-            level = name in pairs and sum(r.low for r in pairs[name]) <= sum(
-                r.high for r in fastest
-            )
+            level = name in both and both[name].low <= fastest.high
             cells.append(f"**{text}**" if level else text)
-        lines.append([_words(shape), *cells])
+        lines.append([shape, *cells])
     version = ".".join(run["versions"].get("PyTorch", "").split(".")[:2])
     return (
         table(("x", OURS, f"PyTorch {version}".strip(), RIVALS[1]), lines)
         + f"\n\n{run['processor']}, {run['threads']} threads, {run['date']}."
     )
-
-
-def _words(shape: Iterable[int]) -> str:
-    return f"({', '.join(map(str, shape))})"

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from page import DOCS, ROOT, keep, origin, origin_line, put, table
+from peers import LOADERS, OURS, load_peers
+from stability_cases import tables
 
 PAGE = DOCS / "explanation" / "stability.md"
-# Tables whose cells are counts, or shares of all elements, and no errors.
-COUNTS, SHARES = ("contained",), ("narrow",)
-# Of the published rows the table is turned: they are more than the subjects.
-TURNED = ("published",)
+# A table whose cells are shares of all elements, and no errors; and one that is turned, since it has
+# more columns than subjects.
+SHARES, TURNED = "narrow", "published"
 # README: the situation in words, table and column.
 SITUATIONS = (
     ("y: mean 0, std 1", "offset", "N"),
@@ -44,29 +45,23 @@ Cells = dict[str, dict[str, float]]
 
 def measure() -> dict[str, Any]:
     """Fill all tables."""
-    # The libraries are loaded here: `--render` needs none of them.
-    from peers import LOADERS, load_peers  # noqa: PLC0415
-    from stability_cases import load_ours, tables  # noqa: PLC0415
-
     peers, missing = load_peers(LOADERS)
     found: dict[str, Cells] = {}
     for name, columns, cell, subjects, simulated in tables():
         print(name, file=sys.stderr)
         rows = found[name] = {}
-        for subject in [*peers, load_ours()]:
+        for subject in peers:
             if subjects is None or subject.name in subjects:
                 rows[subject.name] = {words: cell(subject, at) for words, at in columns.items()}
         for who, simulate in simulated.items():
             rows[who] = {words: simulate(at) for words, at in columns.items()}
-    versions = {peer.name: peer.version for peer in peers}
+    versions = {peer.name: peer.version for peer in peers if peer.name != OURS}
     return {"origin": origin(versions) | {"missing": missing}, "tables": found}
 
 
 def figure(value: float, name: str) -> str:
     """Print one figure."""
-    if name in COUNTS:
-        return f"{value:.0f}"
-    if name in SHARES:
+    if name == SHARES:
         return "0" if value == 0 else f"{100 * value:.2g} %"
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "inf"
@@ -80,7 +75,7 @@ def figure(value: float, name: str) -> str:
 
 def stability_table(name: str, rows: Cells) -> str:
     """Return one table of the page."""
-    if name in TURNED:
+    if name == TURNED:
         words = list(next(iter(rows.values())))
         rows = {word: {who: rows[who][word] for who in rows} for word in words}
     columns = list(next(iter(rows.values())))

@@ -8,7 +8,6 @@ float32. Sums over a row are NumPy's pairwise ones, but for Welford's, which is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -93,17 +92,6 @@ def backward_from(kept: Callable[[Array], Array], x: Array, g: Array, eps: float
     mean, var = two_pass(wide)
     rstd = 1 / np.sqrt(var + eps)
     return centered_form(g, (wide - kept(mean)) * rstd, rstd).astype(x.dtype)
-
-
-def masked_by_product(x: Array, n: int, eps: float) -> Array:
-    """Normalize the first n of each padded row, with the padding multiplied by zero."""
-    mask: Any = (np.arange(x.shape[1]) < n).astype(x.dtype)
-    with np.errstate(all="ignore"):
-        mean = (x * mask).sum(axis=-1, keepdims=True) / x.dtype.type(n)
-        centered = (x - mean) * mask
-        var = np.square(centered).sum(axis=-1, keepdims=True) / x.dtype.type(n)
-        xhat: Array = centered / np.sqrt(var + x.dtype.type(eps))
-    return xhat[:, :n]
 
 
 def rounded_before_gamma(x: Array, gamma: Array, beta: Array, eps: float) -> Array:

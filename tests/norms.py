@@ -9,30 +9,59 @@ from stablenorm import (
     exact_layer_norm,
     exact_rms_norm,
     layer_norm_backward,
+    layer_norm_double_backward,
     layer_norm_forward,
+    layer_norm_jvp,
     rms_norm_backward,
+    rms_norm_double_backward,
     rms_norm_forward,
+    rms_norm_jvp,
 )
 from stablenorm.backends import BACKENDS
+from stablenorm.oracle import exact_double_backward
 from stablenorm.testing.families import FAMILIES
 
 NORMS = {
     "layer": (layer_norm_forward, layer_norm_backward, exact_layer_norm),
     "rms": (rms_norm_forward, rms_norm_backward, exact_rms_norm),
 }
+SECOND_ORDER = {
+    "layer": (layer_norm_jvp, layer_norm_double_backward),
+    "rms": (rms_norm_jvp, rms_norm_double_backward),
+}
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
+OF_FORWARD = {"gamma_offset", "residual", "where"}
 
 
-def compute(case, kind="layer", *, dsum=None, accumulate=None, **how):
-    """Return y, dx, dgamma and dbeta by name; these two alone where they are added to what was there."""
-    forward, backward, _ = NORMS[kind]
-    y, cache = forward(*case[:4], **how)
-    more = {} if dsum is None else {"dsum": dsum}
+def compute(case, kind="layer", *, backend=None, rounding="fast", accumulate=None, **given):
+    """
+    Return the results by their names in the oracle, whose keywords `given` are.
+
+    With tx, ty of the jvp as well; with ddx, those of the double backward alone.
+    """
+    (forward, backward, _), (jvp, double_backward) = NORMS[kind], SECOND_ORDER[kind]
+    of_forward = {name: given.pop(name) for name in OF_FORWARD & given.keys()}
+    y, cache = forward(*case[:4], backend=backend, rounding=rounding, **of_forward)
+    if "ddx" in given:
+        results = double_backward(given.pop("ddx"), case[4], cache, **given)
+        return dict(zip(("ddy", "dx", "dgamma"), results, strict=True))
+    found = {"y": y}
+    if "tx" in given:
+        tangents = [given.pop(name, None) for name in ("tx", "tgamma", "tbeta")]
+        found["ty"] = jvp(tangents[0], cache, *tangents[1:])
     if accumulate is not None:
-        out = None, *(each.copy() for each in accumulate)
-        y, more = None, more | {"wrt": ("gamma", "beta"), "out": out, "accumulate": True}
-    found = zip(NAMES, (y, *backward(case[4], cache, **more)), strict=True)
-    return {name: array for name, array in found if array is not None}
+        out = None, *(None if each is None else each.copy() for each in accumulate)
+        given |= {"out": out, "accumulate": True}
+    found |= zip(NAMES[1:], backward(case[4], cache, **given), strict=True)
+    return {name: array for name, array in found.items() if array is not None}
+
+
+def exactly(case, kind="layer", **given):
+    """Return the oracle of the same call."""
+    if "ddx" in given:
+        x, gamma, _, eps, dy = case
+        return exact_double_backward(given.pop("ddx"), dy, x, gamma, eps, kind=kind, **given)
+    return NORMS[kind][2](*case, **given)
 
 
 def bits(array):
@@ -61,20 +90,21 @@ def assert_nearest(exact, found, where=None):
 
 
 def assert_right(
-    case, kind="layer", *, backends=tuple(BACKENDS), roundings=("fast", "nearest"),
-    names=NAMES, gamma_offset=0.0, **more,
-):  # fmt: skip
-    """Hold each element against the exact one: the contract, and every bit of "nearest"."""
-    exact, judged = NORMS[kind][2](*case, gamma_offset=gamma_offset, **more), set()
+    case, kind="layer", *, backends=tuple(BACKENDS), roundings=("fast", "nearest"), **given
+):
+    """
+    Hold each element against the exact one: the contract, and every bit of "nearest".
+
+    Return the results of each backend and rounding.
+    """
+    exact, judged, results = exactly(case, kind, **given), set(), {}
     for backend, rounding in itertools.product(backends, roundings):
-        how = {"backend": backend, "rounding": rounding, "gamma_offset": gamma_offset}
-        keys = {
-            (name, rounding, array.tobytes()): array
-            for name, array in compute(case, kind, **how, **more).items()
-            if name in names
-        }
+        how = {"backend": backend, "rounding": rounding}
+        found = results[backend, rounding] = compute(case, kind, **how, **given)
+        keys = {(name, rounding, each.tobytes()): name for name, each in found.items()}
         # The same bits need no second verdict, and the oracle is what takes the time.
-        new = {key[0]: array for key, array in keys.items() if key not in judged}
+        new = {name: found[name] for key, name in keys.items() if key not in judged}
         judged |= keys.keys()
         judge = assert_nearest if rounding == "nearest" else assert_contract
-        judge(exact, new, (how, more, case))
+        judge(exact, new, (how, given, case))
+    return results

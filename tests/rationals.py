@@ -80,19 +80,9 @@ def plain_backward(kind, x, gamma, eps, dy, digits=320):
 
 
 def magnitudes(
-    kind,
-    x,
-    gamma,
-    beta,
-    eps,
-    dy,
-    dsum=0.0,
-    drstd=0.0,
-    tx=0.0,
-    tgamma=0.0,
-    tbeta=0.0,
+    kind, x, gamma, beta, eps, dy, dsum=0.0, drstd=0.0, tx=0.0, tgamma=0.0, tbeta=0.0,
     old=(0.0, 0.0),
-):
+):  # fmt: skip
     """S of the norm's quantities and of second order, tangents as cotangents; in float64."""
 
     def mean(v):

@@ -10,6 +10,7 @@ import pytest
 from rationals import magnitudes
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.call import Forward
 from stablenorm.reference import equations
 from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import Norm
@@ -35,7 +36,7 @@ def before_rounding(case):
     """Return the outputs of the reference as the float64 that it rounds, and S of each."""
     x, gamma, beta, eps, dy = case
     y = np.empty(x.shape)
-    statistics = equations.forward(x, Norm(gamma, beta, eps), y)
+    statistics = equations.forward(Forward(x, Norm(gamma, beta, eps), y))
     xhat, rstd = equations._rebuild(x.astype(np.float64), statistics, slice(None), False)
     gamma, beta, dy = (a.astype(np.float64) for a in (gamma, beta, dy))
     g = gamma * dy

@@ -1,7 +1,5 @@
 """`stablenorm check` on what people write, functions and classes, right and wrong."""
 
-import json
-
 import numpy as np
 import pytest
 from checked_files import CORE, USUAL, shown, write
@@ -52,32 +50,6 @@ def layer_norm_forward(x, axis=-1, weight=None, bias=None, *, eps):
     return y, *cache
 def layer_norm_backward(dy, cache):
     return grads(dy, *cache)
-""",
-    "each by place or by name": """
-def layer_norm_forward(x, /, gamma, beta, *, eps):
-    return norm(x, gamma, beta, eps)
-def layer_norm_backward(dy, /, *, cache):
-    return grads(dy, *cache)
-""",
-    "three axes only": """
-def layer_norm_forward(x, gamma, beta, eps):
-    B, T, D = x.shape
-    return norm(x, gamma, beta, eps)
-def layer_norm_backward(dy, cache):
-    assert dy.ndim == 3
-    return grads(dy, *cache)
-""",
-    "no beta": """
-def layer_norm_forward(x, gamma, eps):
-    return norm(x, gamma, 0, eps)
-def layer_norm_backward(dy, cache):
-    return grads(dy, *cache)[:2]
-""",
-    "names that say nothing": """
-def layer_norm_forward(p1, p2, p3, p4):
-    return norm(p1, p2, p3, p4)
-def layer_norm_backward(p1, p2):
-    return grads(p1, *p2)
 """,
     "side effects at import": """
 import os, sys, warnings
@@ -150,15 +122,6 @@ class LayerNorm:
         dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
         return dx
 """,
-    "a class without parameters": """
-class LayerNorm:
-    eps = 1e-5
-    def forward(self, x):
-        self.xhat, self.rstd = stats(x, self.eps)
-        return self.xhat
-    def backward(self, dy):
-        return grads(dy, self.xhat, self.rstd, 1.0)[0]
-""",
 }
 STYLES = FUNCTIONS | CLASSES
 
@@ -173,31 +136,8 @@ def test_right_code_of_any_style_passes(style, capsys):
     assert ("(8).forward(x), .backward(dy)" in out) == (style in CLASSES)
     assert "PASS" in out
     assert "FAIL" not in out
-    assert ("gamma: PASS" in out) == ("without parameters" not in style)
     assert err == "stablenorm: running the code of mine.py\n"
     assert np.geterr() == before
-
-
-# Each way to return gradients: a tuple, a NamedTuple, two of them, attributes.
-@pytest.mark.parametrize(
-    "style",
-    ["usual", "cache first, NamedTuple in another order", "no beta", *list(CLASSES)[1:2]],
-)
-def test_wrong_code_fails_and_is_diagnosed(style, capsys):
-    wrong = CORE.replace("(g - mean - xhat", "(g - xhat")
-    assert wrong != CORE
-    assert main(["check", write(wrong + STYLES[style])]) == 1, capsys.readouterr()
-    assert "the mean of g is missing from dx" in shown(capsys)[0]
-
-
-@pytest.mark.parametrize("style", ["dicts, prints", "three axes only", *list(CLASSES)[:2]])
-def test_a_mistake_in_dgamma_is_not_taken_for_one_in_dx(style, capsys):
-    wrong = CORE.replace("(dy * xhat).sum(lead)", "(dy * xhat).mean(lead)")
-    assert main(["check", write(wrong + STYLES[style]), "--json", "out.json"]) == 1
-    assert "dgamma is averaged over the rows, not summed" in shown(capsys)[0]
-    with open("out.json", encoding="utf-8") as file:  # noqa: PTH123
-        arguments = json.load(file)["report"]["arguments"]
-    assert [a["verdict"] for a in arguments] == ["PASS", "FAIL", "PASS"]
 
 
 @pytest.mark.parametrize(
@@ -228,20 +168,3 @@ def test_a_file_that_closes_the_streams_is_judged_all_the_same():
         assert "PASS: an error of" in done.stdout, done
         assert done.returncode == 0
         assert "Traceback" not in done.stderr
-
-
-RSTD = "1 / np.sqrt(np.mean(centered**2, -1, keepdims=True) + eps)"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "note"),
-    [
-        (RSTD.replace("+", "* 8 / 7 +"), "the variance is divided by n - 1"),
-        ("1 / (x.std(-1, keepdims=True) + eps)", "rstd is 1 / (sqrt(var) + eps)"),
-    ],
-)
-def test_a_forward_that_is_no_layer_norm_is_noticed(wrong, note, capsys):
-    """Both directions agree, so that no derivative is wrong."""
-    assert RSTD in CORE
-    assert main(["check", write(CORE.replace(RSTD, wrong) + USUAL)]) == 1
-    assert f"{note} in the forward" in shown(capsys)[0]

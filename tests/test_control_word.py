@@ -10,6 +10,7 @@ import pytest
 from norms import assert_same, compute
 
 from stablenorm import get_num_threads, reference, set_num_threads
+from stablenorm.call import Forward
 from stablenorm.cpu import pool
 from stablenorm.threads import SMALL
 from stablenorm.types import Norm
@@ -136,5 +137,5 @@ def test_it_is_restored_after_an_error(control):
     control.set_bits(control.bits)
     before = control.settings()
     with pytest.raises(ValueError, match="read-only"):
-        reference.forward(x, Norm(), y)
+        reference.forward(Forward(x, Norm(), y))
     assert control.settings() == before

@@ -91,44 +91,6 @@ def test_registers_and_instructions(n, x, dy, pairs, architecture):
         assert re.search(r"ld\.global\.cg\S*", compiled.ptx)
 
 
-# ---- the test can fail ----
-
-SMALL = choose_kernel(96, F32, None, F32, F32, pairs=False), 120
-
-
-def test_flushed_subnormals_are_found():
-    compiled = compile_kernel(*SMALL, options=[*OPTIONS, "--ftz=true"])
-    assert any(".ftz" in instruction for instruction in FORBIDDEN.findall(compiled.ptx))
-
-
-def test_approximate_operations_and_float_atomics_are_found():
-    text = b"""
-    extern "C" __global__ void wrong(float* x) {
-        atomicAdd(x, rsqrtf(x[threadIdx.x]));
-        x[1] = __fdividef(x[2], x[3]);
-    }
-    """
-    found = " ".join(FORBIDDEN.findall(compile_kernel(*SMALL, texts={"wrong.cu": text}).ptx))
-    assert "rsqrt.approx" in found
-    assert "div.approx" in found
-    assert re.search(r"(atom|red)\.\S*f32", found)
-
-
-def test_spills_are_found():
-    # 96 numbers alive at once, where 64 registers of 32 bits are allowed.
-    text = b"""
-    extern "C" __global__ void __launch_bounds__(1024, 1) wide(double* x) {
-        double held[96];
-        #pragma unroll
-        for (int i = 0; i < 96; ++i) held[i] = x[i * 1024 + threadIdx.x];
-        __syncthreads();
-        #pragma unroll
-        for (int i = 0; i < 96; ++i) x[(95 - i) * 1024 + threadIdx.x] = held[i];
-    }
-    """
-    assert compile_kernel(*SMALL, texts={"wrong.cu": text}).spilled > 0
-
-
 # ---- kept on disk ----
 
 TOY = {
@@ -161,53 +123,6 @@ def test_a_second_process_finds_what_the_first_one_compiled(made, folder):
     assert compile_.cubin(DEFINES, (9, 0)) == code
     assert len(made) == 1
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("sources", lambda: TOY | {"toy.cuh": b"#define TOY_VALUE 4\n"}),
-        ("nvrtc_version", lambda: (99, 1)),
-        ("OPTIONS", (*OPTIONS, "--maxrregcount=64")),
-    ],
-    ids=["source", "compiler", "options"],
-)
-def test_whatever_decides_the_code_is_part_of_its_key(made, monkeypatch, name, value):
-    codes = {compile_.cubin(d, c) for d in (DEFINES, ("-DLN_VALUE=4",)) for c in ((8, 0), (12, 0))}
-    assert len(codes) == len(made) == 4
-    monkeypatch.setattr(compile_, name, value)
-    compile_.cubin(DEFINES, (8, 0))
-    assert len(made) == 5
-
-
-def test_where_nothing_can_be_written_it_compiles_each_time(made, monkeypatch, tmp_path):
-    # A file where the folder should be stops root as well.
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("STABLENORM_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert compile_.cubin(DEFINES, (9, 0)) == compile_.cubin(DEFINES, (9, 0))
-    assert len(made) == 2
-
-
-def test_the_folder_is_the_users_cache(monkeypatch):
-    monkeypatch.delenv("STABLENORM_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert compile_.cache_folder() == compile_.Path("/somewhere/stablenorm")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert compile_.cache_folder() == compile_.Path("/home/someone/.cache/stablenorm")
-
-
-@pytest.mark.usefixtures("made")
-@pytest.mark.parametrize(
-    ("defines", "capability", "message"),
-    [
-        (DEFINES, (5, 2), r"must compile for .* 5\.2, .*9\.0.*install nvidia-cuda-nvrtc and cuda-bind"),
-        ((), (9, 0), r"NVRTC did not compile.*\n.*LN_VALUE"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_compiled_names_the_cure(defines, capability, message):
-    with pytest.raises(RuntimeError, match=message):
-        compile_.cubin(defines, capability)
 
 
 def test_without_the_compiler_the_install_line_is_named(monkeypatch):

@@ -63,30 +63,6 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
     assert options == {"enable_cooperative_groups": True}
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (fake.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"), MemoryError,
-         "too little memory on CUDA device 0.*free_all_blocks"),
-        (MemoryError("Out of memory allocating 1 bytes"), MemoryError, "fewer rows at a time"),
-        (fake.CUDADriverError("CUDA_ERROR_INVALID_VALUE: invalid argument"), fake.CUDADriverError,
-         "CUDA_ERROR_INVALID_VALUE"),
-    ],
-)  # fmt: skip
-def test_an_error_of_cuda_is_passed_on_and_too_little_memory_explained(
-    use, monkeypatch, error, kind, message
-):
-    use(run=False)
-    dy, cache = forward_of_ones()
-
-    def launch(*_):
-        raise error
-
-    monkeypatch.setattr(driver, "launch", launch)
-    with pytest.raises(kind, match=message):
-        layer_norm_backward(dy, cache)
-
-
 @device.needs_shim
 def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypatch, rng):
     x, gamma, beta, dy = problem(rng, (64, 129), np.float32)
@@ -104,13 +80,6 @@ def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypa
         k: a.tobytes() for k, a in expected.items()
     }
     assert [launch.kernel.forward for launch in launches] == [True, False]
-
-
-def test_the_grid_is_never_more_than_is_resident_nor_than_there_is_work(use):
-    for resident, grids in ((2, [2, 2]), (2997, [125, 125])):
-        launches = use(run=False, resident=resident)
-        layer_norm_backward(*forward_of_ones((2000, 40)))
-        assert [launch.grid for launch in launches] == grids
 
 
 # ---- streams, graphs and memory ----

@@ -1,7 +1,6 @@
 """The launch plan of the CUDA kernels: what no test of the kernels themselves would notice."""
 
 import itertools
-import re
 import struct
 
 import ml_dtypes
@@ -50,15 +49,6 @@ def test_chunks_cover_the_rows_once_and_lose_no_digit(rows):
         assert chunks.rows % slots == 0
         # At most 512 additions one after the other: a float64 sum errs by 2**-44 of its terms.
         assert chunks.rows <= 512 * slots
-
-
-def test_the_page_says_how_long_rows_are_read_once(pytestconfig):
-    text = (pytestconfig.rootpath / "docs" / "how-to" / "gpu.md").read_text()
-    (found,) = re.findall(r"up to (\d+) elements \((\d+) for float64\)", text)
-    for x, dy, pairs in KINDS[:8]:
-        n = int(found[x == F64])
-        vectors = [choose_kernel(m, x, dy, x, x, pairs).vectors for m in (n, n + 1)]
-        assert [count > 0 for count in vectors] == [True, False]
 
 
 def test_parameters_are_those_of_the_source(pytestconfig):

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -14,8 +13,6 @@ import pytest
 
 from stablenorm import cli, diagnose
 from stablenorm.cli import diagnose as command
-from stablenorm.cli.files import list_members, read_rows
-from stablenorm.cli.parts import InputError
 
 
 @pytest.fixture
@@ -117,53 +114,34 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
 
 
-def test_nothing_but_nan_is_said(x, tmp_path, capsys):
-    np.save(tmp_path / "nan.npy", x * np.nan)
-    status, out, err = run(capsys, tmp_path / "nan.npy")
-    assert (status, err) == (0, "")
-    assert "not finite: 30 rows" in out
-
-
 def damage(path, x):
     """Write every file that cannot be used; return what is said of it."""
     np.save(path / "int.npy", x.astype(int))
-    np.save(path / "objects.npy", np.array([None]), allow_pickle=True)
     np.save(path / "nothing.npy", x[:, :, :0])
     np.save(path / "whole.npy", x)
     raw = (path / "whole.npy").read_bytes()
     (path / "short.npy").write_bytes(raw[:-8])
-    (path / "header.npy").write_bytes(raw[:40])
     np.savez_compressed(path / "whole.npz", h=x)
     packed = (path / "whole.npz").read_bytes()
-    (path / "short.npz").write_bytes(packed[:-40])
     flipped = bytearray(packed)
     flipped[len(packed) // 2] ^= 255
     (path / "flipped.npz").write_bytes(flipped)
     write_safetensors(path / "whole.safetensors", {"w": ("F32", x), "q": ("F8_E4M3", x[0])})
     tensors = (path / "whole.safetensors").read_bytes()
-    (path / "short.safetensors").write_bytes(tensors[:-700])
     (path / "wrong.safetensors").write_bytes(tensors.replace(b"[6, 5, 32]", b"[6, 5, 33]"))
     (path / "junk.bin").write_bytes(bytes(range(1, 200)))
-    (path / "empty.npy").write_bytes(b"")
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["absent.npy"], "absent.npy, which is not there"),
-        (["."], "a directory"),
         (["int.npy"], "must be float16, bfloat16, float32 or float64, got int64"),
-        (["objects.npy"], "must be float16, bfloat16, float32 or float64, got object"),
         (["nothing.npy"], "x must have at least one element along axis 2, got shape (6, 5, 0)"),
         (["short.npy"], "must hold 3840 bytes of data, as its header says, got fewer: truncated"),
-        (["header.npy"], "must be whole, got a damaged one"),
-        (["short.npz"], "must be an .npy, .npz or .safetensors file, got another"),
         (["flipped.npz"], "damaged one"),
         (["whole.safetensors", "--member", "q"], "must be float16, bfloat16, float32 or float64"),
-        (["short.safetensors", "--member", "w"], "truncated"),
         (["wrong.safetensors"], "the place of w does not fit its shape"),
         (["junk.bin"], "must be an .npy, .npz or .safetensors file, got another"),
-        (["empty.npy"], "must be an .npy, .npz or .safetensors file, got another"),
         (["whole.npy", "--axis", "3"], "axis must name axes of x, which has 3 dimensions"),
         (["whole.npy", "--axis", "1", "1"], "axis must name at least one axis, each once"),
         (["whole.npy", "--eps", "nan"], "eps must be finite and >= 0, got nan"),
@@ -178,29 +156,6 @@ def test_bad_input_is_one_line(arguments, words, x, tmp_path, capsys, monkeypatc
     assert words in err
     assert err.startswith("stablenorm: ")
     assert err.count("\n") == 1
-
-
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may read anything")
-def test_a_file_that_may_not_be_read_is_one_line(x, tmp_path, capsys):
-    np.save(tmp_path / "c.npy", x)
-    (tmp_path / "c.npy").chmod(0)
-    status, _, err = run(capsys, tmp_path / "c.npy")
-    assert status == 2
-    assert "Permission denied" in err
-
-
-def test_a_file_cut_while_it_is_read_is_truncated(tmp_path):
-    """Its length was right when it was opened."""
-    # Two blocks, so that the second is not there.
-    np.save(tmp_path / "c.npy", np.zeros((2**13, 128), np.float32))
-    member = list_members(tmp_path / "c.npy")[""]
-
-    def read():
-        for _ in read_rows(member, (1,)):
-            os.truncate(tmp_path / "c.npy", 200)
-
-    with pytest.raises(InputError, match="truncated"):
-        read()
 
 
 def test_an_interrupt_leaves_nothing_behind(x, tmp_path, capsys, monkeypatch):

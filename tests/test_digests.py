@@ -27,17 +27,6 @@ def test_the_digests_are_those_of_the_exact_results(name):
     assert found == published_digests()[name]
 
 
-def test_no_bit_was_lost_on_the_way():
-    inputs = digest_inputs()
-    x = inputs["plain f64 3x768"].x
-    integers = _splitmix(4 * NAMES.index("plain f64 3x768"), 3, 768)
-    assert x[2, 5] == ((int(integers[2, 5]) >> 10) - 2**53) / 2**52
-    # Each kind is what its name says.
-    assert np.unique(inputs["last-bit f32 3x768"].x).size == 2
-    assert inputs["exponents f64 3x64"].x.max() > 2.0**900
-    assert 0 < inputs["tiny f32 3x64"].x.max() < 2.0**-140
-
-
 def test_all_nan_are_one_and_the_order_of_bytes_is_fixed():
     nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
     assert digest(nan[:1]) == digest(nan[1:])

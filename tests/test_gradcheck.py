@@ -1,12 +1,17 @@
-"""The checker passes what is right, fails what is wrong, and says so where it cannot tell."""
+"""The checker passes what is right, fails what is wrong, says where, and says so where it cannot tell."""
+
+import warnings
+from itertools import count
 
 import ml_dtypes
 import numpy as np
 import pytest
-from checked_operations import cosine, data, sine, softmax, softmax_backward
+from checked_operations import X, check, cosine, data, found, sine, softmax, softmax_backward
 
+from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import assert_gradients, check_gradients, gradients
 from stablenorm.check.closed_form import Case, Expected
+from stablenorm.testing.families import FAMILIES, make_case
 from stablenorm.testing.mistakes import backward, forward
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.
@@ -68,25 +73,6 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
     assert np.mean(np.array(z) <= 1) >= 0.999
     # A bound that is never exceeded because it is useless would be no bound.
     assert np.median(z) >= 0.01
-
-
-@pytest.mark.parametrize("gradient", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_low_precision_gradients_against_a_float64_forward(gradient):
-    def rounded(dy, cache):
-        return tuple(a.astype(gradient) for a in backward(dy, cache))
-
-    def spoiled(dy, cache):
-        dx, dgamma, dbeta = rounded(dy, cache)
-        dx = dx.astype(np.float64)
-        # Fifty roundings of the dtype, on the element that shows it best.
-        dx.flat[np.abs(dx).argmax()] *= 1 + 50 * float(ml_dtypes.finfo(gradient).eps) / 2
-        return dx.astype(gradient), dgamma, dbeta
-
-    for seed in range(2):
-        report = check_gradients(forward, rounded, data(seed), rng=seed)
-        assert report.passed, str(report)
-        report = check_gradients(forward, spoiled, data(seed), rng=seed)
-        assert [result.verdict for result in report.arguments] == ["FAIL", "PASS", "PASS"]
 
 
 @pytest.mark.parametrize(
@@ -200,3 +186,213 @@ def test_scales_are_the_row_spread_not_the_magnitude(rng):
     x = np.array([[0.0, 0.0, 1e9], [1.0, 2.0, 3.0]])
     report = check_gradients(softmax, softmax_backward, [x], scales=[1.0], rng=0)
     assert report.passed, str(report)
+
+
+KINKS = {
+    "abs": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.sign(x),)),
+    "abs, other side": (lambda x: (np.abs(x), x), lambda dy, x: (dy * np.where(x < 0, -1, 1),)),
+    "relu": (lambda x: (np.maximum(x, 0), x), lambda dy, x: (dy * (x > 0),)),
+}
+
+
+@pytest.mark.parametrize("name", KINKS)
+@pytest.mark.parametrize("distance", [0.0, 2.0**-30, 2.0**-20])
+def test_a_kink_is_recognised(name, distance):
+    forward, backward = KINKS[name]
+    x = X.copy()
+    x[1, 2] = distance
+    for seed in range(2):
+        report = check_gradients(forward, backward, [x], names=["x"], rng=seed)
+        assert report.verdict == "PASS", str(report)
+        if distance == 0:
+            assert "not differentiable at (1, 2)" in found(report, "differentiable").message
+    # It excuses no other element.
+    report = check(forward, lambda dy, x: (1.01 * backward(dy, x)[0],), [x])
+    assert report.verdict == "FAIL"
+    report = check(forward, backward, [np.zeros((3, 4))])
+    assert report.verdict == "INCONCLUSIVE"
+    assert "not differentiable at 12 of 12 elements" in str(report)
+
+
+def test_a_wrong_gradient_of_a_smooth_function_is_not_excused():
+    for function, slope in (
+        (lambda x: np.sin(300 * x), lambda x: 300 * np.cos(300 * x)),
+        # Nearly a kink.
+        (lambda x: np.sqrt(x * x + 1e-6), lambda x: x / np.sqrt(x * x + 1e-6)),
+        (lambda x: x**3, lambda x: 3 * x**2),
+    ):
+        for dtype, factor, verdict in (
+            (float, 1, "PASS"),
+            (float, 1.01, "FAIL"),
+            ("f4", 1, "FAIL"),
+        ):
+            spoil = np.where(X[1, 1] == X, factor, 1) * slope(X)
+            report = check(
+                lambda x, f=function: (f(x), x),
+                lambda dy, _, s=spoil, t=dtype: ((dy * s).astype(t).astype(float),),
+            )
+            assert report.verdict == verdict, str(report)
+
+
+PLACES = [
+    ((5, 7), (2, 3), "element (2, 3)"),
+    ((5, 7), (slice(None), 5), "column 5"),
+    ((5, 7), (3, slice(None)), "row 3"),
+    ((5, 7), (-1, slice(None)), "last row"),
+    ((5, 7), (slice(None), slice(2, 5)), "15 of 35 elements"),
+    ((5, 7), (slice(None), slice(None)), "everywhere"),
+    ((3, 4, 5), (1, 2), "row (1, 2)"),
+    ((20, 150), (0, 0), "1 of the 12 elements compared"),
+]
+
+
+@pytest.mark.parametrize(("shape", "place", "pattern"), PLACES)
+def test_the_pattern_says_where(shape, place, pattern):
+    def wrong(dy, cache):
+        x, w = cache
+        dx = dy * w
+        dx[place] *= 1.1
+        return dx, (dy * x).reshape(-1, shape[-1]).sum(0)
+
+    rng = np.random.default_rng(1)
+    args = [rng.standard_normal(shape), rng.standard_normal(shape[-1])]
+    report = check(lambda x, w: (x * w, (x, w)), wrong, args)
+    assert [result.pattern for result in report.arguments] == [pattern, ""]
+    result = report.arguments[0]
+    assert len(result.differences) == result.checked
+    # The plain secants of the worst place, in units of the gradient.
+    assert len(result.curve) >= 4
+    assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_hard_inputs_are_no_false_alarm(name, dtype):
+    if FAMILIES[name].why_not(dtype, 6):
+        pytest.skip(f"{name} has no rows of {dtype}")
+    case = make_case(name, dtype, 6)
+    for eps in (case.eps, 1e300):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = check_gradients(
+                lambda *args, eps=eps: layer_norm_forward(*args, eps),
+                layer_norm_backward,
+                [case.x, case.gamma, case.beta],
+                rng=0,
+            )
+        # A derivative that is too large for its dtype is infinite, and a gradient must be finite.
+        too_large = any("got inf" in result.message for result in report.arguments)
+        assert report.verdict != "FAIL" or (name == "F16" and too_large), str(report)
+
+
+# At 20, 27 of 30 seeds failed before the roundings of the backward were measured; 2 still do: an
+# output that is 1 whatever x does moves by less than its last bit, which no difference sees.
+@pytest.mark.parametrize("size", [6, 10])
+def test_a_saturated_softmax_is_no_false_alarm(size):
+    """Near p = 1, dy - <p, dy> cancels: its rounding errors are far larger than the gradient."""
+    for seed in range(12):
+        x = size * np.random.default_rng(seed).standard_normal((5, 7))
+        report = check_gradients(softmax, softmax_backward, [x], rng=seed)
+        assert report.verdict != "FAIL", f"seed {seed}\n{report}"
+
+
+def writes_x(x):
+    y, kept = np.sin(x), x.copy()
+    x *= 2
+    return y, kept
+
+
+def spoils_the_cache(dy, x):
+    dx = dy * np.cos(x)
+    x += 1
+    dy += 1
+    return (dx,)
+
+
+CALLS = count(1)
+
+
+def drift(a):
+    """Wrong by a little more at each call."""
+    return a * (1 + 1e-6 * next(CALLS))
+
+
+def fail(*_):
+    msg = "no\nluck"
+    raise RuntimeError(msg)
+
+
+# Each fault, where it is reported, and a word of the message.
+FAULTS = [
+    (writes_x, cosine, "forward leaves", "forward modifies x"),
+    (sine, spoils_the_cache, "backward leaves", "backward modifies dy, x, the cache"),
+    (lambda x: (np.sin(x), [x]), lambda dy, cache: cosine(dy, cache.pop()),
+     "backward is deterministic", "IndexError"),
+    (lambda x: (drift(np.sin(x)), x), cosine, "forward is deterministic", "y differs by"),
+    (sine, lambda dy, x: (drift(dy * np.cos(x)),), "backward is deterministic", "gradient of x differs by"),
+    (sine, lambda dy, x: (dy * np.cos(x) + 1e-9,), "linear", "of x differs by"),
+    (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
+    # Homogeneous, but not linear.
+    (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
+    # What is no forward at all.
+    (np.sin, cosine, "returns", "forward must return (y, cache), got ndarray"),
+    (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
+    (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
+    (lambda x: ([x, [1]], x), cosine, "returns", "y that forward returns"),
+    (lambda x: (x * 1j, x), cosine, "returns", "got complex128"),
+    (lambda x: (None, x), cosine, "returns", "got object"),
+    (lambda x: (np.sin(x) + np.random.default_rng().random(x.shape), x), cosine,
+     "forward is deterministic", "y differs by"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "backward", "name", "message"), FAULTS, ids=range(len(FAULTS)))
+def test_a_broken_contract_fails_in_one_line(forward, backward, name, message):
+    report = check(forward, backward)
+    assert report.verdict == "FAIL"
+    finding = found(report, name)
+    assert finding.verdict == "FAIL"
+    assert message in finding.message
+
+
+BAD_BACKWARDS = [
+    (fail, "backward raised RuntimeError: no luck"),
+    (lambda *_: None, "got NoneType"),
+    (lambda dy, x: {"x": dy * np.cos(x)}, "got dict"),
+    (lambda dy, x: cosine(dy, x) * 2, "must return 1 gradients, one for each argument, got 2"),
+    (lambda dy, x: (dy[0] * np.cos(x[0]),), "must have shape (3, 4)"),
+    (lambda dy, _: (dy * np.nan,), "must be finite, got nan at (0, 0) (12 such)"),
+    (lambda *_: ("no",), "must be float16"),
+    (lambda *_: ([[1], [1, 2]],), "must be an array, got list"),
+    (lambda dy, _: (dy.astype(int),), "got int64"),
+]
+
+
+@pytest.mark.parametrize(("backward", "message"), BAD_BACKWARDS, ids=range(len(BAD_BACKWARDS)))
+def test_a_bad_backward_is_a_sentence_not_a_traceback(backward, message):
+    report = check(backward=backward)
+    assert report.verdict == "FAIL"
+    assert message in report.arguments[0].message
+    assert "\n" not in report.arguments[0].message
+
+
+def test_a_forward_that_raises_near_x_is_left_out_there():
+    def root(x):
+        if (x < 0).any():
+            fail()
+        return np.sqrt(x), x
+
+    args = [np.array([0.02, 1.0, 2.0])]
+    report = check(root, lambda dy, x: (dy / (2 * np.sqrt(x)),), args)
+    assert report.passed, str(report)
+    assert found(report, "called near").verdict == "NOTE"
+    assert check(root, lambda dy, x: (dy / np.sqrt(x),), args).verdict == "FAIL"
+
+
+def test_a_scalar_y_and_arguments_without_axes_or_elements():
+    for y in (np.sum, lambda x: float(x.sum())):
+        report = check(lambda x, y=y: (y(x), None), lambda dy, _: (np.full(X.shape, dy),))
+        assert report.passed, str(report)
+    square = (lambda x: (x * x, x), lambda dy, x: (2 * x * dy,))
+    assert check(*square, [np.array(3.0)]).passed
+    assert check(*square, [np.zeros((0, 3))]).verdict == "INCONCLUSIVE"

@@ -4,13 +4,11 @@ import itertools
 import math
 
 import ml_dtypes
-import numpy as np
 import pytest
 from mpmath import mp, mpf
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.testing import Case, near_midpoints
-from stablenorm.testing.midpoints import search
+from stablenorm.testing import near_midpoints
 
 NAMES = ("y", "dx", "dgamma", "dbeta")
 
@@ -51,25 +49,6 @@ def test_the_answers_are_those_of_mpmath():
         even = below + below % 2
         nearest = even if case.distance == 0 else below + (case.distance > 0)
         assert float(case.expected) == math.ldexp(nearest, exponent - about.nmant)
-
-
-def test_all_outputs_and_dtypes_are_there_and_near():
-    found, names = near_midpoints(), ("float16", "bfloat16", "float32", "float64")
-    kinds = {(e.output, e.expected.dtype.name, e.distance == 0) for e in found}
-    assert kinds == set(itertools.product(NAMES, names, (True, False)))
-    # What a significand of 8 bits reaches, and those of 24 and 53.
-    assert max(abs(e.distance) for e in found if e.output != "dbeta") < 1e-3
-    assert max(abs(e.distance) for e in found if e.dy.dtype in (np.float32, np.float64)) < 1e-8
-
-
-def test_the_search_finds_what_is_kept():
-    for each in near_midpoints():
-        case, j = Case(*each[:5]), each.where[-1]
-        place = {"y": ("gamma", (j,)), "dgamma": ("dy", (1, j))}.get(each.output)
-        # The exponent decides, whatever the significand was; for ties there are several.
-        if place and each.distance:
-            again = search(case, *each[5:7], *place, 1.001 * abs(each.distance))
-            assert getattr(again, place[0])[place[1]] == getattr(case, place[0])[place[1]]
 
 
 @pytest.mark.parametrize("backend", ["numpy", "numba"])

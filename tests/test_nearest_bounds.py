@@ -2,7 +2,6 @@
 
 import functools
 import re
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +39,11 @@ def compiled(kind):
     """
     layer = kind == "layer"
 
-    @numba.njit
+    @numba.njit(cache=True)
     def at(array):
         return memory.pointer_at(array.ctypes.data, np.float64)
 
-    @numba.njit(error_model="numpy")
+    @numba.njit(error_model="numpy", cache=True)
     def forward(x, k, gamma, gamma_low, beta, eps, lanes, xhat, y):
         n, low = x.size, None if layer else at(gamma_low)
         d, d_low, square, square_low = wide._measure(at(x), n, k, at(lanes), layer)
@@ -60,7 +59,7 @@ def compiled(kind):
             y[j, 2] *= nearest.row_bound(n)
         return extreme, (d, d_low, square, square_low, *var), found, spread
 
-    @numba.njit(error_model="numpy")
+    @numba.njit(error_model="numpy", cache=True)
     def backward(dy, x, gamma, gamma_low, rows, spreads, lanes, words, sums, means, dx):
         n, factors = x.shape[1], (at(words[0]), at(words[1]), at(words[2]), at(words[3]))
         extreme, totals = False, (at(sums[0]), at(sums[1]), at(sums[2]), at(sums[3]))
@@ -216,29 +215,6 @@ def test_no_input_breaks_a_bound(kind, rng):
     # Nor are they idle: most steps come within a hundredth, the sums over rows within a tenth.
     assert min(worst.values()) > 0.001
     assert min(worst[name] for name in ("dgamma", "dbeta", "dbeta, in the code")) > 0.1
-
-
-def test_what_is_next_to_a_midpoint_is_decided_rightly(rng):
-    """The exact value is less than one ulp of float64 from what is rounded to float32."""
-
-    @numba.njit
-    def doubt(high, low, error, out):
-        return nearest._put(memory.pointer_at(out.ctypes.data, np.float32), 0, high, low, error, 0)
-
-    out, decided = np.zeros(1, np.float32), []
-    for middle in 1.0 + (2 * rng.integers(0, 2**22, 60) + 1) * 2.0**-24:
-        for step in range(-2, 3):
-            high = middle + step * 2 * U
-            low = rng.choice([-1, 1]) * U * rng.choice([0.0, 0.5, 1 - 2 * U])
-            error = high * 2.0**-54 * rng.choice([0.5, 1 - 2.0**-40])
-            if doubt(high, low, error, out) < 0:
-                continue
-            decided.append(step)
-            # The low part has been rounded.
-            error = Fraction(error) + abs(Fraction(low)) * Fraction(U)
-            for exact in (Fraction(high) + Fraction(low) + side * error for side in (-1, 1)):
-                assert (exact > middle) == (float(out[0]) > middle)
-    assert {-2, -1, 1, 2} <= set(decided)
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])

@@ -76,7 +76,7 @@ def taken_by(helpers, tiles, patience=1_000_000):
     # 0.07 s: far more than a thread takes to come where processors are free.
     record[0] = patience
     stablenorm.set_num_threads(helpers + 1)
-    words, count = module.pool_for(99, False)
+    words, count = module.pool_for(99, False, None)
     assert count == helpers
     counting()(record, tiles, words, count)
     return list(record[1:9]), list(record[9:])

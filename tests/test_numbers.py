@@ -1,0 +1,195 @@
+"""The numbers that all is computed in: rounded once, with bounds that hold, summed by parts."""
+
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+from rationals import nearest
+
+from stablenorm.reference.bounded import Bounded
+from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.partial import PARTIAL, merged, rounded
+from stablenorm.reference.rounding import round_sum_to, round_to
+
+# ---- one rounding ----
+
+
+def to_nearest(value, dtype):
+    """Round a Fraction to nearest even by comparing with the neighbours of a first guess."""
+    info = ml_dtypes.finfo(dtype)
+    if value == 0:
+        return 0.0
+    exponent = max(floor_log2(abs(value)), int(info.minexp)) - int(info.nmant)
+    unit = Fraction(2) ** exponent
+    steps = round(value / unit)  # Python rounds a Fraction half to even
+    rounded = steps * unit
+    largest = Fraction(float(info.max))
+    return float("inf") * (1 if value > 0 else -1) if abs(rounded) > largest else float(rounded)
+
+
+def floor_log2(value):
+    guess = value.numerator.bit_length() - value.denominator.bit_length()
+    return guess if Fraction(2) ** guess <= value else guess - 1
+
+
+def midpoints(dtype):
+    info = ml_dtypes.finfo(dtype)
+    bits = np.array([1, 3, 2**5 + 1, 2**10 - 1], dtype=np.float64)
+    ones = 1 + bits * float(info.eps) / 2
+    tiny = (bits[:2] / 2) * float(info.smallest_subnormal) if dtype != np.float64 else []
+    largest = np.array([float(info.max)])
+    edge = largest + (largest - float(np.nextafter(info.max, dtype.type(0)))) / 2
+    return np.concatenate([ones, -ones, tiny, np.minimum(edge, np.finfo(np.float64).max)])
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+def test_no_double_rounding_around_midpoints(name):
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    at = midpoints(dtype)
+    values = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf)])
+    with np.errstate(all="ignore"):
+        actual = round_to(values, dtype).astype(np.float64)
+    expected = [to_nearest(Fraction(float(v)), dtype) for v in values]
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_sums_of_two_round_once(dtype):
+    """The second word decides at a midpoint of the first, with and without subnormals."""
+    hi = midpoints(np.dtype(np.float32) if dtype == np.float64 else dtype)
+    hi = np.concatenate([hi, np.array([1.0, 1.5, 3.0, 5.0, 2.0**52 + 1, 2.0**52 + 0.5])])
+    hi = np.repeat(hi, 3)
+    lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
+    for exponent in (0, 3, -1074, -1075, -1060, -1050, 900):
+        shift = np.full(hi.shape, exponent, np.int32) if exponent else 0
+        with np.errstate(all="ignore"):
+            actual = round_sum_to(hi, lo, shift, dtype).astype(np.float64)
+        expected = [
+            to_nearest((Fraction(float(h)) + Fraction(float(t))) * Fraction(2) ** exponent, dtype)
+            for h, t in zip(hi, lo, strict=True)
+        ]
+        np.testing.assert_array_equal(actual, expected, err_msg=f"exponent {exponent}")
+
+
+# ---- bounds ----
+
+
+def assert_within(number, expected, power=1):
+    """Assert that ``expected ** power``, or of -2 its root, is where the bounds say."""
+    words = np.broadcast_arrays(number.hi, number.lo, number.bound.hi)
+    flat = zip(*(word.ravel().tolist() for word in words), strict=True)
+    for (high, low, bound), wanted in zip(flat, np.ravel(expected), strict=True):
+        exact = 1 / wanted if power == -2 else wanted
+        value, error = Fraction(high) + Fraction(low), Fraction(bound) / 2**106
+        if power == -2:
+            value, error = value**2, 2 * value * error
+        assert abs(value - exact) <= error
+
+
+@pytest.mark.parametrize("bound", [0.0, 50.0])
+def test_every_operation_has_its_error_in_the_bound(bound, rng):
+    """Of numbers that differ from what is carried by all of their bounds."""
+
+    def number():
+        high = rng.random((3, 9)) + 1
+        low = (rng.random((3, 9)) - 0.5) * 2.0**-53
+        error = Wide(bound * high, np.zeros((3, 9)))
+        words = zip(high.ravel(), low.ravel(), error.hi.ravel(), strict=True)
+        exact = [Fraction(a) + Fraction(b) + Fraction(c) / 2**106 for a, b, c in words]
+        return Bounded(Wide(high, low), error), np.array(exact).reshape(3, 9)
+
+    (a, exact_a), (b, exact_b) = number(), number()
+    for _ in range(20):
+        assert_within(a + b, exact_a + exact_b)
+        assert_within(a - b, exact_a - exact_b)
+        assert_within(a * b, exact_a * exact_b)
+        assert_within(a.divided(7), exact_a / 7)
+        assert_within(a.mean(), exact_a.sum(axis=1) / 9)
+        assert_within(a.sum_rows(), exact_a.sum(axis=0))
+        assert_within(a.rsqrt(), exact_a, -2)
+        (a, exact_a), (b, exact_b) = number(), number()
+
+
+# ---- sums of parts ----
+
+
+def fraction(part):
+    """Return the value and the error of one element."""
+    unit = Fraction(2) ** int(part["exponent"])
+    return (Fraction(float(part["high"])) + Fraction(float(part["low"]))) * unit, Fraction(
+        float(part["error"])
+    ) * unit
+
+
+def some_parts(rng, count):
+    parts = np.zeros(count, PARTIAL)
+    spread = rng.integers(-70, 70, count) * rng.integers(0, 2, count)
+    parts["high"] = rng.standard_normal(count) * 2.0**spread * (rng.random(count) < 0.9)
+    parts["low"] = (
+        parts["high"] * 2.0 ** rng.integers(-80, -54, count) * rng.choice([0, 1, -1], count)
+    )
+    parts["error"] = 2.0 ** rng.integers(-110, 5, count) * rng.choice([0, 1], count)
+    parts["exponent"] = rng.integers(-1, 2, count) * rng.choice([0, 1, 900, 3000], count)
+    return parts
+
+
+def test_merged_bounds_its_error(rng):
+    a, b = some_parts(rng, 1500), some_parts(rng, 1500)
+    # Some cancel, but for the last of their bits.
+    b[::3] = a[::3]
+    b["high"][::3] *= -1 - 2.0**-52 * rng.integers(-1, 2, len(b[::3]))
+    b["low"][::3] *= -1
+    total, exact = merged(a, b), 0
+    for one, other, both in zip(a, b, total, strict=True):
+        (v, e), (w, f), (found, error) = map(fraction, (one, other, both))
+        lost = abs(v + w - found)
+        assert lost + e + f <= error
+        # No more than it must, by a little.
+        assert error <= (e + f + abs(v + w) * Fraction(2) ** -100) * Fraction(
+            1 + 2.0**-40
+        ) + Fraction(2) ** -1000 * max(abs(v), abs(w), e, f)
+        exact += error == 0
+    assert exact > 150
+
+
+def test_an_error_that_nobody_knows_stays_unknown(rng):
+    a, b = some_parts(rng, 50), some_parts(rng, 50)
+    a["error"], b["error"] = np.nan, 0
+    total = merged(a, b)
+    assert np.isnan(total["error"]).all()
+    a["error"] = 0
+    for word in ("high", "low", "exponent"):
+        assert total[word].tobytes() == merged(a, b)[word].tobytes()
+    assert not rounded(total, np.dtype("f4"))[1].any()
+
+
+def test_an_infinite_error_leaves_all_open(dtype):
+    parts = np.array([(1.0, 0.0, np.inf, 0), (np.inf, 0.0, 0.0, 0), (1.0, 0.0, 0.0, 0)], PARTIAL)
+    exact = np.array([(2.0, 0.0, 0.0, 1)] * 3, PARTIAL)
+    assert rounded(merged(parts, exact), np.dtype(dtype))[1].tolist() == [True, False, False]
+
+
+def test_rounded_decides_what_the_error_allows(dtype, rng):
+    parts = some_parts(rng, 600)
+    parts["exponent"] = rng.choice([0, 0, -1, -140, -1074], 600)
+    # Midpoints, and next to them.
+    parts["high"] %= 2.0**12
+    parts["low"] = (
+        np.spacing(parts["high"]) * 2.0**-20 * (parts["high"] != 0) * rng.choice([0, 1, -1], 600)
+    )
+    short = parts["high"].astype(dtype)
+    parts["high"][::2] = (short.astype(float) + np.spacing(short).astype(float) / 2)[::2]
+    values, undecided = rounded(parts, np.dtype(dtype))
+    dtype, seen = np.dtype(dtype), set()
+    for part, value, open_ in zip(parts, values, undecided, strict=True):
+        v, e = fraction(part)
+        ends = [nearest(end, dtype) for end in (v - e, v, v + e)]
+        if not open_:
+            assert {float(end) for end in ends} == {float(value)}, part
+        else:
+            # But for the rounding of the sum with the bound.
+            wider = e + Fraction(2) ** -101 * abs(v)
+            assert len({nearest(end, dtype).tobytes() for end in (v - wider, v + wider)}) == 2
+        assert not open_ or e
+        seen.add((bool(open_), e == 0))
+    assert seen == {(False, True), (False, False), (True, False)}
