@@ -30,6 +30,15 @@ def implementation(operation: str, backend: str) -> Any:
 
 
 @functools.cache
+def plain(operation: str) -> Any:
+    """Return the function of the kernels that does a plain call at once, or returns None if it is none."""
+    try:
+        return implementation(f"plain_{operation}", "native")
+    except (ImportError, AttributeError):
+        return lambda *_: None
+
+
+@functools.cache
 def _default() -> str:
     try:
         implementation("forward", "native")

@@ -17,11 +17,8 @@ import numpy as np
 
 from stablenorm.types import Array, check_count
 
-try:
-    from stablenorm import _core
-except ImportError:
-    # Installed without kernels: results are NumPy's own.
-    _core = None
+# The compiled module, once it is loaded; until then, and without it, results are NumPy's own.
+_core: Any = None
 
 # The most that is idle: ten results of (16, 1024, 768) in float32, or a sixteenth of the memory.
 _MOST, _SHARE = 512 << 20, 16
@@ -44,14 +41,17 @@ def default_limit() -> int:
     return min(_MOST, min(found, default=4 << 30) // _SHARE)
 
 
+def use(core: Any) -> None:
+    """Take the memory of large results from the compiled module, which asks for the limit at the first."""
+    global _core  # noqa: PLW0603  # there is one of the process
+    _core = core
+    if _limit is not None:
+        core.set_idle_limit(_limit)
+
+
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return an array of arbitrary elements, a large one in memory that is handed out again."""
-    if _core is None:
-        return np.empty(shape, dtype)
-    if _limit is None:
-        # Not before it is needed: a worker of Dask has its own limit by then.
-        set_idle_limit(default_limit())
-    array: Array = _core.empty(shape, dtype)
+    array: Array = np.empty(shape, dtype) if _core is None else _core.empty(shape, dtype)
     return array
 
 

@@ -82,6 +82,10 @@ class Statistics(NamedTuple):
         return Statistics._make(None if word is None else word[rows] for word in self)
 
 
+# Of the gradients, in their order.
+NAMES = ("x", "gamma", "beta")
+
+
 class Cache(NamedTuple):
     """
     What `layer_norm_forward` hands to `layer_norm_backward`, `rms_norm_forward` to

@@ -7,9 +7,8 @@ from numpy.typing import ArrayLike
 from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.backward import BackwardOptions, backward
-from stablenorm.functional.checks import NAMES
 from stablenorm.functional.forward import ForwardOptions, forward
-from stablenorm.types import Array, Cache, Gradients, Norm
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
 
 # As a NamedTuple makes itself, in half the time.
 _new = tuple.__new__

@@ -36,7 +36,6 @@ from stablenorm.dask.graph import (
 from stablenorm.functional import forward as functional
 from stablenorm.functional.backward import BackwardOptions
 from stablenorm.functional.checks import (
-    NAMES,
     asked_names,
     check_kind,
     check_save,
@@ -48,7 +47,7 @@ from stablenorm.functional.forward import ForwardOptions
 from stablenorm.functional.masks import check_mask, check_where
 from stablenorm.functional.row_parts import backward_parts, decided, exact_parts
 from stablenorm.reference.partial import PARTIAL, merged, rounded
-from stablenorm.types import Cache, Gradients, Norm, Statistics
+from stablenorm.types import NAMES, Cache, Gradients, Norm, Statistics
 
 LAZY = HOST._replace(convert=convert)
 

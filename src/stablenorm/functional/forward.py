@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import is_plain, normalize_axes, on_cuda_device
-from stablenorm.backends import arrays_of, choose, choose_cuda, run
+from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
 from stablenorm.functional.checks import (
     check_save,
@@ -45,7 +45,11 @@ class ForwardOptions(NamedTuple):
 def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave."""
     axis, out, backend, keep, residual, where, save, threads = options
-    if plain := type(axis) is int and axis == -1 and is_plain(x, None):
+    if backend is None or backend == "native":
+        found: tuple[Array, Any] | None = plain("forward")(x, norm, options)
+        if found is not None:
+            return found
+    if is_usual := type(axis) is int and axis == -1 and is_plain(x, None):
         name = choose(backend)
         arrays = arrays_of(name)
         axes: tuple[int, ...] = (x.ndim - 1,)
@@ -54,8 +58,8 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
         arrays = arrays_of(name)
         x = arrays.convert("x", x)
         axes = normalize_axes(axis, x.ndim)
-    if not (plain and _is_plain_norm(norm, (x.shape[-1],))):
-        plain, norm = False, checked_norm(arrays, norm, x.shape, axes, name)
+    if not (is_usual and _is_plain_norm(norm, (x.shape[-1],))):
+        is_usual, norm = False, checked_norm(arrays, norm, x.shape, axes, name)
     total = None
     if residual is not None:
         _refuse_cuda("residual", name)
@@ -77,9 +81,9 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
     call = _new(Forward, (x, norm, y, keep, residual, total, where, None, threads))
     statistics = None
     if save == "x" or not keep:
-        statistics = _do(call, axes, name, plain)
+        statistics = _do(call, axes, name, is_usual)
     else:
-        _do(call._replace(keep=False), axes, name, plain)
+        _do(call._replace(keep=False), axes, name, is_usual)
         statistics = _NOTHING_KEPT
     if not keep:
         return y, None
@@ -96,10 +100,10 @@ def statistics_of(cache: Cache, threads: int | None) -> Statistics:
     return made
 
 
-def _do(call: Forward, axes: tuple[int, ...], name: str, plain: bool) -> Any:
+def _do(call: Forward, axes: tuple[int, ...], name: str, is_usual: bool) -> Any:
     """Do a call whose arrays are as they were given; return the statistics in the order of x's rows."""
     x, norm, y, keep, residual, total, where, _, threads = call
-    if not plain and has_leading(norm, axes) and x.size:
+    if not is_usual and has_leading(norm, axes) and x.size:
         leads = (lead_of(each, x.ndim, axes) for each in norm[:2])
         samples = Samples(x.shape, axes, *leads)
         seen = samples.forward(call)
@@ -108,7 +112,7 @@ def _do(call: Forward, axes: tuple[int, ...], name: str, plain: bool) -> Any:
         return samples.in_order(found) if keep else None
     rows = arrays_of(name).rows
     seen_x = rows(x, axes)
-    new = plain and seen_x is x and y is not None and y.flags.c_contiguous
+    new = is_usual and seen_x is x and y is not None and y.flags.c_contiguous
     # What is contiguous is its own matrix of rows.
     if not (new and residual is None and where is None):
         of_y, residual, total, where = (

@@ -11,11 +11,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.functional.backward import BackwardOptions, do, prepared
-from stablenorm.functional.checks import NAMES, asked_names
+from stablenorm.functional.checks import asked_names
 from stablenorm.functional.combinations import CUDA, refuse
 from stablenorm.reference.exact import Root
 from stablenorm.reference.partial import PARTIAL
-from stablenorm.types import Array, Cache, Gradients
+from stablenorm.types import NAMES, Array, Cache, Gradients
 
 
 def backward_parts(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from stablenorm import reference
+from stablenorm import memory, reference
 from stablenorm.arrays import Rows, SomeRows, as_matrix
 from stablenorm.call import Backward, Forward, Jvp
 from stablenorm.reference.counted import (
@@ -29,7 +29,7 @@ from stablenorm.reference.counted import (
 from stablenorm.reference.doubledouble import two_sum
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import get_num_threads
-from stablenorm.types import Array, Cache, Gradients, Norm, Statistics, any_float64
+from stablenorm.types import NAMES, Array, Cache, Gradients, Statistics, any_float64
 
 try:
     from stablenorm import _core
@@ -52,8 +52,10 @@ _LARGEST, _SMALLEST = 2.0**200, 2.0**-200
 # A sample of more elements is worth all threads, unless several wait for each.
 _LARGE, _SEVERAL = 1 << 18, 4
 
-# The plain call: arrays, the last axis, no other keyword. They return what `functional` does, or None.
-_core.set_types(Norm, Statistics, Cache, Gradients)
+_core.prepare(Statistics, Cache, Gradients, NAMES, get_num_threads, memory.default_limit)
+memory.use(_core)
+
+# What `functional` does, or None and nothing of it if the call is not a plain one.
 plain_forward, plain_backward = _core.plain_forward, _core.plain_backward
 
 # As NamedTuples make themselves, without the keyword handling, which takes twice as long.

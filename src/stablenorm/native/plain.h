@@ -1,0 +1,195 @@
+// The plain call: NumPy's own contiguous arrays of 16 or 32 bits, the last axis, no keyword but those of the norm. It
+// is done here, as functional/ would do it by way of a record, or declined before anything is touched.
+#pragma once
+#include "arrays.h"
+
+namespace {
+
+// Elements of a call that others may run beside, and of one that threads share: for less, to release the GIL and to
+// ask how many threads there are is a waste.
+constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
+
+// What Python hands over once: types, the default of `wrt`, and get_num_threads.
+enum { STATISTICS, CACHE, GRADIENTS, ALL_NAMES, GET_NUM_THREADS, GIVEN };
+PyObject* given_once[GIVEN];
+
+// The fields of the tuples of types.py and functional/.
+namespace norm { enum { GAMMA, BETA, EPS, KIND, OFFSET, ROUNDING, FIELDS }; }
+namespace cache { enum { X, NORM, AXIS, STATISTICS, BACKEND, WHERE, SAVE, FIELDS }; }
+namespace stats { enum { MEAN, MEAN_LO, RSTD, RSTD_LO, FIELDS = 8 }; }
+namespace ahead { enum { AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, SAVE, THREADS, FIELDS }; }
+namespace back { enum { WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, FIELDS }; }
+
+// References that are given up together.
+struct Owned {
+    PyObject* all[8];
+    int count = 0;
+    PyObject* operator()(PyObject* object) { return all[count++] = object; }
+    ~Owned() {
+        while (count) Py_XDECREF(all[--count]);
+    }
+};
+
+PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
+bool is_tuple(PyObject* object, Py_ssize_t fields) { return PyTuple_Check(object) && PyTuple_Size(object) == fields; }
+bool is_word(PyObject* object, const char* word) {
+    return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
+}
+bool are_none(PyObject* tuple, std::initializer_list<int> fields) {
+    for (int i : fields)
+        if (is_given(field(tuple, i))) return false;
+    return true;
+}
+
+// Makes a named tuple of the values, whose reference it takes.
+PyObject* as_named(int type, PyObject* values) {
+    static const newfunc make = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    Owned own;
+    PyObject* arguments = own(values) ? own(PyTuple_Pack(1, values)) : nullptr;
+    return arguments ? make((PyTypeObject*)given_once[type], arguments, nullptr) : nullptr;
+}
+
+// An array with elements that is NumPy's own, C-contiguous, of 16 or 32 bits in this machine's byte order.
+bool is_plain(PyObject* object, Type& type) {
+    if (!PyArray_CheckExact(object)) return false;
+    PyArrayObject* a = (PyArrayObject*)object;
+    if (!PyArray_IS_C_CONTIGUOUS(a) || PyArray_ISBYTESWAPPED(a) || !PyArray_NDIM(a) || !PyArray_SIZE(a)) return false;
+    bool known = type_of(a, type);
+    if (!known) PyErr_Clear();
+    return known && type != F64 && type != PARTIAL;
+}
+
+bool is_plain_vector(PyObject* object, Index n, const char*& data, Type& type) {
+    if (!is_given(object)) return true;
+    PyArrayObject* a = (PyArrayObject*)object;
+    if (!is_plain(object, type) || PyArray_NDIM(a) != 1 || PyArray_DIM(a, 0) != n) return false;
+    return data = PyArray_BYTES(a), true;
+}
+
+Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1); }
+
+Array rows_of(PyArrayObject* a, Type type) {
+    Array rows;
+    Index n = last_length(a);
+    rows.data = PyArray_BYTES(a), rows.type = type, rows.whole = true, rows.lead = rows.axes = 1;
+    rows.count = rows.lengths[0] = PyArray_SIZE(a) / n, rows.strides[0] = n * BYTES[type];
+    rows.lengths[1] = n, rows.strides[1] = BYTES[type];
+    return rows;
+}
+
+// What the norm is, of which all but gamma, beta, eps and kind has to be as by default.
+bool see_norm(PyObject* of, Call& c) {
+    if (!is_tuple(of, norm::FIELDS)) return false;
+    PyObject *eps = field(of, norm::EPS), *offset = field(of, norm::OFFSET);
+    if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset) || PyFloat_AsDouble(offset) != 0) return false;
+    c.eps = PyFloat_AsDouble(eps), c.rms = is_word(field(of, norm::KIND), "rms");
+    return is_word(field(of, norm::ROUNDING), "fast") && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
+           is_plain_vector(field(of, norm::GAMMA), c.n, c.gamma, c.gamma_type) &&
+           is_plain_vector(field(of, norm::BETA), c.n, c.beta, c.beta_type);
+}
+
+bool run(Call& c) {
+    Index elements = c.rows * c.n;
+    int threads = 1;
+    if (elements >= WORTH_SHARING) {
+        Owned own;
+        PyObject* found = own(PyObject_CallNoArgs(given_once[GET_NUM_THREADS]));
+        threads = found ? (int)PyLong_AsLong(found) : 1;
+        if (PyErr_Occurred()) return false;
+    }
+    jobs::plan(c);
+    PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
+    jobs::State found = jobs::run(c, {}, threads);
+    if (state) PyEval_RestoreThread(state);
+    if (found == jobs::NO_MEMORY) PyErr_NoMemory();
+    return found == jobs::DONE;
+}
+
+// y, and the cache if it is wanted, of x, a norm and the options of a forward.
+PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    PyObject* declined = Py_None;
+    Call c;
+    Type type;
+    if (count != 3 || !jobs::kernels || !is_plain(args[0], type) || !is_tuple(args[2], ahead::FIELDS)) return Py_NewRef(declined);
+    PyObject *options = args[2], *axis = field(options, ahead::AXIS);
+    if (!PyLong_CheckExact(axis) || PyLong_AsLong(axis) != -1) return PyErr_Clear(), Py_NewRef(declined);
+    if (!are_none(options, {ahead::OUT, ahead::RESIDUAL, ahead::WHERE, ahead::THREADS})) return Py_NewRef(declined);
+    PyArrayObject* x = (PyArrayObject*)args[0];
+    c.n = last_length(x);
+    if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
+    bool keep = field(options, ahead::KEEP) != Py_False;
+    c.x = rows_of(x, type), c.rows = c.x.count;
+
+    Owned own;
+    PyObject *y = own(new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x))), *words[] = {Py_None, Py_None, Py_None};
+    if (!y) return nullptr;
+    double** places[] = {&c.mean, &c.rest, &c.rstd};
+    for (int i = c.rms ? stats::RSTD : 0; keep && i <= stats::RSTD; i++) {
+        npy_intp rows = c.rows;
+        words[i] = own(PyArray_SimpleNew(1, &rows, NPY_DOUBLE));
+        if (!words[i]) return nullptr;
+        *places[i] = (double*)PyArray_DATA((PyArrayObject*)words[i]);
+    }
+    c.y = rows_of((PyArrayObject*)y, type);
+    if (!run(c)) return nullptr;
+    if (!keep) return PyTuple_Pack(2, y, Py_None);
+    PyObject* none = Py_None;
+    PyObject* kept = own(as_named(STATISTICS, PyTuple_Pack(stats::FIELDS, words[0], words[1], words[2], none, none, none, none, none)));
+    if (!kept) return nullptr;
+    PyObject* values = Py_BuildValue("OO(i)OsOs", args[0], args[1], PyArray_NDIM(x) - 1, kept, "native", none, "x");
+    PyObject* cache = own(as_named(CACHE, values));
+    return cache ? PyTuple_Pack(2, y, cache) : nullptr;
+}
+
+// The statistics of a cache of a plain forward of this kind.
+bool see_cache(PyObject* of, PyObject* kind, Call& c) {
+    if (Py_TYPE(of) != (PyTypeObject*)given_once[CACHE] || !is_tuple(of, cache::FIELDS)) return false;
+    PyObject *x = field(of, cache::X), *axes = field(of, cache::AXIS), *kept = field(of, cache::STATISTICS);
+    Type type;
+    if (!is_plain(x, type) || !is_tuple(axes, 1) || !is_tuple(kept, stats::FIELDS)) return false;
+    PyArrayObject* a = (PyArrayObject*)x;
+    c.n = last_length(a), c.x = rows_of(a, type), c.rows = c.x.count;
+    bool same = is_word(field(of, cache::BACKEND), "native") && is_word(field(of, cache::SAVE), "x") && see_norm(field(of, cache::NORM), c);
+    if (!same || !is_word(kind, c.rms ? "rms" : "layer") || PyLong_AsLong(field(axes, 0)) != PyArray_NDIM(a) - 1) return false;
+    if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::RSTD_LO})) return false;
+    double** places[] = {&c.mean, &c.rest, &c.rstd};
+    for (int i = c.rms ? stats::RSTD : 0; i <= stats::RSTD; i++) {
+        PyArrayObject* word = (PyArrayObject*)field(kept, i);
+        bool whole = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
+        if (!whole || PyArray_SIZE(word) != c.rows) return false;
+        *places[i] = (double*)PyArray_DATA(word);
+    }
+    return true;
+}
+
+// All gradients of dy, a cache, the kind of a norm and the options of a backward.
+PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    PyObject* declined = Py_None;
+    Call c;
+    Type type;
+    if (count != 4 || !jobs::kernels || !is_plain(args[0], type) || !is_tuple(args[3], back::FIELDS)) return Py_NewRef(declined);
+    PyObject* options = args[3];
+    bool all = field(options, back::WRT) == given_once[ALL_NAMES] && field(options, back::ACCUMULATE) == Py_False;
+    if (!all || !are_none(options, {back::OUT, back::DSUM, back::SUM_AXES, back::DMEAN, back::DRSTD, back::THREADS})) return Py_NewRef(declined);
+    if (!see_cache(args[1], args[2], c)) return PyErr_Clear(), Py_NewRef(declined);
+    PyArrayObject *dy = (PyArrayObject*)args[0], *x = (PyArrayObject*)field(args[1], cache::X);
+    int ndim = PyArray_NDIM(x);
+    bool alike = PyArray_NDIM(dy) == ndim && !memcmp(PyArray_DIMS(x), PyArray_DIMS(dy), (size_t)ndim * sizeof(npy_intp));
+    if (!alike || c.x.type != type) return Py_NewRef(declined);
+
+    Owned own;
+    PyObject* results[] = {own(new_array(PyArray_DESCR(x), ndim, PyArray_DIMS(x))), Py_None, Py_None};
+    if (!results[0]) return nullptr;
+    c.backward = true, c.dy = rows_of(dy, type), c.y = rows_of((PyArrayObject*)results[0], type);
+    for (int i = 0; i < 2; i++) {
+        PyObject* like = field(field(args[1], cache::NORM), i);
+        npy_intp n = c.n;
+        if (!is_given(like)) continue;
+        PyObject* total = results[1 + i] = own(new_array(PyArray_DESCR((PyArrayObject*)like), 1, &n));
+        if (!total) return nullptr;
+        c.sums_out[i] = PyArray_BYTES((PyArrayObject*)total), c.sums_type[i] = i ? c.beta_type : c.gamma_type;
+    }
+    return run(c) ? as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])) : nullptr;
+}
+
+}  // namespace
