@@ -50,6 +50,23 @@ wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty e
 	cd build/wheel && empty/bin/python -I -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../../README.md
 	cd build/wheel && empty/bin/stablenorm run
 
+# What each sanitizer runs. That of addresses looks at the heap alone, by calls: GCC 12 would take half an hour for the
+# stack of what is inlined.
+NATIVE_FLAGS := -std=c++17 -O1 -g -ffp-contract=off -fno-trapping-math -Wno-psabi -pthread -fno-sanitize-recover=all
+ALONE := tests/kernels.cpp $(addprefix src/stablenorm/native/,tiles.cpp jobs.cpp pool.cpp memory.cpp)
+.PHONY: sanitize
+sanitize:  ## the kernels under sanitizers of memory, arithmetic and threads: 6 min
+	mkdir -p build/sanitize
+	$(call sanitized,memory,-fsanitize=address --param asan-stack=0 --param asan-instrumentation-with-call-threshold=0)
+	$(call sanitized,arithmetic,-fsanitize=undefined -fno-sanitize=null$(comma)object-size$(comma)bounds)
+	$(call sanitized,threads,-fsanitize=thread)
+comma := ,
+define sanitized
+$(CXX) $(NATIVE_FLAGS) $(2) -DALONE $(if $(filter x86_64,$(shell uname -m)),-mavx2 -mfma -mf16c) -Isrc/stablenorm/native $(ALONE) -o build/sanitize/$(1)
+$(if $(filter threads,$(1)),,build/sanitize/$(1) > build/sanitize/$(1).txt)
+build/sanitize/$(1) threads
+endef
+
 .PHONY: docs figures
 docs: $(VENV)/.dev  ## the documentation, into build/docs; no network needed
 	$(BIN)/sphinx-build -W -n --keep-going -q -b html docs build/docs

@@ -194,7 +194,9 @@ const Kernels* const* available() {
     int count = 0;
 #if defined(__x86_64__) || defined(_M_X64)
     __builtin_cpu_init();
+#if !defined(ALONE)
     if (has_v4()) found[count++] = &kernels_x86_64_v4;
+#endif
     if (has_v3()) found[count++] = &kernels_x86_64_v3;
 #if defined(WITH_NARROW)
     if (has_v3()) found[count++] = &kernels_narrow;

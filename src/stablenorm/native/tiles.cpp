@@ -304,4 +304,12 @@ void do_tile(const Call& c, Index tile, int thread) {
 
 }  // namespace
 
+// By default the only ones, as in the tests without Python.
+#if !defined(NAME) && defined(__aarch64__)
+#define NAME kernels_arm64
+#define INSTRUCTIONS "arm64"
+#elif !defined(NAME)
+#define NAME kernels_x86_64_v3
+#define INSTRUCTIONS "x86-64-v3"
+#endif
 extern const Kernels NAME = {INSTRUCTIONS, 32, prepare, do_tile, finish};

@@ -1,0 +1,111 @@
+// The kernels without Python. Prints a digest of the results of each dtype, norm and rounding, by the instruction
+// set that is named; with "threads", calls them from several threads at once, and says whether a bit differs.
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "jobs.h"
+
+namespace {
+
+struct Random {
+    uint64_t state = 88172645463325252u;
+    uint64_t operator()() {  // xorshift: Marsaglia, J. Stat. Softw. 8 (2003) 14
+        state ^= state << 13, state ^= state >> 7;
+        return state ^= state << 17;
+    }
+    double signed_unit() { return (double)(int64_t)(*this)() * 0x1p-63; }
+};
+
+using Bytes = std::vector<uint8_t>;
+
+// Elements of all sizes: with offsets, tiny, huge, near one another; of float16 any finite bits.
+Bytes elements(Random& random, Index count, Type type, int scale) {
+    Bytes found((size_t)(count * BYTES[type]));
+    for (Index i = 0; i < count; i++) {
+        double v = random.signed_unit();
+        if (scale == 1) v = v * 1e-38;
+        if (scale == 2) v = v * 3e4;
+        if (scale == 3) v = v + 100;
+        if (scale == 4) v = v * 1e-6 + 1;
+        float single = (float)v;
+        uint32_t bits;
+        memcpy(&bits, &single, 4);
+        if (type == BF16) bits >>= 16;
+        if (type == F16) bits = (uint32_t)(scale < 3 ? random() % 0x7c00 : 0x3c00 + random() % 64) | (uint32_t)(random() & 0x8000);
+        const void* from = type == F64 ? (const void*)&v : &bits;
+        memcpy(found.data() + i * BYTES[type], from, (size_t)BYTES[type]);
+    }
+    return found;
+}
+
+Array rows_of(Bytes& data, Type type, Index rows, Index n) {
+    Array a;
+    a.data = (char*)data.data(), a.type = type, a.whole = true, a.lead = a.axes = 1, a.count = rows;
+    a.lengths[0] = rows, a.strides[0] = n * BYTES[type], a.lengths[1] = n, a.strides[1] = BYTES[type];
+    return a;
+}
+
+void add_to(uint64_t& digest, const void* data, size_t bytes) {  // FNV-1a
+    for (size_t i = 0; i < bytes; i++) digest = (digest ^ ((const uint8_t*)data)[i]) * 1099511628211u;
+}
+
+// A forward and its backward, whose results go to the digest.
+void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, Index n, int scale, int threads, uint64_t& digest) {
+    Call c;
+    c.rms = rms, c.nearest = nearest, c.wide = nearest || type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
+    Bytes x = elements(random, rows * n, type, scale), dy = elements(random, rows * n, type, scale % 3), y(x.size()), dx(x.size());
+    Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, undecided((size_t)(2 * n));
+    std::vector<double> words((size_t)(6 * rows));
+    Bytes marks((size_t)rows);
+    double** places[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread};
+    for (Index i = 0; i < (c.wide ? 6 : 3); i++)
+        if (!rms || (i != 0 && i != 1 && i != 4)) *places[i] = words.data() + i * rows;
+    if (c.wide) c.marks = marks.data();
+    c.x = rows_of(x, type, rows, n), c.y = rows_of(y, type, rows, n);
+    c.gamma = (char*)gamma.data(), c.beta = (char*)beta.data(), c.gamma_type = c.beta_type = type;
+    jobs::plan(c);
+    int state = jobs::run(c, {}, threads);
+    for (uint8_t& mark : marks) mark = mark == 1;
+    c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, rows, n), c.dy = rows_of(dy, type, rows, n);
+    for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data(), c.sums_type[i] = type;
+    for (int i = 0; i < 2 && nearest; i++) c.undecided[i] = undecided.data() + i * n;
+    jobs::plan(c);
+    state = 4 * state + jobs::run(c, {}, threads);
+    for (Bytes* each : {&y, &dx, &sums[0], &sums[1], &undecided, &marks}) add_to(digest, each->data(), each->size());
+    add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
+}
+
+uint64_t digest_of(Type type, bool rms, bool nearest, int threads) {
+    Random random;
+    uint64_t digest = 14695981039346656037u;
+    for (Index n : {1, 2, 3, 7, 8, 17, 31, 100, 257, 1025, 4099})
+        for (int scale = 0; scale < 5; scale++) both_ways(random, type, rms, nearest, n > 31 ? 4100 / n + 1 : 140, n, scale, threads, digest);
+    return digest;
+}
+
+int from_many_threads() {
+    uint64_t expected[2] = {digest_of(F32, false, false, 1), digest_of(F64, true, false, 1)};
+    bool differs[4] = {};
+    std::vector<std::thread> callers;
+    for (int k = 0; k < 4; k++)
+        callers.emplace_back([&, k] { differs[k] = digest_of(k % 2 ? F64 : F32, k % 2, false, 3) != expected[k % 2]; });
+    for (std::thread& each : callers) each.join();
+    return differs[0] || differs[1] || differs[2] || differs[3];
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    const char *names[] = {"float32", "bfloat16", "float16", "float64"}, *asked = count > 1 ? words[1] : "";
+    jobs::kernels = *jobs::available();
+    if (!strcmp(asked, "threads")) return from_many_threads();
+    for (auto each = jobs::available(); *each; each++)
+        if (!strcmp((*each)->name, asked)) jobs::kernels = *each;
+    for (Type type : {F32, BF16, F16, F64})
+        for (bool rms : {false, true})
+            for (bool nearest : {false, true})
+                printf("%s %s %s %016llx\n", names[type], rms ? "rms" : "layer", nearest ? "nearest" : "fast",
+                       (unsigned long long)digest_of(type, rms, nearest, 2));
+}
