@@ -14,20 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import stablenorm
 from stablenorm.backends import BACKENDS
 
 try:
-    import stablenorm.native  # only whether it can be
+    import stablenorm.native  # noqa: F401  # only whether it can be
 except ImportError:
     # Built without a compiler: tests of all backends are then of the others.
     del BACKENDS["native"]
-
-# Kernels that take equally long to compile: 30 s.
-SHARES = (
-    [("layer", "float64"), ("layer", "float32"), ("rms", "float32")],
-    [("layer", "float16"), ("layer", ml_dtypes.bfloat16), ("rms", "float64")],
-)
 
 # For `from checked_operations import check`: test files are no package, nor are those of the shim.
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
@@ -35,28 +28,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
 
 def pytest_collection_finish():
     """
-    Share out what is to be compiled; leave what is loaded by now out of garbage collections.
+    Leave what is loaded by now out of garbage collections.
 
     A full collection takes a second of all modules and tests; with them the oracle took twice as long.
     """
-    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        compile_a_share(int(worker.removeprefix("gw")))
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 50, 1000)
-
-
-def compile_a_share(number):
-    """
-    Compile half of the kernels that most tests take, while another process compiles the others.
-
-    Where none are on disk yet, two processes would soon be at the same ones, and each take 15 s more.
-    """
-    for norm, dtype in SHARES[number % 2]:
-        x = np.ones((2, 8), dtype)
-        for rounding in ("fast", "nearest"):
-            _, cache = getattr(stablenorm, f"{norm}_norm_forward")(x, x[0], x[0], rounding=rounding)
-            getattr(stablenorm, f"{norm}_norm_backward")(x, cache)
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -13,6 +13,7 @@ from norms import NORMS, assert_contract, assert_nearest, compute, exactly
 
 import stablenorm
 from stablenorm import Gradients
+from stablenorm.backends import BACKENDS
 
 KINDS = f2, bf, f4, f8 = [
     np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
@@ -172,18 +173,6 @@ def calls(draw):
     )
 
 
-def has_kernels(call):
-    """Each mixture of types has kernels of its own, and so have the keywords."""
-    if not (call.given or call.mask or call.gamma_offset) and (call.kind, call.rounding) == (
-        "layer", "fast",
-    ):  # fmt: skip
-        return True
-    with_offset = f4 if call.kind == "rms" else f8
-    return call.dtypes in ((f4,) * 4, (f8,) * 4) and (
-        not call.gamma_offset or call.dtypes[0] == with_offset
-    )
-
-
 class Made(NamedTuple):
     """The arrays of a call by their names, plain and as they lie; and how its axes are taken apart."""
 
@@ -329,7 +318,7 @@ def have_same_bits(expected, actual):
 
 def check(call):
     made, plain = make(call), {}
-    for backend in ("numpy", "numba") if has_kernels(call) else ("numpy",):
+    for backend in BACKENDS:
         y, dx, *sums, mean, rstd = as_given(call, made, backend)
         in_parts = {"y": y, "dx": dx, "mean": mean, "rstd": rstd}
         in_parts = {name: made.in_parts(array) for name, array in in_parts.items()}
@@ -370,7 +359,7 @@ def backends_differ(results, case, rounding):
     differ, arrays = False, (case[0], case[4], *case[1:3])
     narrow = all(v is None or v.dtype.itemsize < 8 for v in arrays)
     for name, expected in results["numpy"].items():
-        actual = results["numba"][name]
+        actual = results["native"][name]
         if rounding == "nearest":
             assert_same_bits(expected, actual)
         elif name in ("y", "dx") and narrow:
@@ -399,21 +388,8 @@ def test_every_place_over_all_axes():
         check(Call(1, (3, 4), (0, 1), (f4,) * 4, (place,) * 4, (out, out), 1.0, 1e-5))
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "streaming"])
-def streaming(request, monkeypatch):
-    """Results go past the caches, or not."""
-    if request.param:
-        jobs = pytest.importorskip("stablenorm.cpu.jobs")
-        monkeypatch.setattr(jobs, "PAST_CACHES", 0)
-        jobs.make_plan.cache_clear()
-    yield
-    if request.param:
-        jobs.make_plan.cache_clear()
-
-
 @pytest.mark.parametrize("dtype", [f2, bf, f4], ids=str)
 @pytest.mark.parametrize("offset", [0.0, 1e3])
-@pytest.mark.usefixtures("streaming")
 def test_every_length_has_the_bits_of_the_reference(rng, dtype, offset):
     """Whole groups of 32 rows, whole vectors of 8, many tiles, and all that is left of them."""
     shapes = itertools.product((1, 7, 8, 15, 33, 64, 70), (*range(1, 34), 40, 63, 65, 769, 1040))
@@ -424,7 +400,7 @@ def test_every_length_has_the_bits_of_the_reference(rng, dtype, offset):
             1e-5,
             dy.astype(dtype),
         )
-        found = [compute(case, backend=backend) for backend in ("numpy", "numba")]
+        found = [compute(case, backend=backend) for backend in BACKENDS]
         # The sums may differ where they cancel.
         for name in ("y", "dx"):
             assert_same_bits(*(each[name] for each in found))

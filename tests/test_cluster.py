@@ -14,7 +14,7 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 LIMIT = 300 * 10**6
-# Of it, a worker with Dask, Numba and the kernels loaded holds 160 MB. By default Dask spills whatever
+# Of it, a worker with Dask and the kernels loaded holds 110 MB. By default Dask spills whatever
 # there is beyond 70 %: 4.3 GB, of the blocks of 480 MB of x. Instead, all beyond 45 MB of results.
 MEMORY = {"target": 0.15, "spill": 0.85, "pause": 0.9, "transfer": 0.05}
 ROWS, N, CHUNK = 240, 96, 20

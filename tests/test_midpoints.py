@@ -51,7 +51,6 @@ def test_the_answers_are_those_of_mpmath():
         assert float(case.expected) == math.ldexp(nearest, exponent - about.nmant)
 
 
-@pytest.mark.parametrize("backend", ["numpy", "numba"])
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
     missed = []

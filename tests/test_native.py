@@ -28,9 +28,7 @@ def results(case, rounding):
     """Return the bytes of all results of a case."""
     x, dy, gamma, beta = case
     y, cache = layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
-    return [
-        each.tobytes() for each in (y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache))
-    ]
+    return [each.tobytes() for each in (y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache))]
 
 
 def make(rng, rows, n, dtypes):
@@ -43,7 +41,8 @@ def make(rng, rows, n, dtypes):
     arrays = x, rng.standard_normal((rows, n)), *rng.standard_normal((2, n))
     kinds = [dtypes[0], dtypes[3], *dtypes[1:3]]
     return [
-        each.astype(getattr(ml_dtypes, kind, kind)) for each, kind in zip(arrays, kinds, strict=True)
+        each.astype(getattr(ml_dtypes, kind, kind))
+        for each, kind in zip(arrays, kinds, strict=True)
     ]
 
 

@@ -21,7 +21,16 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "reference" / "accuracy-contract.md"
 NATIVE = HERE.parent / "src" / "stablenorm" / "native"
 # As CMakeLists.txt has them.
-FLAGS = "-std=c++17 -O2 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi".split()
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+]
 # Titles of the tables: of each step, of what the code takes.
 TABLES = {
     "layer": ("At each step", "In the kernels,"),

@@ -11,19 +11,17 @@ import traceback
 import pytest
 import shared_calls
 from interpreter import run_python
-from shared_calls import helpers_alive, make, run
+from shared_calls import count_threads, make, run
 
-from stablenorm import threads
-
-pytest.importorskip("numba")
+pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
 # Python says of every fork beside threads that it may hang. That it does not is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 forking = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 
-# Fixtures.
-four_threads, pool = shared_calls.four_threads, shared_calls.pool
+# Fixture.
+four_threads = shared_calls.four_threads
 
 
 def in_child(work, seconds=30):
@@ -54,15 +52,14 @@ def in_child(work, seconds=30):
 
 
 @forking
-def test_a_child_after_a_fork_has_helpers_of_its_own(pool):
+def test_a_child_after_a_fork_has_helpers_of_its_own():
     arguments = make(7)
     expected = run(*arguments)
-    assert len(pool.alarms) == 3
 
     def work():
-        assert helpers_alive() == []
+        before = count_threads()
         assert run(*arguments) == expected
-        assert len(helpers_alive()) == 3
+        assert before is None or (before, count_threads()) == (1, 4)
 
     in_child(work)
     in_child(lambda: in_child(work))
@@ -91,32 +88,6 @@ def test_fork_while_another_thread_is_in_a_call():
     finally:
         stop.set()
         thread.join()
-
-
-@forking
-def test_a_fork_waits_for_numba_to_be_loaded_and_to_compile():
-    held, waited = threading.Event(), []
-
-    def hold():
-        with threads.starting:
-            held.set()
-            time.sleep(0.3)
-            waited.append("all of it")
-
-    def work():
-        assert waited
-        thread = threading.Thread(target=threads.starting.acquire, daemon=True)
-        thread.start()
-        thread.join(5)
-        assert not thread.is_alive()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    held.wait()
-    in_child(work)
-    thread.join()
-    with threads.starting:
-        in_child(lambda: run(*make(10)))
 
 
 FORK_DURING_THE_FIRST_CALL = """
@@ -219,7 +190,6 @@ INTERRUPTED = """
 import os, random, signal, threading, time
 import numpy as np
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
-from stablenorm.cpu import pool
 
 set_num_threads(3)
 x, dy = np.random.default_rng(0).standard_normal((2, 2048, 130)).astype(np.float32)
@@ -243,14 +213,12 @@ for _ in range(100):
         loop()
         raise SystemExit("no interrupt came")
     except KeyboardInterrupt:
-        # Nobody still writes, nor keeps the helpers.
+        # Nobody still writes.
         left = out.tobytes(), dx.tobytes()
         time.sleep(0.0005)
         assert left == (out.tobytes(), dx.tobytes()), "still writing"
-        assert pool._pool.words[pool._TAKEN] == 0, "kept"
         y, cache = layer_norm_forward(x, gamma)
         assert expected == [v.tobytes() for v in (y, *layer_norm_backward(dy, cache)[:2])]
-print(len(pool._pool.alarms), flush=True)
 # A shell starts what runs in its background with SIGINT ignored, and Python leaves that so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -263,4 +231,3 @@ def test_keyboard_interrupts():
     result = run_python(INTERRUPTED)
     assert result.stderr.splitlines()[-1] == "KeyboardInterrupt"
     assert result.returncode == -signal.SIGINT
-    assert result.stdout == "2\n"

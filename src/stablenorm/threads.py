@@ -67,6 +67,8 @@ def _default() -> int:
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
     if not asked.strip().isdecimal() or int(asked) < 1:
-        msg = f"STABLENORM_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
+        msg = (
+            f"STABLENORM_NUM_THREADS must be a positive integer, got {asked!r}; unset or correct it"
+        )
         raise ValueError(msg)
     return int(asked)

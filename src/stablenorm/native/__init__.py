@@ -153,7 +153,9 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         if clear:
             fill_others(y.matrix, [Counted(y.numbers, None)])
         return reference.forward(call)
-    kept = _new(Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_ if nearest else None, None))
+    kept = _new(
+        Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_ if nearest else None, None)
+    )
     if not wide:
         return kept
     # Counting takes a quarter of the time of any().
