@@ -40,8 +40,9 @@ def test_to_16_bits(dtype, wide):
     with np.errstate(all="ignore"):
         finite = np.abs(every(dtype).astype(wide))
     finite = np.unique(finite[np.isfinite(finite)])
-    following = np.append(finite[1:], 2 * finite[-1] - finite[-2])
-    middle = finite + (following - finite) / 2
+    # Behind the last the middle alone, which is the first that rounds to infinity.
+    half = np.append(np.diff(finite), finite[-1] - finite[-2]) / 2
+    middle, following = finite + half, np.append(finite[1:], finite[-1] + half[-1])
     near = np.concatenate([finite, middle, (finite + middle) / 2, (middle + following) / 2])
     with np.errstate(all="ignore"):
         near = np.concatenate(

@@ -149,6 +149,7 @@ def forward(call: Forward) -> Statistics:
     lift = _lifter(wide)
     scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
     keep = _Keeper(x.shape[0], x.shape[1], wide, norm.kind)
+    infinite = _infinite(scale, shift) if wide else None
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
@@ -156,8 +157,29 @@ def forward(call: Forward) -> Statistics:
             keep(rows, found)
             if y is not None:
                 result = affine(found.xhat, scale, shift)
-                y[rows] = _round(counting.only(result), y.dtype)
+                block = _round(counting.only(result), y.dtype)
+                if infinite is not None:
+                    block[:, infinite] = counting.only(_plain_affine(found.xhat, scale, shift))[
+                        :, infinite
+                    ]
+                y[rows] = block
     return keep.statistics
+
+
+def _infinite(scale: Any, shift: Any) -> Any:
+    """Return which columns have an infinite gamma or beta, of which a low part would be NaN; None if none has."""
+    given = [~np.isfinite(each.hi) for each in (scale, shift) if each is not None]
+    found = np.any(given, axis=0).ravel() if given else np.False_
+    return found if found.any() else None
+
+
+def _plain_affine(xhat: Any, scale: Any, shift: Any) -> Array:
+    """Scale and shift what pairs are in float64, in extended reals."""
+    plain = (
+        None if each is None else np.ldexp(each.hi, each.exponent) for each in (xhat, scale, shift)
+    )
+    result: Array = affine(*plain)
+    return result
 
 
 @default_control()
