@@ -42,8 +42,8 @@ def test_to_16_bits(dtype, wide):
     finite = np.unique(finite[np.isfinite(finite)])
     # Behind the last the middle alone, which is the first that rounds to infinity.
     half = np.append(np.diff(finite), finite[-1] - finite[-2]) / 2
-    middle, following = finite + half, np.append(finite[1:], finite[-1] + half[-1])
-    near = np.concatenate([finite, middle, (finite + middle) / 2, (middle + following) / 2])
+    middle = finite + half
+    near = np.concatenate([finite, middle, finite + half / 2, middle + half / 2])
     with np.errstate(all="ignore"):
         near = np.concatenate(
             [near, np.nextafter(near, wide(np.inf)), np.nextafter(near, wide(-np.inf))]
