@@ -84,9 +84,10 @@ def forward(call: Forward) -> Any:
     """Do what `reference.forward` does."""
     if call.samples is not None:
         found = _at_once(call)
-        if found is None:
-            found = joined([forward(call.sample(i)) for i in range(call.samples)])
-        return found
+        if found is not None:
+            return found
+        each = [forward(call.sample(i)) for i in range(call.samples)]
+        return joined(each) if call.keep else None
     if call.where is not None:
         return _forward_counted(call)
     return _forward(call)
