@@ -1,8 +1,10 @@
 """The kernels in C++: the same bits by all instruction sets and numbers of threads, memory, what is left to others."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +14,18 @@ from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.threads import get_num_threads
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
+
+HERE = Path(__file__).parent
+NATIVE = HERE.parent / "src" / "stablenorm" / "native"
+# As CMakeLists.txt has them.
+FLAGS = [
+    "-std=c++17",
+    "-O1",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+]
 
 MIXTURES = [
     ("float32",) * 4,
@@ -70,6 +84,29 @@ def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
             for threads in (1, 2, 5):
                 set_num_threads(threads)
                 assert results(case, rounding) == expected, (instructions, threads, rows, n)
+
+
+def test_arm64_gives_the_same_bits(tmp_path):
+    """kernels.txt is what x86-64 prints, as `make sanitize` sees."""
+    compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("aarch64-linux-gnu-g++ and qemu-aarch64 are needed")
+    sources = [NATIVE / f"{name}.cpp" for name in ("tiles", "jobs", "pool", "memory")]
+    command = [
+        compiler,
+        *FLAGS,
+        "-static",
+        "-pthread",
+        "-I",
+        NATIVE,
+        HERE / "kernels.cpp",
+        *sources,
+    ]
+    subprocess.run([*command, "-o", tmp_path / "kernels"], check=True)
+    found = subprocess.run(
+        [emulator, tmp_path / "kernels"], check=True, capture_output=True, text=True
+    )
+    assert found.stdout == (HERE / "kernels.txt").read_text()
 
 
 def test_results_that_go_past_the_caches_have_the_same_bits(rng):
