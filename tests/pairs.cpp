@@ -18,8 +18,8 @@ bool forward(const double* x, Index n, double k, const double* given, double eps
     statistics<LAYER>(&x, n, 1, eps, of);
     const double* row[] = {of.mean, of.rest, of.tail, of.rstd, of.rstd_low, of.spread};
     for (int i = 0; i < 6; i++) words[6 + i] = row[i][0];
-    auto write = LAYER && of.far[0] != 0 ? write_y<LAYER, LAYER, true> : write_y<LAYER, false, true>;
-    write(x, nullptr, {y, y + apart, y + 2 * apart}, n, of, 0, {given, given + apart, given + 2 * apart});
+    auto write = LAYER && of.far[0] != 0 ? write_y<LAYER, LAYER, ToPairs> : write_y<LAYER, false, ToPairs>;
+    write(x, {{y, y + apart, y + 2 * apart}}, n, of, 0, {given, given + apart, given + 2 * apart});
     for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n);
     return is_extreme(of, 0, x, n, LAYER);
 }
@@ -39,8 +39,8 @@ void backward(const double* dy, const double* x, Index n, const double* row, con
     settle(along, n, &of, 1, exact);
     Pair<double> found[] = {of.plain, of.slope, of.m};
     for (int i = 0; i < 3; i++) means[2 * i] = found[i].high, means[2 * i + 1] = found[i].low;
-    auto write = shift ? write_dx<LAYER, LAYER, true> : write_dx<LAYER, false, true>;
-    write(of, nullptr, {dx, dx + apart, dx + 2 * apart}, n, parameters, xhat, apart);
+    auto write = shift ? write_dx<LAYER, LAYER, ToPairs> : write_dx<LAYER, false, ToPairs>;
+    write(of, {{dx, dx + apart, dx + 2 * apart}}, n, parameters, xhat, apart);
     for (Index j = 0; j < n; j++) dx[2 * apart + j] *= row_bound(n) * of.rstd.high;
 }
 

@@ -58,6 +58,14 @@ template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
     return a;
 }
 
+template <int L, int W> INLINE bool any(Words<L, W> a) {
+    Register<int64_t, W> all = a.v[0];
+    for (int i = 1; i < L / W; i++) all |= a.v[i];
+    int64_t found = 0;
+    for (int k = 0; k < W; k++) found |= all[k];
+    return found != 0;
+}
+
 // By halves: lane i and lane i + 8, then i + 4, and so on.
 template <int L, int W> INLINE double total(Lanes<L, W> a) {
     double s[W];
@@ -107,7 +115,7 @@ INLINE U8 in_doubt(F8 v, const f16*) {
     auto size = (Register<int32_t, 8>)v & 0x7fffffff;
     return (U8)(((U8)v & 0x1fff) == 0x1000) | (U8)(size < 0x38800000);
 }
-template <class T> constexpr int DIGITS = 0;
+template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<f16> = 11;
 

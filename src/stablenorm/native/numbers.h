@@ -92,6 +92,18 @@ template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W>
     return high;
 }
 
+// Where a number known to within `error`, whose high + low is s in float64, may round to a narrower To otherwise than
+// s: it may be an ulp from s, s is a midpoint of To, or s is below To's normal numbers, whose midpoints are elsewhere.
+// Midpoints are float64: what is less than an ulp from s lies on the same side of them as s.
+template <class To, int L, int W> INLINE Words<L, W> in_doubt(Lanes<L, W> s, Lanes<L, W> low, Lanes<L, W> error) {
+    constexpr int64_t half = 1LL << (52 - DIGITS<To>), mask = 2 * half - 1;
+    constexpr double normal = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
+    Lanes<L, W> size = magnitude(s), room = fma(spread<L, W>(4.0), magnitude(low), spread<L, W>(0x1p54) * error);
+    Words<L, W> bits = bits_of(s);
+    EACH bits.v[i] = ~(room.v[i] <= size.v[i]) | (size.v[i] < normal) | ((bits.v[i] & mask) == half);
+    return bits;
+}
+
 // Adds `part` to the compensated sum total + low. Of an infinite sum, what is left over is NaN.
 template <class V> INLINE void merge(V part, V& total, V& low) {
     V high = total + part, t = high - total, error = (total - (high - t)) + (part - t);

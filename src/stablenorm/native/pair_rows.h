@@ -184,14 +184,46 @@ template <bool LAYER> INLINE N shared(N size, N v) {
     return part;
 }
 
-// A row of results as pairs, with sizes: each is known to within a bound times its size. So far apart.
+// A row of results as pairs, with sizes: each is known to within a bound times its size.
 struct Results {
     double *high, *low, *size;
 };
 
-// y of row r of a group: in float64, or if WHOLE as pairs with sizes.
-template <bool LAYER, bool FAR, bool WHOLE>
-APART void write_y(const double* x, double* y, Results to, Index n, const Stats& of, int r, const Parameters& given) {
+// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a narrower To, each
+// known to within `bound` times its size, where that is certain.
+struct ToFloat64 {
+    static constexpr bool WHOLE = false;
+    double* at;
+    INLINE void operator()(Index j, Index some, Wide v, N) {
+        if (some == P) store(at + j, v.high + v.low);
+        else store(at + j, v.high + v.low, some);
+    }
+};
+struct ToPairs {
+    static constexpr bool WHOLE = true;
+    Results to;
+    INLINE void operator()(Index j, Index, Wide v, N size) {
+        store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
+    }
+};
+template <class To> struct ToNarrow {
+    static constexpr bool WHOLE = true;
+    To* at;
+    double bound;
+    Words<P, WIDEST> open = {};
+    INLINE void operator()(Index j, Index some, Wide v, N size) {
+        N s = v.high + v.low;
+        Words<P, WIDEST> now = in_doubt<To>(s, v.low, spread<P>(bound) * size);
+        if (some == P) store(at + j, s);
+        else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
+        for (int i = 0; i < N::REGISTERS_OF; i++) open.v[i] |= now.v[i];
+    }
+};
+
+// y of row r of a group.
+template <bool LAYER, bool FAR, class Out>
+APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
+    constexpr bool WHOLE = Out::WHOLE;
     Row row = {spread<P>(-of.mean[r]), spread<P>(-of.rest[r]), spread<P>(-of.tail[r]),
                {spread<P>(of.rstd[r]), spread<P>(of.rstd_low[r])}};
     N spread_of = spread<P>(of.spread[r]);
@@ -200,19 +232,12 @@ APART void write_y(const double* x, double* y, Results to, Index n, const Stats&
         N u = load<P>(given.gamma + j);
         Wide scaled = h * u;
         if (WHOLE) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
-        Wide y_ = scaled + load<P>(given.beta + j);
-        if (WHOLE) {
-            store(to.high + j, y_.high), store(to.low + j, y_.low);
-            store(to.size + j, magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)));
-        } else if (some == P) {
-            store(y + j, y_.high + y_.low);
-        } else {
-            store(y + j, y_.high + y_.low, some);
-        }
+        out(j, some, scaled + load<P>(given.beta + j), WHOLE ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)) : u);
     };
     Index j = 0;
     for (; j + P <= n; j += P) value(load<P>(x + j), j, P);
     if (j < n) value(load<P>(x + j, n - j), j, n - j);
+    return out;
 }
 
 // ---- backward ----
@@ -319,8 +344,9 @@ APART inline void settle_columns(Columns over, Index n) {
         }
 }
 
-template <bool LAYER, bool SHIFT, bool WHOLE>
-APART void write_dx(const Back& of, double* dx, Results to, Index n, const Parameters& given, const double* h, Index apart) {
+template <bool LAYER, bool SHIFT, class Out>
+APART Out write_dx(const Back& of, Out out, Index n, const Parameters& given, const double* h, Index apart) {
+    constexpr bool WHOLE = Out::WHOLE;
     Wide m = spread_pair(-of.m), plain = spread_pair(-of.plain), slope = spread_pair(-of.slope);
     Wide rstd = spread_pair(of.rstd);
     N size = spread<P>(of.size);
@@ -330,20 +356,13 @@ APART void write_dx(const Back& of, double* dx, Results to, Index n, const Param
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;
-        Wide dx_ = (g + xhat * slope) * rstd;
-        if (WHOLE) {
-            N v = LAYER ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
-            store(to.high + j, dx_.high), store(to.low + j, dx_.low);
-            store(to.size + j, part + (shared<LAYER>(spread<P>(1.0), v) + magnitude(xhat.high)) * size);
-        } else if (some == P) {
-            store(dx + j, dx_.high + dx_.low);
-        } else {
-            store(dx + j, dx_.high + dx_.low, some);
-        }
+        N v = LAYER || !WHOLE ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
+        out(j, some, (g + xhat * slope) * rstd, WHOLE ? part + (shared<LAYER>(spread<P>(1.0), v) + magnitude(xhat.high)) * size : d);
     };
     Index j = 0;
     for (; j + P <= n; j += P) value(load<P>(dy + j), j, P);
     if (j < n) value(load<P>(dy + j, n - j), j, n - j);
+    return out;
 }
 
 // The smallest |dy| of a row but for zeros, and the largest; a NaN is larger than all.

@@ -189,17 +189,27 @@ template <bool LAYER> void forward(const Call& c, Index number, int thread) {
             c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r], c.spread[i] = of.spread[r];
             c.marks[i] = is_extreme(of, r, x[now][r], c.n, LAYER) ? EXTREME : 0;
             if (c.marks[i] || !c.y.data) continue;
-            bool far = of.far[r] != 0;
-            if (!c.results_whole) {
-                auto write = LAYER && far ? write_y<LAYER, LAYER, false> : write_y<LAYER, false, false>;
-                write(x[now][r], (double*)row_of(c.y, i), {}, c.n, of, r, given);
-                continue;
-            }
-            auto write = LAYER && far ? write_y<LAYER, LAYER, true> : write_y<LAYER, false, true>;
-            write(x[now][r], nullptr, results_of(own), c.n, of, r, given);
-            if (finish_row(c, own, i, bound)) c.marks[i] = UNDECIDED;
+            auto write = [&](auto out) {
+                using Out = decltype(out);
+                auto how = LAYER && of.far[r] != 0 ? write_y<LAYER, LAYER, Out> : write_y<LAYER, false, Out>;
+                return how(x[now][r], out, c.n, of, r, given);
+            };
+            if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNDECIDED;
         }
     }
+}
+
+// Writes a row to where and as what it is wanted; tells whether an element is undecided.
+template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
+    if (!c.results_whole) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
+    bool certain = c.nearest && c.y.whole && c.y.type != F64 && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
+        using To = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(To) == 8) return false;
+        else return !any(write(ToNarrow<To>{(To*)row_of(c.y, i), bound}).open);
+    });
+    if (certain) return false;
+    write(ToPairs{results_of(own)});
+    return finish_row(c, own, i, bound);
 }
 
 // Adds a row's range of |dy| to that of a tile: the largest, and one over the last bit of the smallest.
@@ -236,16 +246,14 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
 }
 
 template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, const Back& of, const double* h) {
-    bool shift = LAYER && of.m.high != 0;
-    Parameters given = parameters_of(c);
-    if (!c.results_whole) {
-        auto write = shift ? write_dx<LAYER, LAYER, false> : write_dx<LAYER, false, false>;
-        return write(of, (double*)row_of(c.y, i), {}, c.n, given, h, c.apart());
-    }
-    auto write = shift ? write_dx<LAYER, LAYER, true> : write_dx<LAYER, false, true>;
-    write(of, nullptr, results_of(own), c.n, given, h, c.apart());
-    if (c.tangents) push(c, own, h);
-    if (finish_row(c, own, i, row_bound(c.n) * of.rstd.high)) c.marks[i] = UNDECIDED;
+    auto write = [&](auto out) {
+        using Out = decltype(out);
+        auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
+        out = how(of, out, c.n, parameters_of(c), h, c.apart());
+        if (c.tangents) push(c, own, h);
+        return out;
+    };
+    if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
 }
 
 template <bool LAYER, bool WHOLE> void backward(const Call& c, Index number, int thread) {
