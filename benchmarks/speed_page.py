@@ -81,7 +81,7 @@ HOW = """How to read it:
 - PyTorch: `torch.native_layer_norm`, which returns the statistics too, and ATen's
   `native_layer_norm_backward`, {threads} threads. JAX: the usual formula and its vjp, both jitted. ONNX
   Runtime: the operator LayerNormalization, which has no backward. plain NumPy:
-  `stablenorm.testing.plain`, on one thread. NumPy backend: ours without Numba.
+  `stablenorm.testing.plain`, on one thread. NumPy backend: ours without the kernels.
 - Before a case is timed, its results are compared. y and dx of ours must be within an ulp of the NumPy
   reference (float64 and sums: 2 ulp; elements that cancel: the contract). A peer must be within 16
   roundings of its dtype, relative to the magnitudes that enter (`benchmarks/agreement.py`). {agreement}"""

@@ -1,5 +1,5 @@
 // The steps of native/pair_rows.h one by one, for test_nearest_bounds.py. Vectors are `apart` float64 apart.
-#include "pair_rows.h"
+#include "finish.h"
 
 namespace {
 

@@ -90,36 +90,6 @@ def test_fork_while_another_thread_is_in_a_call():
         thread.join()
 
 
-FORK_DURING_THE_FIRST_CALL = """
-import os, threading, time
-import numpy as np
-import stablenorm
-x = np.arange(2048 * 130, dtype=np.float32).reshape(2048, 130)
-thread = threading.Thread(target=stablenorm.layer_norm, args=(x,))
-thread.start()
-time.sleep(0.05)
-pid = os.fork()
-if pid == 0:
-    y = stablenorm.layer_norm(x)
-    os._exit(not np.array_equal(y, stablenorm.layer_norm(x, backend="numpy")))
-thread.join()
-for _ in range(3000):
-    ended, status = os.waitpid(pid, os.WNOHANG)
-    if ended:
-        raise SystemExit(os.waitstatus_to_exitcode(status))
-    time.sleep(0.01)
-os.kill(pid, 9)
-raise SystemExit("the child hangs")
-"""
-
-
-@forking
-def test_fork_during_the_first_call_of_another_thread():
-    flags = ("-W", "ignore::DeprecationWarning")
-    result = run_python(FORK_DURING_THE_FIRST_CALL, flags=flags)
-    assert (result.returncode, result.stderr) == (0, "")
-
-
 POOL = """
 import multiprocessing, sys
 import numpy as np

@@ -68,6 +68,48 @@ template <class T> INLINE const T* row_as(const Call& c, const Array& a, Index i
     return __builtin_expect(a.whole && a.type == TYPE<T>, 1) ? (const T*)at : row_copied<T>(a, at, c.n, room, raw);
 }
 
+// ---- what is done with rows of pairs ----
+
+namespace pairs {
+
+// A row of results as pairs, with sizes: each is known to within a bound times its size.
+struct Results {
+    double *high, *low, *size;
+};
+
+// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a narrower To, each
+// known to within `bound` times its size, where that is certain.
+struct ToFloat64 {
+    static constexpr bool WHOLE = false;
+    double* at;
+    INLINE void operator()(Index j, Index some, Wide v, N) {
+        if (some == P) store(at + j, v.high + v.low);
+        else store(at + j, v.high + v.low, some);
+    }
+};
+struct ToPairs {
+    static constexpr bool WHOLE = true;
+    Results to;
+    INLINE void operator()(Index j, Index, Wide v, N size) {
+        store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
+    }
+};
+template <class To> struct ToNarrow {
+    static constexpr bool WHOLE = true;
+    To* at;
+    double bound;
+    Words<P, WIDEST> open = {};
+    INLINE void operator()(Index j, Index some, Wide v, N size) {
+        N s = v.high + v.low;
+        Words<P, WIDEST> now = in_doubt<To>(s, v.low, spread<P>(bound) * size);
+        if (some == P) store(at + j, s);
+        else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
+        for (int i = 0; i < N::REGISTERS_OF; i++) open.v[i] |= now.v[i];
+    }
+};
+
+}  // namespace pairs
+
 // ---- rounding ----
 
 // Rounds pairs, each known to within bound * size, once; returns whether an element is left undecided, and says

@@ -184,43 +184,7 @@ template <bool LAYER> INLINE N shared(N size, N v) {
     return part;
 }
 
-// A row of results as pairs, with sizes: each is known to within a bound times its size.
-struct Results {
-    double *high, *low, *size;
-};
-
-// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a narrower To, each
-// known to within `bound` times its size, where that is certain.
-struct ToFloat64 {
-    static constexpr bool WHOLE = false;
-    double* at;
-    INLINE void operator()(Index j, Index some, Wide v, N) {
-        if (some == P) store(at + j, v.high + v.low);
-        else store(at + j, v.high + v.low, some);
-    }
-};
-struct ToPairs {
-    static constexpr bool WHOLE = true;
-    Results to;
-    INLINE void operator()(Index j, Index, Wide v, N size) {
-        store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
-    }
-};
-template <class To> struct ToNarrow {
-    static constexpr bool WHOLE = true;
-    To* at;
-    double bound;
-    Words<P, WIDEST> open = {};
-    INLINE void operator()(Index j, Index some, Wide v, N size) {
-        N s = v.high + v.low;
-        Words<P, WIDEST> now = in_doubt<To>(s, v.low, spread<P>(bound) * size);
-        if (some == P) store(at + j, s);
-        else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
-        for (int i = 0; i < N::REGISTERS_OF; i++) open.v[i] |= now.v[i];
-    }
-};
-
-// y of row r of a group.
+// y of row r of a group, as finish.h has it for `Out`: each element with its size, of which a bound is a multiple.
 template <bool LAYER, bool FAR, class Out>
 APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
     constexpr bool WHOLE = Out::WHOLE;
