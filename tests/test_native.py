@@ -136,7 +136,13 @@ def test_the_instructions_of_the_environment_are_used_or_refused():
         assert run(code, STABLENORM_INSTRUCTIONS=name).returncode == 0
     refused = run(code, STABLENORM_INSTRUCTIONS="mmx").stderr.splitlines()[-1]
     known = ", ".join(native.INSTRUCTIONS)
-    assert refused == f"ValueError: STABLENORM_INSTRUCTIONS must be one of {known}, got 'mmx'"
+    said = f"STABLENORM_INSTRUCTIONS must be one of {known}, got 'mmx'"
+    assert refused == f"ValueError: {said}"
+    command = run(
+        "from stablenorm.cli import main; raise SystemExit(main(['run']))",
+        STABLENORM_INSTRUCTIONS="mmx",
+    )
+    assert (command.returncode, command.stderr) == (2, f"stablenorm: {said}\n")
 
 
 def test_where_it_is_not_built_it_says_so():

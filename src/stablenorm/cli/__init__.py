@@ -44,6 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, ImportError) as error:
         _say(error)
         return EXIT_BAD_INPUT
+    except ValueError as error:
+        # Of the environment: said by the kernels as they are loaded, whichever command does so.
+        if not str(error).startswith("STABLENORM_"):
+            raise
+        _say(error)
+        return EXIT_BAD_INPUT
     except MemoryError as error:
         _say(f"x must fit in memory, got: {error}")
         return EXIT_BAD_INPUT
