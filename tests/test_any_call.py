@@ -19,15 +19,16 @@ KINDS = f2, bf, f4, f8 = [
     np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 ]
 
-# Of x, dy, gamma, beta; None for a parameter that is not given. Not every mixture there is, for
-# each of which a kernel would have to be compiled first.
+# Of x, dy, gamma, beta; None for a parameter that is not given.
 MIXTURES = [
     *((kind,) * 4 for kind in (*KINDS, f4, f4, f8, f8)),
     (f2, f2, f4, f4),
     (bf, bf, f4, f4),
     (f4, f4, None, None),
-    # A float64 gamma beside narrower arrays.
+    # Float64 beside narrower arrays.
     (f4, f8, f8, bf),
+    (f8, bf, f2, None),
+    (f2, f4, bf, f8),
 ]
 POISON = 0xA5
 

@@ -205,3 +205,13 @@ def test_a_forked_child_has_helpers_of_its_own(rng):
             os._exit(results(case, "fast") != expected)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert results(case, "fast") == expected
+
+
+def test_the_sum_with_a_residual_is_kept_whatever_out_is(rng):
+    """With rounding="nearest" and an `out` without a view as rows, the cache held what no one had written."""
+    x, residual = rng.standard_normal((2, 2, 5, 33)).astype(np.float32)
+    out = np.empty((2, 7, 33), np.float32)[:, :5]
+    _, cache = layer_norm_forward(
+        x, residual=residual, rounding="nearest", out=out, backend="native"
+    )
+    np.testing.assert_array_equal(cache.x, x + residual)

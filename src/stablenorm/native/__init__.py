@@ -128,8 +128,8 @@ def _forward(call: Forward, clear: bool = False) -> Any:
     source, wide = None, nearest or any_float64(x, gamma, beta)
     if residual is not None:
         source, x = x, total
-    if nearest and y is not None and _may_share(x, y):
-        # Rows that are undecided are computed once more.
+    if nearest and y is not None and residual is None and _may_share(x, y):
+        # Rows that are undecided are computed once more. The sum with a residual is in memory of its own.
         x = np.array(as_matrix(x)[:])
     shape = x.shape[: 2 if samples else 1]
     if not samples and len(x.shape) != 2:
