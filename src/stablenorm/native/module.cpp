@@ -125,7 +125,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || !PyTuple_Check(args[0])) return fail(PyExc_TypeError, "a shape and a dtype are needed, got %R", Py_None), nullptr;
+    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) > 64) return fail(PyExc_TypeError, "a shape and a dtype are needed, got %R", Py_None), nullptr;
     npy_intp shape[64];
     int ndim = (int)PyTuple_Size(args[0]);
     for (int k = 0; k < ndim && k < 64; k++) shape[k] = PyLong_AsSsize_t(PyTuple_GetItem(args[0], k));
