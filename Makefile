@@ -22,13 +22,12 @@ $(VENV)/.run: pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; say which: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[plot]"
+# NARROW: for the tests one instruction set more, of registers as narrow as those of other processors.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[plot]" -C cmake.define.NARROW=ON
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev
-# One instruction set more, of registers as narrow as those of other processors.
-	test -n "$(STABLENORM_PURE)" || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e . -C cmake.define.NARROW=ON
 	@touch $@
 
 run: $(VENV)/.run  ## normalize the bundled real data, forward and backward, and check every number
