@@ -55,9 +55,7 @@ inline unsigned __float_as_uint(float v) { return shim_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return shim_bits<float>(v); }
 
 inline double __dadd_rn(double a, double b) { return a + b; }
-inline double __dmul_rn(double a, double b) { return a * b; }
-inline double __fma_rn(double a, double b, double c) { return __builtin_fma(a, b, c); }
-inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
 inline float __double2float_rn(double v) { return float(v); }
 inline float __double2float_rz(double v) {

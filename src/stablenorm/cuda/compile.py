@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# Every operation that matters is an intrinsic with its rounding spelled out. These keep the
-# compiler from changing the others; they are its defaults but for the contraction to fma.
+# The compiler may change no operation. These are its defaults but for the contraction to fma.
 OPTIONS = ("--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
 
 _FOLDER = Path(__file__).parent
@@ -24,8 +23,9 @@ _FOLDER = Path(__file__).parent
 
 @functools.cache
 def sources() -> dict[str, bytes]:
-    """Return the text of layer_norm.cu and of the headers beside it, by file name."""
-    paths = [_FOLDER / "layer_norm.cu", *sorted(_FOLDER.glob("*.cuh"))]
+    """Return the text of layer_norm.cu and of its headers, one of them the kernels' in C++, by file name."""
+    numbers = _FOLDER.parent / "native" / "numbers.h"
+    paths = [_FOLDER / "layer_norm.cu", *sorted(_FOLDER.glob("*.cuh")), numbers]
     return {path.name: path.read_bytes() for path in paths}
 
 

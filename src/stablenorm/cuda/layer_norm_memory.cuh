@@ -25,13 +25,13 @@ template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR
     T e[VECTOR];
 };
 
-template <class T> LN_INLINE bool is_aligned(const T* p) {
+template <class T> INLINE bool is_aligned(const T* p) {
     return reinterpret_cast<unsigned long long>(p) % alignof(Vector<T>) == 0;
 }
 
 // Elements [0, count) at p, and zeros; whole vectors at once where p is aligned to them. Which way
 // is taken changes no bit: the elements of a thread are the same.
-template <class T> LN_INLINE Vector<T> load(const T* p, int count) {
+template <class T> INLINE Vector<T> load(const T* p, int count) {
     if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
 #pragma unroll
@@ -40,7 +40,7 @@ template <class T> LN_INLINE Vector<T> load(const T* p, int count) {
     return result;
 }
 
-template <class T> LN_INLINE void store(T* p, const Vector<T>& v, int count) {
+template <class T> INLINE void store(T* p, const Vector<T>& v, int count) {
     if (count == VECTOR && is_aligned(p)) {
         *reinterpret_cast<Vector<T>*>(p) = v;
         return;
@@ -52,17 +52,17 @@ template <class T> LN_INLINE void store(T* p, const Vector<T>& v, int count) {
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
 
-LN_INLINE int slot() { return threadIdx.x / ROW_THREADS; }
-LN_INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
-LN_INLINE Index column(Index vector) { return (vector * ROW_THREADS + row_thread()) * VECTOR; }
+INLINE int slot() { return threadIdx.x / ROW_THREADS; }
+INLINE int row_thread() { return threadIdx.x % ROW_THREADS; }
+INLINE Index column(Index vector) { return (vector * ROW_THREADS + row_thread()) * VECTOR; }
 
 // Elements of vector v of a row of n.
-LN_INLINE int count_of(Index v, Index n) {
+INLINE int count_of(Index v, Index n) {
     const Index rest = n - column(v);
     return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
 }
 
-LN_INLINE Index vectors_of(long long n) {
+INLINE Index vectors_of(long long n) {
     return RESIDENT ? VECTORS : (Index)((n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR));
 }
 
@@ -72,14 +72,14 @@ template <class T> struct Columns {
     Index n;
     Vector<T> held[VECTORS];
 
-    LN_INLINE void open(const T* from, Index length) {
+    INLINE void open(const T* from, Index length) {
         row = from;
         n = length;
 #pragma unroll
         for (int v = 0; RESIDENT && v < VECTORS; ++v) held[v] = load(row + column(v), count_of(v, n));
     }
 
-    LN_INLINE Vector<T> at(Index v) const {
+    INLINE Vector<T> at(Index v) const {
         return RESIDENT ? held[v] : load(row + column(v), count_of(v, n));
     }
 };
@@ -90,7 +90,7 @@ template <class T> struct Parameter {
     Index n;
     double neutral;
 
-    LN_INLINE Vector<T> at(Index v) const {
+    INLINE Vector<T> at(Index v) const {
         if (p != nullptr) return load(p + column(v), count_of(v, n));
         Vector<T> result;
 #pragma unroll
@@ -102,7 +102,7 @@ template <class T> struct Parameter {
 // Call f(i, element i of each of `vectors`) for i from `first` up to `count`. A recursion: compilers
 // for devices from 10.0 on leave the loop a loop, whose vectors then lie in memory.
 template <int first = 0, class F, class... Vectors>
-LN_INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
+INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
     if (first < count) f(first, lift(vectors.e[first])...);
     if constexpr (first + 1 < VECTOR) for_each_of<first + 1>(count, f, vectors...);
 }
@@ -110,16 +110,16 @@ LN_INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
 // The same for all vectors that this thread has of a row of n: of `sources`, which are Columns or
 // Parameters. What is past the end of a row is never looked at: it would be 0 * NaN.
 template <class F, class... Sources>
-LN_INLINE void for_each(Index n, F f, const Sources&... sources) {
+INLINE void for_each(Index n, F f, const Sources&... sources) {
 #pragma unroll
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);
 }
 
 // ---- over the threads of a row ----
 
-LN_INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
-LN_INLINE Pair exchanged(Pair a, int lanes) {
-    return {exchanged(a.hi, lanes), exchanged(a.lo, lanes)};
+INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
+INLINE Wide exchanged(Wide a, int lanes) {
+    return {exchanged(a.high, lanes), exchanged(a.low, lanes)};
 }
 
 struct Reduction {
@@ -128,7 +128,7 @@ struct Reduction {
 
     // Return what the v of all threads of a row combine to, in a fixed tree: lanes by halves, then
     // warps in order. Every thread of the block must call it.
-    template <class F> LN_INLINE Number over_row(Number v, F combine) {
+    template <class F> INLINE Number over_row(Number v, F combine) {
 #pragma unroll
         for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2)
             v = combine(v, exchanged(v, lanes));
@@ -146,11 +146,11 @@ struct Reduction {
         return v;
     }
 
-    LN_INLINE Number sum(Number v) {
-        return over_row(settled(v), [](Number a, Number b) { return add(a, b); });
+    INLINE Number sum(Number v) {
+        return over_row(total(v), [](Number a, Number b) { return a + b; });
     }
 
-    LN_INLINE Number largest(Number v) {
+    INLINE Number largest(Number v) {
         return over_row(v, [](Number a, Number b) { return high(b) > high(a) ? b : a; });
     }
 };

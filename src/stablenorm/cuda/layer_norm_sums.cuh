@@ -1,15 +1,15 @@
 // Sums over rows of layer_norm.cu: from the chunks to dgamma and dbeta, and how blocks meet for it.
 
 // Past the first-level cache, which is not kept coherent between multiprocessors.
-LN_INLINE double load_shared(const double* p) { return __ldcg(p); }
-LN_INLINE Pair load_shared(const Pair* p) { return {__ldcg(&p->hi), __ldcg(&p->lo)}; }
+INLINE double load_shared(const double* p) { return __ldcg(p); }
+INLINE Wide load_shared(const Wide* p) { return {__ldcg(&p->high), __ldcg(&p->low)}; }
 
 // Return, to all threads of a block, whether it is to add up the chunks: all blocks do if they may
 // wait for one another, otherwise the last to come. All must be resident to wait.
 //
 // Blocks count up to a half of what the counter holds: its top bit turns when the last one arrives,
 // and nothing needs a reset before the next launch, whatever its grid.
-LN_INLINE bool blocks_met(const Parameters& p) {
+INLINE bool blocks_met(const Parameters& p) {
     bool met = false;
     // Orders the partial sums of the block before the fence of its first thread.
     __syncthreads();
@@ -31,21 +31,17 @@ LN_INLINE bool blocks_met(const Parameters& p) {
     return __syncthreads_or(met);
 }
 
-template <class T> LN_INLINE void write_total(T* out, long long col, Pair total, int scale) {
-    if (out != nullptr) round_scaled(out[col], settled(total), scale);
-}
-
 // Add up the chunks, in order, as block `block` of `blocks`: they share the columns. What is added to
 // what depends on the chunks alone.
-LN_INLINE void finish(const Parameters& p, unsigned block, unsigned blocks) {
+INLINE void finish(const Parameters& p, unsigned block, unsigned blocks) {
     const long long step = (long long)blocks * BLOCK;
     for (long long at = (long long)block * BLOCK + threadIdx.x; at < 2 * p.n; at += step) {
-        Pair total = {0.0, 0.0};
+        Wide sum = {0.0, 0.0};
         // Loads in flight: a latency of the cache, some 300 clocks, for 16 of them.
 #pragma unroll 16
         for (int chunk = 0; chunk < p.chunks; ++chunk)
-            accumulate(total, load_shared(p.partials + chunk * 2 * p.n + at));
-        if (at < p.n) write_total(p.dgamma, at, total, -DGAMMA_SCALE);
-        else write_total(p.dbeta, at - p.n, total, 0);
+            sum = sum + load_shared(p.partials + chunk * 2 * p.n + at);
+        if (at < p.n && p.dgamma) round_scaled(p.dgamma[at], sum, -DGAMMA_SCALE);
+        if (at >= p.n && p.dbeta) round_scaled(p.dbeta[at - p.n], sum, 0);
     }
 }

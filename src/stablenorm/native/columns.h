@@ -6,6 +6,14 @@ namespace {
 
 constexpr Index COLUMNS = 512;  // of the tiles' sums that are added up at a time: they stay in the first-level cache
 
+// Adds `part` to the compensated sum total + low. Of an infinite sum, what is left over is NaN.
+template <class V> INLINE void merge(V part, V& total, V& low) {
+    V high = total + part, t = high - total, error = (total - (high - t)) + (part - t);
+    error = (high - high == high - high) ? error + low : V{};
+    total = high + error;
+    low = (high - high == high - high) ? error - (total - high) : V{};
+}
+
 APART inline void merge_columns(const double* part, double* total, double* low, Index n) {
     using V = Register<double, WIDEST>;
     // Vectors are padded.

@@ -68,6 +68,32 @@ template <class T> INLINE const T* row_as(const Call& c, const Array& a, Index i
     return __builtin_expect(a.whole && a.type == TYPE<T>, 1) ? (const T*)at : row_copied<T>(a, at, c.n, room, raw);
 }
 
+// ---- from pairs to a narrower type ----
+
+// high + low rounded to odd, given that `high` is the sum rounded to nearest: where that is even and `low`
+// is not zero, its neighbour on the side of `low`.
+template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W> low) {
+    EACH {
+        using I = Register<int64_t, W>;
+        I bits = (I)high.v[i], away = ((bits ^ (I)low.v[i]) >> 63) | 1;
+        I moves = (low.v[i] != 0) & ((bits & 1) == 0) & ((bits & INT64_MAX) < (0x7ffLL << 52));
+        high.v[i] = (Register<double, W>)(bits + (moves & away));
+    }
+    return high;
+}
+
+// Where a number known to within `error`, whose high + low is s in float64, may round to a narrower To otherwise than
+// s: it may be an ulp from s, s is a midpoint of To, or s is below To's normal numbers, whose midpoints are elsewhere.
+// Midpoints are float64: what is less than an ulp from s lies on the same side of them as s.
+template <class To, int L, int W> INLINE Words<L, W> in_doubt(Lanes<L, W> s, Lanes<L, W> low, Lanes<L, W> error) {
+    constexpr int64_t half = 1LL << (52 - DIGITS<To>), mask = 2 * half - 1;
+    constexpr double normal = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
+    Lanes<L, W> size = magnitude(s), room = fma(spread<L, W>(4.0), magnitude(low), spread<L, W>(0x1p54) * error);
+    Words<L, W> bits = bits_of(s);
+    EACH bits.v[i] = ~(room.v[i] <= size.v[i]) | (size.v[i] < normal) | ((bits.v[i] & mask) == half);
+    return bits;
+}
+
 // ---- what is done with rows of pairs ----
 
 namespace pairs {

@@ -29,6 +29,11 @@ template <int L, int W = WIDEST> INLINE Lanes<L, W> spread(double s) {
     EACH r.v[i] = s - Register<double, W>{};  // not 0 + s: -0.0 stays
     return r;
 }
+template <int L, int W> INLINE Lanes<L, W> like(Lanes<L, W>, double s) { return spread<L, W>(s); }
+
+INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
+INLINE double minus(double a, double b) { return a - b; }
+INLINE double magnitude(double a) { return __builtin_fabs(a); }
 
 // a - b by the units that multiply, which on many processors (AMD Zen) are others than those that add:
 // a fused multiply-add with -1 from where the compiler cannot see it.

@@ -112,6 +112,8 @@ INLINE double guess_of(const double* x, Index n) {
     return least < 0 && most > 0 ? 0 : sum * 0.125;
 }
 
+INLINE Pair<double> reciprocal(double n) { return {1 / n, fma(-1 / n, n, 1) / n}; }
+
 APART inline void settle(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
     Wide share = spread_pair(reciprocal((double)n));
     Wide d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);

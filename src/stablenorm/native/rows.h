@@ -19,6 +19,7 @@
 #include <cmath>
 
 #include "call.h"
+#include "lanes.h"
 #include "numbers.h"
 
 namespace {
