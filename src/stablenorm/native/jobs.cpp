@@ -28,7 +28,7 @@ constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
 constexpr Index ROWS_TOGETHER = 8;
 
 // Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
-Index rows_together(Index n) { return n > 1024 ? 1 : n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
+Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
 
 // An element in double-double takes as long as so many others.
 constexpr Index COST = 4;

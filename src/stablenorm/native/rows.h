@@ -26,6 +26,9 @@ namespace {
 
 constexpr Index BLOCK = 1024;  // columns summed in one go: it bounds the chains of additions
 constexpr int L = 16;          // lanes of the forward
+// Lanes in which y is written, of two rows at a time, which share what is read of gamma and beta: n = 4096, 0.9 ns
+// an element against 1.1 one by one.
+constexpr int Y = 8, ROWS_OF_Y = 2;
 
 // Lanes of each row of the backward: two rows, with their sums and constants, then fit 16 registers. On an
 // AVX2 machine, n = 1024: 1.90 10^9/s; with eight lanes 1.58, or one row at a time 1.70.
@@ -105,20 +108,32 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, Index n,
         }
 }
 
-// y of row r of a group; what lies so many columns `ahead` is asked for.
-template <bool LAYER, bool PAST, class T, class To>
-APART void write_y(const T* x, To* y, Index n, const Stats& of, int r, const double* gamma, const double* beta, Index ahead) {
-    Lanes<L> mean = spread<L>(of.mean[r]), rstd = spread<L>(of.rstd[r]), s = spread<L>(-of.rest[r] * of.rstd[r]);
-    auto value = [&](Lanes<L> v, Index j) INLINED {
-        Lanes<L> xhat = LAYER ? fma(v - mean, rstd, s) : v * rstd;
-        return fma(xhat, load<L>(gamma + j), load<L>(beta + j));
+// y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for.
+template <int R, bool LAYER, bool PAST, class T, class To>
+APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const double* gamma, const double* beta, Index ahead) {
+    Lanes<Y> mean[R], rstd[R], s[R];
+    const T* from[R];
+    To* to[R];
+    for (int i = 0; i < R; i++) {
+        mean[i] = spread<Y>(of.mean[r + i]), rstd[i] = spread<Y>(of.rstd[r + i]);
+        s[i] = spread<Y>(-of.rest[r + i] * of.rstd[r + i]);
+        from[i] = x[r + i], to[i] = y[i];
+    }
+    auto value = [&](Lanes<Y> v, int i, Lanes<Y> scale, Lanes<Y> shift) INLINED {
+        Lanes<Y> xhat = LAYER ? fma(v - mean[i], rstd[i], s[i]) : v * rstd[i];
+        return fma(xhat, scale, shift);
     };
     Index j = 0;
-    for (; j + L <= n; j += L) {
-        ask_for(x + j + ahead);
-        store<PAST>(y + j, value(load<L>(x + j), j));
+    for (; j + Y <= n; j += Y) {
+        Lanes<Y> scale = load<Y>(gamma + j), shift = load<Y>(beta + j);
+#pragma GCC unroll 2
+        for (int i = 0; i < R; i++) {
+            ask_for(from[i] + j + ahead);
+            store<PAST>(to[i] + j, value(load<Y>(from[i] + j), i, scale, shift));
+        }
     }
-    if (j < n) store(y + j, value(load<L>(x + j, n - j), j), n - j);
+    for (int i = 0; i < R && j < n; i++)
+        store(to[i] + j, value(load<Y>(from[i] + j, n - j), i, load<Y>(gamma + j), load<Y>(beta + j)), n - j);
 }
 
 // ---- backward: R rows at a time, which share what is read of gamma and of the sums over rows ----

@@ -57,20 +57,25 @@ template <class T, bool LAYER> void forward(const Call& c, Index number, int thr
         if (!early) measure_from(top, now);
         else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
         const Stats& of = stats[now];
-        for (int r = 0; r < count_from(top); r++) {
+        T* y[GROUP];
+        int count = count_from(top), r = 0;
+        for (; r < count; r++) {
             Index i = top + r;
             if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (!c.y.data) continue;  // the statistics alone are wanted
             if (c.all_rows) clear_between(c, own, i);
-            if (c.results_whole) {
-                write_y<LAYER, false>(x[now][r], own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
-                finish_row(c, own, i, 0);
-                continue;
-            }
-            auto write = c.past ? write_y<LAYER, true, T, T> : write_y<LAYER, false, T, T>;
-            write(x[now][r], (T*)row_of(c.y, i), c.n, of, r, c.wide_gamma, c.wide_beta, columns_ahead<T>(c, c.step));
+            y[r] = (T*)row_of(c.y, i);
+            if (!c.results_whole) continue;
+            write_y<1, LAYER, false>(x[now], &own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
+            finish_row(c, own, i, 0);
         }
+        if (!c.y.data || c.results_whole) continue;
+        auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, T, T> : write_y<ROWS_OF_Y, LAYER, false, T, T>;
+        auto one = c.past ? write_y<1, LAYER, true, T, T> : write_y<1, LAYER, false, T, T>;
+        Index ahead = columns_ahead<T>(c, c.step);
+        for (r = 0; r < count; r += ROWS_OF_Y)
+            (r + ROWS_OF_Y <= count ? some : one)(x[now], y + r, c.n, of, r, c.wide_gamma, c.wide_beta, ahead);
     }
 }
 
