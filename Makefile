@@ -46,6 +46,8 @@ test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 wheel: $(VENV)/.dev  ## build sdist and wheel; install the wheel into an empty environment, run README there
 	rm -rf build/wheel
 	$(BIN)/python -m build --outdir build/wheel/dist
+# Which C libraries it needs: those of every Linux of the last years, and no more.
+	test $$(uname) != Linux || $(BIN)/auditwheel show build/wheel/dist/*.whl
 	$(PYTHON) -m venv build/wheel/empty
 	build/wheel/empty/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/dist/*.whl
 	cd build/wheel && empty/bin/python -I -m doctest -o ELLIPSIS -o NORMALIZE_WHITESPACE ../../README.md

@@ -141,8 +141,9 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         if layer:
             mean, rest = np.empty(shape), np.empty(shape)
     if wide:
-        rstd_lo, spread_, marks = np.empty(shape), np.empty(shape), np.empty(shape, np.uint8)
+        rstd_lo, marks = np.empty(shape), np.empty(shape, np.uint8)
         tail = np.empty(shape) if layer else None
+        spread_ = np.empty(shape) if nearest else None
     if not _core.forward(
         _seen(x), _seen(y), _seen(source), _seen(residual),
         _flat(gamma, samples), _flat(beta, samples), eps, gamma_offset, not layer, nearest, wide,
@@ -154,9 +155,7 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         if clear:
             fill_others(y.matrix, [Counted(y.numbers, None)])
         return reference.forward(call)
-    kept = _new(
-        Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_ if nearest else None, None)
-    )
+    kept = _new(Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_, None))
     if not wide:
         return kept
     # Counting takes a quarter of the time of any().

@@ -5,6 +5,10 @@
 
 using Index = std::ptrdiff_t;
 
+// What is beyond these is extreme: no product of three numbers between them, nor its last 106 bits, leaves the range of
+// float64.
+constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
+
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 32};
 

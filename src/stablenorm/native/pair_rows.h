@@ -25,8 +25,6 @@
 
 namespace {
 
-constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
-
 INLINE double row_bound(Index n) { return (8.0 * (double)n + 1200.0) * 0x1p-106; }
 INLINE double sums_bound(Index n, Index tile_rows, Index tiles) {
     return (6.0 * (double)n + 36.0 * (double)tile_rows + 8.0 * (double)tiles + 2400.0) * 0x1p-106;

@@ -1,5 +1,6 @@
-// The plain call: NumPy's own contiguous arrays of 16 or 32 bits, the last axis, no keyword but those of the norm. It
-// is done here, as functional/ would do it by way of a record, or declined before anything is touched.
+// The plain call: NumPy's own contiguous arrays, the last axis, no keyword but those of the norm. It is done here, as
+// functional/ would do it by way of a record, or declined: before anything is touched, or with float64 if a row is
+// for the reference.
 #pragma once
 #include "arrays.h"
 
@@ -16,13 +17,13 @@ PyObject* given_once[GIVEN];
 // The fields of the tuples of types.py and functional/.
 namespace norm { enum { GAMMA, BETA, EPS, KIND, OFFSET, ROUNDING, FIELDS }; }
 namespace cache { enum { X, NORM, AXIS, STATISTICS, BACKEND, WHERE, SAVE, FIELDS }; }
-namespace stats { enum { MEAN, MEAN_LO, RSTD, RSTD_LO, FIELDS = 8 }; }
+namespace stats { enum { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, EXPONENT, SPREAD, EXTREME, FIELDS }; }
 namespace ahead { enum { AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, SAVE, THREADS, FIELDS }; }
 namespace back { enum { WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, FIELDS }; }
 
 // References that are given up together.
 struct Owned {
-    PyObject* all[8];
+    PyObject* all[12];
     int count = 0;
     PyObject* operator()(PyObject* object) { return all[count++] = object; }
     ~Owned() {
@@ -31,6 +32,11 @@ struct Owned {
 };
 
 PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
+template <class T> bool has_any(const T* v, Index count) {
+    bool any = false;
+    for (Index i = 0; i < count; i++) any |= v[i] != 0;
+    return any;
+}
 bool is_tuple(PyObject* object, Py_ssize_t fields) { return PyTuple_Check(object) && PyTuple_Size(object) == fields; }
 bool is_word(PyObject* object, const char* word) {
     return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
@@ -49,14 +55,14 @@ PyObject* as_named(int type, PyObject* values) {
     return arguments ? make((PyTypeObject*)given_once[type], arguments, nullptr) : nullptr;
 }
 
-// An array with elements that is NumPy's own, C-contiguous, of 16 or 32 bits in this machine's byte order.
+// An array with elements that is NumPy's own, C-contiguous, of floats in this machine's byte order.
 bool is_plain(PyObject* object, Type& type) {
     if (!PyArray_CheckExact(object)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
     if (!PyArray_IS_C_CONTIGUOUS(a) || PyArray_ISBYTESWAPPED(a) || !PyArray_NDIM(a) || !PyArray_SIZE(a)) return false;
     bool known = type_of(a, type);
     if (!known) PyErr_Clear();
-    return known && type != F64 && type != PARTIAL;
+    return known && type != PARTIAL;
 }
 
 bool is_plain_vector(PyObject* object, Index n, const char*& data, Type& type) {
@@ -77,6 +83,15 @@ Array rows_of(PyArrayObject* a, Type type) {
     return rows;
 }
 
+bool has_float64(const Call& c) { return (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64); }
+
+// A new vector of a number for each row.
+template <class T> PyObject* new_vector(npy_intp count, int type, T*& data) {
+    PyObject* made = PyArray_SimpleNew(1, &count, type);
+    if (made) data = (T*)PyArray_DATA((PyArrayObject*)made);
+    return made;
+}
+
 // What the norm is, of which all but gamma, beta, eps and kind has to be as by default.
 bool see_norm(PyObject* of, Call& c) {
     if (!is_tuple(of, norm::FIELDS)) return false;
@@ -88,6 +103,7 @@ bool see_norm(PyObject* of, Call& c) {
            is_plain_vector(field(of, norm::BETA), c.n, c.beta, c.beta_type);
 }
 
+// Whether all is done; if not, and without an exception, nothing is.
 bool run(Call& c) {
     Index elements = c.rows * c.n;
     int threads = 1;
@@ -102,8 +118,22 @@ bool run(Call& c) {
     jobs::State found = jobs::run(c, {}, threads);
     if (state) PyEval_RestoreThread(state);
     if (found == jobs::NO_MEMORY) PyErr_NoMemory();
-    return found == jobs::DONE;
+    return found == jobs::DONE && !(c.marks && has_any(c.marks, c.rows));
 }
+
+// What a call that is not done returns: None if it is declined.
+PyObject* undone() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
+
+// The vectors of the statistics, in the order of stats, of which a call has all or those of float64.
+struct Words {
+    double** places[stats::FIELDS] = {};
+    explicit Words(Call& c) {
+        if (!c.rms) places[stats::MEAN] = &c.mean, places[stats::MEAN_LO] = &c.rest;
+        places[stats::RSTD] = &c.rstd;
+        if (c.wide) places[stats::RSTD_LO] = &c.rstd_low;
+        if (c.wide && !c.rms) places[stats::MEAN_TAIL] = &c.tail;
+    }
+};
 
 // y, and the cache if it is wanted, of x, a norm and the options of a forward.
 PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -118,23 +148,25 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     c.n = last_length(x);
     if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
     bool keep = field(options, ahead::KEEP) != Py_False;
-    c.x = rows_of(x, type), c.rows = c.x.count;
+    c.x = rows_of(x, type), c.rows = c.x.count, c.wide = type == F64 || has_float64(c);
 
     Owned own;
-    PyObject *y = own(new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x))), *words[] = {Py_None, Py_None, Py_None};
-    if (!y) return nullptr;
-    double** places[] = {&c.mean, &c.rest, &c.rstd};
-    for (int i = c.rms ? stats::RSTD : 0; keep && i <= stats::RSTD; i++) {
-        npy_intp rows = c.rows;
-        words[i] = own(PyArray_SimpleNew(1, &rows, NPY_DOUBLE));
-        if (!words[i]) return nullptr;
-        *places[i] = (double*)PyArray_DATA((PyArrayObject*)words[i]);
+    PyObject* y = own(new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x)));
+    PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
+    if (!y || !marks) return nullptr;
+    Words words(c);
+    PyObject *none = Py_None, *kept = own(PyTuple_New(stats::FIELDS));
+    for (int i = 0; kept && i < stats::FIELDS; i++) {
+        double** place = keep || c.wide ? words.places[i] : nullptr;
+        PyObject* word = place ? new_vector(c.rows, NPY_DOUBLE, *place) : Py_NewRef(none);
+        if (!word || PyTuple_SetItem(kept, i, word) < 0) return nullptr;
     }
     c.y = rows_of((PyArrayObject*)y, type);
-    if (!run(c)) return nullptr;
-    if (!keep) return PyTuple_Pack(2, y, Py_None);
-    PyObject* none = Py_None;
-    PyObject* kept = own(as_named(STATISTICS, PyTuple_Pack(stats::FIELDS, words[0], words[1], words[2], none, none, none, none, none)));
+    if (!kept || !run(c)) return undone();
+    if (!keep) return PyTuple_Pack(2, y, none);
+    // Dropped where no row needs it, as in the reference.
+    if (c.tail && !has_any(c.tail, c.rows)) PyTuple_SetItem(kept, stats::MEAN_TAIL, Py_NewRef(none));
+    kept = own(as_named(STATISTICS, Py_NewRef(kept)));
     if (!kept) return nullptr;
     PyObject* values = Py_BuildValue("OO(i)OsOs", args[0], args[1], PyArray_NDIM(x) - 1, kept, "native", none, "x");
     PyObject* cache = own(as_named(CACHE, values));
@@ -151,13 +183,17 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     c.n = last_length(a), c.x = rows_of(a, type), c.rows = c.x.count;
     bool same = is_word(field(of, cache::BACKEND), "native") && is_word(field(of, cache::SAVE), "x") && see_norm(field(of, cache::NORM), c);
     if (!same || !is_word(kind, c.rms ? "rms" : "layer") || PyLong_AsLong(field(axes, 0)) != PyArray_NDIM(a) - 1) return false;
-    if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::RSTD_LO})) return false;
-    double** places[] = {&c.mean, &c.rest, &c.rstd};
-    for (int i = c.rms ? stats::RSTD : 0; i <= stats::RSTD; i++) {
+    c.wide = is_given(field(kept, stats::RSTD_LO));
+    if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::EXPONENT, stats::EXTREME})) return false;
+    // What a forward kept of which nothing was float64 is too little for double-double.
+    if (!c.wide && (type == F64 || has_float64(c))) return false;
+    Words words(c);
+    for (int i = 0; i < stats::FIELDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(kept, i);
+        if (!words.places[i] || (i == stats::MEAN_TAIL && !is_given((PyObject*)word))) continue;
         bool whole = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
         if (!whole || PyArray_SIZE(word) != c.rows) return false;
-        *places[i] = (double*)PyArray_DATA(word);
+        *words.places[i] = (double*)PyArray_DATA(word);
     }
     return true;
 }
@@ -179,7 +215,12 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
     Owned own;
     PyObject* results[] = {own(new_array(PyArray_DESCR(x), ndim, PyArray_DIMS(x))), Py_None, Py_None};
-    if (!results[0]) return nullptr;
+    PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : results[0];
+    if (!results[0] || !marks) return nullptr;
+    // Rows that are extreme by what the forward found.
+    for (Index i = 0; c.wide && i < c.rows; i++)
+        c.marks[i] = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf()));
+    if (c.wide && has_any(c.marks, c.rows)) return Py_NewRef(declined);
     c.backward = true, c.dy = rows_of(dy, type), c.y = rows_of((PyArrayObject*)results[0], type);
     for (int i = 0; i < 2; i++) {
         PyObject* like = field(field(args[1], cache::NORM), i);
@@ -189,7 +230,7 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!total) return nullptr;
         c.sums_out[i] = PyArray_BYTES((PyArrayObject*)total), c.sums_type[i] = i ? c.beta_type : c.gamma_type;
     }
-    return run(c) ? as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])) : nullptr;
+    return run(c) ? as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])) : undone();
 }
 
 }  // namespace

@@ -40,10 +40,9 @@ template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i,
 
 // ---- forward ----
 
-template <class T, bool LAYER> void forward(const Call& c, Index number, int thread) {
-    Tile tile = tile_of(c, number);
-    Own own = own_of(c, thread);
-    Stats stats[2];
+// Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).
+template <bool LAYER, class T, class Found, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
+    Found stats[2];
     const T* x[2][GROUP];
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {
@@ -56,10 +55,15 @@ template <class T, bool LAYER> void forward(const Call& c, Index number, int thr
     for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
         if (!early) measure_from(top, now);
         else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
-        const Stats& of = stats[now];
+        write(top, count_from(top), x[now], stats[now]);
+    }
+}
+
+template <class T, bool LAYER> void forward(const Call& c, Index number, int thread) {
+    Own own = own_of(c, thread);
+    measure_tile<LAYER, T, Stats>(c, own, tile_of(c, number), [&](Index top, int count, const T* const* x, const Stats& of) {
         T* y[GROUP];
-        int count = count_from(top), r = 0;
-        for (; r < count; r++) {
+        for (int r = 0; r < count; r++) {
             Index i = top + r;
             if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
@@ -67,16 +71,16 @@ template <class T, bool LAYER> void forward(const Call& c, Index number, int thr
             if (c.all_rows) clear_between(c, own, i);
             y[r] = (T*)row_of(c.y, i);
             if (!c.results_whole) continue;
-            write_y<1, LAYER, false>(x[now], &own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
+            write_y<1, LAYER, false>(x, &own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
             finish_row(c, own, i, 0);
         }
-        if (!c.y.data || c.results_whole) continue;
+        if (!c.y.data || c.results_whole) return;
         auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, T, T> : write_y<ROWS_OF_Y, LAYER, false, T, T>;
         auto one = c.past ? write_y<1, LAYER, true, T, T> : write_y<1, LAYER, false, T, T>;
         Index ahead = columns_ahead<T>(c, c.step);
-        for (r = 0; r < count; r += ROWS_OF_Y)
-            (r + ROWS_OF_Y <= count ? some : one)(x[now], y + r, c.n, of, r, c.wide_gamma, c.wide_beta, ahead);
-    }
+        for (int r = 0; r < count; r += ROWS_OF_Y)
+            (r + ROWS_OF_Y <= count ? some : one)(x, y + r, c.n, of, r, c.wide_gamma, c.wide_beta, ahead);
+    });
 }
 
 // ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
@@ -169,39 +173,26 @@ Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.w
 Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
 template <bool LAYER> void forward(const Call& c, Index number, int thread) {
-    Tile tile = tile_of(c, number);
     Own own = own_of(c, thread);
     Parameters given = parameters_of(c);
     double bound = row_bound(c.n);
-    Stats stats[2];
-    const double* x[2][GROUP];
-    auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
-    auto measure_from = [&](Index top, int which) {
-        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<double>(c, own, top + r, own.x[which] + r * c.apart());
-        statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
-    };
-    bool early = c.n <= EARLY;
-    if (early) measure_from(tile.first, 0);
-    int now = 0;
-    for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
-        if (!early) measure_from(top, now);
-        else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
-        const Stats& of = stats[now];
-        for (int r = 0; r < count_from(top); r++) {
+    measure_tile<LAYER, double, Stats>(c, own, tile_of(c, number), [&](Index top, int count, const double* const* x, const Stats& of) {
+        for (int r = 0; r < count; r++) {
             Index i = top + r;
             if (c.all_rows && c.y.data) clear_between(c, own, i);
             if (LAYER) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r], c.tail[i] = of.tail[r];
-            c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r], c.spread[i] = of.spread[r];
-            c.marks[i] = is_extreme(of, r, x[now][r], c.n, LAYER) ? EXTREME : 0;
+            c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r];
+            if (c.spread) c.spread[i] = of.spread[r];
+            c.marks[i] = is_extreme(of, r, x[r], c.n, LAYER) ? EXTREME : 0;
             if (c.marks[i] || !c.y.data) continue;
             auto write = [&](auto out) {
                 using Out = decltype(out);
                 auto how = LAYER && of.far[r] != 0 ? write_y<LAYER, LAYER, Out> : write_y<LAYER, false, Out>;
-                return how(x[now][r], out, c.n, of, r, given);
+                return how(x[r], out, c.n, of, r, given);
             };
             if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNDECIDED;
         }
-    }
+    });
 }
 
 // Writes a row to where and as what it is wanted; tells whether an element is undecided.
