@@ -98,6 +98,28 @@ template <class To, int L, int W> INLINE Words<L, W> in_doubt(Lanes<L, W> s, Lan
 
 namespace pairs {
 
+// The smallest |dy| of a row but for zeros, and the largest; a NaN is larger than all.
+APART inline Pair<double> range_of(const double* dy, Index n) {
+    using I = Register<int64_t, WIDEST>;
+    I least = I{} + INT64_MAX, most = {};
+    auto see = [&](N d) INLINED {
+        for (int i = 0; i < N::REGISTERS_OF; i++) {
+            // The sizes of finite numbers order like their bits.
+            I size = (I)d.v[i] & INT64_MAX, some = size == 0 ? I{} + INT64_MAX : size;
+            least = some < least ? some : least, most = size > most ? size : most;
+        }
+    };
+    Index j = 0;
+    for (; j + P <= n; j += P) see(load<P>(dy + j));
+    if (j < n) see(load<P>(dy + j, n - j));
+    int64_t low = INT64_MAX, high = 0;
+    for (int k = 0; k < WIDEST; k++) low = least[k] < low ? least[k] : low, high = most[k] > high ? most[k] : high;
+    double found[2];
+    int64_t bits[2] = {low, high};
+    memcpy(found, bits, sizeof found);
+    return {found[0], found[1]};
+}
+
 // A row of results as pairs, with sizes: each is known to within a bound times its size.
 struct Results {
     double *high, *low, *size;
