@@ -11,7 +11,7 @@ import numpy as np
 from agreement import check_ours, check_peer
 from peers import EPS, OURS, Peer
 
-from stablenorm import layer_norm, set_num_threads
+from stablenorm import layer_norm
 from stablenorm.backends import choose
 from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
 from stablenorm.cli.parts import DTYPES
@@ -44,7 +44,7 @@ time_all = partial(measure_interleaved, rounds=51, least=5, limit=2)
 class Case(NamedTuple):
     """One problem to time."""
 
-    # kept: both sides on an allocator that keeps its pages. alone: one thread each. n: over the length.
+    # kept: both sides on an allocator that keeps its pages. n: over the length.
     suite: str
     shape: tuple[int, ...]
     dtype: str
@@ -85,7 +85,6 @@ def make_cases() -> list[Case]:
         *(Case("shapes", shape, "float32") for shape in IN_CACHE + BEYOND),
         *(Case("shapes", shape, dtype) for dtype in DTYPES if dtype != "float32" for shape in SOME),
         *(Case("kept", shape, "float32") for shape in (IN_CACHE[-1], *BEYOND)),
-        *(Case("alone", shape, "float32") for shape in (IN_CACHE[3], BEYOND[1])),
         *(Case("n", (ELEMENTS // n, n), "float32") for n in LENGTHS),
     ]
 
@@ -119,7 +118,6 @@ def measure_case(
     beside = {}
     if problem.x.nbytes >= LARGE:
         beside[COPY] = make_copy(problem.x, problem.y, threads)
-    set_num_threads(1 if case.suite == "alone" else threads)
     results = []
     for direction, candidates in ways.items():
         found = time_all(candidates | beside)
@@ -129,7 +127,6 @@ def measure_case(
         copied = times.pop(COPY, None)
         copy = 2 * problem.x.nbytes / copied.seconds if copied else machine
         results.append(Result(*case, direction, float(f"{copy:.4g}"), times))
-    set_num_threads(threads)
     return results, used
 
 
@@ -142,8 +139,6 @@ def measure_machine(threads: int) -> float:
 
 def _wanted(peer: str, case: Case) -> bool:
     """Say whether the page compares with this peer there."""
-    if case.suite == "alone":
-        return peer == "plain NumPy"
     return peer == "PyTorch" or (case.suite == "shapes" and case.dtype == "float32")
 
 

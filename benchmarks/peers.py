@@ -184,41 +184,31 @@ def _onnxruntime(threads: int) -> Peer:
     return Peer("ONNX Runtime", runtime.__version__, ("float32",), make)
 
 
-def _plain(_: int) -> Peer:
+def _of_functions(name: str, made: str, forward: Any, backward: Any) -> Peer:
     def make(problem: Problem, eps: float) -> Calls:
-        x, gamma, beta, dy, *_ = problem
-        _, cache = plain_forward(x, gamma, beta, eps)
+        def call() -> Any:
+            return forward(*problem[:3], eps)
 
-        def forward() -> Any:
-            return plain_forward(x, gamma, beta, eps)
+        _, cache = call()
 
-        def backward() -> Any:
-            return plain_backward(dy, cache)
+        def pull() -> Any:
+            return backward(problem.dy, cache)
 
-        return Calls(forward, backward, lambda: _named((forward()[0], *backward())))
+        return Calls(call, pull, lambda: _named((call()[0], *pull())))
 
-    return Peer("plain NumPy", np.__version__, DTYPES, make)
+    return Peer(name, made, DTYPES, make)
 
 
 def ours(backend: str | None = None) -> Peer:
     """Return the package, by one of its backends."""
-
-    def make(problem: Problem, eps: float) -> Calls:
-        def forward() -> Any:
-            return layer_norm_forward(*problem[:3], eps, backend=backend)
-
-        cache = forward()[1]
-
-        def backward() -> Any:
-            return layer_norm_backward(problem.dy, cache)
-
-        return Calls(forward, backward, lambda: _named((forward()[0], *backward())))
-
-    return Peer(OURS, __version__, DTYPES, make)
+    forward = partial(layer_norm_forward, backend=backend)
+    return _of_functions(OURS, __version__, forward, layer_norm_backward)
 
 
 LOADERS: dict[str, Callable[[int], Peer]] = {
-    "plain NumPy": _plain,
+    "plain NumPy": lambda _: _of_functions(
+        "plain NumPy", np.__version__, plain_forward, plain_backward
+    ),
     "PyTorch": _torch,
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),

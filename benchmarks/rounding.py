@@ -47,7 +47,6 @@ def ratio(shape: tuple[int, ...], dtype: str, direction: str) -> float:
     problem = make_problem(shape, dtype)
     calls = {each: make_candidates(problem, None, each)[direction]["out="] for each in ROUNDINGS}
     fast, nearest = medians(calls, rounds=9, least=1, limit=4)
-    print(shape, dtype, direction, nearest / fast, flush=True)
     return nearest / fast
 
 
@@ -84,7 +83,6 @@ def hard(dtype: str) -> list[tuple[Any, ...]]:
         calls = {"it": partial(run, case), "normal": partial(run, normal)}
         it, base = medians(calls, rounds=9, least=1, limit=0.5)
         found.append((name, dtype, it / base, ROWS / it))
-    print(*found, sep="\n", flush=True)
     return found
 
 

@@ -134,7 +134,7 @@ def files() -> dict[str, Any]:
 def measure() -> dict[str, Any]:
     """Return all that the page holds."""
     made = origin({"dask": version("dask")})
-    return {"origin": made, "load": os.getloadavg()[0], "calls": calls(), "files": files()}
+    return {"origin": made, "calls": calls(), "files": files()}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -180,7 +180,6 @@ kernels, on a file of one row.
 {large}
 
 {origin_line("make scale", found["origin"])}
-Load of the machine when it began: {found["load"]:.1f}.
 """
 
 

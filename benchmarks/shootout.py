@@ -93,7 +93,7 @@ def measure() -> dict[str, Any]:
                 print(f"{setting.name} {tool.name}", file=sys.stderr)
                 found[setting.name][tool.name] = check_all(tool, setting)
     return {
-        "origin": origin(dict(tool.version.split() for tool in tools if tool.version)),
+        "origin": origin(dict(tool.version.split() for tool in tools)),
         "tools": [{"name": t.name, "version": t.version, "criterion": t.criterion} for t in tools],
         "missing": missing,
         "matrix": matrix(found),
@@ -140,10 +140,7 @@ def page(found: dict[str, Any]) -> str:
     """Return docs/evidence/gradient-checkers.md."""
     missing = "".join(f" Not run: {name} ({why})." for name, why in found["missing"].items())
     # A bar within a cell would end it.
-    tools = [
-        [t["name"], t["version"] or "rule, written anew", t["criterion"].replace("|", "\\|")]
-        for t in found["tools"]
-    ]
+    tools = [[t["name"], t["version"], t["criterion"].replace("|", "\\|")] for t in found["tools"]]
     return f"""# Gradient checkers compared
 
 {origin_line("make shootout", found["origin"])}{missing}
@@ -160,8 +157,6 @@ seeds: too few to estimate a detection rate. The 13 mistakes are the checker's o
 checkers this is a regression test.
 
 ## The tools
-
-"Rule, written anew" is the rule of a package or of a course, written again in NumPy.
 
 {table(["tool", "version", "step, and what it calls wrong"], tools)}
 """

@@ -1,5 +1,5 @@
 """
-The gradient checkers of the comparison: ours, those of other packages, and rules written anew.
+The gradient checkers of the comparison: ours, and those of other packages.
 
 A tool gets one hand-written layer norm and says "found" or "accepted" (ours: or "inconclusive"), by
 its own step and tolerance. Packages are imported by name: the type checker does not need them.
@@ -32,25 +32,9 @@ class Subject(NamedTuple):
     args: tuple[Array, Array, Array]
     seed: int
 
-    def loss(self, u: Array | None = None) -> tuple[Callable[[Array], Any], Array, Array]:
-        """Return <u, y> as a function of all arguments in one vector, that vector, its gradient."""
-        if u is None:
-            u = np.random.default_rng(self.seed).standard_normal(self.args[0].shape)
-
-        def value(vector: Array) -> Any:
-            return np.sum(u * self.forward(*self.split(vector))[0])
-
-        gradients = self.backward(u, self.forward(*self.args)[1])
-        return value, _join(self.args), _join(gradients)
-
-    def split(self, vector: Array) -> list[Array]:
-        """Undo the joining of arguments, or of their gradients, into one vector."""
-        parts = np.split(vector, np.cumsum([a.size for a in self.args])[:-1])
-        return [part.reshape(a.shape) for part, a in zip(parts, self.args, strict=True)]
-
 
 class Tool(NamedTuple):
-    """A way to check a gradient; without a version, a rule that is written anew here."""
+    """A way to check a gradient."""
 
     name: str
     version: str
@@ -69,7 +53,7 @@ def said(wrong: object) -> str:
 def load_tools() -> tuple[list[Tool], dict[str, str]]:
     """Return the tools whose package can be imported, and of each other one what was raised."""
     found, missing = load_all(LOADERS)
-    return [*_ours(), *itertools.chain(*found.values()), *_rules()], missing
+    return [*_ours(), *itertools.chain(*found.values())], missing
 
 
 def _ours() -> list[Tool]:
@@ -218,47 +202,3 @@ LOADERS: dict[str, Callable[[], list[Tool]]] = {
     "jax": _jax,
     "autograd": _autograd,
 }
-
-
-def _rules() -> list[Tool]:
-    forward = "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]"
-    central = "central, step 1e-5, every element; for some argument max|a - n| >= 1e-7 max|n|"
-    imaginary = "step 1e-100 i, every element; worst |a - n| >= 1e-12 of the largest |n|"
-    return [
-        Tool(
-            "Theano's rule", "", f"{forward}; some element has both errors > 1e-4", False, _theano
-        ),
-        Tool("rel < 1e-7", "", central, False, _central),
-        Tool("complex step", "", imaginary, False, _complex),
-    ]
-
-
-def _join(arrays: Any) -> Array:
-    return np.concatenate([np.asarray(a).reshape(-1) for a in arrays])
-
-
-def _central(subject: Subject) -> str:
-    value, at, actual = subject.loss()
-    moves = 1e-5 * np.eye(at.size)
-    numeric = np.array([(value(at + m) - value(at - m)) / 2e-5 for m in moves])
-    pairs = zip(subject.split(actual), subject.split(numeric), strict=True)
-    # 0 against 0 is right.
-    return said(any(np.any((abs(a - n) >= 1e-7 * np.max(abs(n))) & (a != n)) for a, n in pairs))
-
-
-def _complex(subject: Subject) -> str:
-    value, at, actual = subject.loss()
-    numeric = np.array([value(at + m).imag / 1e-100 for m in 1e-100j * np.eye(at.size)])
-    return said(np.max(np.abs(actual - numeric)) >= 1e-12 * np.max(np.abs(numeric)))
-
-
-def _theano(subject: Subject) -> str:
-    rng = np.random.default_rng(subject.seed)
-    wrong = False
-    for _ in range(2):
-        value, at, actual = subject.loss(rng.uniform(0.5, 1.5, subject.args[0].shape))
-        numeric = np.array([(value(at + m) - value(at)) / 1e-7 for m in 1e-7 * np.eye(at.size)])
-        absolute = np.abs(actual - numeric)
-        relative = absolute / np.maximum(np.abs(actual) + np.abs(numeric), 1e-8)
-        wrong |= bool(np.any((absolute > 1e-4) & (relative > 1e-4)))
-    return said(wrong)

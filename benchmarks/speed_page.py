@@ -173,27 +173,17 @@ def _types_table(shapes: Pairs) -> str:
 
 
 def _kept(run: dict[str, Any], results: Sequence[Result]) -> str:
-    """The two comparisons in which nobody waits for new pages."""
+    """The comparison in which nobody waits for new pages."""
     if run["kept"]:
         return f"Not run: {run['kept']}."
-    called, kept, alone = (pairs(results, suite) for suite in ("shapes", "kept", "alone"))
-    beside_torch, beside_numpy = [], []
-    for (shape, _), both in kept.items():
+    lines = []
+    for (shape, _), both in pairs(results, "kept").items():
         cells: list[Any] = [shape]
         for r in both.values():
             ours, theirs = r.times[OURS], r.times.get("PyTorch")
             cells += [_spread(ours), _spread(theirs), compared(theirs, ours)]
-        beside_torch.append(cells)
-    for key, both in alone.items():
-        each = [r for way in PASSES for r in (called[key][way], both[way])]
-        cells = [compared(r.times.get("plain NumPy"), r.times[OURS]) for r in each]
-        beside_numpy.append([key[0], *cells])
-    return "\n\n".join((
-        KEPT,
-        table(["x", *_of_ways("stablenorm", "PyTorch", "compared")], beside_torch),
-        "Plain NumPy runs on one thread, ours on two. One thread each, on the same allocator:",
-        table(["x", *_of_ways("as called", "one thread each")], beside_numpy),
-    ))  # fmt: skip
+        lines.append(cells)
+    return f"{KEPT}\n\n{table(['x', *_of_ways('stablenorm', 'PyTorch', 'compared')], lines)}"
 
 
 def _call_table(results: Sequence[Result]) -> str:

@@ -98,14 +98,9 @@ def relative(actual: Array, at: Input, name: str = "y") -> float:
     return worst if size == 0 or math.isnan(worst) else worst / size
 
 
-def of_y(subject: Peer, at: Input) -> float:
-    """Relative error of y."""
-    return relative(run(subject, at)["y"], at)
-
-
-def of_dx(subject: Peer, at: Input) -> float:
-    """Relative error of dx."""
-    return relative(run(subject, at)["dx"], at, "dx")
+def of(name: str) -> Callable[[Peer, Input], float]:
+    """Measure the relative error of an output."""
+    return lambda subject, at: relative(run(subject, at)[name], at, name)
 
 
 def of_dx_to_g(subject: Peer, at: Input) -> float:
@@ -210,13 +205,13 @@ def tables() -> list[Table]:
     back = ("plain NumPy", "PyTorch", "JAX, the formula", OURS)
     every = (*back, "jax.nn.standardize")
     return [
-        Table("offset", offsets, of_y, None, by_moments),
+        Table("offset", offsets, of("y"), None, by_moments),
         Table("saved", offsets, of_dx_to_g, back, kept),
-        Table("range", scales, of_y),
-        Table("constant", constants, of_y),
+        Table("range", scales, of("y")),
+        Table("constant", constants, of("y")),
         Table("outlier", outliers, ulp_at_outlier, back),
         Table("outlier_size", outliers, of_dx_to_g, back),
-        Table("cotangent", cotangents, of_dx, every),
+        Table("cotangent", cotangents, of("dx"), every),
         Table("rows", rows, of_dbeta, every),
         Table(
             "narrow", narrow, lambda who, at: share_misrounded(run(who, at)["y"], at), back,
@@ -226,6 +221,6 @@ def tables() -> list[Table]:
                 )
             },
         ),
-        Table("subnormal", tiny, of_y),
-        Table("published", published(), of_y),
+        Table("subnormal", tiny, of("y")),
+        Table("published", published(), of("y")),
     ]  # fmt: skip
