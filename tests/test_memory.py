@@ -149,6 +149,9 @@ def test_arrays_are_like_any_other(dtype):
     # Apart within a page, so that a load is not taken for one of what was just stored.
     starts = {place(array) % 4096 // 256 for array in arrays}
     assert len(starts) >= 4
+    arrays[0].fill(1)
+    arrays[0].resize((6, *shape[1:]), refcheck=False)
+    assert (arrays[0][:3] == np.ones((), dtype)).all()
 
 
 # ---- threads, processes, the system ----

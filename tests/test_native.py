@@ -38,21 +38,28 @@ MIXTURES = [
 ]
 
 
-def results(case, rounding):
+def results(case, rounding, backend="native"):
     """Return the bytes of all results of a case."""
     x, dy, gamma, beta = case
-    y, cache = layer_norm_forward(x, gamma, beta, backend="native", rounding=rounding)
+    y, cache = layer_norm_forward(x, gamma, beta, backend=backend, rounding=rounding)
     return [each.tobytes() for each in (y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache))]
 
 
 def make(rng, rows, n, dtypes):
-    """Rows with offsets and sizes, every fourth near its mean; one of float64 that pairs are not for."""
-    x = rng.standard_normal((rows, n)) * np.exp(rng.standard_normal((rows, 1)) * 3)
+    """
+    Rows with offsets and sizes, some near their mean or constant; one of float64 that pairs are not for.
+
+    The second half but for a row takes from the sums what the first gave: rounding errors are left, if any.
+    """
+    x, dy = rng.standard_normal((2, rows, n)) * np.exp(2 * rng.standard_normal((2, rows, 1)))
     x += rng.standard_normal((rows, 1)) * 100
     x[::4] = 1 + x[::4] * 1e-6
+    x[::7], dy[::5] = 3, 1
+    half = (rows - 1) // 2
+    x[half : 2 * half], dy[half : 2 * half] = x[:half], -dy[:half]
     if dtypes[0] == "float64":
         x[rows // 2] *= 2.0**300
-    arrays = x, rng.standard_normal((rows, n)), *rng.standard_normal((2, n))
+    arrays = x, dy, *rng.standard_normal((2, n))
     kinds = [dtypes[0], dtypes[3], *dtypes[1:3]]
     return [
         each.astype(getattr(ml_dtypes, kind, kind))
@@ -73,12 +80,13 @@ def any_instructions():
 @pytest.mark.parametrize("dtypes", MIXTURES, ids="-".join)
 @pytest.mark.usefixtures("any_instructions")
 def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
-    shapes = [(3, 1), (9, 2), (70, 7), (200, 64), (65, 129), (40, 1000), (3, 5001), (300, 768)]
-    for rows, n in shapes:
+    """And with rounding="nearest" they are the reference's."""
+    shapes = [(3, 1), (9, 2), (70, 7), (200, 64), (65, 129), (9, 1000), (3, 5001)]
+    for rows, n in shapes if rounding == "nearest" else [*shapes, (40, 1000), (300, 768)]:
         case = make(rng, rows, n, dtypes)
         native.use(native.INSTRUCTIONS[-1])
         set_num_threads(1)
-        expected = results(case, rounding)
+        expected = results(case, rounding, "numpy" if rounding == "nearest" else "native")
         for instructions in native.INSTRUCTIONS:
             native.use(instructions)
             for threads in (1, 2, 5):
@@ -193,38 +201,6 @@ def test_extreme_rows_alone_go_to_the_reference(rng, monkeypatch):
         _, cache = layer_norm_forward(x, gamma, beta, backend="numpy", rounding=rounding)
         for one, other in zip(found, layer_norm_backward(dy, cache), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-15)
-
-
-def test_large_results_get_memory_of_those_that_are_gone():
-    places = set()
-    for _ in range(20):
-        array = native._core.empty((1 << 20,), np.dtype(np.float32))
-        array[:] = 1
-        places.add(array.ctypes.data // 4096)
-        array.resize(1 << 21, refcheck=False)
-        assert array[:5].tolist() == [1] * 5
-        del array
-    assert len(places) < 6
-    kept = native._core.idle_bytes()
-    assert kept >= 4 << 20
-    native._core.set_idle_limit(0)
-    assert native._core.idle_bytes() == 0
-    native._core.set_idle_limit(512 << 20)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
-@pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
-@pytest.mark.usefixtures("any_instructions")
-def test_a_forked_child_has_helpers_of_its_own(rng):
-    set_num_threads(4)
-    case = make(rng, 3000, 130, ("float32",) * 4)
-    expected = results(case, "fast")
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            os._exit(results(case, "fast") != expected)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert results(case, "fast") == expected
 
 
 def test_the_sum_with_a_residual_is_kept_whatever_out_is(rng):

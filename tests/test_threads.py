@@ -24,21 +24,6 @@ four_threads = shared_calls.four_threads
 # ---- the number of threads ----
 
 
-# Tiles that do not divide the rows, one tile, long rows, short ones, and one row alone.
-@pytest.mark.parametrize(
-    "shape", [(2048, 130), (67, 1001), (3001, 37), (9, 20_000), (1, 70_000), (33_000, 2)]
-)
-def test_the_number_of_threads_changes_no_bit(dtype, shape):
-    if dtype == np.float64:
-        shape = (-(-shape[0] // 3), shape[1])  # double-double takes its time
-    arguments = make(1, shape, dtype)
-    results = []
-    for count in (1, 2, 3, 8):
-        stablenorm.set_num_threads(count)
-        results.append(run(*arguments))
-    assert results.count(results[0]) == 4
-
-
 @pytest.mark.parametrize(
     ("count", "error", "text"),
     [
