@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.oracle.exact import ExactNorm, as_float64
-from stablenorm.oracle.rounding import Array, format_of, read, round_block
+from stablenorm.oracle.rounding import Array, format_of, nearest, read
 from stablenorm.oracle.rows import DOUBLE_BACKWARD, NORM, Inputs, Quantity
 from stablenorm.oracle.surds import enclose, part
 
@@ -250,7 +250,8 @@ def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
     pairs = zip(x.reshape(rows.shape), residual.reshape(rows.shape), strict=True)
     for row, (a, b) in zip(rows, pairs, strict=True):
         # Sums of floats are integers in units of a power of two: nothing is left open.
-        row[:] = round_block(enclose([part(read(a)), part(read(b))], len(row)), fmt, lambda _: [])
+        exact = enclose([part(read(a)), part(read(b))], len(row))
+        row[:] = [nearest(interval, fmt) for interval in exact]
     return _finite("x + residual", rows.reshape(x.shape))
 
 
