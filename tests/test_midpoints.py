@@ -1,4 +1,4 @@
-"""Elements next to midpoints: their answers by mpmath, the search, and who misrounds them."""
+"""Elements next to midpoints: their answers by mpmath, and who misrounds them."""
 
 import itertools
 import math
