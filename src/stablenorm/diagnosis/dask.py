@@ -1,7 +1,6 @@
 """`diagnose` of a Dask array: each block a task of its own, merged in a tree."""
 
 import functools
-import math
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,12 @@ from dask.core import flatten
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph
 
-from stablenorm.arrays import as_matrix, as_rows
-from stablenorm.dask.graph import check_whole_rows, threads_of_task, tree
-from stablenorm.diagnosis import BLOCK, diagnose_blocks, merged
+from stablenorm.dask.graph import check_whole_rows, convert, threads_of_task, tree
+from stablenorm.diagnosis import diagnose_blocks, in_blocks, merged
 from stablenorm.diagnosis.results import Diagnosis
 from stablenorm.types import Array
+
+__all__ = ["convert", "diagnose"]
 
 
 def diagnose(x: Any, options: dict[str, Any]) -> Any:
@@ -37,10 +37,8 @@ def _of_block(x: Array, options: dict[str, Any], block_info: Any) -> Diagnosis:
     grid = np.ix_(*(range(1) if i in axes else np.arange(*ends) for i, ends in places))
     of_rows = [1 if i in axes else length for i, length in enumerate(shape)]
     numbers = np.ravel_multi_index(grid, of_rows).reshape(-1)
-    rows = as_matrix(as_rows(x, axes))
-    step = max(1, BLOCK // math.prod(shape[axis] for axis in axes))
-    blocks = (rows[i : i + step] for i in range(0, rows.shape[0], step))
-    return diagnose_blocks(blocks, **options, numbers=numbers, threads=threads_of_task())
+    threads = threads_of_task()
+    return diagnose_blocks(in_blocks(x, axes), **options, numbers=numbers, threads=threads)
 
 
 def _all(top: int, *found: Diagnosis) -> Diagnosis:
