@@ -133,18 +133,7 @@ class Diagnosis:
             The attributes by name, with `bits` and `methods`. What JSON has no number for is a
             string, "nan", "inf" or "-inf".
         """
-        names = [
-            "shape",
-            "dtype",
-            "axis",
-            "n",
-            "eps",
-            "kind",
-            "bits",
-            "methods",
-            "summary",
-            "worst",
-        ]
+        names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
         result: dict[str, Any] = plain({name: getattr(self, name) for name in names})
         return result
 
@@ -200,9 +189,8 @@ def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> 
         told = ("undefined",) if "undefined" in marks else marks
         said = [f"{mark} ({meanings[mark].format(working=working)})" for mark in told]
         if not said or abs(mean) >= _OFFSET * std > 0:
-            said.insert(
-                0, f"|mean|/std = {abs(mean) / std:.2g}" if is_layer else f"rms = {std:.2g}"
-            )
+            size = f"|mean|/std = {abs(mean) / std:.2g}" if is_layer else f"rms = {std:.2g}"
+            said.insert(0, size)
         if "undefined" not in marks:
             # The other methods are near one of these, or keep less.
             names = {"two-pass": f"a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"}
