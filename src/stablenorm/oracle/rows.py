@@ -236,23 +236,22 @@ class Inputs:
 
     def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
         """Yield the parts of one block."""
-        quantity = self.quantities[name]
-        if not quantity.summed:
-            yield from quantity.parts(kind(self, block))
-            return
         if name in self.vectors:
             yield part(self.vectors[name])
-        for index in range(len(self.matrices["x"])):
-            yield from quantity.parts(kind(self, index))
+        for index in self._rows(name, block):
+            yield from self.quantities[name].parts(kind(self, index))
+
+    def _rows(self, name: str, block: int) -> range:
+        """Return the rows that one block is made of."""
+        summed = self.quantities[name].summed
+        return range(len(self.matrices["x"])) if summed else range(block, block + 1)
 
     def undefined(self, name: str, block: int) -> Array:
         """Tell which elements of one block have no value: without variance and eps, those that count."""
         found = np.zeros(self.n, bool)
-        summed = self.quantities[name].summed
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
-            for index in range(len(self.matrices["x"])) if summed else (block,):
-                row = Row(self, index)
+            for row in (Row(self, index) for index in self._rows(name, block)):
                 if row.var == 0:
                     found |= np.array(row.ones.integers) != 0
         return found
