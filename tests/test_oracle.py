@@ -38,7 +38,8 @@ def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounded_is_the_nearer_neighbour_and_errors_are_differences_over_the_ulp(dtype, rng):
+def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, rng):
+    """And errors are the differences over the ulp."""
     x, gamma, beta, dy = sample(dtype, 4, 9, rng, offset=3.0)
     exact = exact_layer_norm(x, gamma, beta, 1e-5, dy)
     for name, expected in textbook(x, gamma, beta, 1e-5, dy).items():
