@@ -57,33 +57,23 @@ def make():
     return x, *rng.standard_normal((2, N)).astype("f4"), dy
 
 
-def whole(rounding):
-    """Return what one call does on whole arrays."""
+def lazy(rounding, change=lambda dy: dy):
+    """Return y and the gradients, lazy; `change` is made to dy."""
     x, gamma, beta, dy = make()
-    y, cache = sn.layer_norm_forward(x, gamma, beta, rounding=rounding)
-    return y, *sn.layer_norm_backward(dy, cache)
-
-
-def forward(rounding):
-    x, gamma, beta, _ = make()
-    return sn.layer_norm_forward(da.from_array(x, (CHUNK, N)), gamma, beta, rounding=rounding)
-
-
-def chunked_dy():
-    return da.from_array(make()[3], (CHUNK, N))
+    y, cache = sn.layer_norm_forward(da.from_array(x, (CHUNK, N)), gamma, beta, rounding=rounding)
+    return [y, *sn.layer_norm_backward(change(da.from_array(dy, (CHUNK, N))), cache)]
 
 
 def assert_right(actual, rounding):
     """y and dx have the bits of one call; so have the sums, where each is rounded correctly."""
-    expected = dict(zip(NAMES, whole(rounding), strict=True))
+    x, gamma, beta, dy = make()
+    y, cache = sn.layer_norm_forward(x, gamma, beta, rounding=rounding)
+    expected = [y, *sn.layer_norm_backward(dy, cache)]
     if rounding == "fast":
         # Of these the bits depend on the chunks, so they are those of another scheduler.
-        y, cache = forward(rounding)
-        lazy = y, *sn.layer_norm_backward(chunked_dy(), cache)
-        expected |= dict(zip(NAMES[2:], dask.compute(*lazy[2:], scheduler="sync"), strict=True))
-    actual = dict(zip(NAMES, actual, strict=True))
-    differ = [name for name in NAMES if actual[name].tobytes() != expected[name].tobytes()]
-    assert differ == []
+        expected[2:] = dask.compute(*lazy(rounding)[2:], scheduler="sync")
+    pairs = zip(NAMES, actual, expected, strict=True)
+    assert [name for name, one, other in pairs if one.tobytes() != other.tobytes()] == []
 
 
 def wait_until(happens, seconds=60):
@@ -101,17 +91,18 @@ def kill(cluster, address):
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_the_bits_of_one_call(client, rounding):
-    y, cache = forward(rounding)
-    lazy = y, *sn.layer_norm_backward(chunked_dy(), cache)
-    assert_right(client.gather(client.compute(list(lazy))), rounding)
+    assert_right(client.gather(client.compute(lazy(rounding))), rounding)
 
 
 def test_a_worker_killed_in_the_middle_of_a_backward(cluster, client, tmp_path):
-    free, rounding = 5, "fast"
+    free = 5
+
+    def asked():
+        return len(list(tmp_path.iterdir()))
 
     def guarded(block, block_id=None):
         """Say who asks for the block; hold back all but the first until a worker is dead."""
-        early = len(list(tmp_path.iterdir())) < free
+        early = asked() < free
         (tmp_path / f"{block_id[0]} by {os.getpid()}").touch()
         if not early:
             # Whatever else can be done goes on meanwhile.
@@ -120,22 +111,18 @@ def test_a_worker_killed_in_the_middle_of_a_backward(cluster, client, tmp_path):
                 time.sleep(0.01)
         return block
 
-    def asked():
-        return len(list(tmp_path.iterdir()))
-
     def done():
         """By worker, how many blocks of dx it holds."""
         held = client.has_what()
         return {who: sum("gradients-dx" in str(key) for key in keys) for who, keys in held.items()}
 
-    y, cache = forward(rounding)
-    dy = chunked_dy().map_blocks(guarded, dtype="f4", meta=np.empty((0, 0), "f4"))
-    futures = client.compute([y, *sn.layer_norm_backward(dy, cache)])
+    kind = {"dtype": "f4", "meta": np.empty((0, 0), "f4")}
+    futures = client.compute(lazy("fast", lambda dy: dy.map_blocks(guarded, **kind)))
     wait_until(lambda: asked() > free and sum(done().values()) >= free)
     held = done()
     kill(cluster, max(held, key=held.get))
     (tmp_path / "go").touch()
-    assert_right(client.gather(futures), rounding)
+    assert_right(client.gather(futures), "fast")
     # A block was asked for again.
     assert asked() > ROWS // CHUNK + len(["go"])
 

@@ -81,17 +81,12 @@ def uncomputable(shape=(4, 6), chunks=(2, 6), dtype=np.float32):
 def results(case, chunked, kind="layer", pulled=None, **given):
     """Return y, the statistics and the gradients: of the whole call, and lazy ones."""
     forward, backward, _ = NORMS[kind]
-    lazy = {
-        name: chunked(each) if name in ("residual", "where") else each
-        for name, each in given.items()
-    }
-    pulled, both = pulled or {}, []
-    for wrap, options in ((np.asarray, given), (chunked, lazy)):
+    lazy = {name: chunked(each) for name, each in given.items() if name in ("residual", "where")}
+    both = []
+    for wrap, options in ((np.asarray, given), (chunked, given | lazy)):
         y, cache = forward(wrap(case[0]), *case[1:4], **options)
-        gradients = backward(
-            wrap(case[4]), cache, **{name: wrap(each) for name, each in pulled.items()}
-        )
-        both.append((y, cache.mean, cache.rstd, *gradients))
+        pull = {name: wrap(each) for name, each in (pulled or {}).items()}
+        both.append((y, cache.mean, cache.rstd, *backward(wrap(case[4]), cache, **pull)))
     return both
 
 
@@ -173,15 +168,6 @@ def of_rows(case, **options):
 
 def of_all(case, **options):
     return layer_norm_backward(case.dy, layer_norm_forward(*case[:4], **options)[1])[1:]
-
-
-def test_large_parts_that_cancel_are_not_rounded_before_the_end(rng):
-    """Of parts rounded to float32 nothing would be left."""
-    x = rng.standard_normal((4, 8)).astype(np.float32)
-    dy = np.repeat([[1.0], [2.0**40], [-(2.0**40)], [2.0**-30]], 8, 1).astype(np.float32)
-    dgamma, dbeta = of_rows(Case(x, None, x[0], 1e-5, dy))
-    assert dgamma is None
-    same(dbeta, np.full(8, 1.0 + 2.0**-30, np.float32))
 
 
 @pytest.mark.parametrize("size", [1.7e308, 2.0**-1060, 1.0])

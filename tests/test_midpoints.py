@@ -1,11 +1,12 @@
-"""Elements next to midpoints: their answers by mpmath, the search, and who misrounds them."""
+"""Elements next to midpoints: their answers by rational arithmetic, and who misrounds them."""
 
 import itertools
 import math
+from fractions import Fraction
 
 import ml_dtypes
 import pytest
-from mpmath import mp, mpf
+from rationals import fractions, plain, plain_backward
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.testing import near_midpoints
@@ -14,38 +15,27 @@ NAMES = ("y", "dx", "dgamma", "dbeta")
 
 
 def value(case):
-    """Return the element, by the formulas as they are written, to more bits than any input spans."""
-    x, dy = ([[mpf(float(v)) for v in row] for row in each] for each in (case.x, case.dy))
-    gamma, beta = ([mpf(float(v)) for v in each] for each in (case.gamma, case.beta))
-    n, j = len(gamma), case.where[-1]
-    xhat, rstd = [], []
-    for row in x:
-        mean = sum(row) / n
-        rstd.append(1 / mp.sqrt(sum((v - mean) ** 2 for v in row) / n + mpf(case.eps)))
-        xhat.append([(v - mean) * rstd[-1] for v in row])
+    """Return the element, by the formulas as they are written, to more digits than any input spans."""
+    x, dy = ([fractions(row) for row in each] for each in (case.x, case.dy))
+    gamma, beta, eps = fractions(case.gamma), fractions(case.beta), Fraction(case.eps)
+    *row, j = case.where
     if case.output == "dbeta":
-        return sum(row[j] for row in dy)
-    if case.output == "dgamma":
-        return sum(row[j] * h[j] for row, h in zip(dy, xhat, strict=True))
-    i = case.where[0]
+        return sum(each[j] for each in dy)
     if case.output == "y":
-        return gamma[j] * xhat[i][j] + beta[j]
-    g = [a * b for a, b in zip(gamma, dy[i], strict=True)]
-    along = sum(a * h for a, h in zip(g, xhat[i], strict=True)) / n
-    return rstd[i] * (g[j] - sum(g) / n - xhat[i][j] * along)
+        return plain("layer", x[row[0]], gamma, beta, eps, digits=400)[0][j]
+    found = [plain_backward("layer", a, gamma, eps, b, 400) for a, b in zip(x, dy, strict=True)]
+    return found[row[0]][0][j] if row else sum(dgamma[j] for _, dgamma in found)
 
 
-def test_the_answers_are_those_of_mpmath():
+def test_the_answers_are_those_of_the_formulas():
     for case in near_midpoints():
         about = ml_dtypes.finfo(case.expected.dtype)
-        with mp.workprec(1300):
-            exact = value(case)
-            # frexp gives a fraction from 0.5 on.
-            exponent = max(int(mp.frexp(exact)[1]) - 1, about.minexp)
-            place = exact / mpf(2) ** (exponent - about.nmant)
-            below = int(mp.floor(place))
-            distance = place - below - 0.5
-            assert abs(distance - case.distance) <= 1e-15 * abs(case.distance) + mpf(2) ** -1200
+        exact = value(case)
+        exponent = max(math.frexp(exact)[1] - 1, about.minexp)
+        place = exact / Fraction(2) ** (exponent - about.nmant)
+        below = math.floor(place)
+        distance = place - below - Fraction(1, 2)
+        assert abs(distance - Fraction(case.distance)) <= 1e-15 * abs(case.distance) + 1e-300
         even = below + below % 2
         nearest = even if case.distance == 0 else below + (case.distance > 0)
         assert float(case.expected) == math.ldexp(nearest, exponent - about.nmant)

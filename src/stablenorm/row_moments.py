@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,16 +12,6 @@ from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import _center
 from stablenorm.types import Array, check_eps
-
-_FLOAT64 = np.dtype(np.float64)
-
-
-class _Part(NamedTuple):
-    """Of some columns of each row: their mean (RMS norm: 0), and the sum of squares about it."""
-
-    columns: int
-    mean: Wide
-    squares: Wide
 
 
 class RowMoments:
@@ -60,9 +49,14 @@ class RowMoments:
             msg = f'kind must be "layer" or "rms", got {kind!r}'
             raise ValueError(msg)
         self._kind = kind
-        self._shape: tuple[int, ...] = ()
-        self._total: _Part | None = None
+        self._shape: tuple[int, ...] | None = None
+        # Of the columns so far: how many, the mean (RMS norm: 0), the sum of squares about it.
+        self._columns = 0
+        self._mean: Any = None
+        self._squares: Any = None
 
+    @default_control()
+    @np.errstate(all="ignore")
     def update(self, x: ArrayLike) -> None:
         """
         Add some columns.
@@ -77,9 +71,21 @@ class RowMoments:
         if not array.ndim:
             msg = "x must have columns, its last axis, got a number"
             raise ValueError(msg)
-        *lead, columns = array.shape
-        self._add(tuple(lead), _part(array.reshape(math.prod(lead), columns), self._kind))
+        part = RowMoments(self._kind)
+        *lead, part._columns = array.shape
+        part._shape = tuple(lead)
+        if part._columns:
+            rows = array.reshape(-1, part._columns).astype(np.float64)
+            centered, mean, mean_lo = _center(Wide.exactly(rows), Wide.exactly, self._kind)
+            part._squares = (centered * centered).mean() * Wide.exactly(part._columns)
+            # Of RMS norm there is none; of its rows, NaN and infinity show in the squares.
+            part._mean = Wide.exactly(np.zeros((len(rows), 1)))
+            if mean is not None:
+                part._mean = Wide.exactly(mean) + mean_lo
+        self.merge(part)
 
+    @default_control()
+    @np.errstate(all="ignore")
     def merge(self, other: Any) -> None:
         """
         Add all columns of another one, which is left as it is.
@@ -95,9 +101,25 @@ class RowMoments:
         if other._kind != self._kind:
             msg = f'other must be of kind "{self._kind}", got "{other._kind}"'
             raise ValueError(msg)
-        if other._total is not None:
-            self._add(other._shape, other._total)
+        if self._shape is None:
+            self._shape = other._shape
+        if other._shape not in (None, self._shape):
+            msg = f"all parts must have the leading shape {self._shape}, got {other._shape}"
+            raise ValueError(msg)
+        if not (self._columns and other._columns):
+            if other._columns:
+                self.__dict__ |= other.__dict__
+            return
+        columns = self._columns + other._columns
+        apart = other._mean - self._mean
+        share = (apart * Wide.exactly(other._columns)).divided(columns)
+        between = apart * share * Wide.exactly(self._columns)
+        self._squares = self._squares + other._squares + between
+        self._mean = self._mean + share
+        self._columns = columns
 
+    @default_control()
+    @np.errstate(all="ignore")
     def finish(self, eps: float = 1e-5) -> tuple[Array, Array]:
         """
         Return the statistics of all columns so far, to which others can still be added.
@@ -115,47 +137,10 @@ class RowMoments:
             The same of `Cache.rstd`.
         """
         eps = check_eps(eps)
-        if self._total is None or not self._total.columns:
+        if self._shape is None or not self._columns:
             msg = "RowMoments must have columns, got none yet; call update"
             raise ValueError(msg)
-        columns, mean, squares = self._total
-        with default_control(), np.errstate(all="ignore"):
-            rstd = (squares.divided(columns) + Wide.exactly(eps)).rsqrt()
-            found = mean.round_to(_FLOAT64), rstd.round_to(_FLOAT64)
-        first, second = (each.reshape(*self._shape, 1) for each in found)
-        return first, second
-
-    def _add(self, shape: tuple[int, ...], part: _Part) -> None:
-        if self._total is None:
-            self._shape, self._total = shape, part
-            return
-        if shape != self._shape:
-            msg = f"all parts must have the leading shape {self._shape}, got {shape}"
-            raise ValueError(msg)
-        self._total = _merged(self._total, part)
-
-
-@default_control()
-def _part(x: Array, kind: str) -> _Part:
-    rows, columns = x.shape
-    if not columns:
-        nothing = Wide.exactly(np.zeros((rows, 1)))
-        return _Part(0, nothing, nothing)
-    with np.errstate(all="ignore"):
-        centered, mean, mean_lo = _center(Wide.exactly(x.astype(np.float64)), Wide.exactly, kind)
-        squares = (centered * centered).mean() * Wide.exactly(columns)
-        # Of RMS norm there is none; of its rows, NaN and infinity show in the squares.
-        whole = Wide.exactly(np.zeros((rows, 1))) if mean is None else Wide.exactly(mean) + mean_lo
-        return _Part(columns, whole, squares)
-
-
-@default_control()
-def _merged(one: _Part, other: _Part) -> _Part:
-    if not (one.columns and other.columns):
-        return one if one.columns else other
-    columns = one.columns + other.columns
-    with np.errstate(all="ignore"):
-        apart = other.mean - one.mean
-        share = (apart * Wide.exactly(other.columns)).divided(columns)
-        squares = one.squares + other.squares + apart * share * Wide.exactly(one.columns)
-        return _Part(columns, one.mean + share, squares)
+        rstd = (self._squares.divided(self._columns) + Wide.exactly(eps)).rsqrt()
+        lead, float64 = self._shape, np.dtype(np.float64)
+        mean, rstd = (each.round_to(float64).reshape(*lead, 1) for each in (self._mean, rstd))
+        return mean, rstd

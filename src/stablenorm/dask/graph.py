@@ -1,23 +1,23 @@
-"""Dask arrays as their blocks: what is checked of them, and how a task names those that it reads."""
-
-from __future__ import annotations
+"""Dask arrays as their blocks: what is checked of them, and how results are made of those."""
 
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from operator import getitem
+from typing import Any
 
 import numpy as np
 from dask._task_spec import Task, TaskRef
-from dask.array import Array, from_array
+from dask.array import Array, blockwise, from_array
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from stablenorm.arrays import HOST, is_lazy
 from stablenorm.formats import check_dtype
 
-Block = tuple[int, ...]
+# An array whose axes are some of those of x, and which; or two times None.
+Operand = tuple[Any, Any]
 
 # How many sums are merged at a time: enough that the tree is a small part of the tasks.
 _FAN_IN = 8
@@ -65,77 +65,61 @@ def check_whole_rows(x: Array, axes: tuple[int, ...]) -> None:
         raise ValueError(msg)
 
 
-class Operand(NamedTuple):
-    """A Dask array that a task reads one block of, given the place of a block of x."""
-
-    array: Array
-    # For each of its axes, that of x.
-    axes: tuple[int, ...]
-
-    def place(self, block: Block) -> Block:
-        """Return the place of the block to read; the only one along axes where there is one."""
-        numbers = zip(self.axes, self.array.numblocks, strict=True)
-        return tuple(block[axis] if count > 1 else 0 for axis, count in numbers)
-
-    def at(self, block: Block) -> Any:
-        """Return the block to read."""
-        return TaskRef((self.array.name, *self.place(block)))
-
-    @property
-    def cut(self) -> tuple[int, ...]:
-        """The axes of x along which there are several blocks."""
-        numbers = zip(self.axes, self.array.numblocks, strict=True)
-        return tuple(axis for axis, count in numbers if count > 1)
-
-
-def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Any:
-    """Return `value`, whose axes are those of x or have length 1, cut as x is; None for None."""
+def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
+    """Return `value`, whose axes are these of x or have length 1, cut as x is."""
     if value is None:
-        return None
+        return None, None
     if not is_lazy(value):
         # One block of a name that is always the same, which all tasks refer to.
         value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
     # An axis of length 1 may be cut too, into it and chunks of nothing.
     pairs = zip(axes, value.shape, strict=True)
     chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
-    return Operand(value.rechunk(chunks), axes)
+    return value.rechunk(chunks), axes
 
 
-def places(x: Array) -> Iterator[Block]:
-    """Yield the place of each block of x, in C order."""
-    return itertools.product(*map(range, x.numblocks))
-
-
-def blocks_of(name: str, x: Array, task: Callable[[Block], tuple[Any, ...]]) -> dict[Any, Any]:
-    """Return a task for each block of x, of the function and the arguments that `task` gives it."""
-    return {(name, *at): Task((name, *at), *task(at)) for at in places(x)}
-
-
-def tree(name: Any, leaves: list[Any], merge: Any, tasks: dict[Any, Any]) -> Any:
+def of_blocks(
+    name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
+) -> Array:
     """
-    Add tasks, of keys that begin with `name`, that merge the leaves, some at a time; return the last.
+    Return the array whose blocks a function makes of those of the operands; like the first, but for `ones`.
+
+    With `dtype` object they are no arrays. Along the axes `ones` they have length 1.
+    """
+    axes = operands[0][1]
+    made = blockwise(
+        function,
+        axes,
+        *itertools.chain.from_iterable(operands),
+        name=name,
+        meta=np.empty((0,) * len(axes), dtype),
+        # They are cut alike already; and chunks of nothing are not what Dask expects.
+        align_arrays=False,
+        adjust_chunks=dict.fromkeys(ones, 1),
+    )
+    # As tasks: Dask would merge the layer with that of x, whose blocks a cache is asked for.
+    layers = {**made.dask.layers, name: dict(made.dask.layers[name])}
+    return Array(HighLevelGraph(layers, made.dask.dependencies), name, made.chunks, meta=made)
+
+
+def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
+    """Return what is at `index` of each block of `made`."""
+    first, _, token = made.name.rpartition("-")
+    operands = (made, tuple(range(made.ndim))), (index, None)
+    return of_blocks(f"{first}-{what}-{token}", getitem, *operands, dtype=dtype)
+
+
+def tree(key: tuple[Any, ...], leaves: list[Any], merge: Callable[..., Any]) -> dict[Any, Task]:
+    """
+    Return the tasks that merge the leaves, some at a time; the last one has this key.
 
     Their order is that of the leaves, whoever computes them, and whenever.
     """
+    tasks: dict[Any, Task] = {}
     level = 0
-    while len(leaves) > 1:
-        some = [leaves[i : i + _FAN_IN] for i in range(0, len(leaves), _FAN_IN)]
-        keys = [(*name, level, i) for i in range(len(some))]
-        tasks |= {key: Task(key, merge, *each) for key, each in zip(keys, some, strict=True)}
-        leaves, level = [TaskRef(key) for key in keys], level + 1
-    return leaves[0]
-
-
-def graph_of(name: str, tasks: dict[Any, Any], *needed: Any) -> HighLevelGraph:
-    """Return the graph of tasks, and of the arrays or operands whose blocks they read; None aside."""
-    some = (each for each in needed if each is not None)
-    read: Any = [each.array if isinstance(each, Operand) else each for each in some]
-    return HighLevelGraph.from_collections(name, tasks, dependencies=read)
-
-
-def array_of(
-    name: str, tasks: dict[Any, Any], *needed: Any, chunks: Any, dtype: Any = object
-) -> Array:
-    """Return the array whose blocks the tasks make; with `dtype` object, they are no arrays."""
-    meta = np.empty((0,) * len(chunks), dtype)
-    return Array(graph_of(name, tasks, *needed), name, chunks, meta=meta)
+    while len(leaves) > _FAN_IN:
+        starts = range(0, len(leaves), _FAN_IN)
+        made = [Task((*key, level, i), merge, *leaves[i : i + _FAN_IN]) for i in starts]
+        tasks |= {each.key: each for each in made}
+        leaves, level = [TaskRef(each.key) for each in made], level + 1
+    return tasks | {key: Task(key, merge, *leaves)}

@@ -7,29 +7,31 @@ call made of it; what the user holds, y, the cache, dx, refers to it by tasks th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections import defaultdict
+from functools import partial
 from operator import getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from dask._task_spec import Task, TaskRef
+from dask._task_spec import TaskRef
 from dask.array import Array
 from dask.array.core import finalize, slices_from_chunks
 from dask.base import DaskMethodsMixin, tokenize
+from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.dask.graph import (
-    Block,
     Operand,
-    array_of,
-    blocks_of,
     check_blocks,
     check_whole_rows,
     convert,
+    of_blocks,
     operand,
-    places,
+    part_of,
     threads_of_task,
     tree,
 )
@@ -46,19 +48,10 @@ from stablenorm.functional.combinations import DASK, refuse
 from stablenorm.functional.forward import ForwardOptions
 from stablenorm.functional.masks import check_mask, check_where
 from stablenorm.functional.row_parts import backward_parts, decided, exact_parts
-from stablenorm.reference.partial import PARTIAL, merged, rounded
+from stablenorm.reference.partial import merged, rounded
 from stablenorm.types import NAMES, Cache, Gradients, Norm, Statistics
 
 LAZY = HOST._replace(convert=convert)
-
-
-class Call(NamedTuple):
-    """What all blocks have in common: `norm` is that of the call less gamma and beta."""
-
-    norm: tuple[Any, ...]
-    axes: tuple[int, ...]
-    backend: str
-    keep: bool
 
 
 def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCache | None]:
@@ -71,7 +64,7 @@ def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCac
         refuse('save="recompute"', DASK)
     chosen = choose(backend)
     x = convert("x", x)
-    axes = normalize_axes(axis, x.ndim)
+    axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
     norm = checked_norm(LAZY, norm, x.shape, axes, chosen)
     check_whole_rows(x, axes)
     if residual is not None:
@@ -82,56 +75,50 @@ def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCac
         check_mask(where, x.shape)
     elif where is not None:
         where = check_where(where, x.shape, axes, norm.rounding)
-    call = Call(norm[2:], axes, chosen, keep)
-    token = tokenize(x, norm.gamma, norm.beta, residual, where, call)
-    kind = f"{norm.kind}-norm"
-    every = tuple(range(x.ndim))
-    added = operand("residual", residual, x, every)
-    mask = None if where is None else operand("where", where, x, every[x.ndim - where.ndim :])
-    needed = operand("x", x, x, every), *parameters(norm, x, axes), added, mask
-    first = f"{kind}-forward" if keep else kind
-    name = f"{first}-{token}"
-    tasks = blocks_of(name, x, lambda at: (_forward, call, *read(needed, at)))
-    if not keep:
-        return array_of(name, tasks, *needed, chunks=x.chunks, dtype=x.dtype), None
-    made = array_of(name, tasks, *needed, chunks=x.chunks)
-    y, kept = (
-        _part(made, i, of, dtype) for i, of, dtype in ((0, "y", x.dtype), (1, "cache", object))
+    operands = (
+        (x, every),
+        *_parameters(norm, x, axes),
+        operand("residual", residual, x, every),
+        operand("where", where, x, every[x.ndim - np.ndim(where) :]),
     )
+    call = norm._replace(gamma=None, beta=None), ForwardOptions(axes, backend=chosen, keep=keep)
+    name = f"{norm.kind}-norm{'-forward' * keep}-{tokenize(call, *operands)}"
+    function = partial(_forward, *call)
+    if not keep:
+        return of_blocks(name, function, *operands, dtype=x.dtype), None
+    made = of_blocks(name, function, *operands)
+    y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
     if residual is not None:
-        x = _part(made, 2, "sum", x.dtype)
+        x = part_of(made, 2, "sum", x.dtype)
     return y, LazyCache(x, norm, axes, chosen, kept)
 
 
-def _forward(call: Call, x: Any, gamma: Any, beta: Any, residual: Any, where: Any) -> Any:
+def _forward(
+    norm: Norm, options: ForwardOptions, x: Any, gamma: Any, beta: Any, residual: Any, where: Any
+) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
-    norm = Norm(gamma, beta, *call.norm)
-    options = ForwardOptions(
-        call.axes,
-        backend=call.backend,
-        keep=call.keep,
-        residual=residual,
-        where=where,
-        threads=threads_of_task(),
-    )
-    y, cache = functional.forward(x, norm, options)
+    options = options._replace(residual=residual, where=where, threads=threads_of_task())
+    y, cache = functional.forward(x, norm._replace(gamma=gamma, beta=beta), options)
     if cache is None:
         return y
-    bare = cache._replace(x=None, norm=cache.norm._replace(gamma=None, beta=None))
+    # All that mean and rstd ask of x is its shape along the other axes.
+    nothing = np.empty([0 if i in cache.axis else k for i, k in enumerate(x.shape)], x.dtype)
+    bare = _filled(cache, nothing, None, None)
     return (y, bare) if residual is None else (y, bare, cache.x)
 
 
-def _part(made: Array, index: int, what: str, dtype: Any) -> Array:
-    """Return what is at `index` of each block of `made`."""
-    first, _, token = made.name.rpartition("-")
-    name = f"{first}-{what}-{token}"
-    tasks = blocks_of(name, made, lambda at: (getitem, TaskRef((made.name, *at)), index))
-    return array_of(name, tasks, made, chunks=made.chunks, dtype=dtype)
+def _filled(cache: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
+    return cache._replace(x=x, norm=cache.norm._replace(gamma=gamma, beta=beta))
 
 
-def read(needed: Any, at: Block) -> list[Any]:
-    """Return the blocks that the task at this place reads of its operands, None of None."""
-    return [None if each is None else each.at(at) for each in needed]
+def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
+    """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
+    others = [axis for axis in range(x.ndim) if axis not in axes]
+    found = []
+    for name, value in zip(NAMES[1:], norm[:2], strict=True):
+        leading = 0 if value is None else value.ndim - len(axes)
+        found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
+    return found
 
 
 def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> Gradients:
@@ -152,127 +139,94 @@ def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> 
     if dsum is not None:
         dsum = of_shape(LAZY, "dsum", dsum, x.shape)
     every = tuple(range(x.ndim))
-    gamma, beta = parameters(norm, x, cache.axis)
-    block = [*(operand("", each, x, every) for each in (dy, x)), gamma, beta]
+    of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
+    block = of_dy, (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
     # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
-    first = f"{kind}-norm-gradients"
-    token = tokenize(dy, cache, dsum, asked)
-    block.append(operand("", cache.kept, x, every))
-    needed = *block, operand("dsum", dsum, x, every)
-    tasks = blocks_of(f"{first}-{token}", x, lambda at: (_backward, asked, *read(needed, at)))
-    made = array_of(f"{first}-{token}", tasks, *needed, chunks=x.chunks)
-    dx = _part(made, 0, "dx", x.dtype) if "x" in asked else None
-    found: list[Any] = [dx, None, None]
+    name = f"{kind}-norm-gradients-{tokenize(dy, cache, dsum, asked)}"
+    made = of_blocks(name, partial(_backward, asked), *block, of_dsum)
+    found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None, None, None]
     # gamma and beta in one tree, if they are alike.
-    trees: dict[Any, dict[int, Operand]] = {}
-    for i, parameter in ((1, gamma), (2, beta)):
-        if parameter is not None and NAMES[i] in asked:
-            like = parameter.cut, parameter.array.chunks, parameter.array.dtype
-            trees.setdefault(like, {})[i] = parameter
+    trees = defaultdict(list)
+    for i in (1, 2):
+        if NAMES[i] in asked and norm[i - 1] is not None:
+            parameter, axes = block[1 + i]
+            trees[axes, parameter.chunks, parameter.dtype].append(i)
     for wanted in trees.values():
-        for i, total in _sums(made, block, wanted, norm.rounding == "nearest").items():
+        totals = _sums(made, wanted, block, norm.rounding == "nearest")
+        for i, total in zip(wanted, totals, strict=True):
             found[i] = total
     return Gradients(*found)
 
 
 def _backward(
     asked: tuple[str, ...], dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache, dsum: Any
-) -> Any:
+) -> Gradients:
     """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
     cache = _filled(kept, x, gamma, beta)
-    return tuple(backward_parts(dy, cache, asked, dsum=dsum, threads=threads_of_task()))
+    return backward_parts(dy, cache, asked, dsum=dsum, threads=threads_of_task())
 
 
-def _filled(kept: Cache, x: Any, gamma: Any, beta: Any) -> Cache:
-    return kept._replace(x=x, norm=kept.norm._replace(gamma=gamma, beta=beta))
-
-
-def _sums(
-    made: Array, block: list[Any], wanted: dict[int, Operand], nearest: bool
-) -> dict[int, Array]:  # fmt: skip
+def _sums(made: Array, wanted: list[int], block: tuple[Operand, ...], nearest: bool) -> list[Array]:
     """
-    Return dgamma (1) and dbeta (2), as far as wanted, whose parameters are alike.
+    Return the wanted of dgamma (1) and dbeta (2), given what `_backward` made; the parameters are alike.
 
-    They are one array until the end. `made` has what `_backward` returned. What rounding to nearest leaves
-    undecided each `block` is asked again, for exact sums.
+    What rounding to nearest leaves undecided each `block` is asked again, for exact sums.
     """
+    like, axes = block[1 + wanted[0]]
     first, _, token = made.name.rpartition("-")
-    indices, like = tuple(wanted), next(iter(wanted.values()))
-    cut, dtype = like.cut, like.array.dtype
-    token = tokenize(token, cut, indices)
-    tasks: dict[Any, Any] = {}
+    token = tokenize(token, wanted)
 
-    def key(what: str, at: Block) -> Any:
-        return f"{first}-{what}-{token}", *at
-
-    def group(at: Block) -> Block:
-        return tuple(at[axis] for axis in cut)
-
-    def add(where: Any, *task: Any) -> Any:
-        tasks[where] = Task(where, *task)
-        return TaskRef(where)
-
-    def total(what: str, task: Callable[[Block], tuple[Any, ...]]) -> dict[Block, Any]:
-        leaves: dict[Block, list[Any]] = {}
-        for at in places(made):
-            leaves.setdefault(group(at), []).append(add(key(what, at), *task(at)))
+    def merge(parts: Any, what: str) -> Operand:
+        """Add up the blocks of x that the same block of the parameter belongs to."""
         name = f"{first}-{what}-merged-{token}"
-        return {some: tree((name, *some), each, _merged, tasks) for some, each in leaves.items()}
+        groups = defaultdict(list)
+        for at in itertools.product(*map(range, parts.numblocks)):
+            counts = zip(axes, like.numblocks, strict=True)
+            place = tuple(at[axis] if count > 1 else 0 for axis, count in counts)
+            groups[place].append(TaskRef((parts.name, *at)))
+        tasks = dict[Any, Any]()
+        for place, leaves in groups.items():
+            tasks |= tree((name, *place), leaves, _merged)
+        graph = HighLevelGraph.from_collections(name, tasks, [parts])
+        return Array(graph, name, like.chunks, meta=np.empty((0,) * len(axes), object)), axes
 
-    total_of = total("sum", lambda at: (_taken, TaskRef((made.name, *at)), indices))
-    found = {
-        some: add(key("rounded", some), rounded, each, dtype) for some, each in total_of.items()
-    }
-    exact: dict[Block, Any] = {}
+    def each_block(what: str, function: Any, *operands: Operand, dtype: Any = object) -> Array:
+        return of_blocks(f"{first}-{what}-{token}", function, *operands, dtype=dtype)
+
+    some = slice(wanted[0], wanted[-1] + 1), None
+    parts = each_block("sum", getitem, (made, tuple(range(made.ndim))), some)
+    found = each_block("rounded", _rounded, merge(parts, "sum"), (like.dtype, None)), axes
+    exact: Operand = None, None
     if nearest:
-        again = lambda at: (_exact, indices, found[group(at)], *read(block, at))
-        exact = total("exact", again)
-    shared = array_of(f"{first}-sum-{token}", tasks, made, *block, chunks=made.chunks)
-    result = {}
-    for position, (i, parameter) in enumerate(wanted.items()):
-        tasks, name = {}, f"{first}-{'dgamma' if i == 1 else 'dbeta'}-{token}"
-        for at in places(made):
-            some = group(at)
-            add((name, *parameter.place(at)), _decided, found[some], exact.get(some), position)
-        result[i] = array_of(name, tasks, shared, chunks=like.array.chunks, dtype=dtype)
-    return result
-
-
-def _taken(found: Any, indices: tuple[int, ...]) -> Any:
-    # As float64: NumPy copies records field by field, eight times as slowly.
-    return np.stack([found[i].view(np.float64) for i in indices]).view(PARTIAL)
+        exact = merge(each_block("exact", partial(_exact, wanted), *block, found), "exact")
+    names = [("dgamma", "dbeta")[i - 1] for i in wanted]
+    return [
+        each_block(name, _decided, found, exact, (place, None), dtype=like.dtype)
+        for place, name in enumerate(names)
+    ]
 
 
 def _merged(*parts: Any) -> Any:
-    """Return the sums of all parts, in their order; None where there are none."""
-    return None if parts[0] is None else merged(*parts)
+    return [merged(*each) for each in zip(*parts, strict=True)]
+
+
+def _rounded(totals: Any, dtype: Any) -> Any:
+    return [rounded(each, dtype) for each in totals]
 
 
 def _exact(
-    indices: tuple[int, ...], found: Any, dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache
-) -> Any:
-    """Return exact sums over a block of the columns that are undecided; None, at once, without any."""
-    if not found[1].any():
-        return None
-    columns = dict(zip(indices, found[1], strict=True))
-    wanted, cache = [columns.get(i) for i in (1, 2)], _filled(kept, x, gamma, beta)
-    sums = exact_parts(dy, cache, wanted, threads_of_task())
-    return np.stack([sums[i - 1] for i in indices])
+    wanted: list[int], dy: Any, x: Any, gamma: Any, beta: Any, kept: Cache, found: Any
+) -> list[Any]:
+    """Return exact sums over a block of the columns that are undecided."""
+    columns = dict(zip(wanted, (undecided for _, undecided in found), strict=True))
+    cache = _filled(kept, x, gamma, beta)
+    sums = exact_parts(dy, cache, [columns.get(1), columns.get(2)], threads_of_task())
+    return [sums[i - 1] for i in wanted]
 
 
-def _decided(found: Any, exact: Any, position: int) -> Any:
-    values, undecided = (each[position] for each in found)
-    return decided(values, undecided, exact[position]) if undecided.any() else values
-
-
-def parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Any]:
-    """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
-    others = [axis for axis in range(x.ndim) if axis not in axes]
-    found = []
-    for name, value in zip(("gamma", "beta"), norm[:2], strict=True):
-        leading = 0 if value is None else value.ndim - len(axes)
-        found.append(operand(name, value, x, (*others[len(others) - leading :], *axes)))
-    return found
+def _decided(found: Any, exact: Any, place: int) -> Any:
+    values, undecided = found[place]
+    return values if exact is None else decided(values, undecided, exact[place])
 
 
 class LazyCache(DaskMethodsMixin):
@@ -327,16 +281,9 @@ class LazyCache(DaskMethodsMixin):
         return self._of_rows("rstd")
 
     def _of_rows(self, which: str) -> Array:
-        x, axes = self.x, self.axis
-        chunks = tuple((1,) if i in axes else sizes for i, sizes in enumerate(x.chunks))
-
-        def task(at: Block) -> tuple[Any, ...]:
-            shape = tuple(sizes[i] for sizes, i in zip(x.chunks, at, strict=True))
-            return _of_rows, TaskRef((self.kept.name, *at)), which, shape
-
         name = f"{self.norm.kind}-norm-{which}-{tokenize(self.kept)}"
-        tasks = blocks_of(name, x, task)
-        return array_of(name, tasks, self.kept, chunks=chunks, dtype=np.float64)
+        kept = self.kept, tuple(range(self.x.ndim))
+        return of_blocks(name, getattr, kept, (which, None), dtype=np.float64, ones=self.axis)
 
     # ---- what Dask asks of a collection: it is made of those of its arrays that are lazy ----
 
@@ -359,9 +306,9 @@ class LazyCache(DaskMethodsMixin):
         return type(self).__name__, self.__dask_layers__(), tokenize(self.norm)
 
     def __dask_postcompute__(self) -> tuple[Any, tuple[Any, ...]]:
-        given = [None if is_lazy(each) else each for each in self.norm[:2]]
-        lazy = [is_lazy(each) for each in self.norm[:2]]
-        norm = self.norm._replace(gamma=given[0], beta=given[1])
+        lazy = [name for name in NAMES[1:] if is_lazy(getattr(self.norm, name))]
+        nothing: dict[str, Any] = dict.fromkeys(lazy)
+        norm = self.norm._replace(**nothing)
         return _whole, (norm, lazy, self.axis, self.backend, self.x.chunks)
 
     def __dask_postpersist__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -369,59 +316,37 @@ class LazyCache(DaskMethodsMixin):
 
     def _rebuilt(self, graph: Any, *, rename: Any = None) -> LazyCache:
         def again(each: Any) -> Any:
-            if not is_lazy(each):
-                return each
-            rebuild, extra = each.__dask_postpersist__()
-            return rebuild(graph, *extra, rename=rename)
+            return each.__dask_postpersist__()[0](graph, rename=rename) if is_lazy(each) else each
 
-        gamma, beta = map(again, self.norm[:2])
-        norm = self.norm._replace(gamma=gamma, beta=beta)
-        return type(self)(again(self.x), norm, self.axis, self.backend, again(self.kept))
-
-
-def _of_rows(kept: Cache, which: str, shape: tuple[int, ...]) -> Any:
-    """Return mean or rstd of a block of x of this shape, which is all that is asked of x."""
-    return getattr(kept._replace(x=np.broadcast_to(np.float32(0), shape)), which)
+        norm = self.norm._replace(gamma=again(self.norm.gamma), beta=again(self.norm.beta))
+        return LazyCache(again(self.x), norm, self.axis, self.backend, again(self.kept))
 
 
 def _whole(
-    results: Any, norm: Norm, lazy: list[bool], axes: tuple[int, ...], backend: str, chunks: Any
+    results: Any, norm: Norm, lazy: list[str], axes: tuple[int, ...], backend: str, chunks: Any
 ) -> Cache:
     """Return the cache of the whole array, given the computed blocks of a lazy one."""
     x, kept, *others = results
-    computed = iter(others)
-    pairs = zip(lazy, norm[:2], strict=True)
-    gamma, beta = (finalize(next(computed)) if is_lazy else given for is_lazy, given in pairs)
-    norm = norm._replace(gamma=gamma, beta=beta)
-    places, found = list(slices_from_chunks(chunks)), list(_leaves(kept))
-    shape = tuple(map(sum, chunks))
-    lengths = tuple(length for i, length in enumerate(shape) if i not in axes)
-    lead = [tuple(cut for i, cut in enumerate(place) if i not in axes) for place in places]
+    norm = norm._replace(**dict(zip(lazy, map(finalize, others), strict=True)))
+    places, found = list(slices_from_chunks(chunks)), list(flatten(kept, container=list))
+    shape = [sum(sizes) for sizes in chunks]
+    of_rows = [1 if i in axes else length for i, length in enumerate(shape)]
+    numbers = np.arange(math.prod(of_rows)).reshape(of_rows)
     words: list[Any] = []
     for each in zip(*(cache.statistics for cache in found), strict=True):
         some = next((word for word in each if word is not None), None)
-        whole = None
+        # What some rows need no word for is 0.
+        whole: Any = None
         if some is not None:
-            # What some rows need no word for is 0.
-            whole = np.zeros((*lengths, *some.shape[1:]), some.dtype)
-            for place, word in zip(lead, each, strict=True):
-                if word is not None:
-                    part = whole[(*place, ...)]
-                    part[...] = word.reshape(part.shape)
-            whole = whole.reshape(-1, *some.shape[1:])
+            whole = np.zeros((numbers.size, *some.shape[1:]), some.dtype)
+        for place, word in zip(places, each, strict=True):
+            if word is not None:
+                whole[numbers[place].ravel()] = word
         words.append(whole)
     where = None
     if found[0].where is not None:
         wide = any(cache.where.shape[i] > 1 for cache in found for i in axes)
-        where = np.zeros([1 if i in axes and not wide else k for i, k in enumerate(shape)], bool)
+        where = np.zeros(shape if wide else of_rows, bool)
         for place, cache in zip(places, found, strict=True):
             where[place] = cache.where
     return Cache(finalize(x), norm, axes, Statistics._make(words), backend, where)
-
-
-def _leaves(nested: Any) -> Any:
-    if type(nested) not in (list, tuple):
-        yield nested
-        return
-    for each in nested:
-        yield from _leaves(each)

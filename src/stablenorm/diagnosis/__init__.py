@@ -102,12 +102,10 @@ def diagnose(
     >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
     (2, True)
     """
-    lazily = is_lazy(x)
-    convert = HOST.convert
-    if lazily:
+    if lazily := is_lazy(x):
         # Whoever has a Dask array has loaded Dask.
-        from stablenorm.dask.graph import convert  # noqa: PLC0415
-    array = convert("x", x)
+        from stablenorm.diagnosis import dask  # noqa: PLC0415
+    array: Any = dask.convert("x", x) if lazily else HOST.convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
     if kind not in METHODS:
@@ -124,13 +122,15 @@ def diagnose(
         "kind": kind,
     }
     if lazily:
-        from stablenorm.diagnosis.dask import diagnose as of_dask  # noqa: PLC0415
+        return dask.diagnose(array, options)  # type: ignore[no-any-return]
+    return diagnose_blocks(in_blocks(array, axes), **options, keep_rows=True)
 
-        return of_dask(array, options)  # type: ignore[no-any-return]
-    rows = as_matrix(as_rows(array, axes))
+
+def in_blocks(x: Array, axes: tuple[int, ...]) -> Iterator[Array]:
+    """Yield the rows of an array, some at a time."""
+    rows = as_matrix(as_rows(x, axes))
     step = max(1, BLOCK // rows.shape[1])
-    blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
-    return diagnose_blocks(blocks, **options, keep_rows=True)
+    return (rows[start : start + step] for start in range(0, rows.shape[0], step))
 
 
 def diagnose_blocks(
@@ -173,11 +173,8 @@ def diagnose_blocks(
 
 def merged(one: Diagnosis, other: Diagnosis, top: int) -> Diagnosis:
     """Return the diagnosis of the rows of both, which are some of those of the same data."""
-    worst = sorted(
-        (*one.worst, *other.worst), key=lambda row: (-_rank_of(row, one.kind), row.index)
-    )
-    summary = _together(one.summary, other.summary)
-    return dataclasses.replace(one, summary=summary, worst=tuple(worst[:top]))
+    worst = _first((*one.worst, *other.worst), one.kind, top)
+    return dataclasses.replace(one, summary=_together(one.summary, other.summary), worst=worst)
 
 
 def _measured(
@@ -215,16 +212,21 @@ def _worst(
     lost = found.lost[_DECIDING[kind]]
     rank = _rank(lost, found.condition_y, has["undefined"], has["not finite"])
     candidates = np.flatnonzero(rank > (_rank_of(before[-1], kind) if len(before) == top else -1.0))
-    if not len(candidates):
+    if not candidates.size:
         return before
     # Of equals, the first ones: stable.
     candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
     with np.errstate(over="ignore"):
         new = [
             describe_row(int(numbers[i]), block[i].astype(dtype), found, i, kind)
-            for i in map(int, candidates)
+            for i in candidates.tolist()
         ]
-    return tuple(sorted([*before, *new], key=lambda row: -_rank_of(row, kind))[:top])
+    return _first((*before, *new), kind, top)
+
+
+def _first(rows: Iterable[Row], kind: str, top: int) -> tuple[Row, ...]:
+    """Return the rows of the highest rank; of equals, the first ones."""
+    return tuple(sorted(rows, key=lambda row: (-_rank_of(row, kind), row.index))[:top])
 
 
 def _rank(lost: Any, condition: Any, undefined: Any, spoilt: Any) -> Any:
@@ -246,16 +248,11 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     p = format_of(dtype).digits
     # Constant rows have none.
     in_y, in_dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
+    lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),
-        {
-            name: int(np.count_nonzero(rows))
-            for name, rows in zip(SPECIAL[kind], found.marks, strict=True)
-        },
-        {
-            name: _counts(np.rint(bits[~np.isnan(bits)]), p)
-            for name, bits in zip(METHODS[kind], found.lost, strict=True)
-        },
+        dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
+        {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
         _counts(np.frexp(np.maximum(in_y, 1.0))[1] - 1, _POWERS),
         _counts(np.frexp(np.maximum(in_dx, 1.0))[1] - 1, _POWERS),
         float(in_y.max(initial=0.0)),

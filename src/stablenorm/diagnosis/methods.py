@@ -138,10 +138,8 @@ def describe_rows(x: Array, norm: str = "layer") -> Statistics:
         deviations = x - (total / kind(n))[:, None]
         centered_squares = np.vecdot(deviations, deviations)
     else:
-        total, centered_squares = (
-            np.zeros_like(total),
-            _to_half(np.square(x)).sum(axis=1, dtype=kind),
-        )
+        total = np.zeros_like(total)
+        centered_squares = _to_half(np.square(x)).sum(axis=1, dtype=kind)
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
     scale = np.ones(len(x))
     if kind is np.float64:

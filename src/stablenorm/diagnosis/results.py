@@ -133,9 +133,7 @@ class Diagnosis:
             The attributes by name, with `bits` and `methods`. What JSON has no number for is a
             string, "nan", "inf" or "-inf".
         """
-        names = (
-            *("shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"),
-        )
+        names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
         result: dict[str, Any] = plain({name: getattr(self, name) for name in names})
         return result
 
@@ -195,17 +193,13 @@ def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> 
             said.insert(0, size)
         if "undefined" not in marks:
             # The other methods are near one of these, or keep less.
-            names = (
-                ("a {} two-pass", "E[x^2] - E[x]^2")
-                if is_layer
-                else ("mean(x^2) in {}", "in float16")
-            )
-            keys = ("two-pass", "one-pass") if is_layer else ("one-pass", "float16")
-            first, second = (round(lost[key]) for key in keys)
+            names = {"two-pass": f"a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"}
+            if not is_layer:
+                names = {"one-pass": f"mean(x^2) in {working}", "float16": "in float16"}
+            first, second = (round(lost[name]) for name in names)
+            one, other = names.values()
             of = format_of(x.dtype).digits
-            said.append(
-                f"{names[0].format(working)} loses {first} of {of} bits of y, {names[1]} {second}"
-            )
+            said.append(f"{one} loses {first} of {of} bits of y, {other} {second}")
     advice = f"row {index}: {'; '.join(said)}"
     return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
 
@@ -214,11 +208,9 @@ def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> 
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    rows = _count_rows(diagnosis.summary.rows)
-    return (
-        f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}: {rows} of {diagnosis.n}, eps {diagnosis.eps:g}"
-        + ", RMS norm" * (diagnosis.kind == "rms")
-    )
+    data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
+    rows = f"{_count_rows(diagnosis.summary.rows)} of {diagnosis.n}, eps {diagnosis.eps:g}"
+    return f"{data}: {rows}" + ", RMS norm" * (diagnosis.kind == "rms")
 
 
 def _count_rows(count: int) -> str:

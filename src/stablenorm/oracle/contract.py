@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from stablenorm.oracle.rounding import Array, Judged, power
+from stablenorm.oracle.rounding import FORMATS, Array, Format, in_ulp, power
 from stablenorm.oracle.rows import Inputs
 
 # The contract: |error| <= limit ulp + c * S. float64 arithmetic serves the three narrower formats;
@@ -55,26 +55,25 @@ class ContractResult:
     limit_ulp: float
 
 
-def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractResult:
-    """Hold an array, judged and flattened, against the contract."""
-    limits = LIMITS[name]
-    limit, second = limits[2:] if actual.dtype.name == "float64" else limits[:2]
-    errors = judged.in_ulp()
+def hold(inputs: Inputs, name: str, fmt: Format, judged: Array) -> ContractResult:
+    """Hold an array of this format, judged, against the contract."""
+    limits, shape, judged = LIMITS[name], judged.shape, judged.reshape(-1)
+    limit, second = limits[2:] if fmt is FORMATS["float64"] else limits[:2]
+    errors = in_ulp(judged)
     if not errors.size:
         return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
-    n = inputs.matrices["x"].shape[1]
     above = np.flatnonzero(errors > limit)
     # An infinite error needs no S, which may be undefined there.
-    finite = above[np.isfinite(judged.mantissa[above])]
-    excess = np.where(np.isinf(judged.mantissa), math.inf, 0.0)
-    for block in np.unique(finite // n).tolist():
-        sizes = inputs.enclosed(name, block, sizes=True)
-        for i in finite[finite // n == block]:
-            mantissa, exponent = float(judged.mantissa[i]), int(judged.exponent[i])
-            over = mantissa - math.ldexp(limit, int(judged.ulp[i]) - exponent)
-            low, _, unit = sizes[i % n]
+    finite = above[np.isfinite(judged["mantissa"][above])]
+    excess = np.where(np.isinf(judged["mantissa"]), math.inf, 0.0)
+    for block in np.unique(finite // inputs.n).tolist():
+        sizes = inputs.sizes(name, block)
+        for i in finite[finite // inputs.n == block]:
+            mantissa, exponent, _, ulp = judged[i].item()
+            over = Fraction(mantissa - math.ldexp(limit, ulp - exponent))
+            low, _, unit = sizes[i % inputs.n]
             try:
-                excess[i] = Fraction(over) * power(exponent - unit - second) / low
+                excess[i] = over * power(exponent - unit - second) / low
             except (OverflowError, ZeroDivisionError):
                 excess[i] = math.inf
     worst = float(excess.max())
@@ -82,9 +81,9 @@ def hold(inputs: Inputs, name: str, actual: Array, judged: Judged) -> ContractRe
     return ContractResult(
         passed=worst <= 1,
         worst_ulp=float(errors.max()),
-        misrounded=float(judged.misrounded.mean()),
+        misrounded=float(judged["misrounded"].mean()),
         second_term=above.size,
         worst_excess=worst,
-        worst_index=tuple(int(i) for i in np.unravel_index(where, actual.shape)),
+        worst_index=tuple(int(i) for i in np.unravel_index(where, shape)),
         limit_ulp=limit,
     )

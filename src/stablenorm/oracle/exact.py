@@ -3,18 +3,22 @@
 import math
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stablenorm.oracle.contract import ContractResult, hold
 from stablenorm.oracle.rounding import (
+    JUDGED,
     Array,
-    Judged,
+    Format,
+    Interval,
     format_of,
-    judge_block,
-    judge_undefined,
-    round_block,
+    in_ulp,
+    judge,
+    nearest,
 )
 from stablenorm.oracle.rows import Inputs, Row
 
@@ -67,7 +71,7 @@ class ExactNorm:
         if self._inputs.undefined(name, block)[column]:
             msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
             raise ValueError(msg)
-        return self._inputs.exactly(name, block)([column])[0].value_to(bits)
+        return self._inputs.exactly(name, block, [column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -81,9 +85,7 @@ class ExactNorm:
         out = np.full(self._shape_of(name), math.nan)
         flat = out.reshape(-1, self.n)
         for i in self._inputs.blocks(name):
-            block = self._inputs.enclosed(name, i)
-            flat[i] = round_block(block, fmt, self._inputs.exactly(name, i))
-            flat[i, self._inputs.undefined(name, i)] = math.nan
+            flat[i] = self._inputs.decide(name, i, lambda _, interval: nearest(interval, fmt))
         return out.astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
@@ -104,8 +106,7 @@ class ExactNorm:
             value rounds to it, and inf elsewhere; so does NaN, but for rows whose exact value is
             undefined: there NaN counts 0 and all else inf.
         """
-        found = self._judge(arrays)
-        return {name: judged.in_ulp().reshape(actual.shape) for name, actual, judged in found}
+        return {name: in_ulp(judged) for name, _, judged in self._judge(arrays)}
 
     def check_contract(self, **arrays: Array | None) -> dict[str, ContractResult]:
         """
@@ -133,8 +134,8 @@ class ExactNorm:
         >>> exact.check_contract(y=exact.rounded("y", np.float32))["y"].passed
         True
         """
-        found = self._judge(arrays)
-        return {name: hold(self._inputs, name, actual, judged) for name, actual, judged in found}
+        judged = self._judge(arrays)
+        return {name: hold(self._inputs, name, fmt, each) for name, fmt, each in judged}
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
@@ -144,8 +145,8 @@ class ExactNorm:
             raise ValueError(msg)
         return (self.n,) if quantities[name].summed else self.shape
 
-    def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Array, Judged]]:
-        """Yield the name of each array given, the array, and how it is judged, flattened."""
+    def _judge(self, arrays: dict[str, Array | None]) -> Iterator[tuple[str, Format, Array]]:
+        """Yield the name of each array given, its format, and its elements JUDGED."""
         for name, array in arrays.items():
             shape = self._shape_of(name)
             if array is None:
@@ -153,15 +154,15 @@ class ExactNorm:
             actual = np.asarray(array)
             fmt = format_of(actual.dtype, name)
             values = as_float64(name, actual, shape).reshape(-1, self.n)
-            # Where there are no rows, this makes the dtypes.
-            parts = [judge_undefined(np.zeros(0))]
+            judged = np.empty(values.shape, JUDGED)
             for i in self._inputs.blocks(name):
-                block = self._inputs.enclosed(name, i)
-                judged = judge_block(block, values[i], fmt, self._inputs.exactly(name, i))
-                undefined = self._inputs.undefined(name, i)
-                pairs = zip(judge_undefined(values[i]), judged, strict=True)
-                parts.append(Judged(*(np.where(undefined, *pair) for pair in pairs)))
-            yield name, actual, Judged(*map(np.concatenate, zip(*parts, strict=True)))
+                verdict = partial(_judge_element, values[i].tolist(), fmt)
+                judged[i] = self._inputs.decide(name, i, verdict)
+            yield name, fmt, judged.reshape(shape)
+
+
+def _judge_element(values: list[float], fmt: Format, column: int, interval: Interval | None) -> Any:
+    return judge(values[column], interval, fmt)
 
 
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.oracle.exact import ExactNorm, as_float64
-from stablenorm.oracle.rounding import Array, format_of, read, round_block
+from stablenorm.oracle.rounding import Array, format_of, nearest, read
 from stablenorm.oracle.rows import DOUBLE_BACKWARD, NORM, Inputs, Quantity
 from stablenorm.oracle.surds import enclose, part
 
@@ -201,7 +201,7 @@ def _exact(
     if x.ndim < 1 or x.shape[-1] < 1:
         msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
         raise ValueError(msg)
-    if not (math.isfinite(eps) and eps >= 0):
+    if not 0 <= eps < math.inf:
         msg = f"eps must be finite and >= 0, got {eps}"
         raise ValueError(msg)
     if not math.isfinite(gamma_offset):
@@ -246,12 +246,10 @@ def _mask(where: Array, x: Array) -> Array:
 
 def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
     """Return ``x + residual`` rounded once to `dtype`, as float64."""
-    fmt, rows = format_of(dtype, "x"), np.zeros_like(x).reshape(-1, x.shape[-1])
-    pairs = zip(x.reshape(rows.shape), residual.reshape(rows.shape), strict=True)
-    for row, (a, b) in zip(rows, pairs, strict=True):
-        # Sums of floats are integers in units of a power of two: nothing is left open.
-        row[:] = round_block(enclose([part(read(a)), part(read(b))], len(row)), fmt, lambda _: [])
-    return _finite("x + residual", rows.reshape(x.shape))
+    # Sums of floats are integers in units of a power of two: nothing is left open.
+    exact = enclose([part(read(v.reshape(-1))) for v in (x, residual)], x.size)
+    rounded = np.array([nearest(each, format_of(dtype, "x")) for each in exact], float)
+    return _finite("x + residual", rounded.reshape(x.shape))
 
 
 def _read(name: str, array: Array, shape: tuple[int, ...], mask: Given = None) -> Array:

@@ -8,20 +8,13 @@ an interval leaves open is None; the element is then known exactly, as a `Surd`,
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from stablenorm.oracle.surds import Surd
-
-T = TypeVar("T")
 Array = npt.NDArray[Any]
-# Some elements of a block by their columns, exactly.
-Exactly = Callable[[list[int]], "list[Surd]"]
 
 # An error is known when its relative width is below the last bit of a float64, with some to spare.
 ERROR_BITS = 60
@@ -148,19 +141,10 @@ def to_parts(integer: int, exponent: int) -> tuple[float, int]:
 # ---- verdicts ----
 
 
-def decide(
-    block: Sequence[Interval], verdict: Callable[[int, Interval], T | None], exactly: Exactly
-) -> list[T]:
-    """Return the verdict on each element of a block, given its place and an enclosure."""
-    found = [verdict(i, interval) for i, interval in enumerate(block)]
-    left_open = [i for i, each in enumerate(found) if each is None]
-    for i, number in zip(left_open, exactly(left_open), strict=True):
-        found[i] = number.decide(functools.partial(verdict, i))
-    return [each for each in found if each is not None]
-
-
-def nearest(interval: Interval, fmt: Format) -> float | None:
-    """Round to `fmt`, ties to even; None where the interval leaves that open."""
+def nearest(interval: Interval | None, fmt: Format) -> float | None:
+    """Round to `fmt`, ties to even; NaN without an interval, None where it leaves that open."""
+    if interval is None:
+        return math.nan
     low, width, exponent = interval
     ulp = fmt.ulp_exponent(low.bit_length() + exponent)
     shift = ulp - exponent
@@ -169,9 +153,9 @@ def nearest(interval: Interval, fmt: Format) -> float | None:
     else:
         steps = low >> shift
         rest, half = low - (steps << shift), 1 << shift - 1
-    # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no special case:
-    # on either grid the nearest is the power of two between them. (Above a negative one the grid is
-    # twice as fine.)
+    # Open: a width that reaches a midpoint, or zero with its sign. Crossing a power of two needs no
+    # special case: on either grid the nearest is the power of two between them. (Above a negative one
+    # the grid is twice as fine.)
     sign_open = low < 0 <= low + width
     if width and (sign_open or shift <= 0 or 2 * width >= half or rest <= half <= rest + width):
         return None
@@ -183,34 +167,30 @@ def nearest(interval: Interval, fmt: Format) -> float | None:
     return math.ldexp(steps, ulp)
 
 
-def round_block(block: Sequence[Interval], fmt: Format, exactly: Exactly) -> list[float]:
-    """Round each element of a block to `fmt`, ties to even."""
-    return decide(block, lambda _, interval: nearest(interval, fmt), exactly)
+# Of an element: the error mantissa * 2**exponent, whether misrounded, the ulp's exponent. In two
+# parts because an error and its ulp may differ by more than the range of a float64.
+JUDGED = np.dtype([("mantissa", "f8"), ("exponent", "i8"), ("misrounded", "?"), ("ulp", "i8")])
 
 
-class Judged(NamedTuple):
+def in_ulp(judged: Array) -> Array:
+    """Return the errors of judged elements in ulp."""
+    with np.errstate(over="ignore", under="ignore"):
+        errors: Array = np.ldexp(judged["mantissa"], judged["exponent"] - judged["ulp"])
+    return errors
+
+
+def judge(
+    value: float, interval: Interval | None, fmt: Format
+) -> tuple[float, int, bool, int] | None:
     """
-    Of each element: the error ``mantissa * 2**exponent``, whether misrounded, the ulp's exponent.
+    Judge a number of `fmt`, as `JUDGED` says; None where the interval leaves that open.
 
-    In two parts because an error and its ulp may differ by more than the range of a float64.
+    Without an interval the exact value is undefined: only NaN is right.
     """
-
-    mantissa: Array
-    exponent: Array
-    misrounded: Array
-    ulp: Array
-
-    def in_ulp(self) -> Array:
-        """Return the errors in ulp."""
-        with np.errstate(over="ignore", under="ignore"):
-            errors: Array = np.ldexp(self.mantissa, self.exponent - self.ulp)
-        return errors
-
-
-def judge(value: float, interval: Interval, fmt: Format) -> tuple[float, int, bool, int] | None:
-    """Judge a number of `fmt` as `Judged` says; None where the interval leaves that open."""
-    if math.isnan(value):
-        return math.inf, 0, True, 0
+    is_nan = math.isnan(value)
+    if interval is None or is_nan:
+        is_right = interval is None and is_nan
+        return 0.0 if is_right else math.inf, 0, not is_right, 0
     rounded = nearest(interval, fmt)
     if rounded is None:
         return None
@@ -231,16 +211,3 @@ def judge(value: float, interval: Interval, fmt: Format) -> tuple[float, int, bo
     # Zero lies in no binade: its ulp is the smallest subnormal.
     ulp = fmt.ulp_exponent(top + unit) if low else fmt.finest
     return *to_parts(error, unit - finer), rounded != value, ulp
-
-
-def judge_block(block: Sequence[Interval], actual: Array, fmt: Format, exactly: Exactly) -> Judged:
-    """Judge float64 `actual`, which holds numbers of `fmt`, against a block."""
-    values = actual.tolist()
-    found = decide(block, lambda i, interval: judge(values[i], interval, fmt), exactly)
-    return Judged(*map(np.array, zip(*found, strict=True)))
-
-
-def judge_undefined(actual: Array) -> Judged:
-    """Judge `actual` where the exact value is undefined: only NaN is right."""
-    right, zeros = np.isnan(actual), np.zeros(actual.shape, np.int64)
-    return Judged(np.where(right, 0.0, math.inf), zeros, ~right, zeros.copy())

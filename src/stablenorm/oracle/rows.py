@@ -15,12 +15,13 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from stablenorm.oracle.rounding import Array, Exactly, Interval, Vector, read
-from stablenorm.oracle.surds import Part, Surd, enclose, exactly, part
+from stablenorm.oracle.rounding import Array, Interval, Vector, read
+from stablenorm.oracle.surds import Part, Surd, T, enclose, exactly, part
 
 
 class Row:
@@ -158,18 +159,10 @@ def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
         yield part(row[beta].times(row.ones))
 
 
-def _ty(row: Row) -> Parts:
-    return _jvp(row, "tx", "tgamma", "tbeta")
-
-
 # Second order: the cotangents ddx, ddgamma, ddbeta of dx, dgamma, dbeta pulled back to dy, x, gamma.
 # What is pulled back is the gradient of
 #     L = <ddx, rstd project(g)> + <ddgamma * dy, xhat> + <ddbeta, dy>.
 # project is symmetric, so that the gradient with respect to dy is a jvp.
-
-
-def _ddy(row: Row) -> Parts:
-    return _jvp(row, "ddx", "ddgamma", "ddbeta")
 
 
 def _double_dgamma(row: Row) -> Parts:
@@ -204,10 +197,10 @@ NORM = {
     "dx": Quantity(_dx, False, "dy"),
     "dgamma": Quantity(_dgamma, True, "dy"),
     "dbeta": Quantity(_dbeta, True, "dy"),
-    "ty": Quantity(_ty, False, "tx"),
+    "ty": Quantity(partial(_jvp, x="tx", gamma="tgamma", beta="tbeta"), False, "tx"),
 }
 DOUBLE_BACKWARD = {
-    "ddy": Quantity(_ddy, False, "ddx"),
+    "ddy": Quantity(partial(_jvp, x="ddx", gamma="ddgamma", beta="ddbeta"), False, "ddx"),
     "dx": Quantity(_double_dx, False, "dy"),
     "dgamma": Quantity(_double_dgamma, True, "dy"),
 }
@@ -228,6 +221,11 @@ class Inputs:
     vectors: dict[str, Vector]
     quantities: dict[str, Quantity]
 
+    @property
+    def n(self) -> int:
+        """The number of elements of a row, masked ones too."""
+        return int(self.matrices["x"].shape[1])
+
     def blocks(self, name: str) -> range:
         """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
         needed = self.quantities[name].needs
@@ -238,42 +236,44 @@ class Inputs:
 
     def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
         """Yield the parts of one block."""
-        quantity = self.quantities[name]
-        if not quantity.summed:
-            yield from quantity.parts(kind(self, block))
-            return
         if name in self.vectors:
             yield part(self.vectors[name])
-        for index in range(len(self.matrices["x"])):
-            yield from quantity.parts(kind(self, index))
+        for index in self._rows(name, block):
+            yield from self.quantities[name].parts(kind(self, index))
+
+    def _rows(self, name: str, block: int) -> range:
+        """Return the rows that one block is made of."""
+        summed = self.quantities[name].summed
+        return range(len(self.matrices["x"])) if summed else range(block, block + 1)
 
     def undefined(self, name: str, block: int) -> Array:
         """Tell which elements of one block have no value: without variance and eps, those that count."""
-        found = np.zeros(self.matrices["x"].shape[1], bool)
-        summed = self.quantities[name].summed
+        found = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
-            for index in range(len(self.matrices["x"])) if summed else (block,):
-                row = Row(self, index)
+            for row in (Row(self, index) for index in self._rows(name, block)):
                 if row.var == 0:
                     found |= np.array(row.ones.integers) != 0
         return found
 
-    def enclosed(self, name: str, block: int, sizes: bool = False) -> list[Interval]:
-        """
-        Enclose the elements of one block; those that are undefined by what does not count.
+    def sizes(self, name: str, block: int) -> list[Interval]:
+        """Return S of the contract: the sum of the magnitudes that each element is made of."""
+        parts = self.parts(name, block, Magnitudes)
+        return enclose((Part(list(map(abs, v)), square) for v, square in parts), self.n)
 
-        Or, if `sizes`, S of the contract: the sum of the magnitudes that each is made of.
-        """
-        parts = self.parts(name, block, Magnitudes if sizes else Row)
-        if sizes:
-            parts = (Part(list(map(abs, integers)), square) for integers, square in parts)
-        return enclose(parts, self.matrices["x"].shape[1])
+    def exactly(self, name: str, block: int, columns: list[int]) -> list[Surd]:
+        """Return some elements of one block."""
+        return exactly(self.parts(name, block), columns) if columns else []
 
-    def exactly(self, name: str, block: int) -> Exactly:
-        """Return the function that gives elements of a block, by their columns, exactly."""
-
-        def surds(columns: list[int]) -> list[Surd]:
-            return exactly(self.parts(name, block), columns) if columns else []
-
-        return surds
+    def decide(
+        self, name: str, block: int, verdict: Callable[[int, Interval | None], T | None]
+    ) -> list[T]:
+        """Return the verdict on each element of one block, given its place and an enclosure, if defined."""
+        undefined = self.undefined(name, block).tolist()
+        intervals = enclose(self.parts(name, block), self.n)
+        pairs = enumerate(zip(intervals, undefined, strict=True))
+        found = [verdict(i, None if nothing else interval) for i, (interval, nothing) in pairs]
+        left_open = [i for i, each in enumerate(found) if each is None]
+        for i, number in zip(left_open, self.exactly(name, block, left_open), strict=True):
+            found[i] = number.decide(partial(verdict, i))
+        return [each for each in found if each is not None]

@@ -13,9 +13,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from stablenorm.oracle.rounding import Interval, T, Vector, power
+from stablenorm.oracle.rounding import Interval, Vector, power
+
+T = TypeVar("T")
 
 # Bits of a square root. An element is enclosed to about 250 bits less its cancellation; what that
 # leaves open (a tie, an exact zero, an exact result) goes to `Surd`.
@@ -37,10 +39,10 @@ def part(vector: Vector, square: Fraction = Fraction(1)) -> Part:
     return Part(vector.integers, vector.unit**2 * square)
 
 
-def enclose_root(square: Fraction) -> Interval:
+def enclose_root(square: Fraction, bits: int) -> Interval:
     """Enclose the square root of a positive rational, exactly if it has few enough bits."""
     p, q = square.as_integer_ratio()
-    shift = max(ROOT_BITS + (q.bit_length() - p.bit_length()) // 2, 0)
+    shift = max(bits + (q.bit_length() - p.bit_length()) // 2, 0)
     ratio, rest = divmod(p << 2 * shift, q)
     root = math.isqrt(ratio)
     if rest or root * root != ratio:
@@ -49,11 +51,11 @@ def enclose_root(square: Fraction) -> Interval:
     return Interval(root >> zeros, 0, zeros - shift)
 
 
-def enclose(parts: Iterable[Part], n: int) -> list[Interval]:
-    """Enclose the `n` sums of the parts."""
+def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interval]:
+    """Enclose the `n` sums of the parts, each square root to so many bits."""
     lows, widths, unit = [0] * n, [0] * n, 0
     for integers, square in parts:
-        low, width, exponent = enclose_root(square)
+        low, width, exponent = enclose_root(square, bits)
         coarser, shift = max(unit - exponent, 0), max(exponent - unit, 0)
         low, width = low << shift, width << shift
         high = low + width
@@ -86,20 +88,9 @@ class Surd:
     terms: dict[int, Fraction]
 
     def enclose(self, bits: int) -> Interval:
-        """Enclose the number, each square root to `bits` bits or more; exactly if it is dyadic."""
-        low = high = Fraction(0)
-        for radicand, coefficient in self.terms.items():
-            square = radicand << 2 * bits
-            root = math.isqrt(square)
-            ends = [coefficient * Fraction(v, 1 << bits) for v in (root, root + (root**2 < square))]
-            low += min(ends)
-            high += max(ends)
-        size, places = max(abs(low), abs(high)), low.denominator.bit_length() - 1
-        if low == high and low.denominator == 1 << places:
-            return Interval(low.numerator, 0, -places)
-        unit = size.numerator.bit_length() - size.denominator.bit_length() - bits
-        first = math.floor(low / power(unit))
-        return Interval(first, math.ceil(high / power(unit)) - first, unit)
+        """Enclose the number, each square root to so many bits; exactly if it is dyadic."""
+        terms = ((c.numerator, Fraction(r, c.denominator**2)) for r, c in self.terms.items())
+        return enclose((Part([integer], square) for integer, square in terms), 1, bits)[0]
 
     def settled(self) -> "Surd":
         """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
@@ -117,12 +108,10 @@ class Surd:
 
     def decide(self, verdict: Callable[[Interval], T | None]) -> T:
         """Raise the precision until `verdict` of the enclosure is not None."""
-        found = verdict(self.enclose(FIRST_BITS))
-        if found is not None:
-            return found
-        number, bits = self.settled(), FIRST_BITS
+        number, bits = self, FIRST_BITS
         while (found := verdict(number.enclose(bits))) is None:
-            bits *= 2
+            # Merging takes long where there are many terms, and is seldom needed.
+            number, bits = number.settled(), 2 * bits
         return found
 
     def value_to(self, bits: int) -> Fraction:
@@ -134,8 +123,5 @@ class Surd:
             return low * power(exponent) if close else None
 
         number = self.settled()
-        return (
-            number.decide(verdict)
-            if number.terms.keys() - {1}
-            else number.terms.get(1, Fraction(0))
-        )
+        is_rational = number.terms.keys() <= {1}
+        return number.terms.get(1, Fraction(0)) if is_rational else number.decide(verdict)

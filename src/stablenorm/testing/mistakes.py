@@ -47,12 +47,7 @@ class Mistake(NamedTuple):
 
 def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
     """Normalize over the last axis in two passes, in the dtype given; return y and the cache."""
-    mean = _mean(x)
-    centered = x - mean
-    var = _mean(centered * centered)
-    rstd = 1 / np.sqrt(var + float(eps))
-    xhat = centered * rstd
-    return gamma * xhat + beta, Kept(x, gamma, float(eps), mean, var, rstd, xhat)
+    return _forward(x, gamma, beta, float(eps), _mean(x))
 
 
 def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
@@ -72,15 +67,20 @@ def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
 
 def rms_forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
     """Divide by the root mean square of the last axis, in the dtype given; the cache has mean 0."""
-    var = _mean(x * x)
-    rstd = 1 / np.sqrt(var + float(eps))
-    xhat = x * rstd
-    return gamma * xhat + beta, Kept(x, gamma, float(eps), np.zeros_like(var), var, rstd, xhat)
+    return _forward(x, gamma, beta, float(eps), np.zeros_like(_mean(x)))
 
 
 def rms_backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
     """Return the right dx, dgamma, dbeta for the cache of `rms_forward`."""
     return _rms_dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
+
+
+def _forward(x: Array, gamma: Array, beta: Array, eps: float, mean: Array) -> tuple[Array, Kept]:
+    centered = x - mean
+    var = _mean(centered * centered)
+    rstd = 1 / np.sqrt(var + eps)
+    xhat = centered * rstd
+    return gamma * xhat + beta, Kept(x, gamma, eps, mean, var, rstd, xhat)
 
 
 def _mean(a: Array) -> Array:
@@ -134,16 +134,6 @@ def _wrong_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _
     return _wrong_dx(wrong)
 
 
-def _dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    dx, _, dbeta = backward(dy, cache)
-    return dx, _sum_rows(dy * (cache.x - cache.mean)), dbeta
-
-
-def _rms_dgamma_without_rstd(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    dx, _, dbeta = rms_backward(dy, cache)
-    return dx, _sum_rows(dy * cache.x), dbeta
-
-
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
@@ -153,7 +143,9 @@ MISTAKES: dict[str, Mistake] = {
         _wrong_dx(lambda g, c: c.rstd * (g - _mean(g))), "x", "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
         _wrong_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "x", "gamma is applied twice in dx"),
-    "dgamma without rstd": Mistake(_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (backward(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy)),
+        "gamma", "dgamma lacks rstd"),
     "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "x", "the last row of dx is zero"),
     "dx[0, 0] sign": Mistake(
         _spoiled_dx((0, 0), -1), "x", "element (0, 0) of dx has the wrong sign"),
@@ -203,7 +195,9 @@ RMS_MISTAKES: dict[str, Mistake] = {
         "x", "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
     "eps omitted": Mistake(
         _wrong_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "x", "eps is missing from rstd in dx"),
-    "dgamma without rstd": Mistake(_rms_dgamma_without_rstd, "gamma", "dgamma lacks rstd"),
+    "dgamma without rstd": Mistake(
+        lambda dy, c: (rms_backward(dy, c)[0], _sum_rows(dy * c.x), _sum_rows(dy)),
+        "gamma", "dgamma lacks rstd"),
 }
 # fmt: on
 
