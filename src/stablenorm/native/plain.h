@@ -1,6 +1,6 @@
 // The plain call: NumPy's own contiguous arrays, the last axis, no keyword but those of the norm. It is done here, as
-// functional/ would do it by way of a record, or declined: before anything is touched, or with float64 if a row is
-// for the reference.
+// functional/ would do it by way of a record, or declined: before anything is touched, or with pairs if a row or a
+// column is for the reference.
 #pragma once
 #include "arrays.h"
 
@@ -98,7 +98,8 @@ bool see_norm(PyObject* of, Call& c) {
     PyObject *eps = field(of, norm::EPS), *offset = field(of, norm::OFFSET);
     if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset) || PyFloat_AsDouble(offset) != 0) return false;
     c.eps = PyFloat_AsDouble(eps), c.rms = is_word(field(of, norm::KIND), "rms");
-    return is_word(field(of, norm::ROUNDING), "fast") && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
+    c.nearest = is_word(field(of, norm::ROUNDING), "nearest");
+    return (c.nearest || is_word(field(of, norm::ROUNDING), "fast")) && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
            is_plain_vector(field(of, norm::GAMMA), c.n, c.gamma, c.gamma_type) &&
            is_plain_vector(field(of, norm::BETA), c.n, c.beta, c.beta_type);
 }
@@ -118,7 +119,7 @@ bool run(Call& c) {
     jobs::State found = jobs::run(c, {}, threads);
     if (state) PyEval_RestoreThread(state);
     if (found == jobs::NO_MEMORY) PyErr_NoMemory();
-    return found == jobs::DONE && !(c.marks && has_any(c.marks, c.rows));
+    return found == jobs::DONE && !(c.marks && has_any(c.marks, c.rows)) && !(c.undecided[0] && has_any(c.undecided[0], 2 * c.n));
 }
 
 // What a call that is not done returns: None if it is declined.
@@ -132,6 +133,7 @@ struct Words {
         places[stats::RSTD] = &c.rstd;
         if (c.wide) places[stats::RSTD_LO] = &c.rstd_low;
         if (c.wide && !c.rms) places[stats::MEAN_TAIL] = &c.tail;
+        if (c.nearest) places[stats::SPREAD] = &c.spread;
     }
 };
 
@@ -148,7 +150,7 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     c.n = last_length(x);
     if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
     bool keep = field(options, ahead::KEEP) != Py_False;
-    c.x = rows_of(x, type), c.rows = c.x.count, c.wide = type == F64 || has_float64(c);
+    c.x = rows_of(x, type), c.rows = c.x.count, c.wide = c.nearest || type == F64 || has_float64(c);
 
     Owned own;
     PyObject* y = own(new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x)));
@@ -186,7 +188,7 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     c.wide = is_given(field(kept, stats::RSTD_LO));
     if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::EXPONENT, stats::EXTREME})) return false;
     // What a forward kept of which nothing was float64 is too little for double-double.
-    if (!c.wide && (type == F64 || has_float64(c))) return false;
+    if (!c.wide && (c.nearest || type == F64 || has_float64(c))) return false;
     Words words(c);
     for (int i = 0; i < stats::FIELDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(kept, i);
@@ -216,10 +218,13 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Owned own;
     PyObject* results[] = {own(new_array(PyArray_DESCR(x), ndim, PyArray_DIMS(x))), Py_None, Py_None};
     PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : results[0];
-    if (!results[0] || !marks) return nullptr;
-    // Rows that are extreme by what the forward found.
+    PyObject* open = c.nearest ? own(new_vector(2 * c.n, NPY_UINT8, c.undecided[0])) : results[0];
+    if (!results[0] || !marks || !open) return nullptr;
+    if (c.nearest) memset(c.undecided[0], 0, (size_t)(2 * c.n)), c.undecided[1] = c.undecided[0] + c.n;
+    // Rows that are extreme by what the forward found; tiny ones, of a forward that was all the reference's.
     for (Index i = 0; c.wide && i < c.rows; i++)
-        c.marks[i] = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf()));
+        c.marks[i] = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf())) ||
+                     (c.spread && c.spread[i] > 0 && c.spread[i] < SMALLEST);
     if (c.wide && has_any(c.marks, c.rows)) return Py_NewRef(declined);
     c.backward = true, c.dy = rows_of(dy, type), c.y = rows_of((PyArrayObject*)results[0], type);
     for (int i = 0; i < 2; i++) {
