@@ -98,21 +98,23 @@ def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
 @pytest.mark.parametrize("extreme", [None, np.nan, 2.0**300])
 @pytest.mark.parametrize("dtypes", MIXTURES, ids="-".join)
 def test_the_plain_call_gives_what_every_other_gives(rng, dtypes, extreme, rounding):
-    """One with `out` goes by way of a record."""
+    """One with an axis named goes by way of a record."""
     x, dy, gamma, beta = make(rng, 21, 37, dtypes)
     x[5] = 2.0**14  # a mean of three words: the next row's
     x[6] = x[5] + x[6] / 2**12
     if extreme is not None and dtypes[0] == "float64":
         x[3, 4] = dy[8, 0] = extreme
     y, cache = layer_norm_forward(x, gamma, beta, rounding=rounding)
-    other, same = layer_norm_forward(x, gamma, beta, rounding=rounding, out=np.empty_like(x))
-    made = layer_norm_backward(dy, cache)
-    expected = layer_norm_backward(dy, same, out=(np.empty_like(x), None, None))
-    for one, two in zip(
-        (y, *cache.statistics, *made), (other, *same.statistics, *expected), strict=True
-    ):
-        assert (one is None) == (two is None)
-        assert one is None or (one.dtype, one.tobytes()) == (two.dtype, two.tobytes())
+    other, same = layer_norm_forward(x, gamma, beta, rounding=rounding, axis=1)
+    expected = [*same.statistics, other, *layer_norm_backward(dy, same, wrt=["x", "gamma", "beta"])]
+    out = [np.full_like(each, np.nan) for each in (y, x, gamma, beta)]
+    into = layer_norm_forward(x, gamma, beta, rounding=rounding, out=out[0])[0]
+    assert into is out[0]
+    assert layer_norm_backward(dy, cache, out=tuple(out[1:])).dbeta is out[3]
+    for made in ([y, *layer_norm_backward(dy, cache)], out):
+        for one, two in zip([*cache.statistics, *made], expected, strict=True):
+            assert (one is None) == (two is None)
+            assert one is None or (one.dtype, one.tobytes()) == (two.dtype, two.tobytes())
 
 
 def test_arm64_gives_the_same_bits(tmp_path):

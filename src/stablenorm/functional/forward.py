@@ -1,11 +1,10 @@
 """The forward: what was given is checked, made one record, and handed to a backend."""
 
-import math
 from typing import Any, NamedTuple
 
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import is_plain, normalize_axes, on_cuda_device
+from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
 from stablenorm.functional.checks import (
@@ -49,17 +48,11 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
         found: tuple[Array, Any] | None = plain("forward")(x, norm, options)
         if found is not None:
             return found
-    if is_usual := type(axis) is int and axis == -1 and is_plain(x, None):
-        name = choose(backend)
-        arrays = arrays_of(name)
-        axes: tuple[int, ...] = (x.ndim - 1,)
-    else:
-        name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
-        arrays = arrays_of(name)
-        x = arrays.convert("x", x)
-        axes = normalize_axes(axis, x.ndim)
-    if not (is_usual and _is_plain_norm(norm, (x.shape[-1],))):
-        is_usual, norm = False, checked_norm(arrays, norm, x.shape, axes, name)
+    name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
+    arrays = arrays_of(name)
+    x = arrays.convert("x", x)
+    axes = normalize_axes(axis, x.ndim)
+    norm = checked_norm(arrays, norm, x.shape, axes, name)
     total = None
     if residual is not None:
         _refuse_cuda("residual", name)
@@ -81,9 +74,9 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
     call = _new(Forward, (x, norm, y, keep, residual, total, where, None, threads))
     statistics = None
     if save == "x" or not keep:
-        statistics = _do(call, axes, name, is_usual)
+        statistics = _do(call, axes, name)
     else:
-        _do(call._replace(keep=False), axes, name, is_usual)
+        _do(call._replace(keep=False), axes, name)
         statistics = _NOTHING_KEPT
     if not keep:
         return y, None
@@ -96,14 +89,14 @@ def statistics_of(cache: Cache, threads: int | None) -> Statistics:
     x, norm, axes, statistics, name, where, save = cache
     if save == "x":
         return statistics
-    made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name, False)
+    made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name)
     return made
 
 
-def _do(call: Forward, axes: tuple[int, ...], name: str, is_usual: bool) -> Any:
+def _do(call: Forward, axes: tuple[int, ...], name: str) -> Any:
     """Do a call whose arrays are as they were given; return the statistics in the order of x's rows."""
     x, norm, y, keep, residual, total, where, _, threads = call
-    if not is_usual and has_leading(norm, axes) and x.size:
+    if has_leading(norm, axes) and x.size:
         leads = (lead_of(each, x.ndim, axes) for each in norm[:2])
         samples = Samples(x.shape, axes, *leads)
         seen = samples.forward(call)
@@ -111,17 +104,12 @@ def _do(call: Forward, axes: tuple[int, ...], name: str, is_usual: bool) -> Any:
         samples.put_back(seen, call)
         return samples.in_order(found) if keep else None
     rows = arrays_of(name).rows
-    seen_x = rows(x, axes)
-    new = is_usual and seen_x is x and y is not None and y.flags.c_contiguous
-    # What is contiguous is its own matrix of rows.
-    if not (new and residual is None and where is None):
-        of_y, residual, total, where = (
-            None if each is None else rows(each, axes) for each in (y, residual, total, where)
-        )
-        call = Forward(
-            seen_x, _without_leading(norm, axes), of_y, keep, residual, total, where, None, threads
-        )
-    return run("forward", name, call)
+    of_x, of_y, residual, total, where = (
+        None if each is None else rows(each, axes) for each in (x, y, residual, total, where)
+    )
+    norm = _without_leading(norm, axes)
+    seen = Forward(of_x, norm, of_y, keep, residual, total, where, None, threads)
+    return run("forward", name, seen)
 
 
 def _without_leading(norm: Norm, axes: tuple[int, ...]) -> Norm:
@@ -134,17 +122,3 @@ def _without_leading(norm: Norm, axes: tuple[int, ...]) -> Norm:
 def _refuse_cuda(feature: str, backend: str) -> None:
     if backend == "cuda":
         refuse(feature, CUDA)
-
-
-def _is_plain_norm(norm: Norm, shape: tuple[int, ...]) -> bool:
-    """Tell whether all is as most calls have it: a small one would feel the checks of the rest."""
-    gamma, beta, eps, _, gamma_offset, rounding = norm
-    return (
-        (gamma is None or is_plain(gamma, shape))
-        and (beta is None or is_plain(beta, shape))
-        and type(eps) is float
-        and 0.0 <= eps < math.inf
-        and gamma_offset == 0.0
-        and type(rounding) is str
-        and rounding == "fast"
-    )

@@ -1,6 +1,6 @@
-// The plain call: NumPy's own contiguous arrays, the last axis, no keyword but those of the norm. It is done here, as
-// functional/ would do it by way of a record, or declined: before anything is touched, or with pairs if a row or a
-// column is for the reference.
+// The plain call: NumPy's own contiguous arrays, the last axis, no keyword but those of the norm and `out`. It is done
+// here, as functional/ would do it by way of a record, or declined: before anything is touched, or with pairs if a
+// row or a column is for the reference, which then writes all anew.
 #pragma once
 #include "arrays.h"
 
@@ -70,6 +70,22 @@ bool is_plain_vector(PyObject* object, Index n, const char*& data, Type& type) {
     PyArrayObject* a = (PyArrayObject*)object;
     if (!is_plain(object, type) || PyArray_NDIM(a) != 1 || PyArray_DIM(a, 0) != n) return false;
     return data = PyArray_BYTES(a), true;
+}
+
+// Whether an array can take a result: of the shape and type of another, in memory that none of `others` has.
+bool is_room(PyObject* object, PyArrayObject* like, std::initializer_list<PyObject*> others) {
+    Type type;
+    if (!is_plain(object, type) || !PyArray_ISWRITEABLE((PyArrayObject*)object)) return false;
+    PyArrayObject* a = (PyArrayObject*)object;
+    size_t dims = (size_t)PyArray_NDIM(a) * sizeof(npy_intp);
+    bool same = PyArray_TYPE(a) == PyArray_TYPE(like) && PyArray_NDIM(a) == PyArray_NDIM(like);
+    if (!same || memcmp(PyArray_DIMS(a), PyArray_DIMS(like), dims)) return false;
+    for (PyObject* each : others) {
+        PyArrayObject* other = (PyArrayObject*)each;
+        if (is_given(each) && PyArray_BYTES(a) < PyArray_BYTES(other) + PyArray_NBYTES(other) &&
+            PyArray_BYTES(other) < PyArray_BYTES(a) + PyArray_NBYTES(a)) return false;
+    }
+    return true;
 }
 
 Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1); }
@@ -145,15 +161,18 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 3 || !jobs::kernels || !is_plain(args[0], type) || !is_tuple(args[2], ahead::FIELDS)) return Py_NewRef(declined);
     PyObject *options = args[2], *axis = field(options, ahead::AXIS);
     if (!PyLong_CheckExact(axis) || PyLong_AsLong(axis) != -1) return PyErr_Clear(), Py_NewRef(declined);
-    if (!are_none(options, {ahead::OUT, ahead::RESIDUAL, ahead::WHERE, ahead::THREADS})) return Py_NewRef(declined);
+    if (!are_none(options, {ahead::RESIDUAL, ahead::WHERE, ahead::THREADS})) return Py_NewRef(declined);
     PyArrayObject* x = (PyArrayObject*)args[0];
     c.n = last_length(x);
     if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
     bool keep = field(options, ahead::KEEP) != Py_False;
     c.x = rows_of(x, type), c.rows = c.x.count, c.wide = c.nearest || type == F64 || has_float64(c);
 
+    PyObject *out = field(options, ahead::OUT), *gamma = field(args[1], norm::GAMMA), *beta = field(args[1], norm::BETA);
+    if (is_given(out) && !is_room(out, x, {args[0], gamma, beta})) return Py_NewRef(declined);
+
     Owned own;
-    PyObject* y = own(new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x)));
+    PyObject* y = own(is_given(out) ? Py_NewRef(out) : new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x)));
     PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
     if (!y || !marks) return nullptr;
     Words words(c);
@@ -208,7 +227,7 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (count != 4 || !jobs::kernels || !is_plain(args[0], type) || !is_tuple(args[3], back::FIELDS)) return Py_NewRef(declined);
     PyObject* options = args[3];
     bool all = field(options, back::WRT) == given_once[ALL_NAMES] && field(options, back::ACCUMULATE) == Py_False;
-    if (!all || !are_none(options, {back::OUT, back::DSUM, back::SUM_AXES, back::DMEAN, back::DRSTD, back::THREADS})) return Py_NewRef(declined);
+    if (!all || !are_none(options, {back::DSUM, back::SUM_AXES, back::DMEAN, back::DRSTD, back::THREADS})) return Py_NewRef(declined);
     if (!see_cache(args[1], args[2], c)) return PyErr_Clear(), Py_NewRef(declined);
     PyArrayObject *dy = (PyArrayObject*)args[0], *x = (PyArrayObject*)field(args[1], cache::X);
     int ndim = PyArray_NDIM(x);
@@ -216,10 +235,21 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!alike || c.x.type != type) return Py_NewRef(declined);
 
     Owned own;
-    PyObject* results[] = {own(new_array(PyArray_DESCR(x), ndim, PyArray_DIMS(x))), Py_None, Py_None};
+    PyObject *out = field(options, back::OUT), *of = field(args[1], cache::NORM), *results[] = {Py_None, Py_None, Py_None};
+    PyObject* likes[] = {(PyObject*)x, field(of, norm::GAMMA), field(of, norm::BETA)};
+    if (is_given(out) && !is_tuple(out, 3)) return Py_NewRef(declined);
+    for (int i = 0; i < 3; i++) {
+        PyObject* given = is_given(out) ? field(out, i) : Py_None;
+        PyArrayObject* like = (PyArrayObject*)likes[i];
+        if (is_given(given) && !(is_given(likes[i]) && is_room(given, like, {args[0], likes[0], likes[1], results[0], results[1]})))
+            return Py_NewRef(declined);
+        if (!is_given(likes[i])) continue;
+        results[i] = own(is_given(given) ? Py_NewRef(given) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like)));
+        if (!results[i]) return nullptr;
+    }
     PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : results[0];
     PyObject* open = c.nearest ? own(new_vector(2 * c.n, NPY_UINT8, c.undecided[0])) : results[0];
-    if (!results[0] || !marks || !open) return nullptr;
+    if (!marks || !open) return nullptr;
     if (c.nearest) memset(c.undecided[0], 0, (size_t)(2 * c.n)), c.undecided[1] = c.undecided[0] + c.n;
     // Rows that are extreme by what the forward found; tiny ones, of a forward that was all the reference's.
     for (Index i = 0; c.wide && i < c.rows; i++)
@@ -228,12 +258,8 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.wide && has_any(c.marks, c.rows)) return Py_NewRef(declined);
     c.backward = true, c.dy = rows_of(dy, type), c.y = rows_of((PyArrayObject*)results[0], type);
     for (int i = 0; i < 2; i++) {
-        PyObject* like = field(field(args[1], cache::NORM), i);
-        npy_intp n = c.n;
-        if (!is_given(like)) continue;
-        PyObject* total = results[1 + i] = own(new_array(PyArray_DESCR((PyArrayObject*)like), 1, &n));
-        if (!total) return nullptr;
-        c.sums_out[i] = PyArray_BYTES((PyArrayObject*)total), c.sums_type[i] = i ? c.beta_type : c.gamma_type;
+        if (!is_given(results[1 + i])) continue;
+        c.sums_out[i] = PyArray_BYTES((PyArrayObject*)results[1 + i]), c.sums_type[i] = i ? c.beta_type : c.gamma_type;
     }
     return run(c) ? as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])) : undone();
 }
