@@ -21,13 +21,16 @@ namespace stats { enum { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, EXPONENT, SPRE
 namespace ahead { enum { AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, SAVE, THREADS, FIELDS }; }
 namespace back { enum { WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, FIELDS }; }
 
+// While a thread takes the GIL back: where Python ends meanwhile, a daemon thread is unwound from there, without it.
+thread_local bool without_gil;
+
 // References that are given up together.
 struct Owned {
     PyObject* all[12];
     int count = 0;
     PyObject* operator()(PyObject* object) { return all[count++] = object; }
     ~Owned() {
-        while (count) Py_XDECREF(all[--count]);
+        while (count && !without_gil) Py_XDECREF(all[--count]);
     }
 };
 
@@ -132,8 +135,10 @@ bool run(Call& c) {
     }
     jobs::plan(c);
     PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
+    without_gil = state;
     jobs::State found = jobs::run(c, {}, threads);
     if (state) PyEval_RestoreThread(state);
+    without_gil = false;
     if (found == jobs::NO_MEMORY) PyErr_NoMemory();
     return found == jobs::DONE && !(c.marks && has_any(c.marks, c.rows)) && !(c.undecided[0] && has_any(c.undecided[0], 2 * c.n));
 }
