@@ -20,7 +20,6 @@ from stablenorm import __version__
 from stablenorm.check import check_gradients, check_layer_norm
 from stablenorm.types import Array
 
-NAMES = ("x", "gamma", "beta")
 _WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
 
 
@@ -79,7 +78,7 @@ def _ours() -> list[Tool]:
 
     def plain(subject: Subject) -> str:
         forward, backward, args, seed = subject
-        return _WORDS[check_gradients(forward, backward, args, names=NAMES, rng=seed).verdict]
+        return _WORDS[check_gradients(forward, backward, args, rng=seed).verdict]
 
     made = f"stablenorm {__version__}"
     none = "no tolerance to choose: differs by more than the estimated errors of both sides"
@@ -209,25 +208,22 @@ def _asserts(check: Callable[[], Any]) -> str:
     try:
         check()
     except AssertionError:
-        return said(True)
-    return said(False)
+        return "found"
+    return "accepted"
 
 
-LOADERS: dict[str, Callable[[], list[Tool]]] = {
-    "torch": _torch,
-    "jax": _jax,
-    "autograd": _autograd,
-}
+LOADERS = {"torch": _torch, "jax": _jax, "autograd": _autograd}
 
 
 def _rules() -> list[Tool]:
-    forward = "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]"
+    forward = (
+        "forward, step 1e-7, every element, 2 projections u in [.5, 1.5]; "
+        "some element has both errors > 1e-4"
+    )
     central = "central, step 1e-5, every element; for some argument max|a - n| >= 1e-7 max|n|"
     imaginary = "step 1e-100 i, every element; worst |a - n| >= 1e-12 of the largest |n|"
     return [
-        Tool(
-            "Theano's rule", "", f"{forward}; some element has both errors > 1e-4", False, _theano
-        ),
+        Tool("Theano's rule", "", forward, False, _theano),
         Tool("rel < 1e-7", "", central, False, _central),
         Tool("complex step", "", imaginary, False, _complex),
     ]
