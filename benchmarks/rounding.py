@@ -21,10 +21,7 @@ from stablenorm.cli.parts import ROUNDINGS
 from stablenorm.testing import FAMILIES, Case, make_case
 
 # What fits a small machine.
-SHAPES = {
-    "float32": [(32, 512, 768), (65_536, 1024)],
-    "float64": [(16, 512, 768), (32_768, 1024)],
-}
+SHAPES = {"float32": [(32, 512, 768), (65_536, 1024)], "float64": [(16, 512, 768), (32_768, 1024)]}
 ROWS, N = 64, 1024
 # Seconds of each dtype in which the backends are compared.
 COMPARED = 30

@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from peers import OURS, Peer
-from stability_methods import (
-    MOMENTS,
-    backward_from,
-    corrected,
-    normalize,
-    rounded_before_gamma,
-)
+from stability_methods import MOMENTS, backward_from, corrected, normalize, rounded_before_gamma
 
 from stablenorm import exact_layer_norm
 from stablenorm.cli.bench import Problem

@@ -89,10 +89,7 @@ def test_shapes(rows, n, dtype):
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize(
-    ("gamma_dtype", "beta_dtype"),
-    [("bfloat16", "float32"), (None, None)],
-)
+@pytest.mark.parametrize(("gamma_dtype", "beta_dtype"), [("bfloat16", "float32"), (None, None)])
 def test_gamma_and_beta_have_their_own_dtypes(gamma_dtype, beta_dtype):
     x, gamma, beta, eps, dy = ordinary(33, 129, DTYPES["float16"], np.float64)
     gamma = None if gamma_dtype is None else gamma.astype(DTYPES[gamma_dtype])
