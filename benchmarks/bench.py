@@ -16,13 +16,14 @@ import sys
 from typing import Any
 
 from agreement import DisagreementError
-from cases import Result, Spread, make_cases, measure_case, measure_machine
-from page import DOCS, HERE, ROOT, keep, origin, put, write
+from cases import Result, Spread, make_cases, measure_case
+from page import HERE, ROOT, keep, origin, put, write
 from peers import load_peers
 from speed_page import page, readme_block
 
 from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
+from stablenorm.timing import measure_copy
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 THREADS = 2
@@ -40,7 +41,7 @@ def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
     """Measure the cases of this malloc; what is known of the run, and its results."""
     use_threads(THREADS)
     peers, missing = load_peers(PEERS, THREADS)
-    machine = measure_machine(THREADS)
+    machine = measure_copy(THREADS)
     results: list[Result] = []
     agreement: dict[str, float] = {}
     refused: list[str] = []
@@ -91,7 +92,7 @@ def measure() -> dict[str, Any]:
 def main() -> int:
     """Measure or read, write."""
     try:
-        found = keep("bench", __doc__ or "", measure)
+        found = keep("bench", __doc__, measure)
     except DisagreementError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
@@ -99,7 +100,7 @@ def main() -> int:
     for suite, shape, dtype, way, copy, times in found["results"]:
         spreads = {name: Spread(*each) for name, each in times.items()}
         results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
-    write(DOCS / "evidence" / "performance.md", page(found["run"], results))
+    write("performance", page(found["run"], results))
     put(ROOT / "README.md", {"speed": readme_block(found["run"], results)})
     return 0
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 from agreement import check_ours, check_peer
 from peers import EPS, OURS, Peer
 
@@ -34,11 +32,6 @@ ELEMENTS = 2**26
 LARGE = 0.99 * COPY_BYTES
 # Powers of two, and the n that broke others' padding (769). Of shorter rows, PyTorch's backward takes minutes.
 LENGTHS = (64, 128, 256, 769, 1024, 4096, 16384, 65536)
-
-
-# Rounds at most, rounds at least, seconds between the two. Small cases: enough rounds for a median that a
-# neighbour's noise does not move. All cases together take less than ten minutes.
-time_all = partial(measure_interleaved, rounds=51, least=5, limit=2)
 
 
 class Case(NamedTuple):
@@ -120,7 +113,9 @@ def measure_case(
         beside[COPY] = make_copy(problem.x, problem.y, threads)
     results = []
     for direction, candidates in ways.items():
-        found = time_all(candidates | beside)
+        # Small cases: enough rounds for a median that a neighbour's noise does not move. All cases
+        # together take less than ten minutes.
+        found = measure_interleaved(candidates | beside, rounds=51, least=5, limit=2)
         # Four digits are more than a timing has.
         times = {name: Spread(*(float(f"{v:.4g}") for v in t[:3])) for name, t in found.items()}
         # Of a copy of the same arrays in the same rounds, where there is one.
@@ -128,13 +123,6 @@ def measure_case(
         copy = 2 * problem.x.nbytes / copied.seconds if copied else machine
         results.append(Result(*case, direction, float(f"{copy:.4g}"), times))
     return results, used
-
-
-def measure_machine(threads: int) -> float:
-    """Bytes per second of a copy of 256 MiB, pages touched."""
-    source, target = np.ones((2, COPY_BYTES // 4), np.float32)
-    found = time_all({COPY: make_copy(source, target, threads)})
-    return 2 * COPY_BYTES / found[COPY].median
 
 
 def _wanted(peer: str, case: Case) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
-from page import DOCS, digits, keep, medians, origin, origin_line, seconds, table, write
+from page import digits, keep, medians, origin, origin_line, seconds, table, write
 
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
@@ -116,10 +116,5 @@ Forward and backward of {SAMPLES}, over the time of the plain call.
 """
 
 
-def main() -> None:
-    """Measure or read, write the page."""
-    write(DOCS / "evidence" / "family.md", page(keep("family", __doc__ or "", measure)))
-
-
 if __name__ == "__main__":
-    main()
+    write("family", page(keep("family", __doc__, measure)))

@@ -193,7 +193,7 @@ def page(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure or read, write the page."""
-    put(DOCS / "how-to" / "gpu.md", {"gpu": page(keep("gpu", __doc__ or "", measure))})
+    put(DOCS / "how-to" / "gpu.md", {"gpu": page(keep("gpu", __doc__, measure))})
 
 
 if __name__ == "__main__":

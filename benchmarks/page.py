@@ -48,9 +48,9 @@ def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
     }
 
 
-def keep(name: str, doc: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def keep(name: str, doc: str | None, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Measure, and keep it in benchmarks/results; with `--render` on the command line, read that."""
-    parser = argparse.ArgumentParser(description=doc.strip().partition("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(doc or "").strip().partition("\n\n")[0])
     parser.add_argument(
         "--render", action="store_true", help="no measurement: write the pages of the last run"
     )
@@ -109,10 +109,9 @@ def byte_words(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def write(path: Path, text: str) -> None:
-    """Write a page that a script makes as a whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+def write(page: str, text: str) -> None:
+    """Write a page of docs/evidence as a whole."""
+    (DOCS / "evidence" / f"{page}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 def put(path: Path, parts: Mapping[str, str]) -> None:

@@ -90,25 +90,21 @@ def _torch(threads: int) -> Peer:
     def make(problem: Problem, eps: float) -> Calls:
         x, gamma, beta, dy = map(tensor, problem[:4])
         shape = [x.shape[-1]]
-        backward_of_aten = torch.ops.aten.native_layer_norm_backward
+        pull = torch.ops.aten.native_layer_norm_backward
+        forward = partial(torch.native_layer_norm, x, shape, gamma, beta, eps)
+        _, mean, rstd = forward()
 
         def plain() -> Any:
             with torch.no_grad():
                 return functional.layer_norm(x, shape, gamma, beta, eps)
 
-        def forward() -> Any:
-            return torch.native_layer_norm(x, shape, gamma, beta, eps)
-
-        _, mean, rstd = forward()
-
-        def backward() -> Any:
-            return backward_of_aten(dy, x, shape, mean, rstd, gamma, beta, [True, True, True])
+        def backward(mean: Any = mean, rstd: Any = rstd) -> Any:
+            return pull(dy, x, shape, mean, rstd, gamma, beta, [True, True, True])
 
         def results() -> dict[str, Array]:
             # The statistics again: a setting of the processor may have changed meanwhile.
             y, *kept = forward()
-            found = backward_of_aten(dy, x, shape, *kept, gamma, beta, [True, True, True])
-            return _named(back(array) for array in (y, *found))
+            return _named(back(array) for array in (y, *backward(*kept)))
 
         return Calls(forward, backward, results, {"PyTorch F.layer_norm": plain})
 
@@ -184,17 +180,13 @@ def _onnxruntime(threads: int) -> Peer:
     return Peer("ONNX Runtime", runtime.__version__, ("float32",), make)
 
 
-def _of_functions(name: str, made: str, forward: Any, backward: Any) -> Peer:
+def of_pair(name: str, made: str, forward: Callable[..., Any], backward: Any) -> Peer:
+    """Return a peer that is a pair of functions like ours: forward(*args) -> (y, cache)."""
+
     def make(problem: Problem, eps: float) -> Calls:
-        def call() -> Any:
-            return forward(*problem[:3], eps)
-
-        _, cache = call()
-
-        def pull() -> Any:
-            return backward(problem.dy, cache)
-
-        return Calls(call, pull, lambda: _named((call()[0], *pull())))
+        run = partial(forward, *problem[:3], eps)
+        pull = partial(backward, problem.dy, run()[1])
+        return Calls(run, pull, lambda: _named((run()[0], *pull())))
 
     return Peer(name, made, DTYPES, make)
 
@@ -202,13 +194,11 @@ def _of_functions(name: str, made: str, forward: Any, backward: Any) -> Peer:
 def ours(backend: str | None = None) -> Peer:
     """Return the package, by one of its backends."""
     forward = partial(layer_norm_forward, backend=backend)
-    return _of_functions(OURS, __version__, forward, layer_norm_backward)
+    return of_pair(OURS, __version__, forward, layer_norm_backward)
 
 
 LOADERS: dict[str, Callable[[int], Peer]] = {
-    "plain NumPy": lambda _: _of_functions(
-        "plain NumPy", np.__version__, plain_forward, plain_backward
-    ),
+    "plain NumPy": lambda _: of_pair("plain NumPy", np.__version__, plain_forward, plain_backward),
     "PyTorch": _torch,
     "JAX, the formula": _jax("JAX, the formula", False, ("float32", "float16", "bfloat16")),
     "jax.nn.standardize": _jax("jax.nn.standardize", True, ("float32",)),

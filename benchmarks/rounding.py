@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from page import DOCS, digits, keep, medians, origin, origin_line, table, write
+from page import digits, keep, medians, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.cli.bench import PASSES, make_candidates, make_problem
@@ -21,10 +21,7 @@ from stablenorm.cli.parts import ROUNDINGS
 from stablenorm.testing import FAMILIES, Case, make_case
 
 # What fits a small machine.
-SHAPES = {
-    "float32": [(32, 512, 768), (65_536, 1024)],
-    "float64": [(16, 512, 768), (32_768, 1024)],
-}
+SHAPES = {"float32": [(32, 512, 768), (65_536, 1024)], "float64": [(16, 512, 768), (32_768, 1024)]}
 ROWS, N = 64, 1024
 # Seconds of each dtype in which the backends are compared.
 COMPARED = 30
@@ -141,8 +138,8 @@ kind, and each [family](accuracy.md). Slow are those of which the kernels leave 
 
 def main() -> int:
     """Measure or read, write the page; 1 if the backends differ."""
-    found = keep("rounding", __doc__ or "", measure)
-    write(DOCS / "evidence" / "rounding.md", page(found))
+    found = keep("rounding", __doc__, measure)
+    write("rounding", page(found))
     return int(any(line[-1] for line in found["random"]))
 
 

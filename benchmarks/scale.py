@@ -24,7 +24,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.base import persist
-from page import DOCS, byte_words, digits, keep, medians, origin, origin_line, seconds, table, write
+from page import byte_words, digits, keep, medians, origin, origin_line, seconds, table, write
 
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
@@ -183,10 +183,5 @@ kernels, on a file of one row.
 """
 
 
-def main() -> None:
-    """Measure or read, write the page."""
-    write(DOCS / "evidence" / "scale.md", page(keep("scale", __doc__ or "", measure)))
-
-
 if __name__ == "__main__":
-    main()
+    write("scale", page(keep("scale", __doc__, measure)))

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from page import DOCS, ROOT, keep, origin, origin_line, put, table
 from peers import LOADERS, OURS, load_peers
-from stability_cases import tables
+from stability_cases import run, tables
 
 PAGE = DOCS / "explanation" / "stability.md"
 # A table whose cells are shares of all elements, and no errors; and one that is turned, since it has
@@ -49,12 +50,12 @@ def measure() -> dict[str, Any]:
     found: dict[str, Cells] = {}
     for name, columns, cell, subjects, simulated in tables():
         print(name, file=sys.stderr)
-        rows = found[name] = {}
-        for subject in peers:
-            if subjects is None or subject.name in subjects:
-                rows[subject.name] = {words: cell(subject, at) for words, at in columns.items()}
-        for who, simulate in simulated.items():
-            rows[who] = {words: simulate(at) for words, at in columns.items()}
+        wanted = [each for each in peers if subjects is None or each.name in subjects]
+        runs = {each.name: partial(run, each) for each in wanted} | simulated
+        found[name] = {
+            who: {words: cell(result(at), at) for words, at in columns.items()}
+            for who, result in runs.items()
+        }
     versions = {peer.name: peer.version for peer in peers if peer.name != OURS}
     return {"origin": origin(versions) | {"missing": missing}, "tables": found}
 
@@ -124,7 +125,7 @@ def parts(results: Mapping[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     """Measure or read, and write the pages."""
-    results = keep("stability", __doc__ or "", measure)
+    results = keep("stability", __doc__, measure)
     put(PAGE, parts(results))
     put(ROOT / "README.md", {"accuracy": readme_block(results)})
 

@@ -11,19 +11,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from peers import OURS, Peer
-from stability_methods import (
-    KEPT,
-    MOMENTS,
-    backward_from,
-    corrected,
-    normalize,
-    rounded_before_gamma,
-)
+from stability_methods import MOMENTS, backward_from, corrected, normalize, rounded_before_gamma
 
 from stablenorm import exact_layer_norm
 from stablenorm.cli.bench import Problem
@@ -49,16 +42,20 @@ class Input:
         return exact_layer_norm(self.x, self.gamma, self.beta, self.eps, self.dy)
 
 
+# Results by their names, of an implementation on an input.
+Results = dict[str, Array]
+
+
 class Table(NamedTuple):
-    """One experiment: `cell` measures a subject on the input of a column."""
+    """One experiment: `cell` judges what a subject returns on the input of a column."""
 
     name: str
     columns: dict[str, Input]
-    cell: Callable[[Peer, Input], float]
+    cell: Callable[[Results, Input], float]
     # Names of the subjects that are measured; all that know the dtype where None.
     subjects: tuple[str, ...] | None = None
-    # Rows that are no library but a simulation: a function of the input.
-    simulated: dict[str, Callable[[Input], float]] = {}  # noqa: RUF012
+    # Rows that are no library but a simulation.
+    simulated: dict[str, Callable[[Input], Results]] = {}  # noqa: RUF012
 
 
 def make_input(
@@ -80,57 +77,45 @@ def normal(rows: int = ROWS, n: int = N, at: dict[int, float] | None = None) -> 
     return x
 
 
-def run(subject: Peer, at: Input) -> dict[str, Array]:
-    """Return the subject's outputs, in float64."""
+def run(subject: Peer, at: Input) -> Results:
+    """Return the subject's outputs."""
     nowhere = Gradients(None, None, None)
     with np.errstate(all="ignore"):
         problem = Problem(at.x, at.gamma, at.beta, at.dy, at.x, nowhere)
-        results = subject.make(problem, at.eps).results()
-    return {name: np.asarray(array).astype(np.float64) for name, array in results.items()}
+        return subject.make(problem, at.eps).results()
 
 
-def relative(actual: Array, at: Input, name: str = "y") -> float:
+def relative(found: Results, at: Input, name: str = "y") -> float:
     """Return max|error| over max|exact|; 1 is nothing left."""
     expected = at.exact.rounded(name, np.float64)
-    worst = float(np.abs(actual.astype(np.float64) - expected).max())
+    worst = float(np.abs(found[name].astype(np.float64) - expected).max())
     size = float(np.abs(expected).max())
     # Where the exact result is 0 there is nothing to be relative to.
     return worst if size == 0 or math.isnan(worst) else worst / size
 
 
-def of(name: str) -> Callable[[Peer, Input], float]:
-    """Measure the relative error of an output."""
-    return lambda subject, at: relative(run(subject, at)[name], at, name)
-
-
-def of_dx_to_g(subject: Peer, at: Input) -> float:
-    """Error of dx relative to g."""
-    return relative_to_g(run(subject, at)["dx"], at)
-
-
-def relative_to_g(dx: Array, at: Input) -> float:
+def relative_to_g(found: Results, at: Input) -> float:
     """Return max|error of dx| / (rstd max|g|), worst of the rows."""
-    off = np.abs(dx.astype(np.float64) - at.exact.rounded("dx", np.float64)).max(axis=1)
+    off = np.abs(found["dx"].astype(np.float64) - at.exact.rounded("dx", np.float64)).max(axis=1)
     g = np.abs(at.gamma.astype(np.float64) * at.dy.astype(np.float64)).max(axis=1)
     rstd = [1 / math.sqrt(at.exact.var(row) + Fraction(at.eps)) for row in range(len(g))]
     return float(np.nan_to_num(off / (rstd * g), nan=np.inf).max())
 
 
-def share_misrounded(y: Array, at: Input) -> float:
+def share_misrounded(found: Results, at: Input) -> float:
     """Return the share of the elements of y that are not the correctly rounded ones."""
     expected = at.exact.rounded("y", at.x.dtype)
-    return float(np.mean(y.astype(np.float64) != expected.astype(np.float64)))
+    return float(np.mean(found["y"].astype(np.float64) != expected.astype(np.float64)))
 
 
-def ulp_at_outlier(subject: Peer, at: Input) -> float:
+def ulp_at_outlier(found: Results, at: Input) -> float:
     """Return the error of dx at element 5, in ulp of its exact value."""
-    dx = run(subject, at)["dx"].astype(at.x.dtype)
-    return float(np.max(at.exact.ulp_errors(dx=dx)["dx"][:, 5]))
+    return float(np.max(at.exact.ulp_errors(dx=found["dx"])["dx"][:, 5]))
 
 
-def of_dbeta(subject: Peer, at: Input) -> float:
+def of_dbeta(found: Results, at: Input) -> float:
     """Return max|error of dbeta| / sum|dy|, the exact sums by fsum."""
-    pairs = zip(run(subject, at)["dbeta"], at.dy.astype(np.float64).T.tolist(), strict=True)
+    pairs = zip(found["dbeta"].astype(float), at.dy.astype(float).T.tolist(), strict=True)
     largest: float = max(abs(a - math.fsum(c)) / math.fsum(map(abs, c)) for a, c in pairs)
     return largest
 
@@ -155,17 +140,15 @@ def tables() -> list[Table]:
     """Return all experiments, in the order of the page."""
     offsets = {"N": make_input(normal())}
     offsets |= {f"10^{p} + N": make_input(10.0**p + normal()) for p in (2, 4, 6)}
-    by_moments: dict[str, Callable[[Input], float]] = {
-        f"{name}, simulated": lambda at, m=m: relative(normalize(at.x, m, at.eps), at)  # type: ignore[misc]
+    by_moments: dict[str, Callable[[Input], Results]] = {
+        f"{name}, simulated": lambda at, m=m: {"y": normalize(at.x, m, at.eps)}
         for name, m in MOMENTS.items()
-        if name != "two passes"
-    }
-    by_moments["two passes corrected, simulated"] = lambda at: relative(corrected(at.x, at.eps), at)
-    kept: dict[str, Callable[[Input], float]] = {
-        f"exact, but the mean kept in {way}": lambda at, m=m: relative_to_g(  # type: ignore[misc]
-            backward_from(m, at.x, (at.gamma * at.dy).astype(at.x.dtype), at.eps), at
-        )
-        for way, m in KEPT.items()
+    } | {"two passes corrected, simulated": lambda at: {"y": corrected(at.x, at.eps)}}
+    kept: dict[str, Callable[[Input], Results]] = {
+        f"exact, but the mean kept in {way}": lambda at, way=way: {  # type: ignore[misc]
+            "dx": backward_from(way, at.x, (at.gamma * at.dy).astype(at.x.dtype), at.eps)
+        }
+        for way in ("bfloat16", "float32", "float64")
     }
     scales = {
         "1e-40, eps 0": make_input(1e-40 * normal(), eps=0.0),
@@ -205,22 +188,22 @@ def tables() -> list[Table]:
     back = ("plain NumPy", "PyTorch", "JAX, the formula", OURS)
     every = (*back, "jax.nn.standardize")
     return [
-        Table("offset", offsets, of("y"), None, by_moments),
-        Table("saved", offsets, of_dx_to_g, back, kept),
-        Table("range", scales, of("y")),
-        Table("constant", constants, of("y")),
+        Table("offset", offsets, relative, None, by_moments),
+        Table("saved", offsets, relative_to_g, back, kept),
+        Table("range", scales, relative),
+        Table("constant", constants, relative),
         Table("outlier", outliers, ulp_at_outlier, back),
-        Table("outlier_size", outliers, of_dx_to_g, back),
-        Table("cotangent", cotangents, of("dx"), every),
+        Table("outlier_size", outliers, relative_to_g, back),
+        Table("cotangent", cotangents, partial(relative, name="dx"), every),
         Table("rows", rows, of_dbeta, every),
         Table(
-            "narrow", narrow, lambda who, at: share_misrounded(run(who, at)["y"], at), back,
+            "narrow", narrow, share_misrounded, back,
             {
-                "xhat rounded before gamma, simulated": lambda at: share_misrounded(
-                    rounded_before_gamma(at.x, at.gamma, at.beta, at.eps), at
-                )
+                "xhat rounded before gamma, simulated": lambda at: {
+                    "y": rounded_before_gamma(at.x, at.gamma, at.beta, at.eps)
+                }
             },
         ),
-        Table("subnormal", tiny, of("y")),
-        Table("published", published(), of("y")),
+        Table("subnormal", tiny, relative),
+        Table("published", published(), relative),
     ]  # fmt: skip

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stablenorm.types import Array, bfloat16
+from stablenorm.formats import parse
+from stablenorm.types import Array
 
 # (mean, var) of each row, as float32 columns.
 Moments = Callable[[Array], tuple[Array, Array]]
@@ -47,11 +48,7 @@ def welford(x: Array) -> tuple[Array, Array]:
     return mean, squares / x.dtype.type(x.shape[1])
 
 
-MOMENTS: dict[str, Moments] = {
-    "E[x^2] - E[x]^2": one_pass,
-    "two passes": two_pass,
-    "Welford": welford,
-}
+MOMENTS: dict[str, Moments] = {"E[x^2] - E[x]^2": one_pass, "Welford": welford}
 
 
 def normalize(x: Array, moments: Moments, eps: float) -> Array:
@@ -71,32 +68,19 @@ def corrected(x: Array, eps: float) -> Array:
     return xhat
 
 
-def centered_form(g: Array, xhat: Array, rstd: Array) -> Array:
-    """The dx that centers g first."""
-    q = g - mean_of(g)
-    dx: Array = rstd * (q - xhat * mean_of(q * xhat))
-    return dx
-
-
-# What may be kept of the mean between forward and backward, and who keeps that.
-KEPT: dict[str, Callable[[Array], Array]] = {
-    "bfloat16": lambda mean: mean.astype(bfloat16).astype(np.float64),
-    "float32": lambda mean: mean.astype(np.float32).astype(np.float64),
-    "float64": lambda mean: mean,
-}
-
-
-def backward_from(kept: Callable[[Array], Array], x: Array, g: Array, eps: float) -> Array:
-    """Return dx in exact-enough float64, but for the mean, which went through `kept`."""
+def backward_from(kept: str, x: Array, g: Array, eps: float) -> Array:
+    """Return dx in exact-enough float64, but for the mean, kept in another dtype since the forward."""
     wide, g = x.astype(np.float64), g.astype(np.float64)
     mean, var = two_pass(wide)
     rstd = 1 / np.sqrt(var + eps)
-    return centered_form(g, (wide - kept(mean)) * rstd, rstd).astype(x.dtype)
+    xhat = (wide - mean.astype(parse(kept)).astype(np.float64)) * rstd
+    q = g - mean_of(g)
+    dx: Array = rstd * (q - xhat * mean_of(q * xhat))
+    return dx.astype(x.dtype)
 
 
 def rounded_before_gamma(x: Array, gamma: Array, beta: Array, eps: float) -> Array:
     """Round xhat to the type of x, then apply gamma and beta in float32, and round again."""
     xhat = normalize(x.astype(np.float32), two_pass, eps).astype(x.dtype)
-    wide = (part.astype(np.float32) for part in (gamma, xhat, beta))
-    scale, value, shift = wide
+    scale, value, shift = (part.astype(np.float32) for part in (gamma, xhat, beta))
     return (scale * value + shift).astype(x.dtype)

@@ -1,5 +1,6 @@
 """Fixtures that every test file may ask for, and where test files find what they share."""
 
+import functools
 import gc
 import os
 import sys
@@ -59,6 +60,27 @@ def builds(tmp_path_factory):
     folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """CuPy, a fake one (fake_cupy.py), of which `use` and `launches` put a device in place."""
+    from fake_cupy import make_module  # noqa: PLC0415  # not everywhere can this be imported
+
+    module = make_module()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+@pytest.fixture
+def use(cupy, builds, monkeypatch):
+    """Return a function that puts a device in place and returns the list of its launches."""
+    return functools.partial(cupy.put_device, monkeypatch, builds)
+
+
+@pytest.fixture
+def launches(use):
+    return use()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ A CuPy whose devices are this process: what `stablenorm.cuda` uses of CuPy, on m
 
 `make_module` returns one to put into sys.modules; `put_device` replaces the functions of
 `stablenorm.cuda.driver`: layer_norm.cu runs on the host shim, and every launch is written down.
+Fixtures of both are in conftest.py.
 """
 
 import ctypes
@@ -13,12 +14,16 @@ from typing import Any, NamedTuple
 
 import host_shim
 import numpy as np
+import pytest
 from host_shim import READ, WRITE, Tensor
+from norms import compute
 
-from stablenorm.cuda import driver
+from stablenorm.cuda import driver, workspace
 from stablenorm.cuda.compile import sources
 from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
 from stablenorm.formats import FORMATS
+
+needs_shim = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not() or "-")
 
 
 class CUDARuntimeError(RuntimeError):
@@ -97,7 +102,9 @@ for _name in ("shape", "dtype", "ndim", "size", "nbytes", "strides", "flags"):
 
 def make_module():
     """Return a module to be `cupy`, with lists of all allocations and copies."""
+    workspace._counter.cache_clear()
     cupy = types.ModuleType("cupy")
+    cupy.put_device = put_device
     cupy.ndarray, cupy.allocated, cupy.copied = ndarray, [], []
 
     def empty(shape, dtype=np.float64):
@@ -131,6 +138,24 @@ def make_module():
         driver=types.SimpleNamespace(),
     )
     return cupy
+
+
+def on_device(array, device=0):
+    return ndarray(np.array(array, order="K", copy=True), device)
+
+
+def both(case, place=on_device):
+    """Return y and the gradients of `case` (x, gamma, beta, eps, dy), computed where `place` puts it."""
+    placed = [place(each) if isinstance(each, np.ndarray) else each for each in case]
+    on_host = isinstance(placed[0], np.ndarray)
+    found = compute(placed, backend="numpy" if on_host else None)
+    return found if on_host else {name: array.get() for name, array in found.items()}
+
+
+def assert_bits(actual, expected):
+    assert type(actual) is ndarray
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert actual.get().tobytes() == expected.tobytes()
 
 
 # ---- a device ----

@@ -33,6 +33,12 @@ FINITE = [name for name, family in FAMILIES.items() if family.finite]
 OF_FORWARD = {"gamma_offset", "residual", "where"}
 
 
+def draw(rng, shape, dtype=np.float32):
+    """Return x, gamma, beta and dy from N(0, 1)."""
+    arrays = (rng.standard_normal(each) for each in (shape, shape[-1], shape[-1], shape))
+    return [each.astype(dtype) for each in arrays]
+
+
 def compute(case, kind="layer", *, backend=None, rounding="fast", accumulate=None, **given):
     """
     Return the results by their names in the oracle, whose keywords `given` are.

@@ -3,7 +3,6 @@
 import ctypes
 import platform
 import sys
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -134,7 +133,7 @@ for _ in range(20):
 @pytest.mark.parametrize("which", [1, 2])
 def test_helpers_that_such_a_thread_starts(which):
     """A thread begins with the control word of the one that starts it."""
-    python(STARTED.format(which=which), PYTHONPATH=Path(__file__).parent)
+    python(STARTED.format(which=which))
 
 
 def test_it_is_restored_after_an_error(control):

@@ -45,22 +45,10 @@ def test_to_16_bits(dtype, wide):
     middle = finite + half
     near = np.concatenate([finite, middle, finite + half / 2, middle + half / 2])
     with np.errstate(all="ignore"):
-        near = np.concatenate(
-            [near, np.nextafter(near, wide(np.inf)), np.nextafter(near, wide(-np.inf))]
-        )
-        far = [
-            0.0,
-            5e-324,
-            2.0**-1022,
-            float(finite[1]) / 4,
-            1e-50,
-            3.4e38,
-            1e39,
-            1.7e308,
-            np.inf,
-            np.nan,
-        ]
-        beta = np.concatenate([near, np.array(far).astype(wide)])
+        beside = [np.nextafter(near, wide(end)) for end in (np.inf, -np.inf)]
+        tiny = 0.0, 5e-324, 2.0**-1022, float(finite[1]) / 4, 1e-50
+        far = np.array([*tiny, 3.4e38, 1e39, 1.7e308, np.inf, np.nan]).astype(wide)
+        beta = np.concatenate([near, *beside, far])
         beta = np.concatenate([beta, -beta])
         expected = round_to(beta.astype(np.float64) + 0.0, np.dtype(dtype))
     found = layer_norm(np.ones((1, beta.size), dtype), beta=beta, backend="native")[0]

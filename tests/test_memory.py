@@ -2,13 +2,13 @@
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 
 import ml_dtypes
 import numpy as np
 import pytest
+from interpreter import run_python
 
 from stablenorm import layer_norm_forward, memory
 from stablenorm.memory import empty, get_idle_bytes, get_idle_limit, set_idle_limit
@@ -228,11 +228,5 @@ sys.kept = [memory, new()]
 
 
 def test_arrays_that_live_to_the_end_of_the_process_go_in_silence():
-    result = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", EXIT],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (result.stdout, result.stderr) == ("", "")
+    result = run_python(EXIT, flags=("-X", "dev"))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")

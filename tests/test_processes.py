@@ -177,7 +177,7 @@ def loop(seconds=30):
 
 signal.signal(signal.SIGALRM, signal.default_int_handler)
 random.seed(0)
-for _ in range(100):
+for _ in range(40):
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.001, 0.004))
         loop()

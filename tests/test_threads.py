@@ -4,12 +4,11 @@ import os
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import shared_calls
-from interpreter import run_python
+from interpreter import python, run_python
 from shared_calls import make, run
 
 import stablenorm
@@ -80,11 +79,9 @@ print(both((60, 1024)), both((2048, 130)), both((2048, 130)))
 )
 def test_how_many_helpers_a_fresh_process_starts():
     """None for a small input; without them, the tests of this file could pass on one thread."""
-    path = {"PYTHONPATH": Path(__file__).parent}
     for count, helpers in (("3", "2"), ("1", "0")):
-        found = run_python(COUNT, STABLENORM_NUM_THREADS=count, **path)
-        assert found.stdout.split() == ["0", helpers, helpers], found.stderr
-    failed = run_python(COUNT, STABLENORM_NUM_THREADS="two", **path)
+        assert python(COUNT, STABLENORM_NUM_THREADS=count).split() == ["0", helpers, helpers]
+    failed = run_python(COUNT, STABLENORM_NUM_THREADS="two")
     assert failed.stderr.splitlines()[-1] == (
         "ValueError: STABLENORM_NUM_THREADS must be a positive integer, got 'two'; unset or correct it"
     )
