@@ -13,8 +13,8 @@
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
-#include <deque>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <vector>
 
@@ -50,11 +50,10 @@ struct Shadow { Touch write, read; };
 
 struct Block;
 struct Fiber {
-    jmp_buf context;
-    ucontext_t start;
-    unsigned char* stack;
     Block* block;
     unsigned thread;
+    unsigned char* stack;
+    jmp_buf context;
     bool begun = false, done = false;
     // What it waits for, and where; partners of a shuffle are so many lanes away.
     const char* wait = "";
@@ -66,22 +65,15 @@ struct Fiber {
     bool releases = false;
 };
 
-// Threads that wait for one another: a block or a warp.
-struct Group {
-    std::vector<Fiber*> fibers;
-    std::size_t waiting = 0;
-};
-
 struct Block {
-    unsigned index;
-    std::size_t alive;
+    unsigned index, alive;
     std::unique_ptr<unsigned char[]> stacks, memory;
-    std::deque<Fiber> fibers;
-    Group all;
-    std::vector<Group> warps;
+    std::vector<Fiber> fibers;
+    // How many threads wait: of all, and of each warp.
+    std::vector<unsigned> waiting;
     unsigned epoch = 1, acquired = 0;
     Region shared;
-    std::vector<Shadow> shadow; // of shared memory
+    std::vector<Shadow> shadow;
 };
 
 struct {
@@ -93,7 +85,8 @@ struct {
     std::size_t region_count;
 } launch;
 
-std::vector<std::vector<Shadow>> shadows; // of the regions that are read and written
+// Of the regions that are read and written.
+std::vector<std::vector<Shadow>> shadows;
 // Of each block and its epochs, the number of the atomic operation that released what was done there.
 std::vector<std::vector<unsigned>> released;
 unsigned atomics;
@@ -105,15 +98,11 @@ std::vector<Fiber*> runnable;
 bool failed;
 char message[1024];
 
-template <class... Values> void explain(const char* format, Values... values) {
+template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
     const int used = std::snprintf(message, sizeof message, "block %u, thread %u: ",
                                    current->block->index, current->thread);
     std::snprintf(message + used, sizeof message - std::size_t(used), format, values...);
     failed = true;
-}
-
-template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
-    explain(format, values...);
     _longjmp(scheduler, 1);
 }
 
@@ -138,16 +127,12 @@ void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
         fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
              where, (wrote ? shadow.write : shadow.read).block, wrote ? "wrote" : "read");
     Touch now{int(current->block->index), int(current->thread), current->block->epoch};
-    if (write) {
-        shadow = {now, Touch()};
-        return;
-    }
     // Reads that are not ordered among themselves are remembered together.
-    if (!is_ordered(shadow.read)) {
+    if (!write && !is_ordered(shadow.read)) {
         now.thread = SEVERAL;
         if (shadow.read.block != now.block) now.block = SEVERAL;
     }
-    shadow.read = now;
+    shadow = write ? Shadow{now, Touch()} : Shadow{shadow.write, now};
 }
 
 // ---- every access ----
@@ -194,7 +179,12 @@ void resume() {
     if (_setjmp(scheduler)) return;
     if (current->begun) _longjmp(current->context, 1);
     current->begun = true;
-    setcontext(&current->start);
+    ucontext_t start;
+    getcontext(&start);
+    start.uc_stack.ss_sp = current->stack;
+    start.uc_stack.ss_size = STACK;
+    makecontext(&start, fiber_main, 0);
+    setcontext(&start);
 }
 
 // Let the others run before memory is looked at again.
@@ -205,17 +195,22 @@ void look() {
     to_scheduler();
 }
 
-// Wait for all of a group; the last to come does `together` for all. Return what it left in `value`.
-template <class F> double meet(Group& group, const char* what, int line, int lanes, double value,
+// Wait for all threads of the block, or of a warp, 1 the first; the last to come does `together` for
+// all, given the first of them. Return what it left in `value`.
+template <class F> double meet(unsigned warp, const char* what, int line, int lanes, double value,
                                F together) {
     current->wait = what, current->line = line, current->lanes = lanes, current->value = value;
-    if (++group.waiting == group.fibers.size()) {
-        for (Fiber* each : group.fibers)
+    Block* block = current->block;
+    Fiber* fibers = &block->fibers[warp ? 32 * (warp - 1) : 0];
+    const unsigned count = warp ? 32 : launch.threads;
+    if (++block->waiting[warp] == count) {
+        for (Fiber* each = fibers; each < fibers + count; ++each) {
             if (each->line != line || each->lanes != lanes)
                 fail("threads wait at different %s, lines %d and %d", what, line, each->line);
-        together();
-        runnable.insert(runnable.end(), group.fibers.begin(), group.fibers.end());
-        group.waiting = 0;
+            runnable.push_back(each);
+        }
+        together(fibers);
+        block->waiting[warp] = 0;
         idle = 0;
     }
     to_scheduler();
@@ -227,23 +222,17 @@ std::unique_ptr<Block> start_block(unsigned index) {
     block->index = index;
     block->alive = launch.threads;
     block->stacks.reset(new unsigned char[launch.threads * STACK]);
-    block->warps.resize(launch.threads / 32);
+    block->waiting.resize(1 + launch.threads / 32);
     // All ones is a NaN in every format, and no index. 64 bytes more: an index that is one too far.
     block->memory.reset(new unsigned char[launch.shared_bytes + 64]);
     std::fill_n(block->memory.get(), launch.shared_bytes + 64, 0xff);
     block->shared = {Address(block->memory.get()), launch.shared_bytes, READ | WRITE, nullptr, 0, 0};
     block->shadow.resize((launch.shared_bytes + 3) / 4);
-    for (unsigned thread = 0; thread < launch.threads; ++thread) {
-        Fiber& fiber = block->fibers.emplace_back();
+    block->fibers.resize(launch.threads);
+    for (Fiber& fiber : block->fibers) {
         fiber.block = block.get();
-        fiber.thread = thread;
-        fiber.stack = block->stacks.get() + thread * STACK;
-        getcontext(&fiber.start);
-        fiber.start.uc_stack.ss_sp = fiber.stack;
-        fiber.start.uc_stack.ss_size = STACK;
-        makecontext(&fiber.start, fiber_main, 0);
-        block->all.fibers.push_back(&fiber);
-        block->warps[thread / 32].fibers.push_back(&fiber);
+        fiber.thread = unsigned(&fiber - block->fibers.data());
+        fiber.stack = block->stacks.get() + fiber.thread * STACK;
         runnable.push_back(&fiber);
     }
     return block;
@@ -260,23 +249,22 @@ void shim_sleep() { look(); }
 
 bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
-    return meet(block->all, "__syncthreads", line, 0, value, [&] {
+    return meet(0, "__syncthreads", line, 0, value, [&](Fiber*) {
         bool any = false;
-        for (Fiber* each : block->all.fibers) {
-            block->acquired = std::max(block->acquired, each->acquired);
-            any |= each->value != 0;
+        for (const Fiber& each : block->fibers) {
+            block->acquired = std::max(block->acquired, each.acquired);
+            any |= each.value != 0;
         }
-        for (Fiber* each : block->all.fibers) each->value = any;
+        for (Fiber& each : block->fibers) each.value = any;
         ++block->epoch;
     });
 }
 
 double shim_exchange(double value, unsigned mask, int lanes, int line) {
     if (mask != 0xffffffffu) fail("a shuffle at line %d of less than a warp, mask %08x", line, mask);
-    Group& warp = current->block->warps[current->thread / 32];
-    return meet(warp, "shuffles", line, lanes, value, [&] {
+    return meet(1 + current->thread / 32, "shuffles", line, lanes, value, [&](Fiber* warp) {
         for (int lane = 0; lane < 32; ++lane)
-            if (lane < (lane ^ lanes)) std::swap(warp.fibers[lane]->value, warp.fibers[lane ^ lanes]->value);
+            if (lane < (lane ^ lanes)) std::swap(warp[lane].value, warp[lane ^ lanes].value);
     });
 }
 
@@ -334,7 +322,7 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     // A device runs the blocks of an ordinary launch a few at a time, in any order.
     const std::size_t limit = cooperative ? grid : 1 + seed % 3;
     std::vector<unsigned> to_come(grid);
-    for (unsigned i = 0; i < grid; ++i) to_come[i] = i;
+    std::iota(to_come.begin(), to_come.end(), 0u);
     // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0 first.
     const bool eager = seed % 2;
     if (!eager) std::shuffle(to_come.begin(), to_come.end(), draw);
@@ -349,14 +337,15 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
         resume();
         if (failed || !current->done) continue;
         idle = 0;
-        if (--current->block->alive) continue;
-        alive.erase(std::find_if(alive.begin(), alive.end(),
-                                 [&](const auto& each) { return each.get() == current->block; }));
+        const auto is_over = [](const auto& each) { return each->alive == 0; };
+        if (--current->block->alive == 0)
+            alive.erase(std::find_if(alive.begin(), alive.end(), is_over));
     }
     if (!failed && !alive.empty()) {
         auto& fibers = alive[0]->fibers;
         current = &*std::find_if(fibers.begin(), fibers.end(), [](Fiber& f) { return !f.done; });
-        explain("waits at %s, line %d, and others have returned", current->wait, current->line);
+        if (!_setjmp(scheduler))
+            fail("waits at %s, line %d, and others have returned", current->wait, current->line);
     }
     current = nullptr;
     runnable.clear();
