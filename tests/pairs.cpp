@@ -15,7 +15,9 @@ bool forward(const double* x, Index n, double k, const double* given, double eps
     Wide steps[] = {d, square, var};
     for (int i = 0; i < 3; i++) words[2 * i] = steps[i].high.v[0][0], words[2 * i + 1] = steps[i].low.v[0][0];
     Stats of = {};
-    statistics<LAYER>(&x, n, 1, eps, of);
+    Call c;
+    c.n = n, c.eps = eps;
+    statistics<LAYER>(&x, c, 1, of);
     const double* row[] = {of.mean, of.rest, of.tail, of.rstd, of.rstd_low, of.spread};
     for (int i = 0; i < 6; i++) words[6 + i] = row[i][0];
     auto write = LAYER && of.far[0] != 0 ? write_y<LAYER, LAYER, ToPairs> : write_y<LAYER, false, ToPairs>;
@@ -35,7 +37,7 @@ void backward(const double* dy, const double* x, Index n, const double* row, con
     for (Index j = 0; j < n; j++) exact = exact && given[apart + j] == 0;
     Sums along = {};
     auto pull_row = shift ? pull<LAYER, LAYER, true> : pull<LAYER, false, true>;
-    pull_row(of, n, parameters, along, 0, xhat, {sums, apart, true});
+    pull_row(of, n, parameters, along, 0, xhat, {sums, apart, true, nullptr});
     settle(along, n, &of, 1, exact);
     Pair<double> found[] = {of.plain, of.slope, of.m};
     for (int i = 0; i < 3; i++) means[2 * i] = found[i].high, means[2 * i + 1] = found[i].low;
@@ -56,6 +58,6 @@ void backward_row(int layer, const double* dy, const double* x, Index n, const d
                   double* means, double* xhat, double* dx, double* sums) {
     (layer ? pairs::backward<true> : pairs::backward<false>)(dy, x, n, row, given, apart, means, xhat, dx, sums);
 }
-void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }
+void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true, nullptr}, n); }
 double sums_bound_of(Index n, Index rows, Index tiles) { return sums_bound(n, rows, tiles); }
 }

@@ -66,8 +66,8 @@ class Statistics(NamedTuple):
     # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
     # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500.
     exponent: Array | None = None
-    # Of rounding="nearest" alone: the root mean square of xhat, or a few ulps more; 0 of constant
-    # rows, NaN of rows that have no layer norm.
+    # Of rounding="nearest" alone: the root mean square of xhat, or of (x - k) * rstd for a k near the
+    # mean, which is no less; 0 of constant rows, NaN of rows that have no layer norm.
     spread: Array | None = None
     # uint8, of kernels of float64: the rows that they leave to the reference; None where there are none.
     extreme: Array | None = None
@@ -146,26 +146,32 @@ class Cache(NamedTuple):
         """Return the mean of each row."""
         kept = self._kept()
         if kept.mean is None:
-            return self._of_rows(np.zeros_like(kept.rstd), (0.0, None), 0)
-        return self._of_rows(kept.mean, (kept.mean_lo, kept.mean_tail), 0)
+            return self._of_rows(kept, np.zeros_like(kept.rstd), (0.0, None), 0)
+        return self._of_rows(kept, kept.mean, (kept.mean_lo, kept.mean_tail), 0)
 
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
         kept = self._kept()
-        return self._of_rows(0.0, (kept.rstd, kept.rstd_lo), 1)
+        return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
 
     def _kept(self) -> Statistics:
         if self.save == "recompute":
             msg = 'cache.mean and cache.rstd are not kept with save="recompute"'
             raise AttributeError(msg)
-        return self.statistics
+        # What decides most results of rounding="nearest" has fewer digits than are promised of these.
+        few = self.norm.rounding == "nearest" and self.statistics.rstd_lo is None
+        return self.made_in_pairs() if few else self.statistics
+
+    def made_in_pairs(self) -> Statistics:
+        """Return the statistics in double-double; the floor above, which knows how, replaces this."""
+        raise NotImplementedError
 
     @default_control()
-    def _of_rows(self, first: Any, words: tuple[Any, Any], which: int) -> Array:
+    def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
         """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
         low, lower = words
-        exponent = self.statistics.exponent
+        exponent = kept.exponent
         with np.errstate(all="ignore"):
             if lower is not None:
                 low = low + lower

@@ -101,7 +101,7 @@ def _forward(
     y, cache = functional.forward(x, norm._replace(gamma=gamma, beta=beta), options)
     if cache is None:
         return y
-    # All that mean and rstd ask of x is its shape along the other axes.
+    # All that mean and rstd ask of x is its shape along the other axes; of rounding="nearest" they get it again.
     nothing = np.empty([0 if i in cache.axis else k for i, k in enumerate(x.shape)], x.dtype)
     bare = _filled(cache, nothing, None, None)
     return (y, bare) if residual is None else (y, bare, cache.x)
@@ -229,6 +229,10 @@ def _decided(found: Any, exact: Any, place: int) -> Any:
     return values if exact is None else decided(values, undecided, exact[place])
 
 
+def _word(kept: Cache, x: Any, which: str) -> Any:
+    return getattr(kept if x is None else kept._replace(x=x), which)
+
+
 class LazyCache(DaskMethodsMixin):
     """
     The cache of a forward on a Dask array, itself lazy: a collection of Dask like the array.
@@ -282,8 +286,11 @@ class LazyCache(DaskMethodsMixin):
 
     def _of_rows(self, which: str) -> Array:
         name = f"{self.norm.kind}-norm-{which}-{tokenize(self.kept)}"
-        kept = self.kept, tuple(range(self.x.ndim))
-        return of_blocks(name, getattr, kept, (which, None), dtype=np.float64, ones=self.axis)
+        every = tuple(range(self.x.ndim))
+        # Of rounding="nearest" they are made again.
+        x = (self.x, every) if self.norm.rounding == "nearest" else (None, None)
+        kept = self.kept, every
+        return of_blocks(name, _word, kept, x, (which, None), dtype=np.float64, ones=self.axis)
 
     # ---- what Dask asks of a collection: it is made of those of its arrays that are lazy ----
 

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import normalize_axes, on_cuda_device
@@ -91,6 +92,19 @@ def statistics_of(cache: Cache, threads: int | None) -> Statistics:
         return statistics
     made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name)
     return made
+
+
+def _made_in_pairs(cache: Cache) -> Statistics:
+    """Return the statistics of a cache in double-double, which a float64 gamma calls for."""
+    x, norm, axes, _, name, where, _ = cache
+    ones = np.ones([x.shape[axis] for axis in axes])
+    norm = norm._replace(gamma=ones, beta=None, gamma_offset=0.0)
+    made: Statistics = _do(Forward(x, norm, None, where=where), axes, name)
+    return made
+
+
+# A cache knows nothing of backends, which are on a floor above its own.
+Cache.made_in_pairs = _made_in_pairs  # type: ignore[method-assign]
 
 
 def _do(call: Forward, axes: tuple[int, ...], name: str) -> Any:

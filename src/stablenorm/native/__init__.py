@@ -96,9 +96,9 @@ def forward(call: Forward) -> Any:
 def _at_once(call: Forward) -> Statistics | None:
     """Do all samples by one job, if they can, and had better, be done so."""
     x, y = call.x, call.y
-    wide = call.norm.rounding == "nearest" or any_float64(x, *call.norm[:2])
-    # Of wide rows that are left open, x is needed once more.
-    if y is None or call.where is not None or _are_few(call) or (wide and _may_share(x, y)):
+    again = call.norm.rounding == "nearest" or any_float64(x, *call.norm[:2])
+    # Of rows that are left open, x is needed once more.
+    if y is None or call.where is not None or _are_few(call) or (again and _may_share(x, y)):
         return None
     return _forward(call)  # type: ignore[no-any-return]
 
@@ -125,7 +125,7 @@ def _forward(call: Forward, clear: bool = False) -> Any:
     """Do a forward of all rows, or with `clear` of some while the others of y are cleared; None if samples cannot."""
     x, (gamma, beta, eps, kind, gamma_offset, rounding), y, keep, residual, total, *_ = call
     samples, layer, nearest = call.samples or 0, kind == "layer", rounding == "nearest"
-    source, wide = None, nearest or any_float64(x, gamma, beta)
+    source, wide = None, any_float64(x, gamma, beta)
     if residual is not None:
         source, x = x, total
     if nearest and y is not None and residual is None and _may_share(x, y):
@@ -141,8 +141,10 @@ def _forward(call: Forward, clear: bool = False) -> Any:
         if layer:
             mean, rest = np.empty(shape), np.empty(shape)
     if wide:
-        rstd_lo, marks = np.empty(shape), np.empty(shape, np.uint8)
+        rstd_lo = np.empty(shape)
         tail = np.empty(shape) if layer else None
+    if wide or nearest:
+        marks = np.empty(shape, np.uint8)
         spread_ = np.empty(shape) if nearest else None
     if not _core.forward(
         _seen(x), _seen(y), _seen(source), _seen(residual),
@@ -154,9 +156,11 @@ def _forward(call: Forward, clear: bool = False) -> Any:
             return None
         if clear:
             fill_others(y.matrix, [Counted(y.numbers, None)])
-        return reference.forward(call)
+        # Samples and blocks of one call have the same words, whoever made them.
+        kept = reference.forward(call)
+        return kept if wide or not keep else kept._replace(rstd_lo=None, mean_tail=None)
     kept = _new(Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_, None))
-    if not wide:
+    if marks is None:
         return kept
     # Counting takes a quarter of the time of any().
     if np.count_nonzero(marks):
@@ -206,12 +210,13 @@ def backward(call: Backward) -> Any:
 def _backward_at_once(call: Backward) -> bool:
     """Do all samples by one job, if they can, and had better, be done so; tell whether they were."""
     dy, dx, wide = call.dy, call.out.dx, call.statistics.rstd_lo is not None
-    if call.where is not None or _are_few(call):
+    again = wide or call.norm.rounding == "nearest"
+    if call.where is not None or _are_few(call) or (not wide and any_float64(dy)):
         return False
-    if (dx is not None and _may_share(dy, dx)) if wide else any_float64(dy):
+    if again and dx is not None and _may_share(dy, dx):
         return False
-    marks = _marks_of(call.statistics) if wide else None
-    left = _backward(call, marks)
+    marks = _marks_of(call.statistics) if again else None
+    left = _backward(call, marks, wide)
     if left is None or (marks is not None and marks.any()):
         return False
     return left.undecided is None or not left.undecided.any()
@@ -243,17 +248,24 @@ def _backward_counted(call: Backward) -> None:
     fill_others(call.out.dx, parts, call.dsum)
 
 
-def _backward_rows(call: Backward, clear: bool = False) -> None:
-    """Do a backward of all rows, or with `clear` of some while the others of dx are cleared."""
-    dy, wide = call.dy, call.statistics.rstd_lo is not None
+def _backward_rows(call: Backward, clear: bool = False, wanted: Any = None) -> None:
+    """
+    Do a backward of all rows, or with `clear` of some while the others of dx are cleared.
+
+    With `wanted`, do some columns of the sums in double-double, as `undecided` has them, and of the others anything.
+    """
+    dy, nearest = call.dy, call.norm.rounding == "nearest"
+    wide = call.statistics.rstd_lo is not None
     dx: Any = call.out.dx
-    if call.norm.rounding == "nearest" and dx is not None and _may_share(dy, dx):
+    if nearest and dx is not None and _may_share(dy, dx):
         # Rows that are undecided are computed once more.
         call = call._replace(dy=np.array(as_matrix(dy)[:]))
-    marks = _marks_of(call.statistics) if wide else None
-    # What a forward kept of which nothing was float64 is too little for double-double.
+    marks = _marks_of(call.statistics) if wide or nearest else None
+    if nearest:
+        wide = wide or wanted is not None or any_float64(dy) or bool(np.count_nonzero(marks))
+    # Else, what a forward kept of which nothing was float64 is too little for double-double.
     possible = wide or not any_float64(dy)
-    left = _backward(call, marks, clear) if possible else None
+    left = _backward(call, marks, wide, clear, wanted) if possible else None
     if left is None:
         if clear:
             fill_others(dx.matrix, [Counted(dx.numbers, None)])
@@ -262,7 +274,7 @@ def _backward_rows(call: Backward, clear: bool = False) -> None:
     if marks is not None and np.count_nonzero(marks):
         _backward_marked(call, marks, left)
     if left.undecided is not None:
-        _decide(call, left.undecided)
+        _decide(call, left.undecided, wide)
 
 
 class _Left(NamedTuple):
@@ -274,22 +286,24 @@ class _Left(NamedTuple):
     undecided: Any
 
 
-def _backward(call: Backward, marks: Any, clear: bool = False) -> _Left | None:
+def _backward(
+    call: Backward, marks: Any, wide: bool, clear: bool = False, wanted: Any = None
+) -> _Left | None:
     """Do all but the rows that are marked, in the end; return what is left open, None if nothing is done."""
     dy, x, norm, statistics, out, dsum = call[:6]
     dx, dgamma, dbeta = cast(Any, out)
     mean, rest, rstd, rstd_lo, tail, _, spread_, _ = statistics
     samples, n, totals = call.samples or 0, x.shape[-1], (dgamma, dbeta)
-    wide, nearest = rstd_lo is not None, norm.rounding == "nearest"
+    nearest = norm.rounding == "nearest"
     sums = undecided = None
     if dgamma is not None or dbeta is not None:
-        sums = np.empty((2, n, 4)) if wide and not samples else None
+        sums = np.empty((2, n, 4)) if (wide or nearest) and not samples else None
         undecided = np.zeros((samples, 2, n) if samples else (2, n), np.uint8) if nearest else None
     flat = [_flat(total, samples) for total in totals]
     if not _core.backward(
         _seen(x), _seen(dx), _seen(dy), _seen(dsum), _flat(norm.gamma, samples), None, norm.eps,
         norm.gamma_offset, norm.kind != "layer", nearest, wide, dx.matrix.shape[0] if clear else 0,
-        mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums,
+        mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums, wanted,
         call.threads or get_num_threads(), samples,
     ):  # fmt: skip
         return None
@@ -322,13 +336,19 @@ def _backward_marked(call: Backward, marks: Any, left: _Left) -> None:
         reference.backward(some._replace(out=Gradients(some.out.dx, None, None)))
 
 
-def _decide(call: Backward, undecided: Any) -> None:
-    """Round correctly the columns of dgamma and dbeta that are undecided."""
+def _decide(call: Backward, undecided: Any, wide: bool) -> None:
+    """Round correctly the columns of dgamma and dbeta that are undecided: in double-double, then by the reference."""
     columns, (_, *totals) = np.flatnonzero(undecided.any(axis=0)), call.out
     if not len(columns):
         return
-    some = call._replace(out=Gradients(None, *totals))
-    found = reference.nearest.columns_of_sums(some, columns)
+    found: Any
+    if wide:
+        some = call._replace(out=Gradients(None, *totals))
+        found = reference.nearest.columns_of_sums(some, columns)
+    else:
+        again = [None if total is None else np.empty_like(total) for total in totals]
+        _backward_rows(call._replace(out=Gradients(None, *again)), wanted=undecided)
+        found = [None if total is None else total.flat[columns] for total in again]
     for total, values in zip(totals, found, strict=True):
         if total is not None:
             total.flat[columns] = values
@@ -354,7 +374,7 @@ def jvp(call: Jvp) -> Any:
     marks = _marks_of(statistics) if wide else None
     if not _core.backward(
         _seen(x), _seen(ty), _seen(tx), None, None, table, norm.eps, 0.0, norm.kind != "layer",
-        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 5,
+        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 6,
         get_num_threads(), 0,
     ):  # fmt: skip
         return NotImplemented

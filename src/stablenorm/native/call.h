@@ -60,11 +60,13 @@ struct Call {
     const char *gamma = nullptr, *beta = nullptr;
     Type gamma_type = F64, beta_type = F64;
     double eps = 0, gamma_offset = 0;
+    // In double-double; every result is the exact one, rounded.
     bool rms = false, backward = false, wide = false, nearest = false;
     // Of a jvp: gamma + gamma_offset, its low part, tgamma and tbeta, n float64 each.
     const double* tangents = nullptr;
 
-    // One float64 for each row. Of pairs: low parts, tails, rms(xhat), and a mark of rows that are left alone.
+    // One float64 for each row. Of pairs: low parts, tails, and a mark of rows that are left alone; of nearest:
+    // rms(xhat) or more, and a mark of rows in which something is left open.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
     double *rstd_low = nullptr, *tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;
@@ -75,6 +77,7 @@ struct Call {
     Type sums_type[2] = {F64, F64};
     const double* old[2] = {nullptr, nullptr};
     uint8_t* undecided[2] = {nullptr, nullptr};
+    const uint8_t* wanted = nullptr;  // if given, of columns of both whether they are; pairs alone
     double* partial[2] = {nullptr, nullptr};
 
     // How it is done. Shape and dtypes alone decide the tiles: so no bit depends on the number of threads.
@@ -82,20 +85,25 @@ struct Call {
     bool past = false, ahead = false;  // results go past the caches; rows to come are asked for
     bool results_whole = false;  // results are finished element by element: rounded, added to, scattered
 
+    Index block = 1024;  // columns that are summed in one go: it bounds the chains of additions
+
     // Scratch memory of all threads: vectors of float64, and of each tile its sums and the range of its dy.
-    double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr;
+    double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
     Index own_size = 0;
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
     Index apart() const { return padded(n); }
-    // Dgamma, its low part, dbeta and its low part; for nearest, the sizes of both.
+    // Some rows may be done in pairs.
+    bool pairs() const { return wide || nearest; }
+    // Dgamma, its low part, dbeta and its low part; for nearest, the sizes of both or, not in pairs, the errors.
     Index sums_per_tile() const { return (nearest ? 6 : 4) * apart(); }
 
     void lay_out(Arena& arena) {
         Index p = apart();
-        wide_gamma = arena.take(p), gamma_low = arena.take(wide ? p : 0), wide_beta = arena.take(p);
+        wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
+        sizes = arena.take(nearest ? p : 0);
         if (summing()) sums = arena.take(sums_per_tile() * tiles), ranges = arena.take(2 * tiles);
     }
 };
@@ -111,8 +119,8 @@ struct Own {
     Own(const Call& c, Arena& arena) {
         Index p = c.apart(), rows = c.step > 2 ? c.step : 2;  // the narrow backward takes two
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
-        raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 2 * p : 0);
-        xhat = arena.take(c.wide && c.backward ? 2 * p * rows : 0);
+        raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 3 * p : 0);
+        xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
     }
 };

@@ -46,13 +46,14 @@ inline bool is_moderate(const double* v, Index n, double least) {
 inline bool prepare(const Call& c) {
     widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
     if (!c.backward) widen(c.beta, c.beta_type, -0.0, c.wide_beta, c.n);
-    if (c.wide) memset(c.gamma_low, 0, (size_t)c.apart() * sizeof(double));
+    if (c.pairs()) memset(c.gamma_low, 0, (size_t)c.apart() * sizeof(double));
     for (Index j = 0; j < c.n && c.gamma_offset != 0; j++) {
         Pair<double> sum = two_sum(c.wide_gamma[j], c.gamma_offset);
         c.wide_gamma[j] = sum.high;
-        if (c.wide) c.gamma_low[j] = sum.low;
+        if (c.pairs()) c.gamma_low[j] = sum.low;
     }
-    if (!c.wide) return true;
+    for (Index j = 0; c.nearest && j < c.apart(); j++) c.sizes[j] = magnitude(c.wide_gamma[j]) + (c.backward ? 0 : magnitude(c.wide_beta[j]));
+    if (!c.pairs()) return true;
     bool moderate = is_moderate(c.wide_gamma, c.n, SMALLEST);
     if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
     return moderate && (c.backward || (is_moderate(c.wide_beta, c.n, 0) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
@@ -72,7 +73,7 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, of.high, of.low, count);
         merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
-        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[(4 + which) * p + j];
+        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[(c.wide ? 4 + which : 4) * p + j];
     }
     // The vectors' padding has anything.
     for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], of.high[j], of.low[j]);
@@ -84,8 +85,14 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Replaces the sizes of sums by bounds of their errors.
+// Replaces the sizes of sums by bounds of their errors. Not in pairs, they are errors of dgamma.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+    if (!c.wide) {
+        double share = 0;
+        for (Index tile = 0; tile < c.tiles; tile++) share = std::fmax(share, c.ranges[2 * tile + which]);
+        for (Index j = 0; j < count; j++) of.size[j] = share > 0 ? fma(0x1p-52, magnitude(of.low[j]), 1.02 * share * of.size[j]) : 0;
+        return;
+    }
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
     Index tiles = c.tiles;
     for (Index tile = 0; tile < c.tiles; tile++)
@@ -103,6 +110,19 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     double bound = sums_bound(c.n, c.tile_rows, tiles);
     bool exact = which == 1 && is_exact(rows, most, last);
     for (Index j = 0; j < count; j++) of.size[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
+}
+
+// dbeta of a column once more, of numbers whose sum as a pair is mostly exact; 0 if it is.
+inline double add_exactly(const Call& c, Index j, double& high, double& low) {
+    Pair<double> sum = {c.old[1] ? c.old[1][j] : 0, 0};
+    double lost = 0, v;
+    for (Index i = 0; i < c.rows && c.dy.whole; i++) {
+        lift_row(c.dy.type, row_of(c.dy, i) + j * BYTES[c.dy.type], &v, 1);
+        Pair<double> next = two_sum(sum.high, v), rest = two_sum(sum.low, next.low);
+        sum = {next.high, rest.high}, lost += magnitude(rest.low);
+    }
+    if (lost == 0 && c.dy.whole) high = sum.high, low = sum.low;
+    return c.dy.whole ? lost : 1;
 }
 
 // Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
@@ -130,6 +150,9 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
         round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided);
+        for (Index j = 0; j < count && which == 1 && !c.wide; j++)
+            if (undecided[j] && (of.size[j] = add_exactly(c, start + j, of.high[j], of.low[j])) == 0)
+                round_pairs(out + j, of.high + j, of.low + j, of.size + j, 1.0, 1, undecided + j);
         // There is one NaN, whatever that of an old value is.
         for (Index j = 0; j < count; j++) undecided[j] |= of.high[j] != of.high[j];
     });

@@ -39,6 +39,13 @@ constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 // to 1070. Inputs beyond the cache of one core are asked for ahead of time.
 constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
+// For nearest: as many columns to a lane as there are blocks, so that chains of additions are shortest.
+Index short_block(Index n) {
+    Index side = 1;
+    while (16 * side * side < n) side++;
+    return 16 * side;
+}
+
 // Columns of dgamma or dbeta that one thread adds up at a time.
 constexpr Index COLUMNS = 512;
 
@@ -159,8 +166,14 @@ void plan(Call& c) {
     c.tile_rows = c.backward ? backward_rows(c.rows, c.n) : forward_rows(c.rows, c.n);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     c.step = rows_together(c.n);
-    c.results_whole = c.nearest || c.tangents || (c.wide && c.gamma_offset != 0) || (c.backward && c.plus.data) || !c.y.whole ||
-                      c.y.type != (c.wide ? F64 : c.x.type) || (c.backward && !c.wide && c.dy.type != c.x.type);
+    bool rare = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
+                (c.backward && !c.spread);
+    bool unlike = c.tangents || (c.backward && c.plus.data) || !c.y.whole || c.y.type != (c.wide ? F64 : c.x.type) ||
+                  (c.backward && !c.wide && c.dy.type != c.x.type);
+    // Correct rounding of what is rare is left to pairs.
+    c.wide = c.wide || (c.nearest && (rare || unlike));
+    if (c.nearest && !c.wide) c.block = short_block(c.n);
+    c.results_whole = unlike || (c.wide && (c.nearest || c.gamma_offset != 0));
     Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;
     bool aligned = c.y.lead == 1 && c.y.strides[0] == row_bytes && row_bytes % kernels->alignment == 0 &&
                    (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;

@@ -131,7 +131,9 @@ APART inline void settle(const double* k, const Sums& sums, Index n, double eps,
     }
 }
 
-template <bool LAYER> APART void statistics(const double* const* x, Index n, int rows, double eps, Stats& of) {
+template <bool LAYER> APART void statistics(const double* const* x, const Call& c, int rows, Stats& of) {
+    Index n = c.n;
+    double eps = c.eps;
     Sums sums;
     double k[GROUP] = {};
     if (rows < GROUP) memset(&sums, 0, sizeof sums);
@@ -218,11 +220,12 @@ struct Back {
 };
 
 // Vectors `apart` float64 apart: of dgamma, its low part, dbeta and its low part, and if `sizes` the sums of
-// |dy| (|xhat| + w) and |dy|. Null if nobody wants them.
+// |dy| (|xhat| + w) and |dy|. Null if nobody wants them. If `wanted`, only of those groups of P columns.
 struct Columns {
     double* at;
     Index apart;
     bool sizes;
+    const uint8_t* wanted;
 };
 
 template <bool WHOLE> INLINE Wide g_of(N d, Index j, const Parameters& given) {
@@ -276,7 +279,8 @@ APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, 
     };
     for (Index j = 0; j < n;) {
         Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
-        for (; j + P <= stop; j += P) add(load<P>(dy + j), load<P>(x + j), j, P);
+        for (; j + P <= stop; j += P)
+            if (!over.wanted || over.wanted[j / P]) add(load<P>(dy + j), load<P>(x + j), j, P);
         if (j < stop) add(load<P>(dy + j, stop - j), load<P>(x + j, stop - j), j, stop - j), j = stop;
         a = settled(a), b = settled(b);
     }

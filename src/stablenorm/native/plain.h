@@ -171,14 +171,14 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     c.n = last_length(x);
     if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
     bool keep = field(options, ahead::KEEP) != Py_False;
-    c.x = rows_of(x, type), c.rows = c.x.count, c.wide = c.nearest || type == F64 || has_float64(c);
+    c.x = rows_of(x, type), c.rows = c.x.count, c.wide = type == F64 || has_float64(c);
 
     PyObject *out = field(options, ahead::OUT), *gamma = field(args[1], norm::GAMMA), *beta = field(args[1], norm::BETA);
     if (is_given(out) && !is_room(out, x, {args[0], gamma, beta})) return Py_NewRef(declined);
 
     Owned own;
     PyObject* y = own(is_given(out) ? Py_NewRef(out) : new_array(PyArray_DESCR(x), PyArray_NDIM(x), PyArray_DIMS(x)));
-    PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
+    PyObject* marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : y;
     if (!y || !marks) return nullptr;
     Words words(c);
     PyObject *none = Py_None, *kept = own(PyTuple_New(stats::FIELDS));
@@ -212,7 +212,7 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     c.wide = is_given(field(kept, stats::RSTD_LO));
     if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::EXPONENT, stats::EXTREME})) return false;
     // What a forward kept of which nothing was float64 is too little for double-double.
-    if (!c.wide && (c.nearest || type == F64 || has_float64(c))) return false;
+    if (!c.wide && (type == F64 || has_float64(c))) return false;
     Words words(c);
     for (int i = 0; i < stats::FIELDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(kept, i);
@@ -252,15 +252,15 @@ PyObject* plain_backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         results[i] = own(is_given(given) ? Py_NewRef(given) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like)));
         if (!results[i]) return nullptr;
     }
-    PyObject* marks = c.wide ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : results[0];
+    PyObject* marks = c.pairs() ? own(new_vector(c.rows, NPY_UINT8, c.marks)) : results[0];
     PyObject* open = c.nearest ? own(new_vector(2 * c.n, NPY_UINT8, c.undecided[0])) : results[0];
     if (!marks || !open) return nullptr;
     if (c.nearest) memset(c.undecided[0], 0, (size_t)(2 * c.n)), c.undecided[1] = c.undecided[0] + c.n;
     // Rows that are extreme by what the forward found; tiny ones, of a forward that was all the reference's.
-    for (Index i = 0; c.wide && i < c.rows; i++)
+    for (Index i = 0; c.pairs() && i < c.rows; i++)
         c.marks[i] = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf())) ||
                      (c.spread && c.spread[i] > 0 && c.spread[i] < SMALLEST);
-    if (c.wide && has_any(c.marks, c.rows)) return Py_NewRef(declined);
+    if (c.pairs() && has_any(c.marks, c.rows)) return Py_NewRef(declined);
     c.backward = true, c.dy = rows_of(dy, type), c.y = rows_of((PyArrayObject*)results[0], type);
     for (int i = 0; i < 2; i++) {
         if (!is_given(results[1 + i])) continue;

@@ -14,17 +14,18 @@
 //
 // Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
 // lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/reference/accuracy-contract.md derives what
-// follows from H.
+// follows from H. For rounding="nearest" blocks are shorter, so that H is about sqrt(n / 4); certain.h has its bounds,
+// and NEAREST says here that results are judged by them.
 #pragma once
 #include <cmath>
 
 #include "call.h"
+#include "certain.h"
 #include "lanes.h"
 #include "numbers.h"
 
 namespace {
 
-constexpr Index BLOCK = 1024;  // columns summed in one go: it bounds the chains of additions
 constexpr int L = 16;          // lanes of the forward
 // Lanes in which y is written, of two rows at a time, which share what is read of gamma and beta: n = 4096, 0.9 ns
 // an element against 1.1 one by one.
@@ -40,6 +41,7 @@ constexpr int GROUP = 8;
 // Of the rows of a group: (x - mean - rest) * rstd is xhat.
 struct Stats {
     double mean[GROUP], rest[GROUP], rstd[GROUP];
+    double d[GROUP], square[GROUP];  // means of x - k and of its square
 };
 
 // ---- forward ----
@@ -51,7 +53,7 @@ INLINE void measure_block(const T* x, Index n, Lanes<L> k, Lanes<L>& sum, Lanes<
         squares = fma(c, c, squares);
     };
     Index j = 0;
-    for (; j + L <= n; j += L) add(LAYER ? load<L>(x + j) - k : load<L>(x + j));
+    for (; j + L <= n; j += L) add(LAYER ? minus(load<L>(x + j), k) : load<L>(x + j));
     if (j < n) add(first(LAYER ? load<L>(x + j, n - j) - k : load<L>(x + j, n - j), n - j));
 }
 
@@ -59,13 +61,13 @@ struct Means {
     double plain, product;
 };
 
-// Means of x - k and of its square.
-template <bool LAYER, class T> APART Means measure(const T* x, Index n, double guess) {
+// Means of x - k and of its square; of so many columns at a time.
+template <bool LAYER, class T> APART Means measure(const T* x, Index n, double guess, Index block) {
     Lanes<L> k = spread<L>(guess), sum = {}, squares = {};
-    measure_block<LAYER>(x, n < BLOCK ? n : BLOCK, k, sum, squares);
-    for (Index start = BLOCK; start < n; start += BLOCK) {
+    measure_block<LAYER>(x, n < block ? n : block, k, sum, squares);
+    for (Index start = block; start < n; start += block) {
         Lanes<L> a = {}, b = {};
-        measure_block<LAYER>(x + start, n - start < BLOCK ? n - start : BLOCK, k, a, b);
+        measure_block<LAYER>(x + start, n - start < block ? n - start : block, k, a, b);
         sum = sum + a, squares = squares + b;
     }
     return {total(sum) / (double)n, total(squares) / (double)n};
@@ -79,23 +81,23 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
 
 INLINE void settle(double k, double d, double square, double eps, Stats& of, int r) {
     double var = square - d * d, mean = k + d, part = mean - k;
-    of.mean[r] = mean, of.rest[r] = (k - (mean - part)) + (d - part);
+    of.mean[r] = mean, of.rest[r] = (k - (mean - part)) + (d - part), of.d[r] = d, of.square[r] = square;
     // Rounding can make the difference of two equal squares negative; NaN stays.
     of.rstd[r] = 1 / std::sqrt((var < 0 ? 0 : var) + eps);
 }
 
-template <bool LAYER, class T> APART void statistics(const T* const* x, Index n, int rows, double eps, Stats& of) {
-    double k[GROUP] = {}, d[GROUP] = {}, square[GROUP] = {};
+template <bool LAYER, class T> APART void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
+    double k[GROUP] = {}, d[GROUP] = {}, square[GROUP] = {}, eps = c.eps;
     for (int r = 0; r < rows; r++) {
-        k[r] = LAYER ? guess_of(x[r], n) : 0;
-        Means means = measure<LAYER>(x[r], n, k[r]);
+        k[r] = LAYER ? guess_of(x[r], c.n) : 0;
+        Means means = measure<LAYER>(x[r], c.n, k[r], c.block);
         d[r] = means.plain, square[r] = means.product;
     }
     if (!LAYER) {
         for (int r = 0; r < GROUP; r++) {
             double v = square[r] + eps;
             // v - v: infinity spoils all of its row, as it does a mean.
-            of.mean[r] = of.rest[r] = 0, of.rstd[r] = 1 / std::sqrt(v) + (v - v);
+            of.mean[r] = of.rest[r] = of.d[r] = 0, of.rstd[r] = 1 / std::sqrt(v) + (v - v), of.square[r] = square[r];
         }
         return;
     }
@@ -103,37 +105,84 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, Index n,
     for (int r = 0; r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
-            Means means = measure<true>(x[r], n, better);
+            Means means = measure<true>(x[r], c.n, better, c.block);
             settle(better, means.plain, means.product, eps, of, r);
         }
 }
 
-// y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for.
-template <int R, bool LAYER, bool PAST, class T, class To>
-APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const double* gamma, const double* beta, Index ahead) {
-    Lanes<Y> mean[R], rstd[R], s[R];
+// Gamma, beta, and |gamma| + |beta|, with which errors grow.
+struct Parameters {
+    const double *gamma, *beta, *sizes;
+};
+
+// The registers of a row that are in doubt, by their first columns.
+struct Doubts {
+    Index *at, count;
+};
+
+// y, of some columns of a row.
+template <bool LAYER> struct Affine {
+    Lanes<Y> mean, rstd, s;
+    INLINE Affine() {}
+    INLINE Affine(const Stats& of, int r)
+        : mean(spread<Y>(of.mean[r])), rstd(spread<Y>(of.rstd[r])), s(spread<Y>(-of.rest[r] * of.rstd[r])) {}
+    INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
+        Lanes<Y> xhat = LAYER ? fma(minus(v, mean), rstd, s) : v * rstd;
+        return fma(xhat, scale, shift);
+    }
+};
+
+// y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for. NEAREST: for each row there
+// is a list of doubts to be filled, and how large y must be beside |gamma| + |beta|.
+template <int R, bool LAYER, bool PAST, bool NEAREST, class T, class To>
+APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
+                   Doubts* doubts = nullptr, const double* least = nullptr) {
+    Affine<LAYER> row[R];
+    Lanes<Y> enough[R];
     const T* from[R];
     To* to[R];
+    Doubts found[R];
     for (int i = 0; i < R; i++) {
-        mean[i] = spread<Y>(of.mean[r + i]), rstd[i] = spread<Y>(of.rstd[r + i]);
-        s[i] = spread<Y>(-of.rest[r + i] * of.rstd[r + i]);
-        from[i] = x[r + i], to[i] = y[i];
+        row[i] = Affine<LAYER>(of, r + i), from[i] = x[r + i], to[i] = y[i];
+        if (NEAREST) enough[i] = spread<Y>(least[i]), found[i] = {doubts[i].at, 0};
     }
-    auto value = [&](Lanes<Y> v, int i, Lanes<Y> scale, Lanes<Y> shift) INLINED {
-        Lanes<Y> xhat = LAYER ? fma(v - mean[i], rstd[i], s[i]) : v * rstd[i];
-        return fma(xhat, scale, shift);
-    };
     Index j = 0;
     for (; j + Y <= n; j += Y) {
-        Lanes<Y> scale = load<Y>(gamma + j), shift = load<Y>(beta + j);
+        Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
+        Lanes<Y> size = NEAREST ? load<Y>(given.sizes + j) : scale;
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) {
             ask_for(from[i] + j + ahead);
-            store<PAST>(to[i] + j, value(load<Y>(from[i] + j), i, scale, shift));
+            Lanes<Y> v = row[i](load<Y>(from[i] + j), scale, shift);
+            if (NEAREST && __builtin_expect(in_doubt<To>(v, fma(enough[i], size, spread<Y>(NORMAL<To>))), 0))
+                found[i].at[found[i].count++] = j;
+            store<PAST>(to[i] + j, v);
         }
     }
-    for (int i = 0; i < R && j < n; i++)
-        store(to[i] + j, value(load<Y>(from[i] + j, n - j), i, load<Y>(gamma + j), load<Y>(beta + j)), n - j);
+    for (int i = 0; i < R; i++) {
+        if (j < n) {
+            store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(given.gamma + j), load<Y>(given.beta + j)), n - j);
+            if (NEAREST) found[i].at[found[i].count++] = j;
+        }
+        if (NEAREST) doubts[i] = found[i];
+    }
+}
+
+// Whether y of row r, where it is in doubt, may round to something else.
+template <bool LAYER, class T, class To>
+APART bool is_open(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
+    Affine<LAYER> row(of, r);
+    Lanes<Y> own = spread<Y>(1.02 * (errors.a + 3 * U)), a = spread<Y>(errors.a), b = spread<Y>(errors.b);
+    bool open = false;
+    for (Index i = 0; i < doubts.count; i++) {
+        Index j = doubts.at[i], some = n - j < Y ? n - j : Y;
+        Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
+        // Zero gets the sign of plus.
+        Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + spread<Y>(0.0);
+        open |= differs<To>(v, fma(own, magnitude(v), fma(a, magnitude(shift), b * magnitude(scale))), some);
+        store(y + j, v, some);
+    }
+    return open;
 }
 
 // ---- backward: R rows at a time, which share what is read of gamma and of the sums over rows ----
@@ -148,62 +197,81 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
     return std::fabs(a) < std::fabs(b) ? a : b;
 }
 
-// A row of the backward: dx = rstd * (g - m) + (x - mean) * p + q.
+// A row of the backward: dx = rstd * (g - m) + (x - mean) * p + q. NEAREST: the errors of xhat, and what is to be
+// added to a for the additions over rows; rms(g - m), or a little more.
 template <class T> struct Back {
     const T *dy, *x;
-    double mean, rest, rstd, m, p, q;
+    double mean, rest, rstd, m;
+    double p = 0, q = 0;
+    Errors errors = {};
+    double later = 0, size = 0;
+    // An element of dbeta's error: of constant rows, dgamma has none.
+    INLINE double of_dbeta() const { return errors.b > 0 ? errors.b : later; }
 };
 
-// Vectors of the sums over rows.
+// Vectors of the sums over rows, and of the errors of dgamma; what part of these its own are at most, 0 or 1, and those
+// of dbeta.
 struct Sums {
-    double *dgamma, *dbeta;
+    double *dgamma, *dbeta, *errors, *shares;
 };
 
 using Few = Lanes<B, AT_MOST_FOUR>;
 
 template <int R> struct Constants {
-    Few mean[R], rstd[R], s[R], m[R];
+    Few mean[R], rstd[R], s[R], m[R], a[R], b[R];
+};
+
+// Of R rows, sums along them: g - m, (g - m) * xhat, and the square of the first.
+template <int R> struct Along {
+    Few plain[R] = {}, product[R] = {}, square[R] = {};
 };
 
 // Four columns of R rows, or the first `some` of them, go to the sums along the rows and over them.
-template <bool SOME, int R, bool LAYER, class T>
+template <bool SOME, int R, bool LAYER, bool NEAREST, class T>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
-                         const Constants<R>& of, double* dgamma, double* dbeta, Few* a, Few* b) {
+                         const Constants<R>& of, const Sums& over, Along<R>& along) {
     constexpr int W = AT_MOST_FOUR;
-    Few u = load<B, W>(gamma + j), sg = load<B, W>(dgamma + j), sb = load<B, W>(dbeta + j);
+    double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta, *__restrict errors = over.errors;
+    Few u = load<B, W>(gamma + j), sg = load<B, W>(dgamma + j), sb = load<B, W>(dbeta + j), e = u;
+    if (NEAREST) e = load<B, W>(errors + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         Few d = load<B, W>(dy[r] + j), v = load<B, W>(x[r] + j);
         Few xhat = LAYER ? fma(v - of.mean[r], of.rstd[r], of.s[r]) : v * of.rstd[r];
         Few g = LAYER ? fma(d, u, of.m[r]) : d * u;
         if (SOME) g = first(g, some);
-        if (LAYER) a[r] = a[r] + g;
-        b[r] = fma(g, xhat, b[r]);
+        if (LAYER) along.plain[r] = along.plain[r] + g;
+        along.product[r] = fma(g, xhat, along.product[r]);
         sb = sb + d, sg = fma(d, xhat, sg);
+        if (!NEAREST) continue;
+        along.square[r] = fma(g, g, along.square[r]);
+        Few each = LAYER ? fma(of.a[r], magnitude(xhat), of.b[r]) : of.a[r] * magnitude(xhat);
+        e = fma(magnitude(d), each, e);
     }
     store(dgamma + j, sg), store(dbeta + j, sb);
+    if (NEAREST) store(errors + j, e);
 }
 
 // The sums along R rows; dy and dy * xhat are added to those over rows. What depends on a row is in local
 // variables, since for all that the compiler knows a store to dgamma may change it: 0.46 against 0.66.
-template <int R, bool LAYER, class T>
-APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums sums) {
-    double *__restrict dgamma = sums.dgamma, *__restrict dbeta = sums.dbeta;
+template <int R, bool LAYER, bool NEAREST, class T>
+APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over, Index block) {
     constexpr int W = AT_MOST_FOUR;
-    Few a[R] = {}, b[R] = {};
+    Along<R> all;
     Constants<R> of;
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
         of.mean[r] = spread<B, W>(row.mean), of.rstd[r] = spread<B, W>(row.rstd);
         of.s[r] = spread<B, W>(-row.rest * row.rstd), of.m[r] = spread<B, W>(-row.m);
+        if (NEAREST) of.a[r] = spread<B, W>(row.errors.a + row.later), of.b[r] = spread<B, W>(row.of_dbeta());
         dy[r] = row.dy, x[r] = row.x;
     }
-    for (Index start = 0; start < n; start += BLOCK) {
-        Few c[R] = {}, d[R] = {};
-        Index stop = n - start < BLOCK ? n : start + BLOCK, j = start;
+    for (Index start = 0; start < n; start += block) {
+        Along<R> part;
+        Index stop = n - start < block ? n : start + block, j = start;
         for (; j + B <= stop; j += B)
-            pull_columns<false, R, LAYER>(dy, x, j, B, gamma, of, dgamma, dbeta, c, d);
+            pull_columns<false, R, LAYER, NEAREST>(dy, x, j, B, gamma, of, over, part);
         if (j < stop) {
             T copy[R][2][B] = {};
             const T *last_dy[R], *last_x[R];
@@ -212,33 +280,79 @@ APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums sum
                 memcpy(copy[r][1], x[r] + j, (size_t)(stop - j) * sizeof(T));
                 last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
             }
-            pull_columns<true, R, LAYER>(last_dy, last_x, 0, stop - j, gamma + j, of, dgamma + j, dbeta + j, c, d);
+            Sums last = {over.dgamma + j, over.dbeta + j, NEAREST ? over.errors + j : nullptr, nullptr};
+            pull_columns<true, R, LAYER, NEAREST>(last_dy, last_x, 0, stop - j, gamma + j, of, last, part);
         }
-        for (int r = 0; r < R; r++) a[r] = a[r] + c[r], b[r] = b[r] + d[r];
+        for (int r = 0; r < R; r++) {
+            all.plain[r] = all.plain[r] + part.plain[r], all.product[r] = all.product[r] + part.product[r];
+            if (NEAREST) all.square[r] = all.square[r] + part.square[r];
+        }
     }
     for (int r = 0; r < R; r++) {
-        double plain = LAYER ? total(a[r]) / (double)n : 0, slope = total(b[r]) / (double)n;
+        double plain = LAYER ? total(all.plain[r]) / (double)n : 0, slope = total(all.product[r]) / (double)n;
         double rstd = rows[r].rstd, s = -rows[r].rest * rstd;
         rows[r].p = -slope * rstd * rstd;
         rows[r].q = -(plain + slope * s) * rstd;
+        if (NEAREST) rows[r].size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
     }
 }
 
-template <bool LAYER, bool PAST, class T, class To>
-APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead) {
-    Lanes<L> mean = spread<L>(of.mean), rstd = spread<L>(of.rstd), m = spread<L>(-of.m);
-    Lanes<L> p = spread<L>(of.p), q = spread<L>(of.q);
-    auto value = [&](Lanes<L> d, Lanes<L> v, Index j) INLINED {
-        Lanes<L> u = load<L>(gamma + j);
-        return LAYER ? fma(v - mean, p, fma(fma(d, u, m), rstd, q)) : fma(v, p, d * u * rstd);
-    };
+// dx, of some columns of a row.
+template <bool LAYER> struct Projected {
+    Lanes<L> mean, rstd, m, p, q;
+    template <class T> INLINE explicit Projected(const Back<T>& of)
+        : mean(spread<L>(of.mean)), rstd(spread<L>(of.rstd)), m(spread<L>(-of.m)), p(spread<L>(of.p)), q(spread<L>(of.q)) {}
+    INLINE Lanes<L> operator()(Lanes<L> d, Lanes<L> v, Lanes<L> u) const {
+        return LAYER ? fma(minus(v, mean), p, fma(fma(d, u, m), rstd, q)) : fma(v, p, d * u * rstd);
+    }
+};
+
+// The errors of dx: so much of it, and this times 1 + |xhat|, or for RMS norm |xhat|.
+template <class T> INLINE Errors errors_of_dx(const Back<T>& of, double chain) {
+    return {1.02 * (of.errors.a + 6 * U), 1.02 * of.rstd * of.size * ((chain + 10) * U + 2 * of.errors.a + of.errors.b)};
+}
+
+// NEAREST: the list of doubts is to be filled.
+template <bool LAYER, bool PAST, bool NEAREST, class T, class To>
+APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Doubts* doubts = nullptr, double chain = 0) {
+    Projected<LAYER> row(of);
     const T *dy = of.dy, *x = of.x;
+    Doubts found = {NEAREST ? doubts->at : nullptr, 0};
+    Errors errors = NEAREST ? errors_of_dx(of, chain) : Errors{};
+    double least = least_result(errors.a, errors.b, (double)ROOM<To>);
+    Lanes<L> enough = spread<L>((LAYER ? least : 0) + NORMAL<To>), share = spread<L>(least * of.rstd);
     Index j = 0;
     for (; j + L <= n; j += L) {
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
-        store<PAST>(dx + j, value(load<L>(dy + j), load<L>(x + j), j));
+        Lanes<L> at = load<L>(x + j), v = row(load<L>(dy + j), at, load<L>(gamma + j));
+        if (NEAREST && __builtin_expect(in_doubt<To>(v, fma(magnitude(LAYER ? minus(at, row.mean) : at), share, enough)), 0))
+            found.at[found.count++] = j;
+        store<PAST>(dx + j, v);
     }
-    if (j < n) store(dx + j, value(load<L>(dy + j, n - j), load<L>(x + j, n - j), j), n - j);
+    if (j < n) {
+        store(dx + j, row(load<L>(dy + j, n - j), load<L>(x + j, n - j), load<L>(gamma + j)), n - j);
+        if (NEAREST) found.at[found.count++] = j;
+    }
+    if (NEAREST) *doubts = found;
+}
+
+// Whether dx of a row, where it is in doubt, may round to something else.
+template <bool LAYER, class T, class To>
+APART bool is_open(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts, double chain) {
+    Projected<LAYER> row(of);
+    Errors errors = errors_of_dx(of, chain);
+    Lanes<L> own = spread<L>(errors.a), others = spread<L>(LAYER ? errors.b : 0), share = spread<L>(errors.b * of.rstd);
+    bool open = false;
+    for (Index i = 0; i < doubts.count; i++) {
+        Index j = doubts.at[i], some = n - j < L ? n - j : L;
+        Lanes<L> at = load<L>(of.x + j, some);
+        // Zero gets the sign of plus.
+        Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);
+        Lanes<L> offset = magnitude(LAYER ? at - row.mean : at);
+        open |= differs<To>(v, fma(own, magnitude(v), fma(share, offset, others)), some);
+        store(dx + j, v, some);
+    }
+    return open;
 }
 
 }  // namespace

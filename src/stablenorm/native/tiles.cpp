@@ -32,13 +32,17 @@ constexpr Index EARLY = 4096;
 
 INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
+// The mark of a row that is left alone; of one that is not, but of which an element is undecided.
+constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
+
+// The longest chain of additions of a sum along a row, in so many lanes.
+INLINE double chain_of(const Call& c, int lanes) { return (double)(c.block / lanes + (c.n + c.block - 1) / c.block + 4); }
+
 // Row i of x in `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
     return row_as<T>(c, c.x, i, room, own.raw);
 }
-
-// ---- forward ----
 
 // Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).
 template <bool LAYER, class T, class Found, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
@@ -47,7 +51,7 @@ template <bool LAYER, class T, class Found, class Write> INLINE void measure_til
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {
         for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.apart());
-        statistics<LAYER>(x[which], c.n, count_from(top), c.eps, stats[which]);
+        statistics<LAYER>(x[which], c, count_from(top), stats[which]);
     };
     bool early = c.n <= EARLY;
     if (early) measure_from(tile.first, 0);
@@ -59,129 +63,24 @@ template <bool LAYER, class T, class Found, class Write> INLINE void measure_til
     }
 }
 
-template <class T, bool LAYER> void forward(const Call& c, Index number, int thread) {
-    Own own = own_of(c, thread);
-    measure_tile<LAYER, T, Stats>(c, own, tile_of(c, number), [&](Index top, int count, const T* const* x, const Stats& of) {
-        T* y[GROUP];
-        for (int r = 0; r < count; r++) {
-            Index i = top + r;
-            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
-            if (c.rstd) c.rstd[i] = of.rstd[r];
-            if (!c.y.data) continue;  // the statistics alone are wanted
-            if (c.all_rows) clear_between(c, own, i);
-            y[r] = (T*)row_of(c.y, i);
-            if (!c.results_whole) continue;
-            write_y<1, LAYER, false>(x, &own.high, c.n, of, r, c.wide_gamma, c.wide_beta, 0);
-            finish_row(c, own, i, 0);
-        }
-        if (!c.y.data || c.results_whole) return;
-        auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, T, T> : write_y<ROWS_OF_Y, LAYER, false, T, T>;
-        auto one = c.past ? write_y<1, LAYER, true, T, T> : write_y<1, LAYER, false, T, T>;
-        Index ahead = columns_ahead<T>(c, c.step);
-        for (int r = 0; r < count; r += ROWS_OF_Y)
-            (r + ROWS_OF_Y <= count ? some : one)(x, y + r, c.n, of, r, c.wide_gamma, c.wide_beta, ahead);
-    });
-}
-
-// ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
-
-// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
-constexpr Index PART = 64;
-
-// ty of a row, given the tangent of xhat in own.high.
-template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
-    const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
-    double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
-    double* x = own.size;
-    lift(of.x, x, c.n);
-    for (Index j = 0; j < c.n; j++) {
-        double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
-        own.high[j] = fma(own.high[j], scale[j], turned);
-    }
-}
-
-template <int R, class T, bool LAYER>
-Index backward_groups(const Call& c, const Own& own, Index top, Index stop, Sums sums) {
-    Back<T> rows[2][R];
-    auto begin = [&](Index i, int which) {
-        for (int r = 0; r < R; r++) {
-            Index apart = r * c.apart();
-            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart, own.raw);
-            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart, own.raw);
-            double m = LAYER ? pivot(dy, c.wide_gamma, c.n) : 0;
-            rows[which][r] = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], m, 0, 0};
-        }
-        pull<R, LAYER>(rows[which], c.n, c.wide_gamma, sums);
-    };
-    bool early = c.n <= EARLY;
-    if (early && top + R <= stop) begin(top, 0);
-    for (int now = 0; top + R <= stop; top += R, now = 1 - now) {
-        if (!early) begin(top, now);
-        else if (top + 2 * R <= stop) begin(top + R, 1 - now);
-        for (int r = 0; r < R && c.y.data; r++) {
-            const Back<T>& of = rows[now][r];
-            if (c.all_rows) clear_between(c, own, top + r);
-            if (c.results_whole) {
-                write_dx<LAYER, false>(of, own.high, c.n, c.wide_gamma, 0);
-                if (c.tangents) push(c, own, of);
-                finish_row(c, own, top + r, 0);
-                continue;
-            }
-            auto write = c.past ? write_dx<LAYER, true, T, T> : write_dx<LAYER, false, T, T>;
-            write(of, (T*)row_of(c.y, top + r), c.n, c.wide_gamma, columns_ahead<T>(c, R));
-        }
-    }
-    return top;
-}
-
-template <class T, bool LAYER> void backward_rows(const Call& c, const Own& own, Index top, Index stop, Sums sums) {
-    top = backward_groups<2, T, LAYER>(c, own, top, stop, sums);
-    backward_groups<1, T, LAYER>(c, own, top, stop, sums);
-}
-
-template <class T, bool LAYER> void backward(const Call& c, Index number, int thread) {
-    Tile tile = tile_of(c, number);
-    Own own = own_of(c, thread);
-    Index p = c.apart();
-    // To sum where nobody wants the sums takes less than a second version of the loop is worth.
-    if (!c.summing()) {
-        memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
-        return backward_rows<T, LAYER>(c, own, tile.first, tile.stop, {own.part, own.part + p});
-    }
-    // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
-    double* sums = c.sums + c.sums_per_tile() * number;
-    bool deep = c.tile_rows > PART;
-    memset(sums, 0, (size_t)(4 * p) * sizeof(double));
-    Sums part = deep ? Sums{own.part, own.part + p} : Sums{sums, sums + 2 * p};
-    for (Index top = tile.first; top < tile.stop; top += PART) {
-        if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
-        backward_rows<T, LAYER>(c, own, top, at_most(top + PART, tile.stop), part);
-        if (!deep) continue;
-        merge_columns(part.dgamma, sums, sums + p, c.n);
-        merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
-    }
-}
-
 // ---- in double-double ----
 
 namespace pairs {
 
-// The mark of a row that is left alone; of one that is not, but of which an element is undecided.
-constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
-
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
 Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
-template <bool LAYER> void forward(const Call& c, Index number, int thread) {
-    Own own = own_of(c, thread);
+template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
     Parameters given = parameters_of(c);
     double bound = row_bound(c.n);
-    measure_tile<LAYER, double, Stats>(c, own, tile_of(c, number), [&](Index top, int count, const double* const* x, const Stats& of) {
+    measure_tile<LAYER, double, Stats>(c, own, tile, [&](Index top, int count, const double* const* x, const Stats& of) {
         for (int r = 0; r < count; r++) {
             Index i = top + r;
             if (c.all_rows && c.y.data) clear_between(c, own, i);
-            if (LAYER) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r], c.tail[i] = of.tail[r];
-            c.rstd[i] = of.rstd[r], c.rstd_low[i] = of.rstd_low[r];
+            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
+            if (c.tail) c.tail[i] = of.tail[r];
+            if (c.rstd) c.rstd[i] = of.rstd[r];
+            if (c.rstd_low) c.rstd_low[i] = of.rstd_low[r];
             if (c.spread) c.spread[i] = of.spread[r];
             c.marks[i] = is_extreme(of, r, x[r], c.n, LAYER) ? EXTREME : 0;
             if (c.marks[i] || !c.y.data) continue;
@@ -234,9 +133,17 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
     Pair<double> range = range_of(of.dy, c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
     if (of_tile) add_range(c, range, of_tile);
-    of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw);
-    of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0, of.m = {0, 0};
-    if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
+    of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw), of.m = {0, 0};
+    if (c.rstd_low) {
+        of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0;
+        if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
+    } else {
+        Stats found;
+        statistics<LAYER>(&of.x, c, 1, found);
+        if (is_extreme(found, 0, of.x, c.n, LAYER)) return c.marks[i] = EXTREME, false;
+        of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
+        of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
+    }
     if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
     return true;
 }
@@ -252,12 +159,16 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
     if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
 }
 
-template <bool LAYER, bool WHOLE> void backward(const Call& c, Index number, int thread) {
-    Tile tile = tile_of(c, number);
-    Own own = own_of(c, thread);
+// Of each group of P columns, whether one is wanted.
+INLINE const uint8_t* wanted_groups(const Call& c, uint8_t* groups) {
+    memset(groups, 0, (size_t)(c.n / P + 1));
+    for (Index j = 0; j < c.n; j++) groups[j / P] |= c.wanted[j] | c.wanted[c.n + j];
+    return groups;
+}
+
+template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
     Index p = c.apart(), held = 0;
-    Columns over = {c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, p, c.nearest};
-    double* range = over.at ? c.ranges + 2 * number : nullptr;
+    Columns over = {sums, p, c.nearest, c.wanted ? wanted_groups(c, (uint8_t*)own.size) : nullptr};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
     bool exact = true;
     for (Index j = 0; j < c.n; j++) exact = exact && c.gamma_low[j] == 0;
@@ -282,26 +193,192 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, Index number, int
 
 }  // namespace pairs
 
+// ---- forward ----
+
+// Of the rows of a tile that are left open, does one more time in pairs what `once` does of one.
+template <class Once> void do_again(const Call& c, Tile tile, Once once) {
+    for (Index i = tile.first; i < tile.stop; i++) {
+        if (!c.marks[i]) continue;
+        Call alone = c;
+        alone.wide = alone.results_whole = true, alone.all_rows = 0, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
+        // The statistics stay.
+        alone.mean = alone.rest = alone.rstd = alone.spread = nullptr, c.marks[i] = 0;
+        once(alone, Tile{i, i + 1});
+        // What follows need not be kept apart: of the sums, all columns that such a row spoils are left open.
+        if (c.marks[i] && c.backward) c.marks[i] = UNDECIDED;
+    }
+}
+
+template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index number, int thread) {
+    Own own = own_of(c, thread);
+    Tile tile = tile_of(c, number);
+    Parameters given = {c.wide_gamma, c.wide_beta, c.sizes};
+    measure_tile<LAYER, T, Stats>(c, own, tile, [&](Index top, int count, const T* const* x, const Stats& of) {
+        T* y[GROUP];
+        Errors errors[GROUP];
+        double least[GROUP];
+        for (int r = 0; r < count; r++) {
+            Index i = top + r;
+            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
+            if (c.rstd) c.rstd[i] = of.rstd[r];
+            if (NEAREST) {
+                double size = std::sqrt(of.square[r]) * of.rstd[r];
+                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain_of(c, L));
+                least[r] = least_result(1.02 * (errors[r].a + 3 * U), std::fmax(errors[r].a, errors[r].b), (double)ROOM<T>);
+                c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
+                if (c.spread) c.spread[i] = size;
+            }
+            if (!c.y.data) continue;  // the statistics alone are wanted
+            if (c.all_rows) clear_between(c, own, i);
+            y[r] = (T*)row_of(c.y, i);
+            if (!c.results_whole) continue;
+            write_y<1, LAYER, false, false>(x, &own.high, c.n, of, r, given, 0);
+            finish_row(c, own, i, 0);
+        }
+        if (!c.y.data || c.results_whole) return;
+        auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, LAYER, false, NEAREST, T, T>;
+        auto one = c.past ? write_y<1, LAYER, true, NEAREST, T, T> : write_y<1, LAYER, false, NEAREST, T, T>;
+        Index ahead = columns_ahead<T>(c, c.step);
+        Doubts doubts[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
+        for (int r = 0; r < count; r += ROWS_OF_Y) {
+            int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
+            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, doubts, least + r);
+            for (int k = r; NEAREST && k < r + together; k++)
+                if (is_open<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNDECIDED;
+        }
+    });
+    if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::forward<LAYER>(alone, own, row); });
+}
+
+// ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
+
+// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
+template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 16 : 64;
+
+// ty of a row, given the tangent of xhat in own.high.
+template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
+    const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
+    double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
+    double* x = own.size;
+    lift(of.x, x, c.n);
+    for (Index j = 0; j < c.n; j++) {
+        double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
+        own.high[j] = fma(own.high[j], scale[j], turned);
+    }
+}
+
+// The errors of xhat again, by what the forward kept: sqrt(q), and with it D.
+template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i) {
+    double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
+    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain_of(c, L));
+}
+
+template <int R, class T, bool LAYER, bool NEAREST>
+Index backward_groups(const Call& c, const Own& own, Tile part, Index top, Sums sums) {
+    Back<T> rows[2][R];
+    double chain = chain_of(c, B), no_shares[2], *shares = sums.shares ? sums.shares : no_shares;
+    auto begin = [&](Index i, int which) {
+        for (int r = 0; r < R; r++) {
+            Index apart = r * c.apart();
+            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart, own.raw);
+            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart, own.raw);
+            Back<T>& of = rows[which][r];
+            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0};
+            if (!NEAREST) continue;
+            of.errors = errors_again<LAYER>(c, i + r);
+            // Additions that are left in the part.
+            of.later = (double)(part.first + PART_OF<true> - (i + r)) * U;
+            shares[0] = std::fmax(shares[0], of.errors.b > 0 || !LAYER), shares[1] = std::fmax(shares[1], of.later / of.of_dbeta());
+        }
+        pull<R, LAYER, NEAREST>(rows[which], c.n, c.wide_gamma, sums, c.block);
+    };
+    bool early = c.n <= EARLY;
+    if (early && top + R <= part.stop) begin(top, 0);
+    for (int now = 0; top + R <= part.stop; top += R, now = 1 - now) {
+        if (!early) begin(top, now);
+        else if (top + 2 * R <= part.stop) begin(top + R, 1 - now);
+        for (int r = 0; r < R && c.y.data; r++) {
+            const Back<T>& of = rows[now][r];
+            if (c.all_rows) clear_between(c, own, top + r);
+            if (c.results_whole) {
+                write_dx<LAYER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
+                if (c.tangents) push(c, own, of);
+                finish_row(c, own, top + r, 0);
+                continue;
+            }
+            auto write = c.past ? write_dx<LAYER, true, NEAREST, T, T> : write_dx<LAYER, false, NEAREST, T, T>;
+            T* dx = (T*)row_of(c.y, top + r);
+            Doubts doubts = {(Index*)own.size, 0};
+            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts, chain);
+            if (!NEAREST) continue;
+            bool open = !(of.errors.a < 1) || !(of.size < __builtin_inf()) || is_open<LAYER>(of, dx, c.n, c.wide_gamma, doubts, chain);
+            c.marks[top + r] = open ? UNDECIDED : 0;
+        }
+    }
+    return top;
+}
+
+template <class T, bool LAYER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, Sums sums) {
+    Index top = backward_groups<2, T, LAYER, NEAREST>(c, own, part, part.first, sums);
+    backward_groups<1, T, LAYER, NEAREST>(c, own, part, top, sums);
+}
+
+template <class T, bool LAYER, bool NEAREST> void backward_tile(const Call& c, const Own& own, Tile tile, double* sums, double* shares) {
+    constexpr Index most = PART_OF<NEAREST>;
+    Index p = c.apart();
+    // To sum where nobody wants the sums takes less than a second version of the loop is worth.
+    if (!sums) {
+        memset(own.part, 0, (size_t)(3 * p) * sizeof(double));
+        return backward_rows<T, LAYER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, nullptr});
+    }
+    // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
+    bool deep = c.tile_rows > most;
+    memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
+    double* errors = NEAREST ? sums + 4 * p : nullptr;
+    Sums part = deep ? Sums{own.part, own.part + p, errors, shares} : Sums{sums, sums + 2 * p, errors, shares};
+    shares[0] = shares[1] = 0;
+    for (Index top = tile.first; top < tile.stop; top += most) {
+        if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
+        backward_rows<T, LAYER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part);
+        if (!deep) continue;
+        merge_columns(part.dgamma, sums, sums + p, c.n);
+        merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
+    }
+}
+
+template <class T, bool LAYER, bool NEAREST> void backward(const Call& c, Index number, int thread) {
+    Own own = own_of(c, thread);
+    Tile tile = tile_of(c, number);
+    backward_tile<T, LAYER, NEAREST>(c, own, tile, c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, c.ranges + 2 * number);
+    if (NEAREST && c.y.data) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::backward<LAYER, true>(alone, own, row, nullptr, nullptr); });
+}
+
 // ---- one instruction set ----
 
+void do_wide(const Call& c, Index number, int thread) {
+    Own own = own_of(c, thread);
+    double *sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, *range = sums ? c.ranges + 2 * number : nullptr;
+    bool whole = c.results_whole;
+    auto back = c.rms ? whole ? pairs::backward<false, true> : pairs::backward<false, false>
+                      : whole ? pairs::backward<true, true> : pairs::backward<true, false>;
+    if (c.backward) back(c, own, tile_of(c, number), sums, range);
+    else (c.rms ? pairs::forward<false> : pairs::forward<true>)(c, own, tile_of(c, number));
+}
+
+template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int thread) {
+    auto back = c.nearest ? backward<T, LAYER, true> : backward<T, LAYER, false>;
+    auto ahead = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
+    (c.backward ? back : ahead)(c, number, thread);
+}
+
 void do_tile(const Call& c, Index tile, int thread) {
-    if (c.wide) {
-        bool whole = c.results_whole;
-        auto back = c.rms ? whole ? pairs::backward<false, true> : pairs::backward<false, false>
-                          : whole ? pairs::backward<true, true> : pairs::backward<true, false>;
-        auto ahead_ = c.rms ? pairs::forward<false> : pairs::forward<true>;
-        (c.backward ? back : ahead_)(c, tile, thread);
-    } else {
-        // Rows of two types are lifted to float32.
-        of_type(c.backward && c.dy.type != c.x.type ? F32 : c.x.type, [&](auto* kind) {
-            using T = std::remove_pointer_t<decltype(kind)>;
-            if constexpr (sizeof(T) < 8) {
-                auto back = c.rms ? backward<T, false> : backward<T, true>;
-                auto ahead_ = c.rms ? forward<T, false> : forward<T, true>;
-                (c.backward ? back : ahead_)(c, tile, thread);
-            }
-        });
-    }
+    // Rows of two types are lifted to float32.
+    Type type = c.wide ? F64 : c.backward && c.dy.type != c.x.type ? F32 : c.x.type;
+    of_type(type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(T) == 8) do_wide(c, tile, thread);
+        else (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
+    });
     if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
     if (c.all_rows && c.y.data && tile == c.tiles - 1) clear_between(c, own_of(c, thread), c.rows);
 }
