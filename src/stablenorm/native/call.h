@@ -97,13 +97,14 @@ struct Call {
     Index apart() const { return padded(n); }
     // Some rows may be done in pairs.
     bool pairs() const { return wide || nearest; }
-    // Dgamma, its low part, dbeta and its low part; for nearest, the sizes of both or, not in pairs, the errors.
+    // Dgamma, its low part, dbeta and its low part; for nearest, the sizes of both or, not in pairs, the squares of dy
+    // and xhat.
     Index sums_per_tile() const { return (nearest ? 6 : 4) * apart(); }
 
     void lay_out(Arena& arena) {
         Index p = apart();
         wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
-        sizes = arena.take(nearest ? p : 0);
+        if (nearest && !backward) sizes = arena.take(p);
         if (summing()) sums = arena.take(sums_per_tile() * tiles), ranges = arena.take(2 * tiles);
     }
 };
@@ -119,7 +120,7 @@ struct Own {
     Own(const Call& c, Arena& arena) {
         Index p = c.apart(), rows = c.step > 2 ? c.step : 2;  // the narrow backward takes two
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
-        raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 3 * p : 0);
+        raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 4 * p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
     }

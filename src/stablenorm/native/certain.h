@@ -12,16 +12,15 @@
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
 //     slope, the mean of (g - m) xhat: ((H + 4) u + a + b) G
 //     dx: (a + 4 u) |dx| + rstd G (1 + |xhat|) ((H + 10) u + 2 a + b), since |mean(g - m)|, |slope| <= G
-//     dgamma: of each row |dy| (a |xhat| + b), and of a part of rows u |dy xhat| for each addition that is left in
-//         it; the parts are merged with compensation, whose errors are less than 1 % of these
+//     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
+//         merged with compensation, whose errors are less than 1 % of these
 //     dbeta: the second alone, of |dy|
 // RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q and b are 0, g constant: G is 0, and what these multiply is
 // exact. An x - mean that is 0 for all that is kept of the mean is not: b is not 0 then.
 //
-// A result is certain if no midpoint of its type is within the bound. First, a register at a time, within ROOM ulp of
-// float64: a shift puts the bits that rounding drops to the top. That is enough for results that are large beside what
-// they are the sum of; and midpoints of subnormal results are elsewhere. Then each element of a register that fails,
-// by its own bound: what is that much less and that much more must round alike. Then the row in pairs.
+// A result is certain if no midpoint of its type is within its bound. First, a register at a time, by one bound for all
+// of a row: |xhat| <= sqrt(n q) and |g - m| <= sqrt(n) G. Then each element of a register that fails, by its own: what is
+// that much less and that much more must round alike. Then the row in pairs.
 #pragma once
 #include <cmath>
 
@@ -44,28 +43,19 @@ template <bool LAYER> INLINE Errors errors_of_xhat(double size, double d, double
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
-// An error is at most `own` of the result and `others` of what else it is the sum of: what room of ulp leaves that.
-INLINE double least_result(double own, double others, double room) {
-    double rest = room * U - own;
-    return rest > 0 ? others / rest : __builtin_inf();
-}
+// Where the bound of an error is not 0 it has to be this at least: then no result is certain whose type has fewer digits
+// for numbers so small. Not of float16, whose small numbers are looked for.
+constexpr double LEAST_BOUND = 0x1p-134;
 
-// Bits that rounding to a narrower type drops, ulp of float64 to its midpoints that are room enough, most of which are
-// further off, and the smallest normal number.
-template <class To> constexpr int DROPPED = 53 - DIGITS<To>;
-template <class To> constexpr int64_t ROOM = 1LL << (sizeof(To) == 4 ? 17 : 26);
-template <class To> constexpr double NORMAL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
-
-// Whether a result may be too near to a midpoint, or is less than `least` in size, or NaN.
-template <class To, int L, int W> INLINE bool in_doubt(Lanes<L, W> v, Lanes<L, W> least) {
-    constexpr int up = 64 - DROPPED<To>;
-    int found = 0;
-    EACH {
-        auto place = ((Register<uint64_t, W>)v.v[i] << up) + ((uint64_t)ROOM<To> << up);
-        auto limit = Register<int64_t, W>{} + (int64_t)((1ULL << 63) + ((2 * (uint64_t)ROOM<To> + 1) << up));
-        found |= Vector<W>::any_below((Register<int64_t, W>)place, limit, magnitude(v).v[i], least.v[i]);
-    }
-    return found;
+// Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
+// rounding drops, then there is neither a midpoint between them nor a number of the type.
+template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
+    using I = Register<int64_t, W>;
+    Lanes<L, W> size = magnitude(most);
+    I differ = {}, small = {};
+    EACH differ |= (I)most.v[i] ^ (I)least.v[i];
+    if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)spread<W, W>(0x1p-14).v[0];
+    return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
 // Whether what is `error` less, and more, round to something else.

@@ -35,24 +35,24 @@ inline void widen(const char* from, Type type, double neutral, double* to, Index
 
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
 inline bool is_moderate(const double* v, Index n, double least) {
-    bool moderate = true;
-    for (Index j = 0; j < n; j++) {
-        double size = magnitude(v[j]);
-        moderate &= (size == 0) | ((size >= least) & (size <= LARGEST));
-    }
-    return moderate;
+    Pair<double> range = pairs::range_of(v, n);
+    return !(range.high < least) && range.low <= LARGEST;
 }
 
 inline bool prepare(const Call& c) {
     widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
-    if (!c.backward) widen(c.beta, c.beta_type, -0.0, c.wide_beta, c.n);
+    if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
     if (c.pairs()) memset(c.gamma_low, 0, (size_t)c.apart() * sizeof(double));
     for (Index j = 0; j < c.n && c.gamma_offset != 0; j++) {
         Pair<double> sum = two_sum(c.wide_gamma[j], c.gamma_offset);
         c.wide_gamma[j] = sum.high;
         if (c.pairs()) c.gamma_low[j] = sum.low;
     }
-    for (Index j = 0; c.nearest && j < c.apart(); j++) c.sizes[j] = magnitude(c.wide_gamma[j]) + (c.backward ? 0 : magnitude(c.wide_beta[j]));
+    for (Index j = 0; c.sizes && j < c.apart(); j++) {
+        double size = magnitude(c.wide_gamma[j]) + magnitude(c.wide_beta[j]);
+        // What 2**-52 of it at least bounds is LEAST_BOUND at least.
+        c.sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
+    }
     if (!c.pairs()) return true;
     bool moderate = is_moderate(c.wide_gamma, c.n, SMALLEST);
     if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
@@ -63,7 +63,7 @@ inline bool prepare(const Call& c) {
 
 // Some columns of a sum: the pairs, and the sizes that bounds are made of, then the bounds themselves.
 struct Block {
-    double high[COLUMNS + 16], low[COLUMNS + 16], size[COLUMNS + 16];
+    double high[COLUMNS + 16], low[COLUMNS + 16], size[COLUMNS + 16], other[COLUMNS + 16];
 };
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
@@ -74,6 +74,7 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
         merge_columns(sums + 2 * which * p, of.high, of.low, count);
         merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
         for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[(c.wide ? 4 + which : 4) * p + j];
+        for (Index j = 0; c.nearest && !c.wide && j < count; j++) of.other[j] += sums[5 * p + j];
     }
     // The vectors' padding has anything.
     for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], of.high[j], of.low[j]);
@@ -85,14 +86,22 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Replaces the sizes of sums by bounds of their errors. Not in pairs, they are errors of dgamma.
-inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
-    if (!c.wide) {
-        double share = 0;
-        for (Index tile = 0; tile < c.tiles; tile++) share = std::fmax(share, c.ranges[2 * tile + which]);
-        for (Index j = 0; j < count; j++) of.size[j] = share > 0 ? fma(0x1p-52, magnitude(of.low[j]), 1.02 * share * of.size[j]) : 0;
-        return;
+// Bounds of the errors of dgamma or dbeta by the squares of dy and xhat, since sum |v w|, the root of sum v**2 sum w**2 at
+// most, may be far less.
+inline void find_narrow_errors(const Call& c, int which, Index count, Block& of) {
+    double a = 0, b = 0, additions = (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U, rows = std::sqrt((double)c.rows);
+    for (Index tile = 0; tile < c.tiles; tile++) a = std::fmax(a, c.ranges[2 * tile]), b = std::fmax(b, c.ranges[2 * tile + 1]);
+    if (which == 1) a = 0, b = additions;
+    for (Index j = 0; j < count; j++) {
+        double error = 1.03 * std::sqrt(of.size[j]) * (a * std::sqrt(of.other[j]) + b * rows);
+        // What has no bound, NaN too, is certain of nothing.
+        of.size[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
     }
+}
+
+// Replaces the sizes of sums by bounds of their errors.
+inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+    if (!c.wide) return find_narrow_errors(c, which, count, of);
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
     Index tiles = c.tiles;
     for (Index tile = 0; tile < c.tiles; tile++)
@@ -112,17 +121,34 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     for (Index j = 0; j < count; j++) of.size[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
-// dbeta of a column once more, of numbers whose sum as a pair is mostly exact; 0 if it is.
-inline double add_exactly(const Call& c, Index j, double& high, double& low) {
-    Pair<double> sum = {c.old[1] ? c.old[1][j] : 0, 0};
-    double lost = 0, v;
-    for (Index i = 0; i < c.rows && c.dy.whole; i++) {
-        lift_row(c.dy.type, row_of(c.dy, i) + j * BYTES[c.dy.type], &v, 1);
-        Pair<double> next = two_sum(sum.high, v), rest = two_sum(sum.low, next.low);
-        sum = {next.high, rest.high}, lost += magnitude(rest.low);
-    }
-    if (lost == 0 && c.dy.whole) high = sum.high, low = sum.low;
-    return c.dy.whole ? lost : 1;
+// dbeta of up to 8 columns, rounded, where their sums as pairs are exact, as those of few narrow numbers mostly are; these
+// are often midpoints. Where not, they are undecided.
+template <class To> void round_exactly(const Call& c, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
+    using N = Lanes<8>;
+    constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
+    double old[8] = {}, high[8], low[8], lost[8];
+    for (Index k = 0; k < count && c.old[1]; k++) old[k] = c.old[1][start + columns[k]];
+    Pair<N> sum = {load<8>(old), N{}};
+    N left = {};
+    of_type(c.dy.type, [&](auto* kind) {
+        std::remove_pointer_t<decltype(kind)> some[TOGETHER][8] = {};
+        for (Index top = 0; top < c.rows; top += TOGETHER) {
+            Index rows = c.rows - top < TOGETHER ? c.rows - top : TOGETHER;
+            for (Index i = 0; i < rows; i++) {
+                const auto* row = (decltype(kind))row_of(c.dy, top + i) + start;
+                for (Index k = 0; k < count; k++) some[i][k] = row[columns[k]];
+            }
+            for (Index i = 0; i < rows; i++) {
+                Pair<N> next = two_sum(sum.high, load<8>(some[i])), rest = two_sum(sum.low, next.low);
+                sum = {next.high, rest.high}, left = left + magnitude(rest.low);
+            }
+        }
+    });
+    store(high, sum.high), store(low, sum.low), store(lost, left);
+    To found[8];
+    round_pairs(found, high, low, nullptr, 0, 8);
+    for (Index k = 0; k < count; k++)
+        if (lost[k] == 0) out[columns[k]] = found[k], undecided[columns[k]] = 0;
 }
 
 // Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
@@ -150,9 +176,10 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
         round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided);
-        for (Index j = 0; j < count && which == 1 && !c.wide; j++)
-            if (undecided[j] && (of.size[j] = add_exactly(c, start + j, of.high[j], of.low[j])) == 0)
-                round_pairs(out + j, of.high + j, of.low + j, of.size + j, 1.0, 1, undecided + j);
+        bool again = which == 1 && !c.wide && c.dy.whole;
+        Index open[COLUMNS + 1], found = 0;
+        for (Index j = 0; again && j < count; j++) open[found] = j, found += undecided[j];
+        for (Index k = 0; k < found; k += 8) round_exactly(c, start, open + k, found - k < 8 ? found - k : 8, out, undecided);
         // There is one NaN, whatever that of an old value is.
         for (Index j = 0; j < count; j++) undecided[j] |= of.high[j] != of.high[j];
     });

@@ -172,10 +172,10 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
         if constexpr (sizeof(T) == 8) return sum.high + spread<8>(0.0);
         else return odd_sum(sum.high, sum.low) + spread<8>(0.0);
     };
-    for (Index j = 0; j < n; j += 8) {
-        size_t bytes = sizeof(T) * (size_t)(n - j < 8 ? n - j : 8);
+    auto round = [&](Index j, auto some) INLINED {
         N a = load<8>(high + j), b = load<8>(low + j);
         T upper[8], lower[8];
+        bool open = false;
         if (size) {
             // The low part has been rounded itself; so is its sum with the bound.
             N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
@@ -183,10 +183,15 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
             b = b + error;
         }
         store(upper, rounded(a, b));
-        if (size) undecided |= memcmp(lower, upper, bytes) != 0;
-        for (Index k = 0; each && k < n - j && k < 8; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
-        memcpy(out + j, upper, bytes);
-    }
+        if (size) open = memcmp(lower, upper, sizeof(T) * (size_t)some) != 0, undecided |= open;
+        if (each) memset(each + j, 0, (size_t)some);
+        for (Index k = 0; each && open && k < some; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
+        memcpy(out + j, upper, sizeof(T) * (size_t)some);
+    };
+    Index j = 0;
+    // A length that the compiler knows is no call.
+    for (; j + 8 <= n; j += 8) round(j, std::integral_constant<Index, 8>());
+    if (j < n) round(j, n - j);
     return undecided;
 }
 

@@ -35,7 +35,12 @@ struct Owned {
 };
 
 PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
-template <class T> bool has_any(const T* v, Index count) {
+bool has_any(const uint8_t* v, Index count) {
+    uint8_t any = 0;
+    for (Index i = 0; i < count; i++) any |= v[i];
+    return any;
+}
+bool has_any(const double* v, Index count) {
     bool any = false;
     for (Index i = 0; i < count; i++) any |= v[i] != 0;
     return any;

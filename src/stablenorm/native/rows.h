@@ -133,18 +133,18 @@ template <bool LAYER> struct Affine {
 };
 
 // y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for. NEAREST: for each row there
-// is a list of doubts to be filled, and how large y must be beside |gamma| + |beta|.
+// is a list of doubts to be filled, and a bound of the error beside |gamma| + |beta|.
 template <int R, bool LAYER, bool PAST, bool NEAREST, class T, class To>
 APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
-                   Doubts* doubts = nullptr, const double* least = nullptr) {
+                   Doubts* doubts = nullptr, const double* bounds = nullptr) {
     Affine<LAYER> row[R];
-    Lanes<Y> enough[R];
+    Lanes<Y> bound[R];
     const T* from[R];
     To* to[R];
     Doubts found[R];
     for (int i = 0; i < R; i++) {
         row[i] = Affine<LAYER>(of, r + i), from[i] = x[r + i], to[i] = y[i];
-        if (NEAREST) enough[i] = spread<Y>(least[i]), found[i] = {doubts[i].at, 0};
+        if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {doubts[i].at, 0};
     }
     Index j = 0;
     for (; j + Y <= n; j += Y) {
@@ -154,8 +154,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
         for (int i = 0; i < R; i++) {
             ask_for(from[i] + j + ahead);
             Lanes<Y> v = row[i](load<Y>(from[i] + j), scale, shift);
-            if (NEAREST && __builtin_expect(in_doubt<To>(v, fma(enough[i], size, spread<Y>(NORMAL<To>))), 0))
-                found[i].at[found[i].count++] = j;
+            if (NEAREST && __builtin_expect(may_differ<To>(fma(size, bound[i], v), fma(size, -bound[i], v)), 0)) found[i].at[found[i].count++] = j;
             store<PAST>(to[i] + j, v);
         }
     }
@@ -197,90 +196,90 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
     return std::fabs(a) < std::fabs(b) ? a : b;
 }
 
-// A row of the backward: dx = rstd * (g - m) + (x - mean) * p + q. NEAREST: the errors of xhat, and what is to be
-// added to a for the additions over rows; rms(g - m), or a little more.
+// A row of the backward: dx = rstd * (g - m) + (x - mean) * p + q. NEAREST: the errors of xhat; rms(xhat) and
+// rms(g - m), or a little more.
 template <class T> struct Back {
     const T *dy, *x;
     double mean, rest, rstd, m;
     double p = 0, q = 0;
     Errors errors = {};
-    double later = 0, size = 0;
-    // An element of dbeta's error: of constant rows, dgamma has none.
-    INLINE double of_dbeta() const { return errors.b > 0 ? errors.b : later; }
+    double spread = 0, size = 0;
 };
 
-// Vectors of the sums over rows, and of the errors of dgamma; what part of these its own are at most, 0 or 1, and those
-// of dbeta.
+// Vectors of sums over rows: of the gradients and, NEAREST, of the squares of dy and xhat, which bound their errors.
 struct Sums {
-    double *dgamma, *dbeta, *errors, *shares;
+    double *dgamma, *dbeta, *of_dy, *of_xhat;
 };
 
-using Few = Lanes<B, AT_MOST_FOUR>;
+// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
+template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 16 : 64;
 
-template <int R> struct Constants {
-    Few mean[R], rstd[R], s[R], m[R], a[R], b[R];
+// Some columns of a row. Of what is rounded correctly no bit depends on the order of sums, nor on how wide registers are.
+template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
+template <bool NEAREST> using Few = Lanes<FEW<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
+
+template <int R, class N> struct Constants {
+    N mean[R], rstd[R], s[R], m[R];
 };
 
 // Of R rows, sums along them: g - m, (g - m) * xhat, and the square of the first.
-template <int R> struct Along {
-    Few plain[R] = {}, product[R] = {}, square[R] = {};
+template <int R, class N> struct Along {
+    N plain[R] = {}, product[R] = {}, square[R] = {};
 };
 
-// Four columns of R rows, or the first `some` of them, go to the sums along the rows and over them.
-template <bool SOME, int R, bool LAYER, bool NEAREST, class T>
+// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them.
+template <bool SOME, int R, bool LAYER, bool NEAREST, class T, class N = Few<NEAREST>>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
-                         const Constants<R>& of, const Sums& over, Along<R>& along) {
-    constexpr int W = AT_MOST_FOUR;
-    double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta, *__restrict errors = over.errors;
-    Few u = load<B, W>(gamma + j), sg = load<B, W>(dgamma + j), sb = load<B, W>(dbeta + j), e = u;
-    if (NEAREST) e = load<B, W>(errors + j);
+                         const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
+    constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
+    double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
+    double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
+    N u = load<K, W>(gamma + j), sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j), sd = u, sx = u;
+    if (NEAREST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-        Few d = load<B, W>(dy[r] + j), v = load<B, W>(x[r] + j);
-        Few xhat = LAYER ? fma(v - of.mean[r], of.rstd[r], of.s[r]) : v * of.rstd[r];
-        Few g = LAYER ? fma(d, u, of.m[r]) : d * u;
+        N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
+        N xhat = LAYER ? fma(v - of.mean[r], of.rstd[r], of.s[r]) : v * of.rstd[r];
+        N g = LAYER ? fma(d, u, of.m[r]) : d * u;
         if (SOME) g = first(g, some);
         if (LAYER) along.plain[r] = along.plain[r] + g;
         along.product[r] = fma(g, xhat, along.product[r]);
         sb = sb + d, sg = fma(d, xhat, sg);
-        if (!NEAREST) continue;
-        along.square[r] = fma(g, g, along.square[r]);
-        Few each = LAYER ? fma(of.a[r], magnitude(xhat), of.b[r]) : of.a[r] * magnitude(xhat);
-        e = fma(magnitude(d), each, e);
+        if (NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
     }
     store(dgamma + j, sg), store(dbeta + j, sb);
-    if (NEAREST) store(errors + j, e);
+    if (NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
 }
 
 // The sums along R rows; dy and dy * xhat are added to those over rows. What depends on a row is in local
 // variables, since for all that the compiler knows a store to dgamma may change it: 0.46 against 0.66.
 template <int R, bool LAYER, bool NEAREST, class T>
 APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over, Index block) {
-    constexpr int W = AT_MOST_FOUR;
-    Along<R> all;
-    Constants<R> of;
+    using N = Few<NEAREST>;
+    constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
+    Along<R, N> all;
+    Constants<R, N> of;
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
-        of.mean[r] = spread<B, W>(row.mean), of.rstd[r] = spread<B, W>(row.rstd);
-        of.s[r] = spread<B, W>(-row.rest * row.rstd), of.m[r] = spread<B, W>(-row.m);
-        if (NEAREST) of.a[r] = spread<B, W>(row.errors.a + row.later), of.b[r] = spread<B, W>(row.of_dbeta());
+        of.mean[r] = spread<K, W>(row.mean), of.rstd[r] = spread<K, W>(row.rstd);
+        of.s[r] = spread<K, W>(-row.rest * row.rstd), of.m[r] = spread<K, W>(-row.m);
         dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
-        Along<R> part;
+        Along<R, N> part;
         Index stop = n - start < block ? n : start + block, j = start;
-        for (; j + B <= stop; j += B)
-            pull_columns<false, R, LAYER, NEAREST>(dy, x, j, B, gamma, of, over, part);
+        for (; j + K <= stop; j += K)
+            pull_columns<false, R, LAYER, NEAREST>(dy, x, j, K, gamma, of, over, part);
         if (j < stop) {
-            T copy[R][2][B] = {};
+            T copy[R][2][K] = {};
             const T *last_dy[R], *last_x[R];
             for (int r = 0; r < R; r++) {
                 memcpy(copy[r][0], dy[r] + j, (size_t)(stop - j) * sizeof(T));
                 memcpy(copy[r][1], x[r] + j, (size_t)(stop - j) * sizeof(T));
                 last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
             }
-            Sums last = {over.dgamma + j, over.dbeta + j, NEAREST ? over.errors + j : nullptr, nullptr};
+            Sums last = {over.dgamma + j, over.dbeta + j, NEAREST ? over.of_dy + j : nullptr, NEAREST ? over.of_xhat + j : nullptr};
             pull_columns<true, R, LAYER, NEAREST>(last_dy, last_x, 0, stop - j, gamma + j, of, last, part);
         }
         for (int r = 0; r < R; r++) {
@@ -319,14 +318,16 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
     Errors errors = NEAREST ? errors_of_dx(of, chain) : Errors{};
-    double least = least_result(errors.a, errors.b, (double)ROOM<To>);
-    Lanes<L> enough = spread<L>((LAYER ? least : 0) + NORMAL<To>), share = spread<L>(least * of.rstd);
+    // One bound for all of the row. What is written is that much more.
+    double root = std::sqrt((double)n), most = root * of.spread;
+    double bound = errors.a * of.rstd * of.size * (root + 1 + most) + errors.b * (1 + most) + LEAST_BOUND;
+    Lanes<L> one = hidden<L>(1.0), down = spread<L>(-2.02 * bound);
+    if (NEAREST) row.q = spread<L>(of.q + bound);
     Index j = 0;
     for (; j + L <= n; j += L) {
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
-        Lanes<L> at = load<L>(x + j), v = row(load<L>(dy + j), at, load<L>(gamma + j));
-        if (NEAREST && __builtin_expect(in_doubt<To>(v, fma(magnitude(LAYER ? minus(at, row.mean) : at), share, enough)), 0))
-            found.at[found.count++] = j;
+        Lanes<L> v = row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j));
+        if (NEAREST && __builtin_expect(may_differ<To>(v, fma(down, one, v)), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, v);
     }
     if (j < n) {

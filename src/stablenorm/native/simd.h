@@ -114,9 +114,6 @@ template <> struct Vector<8> {
     template <class T> static INLINE D8 from(const T* p) { return _mm512_cvtps_pd(floats(p)); }
     static INLINE F8 singles(const D8* v) { return _mm512_cvtpd_ps(v[0]); }
     static INLINE void hide(D8& a) { asm("" : "+v"(a)); }
-    static INLINE int any_below(Register<int64_t, 8> a, Register<int64_t, 8> limit, D8 size, D8 least) {
-        return _mm512_cmplt_epi64_mask((__m512i)a, (__m512i)limit) | _mm512_cmp_pd_mask(size, least, _CMP_NGE_UQ);
-    }
 };
 #endif
 #if defined(__AVX2__)
@@ -135,10 +132,6 @@ template <> struct Vector<4> {
         return _mm256_set_m128(_mm256_cvtpd_ps(v[1]), _mm256_cvtpd_ps(v[0]));
     }
     static INLINE void hide(D4& a) { asm("" : "+x"(a)); }
-    static INLINE int any_below(Register<int64_t, 4> a, Register<int64_t, 4> limit, D4 size, D4 least) {
-        __m256i below = _mm256_cmpgt_epi64((__m256i)limit, (__m256i)a);
-        return _mm256_movemask_pd(_mm256_or_pd(_mm256_castsi256_pd(below), _mm256_cmp_pd(size, least, _CMP_NGE_UQ)));
-    }
 };
 #endif
 template <> struct Vector<2> {
@@ -151,11 +144,6 @@ template <> struct Vector<2> {
     static INLINE D2 root(D2 a) { return _mm_sqrt_pd(a); }
     static INLINE void hide(D2& a) { asm("" : "+x"(a)); }
 #endif
-    // Whether any a is below its limit, or any size not at least so large.
-    static INLINE int any_below(Register<int64_t, 2> a, Register<int64_t, 2> limit, D2 size, D2 least) {
-        auto found = (a < limit) | ~(size >= least);
-        return (found[0] | found[1]) != 0;
-    }
     static INLINE D2 from(const f32* p) { return D2{p[0], p[1]}; }
     static INLINE D2 from(const bf16* p) {
         uint32_t bits[2] = {(uint32_t)p[0].bits << 16, (uint32_t)p[1].bits << 16};
@@ -173,6 +161,19 @@ template <> struct Vector<2> {
                   (f32)v[2][0], (f32)v[2][1], (f32)v[3][0], (f32)v[3][1]};
     }
 };
+
+// Whether any has one of these bits.
+template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
+#if defined(__AVX512F__)
+    if constexpr (W == 8) return _mm512_test_epi64_mask((__m512i)a, _mm512_set1_epi64(bits));
+#endif
+#if defined(__AVX2__)
+    if constexpr (W == 4) return !_mm256_testz_si256((__m256i)a, _mm256_set1_epi64x(bits));
+#endif
+    int64_t all = 0;
+    for (int k = 0; k < W; k++) all |= a[k];
+    return all & bits;
+}
 
 // ---- past the caches, where the processor has such a store ----
 

@@ -216,7 +216,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
     measure_tile<LAYER, T, Stats>(c, own, tile, [&](Index top, int count, const T* const* x, const Stats& of) {
         T* y[GROUP];
         Errors errors[GROUP];
-        double least[GROUP];
+        double bounds[GROUP];
         for (int r = 0; r < count; r++) {
             Index i = top + r;
             if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
@@ -224,7 +224,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
                 errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain_of(c, L));
-                least[r] = least_result(1.02 * (errors[r].a + 3 * U), std::fmax(errors[r].a, errors[r].b), (double)ROOM<T>);
+                bounds[r] = 1.02 * ((errors[r].a + 3 * U) * std::fmax(std::sqrt((double)c.n) * size, 1) + errors[r].b);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
                 if (c.spread) c.spread[i] = size;
             }
@@ -242,18 +242,15 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
         Doubts doubts[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
         for (int r = 0; r < count; r += ROWS_OF_Y) {
             int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
-            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, doubts, least + r);
+            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, doubts, bounds + r);
             for (int k = r; NEAREST && k < r + together; k++)
-                if (is_open<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNDECIDED;
+                if (!c.marks[top + k] && is_open<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNDECIDED;
         }
     });
     if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::forward<LAYER>(alone, own, row); });
 }
 
 // ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
-
-// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
-template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 16 : 64;
 
 // ty of a row, given the tangent of xhat in own.high.
 template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
@@ -274,9 +271,9 @@ template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i) {
 }
 
 template <int R, class T, bool LAYER, bool NEAREST>
-Index backward_groups(const Call& c, const Own& own, Tile part, Index top, Sums sums) {
+Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
     Back<T> rows[2][R];
-    double chain = chain_of(c, B), no_shares[2], *shares = sums.shares ? sums.shares : no_shares;
+    double chain = chain_of(c, FEW<NEAREST>);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
             Index apart = r * c.apart();
@@ -285,10 +282,8 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, Sums 
             Back<T>& of = rows[which][r];
             of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0};
             if (!NEAREST) continue;
-            of.errors = errors_again<LAYER>(c, i + r);
-            // Additions that are left in the part.
-            of.later = (double)(part.first + PART_OF<true> - (i + r)) * U;
-            shares[0] = std::fmax(shares[0], of.errors.b > 0 || !LAYER), shares[1] = std::fmax(shares[1], of.later / of.of_dbeta());
+            of.errors = errors_again<LAYER>(c, i + r), of.spread = c.spread[i + r];
+            worst = {std::fmax(worst.a, of.errors.a), std::fmax(worst.b, of.errors.b)};
         }
         pull<R, LAYER, NEAREST>(rows[which], c.n, c.wide_gamma, sums, c.block);
     };
@@ -308,48 +303,51 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, Sums 
             }
             auto write = c.past ? write_dx<LAYER, true, NEAREST, T, T> : write_dx<LAYER, false, NEAREST, T, T>;
             T* dx = (T*)row_of(c.y, top + r);
+            bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
+            if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
+                memset(dx, 0, (size_t)c.n * sizeof(T)), c.marks[top + r] = 0;
+                continue;
+            }
             Doubts doubts = {(Index*)own.size, 0};
             write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts, chain);
             if (!NEAREST) continue;
-            bool open = !(of.errors.a < 1) || !(of.size < __builtin_inf()) || is_open<LAYER>(of, dx, c.n, c.wide_gamma, doubts, chain);
+            bool open = !bounded || is_open<LAYER>(of, dx, c.n, c.wide_gamma, doubts, chain);
             c.marks[top + r] = open ? UNDECIDED : 0;
         }
     }
     return top;
 }
 
-template <class T, bool LAYER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, Sums sums) {
-    Index top = backward_groups<2, T, LAYER, NEAREST>(c, own, part, part.first, sums);
-    backward_groups<1, T, LAYER, NEAREST>(c, own, part, top, sums);
-}
-
-template <class T, bool LAYER, bool NEAREST> void backward_tile(const Call& c, const Own& own, Tile tile, double* sums, double* shares) {
-    constexpr Index most = PART_OF<NEAREST>;
-    Index p = c.apart();
-    // To sum where nobody wants the sums takes less than a second version of the loop is worth.
-    if (!sums) {
-        memset(own.part, 0, (size_t)(3 * p) * sizeof(double));
-        return backward_rows<T, LAYER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, nullptr});
-    }
-    // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
-    bool deep = c.tile_rows > most;
-    memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
-    double* errors = NEAREST ? sums + 4 * p : nullptr;
-    Sums part = deep ? Sums{own.part, own.part + p, errors, shares} : Sums{sums, sums + 2 * p, errors, shares};
-    shares[0] = shares[1] = 0;
-    for (Index top = tile.first; top < tile.stop; top += most) {
-        if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
-        backward_rows<T, LAYER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part);
-        if (!deep) continue;
-        merge_columns(part.dgamma, sums, sums + p, c.n);
-        merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
-    }
+template <class T, bool LAYER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
+    Index top = backward_groups<2, T, LAYER, NEAREST>(c, own, part, part.first, sums, worst);
+    backward_groups<1, T, LAYER, NEAREST>(c, own, part, top, sums, worst);
 }
 
 template <class T, bool LAYER, bool NEAREST> void backward(const Call& c, Index number, int thread) {
+    constexpr Index most = PART_OF<NEAREST>;
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
-    backward_tile<T, LAYER, NEAREST>(c, own, tile, c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, c.ranges + 2 * number);
+    Index p = c.apart();
+    Errors worst = {0, 0};
+    if (!c.summing()) {
+        // To sum where nobody wants the sums takes less than a second version of the loop is worth.
+        memset(own.part, 0, (size_t)(4 * p) * sizeof(double));
+        backward_rows<T, LAYER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
+    } else {
+        // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
+        double* sums = c.sums + c.sums_per_tile() * number;
+        bool deep = c.tile_rows > most;
+        memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
+        Sums part = deep ? Sums{own.part, own.part + p, sums + 4 * p, sums + 5 * p} : Sums{sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
+        for (Index top = tile.first; top < tile.stop; top += most) {
+            if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
+            backward_rows<T, LAYER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
+            if (!deep) continue;
+            merge_columns(part.dgamma, sums, sums + p, c.n);
+            merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
+        }
+        c.ranges[2 * number] = worst.a + (double)at_most(most, c.tile_rows) * U, c.ranges[2 * number + 1] = worst.b;
+    }
     if (NEAREST && c.y.data) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::backward<LAYER, true>(alone, own, row, nullptr, nullptr); });
 }
 
