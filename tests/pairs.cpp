@@ -37,7 +37,7 @@ void backward(const double* dy, const double* x, Index n, const double* row, con
     for (Index j = 0; j < n; j++) exact = exact && given[apart + j] == 0;
     Sums along = {};
     auto pull_row = shift ? pull<LAYER, LAYER, true> : pull<LAYER, false, true>;
-    pull_row(of, n, parameters, along, 0, xhat, {sums, apart, true, nullptr});
+    pull_row(of, n, parameters, along, 0, xhat, {sums, apart, true});
     settle(along, n, &of, 1, exact);
     Pair<double> found[] = {of.plain, of.slope, of.m};
     for (int i = 0; i < 3; i++) means[2 * i] = found[i].high, means[2 * i + 1] = found[i].low;
@@ -58,6 +58,6 @@ void backward_row(int layer, const double* dy, const double* x, Index n, const d
                   double* means, double* xhat, double* dx, double* sums) {
     (layer ? pairs::backward<true> : pairs::backward<false>)(dy, x, n, row, given, apart, means, xhat, dx, sums);
 }
-void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true, nullptr}, n); }
+void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }
 double sums_bound_of(Index n, Index rows, Index tiles) { return sums_bound(n, rows, tiles); }
 }

@@ -248,24 +248,20 @@ def _backward_counted(call: Backward) -> None:
     fill_others(call.out.dx, parts, call.dsum)
 
 
-def _backward_rows(call: Backward, clear: bool = False, wanted: Any = None) -> None:
-    """
-    Do a backward of all rows, or with `clear` of some while the others of dx are cleared.
-
-    With `wanted`, do some columns of the sums in double-double, as `undecided` has them, and of the others anything.
-    """
+def _backward_rows(call: Backward, clear: bool = False, in_pairs: bool = False) -> None:
+    """Do a backward of all rows, or with `clear` of some while the others of dx are cleared."""
     dy, nearest = call.dy, call.norm.rounding == "nearest"
-    wide = call.statistics.rstd_lo is not None
+    wide = in_pairs or call.statistics.rstd_lo is not None
     dx: Any = call.out.dx
     if nearest and dx is not None and _may_share(dy, dx):
         # Rows that are undecided are computed once more.
         call = call._replace(dy=np.array(as_matrix(dy)[:]))
     marks = _marks_of(call.statistics) if wide or nearest else None
     if nearest:
-        wide = wide or wanted is not None or any_float64(dy) or bool(np.count_nonzero(marks))
+        wide = wide or any_float64(dy) or bool(np.count_nonzero(marks))
     # Else, what a forward kept of which nothing was float64 is too little for double-double.
     possible = wide or not any_float64(dy)
-    left = _backward(call, marks, wide, clear, wanted) if possible else None
+    left = _backward(call, marks, wide, clear) if possible else None
     if left is None:
         if clear:
             fill_others(dx.matrix, [Counted(dx.numbers, None)])
@@ -286,9 +282,7 @@ class _Left(NamedTuple):
     undecided: Any
 
 
-def _backward(
-    call: Backward, marks: Any, wide: bool, clear: bool = False, wanted: Any = None
-) -> _Left | None:
+def _backward(call: Backward, marks: Any, wide: bool, clear: bool = False) -> _Left | None:
     """Do all but the rows that are marked, in the end; return what is left open, None if nothing is done."""
     dy, x, norm, statistics, out, dsum = call[:6]
     dx, dgamma, dbeta = cast(Any, out)
@@ -303,7 +297,7 @@ def _backward(
     if not _core.backward(
         _seen(x), _seen(dx), _seen(dy), _seen(dsum), _flat(norm.gamma, samples), None, norm.eps,
         norm.gamma_offset, norm.kind != "layer", nearest, wide, dx.matrix.shape[0] if clear else 0,
-        mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums, wanted,
+        mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums,
         call.threads or get_num_threads(), samples,
     ):  # fmt: skip
         return None
@@ -338,16 +332,17 @@ def _backward_marked(call: Backward, marks: Any, left: _Left) -> None:
 
 def _decide(call: Backward, undecided: Any, wide: bool) -> None:
     """Round correctly the columns of dgamma and dbeta that are undecided: in double-double, then by the reference."""
-    columns, (_, *totals) = np.flatnonzero(undecided.any(axis=0)), call.out
-    if not len(columns):
+    if not np.count_nonzero(undecided):
         return
+    columns, (_, *totals) = np.flatnonzero(undecided.any(axis=0)), call.out
     found: Any
     if wide:
         some = call._replace(out=Gradients(None, *totals))
         found = reference.nearest.columns_of_sums(some, columns)
     else:
+        # Kernels have tried that; what is left are ties, and sums over rows that are extreme.
         again = [None if total is None else np.empty_like(total) for total in totals]
-        _backward_rows(call._replace(out=Gradients(None, *again)), wanted=undecided)
+        _backward_rows(call._replace(out=Gradients(None, *again)), in_pairs=True)
         found = [None if total is None else total.flat[columns] for total in again]
     for total, values in zip(totals, found, strict=True):
         if total is not None:
@@ -374,7 +369,7 @@ def jvp(call: Jvp) -> Any:
     marks = _marks_of(statistics) if wide else None
     if not _core.backward(
         _seen(x), _seen(ty), _seen(tx), None, None, table, norm.eps, 0.0, norm.kind != "layer",
-        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 6,
+        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 5,
         get_num_threads(), 0,
     ):  # fmt: skip
         return NotImplemented

@@ -77,7 +77,7 @@ struct Call {
     Type sums_type[2] = {F64, F64};
     const double* old[2] = {nullptr, nullptr};
     uint8_t* undecided[2] = {nullptr, nullptr};
-    const uint8_t* wanted = nullptr;  // if given, of columns of both whether they are; pairs alone
+    const uint8_t* wanted = nullptr;  // if given, of both, whether a column is; pairs alone
     double* partial[2] = {nullptr, nullptr};
 
     // How it is done. Shape and dtypes alone decide the tiles: so no bit depends on the number of threads.

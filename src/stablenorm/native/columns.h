@@ -66,15 +66,20 @@ struct Block {
     double high[COLUMNS + 16], low[COLUMNS + 16], size[COLUMNS + 16], other[COLUMNS + 16];
 };
 
+inline void add_up(const double* part, double* total, Index count) {
+    for (Index j = 0; j < count; j++) total[j] += part[j];
+}
+
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     memset(&of, 0, sizeof of);
-    Index p = c.apart();
+    Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
+    // Of tiles of one part, low parts are 0.
+    bool deep = c.wide || c.tile_rows > (c.nearest ? PART_OF<true> : PART_OF<false>);
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, of.high, of.low, count);
-        merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
-        for (Index j = 0; c.nearest && j < count; j++) of.size[j] += sums[(c.wide ? 4 + which : 4) * p + j];
-        for (Index j = 0; c.nearest && !c.wide && j < count; j++) of.other[j] += sums[5 * p + j];
+        if (deep) merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
+        if (c.nearest) add_up(sums + sizes * p, of.size, count), add_up(sums + 5 * p, of.other, count);
     }
     // The vectors' padding has anything.
     for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], of.high[j], of.low[j]);
@@ -91,9 +96,9 @@ inline bool is_exact(double rows, double most, double last) {
 inline void find_narrow_errors(const Call& c, int which, Index count, Block& of) {
     double a = 0, b = 0, additions = (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U, rows = std::sqrt((double)c.rows);
     for (Index tile = 0; tile < c.tiles; tile++) a = std::fmax(a, c.ranges[2 * tile]), b = std::fmax(b, c.ranges[2 * tile + 1]);
-    if (which == 1) a = 0, b = additions;
     for (Index j = 0; j < count; j++) {
-        double error = 1.03 * std::sqrt(of.size[j]) * (a * std::sqrt(of.other[j]) + b * rows);
+        double of_xhat = which == 0 ? a * std::sqrt(of.other[j]) + b * rows : additions * rows;
+        double error = 1.03 * std::sqrt(of.size[j]) * of_xhat;
         // What has no bound, NaN too, is certain of nothing.
         of.size[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
     }
@@ -177,11 +182,14 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         uint8_t* undecided = c.undecided[which] + start;
         round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided);
         bool again = which == 1 && !c.wide && c.dy.whole;
-        Index open[COLUMNS + 1], found = 0;
-        for (Index j = 0; again && j < count; j++) open[found] = j, found += undecided[j];
+        Index open[COLUMNS], found = 0;
+        int64_t is_nan = 0;
+        for (Index j = 0; again && j < count; j++)
+            if (undecided[j]) open[found++] = j;
         for (Index k = 0; k < found; k += 8) round_exactly(c, start, open + k, found - k < 8 ? found - k : 8, out, undecided);
         // There is one NaN, whatever that of an old value is.
-        for (Index j = 0; j < count; j++) undecided[j] |= of.high[j] != of.high[j];
+        for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
+        for (Index j = 0; is_nan && j < count; j++) undecided[j] |= of.high[j] != of.high[j];
     });
 }
 

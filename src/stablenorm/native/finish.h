@@ -23,6 +23,10 @@ template <class F> INLINE auto of_type(Type type, F f) {
 
 // ---- rows that do not lie in one piece ----
 
+// Bytes to ask for ahead of time, at least: the processor's own prefetcher stops at pages. Of (131072, 256), two
+// threads, that took the backward from 29 to 18 ms.
+constexpr Index LEAST_AHEAD = 1 << 14;
+
 // Copies the elements of a row to `packed`, or from there.
 template <bool OUT> APART void copy_row(const Array& a, char* row, char* packed) {
     const Index *lengths = a.lengths + a.lead, *strides = a.strides + a.lead;
@@ -41,10 +45,11 @@ template <bool OUT> APART void copy_row(const Array& a, char* row, char* packed)
     }
 }
 
-// n elements as another type that holds all of them.
+// n elements as another type that holds all of them. What lies behind, mostly the next row, is asked for: of memory
+// beyond the caches that makes it twice as fast.
 template <class From, class To> APART void lift(const From* from, To* to, Index n) {
     Index j = 0;
-    for (; j + L <= n; j += L) store(to + j, load<L>(from + j));
+    for (; j + L <= n; j += L) ask_for((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
     if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
 }
 

@@ -117,20 +117,54 @@ bool take_scratch(Call& c, int threads, double*& memory) {
     return true;
 }
 
+void run_parts(Call& c, int threads) {
+    Index cost = c.rows * c.n * (c.wide ? COST : 1);
+    pool::run(c.tiles, threads, cost >= WORTH_WAKING, tile_work, &c);
+    Finish finish{c, c.summing() && any_extreme(c)};
+    Index parts = c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0;
+    pool::run(parts, c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &finish);
+}
+
+// Dgamma and dbeta of the columns that are undecided, in pairs; these need the statistics of all rows again.
+bool sum_again(Call c, int threads) {
+    size_t n = (size_t)c.n, rows = (size_t)c.rows;
+    char* memory = (char*)memory::take(2 * n * sizeof(double) + 4 * n + rows);
+    if (!memory) return false;
+    char* found = memory;
+    uint8_t *wanted = (uint8_t*)found + 2 * n * sizeof(double), *open = wanted + 2 * n;
+    Call again = c;
+    again.wide = again.results_whole = true, again.y.data = nullptr, again.wanted = wanted, again.marks = open + 2 * n;
+    memset(open, 0, 2 * n + rows);
+    for (int i = 0; i < 2; i++) {
+        memcpy(wanted + i * n, c.undecided[i], n);
+        if (c.sums_out[i]) again.sums_out[i] = found + i * n * sizeof(double);
+        again.undecided[i] = open + i * n, again.partial[i] = nullptr;
+    }
+    run_parts(again, threads);
+    // With an extreme row they stay undecided.
+    for (int i = 0; i < 2 && !any_extreme(again); i++)
+        for (size_t j = 0, bytes = (size_t)BYTES[c.sums_type[i]]; j < n && c.sums_out[i]; j++)
+            if (wanted[i * n + j]) memcpy(c.sums_out[i] + j * bytes, again.sums_out[i] + j * bytes, bytes), c.undecided[i][j] = again.undecided[i][j];
+    memory::give(memory);
+    return true;
+}
+
+bool is_any_open(const Call& c) {
+    uint8_t found = 0;
+    const uint8_t *of_dgamma = c.undecided[0], *of_dbeta = c.undecided[1];
+    for (Index j = 0, n = c.summing() && c.nearest ? c.n : 0; j < n; j++) found |= of_dgamma[j] | of_dbeta[j];
+    return found;
+}
+
 State run_one(Call& c, int threads) {
     double* scratch;
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     DefaultControl control;
-    bool possible = kernels->prepare(c);
-    if (possible) {
-        Index cost = c.rows * c.n * (c.wide ? COST : 1);
-        pool::run(c.tiles, threads, cost >= WORTH_WAKING, tile_work, &c);
-        Finish finish{c, c.summing() && any_extreme(c)};
-        Index parts = c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0;
-        pool::run(parts, c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &finish);
-    }
+    State state = kernels->prepare(c) ? DONE : DECLINED;
+    if (state == DONE) run_parts(c, threads);
+    if (state == DONE && !c.wide && is_any_open(c) && !sum_again(c, threads)) state = NO_MEMORY;
     memory::give(scratch);
-    return possible ? DONE : DECLINED;
+    return state;
 }
 
 struct Sampled {

@@ -71,12 +71,12 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 27)) return nullptr;
+    if (!check_count(count, 26)) return nullptr;
     Arguments given{args};
     Call c;
     jobs::Samples s;
     c.backward = true;
-    s.count = PyLong_AsSsize_t(args[26]);
+    s.count = PyLong_AsSsize_t(args[25]);
     auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
     if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
     if (!see(given.take(), c.dy, apart(s.dy)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
@@ -88,7 +88,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     for (int i = 0; i < 2; i++)
         if (!vector_of(given.take(), c.sums_out[i], &c.sums_type[i], apart(s.sums[i]))) return nullptr;
     double *old, *partial;
-    if (!vector_of(given.take(), c.undecided[0]) || !vector_of(given.take(), old) || !vector_of(given.take(), partial) || !vector_of(given.take(), c.wanted)) return nullptr;
+    if (!vector_of(given.take(), c.undecided[0]) || !vector_of(given.take(), old) || !vector_of(given.take(), partial)) return nullptr;
     c.undecided[1] = c.undecided[0] ? c.undecided[0] + c.n : nullptr;
     if (old) c.old[0] = old, c.old[1] = old + c.n;
     if (partial) c.partial[0] = partial, c.partial[1] = partial + 4 * c.n;

@@ -220,12 +220,11 @@ struct Back {
 };
 
 // Vectors `apart` float64 apart: of dgamma, its low part, dbeta and its low part, and if `sizes` the sums of
-// |dy| (|xhat| + w) and |dy|. Null if nobody wants them. If `wanted`, only of those groups of P columns.
+// |dy| (|xhat| + w) and |dy|. Null if nobody wants them.
 struct Columns {
     double* at;
     Index apart;
     bool sizes;
-    const uint8_t* wanted;
 };
 
 template <bool WHOLE> INLINE Wide g_of(N d, Index j, const Parameters& given) {
@@ -279,8 +278,7 @@ APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, 
     };
     for (Index j = 0; j < n;) {
         Index stop = n - j < DEPTH * P ? n : j + DEPTH * P;
-        for (; j + P <= stop; j += P)
-            if (!over.wanted || over.wanted[j / P]) add(load<P>(dy + j), load<P>(x + j), j, P);
+        for (; j + P <= stop; j += P) add(load<P>(dy + j), load<P>(x + j), j, P);
         if (j < stop) add(load<P>(dy + j, stop - j), load<P>(x + j, stop - j), j, stop - j), j = stop;
         a = settled(a), b = settled(b);
     }

@@ -4,10 +4,6 @@
 
 namespace {
 
-// Bytes to ask for ahead of time, at least: the processor's own prefetcher stops at pages. Of (131072, 256), two
-// threads, that took the backward from 29 to 18 ms.
-constexpr Index LEAST_AHEAD = 1 << 14;
-
 template <class T> Index columns_ahead(const Call& c, Index rows) {
     Index least = LEAST_AHEAD / (Index)sizeof(T), some = 2 * rows * c.n;
     return !c.ahead ? 0 : some > least ? some : least;
@@ -125,12 +121,29 @@ INLINE void push(const Call& c, const Own& own, const double* h) {
 }
 
 
+// The columns whose sums are wanted, if these are few.
+struct Chosen {
+    Index *columns, count = 0;
+    Chosen(const Call& c, double* room) : columns((Index*)room) {
+        for (Index j = 0; c.wanted && c.dy.whole && j < c.n; j++)
+            if (c.wanted[j] | c.wanted[c.n + j]) columns[count++] = j;
+        // One by one, an element takes as long as eight.
+        if (count > c.n / 8) count = 0;
+    }
+    // Those of a row.
+    const double* operator()(Type type, const char* row, double* room) const {
+        for (Index k = 0; k < count; k++) lift_row(type, row + columns[k] * BYTES[type], room + k, 1);
+        return room;
+    }
+};
+
 // The row's words; false, and a mark, if it is extreme.
-template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
+template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, const Chosen& chosen, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
     Index apart = r * c.apart();
-    of.dy = row_as<double>(c, c.dy, i, own.dy[0] + apart, own.raw);
-    Pair<double> range = range_of(of.dy, c.n);
+    double* room = own.dy[0] + apart;
+    of.dy = chosen.count ? chosen(c.dy.type, row_of(c.dy, i), room) : row_as<double>(c, c.dy, i, room, own.raw);
+    Pair<double> range = range_of(of.dy, chosen.count ? chosen.count : c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
     if (of_tile) add_range(c, range, of_tile);
     of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw), of.m = {0, 0};
@@ -144,7 +157,8 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
     }
-    if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
+    if (chosen.count) of.x = chosen(F64, (const char*)of.x, own.x[1] + apart);
+    else if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
     return true;
 }
 
@@ -159,16 +173,11 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
     if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
 }
 
-// Of each group of P columns, whether one is wanted.
-INLINE const uint8_t* wanted_groups(const Call& c, uint8_t* groups) {
-    memset(groups, 0, (size_t)(c.n / P + 1));
-    for (Index j = 0; j < c.n; j++) groups[j / P] |= c.wanted[j] | c.wanted[c.n + j];
-    return groups;
-}
-
 template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
     Index p = c.apart(), held = 0;
-    Columns over = {sums, p, c.nearest, c.wanted ? wanted_groups(c, (uint8_t*)own.size) : nullptr};
+    Chosen chosen(c, own.size);
+    Index n = chosen.count ? chosen.count : c.n;
+    Columns over = {sums, p, c.nearest};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
     bool exact = true;
     for (Index j = 0; j < c.n; j++) exact = exact && c.gamma_low[j] == 0;
@@ -180,15 +189,18 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
         for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
             if (c.all_rows && c.y.data) clear_between(c, own, i);
             Back& of = rows[count];
-            if (!begin_row<LAYER>(c, own, i, count, range, of)) continue;
+            if (!begin_row<LAYER>(c, own, i, count, chosen, range, of)) continue;
             auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;
-            pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
+            pull_row(of, n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
             at[count++] = i;
         }
         settle(along, c.n, rows, count, exact);
         for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
-        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, c.n), held = 0;
+        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, n), held = 0;
     }
+    // To their places, the last first.
+    for (Index k = chosen.count - 1; k >= 0; k--)
+        for (int which = 0; which < 6; which++) sums[which * p + chosen.columns[k]] = sums[which * p + k];
 }
 
 }  // namespace pairs
