@@ -34,11 +34,12 @@ def steps(builds):
     if compiler is None or platform.machine() not in ("x86_64", "aarch64"):
         pytest.skip("there is no C++ compiler, or the kernels are not for this processor")
     flags = ["-mavx2", "-mfma", "-mf16c"] if platform.machine() == "x86_64" else []
-    library = builds / f"pairs-{os.getpid()}.so"
-    command = [compiler, *FLAGS.split(), *flags, "-I", NATIVE, HERE / "pairs.cpp", "-o", library]
+    library = builds / f"bounds-{os.getpid()}.so"
+    command = [compiler, *FLAGS.split(), *flags, "-I", NATIVE, HERE / "bounds.cpp", "-o", library]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))
-    loaded.sums_bound_of.restype = ctypes.c_double
+    for name in ("sums_bound_of", "sum_bound"):
+        getattr(loaded, name).restype = ctypes.c_double
     return loaded
 
 
@@ -182,6 +183,86 @@ def test_no_input_breaks_a_bound(kind, rng, steps):
     # Nor are they idle: all steps come within a thousandth, the sums over rows within a tenth.
     assert min(share for name, share in worst.items() if "in the code" not in name) > 0.001
     assert min(worst[name] for name in ("dgamma", "dbeta", "dbeta, in the code")) > 0.1
+
+
+def rate_narrow(steps, kind, x, dy, gamma, beta, eps):
+    """Return the largest error over bound of what float64 decides: of each element, and by the bounds of a row."""
+    (rows, n), layer = x.shape, int(kind == "layer")
+    apart, block = n + 64, 16 * int(np.ceil(np.sqrt(n / 16)))
+    given, sums, rated = np.zeros((6, apart)), np.zeros((4, apart)), {}
+    given[0, :n], given[2, :n], given[3] = gamma, beta, 1.0
+    exact_gamma, exact_beta, worst = exactly(gamma), exactly(beta), np.zeros(2)
+    terms = []
+
+    def see(name, error, bound):
+        rated[name] = max(rated.get(name, 0.0), largest(error, exactly(bound)))
+
+    for i in range(rows):
+        words, (xhat, y, dx) = np.zeros(5), np.zeros((3, 2, apart))
+        arrays = given, apart, words, xhat, y, dx, sums
+        steps.narrow_row(*given_to(layer, dy[i], x[i], n, block, eps, *arrays))
+        v, g = exactly(x[i].astype(float)), exact_gamma * exactly(dy[i].astype(float))
+        c = v - v.mean() * layer
+        rstd = 1 / mp.sqrt((c * c).mean() + eps)
+        h = c * rstd
+        terms.append((exactly(dy[i].astype(float)) * h, exactly(dy[i].astype(float))))
+        found = xhat[0, :n]
+        see("xhat", abs(exactly(found) - h), words[1] * np.abs(found) + words[2])
+        found, bound = y[:, :n]
+        error = abs(exactly(found) - (h * exact_gamma + exact_beta))
+        see("y", error, bound)
+        see("y, by rows", error, words[3] * (np.abs(gamma) + np.abs(beta)))
+        found, bound = dx[:, :n]
+        error = abs(exactly(found) - rstd * (g - g.mean() * layer - h * (g * h).mean()))
+        see("dx", error, bound)
+        see("dx, by rows", error, np.full(n, words[4]))
+        worst = np.maximum(worst, words[1:3])
+    worst[0] += min(rows, 16) * U
+    for which, name in enumerate(("dgamma", "dbeta")):
+        of_sums = worst if which == 0 else (0.0, min(rows, 16) * U)
+        squares = [map(float, sums[k, :n]) for k in (2, 3)]
+        bounds = [
+            steps.sum_bound(*map(ctypes.c_double, (*of_sums, *each, rows)))
+            for each in zip(*squares, strict=True)
+        ]
+        exact = np.sum([each[which] for each in terms], axis=0)
+        see(name, abs(exactly(sums[which, :n]) - exact), np.array(bounds))
+    return rated
+
+
+def narrow_cases(rng):
+    """Yield x, dy, gamma, beta and eps of float32: rows whose roundings all go one way, and such as lose digits."""
+    draw = rng.standard_normal
+    for n in (2, 3, 7, 40, 333, 2100):
+        shape = (16, n) if n < 50 else (2, n)
+        yield draw(shape), draw(shape), draw(n), draw(n), 1e-5
+        yield 100 + draw(shape), 100 + draw(shape), np.ones(n), np.zeros(n), 0.0
+        yield 1 + 2.0**-23 * rng.integers(0, 3, shape), draw(shape), draw(n), draw(n), 1e-12
+        yield (
+            *draw((2, *shape)) * np.exp2(rng.uniform(-40, 40, (2, *shape))),
+            draw(n),
+            draw(n),
+            1e-5,
+        )
+        # The first element is most of each sum; all that follow are rounded alike.
+        x, dy = 2.0**-12 * rng.uniform(0.5, 0.9, (2, *shape))
+        x[:, :16] = dy[:, :16] = np.where(np.arange(min(n, 16)) % 2, -1.0, 1.0)
+        yield x, dy, np.ones(n), np.zeros(n), 1e-5
+        yield 1e-20 * draw(shape), draw(shape), draw(n), draw(n), 1e-5
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_no_input_breaks_a_bound_of_float64(kind, rng, steps):
+    worst = {}
+    with mp.workprec(300):
+        for *case, eps in narrow_cases(rng):
+            x, dy, gamma, beta = (each.astype(np.float32) for each in case)
+            parameters = gamma.astype(float), beta.astype(float)
+            for name, share in rate_narrow(steps, kind, x, dy, *parameters, eps).items():
+                worst[name] = max(share, worst.get(name, 0.0))
+    assert max(worst.values()) < 1, worst
+    # Nor are they idle.
+    assert min(worst.values()) > 0.02, worst
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])

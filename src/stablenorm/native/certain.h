@@ -43,9 +43,39 @@ template <bool LAYER> INLINE Errors errors_of_xhat(double size, double d, double
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
+// The longest chain of additions of a sum of n columns, in blocks and so many lanes.
+INLINE double chain_of(Index n, Index block, int lanes) { return (double)(block / lanes + (n + block - 1) / block + 4); }
+
 // Where the bound of an error is not 0 it has to be this at least: then no result is certain whose type has fewer digits
 // for numbers so small. Not of float16, whose small numbers are looked for.
 constexpr double LEAST_BOUND = 0x1p-134;
+
+// Of all y of a row, beside |gamma| + |beta|; and of each.
+INLINE double bound_of_y(Errors of, double size, Index n) {
+    return 1.02 * ((of.a + 3 * U) * std::fmax(std::sqrt((double)n) * size, 1) + of.b);
+}
+template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
+    return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
+}
+
+// The errors of dx, given G: so much of it, and this times 1 + |xhat|. Of all dx of a row; and of each, by
+// |x - mean| rstd.
+INLINE Errors errors_of_dx(Errors of, double rstd, double g, double chain) {
+    return {1.02 * (of.a + 6 * U), 1.02 * rstd * g * ((chain + 10) * U + 2 * of.a + of.b)};
+}
+INLINE double bound_of_dx(Errors of_dx, double rstd, double g, double size, Index n) {
+    double root = std::sqrt((double)n), most = root * size;
+    return of_dx.a * rstd * g * (root + 1 + most) + of_dx.b * (1 + most) + LEAST_BOUND;
+}
+template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) {
+    return fma(like(v, of_dx.a), magnitude(v), fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
+}
+
+// Of dgamma, by the sums of squares of dy and xhat: a includes the additions. Sum |v w|, for which the root of
+// sum v**2 sum w**2 stands, may be far less.
+INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double rows) {
+    return 1.03 * std::sqrt(of_dy) * (worst.a * std::sqrt(of_xhat) + worst.b * std::sqrt(rows));
+}
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
 // rounding drops, then there is neither a midpoint between them nor a number of the type.

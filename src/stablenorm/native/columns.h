@@ -91,14 +91,14 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Bounds of the errors of dgamma or dbeta by the squares of dy and xhat, since sum |v w|, the root of sum v**2 sum w**2 at
-// most, may be far less.
 inline void find_narrow_errors(const Call& c, int which, Index count, Block& of) {
-    double a = 0, b = 0, additions = (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U, rows = std::sqrt((double)c.rows);
-    for (Index tile = 0; tile < c.tiles; tile++) a = std::fmax(a, c.ranges[2 * tile]), b = std::fmax(b, c.ranges[2 * tile + 1]);
+    Errors worst = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++)
+        worst = {std::fmax(worst.a, c.ranges[2 * tile]), std::fmax(worst.b, c.ranges[2 * tile + 1])};
+    // Of dbeta all is additions.
+    if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
     for (Index j = 0; j < count; j++) {
-        double of_xhat = which == 0 ? a * std::sqrt(of.other[j]) + b * rows : additions * rows;
-        double error = 1.03 * std::sqrt(of.size[j]) * of_xhat;
+        double error = bound_of_sum(worst, of.size[j], of.other[j], (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
         of.size[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
     }

@@ -171,14 +171,13 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
 template <bool LAYER, class T, class To>
 APART bool is_open(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
     Affine<LAYER> row(of, r);
-    Lanes<Y> own = spread<Y>(1.02 * (errors.a + 3 * U)), a = spread<Y>(errors.a), b = spread<Y>(errors.b);
     bool open = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < Y ? n - j : Y;
         Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
         // Zero gets the sign of plus.
         Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + spread<Y>(0.0);
-        open |= differs<To>(v, fma(own, magnitude(v), fma(a, magnitude(shift), b * magnitude(scale))), some);
+        open |= differs<To>(v, bounds_of_y(errors, v, scale, shift), some);
         store(y + j, v, some);
     }
     return open;
@@ -306,9 +305,8 @@ template <bool LAYER> struct Projected {
     }
 };
 
-// The errors of dx: so much of it, and this times 1 + |xhat|, or for RMS norm |xhat|.
 template <class T> INLINE Errors errors_of_dx(const Back<T>& of, double chain) {
-    return {1.02 * (of.errors.a + 6 * U), 1.02 * of.rstd * of.size * ((chain + 10) * U + 2 * of.errors.a + of.errors.b)};
+    return errors_of_dx(of.errors, of.rstd, of.size, chain);
 }
 
 // NEAREST: the list of doubts is to be filled.
@@ -317,10 +315,8 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     Projected<LAYER> row(of);
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
-    Errors errors = NEAREST ? errors_of_dx(of, chain) : Errors{};
-    // One bound for all of the row. What is written is that much more.
-    double root = std::sqrt((double)n), most = root * of.spread;
-    double bound = errors.a * of.rstd * of.size * (root + 1 + most) + errors.b * (1 + most) + LEAST_BOUND;
+    // What is written is more by a bound for all of the row.
+    double bound = NEAREST ? bound_of_dx(errors_of_dx(of, chain), of.rstd, of.size, of.spread, n) : 0;
     Lanes<L> one = hidden<L>(1.0), down = spread<L>(-2.02 * bound);
     if (NEAREST) row.q = spread<L>(of.q + bound);
     Index j = 0;
@@ -342,15 +338,13 @@ template <bool LAYER, class T, class To>
 APART bool is_open(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts, double chain) {
     Projected<LAYER> row(of);
     Errors errors = errors_of_dx(of, chain);
-    Lanes<L> own = spread<L>(errors.a), others = spread<L>(LAYER ? errors.b : 0), share = spread<L>(errors.b * of.rstd);
     bool open = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
         Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);
-        Lanes<L> offset = magnitude(LAYER ? at - row.mean : at);
-        open |= differs<To>(v, fma(own, magnitude(v), fma(share, offset, others)), some);
+        open |= differs<To>(v, bounds_of_dx<LAYER>(errors, v, (LAYER ? at - row.mean : at) * row.rstd), some);
         store(dx + j, v, some);
     }
     return open;

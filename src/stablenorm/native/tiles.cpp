@@ -31,9 +31,6 @@ INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 // The mark of a row that is left alone; of one that is not, but of which an element is undecided.
 constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
 
-// The longest chain of additions of a sum along a row, in so many lanes.
-INLINE double chain_of(const Call& c, int lanes) { return (double)(c.block / lanes + (c.n + c.block - 1) / c.block + 4); }
-
 // Row i of x in `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
@@ -235,8 +232,8 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
-                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain_of(c, L));
-                bounds[r] = 1.02 * ((errors[r].a + 3 * U) * std::fmax(std::sqrt((double)c.n) * size, 1) + errors[r].b);
+                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain_of(c.n, c.block, L));
+                bounds[r] = bound_of_y(errors[r], size, c.n);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
                 if (c.spread) c.spread[i] = size;
             }
@@ -279,13 +276,13 @@ template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
 // The errors of xhat again, by what the forward kept: sqrt(q), and with it D.
 template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i) {
     double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
-    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain_of(c, L));
+    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain_of(c.n, c.block, L));
 }
 
 template <int R, class T, bool LAYER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
     Back<T> rows[2][R];
-    double chain = chain_of(c, FEW<NEAREST>);
+    double chain = chain_of(c.n, c.block, FEW<NEAREST>);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
             Index apart = r * c.apart();

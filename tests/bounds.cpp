@@ -1,4 +1,5 @@
-// The steps of native/pair_rows.h one by one, for test_nearest_bounds.py. Vectors are `apart` float64 apart.
+// The steps of native/pair_rows.h and native/rows.h one by one, for test_nearest_bounds.py. Vectors are `apart` float64
+// apart.
 #include "finish.h"
 
 namespace {
@@ -47,6 +48,45 @@ void backward(const double* dy, const double* x, Index n, const double* row, con
 }
 
 }  // namespace pairs
+
+namespace narrow {
+
+// Words: rms(xhat), a, b, the row's bound beside |gamma| + |beta|. y, then bounds.
+template <bool LAYER>
+void forward(const float* x, Index n, const Call& c, const double* given, Index apart, Stats& of, double* words, double* y) {
+    const Parameters parameters = {given, given + 2 * apart, nullptr};
+    statistics<LAYER>(&x, c, 1, of);
+    double size = std::sqrt(of.square[0]) * of.rstd[0];
+    Errors errors = errors_of_xhat<LAYER>(size, std::fabs(of.d[0]) * of.rstd[0], chain_of(n, c.block, L));
+    words[0] = size, words[1] = errors.a, words[2] = errors.b, words[3] = bound_of_y(errors, size, n);
+    write_y<1, LAYER, false, false>(&x, &y, n, of, 0, parameters, 0);
+    for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(given + j), load<Y>(given + 2 * apart + j)));
+}
+
+// dx, then bounds; sums: dgamma, dbeta and the squares. Words: all dx's bound, that of dx, of which |xhat| is part, given as y.
+template <bool LAYER>
+void backward(const float* dy, const float* x, Index n, const Call& c, const Stats& of, const double* given, Index apart,
+              const double* xhat, double* words, double* dx, double* sums) {
+    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, given, n) : 0};
+    row.spread = words[0], row.errors = {words[1], words[2]};
+    pull<1, LAYER, true>(&row, n, given, {sums, sums + apart, sums + 2 * apart, sums + 3 * apart}, c.block);
+    Errors errors = errors_of_dx(row, chain_of(n, c.block, FEW<true>));
+    words[4] = bound_of_dx(errors, row.rstd, row.size, row.spread, n);
+    write_dx<LAYER, false, false>(row, dx, n, given, 0);
+    for (Index j = 0; j < n; j += L) store(dx + apart + j, bounds_of_dx<LAYER>(errors, load<L>(dx + j), load<L>(xhat + j)));
+}
+
+template <bool LAYER>
+void both(const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
+    Call c;
+    c.n = n, c.eps = eps, c.block = block;
+    Stats of;
+    // xhat is y of gamma = 1 and beta = 0.
+    forward<LAYER>(x, n, c, given + 3 * apart, apart, of, words, xhat), forward<LAYER>(x, n, c, given, apart, of, words, y);
+    backward<LAYER>(dy, x, n, c, of, given, apart, xhat, words, dx, sums);
+}
+
+}  // namespace narrow
 }  // namespace
 
 extern "C" {
@@ -58,6 +98,11 @@ void backward_row(int layer, const double* dy, const double* x, Index n, const d
                   double* means, double* xhat, double* dx, double* sums) {
     (layer ? pairs::backward<true> : pairs::backward<false>)(dy, x, n, row, given, apart, means, xhat, dx, sums);
 }
+void narrow_row(int layer, const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart,
+                double* words, double* xhat, double* y, double* dx, double* sums) {
+    (layer ? narrow::both<true> : narrow::both<false>)(dy, x, n, block, eps, given, apart, words, xhat, y, dx, sums);
+}
+double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, of_dy, of_xhat, rows); }
 void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }
 double sums_bound_of(Index n, Index rows, Index tiles) { return sums_bound(n, rows, tiles); }
 }
