@@ -1,62 +1,100 @@
 """
 What rounding="nearest" costs, beside fast and on hard inputs: `make rounding`.
 
-Writes benchmarks/results/rounding.json and docs/evidence/rounding.md, and exits with 1 if the two CPU
-backends differ in an element. Four minutes, alone on the machine.
+Writes benchmarks/results/rounding.json and docs/evidence/rounding.md, and exits with 1 if two ways to the same
+results differ in an element. Ten minutes, alone on the machine.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import sys
 import time
 from functools import partial
 from typing import Any
 
 import numpy as np
+from cases import BEYOND, IN_CACHE
 from page import digits, keep, medians, origin, origin_line, table, write
 
-from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.cli.bench import PASSES, make_candidates, make_problem
+from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.cli.parts import ROUNDINGS
+from stablenorm.formats import parse
 from stablenorm.testing import FAMILIES, Case, make_case
 
-# What fits a small machine.
-SHAPES = {"float32": [(32, 512, 768), (65_536, 1024)], "float64": [(16, 512, 768), (32_768, 1024)]}
+NARROW = ("float32", "bfloat16", "float16")
+THREADS = os.cpu_count() or 1
+# In the cache of one core, and of 256 MiB.
+SMALL = [(2**16 // n, n) for n in (256, 512, 1024, 2048, 4096)]
+LARGE = 2**28
 ROWS, N = 64, 1024
-# Seconds of each dtype in which the backends are compared.
-COMPARED = 30
+# Elements of x for which float64 and pairs are compared, seconds in which the backends are.
+PAIRS, COMPARED = 10**9, 30
 
 
-def run(case: Case, backend: str | None = None) -> tuple[Any, ...]:
-    """Return y, dx, dgamma and dbeta."""
-    y, cache = layer_norm_forward(*case[:4], rounding="nearest", backend=backend)
-    return y, *layer_norm_backward(case.dy, cache)
+def run(case: Case, backend: str | None = None, *, strided: bool = False) -> tuple[Any, ...]:
+    """Return y, dx, dgamma and dbeta. Results with strides are made in pairs, whatever their dtype."""
+
+    def room(like: Any) -> Any:
+        return np.empty((*like.shape, 2), like.dtype)[..., 0] if strided else None
+
+    options: dict[str, Any] = {"rounding": "nearest", "backend": backend, "out": room(case.x)}
+    y, cache = layer_norm_forward(*case[:4], **options)
+    out = (room(case.x), room(case.gamma), room(case.beta)) if strided else None
+    return y, *layer_norm_backward(case.dy, cache, out=out)
 
 
-def draw(rng: np.random.Generator, dtype: Any, rows: int) -> Case:
+def draw(rng: np.random.Generator, dtype: Any, rows: int, n: int = N) -> Case:
     """Return N(0, 1)."""
-    x, dy, (gamma, beta) = (rng.standard_normal((k, N), dtype=dtype) for k in (rows, rows, 2))
+    kind = parse(dtype)
+    drawn = np.float64 if dtype == "float64" else np.float32
+    x, dy, (gamma, beta) = (
+        rng.standard_normal((k, n), dtype=drawn).astype(kind) for k in (rows, rows, 2)
+    )
     return Case(x, gamma, beta, 1e-5, dy)
 
 
-def ratio(shape: tuple[int, ...], dtype: str, direction: str) -> float:
-    """Return the time of nearest over that of fast, with `out=`."""
-    problem = make_problem(shape, dtype)
-    calls = {each: make_candidates(problem, None, each)[direction]["out="] for each in ROUNDINGS}
-    fast, nearest = medians(calls, rounds=9, least=1, limit=4)
-    return nearest / fast
+def ratios(shape: tuple[int, ...], dtype: str, threads: int = THREADS) -> tuple[float, float]:
+    """Return the times of nearest over those of fast, forward and backward, with `out=`."""
+    set_num_threads(threads)
+    x, gamma, beta, eps, dy = draw(
+        np.random.default_rng(0), dtype, math.prod(shape[:-1]), shape[-1]
+    )
+    x, dy = x.reshape(shape), dy.reshape(shape)
+    y, sums = np.empty_like(x), (np.empty_like(gamma), np.empty_like(beta))
+    # Which columns are hard depends on dy: it takes turns.
+    turns = [dy, *(np.roll(dy, k, axis=-2) for k in (1, 2))]
+    found = []
+    for backward in (False, True):
+        calls: dict[str, Any] = {}
+        for rounding in ROUNDINGS:
+            forward = partial(layer_norm_forward, x, gamma, beta, eps, rounding=rounding)
+            cache, next_dy = forward()[1], itertools.cycle(turns).__next__
+            calls[rounding] = partial(forward, out=y)
+            if backward:
+                calls[rounding] = lambda c=cache, d=next_dy: layer_norm_backward(
+                    d(), c, out=(y, *sums)
+                )
+        fast, nearest = medians(calls, rounds=15, least=3, limit=4)
+        found.append(nearest / fast)
+    set_num_threads(THREADS)
+    return found[0], found[1]
 
 
-def random_data(dtype: str) -> tuple[str, int, int]:
-    """Count of N(0, 1) how many elements of x both backends had, and how many results differ."""
+def differences(dtype: str) -> tuple[str, str, int, int]:
+    """Count of N(0, 1) how many elements of x were done both ways, and how many results differ."""
     rng, compared, differ = np.random.default_rng(0), 0, 0
     end = time.perf_counter() + COMPARED
-    while time.perf_counter() < end:
-        case = draw(rng, dtype, 256)
-        for one, other in zip(run(case), run(case, "numpy"), strict=True):
-            differ += int((one.view(f"u{one.itemsize}") != other.view(f"u{one.itemsize}")).sum())
+    while compared < PAIRS if dtype in NARROW else time.perf_counter() < end:
+        case = draw(rng, dtype, 256 if dtype == "float64" else 2**14)
+        others = run(case, "numpy") if dtype == "float64" else run(case, strided=True)
+        for one, other in zip(run(case), others, strict=True):
+            kind = f"u{one.itemsize}"
+            differ += int((one.view(kind) != np.ascontiguousarray(other).view(kind)).sum())
         compared += case.x.size
-    return dtype, compared, differ
+    return dtype, "float64 and pairs" if dtype in NARROW else "both backends", compared, differ
 
 
 def hard(dtype: str) -> list[tuple[Any, ...]]:
@@ -85,50 +123,65 @@ def hard(dtype: str) -> list[tuple[Any, ...]]:
 
 def measure() -> dict[str, Any]:
     """Return all that the page holds."""
+    lines = []
+    for dtype in (*NARROW, "float64"):
+        rows = LARGE // N // parse(dtype).itemsize
+        small = [(shape, 1) for shape in SMALL if dtype in NARROW]
+        for shape, threads in (*small, ((rows, N), 1), ((rows, N), THREADS)):
+            lines.append((dtype, shape, threads, *ratios(shape, dtype, threads)))
+    nine = []
+    for dtype in NARROW:
+        both = [each for shape in (*IN_CACHE, *BEYOND) for each in ratios(shape, dtype)]
+        nine.append((dtype, math.prod(both) ** (1 / len(both)), max(both)))
     return {
         "origin": origin(),
-        "ratios": [
-            (dtype, shape, *(ratio(shape, dtype, each) for each in PASSES))
-            for dtype, shapes in SHAPES.items()
-            for shape in shapes
-        ],
-        "random": [random_data(dtype) for dtype in SHAPES],
-        "hard": [line for dtype in SHAPES for line in hard(dtype)],
+        "ratios": lines,
+        "nine": nine,
+        "random": [differences(dtype) for dtype in (*NARROW, "float64")],
+        "hard": [line for dtype in ("float32", "float64") for line in hard(dtype)],
     }
 
 
 def page(found: dict[str, Any]) -> str:
     """docs/evidence/rounding.md."""
     lines = [
-        (dtype, tuple(shape), *map(digits, ratios)) for dtype, shape, *ratios in found["ratios"]
+        (dtype, tuple(shape), threads, *map(digits, both))
+        for dtype, shape, threads, *both in found["ratios"]
     ]
+    nine = [(dtype, *map(digits, times)) for dtype, *times in found["nine"]]
     kinds = [
         (name, dtype, digits(times), digits(speed)) for name, dtype, times, speed in found["hard"]
     ]
     return f"""# What correct rounding costs
 
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
-([the contract](../reference/accuracy-contract.md)). The kernels compute in double-double, with bounds of
-the errors. The rows and columns in which these leave something undecided go to the reference, which has
-integers at last.
+([the contract](../reference/accuracy-contract.md)). Kernels of float16, bfloat16 and float32 compute in float64, as by
+default, with bounds of the errors. Rows and columns in which these leave an element open are done once more in
+double-double, as all of float64 is. What that leaves open goes to the reference, which has integers at last.
 
 ## Time of nearest over that of fast
 
-All threads of this machine, with `out=`.
+With `out=`, of N(0, 1); of the backward, dy takes turns.
 
-{table(("dtype", "x", "forward", "backward"), lines)}
+{table(("dtype", "x", "threads", "forward", "backward"), lines)}
+
+Geometric mean and worst of forward and backward, of {len(IN_CACHE)} shapes that fit the caches and {len(BEYOND)} that do
+not, with all threads:
+
+{table(("dtype", "mean", "worst"), nine)}
 
 ## Random data
 
-Rows of {N} from N(0, 1): how many elements of x were given to both CPU backends, and how many elements
+Rows of {N} from N(0, 1): how many elements of x were done in two ways, and how many elements
 of all four results differed in a bit.
 
-{table(("dtype", "compared", "differ"), found["random"])}
+{table(("dtype", "ways", "compared", "differ"), found["random"])}
 
 ## Hard inputs
 
 Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
-kind, and each [family](accuracy.md). Slow are those of which the kernels leave something undecided.
+kind, and each [family](accuracy.md). Slow are those of which rows are done once more, and slower those of which
+double-double leaves something undecided.
 
 {table(("x", "dtype", "time", "rows per second"), kinds)}
 

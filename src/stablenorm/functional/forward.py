@@ -94,9 +94,9 @@ def statistics_of(cache: Cache, threads: int | None) -> Statistics:
     return made
 
 
-def _made_in_pairs(cache: Cache) -> Statistics:
+def _made_in_pairs(self: Cache) -> Statistics:
     """Return the statistics of a cache in double-double, which a float64 gamma calls for."""
-    x, norm, axes, _, name, where, _ = cache
+    x, norm, axes, _, name, where, _ = self
     ones = np.ones([x.shape[axis] for axis in axes])
     norm = norm._replace(gamma=ones, beta=None, gamma_offset=0.0)
     made: Statistics = _do(Forward(x, norm, None, where=where), axes, name)

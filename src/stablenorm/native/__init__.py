@@ -256,7 +256,7 @@ def _backward_rows(call: Backward, clear: bool = False, in_pairs: bool = False) 
     if nearest and dx is not None and _may_share(dy, dx):
         # Rows that are undecided are computed once more.
         call = call._replace(dy=np.array(as_matrix(dy)[:]))
-    marks = _marks_of(call.statistics) if wide or nearest else None
+    marks: Any = _marks_of(call.statistics) if wide or nearest else None
     if nearest:
         wide = wide or any_float64(dy) or bool(np.count_nonzero(marks))
     # Else, what a forward kept of which nothing was float64 is too little for double-double.

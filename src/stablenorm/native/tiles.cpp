@@ -204,17 +204,17 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
 
 // ---- forward ----
 
-// Of the rows of a tile that are left open, does one more time in pairs what `once` does of one.
+// The rows of a tile that are left open one more time, as `once` does some in pairs.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
-    for (Index i = tile.first; i < tile.stop; i++) {
-        if (!c.marks[i]) continue;
-        Call alone = c;
-        alone.wide = alone.results_whole = true, alone.all_rows = 0, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
-        // The statistics stay.
-        alone.mean = alone.rest = alone.rstd = alone.spread = nullptr, c.marks[i] = 0;
-        once(alone, Tile{i, i + 1});
+    Call alone = c;
+    alone.wide = alone.results_whole = true, alone.all_rows = 0, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
+    // The statistics stay.
+    alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
+    for (Index i = tile.first, stop; i < tile.stop; i = stop + 1) {
+        for (stop = i; stop < tile.stop && c.marks[stop]; stop++) c.marks[stop] = 0;
+        if (i < stop) once(alone, Tile{i, stop});
         // What follows need not be kept apart: of the sums, all columns that such a row spoils are left open.
-        if (c.marks[i] && c.backward) c.marks[i] = UNDECIDED;
+        for (Index k = i; k < stop && c.backward; k++) c.marks[k] = c.marks[k] ? UNDECIDED : 0;
     }
 }
 
