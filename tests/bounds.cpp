@@ -1,5 +1,7 @@
 // The steps of native/pair_rows.h and native/rows.h one by one, for test_nearest_bounds.py. Vectors are `apart` float64
 // apart.
+#include <vector>
+
 #include "finish.h"
 
 namespace {
@@ -76,6 +78,39 @@ void backward(const float* dy, const float* x, Index n, const Call& c, const Sta
     for (Index j = 0; j < n; j += L) store(dx + apart + j, bounds_of_dx<LAYER>(errors, load<L>(dx + j), load<L>(xhat + j)));
 }
 
+// y and dx with errors as given, which may be far larger than they are: in float64, as To, and of each column whether it
+// is in doubt; both rows' bounds, that of y beside |gamma| + |beta|.
+template <bool LAYER, class To>
+void doubts(const float* dy, const float* x, Index n, const double* given, Index apart, Errors errors, double* bounds,
+            double* v, To* out, uint8_t* open) {
+    Call c;
+    c.n = n, c.eps = 1e-5, c.block = 1024;
+    Stats of;
+    statistics<LAYER>(&x, c, 1, of);
+    std::vector<double> sizes((size_t)apart), sums((size_t)(4 * apart));
+    for (Index j = 0; j < n; j++) sizes[(size_t)j] = std::fabs(given[j]) + std::fabs(given[2 * apart + j]);
+    const Parameters parameters = {given, given + 2 * apart, sizes.data()};
+    std::vector<Index> at((size_t)n);
+    auto mark = [&](const Doubts& found, Index lanes, uint8_t* of_columns) {
+        for (Index i = 0; i < found.count; i++)
+            for (Index j = found.at[i]; j < n && j < found.at[i] + lanes; j++) of_columns[j] = 1;
+    };
+    bounds[0] = bound_of_y(errors, 1, n);
+    Doubts found = {at.data(), 0};
+    To* y = out;
+    write_y<1, LAYER, false, true>(&x, &y, n, of, 0, parameters, 0, &found, bounds);
+    write_y<1, LAYER, false, false>(&x, &v, n, of, 0, parameters, 0);
+    mark(found, Y, open);
+    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, given, n) : 0};
+    row.spread = 1;
+    pull<1, LAYER, true>(&row, n, given, {sums.data(), sums.data() + apart, sums.data() + 2 * apart, sums.data() + 3 * apart}, c.block);
+    row.errors = errors, found.count = 0;
+    bounds[1] = bound_of_dx(errors_of_dx(row, 0), row.rstd, row.size, row.spread, n);
+    write_dx<LAYER, false, true>(row, out + apart, n, given, 0, &found, 0);
+    write_dx<LAYER, false, false>(row, v + apart, n, given, 0);
+    mark(found, L, open + apart);
+}
+
 template <bool LAYER>
 void both(const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
     Call c;
@@ -101,6 +136,11 @@ void backward_row(int layer, const double* dy, const double* x, Index n, const d
 void narrow_row(int layer, const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart,
                 double* words, double* xhat, double* y, double* dx, double* sums) {
     (layer ? narrow::both<true> : narrow::both<false>)(dy, x, n, block, eps, given, apart, words, xhat, y, dx, sums);
+}
+void doubts_of(int layer, int half, const float* dy, const float* x, Index n, const double* given, Index apart, double a, double b,
+               double* bounds, double* v, void* out, uint8_t* open) {
+    if (half) (layer ? narrow::doubts<true, f16> : narrow::doubts<false, f16>)(dy, x, n, given, apart, {a, b}, bounds, v, (f16*)out, open);
+    else (layer ? narrow::doubts<true, f32> : narrow::doubts<false, f32>)(dy, x, n, given, apart, {a, b}, bounds, v, (f32*)out, open);
 }
 double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, of_dy, of_xhat, rows); }
 void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }

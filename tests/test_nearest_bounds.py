@@ -265,6 +265,32 @@ def test_no_input_breaks_a_bound_of_float64(kind, rng, steps):
     assert min(worst.values()) > 0.02, worst
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_is_not_in_doubt_rounds_alike_within_its_bound(kind, dtype, rng, steps):
+    """With bounds so large that a test of one side only, or of an end, would be found in some elements of a hundred."""
+    n, found, apart = 1000, 0, 1024
+    for power in (-22, -24, -26) if dtype is np.float16 else (-35, -37, -39):
+        x, dy = rng.standard_normal((2, n)).astype(np.float32)
+        given, bounds = np.zeros((3, apart)), np.zeros(2)
+        given[0, :n], given[2, :n] = rng.standard_normal((2, n))
+        v, out = np.zeros((2, apart)), np.zeros((2, apart), dtype)
+        marks = np.zeros((2, apart), np.uint8)
+        how = int(kind == "layer"), int(dtype is np.float16)
+        errors = 2.0**power / n**0.5, 2.0**power
+        steps.doubts_of(*given_to(*how, dy, x, n, given, apart, *errors, bounds, v, out, marks))
+        sizes = np.stack([abs(given[0]) + abs(given[2]), np.ones(apart)])
+        # Of a bound, some is for the rounding of the ends.
+        error = 0.999 * bounds[:, None] * sizes
+        certain = marks[:, :n] == 0
+        for end in (v - error, v + error):
+            same = end.astype(dtype) == out
+            assert same[:, :n][certain].all()
+        found += certain.sum(axis=1)
+    assert (n // 2 < found).all()
+    assert (found < 3 * n).all()
+
+
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_a_large_dy_leaves_no_nan(rounding, backend):
     """Where all that the kernels' sums along a row see of it is 0."""

@@ -98,8 +98,7 @@ def rms_norm_forward(
         The result, of the shape and dtype of `x`.
     cache : Cache
         For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
-        square, 8 bytes (16 to 20 with float64 data; ``rounding="nearest"`` as in
-        `layer_norm_forward`).
+        square, 8 bytes (16 to 20 with float64 data; 8 more with ``rounding="nearest"``).
 
     See Also
     --------

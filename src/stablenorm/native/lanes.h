@@ -35,15 +35,14 @@ INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c);
 INLINE double minus(double a, double b) { return a - b; }
 INLINE double magnitude(double a) { return __builtin_fabs(a); }
 
-// A number that the compiler does not see. What is multiplied by a hidden 1 and added is done by the units that
-// multiply, which on many processors (AMD Zen) are others than those that add.
-template <int L, int W = WIDEST> INLINE Lanes<L, W> hidden(double s) {
-    Lanes<L, W> r = spread<L, W>(s);
-    Vector<W>::hide(r.v[0]);
-    EACH r.v[i] = r.v[0];
-    return r;
+// a - b by the units that multiply, which on many processors (AMD Zen) are others than those that add:
+// a fused multiply-add with -1 from where the compiler cannot see it.
+template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
+    Register<double, W> one = spread<W, W>(-1.0).v[0];
+    Vector<W>::hide(one);
+    EACH a.v[i] = Vector<W>::fma(b.v[i], one, a.v[i]);
+    return a;
 }
-template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) { return fma(b, hidden<L, W>(-1.0), a); }
 
 // ---- bits ----
 

@@ -315,15 +315,13 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     Projected<LAYER> row(of);
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
-    // What is written is more by a bound for all of the row.
     double bound = NEAREST ? bound_of_dx(errors_of_dx(of, chain), of.rstd, of.size, of.spread, n) : 0;
-    Lanes<L> one = hidden<L>(1.0), down = spread<L>(-2.02 * bound);
-    if (NEAREST) row.q = spread<L>(of.q + bound);
+    Lanes<L> all = spread<L>(bound);
     Index j = 0;
     for (; j + L <= n; j += L) {
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
         Lanes<L> v = row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j));
-        if (NEAREST && __builtin_expect(may_differ<To>(v, fma(down, one, v)), 0)) found.at[found.count++] = j;
+        if (NEAREST && __builtin_expect(may_differ<To>(v + all, v - all), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, v);
     }
     if (j < n) {
