@@ -1,7 +1,8 @@
 """
-The picture of the first page, docs/_static/offset-light.svg and -dark.svg: `make figures`.
+Pictures of the documentation: `make figures`.
 
-How many bits of y are right, over the mean of the row, for three ways to compute it.
+docs/_static/offset-light.svg and -dark.svg, of the first page: how many bits of y are right, over the mean of the row, for
+three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from stability_methods import normalize, one_pass
 
 from stablenorm import exact_layer_norm, layer_norm
 from stablenorm.testing import plain_forward
+from stablenorm.testing.mistakes import backward, forward
 
 # Of each line: the method, its name, its dashes, the point at which the name stands, how far off
 # in points and on which side; then its color on a light page and on a dark one.
@@ -38,6 +40,7 @@ INKS = {"light": "#222832", "dark": "#ced6dd"}
 # Elements of a row, and rows for each offset: the worst of 3000 elements. Bits of a float32.
 N, ROWS, BITS = 768, 4, 24
 OFFSETS = 2.0 ** np.arange(BITS + 1)
+STEPS = 10.0 ** np.arange(-11, -0.5, 0.25)
 
 
 def measure_offsets() -> list[list[float]]:
@@ -80,11 +83,55 @@ def draw_offsets(curves: list[list[float]], theme: str) -> None:
         figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
+def measure_steps(x: Any) -> list[float]:
+    """Return the worst error of central differences of a layer norm, beside the largest dx, for each step."""
+    rng = np.random.default_rng(100)
+    _, dy = rng.standard_normal((2, 4, 8))
+    gamma, beta = 1 + 0.1 * rng.standard_normal(8), np.zeros(8)
+    dx = backward(dy, forward(x, gamma, beta)[1])[0]
+    found = []
+    for step in STEPS:
+        numeric = np.empty_like(x)
+        for i in np.ndindex(x.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = x.copy()
+                moved[i] += sign * step
+                ends.append(np.sum(dy * forward(moved, gamma, beta)[0]))
+            numeric[i] = (ends[0] - ends[1]) / (2 * step)
+        found.append(float(np.abs(numeric - dx).max() / np.abs(dx).max()))
+    return found
+
+
+def draw_steps() -> None:
+    """Draw the V of two inputs, in inks for light and dark pages."""
+    z = np.random.default_rng(100).standard_normal((2, 4, 8))[0]
+    lines = {
+        "mean 0, std 1": (z, "-", "#2f86c9"),
+        "mean 1e4, std 1e-2": (1e4 + 1e-2 * z, "--", "#d5604f"),
+    }
+    ink = "#808890"
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12} | dict.fromkeys(inked, ink)
+    with rc_context(settings):
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots()
+        for name, (x, dash, color) in lines.items():
+            axes.loglog(STEPS, measure_steps(x), dash, color=color, lw=2.2, label=name)
+        axes.set(xlabel="step", ylabel="error beside the largest dx")
+        axes.grid(alpha=0.2)
+        axes.legend(frameon=False)
+        path = DOCS / "figures" / "gradient_steps.svg"
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
 def main() -> None:
-    """Measure, and draw it twice."""
+    """Measure, and draw: the first picture twice."""
     curves = measure_offsets()
     for theme in INKS:
         draw_offsets(curves, theme)
+    draw_steps()
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ extensions = [
     "myst_parser",
     "names",
     "numpydoc",
+    "public_names",
     "sphinx.ext.autodoc",
     "tables",
 ]

@@ -1,4 +1,4 @@
-"""docs/reference/accuracy-contract.md: its table of K bounds the error before the final rounding."""
+"""docs/explanation/error-analysis.md: its table of K bounds the error before the final rounding."""
 
 import math
 import re
@@ -15,7 +15,7 @@ from stablenorm.reference import equations
 from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import Norm
 
-PAGE = Path(__file__).parent.parent / "docs" / "reference" / "accuracy-contract.md"
+PAGE = Path(__file__).parent.parent / "docs" / "explanation" / "error-analysis.md"
 U = 2.0**-53
 
 

@@ -67,6 +67,49 @@ def dead_links(path):
     return dead
 
 
+# A figure of time, memory or speed, outside code, formulas and what a script writes between markers.
+FIGURE = re.compile(
+    r"\b(?:\d[\d.,]*|half|third|quarter|fifth|tenth|twentieth|(?:two|three|four|five|six|ten|hundred|tens of))\s*"
+    r"(?:times (?:as|the|faster|slower|longer)|%|[mu]s\b|[MG]B\b|of (?:the|its) speed)"
+)
+# Pages whose figures nobody measured, and why they are there.
+FIGURES = {
+    "docs/explanation/complexity.md": "bytes, by the formulas of stablenorm.cost",
+    "docs/explanation/fusing.md": "bytes, and these over a data sheet's bandwidth",
+    "docs/explanation/gradient-checking.md": "probabilities and errors, derived there or printed by its examples",
+    "docs/explanation/scale.md": "settings of Dask, and memory to plan with",
+    "docs/explanation/stability.md": "an error that its example prints",
+    "docs/explanation/error-analysis.md": "bounds",
+    "docs/how-to/dask.md": "sizes of chunks to take",
+    "docs/how-to/diagnose-your-data.md": "what a number of bits is",
+    "docs/how-to/files.md": "the limit that `stablenorm apply` keeps, which a test holds",
+    "docs/how-to/half-precision.md": "ranges of formats, which its examples print",
+    "docs/how-to/train.md": "rates that its example has",
+    "CHANGELOG.md": "the limit that `stablenorm apply` keeps",
+    "src/stablenorm/cli/apply.py": "the limit that `stablenorm apply` keeps",
+    "src/stablenorm/check/gradients.py": "a constant of the method",
+    "src/stablenorm/timing.py": "constants of the method",
+}
+
+
+def test_no_figure_is_written_by_hand():
+    sources = [*READ_ON_THE_WEB, *(ROOT / "src" / "stablenorm").rglob("*.py")]
+    found = {}
+    for path in sources:
+        text = path.read_text("utf-8")
+        if path.suffix == ".py":
+            text = "\n".join(re.findall(r'"""(.*?)"""', text, re.DOTALL))
+        text = re.sub(
+            r"<!-- (\w+):begin -->.*?<!-- \1:end -->|\$[^$]*\$", "", text, flags=re.DOTALL
+        )
+        figures = FIGURE.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+        name = path.relative_to(ROOT).as_posix()
+        if figures and not name.startswith("docs/evidence/"):
+            found[name] = figures
+    assert {name: each for name, each in found.items() if name not in FIGURES} == {}
+    assert sorted(FIGURES) == sorted(name for name in found if name in FIGURES)
+
+
 @pytest.mark.parametrize("path", READ_ON_THE_WEB, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_link_of_a_page_is_dead(path):
     assert dead_links(path) == []
@@ -137,6 +180,18 @@ def test_the_pages_build_hold_every_command_and_fetch_nothing_from_elsewhere(tmp
         path.name: match[0] for path in files if (match := FETCHED.search(path.read_text("utf-8")))
     }
     assert found == {}
+    # What is shown, but for code: no formula that Markdown took for text.
+    shown = {}
+    for path in tmp_path.rglob("*.html"):
+        text = re.sub(
+            r"<(pre|code|script|annotation)\b.*?</\1>", "", path.read_text("utf-8"), flags=re.DOTALL
+        )
+        raw = re.search(
+            r"\\(?:operatorname|text|frac|hat|bigl)\b.{40}", re.sub(r"<[^>]*>", "", text)
+        )
+        if raw:
+            shown[path.name] = raw[0]
+    assert shown == {}
     # The help puts a long name on a line of its own: `complexity` was missing for it.
     names = [name for action in _parser()._actions for name in action.choices or ()]
     assert "complexity" in names

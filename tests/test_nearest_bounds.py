@@ -15,7 +15,7 @@ from mpmath import mp, mpf
 from stablenorm import layer_norm_backward, layer_norm_forward
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "reference" / "accuracy-contract.md"
+PAGE = HERE.parent / "docs" / "explanation" / "error-analysis.md"
 NATIVE = HERE.parent / "src" / "stablenorm" / "native"
 # As CMakeLists.txt has them.
 FLAGS = "-std=c++17 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi"
@@ -287,7 +287,7 @@ def test_what_is_not_in_doubt_rounds_alike_within_its_bound(kind, dtype, rng, st
             same = end.astype(dtype) == out
             assert same[:, :n][certain].all()
         found += certain.sum(axis=1)
-    assert (n // 2 < found).all()
+    assert (n // 4 < found).all()
     assert (found < 3 * n).all()
 
 

@@ -2,13 +2,16 @@
 What stands in single backquotes in a docstring: a name, which becomes code.
 
 If it is the name of something in the reference, it also becomes a link; `x` is none, and no
-mistake either. See Also and the directives of the pages stay strict.
+mistake either. See Also and the directives of the pages stay strict. On the pages, names of the top level of the
+package become links.
 """
 
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.roles import XRefRole
 from sphinx.util.nodes import make_refnode
+
+import stablenorm
 
 
 class _Name(XRefRole):
@@ -33,10 +36,24 @@ def _resolve(app, env, node: pending_xref, content: nodes.Node):
     return content if node.get("may_be_none") else None
 
 
+def _link_names(app, doctree):
+    for node in list(doctree.findall(nodes.literal)):
+        name = node.astext().removesuffix("()")
+        if name in stablenorm.__all__ and not isinstance(
+            node.parent, (nodes.title, nodes.reference, pending_xref)
+        ):
+            link = pending_xref(
+                "", node.deepcopy(), refdomain="py", reftype="obj", may_be_none=True
+            )
+            link["reftarget"], link["refdoc"] = f"stablenorm.{name}", app.env.docname
+            node.replace_self(link)
+
+
 def setup(app):
     """Register the role `name`, to be the default one."""
     role = _Name()
     role.refdomain, role.reftype = "py", "obj"
     app.add_role("name", role)
+    app.connect("doctree-read", _link_names)
     app.connect("missing-reference", _resolve)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -49,8 +49,7 @@ def layer_norm_jvp(
     without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0.
 
     The kernel of the backward computes it, as fast as dx. For masks, rows that are not contiguous, and
-    float64 tangents of what else is narrower, the reference in NumPy does, ten times as slow (float64:
-    a hundred times).
+    float64 tangents of what else is narrower, the reference in NumPy does, far more slowly.
 
     Examples
     --------

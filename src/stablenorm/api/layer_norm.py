@@ -40,7 +40,7 @@ def layer_norm(
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has them.
         `layer_norm_forward` describes leading axes. Each has a floating dtype of its own. If one is
-        float64, all of the call is, at a third of the speed: write ``np.ones(768, np.float32)``.
+        float64, all of the call is, several times slower: write ``np.ones(768, np.float32)``.
         Default: 1 and 0.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
@@ -59,8 +59,7 @@ def layer_norm(
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
-        return the same bits; it takes about four times as long (float64: 1.3 times), and arrays
-        full of exact ties far longer.
+        return the same bits; it takes little longer, but arrays full of exact ties far longer.
     residual, where : array, optional
         As for `layer_norm_forward`.
 

@@ -11,7 +11,7 @@
 //
 // Pairs have the range of float64. Rows that could leave it are extreme: they are marked and left alone.
 //
-// Bounds, in units of u**2 = 2**-106, after docs/reference/accuracy-contract.md, whose steps hold with
+// Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold with
 // H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
 // for d = 16 columns of one of 8 lanes, 11.6 n / 8 in all; to add up 8 lanes takes 3 times 6, and low parts of
 // terms, 1 / n as a pair and near rows add a constant, 42. The largest factors of the steps are then

@@ -13,7 +13,7 @@
 // RMS norm: the same with k = d = m = A = 0.
 //
 // Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
-// lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/reference/accuracy-contract.md derives what
+// lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/explanation/error-analysis.md derives what
 // follows from H. For rounding="nearest" blocks are shorter, so that H is about sqrt(n / 4); certain.h has its bounds,
 // and NEAREST says here that results are judged by them.
 #pragma once

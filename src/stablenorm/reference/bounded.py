@@ -4,7 +4,7 @@
 Each operation adds the bounds of its operands and its own error, relative to the result (Joldes, Muller
 and Popescu, ACM TOMS 44 (2017) 15): of a sum 3, of a product 7, of a quotient by an integer 4, of the
 root 16, in units of 2**-106. An eighth more, at least, is taken, which makes up for the rounding of
-the bounds themselves. What is seen to be exact adds nothing. docs/reference/accuracy-contract.md.
+the bounds themselves. What is seen to be exact adds nothing. docs/explanation/error-analysis.md.
 """
 
 from __future__ import annotations

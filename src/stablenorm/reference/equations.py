@@ -45,7 +45,7 @@ float16, bfloat16 and float32 are computed in float64 and rounded once. As soon 
 array takes part, the same lines run on `Wide`, double-double numbers with an exponent, so that
 squares of 1e200 and of subnormals are ordinary numbers. In both, the mean is corrected by the
 mean of what is left after subtracting it. That makes constant rows exact and keeps the error of rows
-that differ in their last bit only within the contract: docs/reference/accuracy-contract.md.
+that differ in their last bit only within the contract: docs/explanation/error-analysis.md.
 
 Memory
 ------
