@@ -1,0 +1,151 @@
+// Tiles of rows in double-double: of float64, and of rounding="nearest" where float64 leaves something open.
+#pragma once
+#include "tiles.h"
+
+namespace {
+
+namespace pairs {
+
+Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
+Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
+
+template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
+    Parameters given = parameters_of(c);
+    double bound = row_bound(c.n);
+    measure_tile<LAYER, double, Stats>(c, own, tile, [&](Index top, int count, const double* const* x, const Stats& of) {
+        for (int r = 0; r < count; r++) {
+            Index i = top + r;
+            if (c.all_rows && c.y.data) clear_between(c, own, i);
+            if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
+            if (c.tail) c.tail[i] = of.tail[r];
+            if (c.rstd) c.rstd[i] = of.rstd[r];
+            if (c.rstd_low) c.rstd_low[i] = of.rstd_low[r];
+            if (c.spread) c.spread[i] = of.spread[r];
+            c.marks[i] = is_extreme(of, r, x[r], c.n, LAYER) ? EXTREME : 0;
+            if (c.marks[i] || !c.y.data) continue;
+            auto write = [&](auto out) {
+                using Out = decltype(out);
+                auto how = LAYER && of.far[r] != 0 ? write_y<LAYER, LAYER, Out> : write_y<LAYER, false, Out>;
+                return how(x[r], out, c.n, of, r, given);
+            };
+            if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNDECIDED;
+        }
+    });
+}
+
+// Writes a row to where and as what it is wanted; tells whether an element is undecided.
+template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
+    if (!c.results_whole) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
+    bool certain = c.nearest && c.y.whole && c.y.type != F64 && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
+        using To = std::remove_pointer_t<decltype(kind)>;
+        if constexpr (sizeof(To) == 8) return false;
+        else return !any(write(ToNarrow<To>{(To*)row_of(c.y, i), bound}).open);
+    });
+    if (certain) return false;
+    write(ToPairs{results_of(own)});
+    return finish_row(c, own, i, bound);
+}
+
+// Adds a row's range of |dy| to that of a tile: the largest, and one over the last bit of the smallest.
+INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
+    if (range.low == 0) return;
+    double digits = c.dy.type == F64 ? 0x1p53 : c.dy.type == F32 ? 0x1p24 : 0x1p11;
+    of_tile[0] = std::fmax(of_tile[0], range.low), of_tile[1] = std::fmax(of_tile[1], digits / range.high);
+}
+
+// ty of a row, given the tangent of xhat as pairs.
+INLINE void push(const Call& c, const Own& own, const double* h) {
+    const double *scale = c.tangents, *low = scale + c.n, *tgamma = low + c.n, *tbeta = tgamma + c.n;
+    for (Index j = 0; j < c.n; j++) {
+        Pair<double> moved = Pair<double>{own.high[j], own.low[j]} * Pair<double>{scale[j], low[j]};
+        Pair<double> ty = moved + Pair<double>{h[j], h[c.apart() + j]} * tgamma[j] + tbeta[j];
+        own.high[j] = ty.high, own.low[j] = ty.low;
+    }
+}
+
+
+// The columns whose sums are wanted, if these are few.
+struct Chosen {
+    Index *columns, count = 0;
+    Chosen(const Call& c, double* room) : columns((Index*)room) {
+        for (Index j = 0; c.wanted && c.dy.whole && j < c.n; j++)
+            if (c.wanted[j] | c.wanted[c.n + j]) columns[count++] = j;
+        // One by one, an element takes as long as eight.
+        if (count > c.n / 8) count = 0;
+    }
+    // Those of a row.
+    const double* operator()(Type type, const char* row, double* room) const {
+        for (Index k = 0; k < count; k++) lift_row(type, row + columns[k] * BYTES[type], room + k, 1);
+        return room;
+    }
+};
+
+// The row's words; false, and a mark, if it is extreme.
+template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, const Chosen& chosen, double* of_tile, Back& of) {
+    if (c.marks[i]) return false;
+    Index apart = r * c.apart();
+    double* room = own.dy[0] + apart;
+    of.dy = chosen.count ? chosen(c.dy.type, row_of(c.dy, i), room) : row_as<double>(c, c.dy, i, room, own.raw);
+    Pair<double> range = range_of(of.dy, chosen.count ? chosen.count : c.n);
+    if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
+    if (of_tile) add_range(c, range, of_tile);
+    of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw), of.m = {0, 0};
+    if (c.rstd_low) {
+        of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0;
+        if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
+    } else {
+        Stats found;
+        statistics<LAYER>(&of.x, c, 1, found);
+        if (is_extreme(found, 0, of.x, c.n, LAYER)) return c.marks[i] = EXTREME, false;
+        of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
+        of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
+    }
+    if (chosen.count) of.x = chosen(F64, (const char*)of.x, own.x[1] + apart);
+    else if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
+    return true;
+}
+
+template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, const Back& of, const double* h) {
+    auto write = [&](auto out) {
+        using Out = decltype(out);
+        auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
+        out = how(of, out, c.n, parameters_of(c), h, c.apart());
+        if (c.tangents) push(c, own, h);
+        return out;
+    };
+    if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
+}
+
+template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
+    Index p = c.apart(), held = 0;
+    Chosen chosen(c, own.size);
+    Index n = chosen.count ? chosen.count : c.n;
+    Columns over = {sums, p, c.nearest};
+    if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
+    bool exact = true;
+    for (Index j = 0; j < c.n; j++) exact = exact && c.gamma_low[j] == 0;
+    pairs::Sums along = {};
+    Back rows[GROUP] = {};
+    for (Index top = tile.first; top < tile.stop; top += c.step) {
+        Index at[GROUP];
+        int count = 0;
+        for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
+            if (c.all_rows && c.y.data) clear_between(c, own, i);
+            Back& of = rows[count];
+            if (!begin_row<LAYER>(c, own, i, count, chosen, range, of)) continue;
+            auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;
+            pull_row(of, n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
+            at[count++] = i;
+        }
+        settle(along, c.n, rows, count, exact);
+        for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
+        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, n), held = 0;
+    }
+    // To their places, the last first.
+    for (Index k = chosen.count - 1; k >= 0; k--)
+        for (int which = 0; which < 6; which++) sums[which * p + chosen.columns[k]] = sums[which * p + k];
+}
+
+}  // namespace pairs
+
+}  // namespace

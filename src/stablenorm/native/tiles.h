@@ -1,0 +1,59 @@
+// What the loops over the rows of a tile share.
+#pragma once
+#include "columns.h"
+
+namespace {
+
+template <class T> Index columns_ahead(const Call& c, Index rows) {
+    Index least = LEAST_AHEAD / (Index)sizeof(T), some = 2 * rows * c.n;
+    return !c.ahead ? 0 : some > least ? some : least;
+}
+
+Own own_of(const Call& c, int thread) {
+    Arena arena{c.own + c.own_size * thread, 0};
+    return Own(c, arena);
+}
+
+struct Tile {
+    Index first, stop;
+};
+Tile tile_of(const Call& c, Index number) {
+    Index first = number * c.tile_rows, stop = first + c.tile_rows;
+    return {first, stop < c.rows ? stop : c.rows};
+}
+
+// Of rows of at most so many columns, the next are measured, or pulled, before these are written: their roots and
+// divisions overlap with stores. Longer ones would drive one another out of the cache: n = 16384, 0.63 against 1.
+constexpr Index EARLY = 4096;
+
+INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
+
+// The mark of a row that is left alone; of one that is not, but of which an element is undecided.
+constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
+
+// Row i of x in `room`, after adding the residual.
+template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
+    if (c.source.data) add_residual(c, own, i);
+    return row_as<T>(c, c.x, i, room, own.raw);
+}
+
+// Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).
+template <bool LAYER, class T, class Found, class Write> INLINE void measure_tile(const Call& c, const Own& own, Tile tile, Write write) {
+    Found stats[2];
+    const T* x[2][GROUP];
+    auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
+    auto measure_from = [&](Index top, int which) {
+        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.apart());
+        statistics<LAYER>(x[which], c, count_from(top), stats[which]);
+    };
+    bool early = c.n <= EARLY;
+    if (early) measure_from(tile.first, 0);
+    int now = 0;
+    for (Index top = tile.first; top < tile.stop; top += c.step, now = 1 - now) {
+        if (!early) measure_from(top, now);
+        else if (top + c.step < tile.stop) measure_from(top + c.step, 1 - now);
+        write(top, count_from(top), x[now], stats[now]);
+    }
+}
+
+}  // namespace
