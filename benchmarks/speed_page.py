@@ -73,7 +73,7 @@ HOW = """How to read it:
   as long as theirs. "level": the intervals between the quartiles overlap.
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
-  more come from recycled memory ([Reusing memory](../how-to/reuse-memory.md)). "out=": results are
+  more come from recycled memory ([Reusing memory](../how-to/memory.md#reusing-memory)). "out=": results are
   written into arrays that exist.
 - "of copy": the bytes that must be read and written (forward x and y; backward dy, x and dx) per
   second, as a part of what a plain copy moves with as many threads. Where x is 256 MiB, the copy is

@@ -104,7 +104,7 @@ struct Call {
     void lay_out(Arena& arena) {
         Index p = apart();
         wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
-        if (nearest && !backward) sizes = arena.take(p);
+        sizes = nearest && !backward ? arena.take(p) : nullptr;
         if (summing()) sums = arena.take(sums_per_tile() * tiles), ranges = arena.take(2 * tiles);
     }
 };
