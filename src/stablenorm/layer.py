@@ -1,5 +1,7 @@
 """`LayerNorm` and `RMSNorm`: thin holders of gamma, beta and their gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
 

@@ -1,5 +1,7 @@
 """The functions of forward mode and of second order, for both norms."""
 
+from __future__ import annotations
+
 from numpy.typing import ArrayLike
 
 from stablenorm.functional.derivatives import double_backward, jvp

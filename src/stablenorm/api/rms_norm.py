@@ -1,5 +1,7 @@
 """The functions of RMS normalization."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from numpy.typing import ArrayLike

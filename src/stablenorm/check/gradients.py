@@ -1,5 +1,7 @@
 """`check_gradients`: any hand-written operation, argument by argument."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable, Sequence
 from typing import Any

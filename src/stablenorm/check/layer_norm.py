@@ -1,5 +1,7 @@
 """`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences confirm."""
 
+from __future__ import annotations
+
 import inspect
 import time
 import warnings

@@ -1,5 +1,7 @@
 """`diagnose`: what a layer or RMS norm would lose on given data, row by row and in all."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections import deque

@@ -1,5 +1,7 @@
 """`exact_layer_norm`, `exact_rms_norm`, `exact_double_backward`: arguments checked, made float64."""
 
+from __future__ import annotations
+
 import math
 from fractions import Fraction
 from typing import Any
