@@ -1,5 +1,5 @@
 """
-Formulas as MathML, which browsers draw themselves: no script, no font, no network, no LaTeX.
+Formulas as MathML, which browsers draw themselves: no script, no network, no LaTeX.
 
 docutils has the translator; Sphinx does not offer it. A formula that it cannot translate is a
 warning with its place, and warnings are errors here.
