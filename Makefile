@@ -81,9 +81,9 @@ figures: $(VENV)/.dev  ## the picture of the first page: 1 min
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: family rounding scale
-family: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs: 1 min
-	$(BIN)/python benchmarks/family.py
+.PHONY: keywords rounding scale
+keywords: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs: 1 min
+	$(BIN)/python benchmarks/keywords.py
 
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py

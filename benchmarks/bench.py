@@ -17,7 +17,7 @@ from typing import Any
 
 from agreement import DisagreementError
 from cases import Result, Spread, make_cases, measure_case
-from page import HERE, ROOT, keep, origin, put, write
+from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
 from speed_page import page, readme_block
 
@@ -100,7 +100,7 @@ def main() -> int:
     for suite, shape, dtype, way, copy, times in found["results"]:
         spreads = {name: Spread(*each) for name, each in times.items()}
         results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
-    write("performance", page(found["run"], results))
+    put(DOCS / "evidence" / "performance.md", {"bench": page(found["run"], results)})
     put(ROOT / "README.md", {"speed": readme_block(found["run"], results)})
     return 0
 

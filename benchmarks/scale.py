@@ -165,7 +165,7 @@ def page(found: dict[str, Any]) -> str:
 x of {byte_words(4 * N * ROWS)}, float32, rows of {N}, default mode. The calls are made on the whole array, on its chunks in a loop,
 and by Dask's threads, whose results stay in chunks. What Dask adds is its time over that of the loop. Results
 use the memory of earlier ones again (`set_idle_limit`). Processes of `distributed` add more, which is not
-measured here: [Past one machine](../explanation/scale.md).
+measured here: [Many workers](../how-to/dask.md#many-workers).
 
 {table(("chunk", "direction", "threads", "whole", "loop", "Dask", "added", "per chunk"), of_dask)}
 

@@ -2,7 +2,7 @@
 Thirteen wrong layer norms and five right ones, before our gradient checkers and others: `make shootout`.
 
 Every tool decides by its own step and tolerance. Keeps benchmarks/results/shootout.json and writes
-docs/evidence/gradient-checkers.md; with `--render` from the file alone. Exit status 1 if a checker of
+the comparison of docs/explanation/gradient-checking.md; with `--render` from the file alone. Exit status 1 if a checker of
 ours called right code wrong. At most ten minutes.
 """
 
@@ -14,7 +14,7 @@ import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from page import digits, keep, origin, origin_line, table, write
+from page import DOCS, digits, keep, origin, origin_line, put, table
 from shootout_tools import Subject, Tool, load_tools
 
 from stablenorm.testing.mistakes import MISTAKES, VARIANTS, forward
@@ -137,13 +137,11 @@ def matrix(found: Found) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """Return docs/evidence/gradient-checkers.md."""
+    """Return the comparison in docs/explanation/gradient-checking.md."""
     missing = "".join(f" Not run: {name} ({why})." for name, why in found["missing"].items())
     # A bar within a cell would end it.
     tools = [[t["name"], t["version"], t["criterion"].replace("|", "\\|")] for t in found["tools"]]
-    return f"""# Gradient checkers compared
-
-{origin_line("make shootout", found["origin"])}{missing}
+    return f"""{origin_line("make shootout", found["origin"])}{missing}
 
 Each row is a layer norm in float64 with one mistake (`stablenorm.testing.mistakes`). Every tool uses
 its own step and tolerance. The first word is for x of shape (4, 8), the second for (32, 768), where
@@ -156,7 +154,7 @@ x ~ N(0, 1) unless the row says otherwise, gamma = 1 + 0.1 N, beta = 0.1 N, eps 
 seeds: too few to estimate a detection rate. The 13 mistakes are the checker's own list: for our own
 checkers this is a regression test.
 
-## The tools
+### The tools
 
 {table(["tool", "version", "step, and what it calls wrong"], tools)}
 """
@@ -165,7 +163,7 @@ checkers this is a regression test.
 def main() -> int:
     """Run or read, write; 1 if a checker of ours called right code wrong."""
     found = keep("shootout", __doc__, measure)
-    write("gradient-checkers", page(found))
+    put(DOCS / "explanation" / "gradient-checking.md", {"shootout": page(found)})
     print(*(f"FALSE ALARM: {alarm}" for alarm in found["alarms"]), sep="\n", file=sys.stderr)
     return int(bool(found["alarms"]))
 

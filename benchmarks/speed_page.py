@@ -20,7 +20,7 @@ Pairs = dict[tuple[tuple[int, ...], str], dict[str, Result]]
 
 
 def page(run: dict[str, Any], results: Sequence[Result]) -> str:
-    """Write the whole page; `run` says of the run what is not in its results."""
+    """Write the page but for the keywords; `run` says of the run what is not in its results."""
     shapes = pairs(results, "shapes")
     missing = "".join(f" Not measured: {name} ({why})." for name, why in run["missing"].items())
     used = "; ".join(f"{peer} {worst:.2g}" for peer, worst in run["agreement"].items())
@@ -28,9 +28,7 @@ def page(run: dict[str, Any], results: Sequence[Result]) -> str:
     agreement = f"Largest part of that tolerance used: {used}. " + (
         f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
     )
-    return f"""# Performance
-
-{origin_line("make bench", run)}{missing}
+    return f"""{origin_line("make bench", run)}{missing}
 
 {HOW.format(threads=run["threads"], agreement=agreement)}
 

@@ -70,7 +70,6 @@ html_theme_options = {
     "secondary_sidebar_items": {
         "**": ["page-toc"],
         "evidence/performance": [],
-        "evidence/gradient-checkers": [],
     },
     "show_toc_level": 2,
     "navigation_with_keys": False,

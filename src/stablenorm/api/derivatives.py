@@ -37,7 +37,7 @@ def layer_norm_jvp(
         If `cache` is no `Cache`, or a dtype is not one of the four.
     ValueError
         If a shape is wrong, a tangent is given of a gamma or beta that was not, or the cache is one
-        that this function does not serve: docs/reference/combinations.md.
+        that this function does not serve: docs/reference/layer-norm.md.
 
     See Also
     --------

@@ -78,7 +78,7 @@ def layer_norm(
         If `gamma`, `beta` or `out` has the wrong shape, `axis` is not an axis of `x` or has length
         zero, `eps` is negative or not finite, `gamma_offset` is not finite or without a gamma,
         `rounding` is neither of the two, `out` overlaps another argument, or what was given cannot be
-        combined: docs/reference/combinations.md.
+        combined: docs/reference/layer-norm.md.
     ImportError
         If ``backend="native"`` was asked for and its kernels are not built.
 

@@ -1,8 +1,8 @@
 """
-What the family costs beside the layer norm it is made of: `make family`.
+What the keywords cost beside the plain call: `make keywords`.
 
 Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
-benchmarks/results/family.json and docs/evidence/family.md.
+benchmarks/results/keywords.json and the last part of docs/evidence/performance.md.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
-from page import digits, keep, medians, origin, origin_line, seconds, table, write
+from page import DOCS, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
 from stablenorm.cli.bench import make_problem
@@ -90,31 +90,29 @@ def measure() -> dict[str, Any]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """docs/evidence/family.md."""
+    """The last part of docs/evidence/performance.md."""
     sums = [
         (tuple(shape), way, seconds(together), digits(apart / together, 3))
         for shape, way, apart, together in found["residual"]
     ]
     rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
-    return f"""# What the family costs
+    return f"""Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
 
-Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
-
-## Residuals
+### Residuals
 
 The time of NumPy's addition and the call, over that of the call with `residual=` or `dsum=`.
 
 {table(("x", "direction", "together", "apart over together"), sums)}
 
-## The other keywords
+### The other keywords
 
 Forward and backward of {SAMPLES}, over the time of the plain call.
 
 {table(("what", "time", "over the plain call"), rest)}
 
-{origin_line("make family", found["origin"])}
+{origin_line("make keywords", found["origin"])}
 """
 
 
 if __name__ == "__main__":
-    write("family", page(keep("family", __doc__, measure)))
+    put(DOCS / "evidence" / "performance.md", {"keywords": page(keep("keywords", __doc__, measure))})
