@@ -115,4 +115,6 @@ Forward and backward of {SAMPLES}, over the time of the plain call.
 
 
 if __name__ == "__main__":
-    put(DOCS / "evidence" / "performance.md", {"keywords": page(keep("keywords", __doc__, measure))})
+    put(
+        DOCS / "evidence" / "performance.md", {"keywords": page(keep("keywords", __doc__, measure))}
+    )
