@@ -106,20 +106,25 @@ template <int DIGITS, int L, int W> INLINE Lanes<L, W> odd(Lanes<L, W> a) {
     return a;
 }
 
-INLINE H8 half_bits(F8 v, const bf16*) {
-    U8 bits = (U8)v, near = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    // The carry of a NaN with all bits set would make it a zero.
-    return low_halves(v == v ? near : U8{} + 0x7fc0);
+// What two registers of singles round to, to nearest even.
+INLINE H16 half_bits(F8 a, F8 b, const bf16*) {
+    auto near = [](F8 v) INLINED {
+        U8 bits = (U8)v;
+        // The carry of a NaN with all bits set would make it a zero.
+        return v == v ? bits + 0x7fff + ((bits >> 16) & 1) : U8{} + 0x7fc00000;
+    };
+    return high_halves(near(a), near(b));
 }
-INLINE H8 half_bits(F8 v, const f16*) { return half_of(v); }
+INLINE H16 half_bits(F8 a, F8 b, const f16*) { return both(half_of(a), half_of(b)); }
 
-// Where rounding by way of float32 may go wrong: at midpoints of the narrow type, of which one value in
-// 2**16 (float16: 2**13) becomes one, and among float16's subnormals, which have others.
-INLINE U8 in_doubt(F8 v, const bf16*) { return (U8)(((U8)v & 0xffff) == 0x8000); }
-INLINE U8 in_doubt(F8 v, const f16*) {
-    auto size = (Register<int32_t, 8>)v & 0x7fffffff;
-    return (U8)(((U8)v & 0x1fff) == 0x1000) | (U8)(size < 0x38800000);
-}
+// The same where none is a midpoint of the narrow type nor a NaN.
+INLINE H16 certain_bits(F8 a, F8 b, const bf16*) { return high_halves((U8)a + 0x8000, (U8)b + 0x8000); }
+INLINE H16 certain_bits(F8 a, F8 b, const f16* p) { return half_bits(a, b, p); }
+
+// Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, of which one value in 2**16
+// becomes one. Those of float16 and of its subnormals end in twelve zeros. And at bfloat16's NaNs.
+INLINE bool in_doubt(F8 a, F8 b, const bf16*) { return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a, b)); }
+INLINE bool in_doubt(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
 template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<f16> = 11;
@@ -132,17 +137,26 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     } else if constexpr (sizeof(T) == 4) {
         for (int k = 0; k < L; k += 8) put(p + k, Vector<W>::singles(a.v + k / W));
     } else {
-        U8 doubt = {};
+        // Sixteen at a time; eight alone are done twice.
+        constexpr int NEXT = L == 8 ? 0 : 1;
         F8 v[L / 8];
-        for (int k = 0; k < L / 8; k++) {
-            v[k] = Vector<W>::singles(a.v + k * 8 / W);
-            doubt |= in_doubt(v[k], p);
+        auto narrow = [&]() INLINED { for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W); };
+        auto round = [&](auto bits_of) INLINED {
+            for (int k = 0; k < L / 8; k += 2) {
+                H16 bits = bits_of(v[k], v[k + NEXT]);
+                if constexpr (L == 8) put(p, read<H8>(&bits));
+                else put(p + k * 8, bits);
+            }
+        };
+        bool doubt = false;
+        narrow();
+        for (int k = 0; k < L / 8; k += 2) doubt |= in_doubt(v[k], v[k + NEXT], p);
+        if (__builtin_expect(doubt, 0)) {
+            a = odd<DIGITS<T>>(a), narrow();
+            round([p](F8 one, F8 other) INLINED { return half_bits(one, other, p); });
+        } else {
+            round([p](F8 one, F8 other) INLINED { return certain_bits(one, other, p); });
         }
-        if (__builtin_expect(any(doubt), 0)) {
-            a = odd<DIGITS<T>>(a);
-            for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W);
-        }
-        for (int k = 0; k < L / 8; k++) put(p + k * 8, half_bits(v[k], p));
     }
 }
 

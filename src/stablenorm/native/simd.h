@@ -50,6 +50,7 @@ using D8 = Register<double, 8>;
 using F8 = Register<float, 8>;
 using U8 = Register<uint32_t, 8>;
 using H8 = Register<uint16_t, 8>;
+using H16 = Register<uint16_t, 16>;
 
 // How many float64 the widest register holds; `REGISTERS` asks for fewer, in tests.
 #if defined(REGISTERS)
@@ -66,15 +67,25 @@ constexpr int AT_MOST_FOUR = WIDEST < 4 ? WIDEST : 4;
 // ---- sixteen bits ----
 
 #if defined(__AVX2__)
+INLINE H16 both(H8 a, H8 b) { return (H16)_mm256_set_m128i((__m128i)b, (__m128i)a); }
 INLINE U8 widened(H8 v) { return (U8)_mm256_cvtepu16_epi32((__m128i)v); }
-INLINE H8 low_halves(U8 v) {
-    __m256i both = _mm256_packus_epi32((__m256i)v, (__m256i)v);
-    return (H8)_mm256_castsi256_si128(_mm256_permute4x64_epi64(both, 0x08));
+INLINE H16 high_halves(U8 a, U8 b) {
+    __m256i mixed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));
+    return (H16)_mm256_permute4x64_epi64(mixed, 0xd8);
 }
+// In any order.
+INLINE H16 low_halves(U8 a, U8 b) { return (H16)_mm256_blend_epi16((__m256i)(a << 16), (__m256i)b, 0x55); }
+INLINE U8 unordered(F8 a, F8 b) { return (U8)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q); }
 INLINE bool any(U8 mask) { return !_mm256_testz_si256((__m256i)mask, (__m256i)mask); }
 #else
+INLINE H16 both(H8 a, H8 b) {
+    H8 two[2] = {a, b};
+    return read<H16>(two);
+}
 INLINE U8 widened(H8 v) { return __builtin_convertvector(v, U8); }
-INLINE H8 low_halves(U8 v) { return __builtin_convertvector(v, H8); }
+INLINE H16 high_halves(U8 a, U8 b) { return both(__builtin_convertvector(a >> 16, H8), __builtin_convertvector(b >> 16, H8)); }
+INLINE H16 low_halves(U8 a, U8 b) { return both(__builtin_convertvector(a, H8), __builtin_convertvector(b, H8)); }
+INLINE U8 unordered(F8 a, F8 b) { return (U8)(a != a) | (U8)(b != b); }
 INLINE bool any(U8 mask) {
     uint32_t found = 0;
     for (int i = 0; i < 8; i++) found |= mask[i];
