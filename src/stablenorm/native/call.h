@@ -115,6 +115,7 @@ struct Own {
     double *raw, *addend;              // a row as it is; one that is added
     double *part;                      // the sums of some rows
     double *xhat;                      // pairs, of each row of a group
+    double *kept;                      // what the sums of 16 bits leave for dx, of this group and the next
     double *high, *low, *size;         // a row of results
 
     Own(const Call& c, Arena& arena) {
@@ -122,6 +123,7 @@ struct Own {
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
         raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 4 * p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
+        kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 8 * p : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
     }
 };

@@ -89,15 +89,16 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             Index apart = r * c.apart();
             const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart, own.raw);
             const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart, own.raw);
+            double* kept = own.kept + (which * R + r) * 2 * c.apart();
             Back<T>& of = rows[which][r];
-            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0};
+            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
             if (!NEAREST) continue;
             of.errors = errors_again<LAYER>(c, i + r), of.spread = c.spread[i + r];
             worst = {std::fmax(worst.a, of.errors.a), std::fmax(worst.b, of.errors.b)};
         }
         pull<R, LAYER, NEAREST>(rows[which], c.n, c.wide_gamma, sums, c.block);
     };
-    bool early = c.n <= EARLY;
+    bool early = c.n <= (KEPT<T> ? EARLY_KEPT : EARLY);
     if (early && top + R <= part.stop) begin(top, 0);
     for (int now = 0; top + R <= part.stop; top += R, now = 1 - now) {
         if (!early) begin(top, now);

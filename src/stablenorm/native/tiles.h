@@ -24,7 +24,7 @@ Tile tile_of(const Call& c, Index number) {
 
 // Of rows of at most so many columns, the next are measured, or pulled, before these are written: their roots and
 // divisions overlap with stores. Longer ones would drive one another out of the cache: n = 16384, 0.63 against 1.
-constexpr Index EARLY = 4096;
+constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
 INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
