@@ -53,6 +53,8 @@ void backward(const double* dy, const double* x, Index n, const double* row, con
 
 namespace narrow {
 
+constexpr int Y = Y_OF<f32>;
+
 // Words: rms(xhat), a, b, the row's bound beside |gamma| + |beta|. y, then bounds.
 template <bool LAYER>
 void forward(const float* x, Index n, const Call& c, const double* given, Index apart, Stats& of, double* words, double* y) {
