@@ -25,12 +25,8 @@ FETCHED = re.compile(
     re.IGNORECASE,
 )
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-# README's links are absolute, so that they also work on the package index: what they show is here.
-HOSTED = {
-    "https://stablenorm.readthedocs.io/en/latest/": DOCS,
-    "https://github.com/stablenorm/stablenorm/blob/main/": ROOT,
-    "https://raw.githubusercontent.com/stablenorm/stablenorm/main/": ROOT,
-}
+# Links of the built pages to files that are not among them: what they show is here.
+HOSTED = "https://github.com/stablenorm/stablenorm/blob/main/"
 
 
 def anchors(path):
@@ -43,10 +39,8 @@ def anchors(path):
 
 def local(target, path):
     """Return the file that a link of a page shows; None if it leads elsewhere."""
-    for site, folder in HOSTED.items():
-        if target.startswith(site):
-            file = target.removeprefix(site) or "index.html"
-            return folder / (file.removesuffix(".html") + ".md" if folder == DOCS else file)
+    if target.startswith(HOSTED):
+        return ROOT / target.removeprefix(HOSTED)
     if re.match(r"[a-z]+:", target):
         return None
     return (path.parent / target).resolve() if target else path
