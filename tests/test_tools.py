@@ -81,6 +81,7 @@ def test_bytes_held_are_what_tracemalloc_sees(request):
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_complexity_predicts_by_the_roofline(kind):
+    pytest.importorskip("stablenorm.native", exc_type=ImportError)
     shape = ("--shape", "4", "16", "768", "--kind", kind)
     assert main(["complexity", *shape, "--json", "c.json", "--plot", "c.png"]) == 0
     found = json.loads(Path("c.json").read_text("utf8"))
