@@ -96,7 +96,7 @@ scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 8 min, 
 BENCH := .venv-bench
 BENCH_PIP := $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check
 
-$(BENCH)/.done: pyproject.toml
+$(BENCH)/.done: pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; say which: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH_PIP) "pip>=25.1"
@@ -126,7 +126,7 @@ shootout: $(BENCH)/.shootout  ## our gradient checkers beside others, on 13 mist
 GPU := .venv-gpu
 GPU_PIP := $(GPU)/bin/python -m pip install --quiet --disable-pip-version-check
 
-$(GPU)/.done: pyproject.toml
+$(GPU)/.done: pyproject.toml $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; say which: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(GPU)
 	$(GPU_PIP) "pip>=25.1"
