@@ -23,6 +23,7 @@ namespace {
 
 // Longer than the Python between two calls takes, shorter than anybody would notice.
 constexpr auto SPIN = std::chrono::microseconds(100);
+using Clock = std::chrono::steady_clock;
 
 // What different threads write is in lines of its own.
 struct Pool {
@@ -33,6 +34,7 @@ struct Pool {
     std::atomic<Index> count{0};
     std::atomic<int> threads{0};
     alignas(64) std::atomic<int> working{0};
+    std::atomic<Clock::time_point> ended{Clock::time_point::min()};
     alignas(64) std::atomic<Index> begun{0};
     alignas(64) std::atomic<int> asleep{0};
     std::mutex mutex;
@@ -60,7 +62,6 @@ void do_parts(int thread) {
 }
 
 [[noreturn]] void help(int thread) {
-    using Clock = std::chrono::steady_clock;
     unsigned seen = 0;
     auto until = Clock::now() + SPIN;
     for (unsigned turns = 1;; turns++) {
@@ -132,7 +133,10 @@ void run(Index count, int threads, bool wake, Work work, void* data) {
         // A helper that does not run may be waiting for this processor.
         if (turns % 1024 == 0) std::this_thread::yield();
     }
+    pool->ended.store(Clock::now(), std::memory_order_relaxed);
     pool->taken.store(false, std::memory_order_release);
 }
+
+bool is_in_use() { return Clock::now() < pool->ended.load(std::memory_order_relaxed) + SPIN; }
 
 }  // namespace pool

@@ -11,6 +11,9 @@ using Work = void (*)(void* data, Index part, int thread);
 // threads are done by these alone.
 void run(Index count, int threads, bool wake, Work work, void* data);
 
+// Whether the last job has just ended, as in a loop of calls.
+bool is_in_use();
+
 constexpr int MOST = 64;  // threads
 
 }  // namespace pool
