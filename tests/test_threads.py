@@ -63,14 +63,14 @@ import numpy as np
 import stablenorm
 from shared_calls import count_threads
 
-def both(shape):
-    x = np.ones(shape, np.float32)
-    y, cache = stablenorm.layer_norm_forward(x)
-    stablenorm.layer_norm_backward(x, cache)
+def forwards(rows, calls):
+    x = np.ones((rows, 1024), np.float32)
+    for _ in range(calls):
+        stablenorm.layer_norm_forward(x)
     return count_threads() - before
 
 before = count_threads()
-print(both((60, 1024)), both((2048, 130)), both((2048, 130)))
+print(forwards(60, 1), forwards(60, 9), forwards(600, 9))
 """
 
 
@@ -78,7 +78,7 @@ print(both((60, 1024)), both((2048, 130)), both((2048, 130)))
     shared_calls.count_threads() is None, reason="this system does not count threads"
 )
 def test_how_many_helpers_a_fresh_process_starts():
-    """None for a small input; without them, the tests of this file could pass on one thread."""
+    """None for one small input; without them, the tests of this file could pass on one thread."""
     for count, helpers in (("3", "2"), ("1", "0")):
         assert python(COUNT, STABLENORM_NUM_THREADS=count).split() == ["0", helpers, helpers]
     failed = run_python(COUNT, STABLENORM_NUM_THREADS="two")

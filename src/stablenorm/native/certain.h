@@ -30,6 +30,9 @@ namespace {
 
 constexpr double U = 0x1p-53;
 
+// A NaN as b loses.
+INLINE double larger(double a, double b) { return a < b ? b : a; }
+
 // Of a row: the error of xhat is at most a |xhat| + b.
 struct Errors {
     double a, b;
@@ -52,7 +55,7 @@ constexpr double LEAST_BOUND = 0x1p-134;
 
 // Of all y of a row, beside |gamma| + |beta|; and of each.
 INLINE double bound_of_y(Errors of, double size, Index n) {
-    return 1.02 * ((of.a + 3 * U) * std::fmax(std::sqrt((double)n) * size, 1) + of.b);
+    return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * size) + of.b);
 }
 template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));

@@ -94,7 +94,7 @@ inline bool is_exact(double rows, double most, double last) {
 inline void find_narrow_errors(const Call& c, int which, Index count, Block& of) {
     Errors worst = {0, 0};
     for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {std::fmax(worst.a, c.ranges[2 * tile]), std::fmax(worst.b, c.ranges[2 * tile + 1])};
+        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
     // Of dbeta all is additions.
     if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
     for (Index j = 0; j < count; j++) {
@@ -110,7 +110,7 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
     Index tiles = c.tiles;
     for (Index tile = 0; tile < c.tiles; tile++)
-        most = std::fmax(most, c.ranges[2 * tile]), last = std::fmax(last, c.ranges[2 * tile + 1]);
+        most = larger(most, c.ranges[2 * tile]), last = larger(last, c.ranges[2 * tile + 1]);
     if (c.old[which]) {
         // As a tile more, of one row.
         double digits = c.sums_type[which] == F32 ? 0x1p24 : c.sums_type[which] == F16 || c.sums_type[which] == BF16 ? 0x1p11 : 0x1p53;
@@ -118,7 +118,7 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
         for (Index j = 0; j < count; j++) {
             double part = magnitude(c.old[which][start + j]);
             of.size[j] += part;
-            if (part > 0) most = std::fmax(most, part), last = std::fmax(last, digits / part);
+            if (part > 0) most = larger(most, part), last = larger(last, digits / part);
         }
     }
     double bound = sums_bound(c.n, c.tile_rows, tiles);

@@ -21,7 +21,7 @@
 // 2**-106 |mean| <= 32 u**2 sqrt(var / n), and round c.low - rest, of at most u (|c| + |mean|): both are within
 // the 64 u**2 sqrt(var / n) that the steps allow for a tail.
 #pragma once
-#include "rows.h"
+#include "back_rows.h"
 
 namespace {
 
@@ -74,7 +74,7 @@ INLINE Wide total(const double (*lanes)[WIDEST][GROUP]) {
 // ---- forward ----
 
 // Sums of x - k and of its square; SHIFT: k is not 0.
-template <bool LAYER, bool SHIFT> APART void measure(const double* x, Index n, double guess, Sums& sums, int r) {
+template <bool LAYER, bool SHIFT, class T> APART void measure(const T* x, Index n, double guess, Sums& sums, int r) {
     N k = spread<P>(-guess);
     Wide sum = {}, squares = {};
     auto add = [&](N v, Index some) INLINED {
@@ -96,15 +96,15 @@ template <bool LAYER, bool SHIFT> APART void measure(const double* x, Index n, d
     put(sum, sums.plain, r), put(squares, sums.product, r);
 }
 
-template <bool LAYER> INLINE void measure(const double* x, Index n, double guess, Sums& sums, int r) {
+template <bool LAYER, class T> INLINE void measure_from(const T* x, Index n, double guess, Sums& sums, int r) {
     if (LAYER && guess != 0) measure<LAYER, LAYER>(x, n, guess, sums, r);
     else measure<LAYER, false>(x, n, 0, sums, r);
 }
 
-INLINE double guess_of(const double* x, Index n) {
-    double least = x[0], most = x[0], sum = 0;
+template <class T> INLINE double pair_guess_of(const T* x, Index n) {
+    double least = number(x), most = least, sum = 0;
     for (int i = 0; i < 8; i++) {
-        double v = x[i * (n / 8)];
+        double v = number(x + i * (n / 8));
         least = v < least ? v : least, most = v > most ? v : most, sum += v;
     }
     return least < 0 && most > 0 ? 0 : sum * 0.125;
@@ -131,28 +131,28 @@ APART inline void settle(const double* k, const Sums& sums, Index n, double eps,
     }
 }
 
-template <bool LAYER> APART void statistics(const double* const* x, const Call& c, int rows, Stats& of) {
+template <bool LAYER, class T> APART void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
     Index n = c.n;
     double eps = c.eps;
     Sums sums;
     double k[GROUP] = {};
     if (rows < GROUP) memset(&sums, 0, sizeof sums);
-    for (int r = 0; r < rows; r++) k[r] = LAYER ? guess_of(x[r], n) : 0, measure<LAYER>(x[r], n, k[r], sums, r);
+    for (int r = 0; r < rows; r++) k[r] = LAYER ? pair_guess_of(x[r], n) : 0, measure_from<LAYER>(x[r], n, k[r], sums, r);
     settle(k, sums, n, eps, of);
     bool again = false;
     for (int r = 0; LAYER && r < rows; r++)
-        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure<LAYER>(x[r], n, k[r], sums, r), again = true;
+        if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure_from<LAYER>(x[r], n, k[r], sums, r), again = true;
     if (again) settle(k, sums, n, eps, of);  // the others as before
 }
 
 // Whether the arithmetic of pairs is not for a row. A square of 0 may be one that has vanished.
-INLINE bool is_extreme(const Stats& of, int r, const double* x, Index n, bool layer) {
+template <class T> INLINE bool is_extreme(const Stats& of, int r, const T* x, Index n, bool layer) {
     double square = of.square[r];
     if (!(of.v[r] > 0) || !(square <= LARGEST * LARGEST)) return true;
     if (square >= SMALLEST * SMALLEST) return false;
-    double same = layer ? x[0] : 0;
+    double same = layer ? number(x) : 0;
     for (Index j = 0; j < n; j++)
-        if (square != 0 || x[j] != same) return true;
+        if (square != 0 || number(x + j) != same) return true;
     return false;
 }
 

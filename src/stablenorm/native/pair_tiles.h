@@ -50,7 +50,7 @@ template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i,
 INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     if (range.low == 0) return;
     double digits = c.dy.type == F64 ? 0x1p53 : c.dy.type == F32 ? 0x1p24 : 0x1p11;
-    of_tile[0] = std::fmax(of_tile[0], range.low), of_tile[1] = std::fmax(of_tile[1], digits / range.high);
+    of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], digits / range.high);
 }
 
 // ty of a row, given the tangent of xhat as pairs.
@@ -68,14 +68,17 @@ INLINE void push(const Call& c, const Own& own, const double* h) {
 struct Chosen {
     Index *columns, count = 0;
     Chosen(const Call& c, double* room) : columns((Index*)room) {
-        for (Index j = 0; c.wanted && c.dy.whole && j < c.n; j++)
+        for (Index j = 0; c.wanted && c.dy.whole && c.x.whole && j < c.n; j++)
             if (c.wanted[j] | c.wanted[c.n + j]) columns[count++] = j;
         // One by one, an element takes as long as eight.
         if (count > c.n / 8) count = 0;
     }
     // Those of a row.
-    const double* operator()(Type type, const char* row, double* room) const {
-        for (Index k = 0; k < count; k++) lift_row(type, row + columns[k] * BYTES[type], room + k, 1);
+    const double* operator()(const Array& a, Index i, double* room) const {
+        of_type(a.type, [&](auto* kind) {
+            auto* row = (decltype(kind))row_of(a, i);
+            for (Index k = 0; k < count; k++) room[k] = number(row + columns[k]);
+        });
         return room;
     }
 };
@@ -84,24 +87,24 @@ struct Chosen {
 template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, const Chosen& chosen, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
     Index apart = r * c.apart();
-    double* room = own.dy[0] + apart;
-    of.dy = chosen.count ? chosen(c.dy.type, row_of(c.dy, i), room) : row_as<double>(c, c.dy, i, room, own.raw);
+    auto row = [&](const Array& a, double* room) { return chosen.count ? chosen(a, i, room) : row_as<double>(c, a, i, room, own.raw); };
+    of.dy = row(c.dy, own.dy[0] + apart);
     Pair<double> range = range_of(of.dy, chosen.count ? chosen.count : c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
     if (of_tile) add_range(c, range, of_tile);
-    of.x = row_as<double>(c, c.x, i, own.x[0] + apart, own.raw), of.m = {0, 0};
+    of.x = row(c.x, own.x[0] + apart), of.m = {0, 0};
     if (c.rstd_low) {
         of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0;
         if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
     } else {
         Stats found;
-        statistics<LAYER>(&of.x, c, 1, found);
-        if (is_extreme(found, 0, of.x, c.n, LAYER)) return c.marks[i] = EXTREME, false;
+        auto see = [&](const auto* x) { return statistics<LAYER>(&x, c, 1, found), is_extreme(found, 0, x, c.n, LAYER); };
+        bool extreme = !c.x.whole ? see(of.x) : of_type(c.x.type, [&](auto* kind) { return see((decltype(kind))row_of(c.x, i)); });
+        if (extreme) return c.marks[i] = EXTREME, false;
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
     }
-    if (chosen.count) of.x = chosen(F64, (const char*)of.x, own.x[1] + apart);
-    else if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
+    if (LAYER && !chosen.count) of.m = pivot(of.dy, parameters_of(c), c.n);
     return true;
 }
 

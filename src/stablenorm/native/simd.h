@@ -112,6 +112,14 @@ INLINE H8 half_of(F8 v) {
 INLINE F8 floats(const bf16* p) { return (F8)(widened(read<H8>(p)) << 16); }
 INLINE F8 floats(const f16* p) { return floats_of_half(read<H8>(p)); }
 
+INLINE double number(const double* p) { return read<double>(p); }
+INLINE double number(const f32* p) { return read<f32>(p); }
+INLINE double number(const bf16* p) {
+    uint32_t bits = (uint32_t)p->bits << 16;
+    return read<f32>(&bits);
+}
+INLINE double number(const f16* p) { return floats_of_half(H8{p->bits})[0]; }
+
 // ---- one register of W float64 ----
 
 template <int W> struct Vector;
@@ -155,18 +163,7 @@ template <> struct Vector<2> {
     static INLINE D2 root(D2 a) { return _mm_sqrt_pd(a); }
     static INLINE void hide(D2& a) { asm("" : "+x"(a)); }
 #endif
-    static INLINE D2 from(const f32* p) { return D2{p[0], p[1]}; }
-    static INLINE D2 from(const bf16* p) {
-        uint32_t bits[2] = {(uint32_t)p[0].bits << 16, (uint32_t)p[1].bits << 16};
-        float v[2];
-        memcpy(v, bits, sizeof v);
-        return from(v);
-    }
-    static INLINE D2 from(const f16* p) {
-        H8 some = {p[0].bits, p[1].bits};
-        F8 v = floats_of_half(some);
-        return D2{v[0], v[1]};
-    }
+    template <class T> static INLINE D2 from(const T* p) { return D2{number(p), number(p + 1)}; }
     static INLINE F8 singles(const D2* v) {
         return F8{(f32)v[0][0], (f32)v[0][1], (f32)v[1][0], (f32)v[1][1],
                   (f32)v[2][0], (f32)v[2][1], (f32)v[3][0], (f32)v[3][1]};

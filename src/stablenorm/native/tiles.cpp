@@ -75,15 +75,15 @@ template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
 }
 
 // The errors of xhat again, by what the forward kept: sqrt(q), and with it D.
-template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i) {
+template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double chain) {
     double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
-    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain_of(c.n, c.block, L));
+    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain);
 }
 
 template <int R, class T, bool LAYER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
     Back<T> rows[2][R];
-    double chain = chain_of(c.n, c.block, FEW<NEAREST>);
+    double chain = chain_of(c.n, c.block, FEW<NEAREST>), chain_ahead = chain_of(c.n, c.block, L);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
             Index apart = r * c.apart();
@@ -93,8 +93,8 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             Back<T>& of = rows[which][r];
             of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
             if (!NEAREST) continue;
-            of.errors = errors_again<LAYER>(c, i + r), of.spread = c.spread[i + r];
-            worst = {std::fmax(worst.a, of.errors.a), std::fmax(worst.b, of.errors.b)};
+            of.errors = errors_again<LAYER>(c, i + r, chain_ahead), of.spread = c.spread[i + r];
+            worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
         }
         pull<R, LAYER, NEAREST>(rows[which], c.n, c.wide_gamma, sums, c.block);
     };
@@ -145,15 +145,14 @@ template <class T, bool LAYER, bool NEAREST> void backward(const Call& c, Index 
         memset(own.part, 0, (size_t)(4 * p) * sizeof(double));
         backward_rows<T, LAYER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
     } else {
-        // Of one part, the sums are the tile's own; of several, they are added to these with compensation.
+        // The sums of the first part are the tile's own; those of others are added to these with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
-        bool deep = c.tile_rows > most;
         memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
-        Sums part = deep ? Sums{own.part, own.part + p, sums + 4 * p, sums + 5 * p} : Sums{sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
+        Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
         for (Index top = tile.first; top < tile.stop; top += most) {
-            if (deep) memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
+            if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
             backward_rows<T, LAYER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
-            if (!deep) continue;
+            if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
             merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
         }
