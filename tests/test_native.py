@@ -149,6 +149,12 @@ def test_results_that_go_past_the_caches_have_the_same_bits(rng):
         few, of_few = layer_norm_forward(x[some], gamma, beta, backend="native")
         assert few.tobytes() == y[some].tobytes()
         assert layer_norm_backward(dy[some], of_few).dx.tobytes() == dx[some].tobytes()
+        room = np.empty(x.size + 8, np.float32)
+        # At 4, 16 and 32 bytes, or half of that on, from where the widest of such stores could begin.
+        for start in (1, 4, 8):
+            out = room[start : start + x.size].reshape(x.shape)
+            layer_norm_forward(x, gamma, beta, out=out, backend="native")
+            assert out.tobytes() == y.tobytes()
 
 
 def run(code, **environment):

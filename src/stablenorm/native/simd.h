@@ -185,19 +185,22 @@ template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
 
 // ---- past the caches, where the processor has such a store ----
 
-template <class From> INLINE void stream(void* p, const From& v) {
 #if defined(__x86_64__)
-    if constexpr (sizeof v % 32 == 0) {
-        __m256i part[sizeof v / 32];
-        memcpy(part, &v, sizeof v);
-        for (size_t i = 0; i < sizeof v / 32; i++) _mm256_stream_si256((__m256i*)p + i, part[i]);
-        return;
-    } else if constexpr (sizeof v == 16) {
-        return _mm_stream_si128((__m128i*)p, (__m128i)v);
+template <class Part, class From> INLINE void stream_parts(char* p, const From& v) {
+    for (size_t i = 0; i < sizeof v; i += sizeof(Part)) {
+        Part part = read<Part>((const char*)&v + i);
+        if constexpr (sizeof part == 32) _mm256_stream_si256((__m256i*)(p + i), part);
+        else _mm_stream_si128((__m128i*)(p + i), part);
     }
-#endif
-    write(p, v);
 }
+// By the widest store that the address allows: NumPy's large arrays begin 16 bytes behind a page.
+template <class From> INLINE void stream(void* p, const From& v) {
+    if (sizeof v < 32 || (uintptr_t)p % 32) return stream_parts<__m128i>((char*)p, v);
+    stream_parts<__m256i>((char*)p, v);
+}
+#else
+template <class From> INLINE void stream(void* p, const From& v) { write(p, v); }
+#endif
 
 INLINE void ask_for(const void* p) { __builtin_prefetch(p); }
 

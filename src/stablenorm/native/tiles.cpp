@@ -201,4 +201,4 @@ void do_tile(const Call& c, Index tile, int thread) {
 #define NAME kernels_x86_64_v3
 #define INSTRUCTIONS "x86-64-v3"
 #endif
-extern const Kernels NAME = {INSTRUCTIONS, 32, prepare, do_tile, finish};
+extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, finish};
