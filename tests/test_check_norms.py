@@ -54,6 +54,19 @@ def test_every_known_mistake_is_found_and_named(kind, name, shape):
     assert {r.method for r in report.arguments if r.verdict == "FAIL"} == {"secants"}
 
 
+@pytest.mark.parametrize("axes", [0, (0, 1)])
+@pytest.mark.parametrize("term", ["the mean of g", "the xhat term"])
+def test_a_mean_over_the_wrong_axes_is_named(term, axes):
+    def wrong(dy, cache):
+        g, xhat, over = cache.gamma * dy, cache.xhat, [-1, -1]
+        over[term != "the mean of g"] = axes
+        means = [a.mean(axis, keepdims=True) for a, axis in zip((g, g * xhat), over, strict=True)]
+        return cache.rstd * (g - means[0] - xhat * means[1]), *backward(dy, cache)[1:]
+
+    report = check_layer_norm(forward, wrong, *data(0, (2, 3, 8)), rng=0)
+    assert report.diagnosis == (f"{term} is a mean over rows in dx",)
+
+
 RIGHT = {"layer": [*VARIANTS.values()], "rms": [*RMS_VARIANTS.values()]}
 
 
@@ -226,7 +239,7 @@ def places(dy, cache):
 def test_what_is_right_on_ordinary_data_alone_is_found(front, back, name):
     report = check_layer_norm(front, back, *data(0), rng=0)
     assert report.verdict == "FAIL"
-    assert f"right for {name}" in findings(report, "closed form", "FAIL")
+    assert name in findings(report, "closed form", "FAIL")
 
 
 # ---- hard inputs: inaccurate is not wrong ----
@@ -249,7 +262,7 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
     # What secants reach is 1e-12.
     assert plain.resolution < 1e-13
     for each, digits in ((report, 6), (plain, 10)):
-        message = findings(each, "hard inputs", "NOTE")["right for offset 1e4"]
+        message = findings(each, "hard inputs", "NOTE")["offset 1e4"]
         said = re.search(r"keeps (\d+) of 16 digits", message)
         assert digits <= int(said[1]) <= digits + 3
     assert findings(check_layer_norm(*OURS, *data(0), rng=0), "hard inputs", "NOTE") == {}

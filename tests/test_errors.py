@@ -8,7 +8,8 @@ from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_fo
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 
 BAD_FORWARD = [
-    ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass x.astype\\(np.float32\\)"),
+    ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass np.asarray\\(x, np.float32\\)"),
+    ({"gamma": (8,)}, TypeError, "got int64; pass np.asarray\\(gamma, np.float32\\), and instead of a normalized_shape axis="),
     ({"x": X.astype(bool)}, TypeError, "got bool"),
     ({"x": X.astype(complex)}, TypeError, "got complex128"),
     ({"x": X.astype(object)}, TypeError, "got object"),

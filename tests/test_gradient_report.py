@@ -59,7 +59,6 @@ REPORTS = {
 
 
 def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
-    # Notes are counted only, where something is wrong.
     assert str(REPORT).splitlines() == [
         "FAIL: wrong gradient of x",
         "  gamma is applied twice.",
@@ -72,6 +71,7 @@ def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
         "    FAIL: sum(dx) = 0: off by 1.00e-03, bound 1.00e-15",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
         "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",
+        "    NOTE: the same bits in every run: they differ by 1 ulp",
         "  closed form: 1 PASS",
         "  100 forward and 3 backward calls, 12.3 s",
     ]

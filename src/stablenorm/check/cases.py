@@ -157,7 +157,7 @@ def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str
         judged = candidate.judge(trial.case, candidate.run(trial.case)).values()
     except FaultError as fault:
         # A restriction that the program states itself, not a wrong gradient.
-        return "NOTE", str(fault)
+        return "NOTE", f"{fault}; x is {' x '.join(map(str, trial.case.x.shape))} there"
     is_narrow = trial.case.x.dtype != np.float64
     tolerated = 1e-4 * is_narrow if trial.tolerated is None else trial.tolerated
     for each in judged:

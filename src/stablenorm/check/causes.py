@@ -9,6 +9,7 @@ that go in, or the place of gamma.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +50,14 @@ class Change(NamedTuple):
     # It, or a function of `Evidence` that makes it.
     value: Any
     norms: tuple[str, ...] = ("layer", "rms")
+
+
+def over_rows(place: int, axes: slice, of: "Evidence") -> Array:
+    """Return how many times the mean along its row each element has that over these axes of x."""
+    product, shape = of.dy * of.gamma * (of.xhat if place else 1.0), of.case.x.shape
+    mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
+    times: Array = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)
+    return times
 
 
 _LAYER, _RMS = ("layer",), ("rms",)
@@ -96,6 +105,14 @@ CHANGES: tuple[Change, ...] = (
             ("is divided by n - 1 in {}", lambda e: e.per_less),
             ("is not divided by n in {}", lambda e: e.n),
         )
+    ),
+    *(
+        Change(f"term {place}", f"{term} is a mean over rows in {{}}", partial(over_rows, place, axes), norms)
+        for place, term, norms in (
+            (0, "the mean of g", _LAYER),
+            (1, "the xhat term", _LAYER + _RMS),
+        )
+        for axes in (slice(1), slice(-1))
     ),
     Change("term 0", "the mean of g is subtracted in {}", 1.0, _RMS),
     # A factor of rstd short, or one too many: rstd^3 goes with x.

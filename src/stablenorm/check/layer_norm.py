@@ -290,13 +290,13 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
 
     if said:
         message = "not run: the gradients are wrong on ordinary inputs already"
-        add("right for hard inputs", "NOTE", message, layer="hard inputs")
+        add("hard inputs", "NOTE", message, layer="hard inputs")
     else:
         base = ordinary(cases[1], rng, ROWS)
         for trial in (tails(given, rng), *invariances(base, rng, takes_eps=takes_eps)):
-            add(f"right for {trial.name}", *judge_trial(candidate, trial))
+            add(trial.name, *judge_trial(candidate, trial))
         for trial in hard_inputs(base, rng):
-            add(f"right for {trial.name}", *judge_trial(candidate, trial), layer="hard inputs")
+            add(trial.name, *judge_trial(candidate, trial), layer="hard inputs")
     return identities, diagnosis, judged
 
 

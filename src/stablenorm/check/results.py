@@ -278,9 +278,7 @@ class GradientReport:
             counts = Counter(each.verdict for each in seen)
             told = (f"{count} {verdict}" for verdict, count in counts.items())
             lines.append(f"  {layer}: {', '.join(told)}")
-            # Where something is wrong, what is merely worth knowing stands in the way.
-            hidden = ("PASS",) if self.passed else ("PASS", "NOTE")
-            shown = [each[1:] for each in seen if each.verdict not in hidden]
+            shown = [each[1:] for each in seen if each.verdict != "PASS"]
             lines += [
                 f"    {verdict}: {name}: {m}".removesuffix(": ") for name, verdict, m in shown
             ]

@@ -61,12 +61,9 @@ def add(commands: Any) -> None:
         _EXAMPLES,
     )
     parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
-    parser.add_argument(
-        "--forward", metavar="NAME", help="default: layer_norm_forward or rms_norm_forward"
-    )
-    parser.add_argument(
-        "--backward", metavar="NAME", help="default: layer_norm_backward or rms_norm_backward"
-    )
+    for way in ("forward", "backward"):
+        about = f"default: layer_norm_{way}, rms_norm_{way}, ln_{way} or {way}"
+        parser.add_argument(f"--{way}", metavar="NAME", help=about)
     about = "with forward(x) and backward(dy); default: the only one there is"
     parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
     parts.add_kind(parser)

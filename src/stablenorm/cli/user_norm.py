@@ -83,7 +83,7 @@ def adapt_functions(
         is_cache_first = key_of(required[0]) in _CACHES
         both = (cache, dy) if is_cache_first else (dy, cache)
         returned = _call(backward, pulling, dict(zip(required, both, strict=True)))
-        return _complete(_by_role(returned, takes), takes)
+        return _complete(_by_role(returned, takes), takes, returned)
 
     signature = f"{_spelled(forward)}, {_spelled(backward)}"
     return LayerNorm(call_forward, call_backward, takes, signature)
@@ -141,12 +141,17 @@ def _by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
-def _complete(found: Mapping[str, Any], takes: Sequence[str]) -> _Gradients:
+def _complete(found: Mapping[str, Any], takes: Sequence[str], returned: Any) -> _Gradients:
     """Return dx, dgamma and dbeta, or UserError if one is missing."""
     roles = ("x", *takes)
     if missing := [f"d{role}" for role in roles if found.get(role) is None]:
         wanted = ", ".join(f"d{role}" for role in roles)
-        msg = f"the backward must return {wanted}, found no {', '.join(missing)}"
+        what = type(returned).__name__
+        if isinstance(returned, Mapping):
+            what += f" of {', '.join(map(str, returned))}"
+        elif isinstance(returned, (tuple, list)):
+            what += f" of {len(returned)}"
+        msg = f"the backward must return {wanted}, got {what}: no {', '.join(missing)}"
         raise UserError(msg)
     return found["x"], found.get("gamma"), found.get("beta")
 
@@ -188,7 +193,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
             # Of the shape that the class itself gave the parameter: as it should be.
             if np.shape(found[role]) == np.shape(getattr(instance, places[role])):
                 found[role] = np.reshape(found[role], -1)
-        return _complete(found, takes)
+        return _complete(found, takes, returned)
 
     return LayerNorm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)")
 
