@@ -112,7 +112,10 @@ def test_an_rms_norm_without_a_beta_is_checked_as_one(term, options, status, wor
         ("dx", "must return dx, dgamma, dbeta, got ndarray: no dx, dgamma, dbeta\n"),
         ("dx, dgamma", "must return dx, dgamma, dbeta, got tuple of 2: no dx, dgamma, dbeta\n"),
         ("dx, None, dbeta", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
-        ("{'dx': dx, 'dw': dgamma}", "must return dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n"),
+        (
+            "{'dx': dx, 'dw': dgamma}",
+            "must return dx, dgamma, dbeta, got dict of dx, dw: no dbeta\n",
+        ),
         ("{3: dx}", "got dict of 3: no dx"),
         ("dx, dgamma, 'no'", ""),
         ("dx.astype(complex), dgamma, dbeta", ""),

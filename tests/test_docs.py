@@ -25,8 +25,6 @@ FETCHED = re.compile(
     re.IGNORECASE,
 )
 CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-# Links of the built pages to files that are not among them: what they show is here.
-HOSTED = "https://github.com/stablenorm/stablenorm/blob/main/"
 
 
 def anchors(path):
@@ -39,8 +37,6 @@ def anchors(path):
 
 def local(target, path):
     """Return the file that a link of a page shows; None if it leads elsewhere."""
-    if target.startswith(HOSTED):
-        return ROOT / target.removeprefix(HOSTED)
     if re.match(r"[a-z]+:", target):
         return None
     return (path.parent / target).resolve() if target else path

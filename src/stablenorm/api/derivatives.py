@@ -50,7 +50,7 @@ def layer_norm_jvp(
     ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
     without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0.
 
-    The kernel of the backward computes it, as fast as dx. For masks, rows that are not contiguous, and
+    The kernels of the backward compute it. For masks, rows that are not contiguous, and
     float64 tangents of what else is narrower, the reference in NumPy does, far more slowly.
 
     Examples

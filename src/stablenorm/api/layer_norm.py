@@ -61,7 +61,7 @@ def layer_norm(
     rounding : {"fast", "nearest"}, default: "fast"
         "fast" is within 0.501 ulp. With "nearest" every element is correctly rounded: the exact
         result rounded to nearest, ties to even, so that all backends, machines and versions
-        return the same bits; it takes little longer, but arrays full of exact ties far longer.
+        return the same bits. It takes longer, and on arrays full of exact ties far longer.
     residual, where : array, optional
         As for `layer_norm_forward`.
 
@@ -149,8 +149,7 @@ def layer_norm_forward(
         As for `layer_norm`. They may have leading axes, which broadcast against the axes of `x`
         that are not normalized: (B, 1, D), for an `x` of shape (B, T, D), is one for each sample.
         Their gradients have their shapes. Each part of `x` with a gamma and beta of its own has the
-        bits of a call on it alone. Parts of a few hundred elements take several times as long as
-        one gamma for all, parts of 64 000 about as long.
+        bits of a call on it alone. Small parts take longer than one gamma for all.
     out : array, optional
         Where to write `y`; of the shape and dtype of `x`. It may be `x` itself with a `residual`, which
         does not keep `x`; else it shares no memory with it.

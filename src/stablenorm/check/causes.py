@@ -107,7 +107,12 @@ CHANGES: tuple[Change, ...] = (
         )
     ),
     *(
-        Change(f"term {place}", f"{term} is a mean over rows in {{}}", partial(over_rows, place, axes), norms)
+        Change(
+            f"term {place}",
+            f"{term} is a mean over rows in {{}}",
+            partial(over_rows, place, axes),
+            norms,
+        )
         for place, term, norms in (
             (0, "the mean of g", _LAYER),
             (1, "the xhat term", _LAYER + _RMS),

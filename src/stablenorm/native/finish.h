@@ -130,8 +130,8 @@ struct Results {
     double *high, *low, *size;
 };
 
-// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a narrower To, each
-// known to within `bound` times its size, where that is certain.
+// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a To, each known to
+// within `bound` times its size, where that is certain.
 struct ToFloat64 {
     static constexpr bool WHOLE = false;
     double* at;
@@ -147,14 +147,24 @@ struct ToPairs {
         store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
     }
 };
-template <class To> struct ToNarrow {
+template <class To> struct ToCertain {
     static constexpr bool WHOLE = true;
     To* at;
     double bound;
     Words<P, WIDEST> open = {};
     INLINE void operator()(Index j, Index some, Wide v, N size) {
-        N s = v.high + v.low;
-        Words<P, WIDEST> now = in_doubt<To>(s, v.low, spread<P>(bound) * size);
+        N error = spread<P>(bound) * size, s = v.high + v.low;
+        Words<P, WIDEST> now;
+        if constexpr (sizeof(To) == 8) {
+            // The low part has been rounded itself; so is its sum with the bound.
+            error = fma(spread<P>(0x1p-52), magnitude(v.low), error), s = v.high + (v.low + error);
+            now = bits_of(s);
+            Words<P, WIDEST> least = bits_of(v.high + (v.low - error));
+            for (int i = 0; i < N::REGISTERS_OF; i++) now.v[i] ^= least.v[i];
+            s = s + spread<P>(0.0);  // zero gets the sign of plus
+        } else {
+            now = in_doubt<To>(s, v.low, error);
+        }
         if (some == P) store(at + j, s);
         else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
         for (int i = 0; i < N::REGISTERS_OF; i++) open.v[i] |= now.v[i];

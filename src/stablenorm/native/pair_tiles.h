@@ -36,10 +36,9 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
 // Writes a row to where and as what it is wanted; tells whether an element is undecided.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.results_whole) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
-    bool certain = c.nearest && c.y.whole && c.y.type != F64 && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
+    bool certain = c.nearest && c.y.whole && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
-        if constexpr (sizeof(To) == 8) return false;
-        else return !any(write(ToNarrow<To>{(To*)row_of(c.y, i), bound}).open);
+        return !any(write(ToCertain<To>{(To*)row_of(c.y, i), bound}).open);
     });
     if (certain) return false;
     write(ToPairs{results_of(own)});
