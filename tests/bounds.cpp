@@ -86,7 +86,7 @@ template <bool LAYER, class To>
 void doubts(const float* dy, const float* x, Index n, const double* given, Index apart, Errors errors, double* bounds,
             double* v, To* out, uint8_t* open) {
     Call c;
-    c.n = n, c.eps = 1e-5, c.block = 1024;
+    c.n = n, c.eps = 1e-5, c.block = 1024, c.nearest = true;
     Stats of;
     statistics<LAYER>(&x, c, 1, of);
     std::vector<double> sizes((size_t)apart), sums((size_t)(4 * apart));
@@ -116,7 +116,7 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
 template <bool LAYER>
 void both(const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
     Call c;
-    c.n = n, c.eps = eps, c.block = block;
+    c.n = n, c.eps = eps, c.block = block, c.nearest = true;
     Stats of;
     // xhat is y of gamma = 1 and beta = 0.
     forward<LAYER>(x, n, c, given + 3 * apart, apart, of, words, xhat), forward<LAYER>(x, n, c, given, apart, of, words, y);

@@ -51,6 +51,22 @@ def threads(request):
     set_num_threads(before)
 
 
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
+    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
+    gamma = rng.standard_normal((4, 1, 1024), np.float32)
+    # The first at a whole line, and each one float more apart than they are long.
+    room = np.empty(4 * 2**20 + 20, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
+    y, cache = layer_norm_forward(x, gamma)
+    np.testing.assert_array_equal(layer_norm(x, gamma, out=out), y)
+    expected = layer_norm_backward(dy, cache)
+    found = layer_norm_backward(dy, cache, out=(out, None, None))
+    assert_same(found, expected)
+
+
 # Rows of four tiles, the last one short; samples of a row; rows shorter than a vector; few samples.
 @pytest.mark.parametrize("shape", [(5, 75, 512), (300, 1, 300), (4, 3, 5), (3, 514, 512)])
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])

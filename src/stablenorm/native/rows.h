@@ -158,12 +158,14 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
     for (; j + Y <= n; j += Y) {
         Lanes<Y> scale = load<Y>(gamma + j), shift = load<Y>(beta + j);
         Lanes<Y> size = NEAREST ? load<Y>(sizes + j) : scale;
+        Lanes<Y> v[R];
+        // All are read before one is written: a load waits for a store whose address agrees in the last 12 bits.
+#pragma GCC unroll 2
+        for (int i = 0; i < R; i++) ask_for(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) {
-            ask_for(from[i] + j + ahead);
-            Lanes<Y> v = row[i](load<Y>(from[i] + j), scale, shift);
-            if (NEAREST && __builtin_expect(may_differ<To>(fma(size, bound[i], v), fma(size, -bound[i], v)), 0)) found[i].at[found[i].count++] = j;
-            store<PAST>(to[i] + j, v);
+            if (NEAREST && __builtin_expect(may_differ<To>(fma(size, bound[i], v[i]), fma(size, -bound[i], v[i])), 0)) found[i].at[found[i].count++] = j;
+            store<PAST>(to[i] + j, v[i]);
         }
     }
     for (int i = 0; i < R; i++) {

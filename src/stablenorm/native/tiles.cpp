@@ -23,6 +23,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
     Parameters given = {c.wide_gamma, c.wide_beta, c.sizes};
+    double chain = chain_of(c.n, c.block, L);
     measure_tile<LAYER, T, Stats>(c, own, tile, [&](Index top, int count, const T* const* x, const Stats& of) {
         T* y[GROUP];
         Errors errors[GROUP];
@@ -33,7 +34,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
-                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain_of(c.n, c.block, L));
+                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain);
                 bounds[r] = bound_of_y(errors[r], size, c.n);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
                 if (c.spread) c.spread[i] = size;
