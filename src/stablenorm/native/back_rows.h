@@ -157,14 +157,14 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
         else return some == L ? row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j))
                               : row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
     };
-    Index j = 0;
-    for (; j + L <= n; j += L) {
+    Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
+    for (Index k = 0; k < count; k++, j += step) {
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
         Lanes<L> v = at(j, L);
         if (NEAREST && __builtin_expect(may_differ<To>(v + all, v - all), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, v);
     }
-    if (j < n) {
+    if ((j = count * L) < n) {
         store(dx + j, at(j, n - j), n - j);
         if (NEAREST) found.at[found.count++] = j;
     }

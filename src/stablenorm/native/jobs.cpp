@@ -37,10 +37,8 @@ constexpr Index COST = 4;
 constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 
 // Results of so many bytes go past the caches. (4, 512, 1024) with two threads: 570 to 660 us, through them up
-// to 1070. Into memory that allows half of such a store, as NumPy's arrays are, from more bytes on: (4, 512, 1024) by
-// halves took 550 us, through the caches 390; of 32 MiB and more they win. Inputs beyond the cache of one core are asked
-// for ahead of time.
-constexpr Index PAST_CACHES = 4 << 20, PAST_BY_HALVES = 32 << 20, WHOLE_STORE = 32, OWN_CACHE = 1 << 20;
+// to 1070. Inputs beyond the cache of one core are asked for ahead of time.
+constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
 // For nearest: as many columns to a lane as there are blocks, so that chains of additions are shortest.
 Index short_block(Index n) {
@@ -214,7 +212,7 @@ void plan(Call& c) {
     Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;
     bool aligned = c.y.lead == 1 && c.y.strides[0] == row_bytes && row_bytes % kernels->alignment == 0 &&
                    (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
-    c.past = aligned && bytes >= ((uintptr_t)c.y.data % WHOLE_STORE ? PAST_BY_HALVES : PAST_CACHES), c.ahead = bytes >= OWN_CACHE;
+    c.past = aligned && bytes >= PAST_CACHES, c.ahead = bytes >= OWN_CACHE;
 }
 
 State run(Call& c, const Samples& samples, int threads) {

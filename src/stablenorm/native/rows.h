@@ -138,6 +138,11 @@ template <bool LAYER, int Y> struct Affine {
     }
 };
 
+// Whether results are written a little behind what is read, by the last 12 bits of their addresses. Loads wait for earlier
+// stores that agree in these, so that such a row is written from its end: (4, 512, 1024), out= of 16 to 48 bytes behind
+// x, 400 us against 1300. For the same reason, all rows are read before one is written.
+INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
+
 // y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for. NEAREST: for each row there
 // is a list of doubts to be filled, and a bound of the error beside |gamma| + |beta|.
 template <int R, bool LAYER, bool PAST, bool NEAREST, class T, class To>
@@ -154,12 +159,11 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
         row[i] = Affine<LAYER, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
         if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {doubts[i].at, 0};
     }
-    Index j = 0;
-    for (; j + Y <= n; j += Y) {
+    Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
+    for (Index k = 0; k < count; k++, j += step) {
         Lanes<Y> scale = load<Y>(gamma + j), shift = load<Y>(beta + j);
         Lanes<Y> size = NEAREST ? load<Y>(sizes + j) : scale;
         Lanes<Y> v[R];
-        // All are read before one is written: a load waits for a store whose address agrees in the last 12 bits.
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) ask_for(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
@@ -168,6 +172,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
             store<PAST>(to[i] + j, v[i]);
         }
     }
+    j = count * Y;
     for (int i = 0; i < R; i++) {
         if (j < n) {
             store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(gamma + j), load<Y>(beta + j)), n - j);
