@@ -32,6 +32,7 @@ $(VENV)/.dev: $(VENV)/.run
 
 run: $(VENV)/.run  ## normalize the bundled real data, forward and backward, and check every number
 	$(BIN)/stablenorm run
+	@echo 'The command is $(BIN)/stablenorm: $(BIN)/stablenorm check my_norm.py'
 
 test: $(VENV)/.dev  ## lint, types, import contract, tests, doctests
 	$(BIN)/ruff check .

@@ -108,9 +108,9 @@ def test_an_rms_norm_without_a_beta_is_checked_as_one(term, options, status, wor
 @pytest.mark.parametrize(
     ("returned", "words"),
     [
-        ("None", "must return dx, dgamma, dbeta, got NoneType: no dx, dgamma, dbeta\n"),
-        ("dx", "must return dx, dgamma, dbeta, got ndarray: no dx, dgamma, dbeta\n"),
-        ("dx, dgamma", "must return dx, dgamma, dbeta, got tuple of 2: no dx, dgamma, dbeta\n"),
+        ("None", "must return dx, dgamma, dbeta, got NoneType\n"),
+        ("dx", "must return dx, dgamma, dbeta, got one array of shape ("),
+        ("dx, dgamma", "must return dx, dgamma, dbeta, got tuple of 2\n"),
         ("dx, None, dbeta", "must return dx, dgamma, dbeta, got tuple of 3: no dgamma\n"),
         (
             "{'dx': dx, 'dw': dgamma}",

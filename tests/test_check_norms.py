@@ -64,7 +64,7 @@ def test_a_mean_over_the_wrong_axes_is_named(term, axes):
         return cache.rstd * (g - means[0] - xhat * means[1]), *backward(dy, cache)[1:]
 
     report = check_layer_norm(forward, wrong, *data(0, (2, 3, 8)), rng=0)
-    assert report.diagnosis == (f"{term} is a mean over rows in dx",)
+    assert report.diagnosis == (f"{term} is a mean over the leading axes, not the last, in dx",)
 
 
 RIGHT = {"layer": [*VARIANTS.values()], "rms": [*RMS_VARIANTS.values()]}

@@ -40,6 +40,13 @@ def test_an_rms_norm_is_checked_as_one(capsys):
     assert "where a row of x is zero, got 0 and row 0" in capsys.readouterr().err
 
 
+def test_arrays_that_are_not_used_are_named(tmp_path, capsys):
+    assert main(["run", save(tmp_path, x=X, weight=X[0], gamma=X[1], bias=X[2])]) == 0
+    assert "dy not given: random N(0, 1), seed 0; not used: bias, weight" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 class Bomb:
     """What would write a file when unpickled."""
 

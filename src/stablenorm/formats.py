@@ -48,8 +48,9 @@ def check_dtype(name: str, array: NDArray[Any]) -> None:
     if not is_supported(array.dtype):
         is_argument = array.dtype.kind in "iub" and name.isidentifier()
         cure = f"; pass np.asarray({name}, np.float32)" * is_argument
-        # What stands there in PyTorch's layer_norm.
-        cure += ", and instead of a normalized_shape axis=" * (is_argument and name == "gamma")
+        if is_argument and name == "gamma" and array.ndim < 2 and array.size < 4:
+            # What stands there in PyTorch's layer_norm.
+            cure = "; gamma comes second here: instead of a normalized_shape give axis="
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)
 

@@ -109,7 +109,7 @@ CHANGES: tuple[Change, ...] = (
     *(
         Change(
             f"term {place}",
-            f"{term} is a mean over rows in {{}}",
+            f"{term} is a mean over the leading axes, not the last, in {{}}",
             partial(over_rows, place, axes),
             norms,
         )

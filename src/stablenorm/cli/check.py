@@ -182,5 +182,6 @@ def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
-            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}"
+            cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
+            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}{cure}"
     return ""

@@ -77,6 +77,8 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     if dy is None:
         origin = f"dy not given: random N(0, 1), seed {seed}"
         dy = np.random.default_rng(seed).standard_normal(x.shape).astype(x.dtype)
+    if unknown := sorted(members.keys() - {*_INPUTS, "eps"}):
+        origin += f"; not used: {', '.join(unknown)}"
     return Problem(source, x, arrays.get("gamma"), arrays.get("beta"), eps, dy, origin)
 
 

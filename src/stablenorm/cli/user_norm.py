@@ -148,10 +148,13 @@ def _complete(found: Mapping[str, Any], takes: Sequence[str], returned: Any) -> 
         wanted = ", ".join(f"d{role}" for role in roles)
         what = type(returned).__name__
         if isinstance(returned, Mapping):
-            what += f" of {', '.join(map(str, returned))}"
+            what += f" of {', '.join(map(str, returned))}: no {', '.join(missing)}"
         elif isinstance(returned, (tuple, list)):
-            what += f" of {len(returned)}"
-        msg = f"the backward must return {wanted}, got {what}: no {', '.join(missing)}"
+            is_as_long = len(returned) == len(roles)
+            what += f" of {len(returned)}" + f": no {', '.join(missing)}" * is_as_long
+        elif isinstance(returned, np.ndarray):
+            what = f"one array of shape {returned.shape}"
+        msg = f"the backward must return {wanted}, got {what}"
         raise UserError(msg)
     return found["x"], found.get("gamma"), found.get("beta")
 
