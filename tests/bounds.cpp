@@ -11,7 +11,7 @@ namespace pairs {
 template <bool LAYER>
 bool forward(const double* x, Index n, double k, const double* given, double eps, Index apart, double* words, double* y) {
     Sums sums = {};
-    measure_from<LAYER>(x, n, k, sums, 0);
+    measure<LAYER>(x, n, k, sums, 0);
     Wide share = spread_pair(reciprocal((double)n));
     Wide d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
     Wide var = settled(square - settled(d * d));

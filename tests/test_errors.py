@@ -9,7 +9,7 @@ X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
 
 BAD_FORWARD = [
     ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass np.asarray\\(x, np.float32\\)"),
-    ({"gamma": (8,)}, TypeError, "got int64; gamma comes second here: instead of a normalized_shape give axis="),
+    ({"gamma": (8,)}, TypeError, "got int64; pass np.asarray\\(gamma, np.float32\\). If it is PyTorch's normalized_shape, leave it out"),
     ({"x": X.astype(bool)}, TypeError, "got bool"),
     ({"x": X.astype(complex)}, TypeError, "got complex128"),
     ({"x": X.astype(object)}, TypeError, "got object"),

@@ -49,8 +49,7 @@ def check_dtype(name: str, array: NDArray[Any]) -> None:
         is_argument = array.dtype.kind in "iub" and name.isidentifier()
         cure = f"; pass np.asarray({name}, np.float32)" * is_argument
         if is_argument and name == "gamma" and array.ndim < 2 and array.size < 4:
-            # What stands there in PyTorch's layer_norm.
-            cure = "; gamma comes second here: instead of a normalized_shape give axis="
+            cure += ". If it is PyTorch's normalized_shape, leave it out: axis= takes its place"
         msg = f"{name} must be float16, bfloat16, float32 or float64, got {array.dtype}{cure}"
         raise TypeError(msg)
 

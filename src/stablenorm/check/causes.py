@@ -52,7 +52,10 @@ class Change(NamedTuple):
     norms: tuple[str, ...] = ("layer", "rms")
 
 
-def over_rows(place: int, axes: slice, of: "Evidence") -> Array:
+_OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
+
+
+def _over_rows(place: int, axes: slice, of: "Evidence") -> Array:
     """Return how many times the mean along its row each element has that over these axes of x."""
     product, shape = of.dy * of.gamma * (of.xhat if place else 1.0), of.case.x.shape
     mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
@@ -104,20 +107,9 @@ CHANGES: tuple[Change, ...] = (
             ("is added, not subtracted in {}", -1.0),
             ("is divided by n - 1 in {}", lambda e: e.per_less),
             ("is not divided by n in {}", lambda e: e.n),
+            (_OVER_ROWS, partial(_over_rows, place, slice(1))),
+            (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
         )
-    ),
-    *(
-        Change(
-            f"term {place}",
-            f"{term} is a mean over the leading axes, not the last, in {{}}",
-            partial(over_rows, place, axes),
-            norms,
-        )
-        for place, term, norms in (
-            (0, "the mean of g", _LAYER),
-            (1, "the xhat term", _LAYER + _RMS),
-        )
-        for axes in (slice(1), slice(-1))
     ),
     Change("term 0", "the mean of g is subtracted in {}", 1.0, _RMS),
     # A factor of rstd short, or one too many: rstd^3 goes with x.

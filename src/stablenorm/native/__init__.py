@@ -3,8 +3,8 @@ The CPU kernels in C++: `reference.forward` and `reference.backward`, compiled a
 
 They check nothing: that is done above. Rows are dealt out in tiles that depend on the shape alone, so that no bit
 depends on the number of threads; all additions are written out, so that none depends on the processor.
-rows.h and back_rows.h have the equations of float16, bfloat16 and float32, pair_rows.h those of calls of which something is
-float64, and of the rows and columns that bounds of the former leave open with rounding="nearest". What these leave
+rows.h and back_rows.h have the equations of float16, bfloat16 and float32, pair_rows.h those of calls of which
+something is float64, and of the rows and columns that bounds of the former leave open with rounding="nearest". What these leave
 open goes to the reference.
 
 STABLENORM_INSTRUCTIONS names the instruction set to use, one of `INSTRUCTIONS`; by default the best.
