@@ -55,29 +55,38 @@ namespace narrow {
 
 constexpr int Y = Y_OF<f32>;
 
-// Words: rms(xhat), a, b, the row's bound beside |gamma| + |beta|. y, then bounds.
-template <bool LAYER>
+// Words: rms(xhat), a, b, the row's bound beside |gamma| + |beta|. y, then bounds. A row is centered before it is scaled,
+// as far ones are, or not.
+template <bool LAYER, bool CENTER>
 void forward(const float* x, Index n, const Call& c, const double* given, Index apart, Stats& of, double* words, double* y) {
     const Parameters parameters = {given, given + 2 * apart, nullptr};
     statistics<LAYER>(&x, c, 1, of);
     double size = std::sqrt(of.square[0]) * of.rstd[0];
-    Errors errors = errors_of_xhat<LAYER>(size, std::fabs(of.d[0]) * of.rstd[0], chain_of(n, c.block, L));
-    words[0] = size, words[1] = errors.a, words[2] = errors.b, words[3] = bound_of_y(errors, size, n);
-    write_y<1, LAYER, false, false>(&x, &y, n, of, 0, parameters, 0);
+    double d = of.d[0] * of.rstd[0];
+    Errors errors = errors_of_xhat<LAYER>(size, d * d, CENTER ? 0 : std::fabs(of.mean[0]) * of.rstd[0], chain_of(n, L, RUN));
+    words[0] = size, words[1] = errors.a, words[2] = errors.b, words[3] = bound_of_y(errors, size, n), words[4] = errors.m;
+    std::vector<double> sizes((size_t)apart);
+    std::vector<Index> at((size_t)n);
+    Doubts found = {at.data(), 0};
+    const double none = 0;
+    write_y<1, CENTER, false, true>(&x, &y, n, of, 0, {parameters.gamma, parameters.beta, sizes.data()}, 0, &found, &none);
     for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(given + j), load<Y>(given + 2 * apart + j)));
 }
 
-// dx, then bounds; sums: dgamma, dbeta and the squares. Words: all dx's bound, that of dx, of which |xhat| is part, given as y.
-template <bool LAYER>
+// dx, then bounds; sums: dgamma, dbeta and the squares. Words: also all dx's bound. Of dx's bounds |xhat| is part.
+template <bool LAYER, bool CENTER>
 void backward(const float* dy, const float* x, Index n, const Call& c, const Stats& of, const double* given, Index apart,
               const double* xhat, double* words, double* dx, double* sums) {
     Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, given, n) : 0};
-    row.spread = words[0], row.errors = {words[1], words[2]};
-    pull<1, LAYER, true>(&row, n, given, {sums, sums + apart, sums + 2 * apart, sums + 3 * apart}, c.block);
-    Errors errors = errors_of_dx(row, chain_of(n, c.block, FEW<true>));
-    words[4] = bound_of_dx(errors, row.rstd, row.size, row.spread, n);
-    write_dx<LAYER, false, false>(row, dx, n, given, 0);
-    for (Index j = 0; j < n; j += L) store(dx + apart + j, bounds_of_dx<LAYER>(errors, load<L>(dx + j), load<L>(xhat + j)));
+    row.spread = words[0], row.errors = {words[1], words[2], words[4]};
+    pull<false, 1, LAYER, CENTER, true>(&row, n, given, {sums, sums + apart, sums + 2 * apart, sums + 3 * apart});
+    words[5] = row.bound;
+    Projected<LAYER, CENTER, true> project(row);
+    for (Index j = 0; j < n; j += L) {
+        Index some = n - j < L ? n - j : L;
+        store(dx + j, project(load<L>(dy + j, some), load<L>(x + j, some), load<L>(given + j)));
+    }
+    for (Index j = 0; j < n; j += L) store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), load<L>(xhat + j)));
 }
 
 // y and dx with errors as given, which may be far larger than they are: in float64, as To, and of each column whether it
@@ -86,7 +95,7 @@ template <bool LAYER, class To>
 void doubts(const float* dy, const float* x, Index n, const double* given, Index apart, Errors errors, double* bounds,
             double* v, To* out, uint8_t* open) {
     Call c;
-    c.n = n, c.eps = 1e-5, c.block = 1024, c.nearest = true;
+    c.n = n, c.eps = 1e-5, c.nearest = true;
     Stats of;
     statistics<LAYER>(&x, c, 1, of);
     std::vector<double> sizes((size_t)apart), sums((size_t)(4 * apart));
@@ -100,27 +109,27 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     bounds[0] = bound_of_y(errors, 1, n);
     Doubts found = {at.data(), 0};
     To* y = out;
-    write_y<1, LAYER, false, true>(&x, &y, n, of, 0, parameters, 0, &found, bounds);
-    write_y<1, LAYER, false, false>(&x, &v, n, of, 0, parameters, 0);
+    write_y<1, false, false, true>(&x, &y, n, of, 0, parameters, 0, &found, bounds);
     mark(found, Y, open);
+    write_y<1, false, false, true>(&x, &v, n, of, 0, parameters, 0, &found, bounds);
     Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, given, n) : 0};
-    row.spread = 1;
-    pull<1, LAYER, true>(&row, n, given, {sums.data(), sums.data() + apart, sums.data() + 2 * apart, sums.data() + 3 * apart}, c.block);
-    row.errors = errors, found.count = 0;
-    bounds[1] = bound_of_dx(errors_of_dx(row, 0), row.rstd, row.size, row.spread, n);
-    write_dx<LAYER, false, true>(row, out + apart, n, given, 0, &found, 0);
-    write_dx<LAYER, false, false>(row, v + apart, n, given, 0);
+    row.spread = 1, row.errors = errors;
+    pull<false, 1, LAYER, false, true>(&row, n, given, {sums.data(), sums.data() + apart, sums.data() + 2 * apart, sums.data() + 3 * apart});
+    found.count = 0, bounds[1] = row.bound;
+    write_dx<LAYER, false, false, true>(row, out + apart, n, given, 0, &found);
+    Projected<LAYER, false, true> project(row);
+    for (Index j = 0; j < n; j++) v[apart + j] = project(load<L>(dy + j, 1), load<L>(x + j, 1), load<L>(given + j)).v[0][0];
     mark(found, L, open + apart);
 }
 
-template <bool LAYER>
-void both(const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
+template <bool LAYER, bool CENTER>
+void both(const float* dy, const float* x, Index n, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
     Call c;
-    c.n = n, c.eps = eps, c.block = block, c.nearest = true;
+    c.n = n, c.eps = eps, c.nearest = true;
     Stats of;
     // xhat is y of gamma = 1 and beta = 0.
-    forward<LAYER>(x, n, c, given + 3 * apart, apart, of, words, xhat), forward<LAYER>(x, n, c, given, apart, of, words, y);
-    backward<LAYER>(dy, x, n, c, of, given, apart, xhat, words, dx, sums);
+    forward<LAYER, CENTER>(x, n, c, given + 3 * apart, apart, of, words, xhat), forward<LAYER, CENTER>(x, n, c, given, apart, of, words, y);
+    backward<LAYER, CENTER>(dy, x, n, c, of, given, apart, xhat, words, dx, sums);
 }
 
 }  // namespace narrow
@@ -135,9 +144,10 @@ void backward_row(int layer, const double* dy, const double* x, Index n, const d
                   double* means, double* xhat, double* dx, double* sums) {
     (layer ? pairs::backward<true> : pairs::backward<false>)(dy, x, n, row, given, apart, means, xhat, dx, sums);
 }
-void narrow_row(int layer, const float* dy, const float* x, Index n, Index block, double eps, const double* given, Index apart,
+// Of a layer norm, also `far`.
+void narrow_row(int layer, int far, const float* dy, const float* x, Index n, double eps, const double* given, Index apart,
                 double* words, double* xhat, double* y, double* dx, double* sums) {
-    (layer ? narrow::both<true> : narrow::both<false>)(dy, x, n, block, eps, given, apart, words, xhat, y, dx, sums);
+    (far ? narrow::both<true, true> : layer ? narrow::both<true, false> : narrow::both<false, false>)(dy, x, n, eps, given, apart, words, xhat, y, dx, sums);
 }
 void doubts_of(int layer, int half, const float* dy, const float* x, Index n, const double* given, Index apart, double a, double b,
                double* bounds, double* v, void* out, uint8_t* open) {

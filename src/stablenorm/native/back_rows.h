@@ -18,15 +18,17 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
     return std::fabs(a) < std::fabs(b) ? a : b;
 }
 
-// A row of the backward: dx = rstd * (g - m) + (x - mean) * p + q. NEAREST: the errors of xhat; rms(xhat) and
-// rms(g - m), or a little more.
+// A row of the backward, and the means of g - m and of its product with xhat. NEAREST: the errors of xhat, and rms(xhat) or
+// more; rms(g - m) or more, the errors of dx, and a bound of all of them.
 template <class T> struct Back {
     const T *dy, *x;
     double mean, rest, rstd, m;
-    double *centered = nullptr, *g = nullptr;  // x - mean and g - m, where KEPT
-    double p = 0, q = 0;
+    double *centered = nullptr, *g = nullptr;  // x, or CENTER x - mean, and g - m, where KEPT
+    double plain = 0, slope = 0;
     Errors errors = {};
     double spread = 0, size = 0;
+    Errors of_dx = {};
+    double bound = 0;
 };
 
 // Whether the sums leave x - mean and g - m in memory for dx. To make them again from 16 bits takes longer: backward of
@@ -39,7 +41,10 @@ struct Sums {
 };
 
 // Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
-template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 16 : 64;
+template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
+
+// Rows at a time: of 16 registers two fill all, of 32 four.
+template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 2;
 
 // Some columns of a row. Of what is rounded correctly no bit depends on the order of sums, nor on how wide registers are.
 template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
@@ -50,24 +55,21 @@ template <int R, class N> struct Constants {
     double *centered[R], *g[R];
 };
 
-// Of R rows, sums along them: g - m, (g - m) * xhat, and the square of the first.
-template <int R, class N> struct Along {
-    N plain[R] = {}, product[R] = {}, square[R] = {};
-};
-
-// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them.
-template <bool SOME, int R, bool LAYER, bool NEAREST, class T, class N = Few<NEAREST>>
+// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them; FIRST begins those of the gradients.
+template <bool SOME, bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T, class N = Few<NEAREST>>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
                          const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
     constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
     double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
     double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
-    N u = load<K, W>(gamma + j), sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j), sd = u, sx = u;
+    N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
+    if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
     if (NEAREST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
-        N centered = LAYER ? v - of.mean[r] : v, xhat = LAYER ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
+        N centered = CENTER ? v - of.mean[r] : v;
+        N xhat = CENTER || NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
         N g = LAYER ? fma(d, u, of.m[r]) : d * u;
         if (KEPT<T>) store(of.centered[r] + j, centered), store(of.g[r] + j, g);
         if (SOME) g = first(g, some);
@@ -82,24 +84,25 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
 
 // The sums along R rows; dy and dy * xhat are added to those over rows. What depends on a row is in local
 // variables, since for all that the compiler knows a store to dgamma may change it: 0.46 against 0.66.
-template <int R, bool LAYER, bool NEAREST, class T>
-APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over, Index block) {
+template <bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T>
+APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
     using N = Few<NEAREST>;
     constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
-    Along<R, N> all;
+    constexpr Index block = BLOCK<NEAREST, RUN_BACK * K>;
+    Blocks<NEAREST, Along<R, N>> blocks;
     Constants<R, N> of;
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
         of.mean[r] = spread<K, W>(row.mean), of.rstd[r] = spread<K, W>(row.rstd);
-        of.s[r] = spread<K, W>(-row.rest * row.rstd), of.m[r] = spread<K, W>(-row.m);
+        of.s[r] = spread<K, W>(left_of<CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = spread<K, W>(-row.m);
         of.centered[r] = row.centered, of.g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
-        Along<R, N> part;
+        Along<R, N> part = {};
         Index stop = n - start < block ? n : start + block, j = start;
         for (; j + K <= stop; j += K)
-            pull_columns<false, R, LAYER, NEAREST>(dy, x, j, K, gamma, of, over, part);
+            pull_columns<false, FIRST, R, LAYER, CENTER, NEAREST>(dy, x, j, K, gamma, of, over, part);
         if (j < stop) {
             T copy[R][2][K] = {};
             const T *last_dy[R], *last_x[R];
@@ -111,47 +114,50 @@ APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums ove
                 last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
             }
             Sums last = {over.dgamma + j, over.dbeta + j, NEAREST ? over.of_dy + j : nullptr, NEAREST ? over.of_xhat + j : nullptr};
-            pull_columns<true, R, LAYER, NEAREST>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
+            pull_columns<true, FIRST, R, LAYER, CENTER, NEAREST>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
         }
-        for (int r = 0; r < R; r++) {
-            all.plain[r] = all.plain[r] + part.plain[r], all.product[r] = all.product[r] + part.product[r];
-            if (NEAREST) all.square[r] = all.square[r] + part.square[r];
-        }
+        blocks.add(part);
     }
+    Along<R, N> all = blocks.total();
+    double chain = chain_of(n, K, RUN_BACK);
     for (int r = 0; r < R; r++) {
-        double plain = LAYER ? total(all.plain[r]) / (double)n : 0, slope = total(all.product[r]) / (double)n;
-        double rstd = rows[r].rstd, s = -rows[r].rest * rstd;
-        rows[r].p = -slope * rstd * rstd;
-        rows[r].q = -(plain + slope * s) * rstd;
-        if (NEAREST) rows[r].size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
+        Back<T>& row = rows[r];
+        row.plain = LAYER ? total(all.plain[r]) / (double)n : 0, row.slope = total(all.product[r]) / (double)n;
+        if (!NEAREST) continue;
+        row.size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
+        row.of_dx = errors_of_dx(row.errors, row.rstd, row.size, std::fabs(row.plain), std::fabs(row.slope), chain);
+        row.bound = bound_of_dx(row.of_dx, row.rstd, row.size, row.spread, n);
     }
 }
 
-// dx, of some columns of a row.
-template <bool LAYER> struct Projected {
+// dx, of some columns of a row: rstd * (g - m) + (x - mean) * p + q, or x * p + q. NEAREST: less a bound of its error.
+template <bool LAYER, bool CENTER, bool NEAREST> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
-    template <class T> INLINE explicit Projected(const Back<T>& of)
-        : mean(spread<L>(of.mean)), rstd(spread<L>(of.rstd)), m(spread<L>(-of.m)), p(spread<L>(of.p)), q(spread<L>(of.q)) {}
+    template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
+        : mean(spread<L>(of.mean)), rstd(spread<L>(of.rstd)), m(spread<L>(-of.m)), p(spread<L>(-of.slope * of.rstd * of.rstd)),
+          q(spread<L>(-(of.plain + of.slope * left_of<CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
-        return fma(centered, p, LAYER ? fma(g, rstd, q) : g * rstd);
+        return fma(centered, p, LAYER || NEAREST ? fma(g, rstd, q) : g * rstd);
     }
     INLINE Lanes<L> operator()(Lanes<L> d, Lanes<L> v, Lanes<L> u) const {
-        return (*this)(LAYER ? minus(v, mean) : v, LAYER ? fma(d, u, m) : d * u);
+        return (*this)(CENTER ? minus(v, mean) : v, LAYER ? fma(d, u, m) : d * u);
     }
 };
 
-template <class T> INLINE Errors errors_of_dx(const Back<T>& of, double chain) {
-    return errors_of_dx(of.errors, of.rstd, of.size, chain);
+// The errors of xhat again, by what the forward kept: sqrt(q), and with it D**2.
+template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double m, double chain) {
+    double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
+    return errors_of_xhat<LAYER>(size, larger(square, 0) + 0x1p-40, m, chain);
 }
 
 // NEAREST: the list of doubts is to be filled.
-template <bool LAYER, bool PAST, bool NEAREST, class T, class To>
-APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Doubts* doubts = nullptr, double chain = 0) {
-    Projected<LAYER> row(of);
+template <bool LAYER, bool CENTER, bool PAST, bool NEAREST, class T, class To>
+APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Doubts* doubts = nullptr) {
+    Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
-    double bound = NEAREST ? bound_of_dx(errors_of_dx(of, chain), of.rstd, of.size, of.spread, n) : 0;
-    Lanes<L> all = spread<L>(bound);
+    // If what is as much more rounds as this does, so does all between.
+    Lanes<L> both = spread<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINED {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
         else return some == L ? row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j))
@@ -161,7 +167,7 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     for (Index k = 0; k < count; k++, j += step) {
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
         Lanes<L> v = at(j, L);
-        if (NEAREST && __builtin_expect(may_differ<To>(v + all, v - all), 0)) found.at[found.count++] = j;
+        if (NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, v);
     }
     if ((j = count * L) < n) {
@@ -172,17 +178,16 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
 }
 
 // Whether dx of a row, where it is in doubt, may round to something else.
-template <bool LAYER, class T, class To>
-APART bool is_open(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts, double chain) {
-    Projected<LAYER> row(of);
-    Errors errors = errors_of_dx(of, chain);
+template <bool LAYER, bool CENTER, class T, class To>
+APART bool is_open(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts) {
+    Projected<LAYER, CENTER, true> row(of);
     bool open = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
         Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);
-        open |= differs<To>(v, bounds_of_dx<LAYER>(errors, v, (LAYER ? at - row.mean : at) * row.rstd), some);
+        open |= differs<To>(v, bounds_of_dx<LAYER>(of.of_dx, v, (LAYER ? at - row.mean : at) * row.rstd), some);
         store(dx + j, v, some);
     }
     return open;

@@ -85,8 +85,6 @@ struct Call {
     bool past = false, ahead = false;  // results go past the caches; rows to come are asked for
     bool results_whole = false;  // results are finished element by element: rounded, added to, scattered
 
-    Index block = 1024;  // columns that are summed in one go: it bounds the chains of additions
-
     // Scratch memory of all threads: vectors of float64, and of each tile its sums and the range of its dy.
     double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
@@ -119,11 +117,11 @@ struct Own {
     double *high, *low, *size;         // a row of results
 
     Own(const Call& c, Arena& arena) {
-        Index p = c.apart(), rows = c.step > 2 ? c.step : 2;  // the narrow backward takes two
+        Index p = c.apart(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
         raw = arena.take(p), addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 4 * p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
-        kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 8 * p : 0);
+        kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 16 * p : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
     }
 };

@@ -7,11 +7,13 @@
 //     mean(c**2): (H + 4) u of it
 //     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) (H + 3) + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
-//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + rest is k + d exactly, and b = (H + 4) u sqrt(q)
+//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + rest is k + d exactly, and b = (H + 4) u sqrt(q); where
+//         x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with M = |mean| rstd
 //     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
-//     slope, the mean of (g - m) xhat: ((H + 4) u + a + b) G
-//     dx: (a + 4 u) |dx| + rstd G (1 + |xhat|) ((H + 10) u + 2 a + b), since |mean(g - m)|, |slope| <= G
+//     slope, the mean of (g - m) xhat: (H + 7) u G; and since rstd and the mean err alike in all of a row, a |slope| +
+//         b |mean(g - m)|, of which both are mostly far less than G
+//     dx: (a + 4 u) |dx| + rstd (1 + |xhat|) ((H + 14) u G + (2 a + 7 M u) |slope| + b (|mean(g - m)| + |slope|))
 //     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
 //         merged with compensation, whose errors are less than 1 % of these
 //     dbeta: the second alone, of |dy|
@@ -33,21 +35,30 @@ constexpr double U = 0x1p-53;
 // A NaN as b loses.
 INLINE double larger(double a, double b) { return a < b ? b : a; }
 
-// Of a row: the error of xhat is at most a |xhat| + b.
+// Of a row: the error of xhat is at most a |xhat| + b; M, or 0.
 struct Errors {
-    double a, b;
+    double a, b, m = 0;
 };
 
-// Given sqrt(q) and D, or a little more.
-template <bool LAYER> INLINE Errors errors_of_xhat(double size, double d, double chain) {
-    double var = (chain + 4) * size * size + 2 * d * size * (chain + 3) + d * d + 1;
-    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * (chain + 4) * size : 0};
+// Given sqrt(q), D**2 and M, or a little more, or 0 for the last. D, which the first 64 elements leave at 1 / 8 or so, is at
+// most 4 D**2 + 1 / 16.
+template <bool LAYER> INLINE Errors errors_of_xhat(double size, double square, double m, double chain) {
+    double var = (chain + 4) * size * size + (LAYER ? (8 * square + 0.125) * size * (chain + 3) + square : 0) + 1;
+    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 4) * size + m) : 0, m};
     // What has no bound, NaN too, is certain of nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
-// The longest chain of additions of a sum of n columns, in blocks and so many lanes.
-INLINE double chain_of(Index n, Index block, int lanes) { return (double)(block / lanes + (n + block - 1) / block + 4); }
+// Registers of a sum that are added one after the other; sums of such are added in pairs, sums of pairs in pairs, and so
+// on. Runs of the backward, of more sums, are worth 3 % of its time.
+constexpr Index RUN = 8, RUN_BACK = 16;
+
+// The longest chain of additions of a sum of n columns, in so many lanes, of up to 16.
+INLINE double chain_of(Index n, Index lanes, Index run) {
+    double chain = (double)run + 4;
+    for (Index runs = (n - 1) / (run * lanes); runs; runs /= 2) chain++;
+    return chain;
+}
 
 // Where the bound of an error is not 0 it has to be this at least: then no result is certain whose type has fewer digits
 // for numbers so small. Not of float16, whose small numbers are looked for.
@@ -61,10 +72,11 @@ template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
-// The errors of dx, given G: so much of it, and this times 1 + |xhat|. Of all dx of a row; and of each, by
-// |x - mean| rstd.
-INLINE Errors errors_of_dx(Errors of, double rstd, double g, double chain) {
-    return {1.02 * (of.a + 6 * U), 1.02 * rstd * g * ((chain + 10) * U + 2 * of.a + of.b)};
+// The errors of dx, given G, |mean(g - m)| and |slope|: so much of it, and this times 1 + |xhat|. Of all dx of a row; and
+// of each, by |x - mean| rstd.
+INLINE Errors errors_of_dx(Errors of, double rstd, double g, double plain, double slope, double chain) {
+    double both = (2 * of.a + 7 * U * of.m) * slope + of.b * (plain + slope);
+    return {1.02 * (of.a + 6 * U), 1.02 * rstd * ((chain + 14) * U * g + both)};
 }
 INLINE double bound_of_dx(Errors of_dx, double rstd, double g, double size, Index n) {
     double root = std::sqrt((double)n), most = root * size;
@@ -75,9 +87,10 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 }
 
 // Of dgamma, by the sums of squares of dy and xhat: a includes the additions. Sum |v w|, for which the root of
-// sum v**2 sum w**2 stands, may be far less.
+// sum v**2 sum w**2 stands, may be far less. The root of the latter, near that of rows, is at most half of both.
 INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double rows) {
-    return 1.03 * std::sqrt(of_dy) * (worst.a * std::sqrt(of_xhat) + worst.b * std::sqrt(rows));
+    double root = std::sqrt(rows);
+    return 1.03 * std::sqrt(of_dy) * (worst.a / 2 * (of_xhat / root + root) + worst.b * root);
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
@@ -86,7 +99,7 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
     using I = Register<int64_t, W>;
     Lanes<L, W> size = magnitude(most);
     I differ = {}, small = {};
-    EACH differ |= (I)most.v[i] ^ (I)least.v[i];
+    EACH differ = with_differences<W>(differ, (I)most.v[i], (I)least.v[i]);
     if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)spread<W, W>(0x1p-14).v[0];
     return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }

@@ -71,12 +71,19 @@ inline void add_up(const double* part, double* total, Index count) {
 }
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
-    memset(&of, 0, sizeof of);
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
+    if (!c.nearest || !c.tiles) memset(&of, 0, sizeof of);
     // Of tiles of one part, low parts are 0.
     bool deep = c.wide || c.tile_rows > (c.nearest ? PART_OF<true> : PART_OF<false>);
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
+        if (c.nearest && tile == 0) {
+            size_t bytes = (size_t)(count + 15) / 16 * 16 * sizeof(double);
+            memcpy(of.high, sums + 2 * which * p, bytes), memcpy(of.size, sums + sizes * p, bytes), memcpy(of.other, sums + 5 * p, bytes);
+            if (deep) memcpy(of.low, sums + (2 * which + 1) * p, bytes);
+            else memset(of.low, 0, bytes);
+            continue;
+        }
         merge_columns(sums + 2 * which * p, of.high, of.low, count);
         if (deep) merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
         if (c.nearest) add_up(sums + sizes * p, of.size, count), add_up(sums + 5 * p, of.other, count);
@@ -126,34 +133,51 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     for (Index j = 0; j < count; j++) of.size[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
-// dbeta of up to 8 columns, rounded, where their sums as pairs are exact, as those of few narrow numbers mostly are; these
-// are often midpoints. Where not, they are undecided.
-template <class To> void round_exactly(const Call& c, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
+// dgamma or dbeta of up to 8 columns once more, in pairs, and rounded where that is certain: dgamma by the errors of each
+// row, not the worst of all; dbeta where its sum as a pair is exact, as that of few narrow numbers mostly is, which are
+// often midpoints.
+template <class To> void round_closely(const Call& c, int which, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
     using N = Lanes<8>;
     constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
-    double old[8] = {}, high[8], low[8], lost[8];
-    for (Index k = 0; k < count && c.old[1]; k++) old[k] = c.old[1][start + columns[k]];
+    double old[8] = {}, high[8], low[8], error[8], chain = chain_of(c.n, L, RUN);
+    for (Index k = 0; k < count && c.old[which]; k++) old[k] = c.old[which][start + columns[k]];
     Pair<N> sum = {load<8>(old), N{}};
-    N left = {};
+    N size = {};
+    auto add = [&](Pair<N> term) INLINED {
+        Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low);
+        sum = {next.high, rest.high + term.low};
+        return rest.low;
+    };
     of_type(c.dy.type, [&](auto* kind) {
-        std::remove_pointer_t<decltype(kind)> some[TOGETHER][8] = {};
+        std::remove_pointer_t<decltype(kind)> some[2][TOGETHER][8] = {};
         for (Index top = 0; top < c.rows; top += TOGETHER) {
             Index rows = c.rows - top < TOGETHER ? c.rows - top : TOGETHER;
             for (Index i = 0; i < rows; i++) {
-                const auto* row = (decltype(kind))row_of(c.dy, top + i) + start;
-                for (Index k = 0; k < count; k++) some[i][k] = row[columns[k]];
+                const auto *dy = (decltype(kind))row_of(c.dy, top + i) + start, *x = (decltype(kind))row_of(c.x, top + i) + start;
+                for (Index k = 0; k < count; k++) some[0][i][k] = dy[columns[k]];
+                for (Index k = 0; which == 0 && k < count; k++) some[1][i][k] = x[columns[k]];
             }
             for (Index i = 0; i < rows; i++) {
-                Pair<N> next = two_sum(sum.high, load<8>(some[i])), rest = two_sum(sum.low, next.low);
-                sum = {next.high, rest.high}, left = left + magnitude(rest.low);
+                N d = load<8>(some[0][i]);
+                if (which == 1) {
+                    size = size + magnitude(add({d, N{}}));
+                    continue;
+                }
+                double mean = c.rms ? 0 : c.mean[top + i], rest = c.rms ? 0 : c.rest[top + i], rstd = c.rstd[top + i];
+                Errors of = (c.rms ? errors_again<false> : errors_again<true>)(c, top + i, 0, chain);
+                N xhat = fma(load<8>(some[1][i]) - spread<8>(mean), spread<8>(rstd), spread<8>(-rest * rstd));
+                add(two_product(d, xhat));
+                size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
             }
+            sum = settled(sum);
         }
     });
-    store(high, sum.high), store(low, sum.low), store(lost, left);
+    store(high, sum.high), store(low, sum.low), store(error, size);
     To found[8];
-    round_pairs(found, high, low, nullptr, 0, 8);
+    uint8_t open[8];
+    round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, open);
     for (Index k = 0; k < count; k++)
-        if (lost[k] == 0) out[columns[k]] = found[k], undecided[columns[k]] = 0;
+        if (which == 0 ? !open[k] : error[k] == 0) out[columns[k]] = found[k], undecided[columns[k]] = 0;
 }
 
 // Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
@@ -180,13 +204,14 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         auto* out = (decltype(kind))c.sums_out[which] + start;
         if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
-        round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided);
-        bool again = which == 1 && !c.wide && c.dy.whole;
+        bool again = round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided) && !c.wide && c.dy.whole && c.x.whole;
         Index open[COLUMNS], found = 0;
         int64_t is_nan = 0;
-        for (Index j = 0; again && j < count; j++)
-            if (undecided[j]) open[found++] = j;
-        for (Index k = 0; k < found; k += 8) round_exactly(c, start, open + k, found - k < 8 ? found - k : 8, out, undecided);
+        for (const uint8_t* at = undecided; again && (at = (const uint8_t*)memchr(at, 1, (size_t)(undecided + count - at))); at++)
+            open[found++] = at - undecided;
+        // Many columns of dgamma are quicker in pairs.
+        if (which == 0 && found > count / 16) found = 0;
+        for (Index k = 0; k < found; k += 8) round_closely(c, which, start, open + k, found - k < 8 ? found - k : 8, out, undecided);
         // There is one NaN, whatever that of an old value is.
         for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
         for (Index j = 0; is_nan && j < count; j++) undecided[j] |= of.high[j] != of.high[j];

@@ -40,13 +40,6 @@ constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 // to 1070. Inputs beyond the cache of one core are asked for ahead of time.
 constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
-// For nearest: as many columns to a lane as there are blocks, so that chains of additions are shortest.
-Index short_block(Index n) {
-    Index side = 1;
-    while (16 * side * side < n) side++;
-    return 16 * side;
-}
-
 // Columns of dgamma or dbeta that one thread adds up at a time.
 constexpr Index COLUMNS = 512;
 
@@ -58,9 +51,9 @@ Index forward_rows(Index rows, Index n) {
     return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
 }
 
-Index backward_rows(Index rows, Index n) {
+Index backward_rows(Index rows, Index n, bool nearest) {
     Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / LEAST_ROWS), FEW);
+    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
     Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
     Index each = most((rows + tiles - 1) / tiles, 1);
     return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
@@ -198,7 +191,7 @@ void sample_work(void* data, Index number, int) {
 }  // namespace
 
 void plan(Call& c) {
-    c.tile_rows = c.backward ? backward_rows(c.rows, c.n) : forward_rows(c.rows, c.n);
+    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest) : forward_rows(c.rows, c.n);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     c.step = rows_together(c.n);
     bool rare = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
@@ -207,7 +200,6 @@ void plan(Call& c) {
                   (c.backward && !c.wide && c.dy.type != c.x.type);
     // Correct rounding of what is rare is left to pairs.
     c.wide = c.wide || (c.nearest && (rare || unlike));
-    if (c.nearest && !c.wide) c.block = short_block(c.n);
     c.results_whole = unlike || (c.wide && (c.nearest || c.gamma_offset != 0));
     Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;
     bool aligned = c.y.lead == 1 && c.y.strides[0] == row_bytes && row_bytes % kernels->alignment == 0 &&

@@ -124,8 +124,7 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
     Index n = chosen.count ? chosen.count : c.n;
     Columns over = {sums, p, c.nearest};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
-    bool exact = true;
-    for (Index j = 0; j < c.n; j++) exact = exact && c.gamma_low[j] == 0;
+    bool exact = c.gamma_offset == 0;  // low parts of gamma are 0
     pairs::Sums along = {};
     Back rows[GROUP] = {};
     for (Index top = tile.first; top < tile.stop; top += c.step) {

@@ -14,8 +14,8 @@
 //
 // Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
 // lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/explanation/error-analysis.md derives what
-// follows from H. For rounding="nearest" blocks are shorter, so that H is about sqrt(n / 4); certain.h has its bounds,
-// and NEAREST says here that results are judged by them.
+// follows from H. For rounding="nearest" sums are pairwise, so that H is about log2(n) + 8; certain.h has its bounds, and
+// NEAREST says here that results are judged by them.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -44,29 +44,61 @@ struct Stats {
 
 // ---- forward ----
 
-template <bool LAYER, class T>
-INLINE void measure_block(const T* x, Index n, Lanes<L> k, Lanes<L>& sum, Lanes<L>& squares) {
+// Sums along R rows: of x - k or g - m, of squares or of products with xhat, and NEAREST, of the backward, (g - m)**2.
+template <int R, class N> struct Along {
+    N plain[R], product[R], square[R];
+    INLINE void operator+=(const Along& other) {
+        for (int r = 0; r < R; r++)
+            plain[r] = plain[r] + other.plain[r], product[r] = product[r] + other.product[r], square[r] = square[r] + other.square[r];
+    }
+};
+
+// Columns of a row that are added up one after the other.
+template <bool NEAREST, Index SHORT> constexpr Index BLOCK = NEAREST ? SHORT : 1024;
+
+// The sum of what blocks add up to: one after the other or, NEAREST, in pairs, as a binary counter carries.
+template <bool NEAREST, class Part> struct Blocks {
+    Part sum = {}, held[NEAREST ? 64 : 1];
+    Index count = 0, top = 0;
+    INLINE void add(const Part& part) {
+        if (!NEAREST) return sum += part;
+        Index k = ++count;
+        if (k % 2) {
+            if (k > 1) held[top++] = sum;
+            sum = part;
+            return;
+        }
+        for (sum += part; (k /= 2) % 2 == 0;) sum += held[--top];
+    }
+    INLINE Part total() {
+        while (top) sum += held[--top];
+        return sum;
+    }
+};
+
+template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* x, Index n, Lanes<L> k) {
+    Along<1, Lanes<L>> of = {};
     auto add = [&](Lanes<L> c) INLINED {
-        if (LAYER) sum = sum + c;
-        squares = fma(c, c, squares);
+        if (LAYER) of.plain[0] = of.plain[0] + c;
+        of.product[0] = fma(c, c, of.product[0]);
     };
     Index j = 0;
     for (; j + L <= n; j += L) add(LAYER ? minus(load<L>(x + j), k) : load<L>(x + j));
     if (j < n) add(first(LAYER ? load<L>(x + j, n - j) - k : load<L>(x + j, n - j), n - j));
+    return of;
 }
 
-// Of some rows, the sums of x - k and of its square; of so many columns at a time.
-template <bool LAYER, class T>
-APART void measure(const T* const* x, int rows, Index n, Index block, const double* guess, double* plain, double* product) {
+// Of some rows, the sums of x - k and of its square.
+template <bool LAYER, bool NEAREST, class T>
+APART void measure(const T* const* x, int rows, Index n, const double* guess, double* plain, double* product) {
+    constexpr Index block = BLOCK<NEAREST, RUN * L>;
     for (int r = 0; r < rows; r++) {
-        Lanes<L> k = spread<L>(guess[r]), sum = {}, squares = {};
-        measure_block<LAYER>(x[r], n < block ? n : block, k, sum, squares);
-        for (Index start = block; start < n; start += block) {
-            Lanes<L> a = {}, b = {};
-            measure_block<LAYER>(x[r] + start, n - start < block ? n - start : block, k, a, b);
-            sum = sum + a, squares = squares + b;
-        }
-        plain[r] = total(sum), product[r] = total(squares);
+        Lanes<L> k = spread<L>(guess[r]);
+        Blocks<NEAREST, Along<1, Lanes<L>>> blocks;
+        for (Index start = 0; start < n; start += block)
+            blocks.add(measure_block<LAYER>(x[r] + start, n - start < block ? n - start : block, k));
+        auto all = blocks.total();
+        plain[r] = total(all.plain[0]), product[r] = total(all.product[0]);
     }
 }
 
@@ -96,8 +128,9 @@ INLINE void settle(double k, double d, double square, double eps, Stats& of, int
 
 template <bool LAYER, class T> APART void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
     double k[GROUP] = {}, d[GROUP] = {}, square[GROUP] = {}, eps = c.eps, n = (double)c.n;
+    auto measure_rows = c.nearest ? measure<LAYER, true, T> : measure<LAYER, false, T>;
     for (int r = 0; LAYER && r < rows; r++) k[r] = c.nearest ? better_guess_of(x[r], c.n) : guess_of(x[r], c.n);
-    measure<LAYER>(x, rows, c.n, c.block, k, d, square);
+    measure_rows(x, rows, c.n, k, d, square);
     for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;
     if (!LAYER) {
         for (int r = 0; r < GROUP; r++) {
@@ -111,7 +144,7 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
     for (int r = 0; r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
-            measure<true>(x + r, 1, c.n, c.block, &better, d + r, square + r);
+            measure_rows(x + r, 1, c.n, &better, d + r, square + r);
             settle(better, d[r] / n, square[r] / n, eps, of, r);
         }
 }
@@ -126,14 +159,22 @@ struct Doubts {
     Index *at, count;
 };
 
+// Whether to center a row before it is scaled, given |mean| rstd: what that saves of the error is worth the time.
+INLINE bool is_far(double m) { return m > 8; }
+
+// What is left of xhat once x, or CENTER x - mean, is multiplied by rstd.
+template <bool CENTER> INLINE double left_of(double mean, double rest, double rstd) {
+    return CENTER ? -rest * rstd : fma(-mean, rstd, -rest * rstd);
+}
+
 // y, of some columns of a row.
-template <bool LAYER, int Y> struct Affine {
+template <bool CENTER, bool NEAREST, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
     INLINE Affine(const Stats& of, int r)
-        : mean(spread<Y>(of.mean[r])), rstd(spread<Y>(of.rstd[r])), s(spread<Y>(-of.rest[r] * of.rstd[r])) {}
+        : mean(spread<Y>(of.mean[r])), rstd(spread<Y>(of.rstd[r])), s(spread<Y>(left_of<CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
-        Lanes<Y> xhat = LAYER ? fma(minus(v, mean), rstd, s) : v * rstd;
+        Lanes<Y> xhat = CENTER ? fma(minus(v, mean), rstd, s) : NEAREST ? fma(v, rstd, s) : v * rstd;
         return fma(xhat, scale, shift);
     }
 };
@@ -144,19 +185,20 @@ template <bool LAYER, int Y> struct Affine {
 INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
 
 // y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for. NEAREST: for each row there
-// is a list of doubts to be filled, and a bound of the error beside |gamma| + |beta|.
-template <int R, bool LAYER, bool PAST, bool NEAREST, class T, class To>
+// is a list of doubts to be filled, and a bound of the error beside |gamma| + |beta|. Rows of RMS norm, and NEAREST near
+// rows, need no CENTER.
+template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
 APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
                    Doubts* doubts = nullptr, const double* bounds = nullptr) {
     constexpr int Y = Y_OF<T>;
     const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
-    Affine<LAYER, Y> row[R];
+    Affine<CENTER, NEAREST, Y> row[R];
     Lanes<Y> bound[R];
     const T* from[R];
     To* to[R];
     Doubts found[R];
     for (int i = 0; i < R; i++) {
-        row[i] = Affine<LAYER, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
+        row[i] = Affine<CENTER, NEAREST, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
         if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {doubts[i].at, 0};
     }
     Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
@@ -186,7 +228,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
 template <bool LAYER, class T, class To>
 APART bool is_open(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
     constexpr int Y = Y_OF<T>;
-    Affine<LAYER, Y> row(of, r);
+    Affine<LAYER, true, Y> row(of, r);
     bool open = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < Y ? n - j : Y;

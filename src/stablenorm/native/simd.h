@@ -170,6 +170,14 @@ template <> struct Vector<2> {
     }
 };
 
+// All bits of `all`, and those in which a and b differ.
+template <int W> INLINE Register<int64_t, W> with_differences(Register<int64_t, W> all, Register<int64_t, W> a, Register<int64_t, W> b) {
+#if defined(__AVX512F__)
+    if constexpr (W == 8) return (Register<int64_t, W>)_mm512_ternarylogic_epi64((__m512i)all, (__m512i)a, (__m512i)b, 0xf6);
+#endif
+    return all | (a ^ b);
+}
+
 // Whether any has one of these bits.
 template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
 #if defined(__AVX512F__)

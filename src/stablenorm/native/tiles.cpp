@@ -7,6 +7,7 @@ namespace {
 
 // The rows of a tile that are left open one more time, as `once` does some in pairs.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
+    if (!memchr(c.marks + tile.first, UNDECIDED, (size_t)(tile.stop - tile.first))) return;
     Call alone = c;
     alone.wide = alone.results_whole = true, alone.all_rows = 0, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // The statistics stay.
@@ -23,9 +24,11 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
     Parameters given = {c.wide_gamma, c.wide_beta, c.sizes};
-    double chain = chain_of(c.n, c.block, L);
+    double chain = chain_of(c.n, L, RUN);
     measure_tile<LAYER, T, Stats>(c, own, tile, [&](Index top, int count, const T* const* x, const Stats& of) {
         T* y[GROUP];
+        auto m_of = [&](int r) { return std::fabs(of.mean[r]) * of.rstd[r]; };
+        bool near = NEAREST && !is_far(m_of(0));
         Errors errors[GROUP];
         double bounds[GROUP];
         for (int r = 0; r < count; r++) {
@@ -34,7 +37,8 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
-                errors[r] = errors_of_xhat<LAYER>(size, std::fabs(of.d[r]) * of.rstd[r], chain);
+                double d = of.d[r] * of.rstd[r];
+                errors[r] = errors_of_xhat<LAYER>(size, d * d, near ? m_of(r) : 0, chain);
                 bounds[r] = bound_of_y(errors[r], size, c.n);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
                 if (c.spread) c.spread[i] = size;
@@ -47,8 +51,11 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             finish_row(c, own, i, 0);
         }
         if (!c.y.data || c.results_whole) return;
+        constexpr bool CENTER = LAYER && !NEAREST;
         auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, LAYER, false, NEAREST, T, T>;
         auto one = c.past ? write_y<1, LAYER, true, NEAREST, T, T> : write_y<1, LAYER, false, NEAREST, T, T>;
+        if (near) some = c.past ? write_y<ROWS_OF_Y, CENTER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, CENTER, false, NEAREST, T, T>;
+        if (near) one = c.past ? write_y<1, CENTER, true, NEAREST, T, T> : write_y<1, CENTER, false, NEAREST, T, T>;
         Index ahead = columns_ahead<T>(c, c.step);
         Doubts doubts[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
         for (int r = 0; r < count; r += ROWS_OF_Y) {
@@ -75,16 +82,10 @@ template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
     }
 }
 
-// The errors of xhat again, by what the forward kept: sqrt(q), and with it D.
-template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double chain) {
-    double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
-    return errors_of_xhat<LAYER>(size, LAYER ? std::sqrt((square > 0 ? square : 0) + 0x1p-40) : 0, chain);
-}
-
-template <int R, class T, bool LAYER, bool NEAREST>
+template <int R, class T, bool LAYER, bool CENTER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
     Back<T> rows[2][R];
-    double chain = chain_of(c.n, c.block, FEW<NEAREST>), chain_ahead = chain_of(c.n, c.block, L);
+    double chain = chain_of(c.n, L, RUN);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
             Index apart = r * c.apart();
@@ -94,10 +95,11 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             Back<T>& of = rows[which][r];
             of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
             if (!NEAREST) continue;
-            of.errors = errors_again<LAYER>(c, i + r, chain_ahead), of.spread = c.spread[i + r];
+            of.errors = errors_again<LAYER>(c, i + r, CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
             worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
         }
-        pull<R, LAYER, NEAREST>(rows[which], c.n, c.wide_gamma, sums, c.block);
+        auto pull_rows = i == part.first ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
+        pull_rows(rows[which], c.n, c.wide_gamma, sums);
     };
     bool early = c.n <= (KEPT<T> ? EARLY_KEPT : EARLY);
     if (early && top + R <= part.stop) begin(top, 0);
@@ -108,12 +110,12 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             const Back<T>& of = rows[now][r];
             if (c.all_rows) clear_between(c, own, top + r);
             if (c.results_whole) {
-                write_dx<LAYER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
+                write_dx<LAYER, CENTER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
                 if (c.tangents) push(c, own, of);
                 finish_row(c, own, top + r, 0);
                 continue;
             }
-            auto write = c.past ? write_dx<LAYER, true, NEAREST, T, T> : write_dx<LAYER, false, NEAREST, T, T>;
+            auto write = c.past ? write_dx<LAYER, CENTER, true, NEAREST, T, T> : write_dx<LAYER, CENTER, false, NEAREST, T, T>;
             T* dx = (T*)row_of(c.y, top + r);
             bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
             if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
@@ -121,21 +123,21 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 continue;
             }
             Doubts doubts = {(Index*)own.size, 0};
-            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts, chain);
+            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts);
             if (!NEAREST) continue;
-            bool open = !bounded || is_open<LAYER>(of, dx, c.n, c.wide_gamma, doubts, chain);
+            bool open = !bounded || is_open<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, doubts);
             c.marks[top + r] = open ? UNDECIDED : 0;
         }
     }
     return top;
 }
 
-template <class T, bool LAYER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
-    Index top = backward_groups<2, T, LAYER, NEAREST>(c, own, part, part.first, sums, worst);
-    backward_groups<1, T, LAYER, NEAREST>(c, own, part, top, sums, worst);
+template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
+    Index top = backward_groups<ROWS_OF_DX<NEAREST>, T, LAYER, CENTER, NEAREST>(c, own, part, part.first, sums, worst);
+    backward_groups<1, T, LAYER, CENTER, NEAREST>(c, own, part, top, sums, worst);
 }
 
-template <class T, bool LAYER, bool NEAREST> void backward(const Call& c, Index number, int thread) {
+template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Call& c, Index number, int thread) {
     constexpr Index most = PART_OF<NEAREST>;
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
@@ -144,15 +146,16 @@ template <class T, bool LAYER, bool NEAREST> void backward(const Call& c, Index 
     if (!c.summing()) {
         // To sum where nobody wants the sums takes less than a second version of the loop is worth.
         memset(own.part, 0, (size_t)(4 * p) * sizeof(double));
-        backward_rows<T, LAYER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
+        backward_rows<T, LAYER, CENTER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
     } else {
         // The sums of the first part are the tile's own; those of others are added to these with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
-        memset(sums, 0, (size_t)c.sums_per_tile() * sizeof(double));
         Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
+        if (NEAREST) memset(part.of_dy, 0, (size_t)(2 * p) * sizeof(double));
+        for (Index low = p; c.tile_rows > most && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
         for (Index top = tile.first; top < tile.stop; top += most) {
-            if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
-            backward_rows<T, LAYER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
+            if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p;
+            backward_rows<T, LAYER, CENTER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
             if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
             merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
@@ -175,7 +178,10 @@ void do_wide(const Call& c, Index number, int thread) {
 }
 
 template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int thread) {
-    auto back = c.nearest ? backward<T, LAYER, true> : backward<T, LAYER, false>;
+    auto back = c.nearest ? backward<T, LAYER, LAYER, true> : backward<T, LAYER, LAYER, false>;
+    // As its first row is, so are mostly those of a tile.
+    Index first = tile_of(c, number).first;
+    if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first])) back = backward<T, LAYER, false, true>;
     auto ahead = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
     (c.backward ? back : ahead)(c, number, thread);
 }
