@@ -3,17 +3,19 @@
 //
 // Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2), which is rms(xhat)**2 or more,
 // and D = |d| rstd. H is the longest chain of additions of a sum along a row. Terms of u**2 are 2 % at most. Then
-//     d: (H + 3) u mean|c|, and mean|c| rstd <= sqrt(q): c rounded, the sum, the division
+//     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. Of a sum, what each term errs by grows with
+//         the additions that it goes through. Their root mean square is less than H - 3: only the first of a run of 8 go
+//         through all (Cauchy and Schwarz)
 //     mean(c**2): (H + 4) u of it
-//     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) (H + 3) + D**2 + 1)
+//     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
-//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + rest is k + d exactly, and b = (H + 4) u sqrt(q); where
+//     xhat: a |xhat| + b with a = rstd's + 2.5 u, since mean + rest is k + d exactly, and b = (H + 1) u sqrt(q); where
 //         x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with M = |mean| rstd
 //     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
-//     slope, the mean of (g - m) xhat: (H + 7) u G; and since rstd and the mean err alike in all of a row, a |slope| +
+//     slope, the mean of (g - m) xhat: (H + 5) u G; and since rstd and the mean err alike in all of a row, a |slope| +
 //         b |mean(g - m)|, of which both are mostly far less than G
-//     dx: (a + 4 u) |dx| + rstd (1 + |xhat|) ((H + 14) u G + (2 a + 7 M u) |slope| + b (|mean(g - m)| + |slope|))
+//     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u) (|mean(g - m)| + |slope|))
 //     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
 //         merged with compensation, whose errors are less than 1 % of these
 //     dbeta: the second alone, of |dy|
@@ -43,8 +45,8 @@ struct Errors {
 // Given sqrt(q), D**2 and M, or a little more, or 0 for the last. D, which the first 64 elements leave at 1 / 8 or so, is at
 // most 4 D**2 + 1 / 16.
 template <bool LAYER> INLINE Errors errors_of_xhat(double size, double square, double m, double chain) {
-    double var = (chain + 4) * size * size + (LAYER ? (8 * square + 0.125) * size * (chain + 3) + square : 0) + 1;
-    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 4) * size + m) : 0, m};
+    double var = (chain + 4) * size * size + (LAYER ? (8 * square + 0.125) * size * chain + square : 0) + 1;
+    Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * size + m) : 0, m};
     // What has no bound, NaN too, is certain of nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
@@ -75,8 +77,8 @@ template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
 // The errors of dx, given G, |mean(g - m)| and |slope|: so much of it, and this times 1 + |xhat|. Of all dx of a row; and
 // of each, by |x - mean| rstd.
 INLINE Errors errors_of_dx(Errors of, double rstd, double g, double plain, double slope, double chain) {
-    double both = (2 * of.a + 7 * U * of.m) * slope + of.b * (plain + slope);
-    return {1.02 * (of.a + 6 * U), 1.02 * rstd * ((chain + 14) * U * g + both)};
+    double both = (2 * of.a + 7 * U * of.m) * slope + (of.b + 6 * U) * (plain + slope);
+    return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * g + both)};
 }
 INLINE double bound_of_dx(Errors of_dx, double rstd, double g, double size, Index n) {
     double root = std::sqrt((double)n), most = root * size;
@@ -90,7 +92,7 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 // sum v**2 sum w**2 stands, may be far less. The root of the latter, near that of rows, is at most half of both.
 INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double rows) {
     double root = std::sqrt(rows);
-    return 1.03 * std::sqrt(of_dy) * (worst.a / 2 * (of_xhat / root + root) + worst.b * root);
+    return std::sqrt(of_dy) * fma(1.03 * worst.a / 2 / root, of_xhat, 1.03 * (worst.a / 2 + worst.b) * root);
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that

@@ -48,23 +48,29 @@ inline bool prepare(const Call& c) {
         c.wide_gamma[j] = sum.high;
         if (c.pairs()) c.gamma_low[j] = sum.low;
     }
-    for (Index j = 0; c.sizes && j < c.apart(); j++) {
-        double size = magnitude(c.wide_gamma[j]) + magnitude(c.wide_beta[j]);
+    const double *gamma = c.wide_gamma, *beta = c.wide_beta;
+    double* __restrict sizes = c.sizes;
+    for (Index j = 0, stop = c.apart(); sizes && j < stop; j++) {
+        double size = magnitude(gamma[j]) + magnitude(beta[j]);
         // What 2**-52 of it at least bounds is LEAST_BOUND at least.
-        c.sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
+        sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
     }
     if (!c.pairs()) return true;
-    bool moderate = is_moderate(c.wide_gamma, c.n, SMALLEST);
+    // Of narrow types, all finite numbers are.
+    bool moderate = c.wide ? is_moderate(c.wide_gamma, c.n, SMALLEST) : is_moderate(c.backward ? gamma : sizes, c.n, 0);
     if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
-    return moderate && (c.backward || (is_moderate(c.wide_beta, c.n, 0) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
+    return moderate && (c.backward || ((!c.wide || is_moderate(beta, c.n, 0)) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
 }
 
 // ---- sums ----
 
-// Some columns of a sum: the pairs, and the sizes that bounds are made of, then the bounds themselves.
+// Some columns of a sum: the pairs; what bounds of their errors are made of, and these.
 struct Block {
-    double high[COLUMNS + 16], low[COLUMNS + 16], size[COLUMNS + 16], other[COLUMNS + 16];
+    const double *high, *low;
+    double *size, *other;
+    double room[4][COLUMNS + 16], error[COLUMNS + 16];
 };
+constexpr double ZEROS[COLUMNS + 16] = {};
 
 inline void add_up(const double* part, double* total, Index count) {
     for (Index j = 0; j < count; j++) total[j] += part[j];
@@ -72,24 +78,24 @@ inline void add_up(const double* part, double* total, Index count) {
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
-    if (!c.nearest || !c.tiles) memset(&of, 0, sizeof of);
     // Of tiles of one part, low parts are 0.
     bool deep = c.wide || c.tile_rows > (c.nearest ? PART_OF<true> : PART_OF<false>);
+    if (c.tiles == 1 && !c.old[which]) {
+        double* sums = c.sums + start;
+        of.high = sums + 2 * which * p, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
+        return;
+    }
+    memset(of.room, 0, sizeof of.room);
+    double *high = of.room[0], *low = of.room[1];
+    of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
-        if (c.nearest && tile == 0) {
-            size_t bytes = (size_t)(count + 15) / 16 * 16 * sizeof(double);
-            memcpy(of.high, sums + 2 * which * p, bytes), memcpy(of.size, sums + sizes * p, bytes), memcpy(of.other, sums + 5 * p, bytes);
-            if (deep) memcpy(of.low, sums + (2 * which + 1) * p, bytes);
-            else memset(of.low, 0, bytes);
-            continue;
-        }
-        merge_columns(sums + 2 * which * p, of.high, of.low, count);
-        if (deep) merge_columns(sums + (2 * which + 1) * p, of.high, of.low, count);
+        merge_columns(sums + 2 * which * p, high, low, count);
+        if (deep) merge_columns(sums + (2 * which + 1) * p, high, low, count);
         if (c.nearest) add_up(sums + sizes * p, of.size, count), add_up(sums + 5 * p, of.other, count);
     }
     // The vectors' padding has anything.
-    for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], of.high[j], of.low[j]);
+    for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], high[j], low[j]);
 }
 
 // Whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|. The low parts, of so
@@ -107,11 +113,11 @@ inline void find_narrow_errors(const Call& c, int which, Index count, Block& of)
     for (Index j = 0; j < count; j++) {
         double error = bound_of_sum(worst, of.size[j], of.other[j], (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
-        of.size[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
+        of.error[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
     }
 }
 
-// Replaces the sizes of sums by bounds of their errors.
+// Bounds of the errors of sums.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
     if (!c.wide) return find_narrow_errors(c, which, count, of);
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
@@ -130,7 +136,7 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     }
     double bound = sums_bound(c.n, c.tile_rows, tiles);
     bool exact = which == 1 && is_exact(rows, most, last);
-    for (Index j = 0; j < count; j++) of.size[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
+    for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
 // dgamma or dbeta of up to 8 columns once more, in pairs, and rounded where that is certain: dgamma by the errors of each
@@ -185,7 +191,7 @@ inline void put_partial(const Block& of, bool bounded, Index count, double* out)
     for (Index j = 0; j < count; j++, out += 4) {
         Pair<double> sum = two_sum(of.high[j], of.low[j]);
         bool finite = magnitude(sum.high) < __builtin_inf();
-        out[0] = sum.high, out[1] = finite ? sum.low : 0, out[2] = !finite ? 0 : bounded ? of.size[j] : __builtin_nan("");
+        out[0] = sum.high, out[1] = finite ? sum.low : 0, out[2] = !finite ? 0 : bounded ? of.error[j] : __builtin_nan("");
         out[3] = 0;
     }
 }
@@ -204,7 +210,7 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         auto* out = (decltype(kind))c.sums_out[which] + start;
         if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
-        bool again = round_pairs(out, of.high, of.low, of.size, 1.0, count, undecided) && !c.wide && c.dy.whole && c.x.whole;
+        bool again = round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided) && !c.wide && c.dy.whole && c.x.whole;
         Index open[COLUMNS], found = 0;
         int64_t is_nan = 0;
         for (const uint8_t* at = undecided; again && (at = (const uint8_t*)memchr(at, 1, (size_t)(undecided + count - at))); at++)

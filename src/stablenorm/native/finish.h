@@ -198,10 +198,8 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
                 // Mostly the high part decides, whatever the low one is.
                 N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
                 if (!may_differ<T>(a + all, a - all)) {
-                    store(upper, a + spread<8>(0.0));
                     if (each) memset(each + j, 0, (size_t)some);
-                    memcpy(out + j, upper, sizeof(T) * (size_t)some);
-                    return;
+                    return some == 8 ? store(out + j, a + spread<8>(0.0)) : store(out + j, a + spread<8>(0.0), some);
                 }
             }
             store(lower, rounded(a, b - error));
