@@ -89,10 +89,9 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 }
 
 // Of dgamma, by the sums of squares of dy and xhat: a includes the additions. Sum |v w|, for which the root of
-// sum v**2 sum w**2 stands, may be far less. The root of the latter, near that of rows, is at most half of both.
+// sum v**2 sum w**2 stands, may be far less.
 INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double rows) {
-    double root = std::sqrt(rows);
-    return std::sqrt(of_dy) * fma(1.03 * worst.a / 2 / root, of_xhat, 1.03 * (worst.a / 2 + worst.b) * root);
+    return std::sqrt(of_dy) * fma(1.03 * worst.a, std::sqrt(of_xhat), 1.03 * worst.b * std::sqrt(rows));
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that

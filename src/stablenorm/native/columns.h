@@ -111,7 +111,7 @@ inline void find_narrow_errors(const Call& c, int which, Index count, Block& of)
     // Of dbeta all is additions.
     if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
     for (Index j = 0; j < count; j++) {
-        double error = bound_of_sum(worst, of.size[j], of.other[j], (double)c.rows);
+        double error = bound_of_sum(worst, of.size[j], which == 0 ? of.other[j] : 0, (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
         of.error[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
     }
