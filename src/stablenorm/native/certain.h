@@ -39,7 +39,7 @@ INLINE double larger(double a, double b) { return a < b ? b : a; }
 
 // Of a row: the error of xhat is at most a |xhat| + b; M, or 0.
 struct Errors {
-    double a, b, m = 0;
+    double a, b, m;
 };
 
 // Given sqrt(q), D**2 and M, or a little more, or 0 for the last. D, which the first 64 elements leave at 1 / 8 or so, is at

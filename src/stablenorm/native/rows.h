@@ -83,6 +83,8 @@ template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* 
         of.product[0] = fma(c, c, of.product[0]);
     };
     Index j = 0;
+// Unrolled, GCC 12 leaves sums in memory where there are 16 registers: 0.17 ns against 0.09.
+#pragma GCC unroll 1
     for (; j + L <= n; j += L) add(LAYER ? minus(load<L>(x + j), k) : load<L>(x + j));
     if (j < n) add(first(LAYER ? load<L>(x + j, n - j) - k : load<L>(x + j, n - j), n - j));
     return of;
