@@ -2,7 +2,7 @@
 // apart.
 #include <vector>
 
-#include "finish.h"
+#include "columns.h"
 
 namespace {
 
@@ -89,6 +89,25 @@ void backward(const float* dy, const float* x, Index n, const Call& c, const Sta
     for (Index j = 0; j < n; j += L) store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), load<L>(xhat + j)));
 }
 
+// dgamma and dbeta of 8 columns at a time: high and low parts, and bounds. Words of each row: rms(xhat), mean, rest, rstd.
+void closely(bool rms, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
+    Call c;
+    c.rms = rms, c.rows = rows, c.n = n, c.eps = eps;
+    c.spread = words, c.mean = words + rows, c.rest = words + 2 * rows, c.rstd = words + 3 * rows;
+    Array* arrays[] = {&c.dy, &c.x};
+    for (int i = 0; i < 2; i++) {
+        Array& a = *arrays[i];
+        a.data = (char*)(i ? x : dy), a.lead = a.axes = 1, a.whole = true, a.strides[0] = n * 4;
+    }
+    const Index columns[] = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (Index j = 0; j < n; j += 8)
+        for (int which = 0; which < 2; which++) {
+            Close of = sum_closely(c, which, j, columns, n - j < 8 ? n - j : 8);
+            double* at = sums + 3 * which * apart + j;
+            store(at, of.sum.high), store(at + apart, of.sum.low), store(at + 2 * apart, spread<8>(1.02) * of.error);
+        }
+}
+
 // y and dx with errors as given, which may be far larger than they are: in float64, as To, and of each column whether it
 // is in doubt; both rows' bounds, that of y beside |gamma| + |beta|.
 template <bool LAYER, class To>
@@ -130,6 +149,7 @@ void both(const float* dy, const float* x, Index n, double eps, const double* gi
     // xhat is y of gamma = 1 and beta = 0.
     forward<LAYER, CENTER>(x, n, c, given + 3 * apart, apart, of, words, xhat), forward<LAYER, CENTER>(x, n, c, given, apart, of, words, y);
     backward<LAYER, CENTER>(dy, x, n, c, of, given, apart, xhat, words, dx, sums);
+    words[6] = of.mean[0], words[7] = of.rest[0], words[8] = of.rstd[0];
 }
 
 }  // namespace narrow
@@ -153,6 +173,9 @@ void doubts_of(int layer, int half, const float* dy, const float* x, Index n, co
                double* bounds, double* v, void* out, uint8_t* open) {
     if (half) (layer ? narrow::doubts<true, f16> : narrow::doubts<false, f16>)(dy, x, n, given, apart, {a, b}, bounds, v, (f16*)out, open);
     else (layer ? narrow::doubts<true, f32> : narrow::doubts<false, f32>)(dy, x, n, given, apart, {a, b}, bounds, v, (f32*)out, open);
+}
+void sum_closely_of(int layer, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
+    narrow::closely(!layer, dy, x, rows, n, eps, words, apart, sums);
 }
 double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, of_dy, of_xhat, rows); }
 void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }

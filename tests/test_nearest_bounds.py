@@ -192,13 +192,13 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
     given, sums, rated = np.zeros((6, apart)), np.zeros((4, apart)), {}
     given[0, :n], given[2, :n], given[3] = gamma, beta, 1.0
     exact_gamma, exact_beta, worst = exactly(gamma), exactly(beta), np.zeros(2)
-    terms = []
+    terms, kept, close = [], np.zeros((4, rows)), np.zeros((2, 3, apart))
 
     def see(name, error, bound):
         rated[name] = max(rated.get(name, 0.0), largest(error, exactly(bound)))
 
     for i in range(rows):
-        words, (xhat, y, dx) = np.zeros(6), np.zeros((3, 2, apart))
+        words, (xhat, y, dx) = np.zeros(9), np.zeros((3, 2, apart))
         arrays = given, apart, words, xhat, y, dx, sums
         steps.narrow_row(*given_to(layer, far, dy[i], x[i], n, eps, *arrays))
         v, g = exactly(x[i].astype(float)), exact_gamma * exactly(dy[i].astype(float))
@@ -217,7 +217,9 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
         see("dx", error, bound)
         see("dx, by rows", error, np.full(n, words[5]))
         worst = np.maximum(worst, words[1:3])
+        kept[:, i] = words[[0, 6, 7, 8]]
     worst[0] += min(rows, 16) * U
+    steps.sum_closely_of(*given_to(layer, dy, x, rows, n, eps, kept, apart, close))
     for which, name in enumerate(("dgamma", "dbeta")):
         of_sums = worst if which == 0 else (0.0, min(rows, 16) * U)
         squares = [map(float, sums[k, :n]) for k in (2, 3)]
@@ -227,6 +229,12 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
         ]
         exact = np.sum([each[which] for each in terms], axis=0)
         see(name, abs(exactly(sums[which, :n]) - exact), np.array(bounds))
+        high, low, bound = close[which, :, :n]
+        error = abs(exactly(high) + exactly(low) - exact)
+        if which == 0:
+            see("dgamma, closely", error, bound)
+        else:
+            assert (error[bound == 0] == 0).all()
     return rated
 
 
@@ -248,6 +256,9 @@ def narrow_cases(rng):
         x, dy = 2.0**-12 * rng.uniform(0.5, 0.9, (2, *shape))
         x[:, :16] = dy[:, :16] = np.where(np.arange(min(n, 16)) % 2, -1.0, 1.0)
         yield x, dy, np.ones(n), np.zeros(n), 1e-5
+        # The same of g alone, and of a product of more digits; dx that is all slope.
+        yield draw(shape), dy, rng.uniform(1, 2, n), np.zeros(n), 1e-5
+        yield x, x, rng.uniform(0.99, 1.01, n), np.zeros(n), 0.0
         yield 1e-20 * draw(shape), draw(shape), draw(n), draw(n), 1e-5
 
 

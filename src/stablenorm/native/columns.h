@@ -139,13 +139,17 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
-// dgamma or dbeta of up to 8 columns once more, in pairs, and rounded where that is certain: dgamma by the errors of each
-// row, not the worst of all; dbeta where its sum as a pair is exact, as that of few narrow numbers mostly is, which are
-// often midpoints.
-template <class To> void round_closely(const Call& c, int which, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
+// Sums as pairs, and their errors: at most 1.02 times these.
+struct Close {
+    Pair<Lanes<8>> sum;
+    Lanes<8> error;
+};
+
+// dgamma or dbeta of up to 8 columns once more, in pairs: dgamma by the errors of each row, not the worst of all.
+inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
     using N = Lanes<8>;
     constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
-    double old[8] = {}, high[8], low[8], error[8], chain = chain_of(c.n, L, RUN);
+    double old[8] = {}, chain = chain_of(c.n, L, RUN);
     for (Index k = 0; k < count && c.old[which]; k++) old[k] = c.old[which][start + columns[k]];
     Pair<N> sum = {load<8>(old), N{}};
     N size = {};
@@ -178,7 +182,15 @@ template <class To> void round_closely(const Call& c, int which, Index start, co
             sum = settled(sum);
         }
     });
-    store(high, sum.high), store(low, sum.low), store(error, size);
+    return {sum, size};
+}
+
+// These columns rounded where that is certain: dbeta where its sum as a pair is exact, as that of few narrow numbers
+// mostly is, which are often midpoints.
+template <class To> void round_closely(const Call& c, int which, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
+    Close of = sum_closely(c, which, start, columns, count);
+    double high[8], low[8], error[8];
+    store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
     To found[8];
     uint8_t open[8];
     round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, open);
