@@ -114,6 +114,28 @@ def test_what_is_not_finite(dtype, backend):
     )  # fmt: skip
 
 
+def test_the_low_part_of_a_sum_may_become_the_larger(dtype, backend):
+    """A little more than half way to the next float above 1, once the terms of 2**56 have cancelled."""
+    step = 2.0 ** -format_of(dtype).digits
+    terms = np.array([2.0**14, 1, step, -(2.0**14), 2.0**-24])
+    if dtype != np.float16:
+        terms[[0, 3, 4]] = 2.0**56, -(2.0**56), 2.0**-55
+    dy = np.repeat(terms[:, None], 4, axis=1).astype(dtype)
+    x = np.tile([1, 2, 3, 6], (5, 1)).astype(dtype)
+    _, cache = layer_norm_forward(x, beta=np.zeros(4, dtype), rounding="nearest", backend=backend)
+    np.testing.assert_array_equal(
+        layer_norm_backward(dy, cache).dbeta, np.full(4, 1 + 2 * step, dtype)
+    )
+
+
+def test_an_infinite_dgamma_without_a_beta(dtype, backend, rng):
+    x, dy = rng.standard_normal((3, 32)).astype(dtype), np.ones((3, 32), dtype)
+    dy[0, 3] = np.inf
+    _, cache = layer_norm_forward(x, np.ones(32, dtype), rounding="nearest", backend=backend)
+    sign = 1 if x[0, 3] > x[0].astype(float).mean() else -1
+    assert layer_norm_backward(dy, cache).dgamma[3] == sign * np.inf
+
+
 def test_sums_over_rows_that_are_gathered(backend):
     """A little more than half way to the next float64: the pair of sums does not hold the last term."""
     x = np.asfortranarray(np.arange(12.0).reshape(3, 4))

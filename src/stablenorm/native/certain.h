@@ -4,8 +4,8 @@
 // Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2), which is rms(xhat)**2 or more,
 // and D = |d| rstd. H is the longest chain of additions of a sum along a row. Terms of u**2 are 2 % at most. Then
 //     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. Of a sum, what each term errs by grows with
-//         the additions that it goes through. Their root mean square is less than H - 3: only the first of a run of 8 go
-//         through all (Cauchy and Schwarz)
+//         the additions that it goes through. Their root mean square is at most H - 2, since of a run of 8 the later terms
+//         go through fewer (Cauchy and Schwarz)
 //     mean(c**2): (H + 4) u of it
 //     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
@@ -19,8 +19,8 @@
 //     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
 //         merged with compensation, whose errors are less than 1 % of these
 //     dbeta: the second alone, of |dy|
-// RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q and b are 0, g constant: G is 0, and what these multiply is
-// exact. An x - mean that is 0 for all that is kept of the mean is not: b is not 0 then.
+// RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q and b are 0 but for M, g constant: G is 0, and what these
+// multiply is exact. An x - mean that is 0 for all that is kept of the mean is not: b is not 0 then.
 //
 // A result is certain if no midpoint of its type is within its bound. First, a register at a time, by one bound for all
 // of a row: |xhat| <= sqrt(n q) and |g - m| <= sqrt(n) G. Then each element of a register that fails, by its own: what is
@@ -95,7 +95,7 @@ INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double ro
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
-// rounding drops, then there is neither a midpoint between them nor a number of the type. MIDPOINTS: these alone, for results
+// rounding drops, neither a midpoint nor a number of the type is between them. MIDPOINTS: these alone, for results
 // that are often numbers of the type; half its last bit puts them where the others were.
 template <class To, bool MIDPOINTS = false, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;

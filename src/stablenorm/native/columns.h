@@ -179,7 +179,8 @@ inline Close sum_closely(const Call& c, int which, Index start, const Index* col
                 add(two_product(d, xhat));
                 size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
             }
-            sum = settled(sum);
+            // As exactly: after a cancellation the low part may be the larger.
+            sum = two_sum(sum.high, sum.low);
         }
     });
     return {sum, size};
@@ -194,8 +195,10 @@ template <class To> void round_closely(const Call& c, int which, Index start, co
     To found[8];
     uint8_t open[8];
     round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, open);
-    for (Index k = 0; k < count; k++)
-        if (which == 0 ? !open[k] : error[k] == 0) out[columns[k]] = found[k], undecided[columns[k]] = 0;
+    for (Index k = 0; k < count; k++) {
+        bool certain = which == 0 ? !open[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
+        if (certain) out[columns[k]] = found[k], undecided[columns[k]] = 0;
+    }
 }
 
 // Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.

@@ -14,7 +14,7 @@
 //
 // Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
 // lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/explanation/error-analysis.md derives what
-// follows from H. For rounding="nearest" sums are pairwise, so that H is about log2(n) + 8; certain.h has its bounds, and
+// follows from H. For rounding="nearest" sums are pairwise, so that H is log2(n) + 5 forward and 13 to 15 backward; certain.h has its bounds, and
 // NEAREST says here that results are judged by them.
 #pragma once
 #include <cmath>

@@ -38,8 +38,9 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
                 double d = of.d[r] * of.rstd[r];
-                errors[r] = errors_of_xhat<LAYER>(size, d * d, near ? m_of(r) : 0, chain);
-                bounds[r] = bound_of_y(errors[r], size, c.n);
+                // Of each, y is centered first.
+                errors[r] = errors_of_xhat<LAYER>(size, d * d, 0, chain);
+                bounds[r] = bound_of_y(near ? errors_of_xhat<LAYER>(size, d * d, m_of(r), chain) : errors[r], size, c.n);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
                 if (c.spread) c.spread[i] = size;
             }
