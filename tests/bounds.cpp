@@ -141,6 +141,41 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     mark(found, L, open + apart);
 }
 
+// How many elements of dx were tried, and of how many dx is wrong, whose bound is such that what is that much less is a
+// midpoint of float32 itself.
+template <bool LAYER>
+void at_midpoints(const float* dy, const float* x, Index n, const double* gamma, Index* tried, Index* wrong) {
+    Call c;
+    c.n = n, c.eps = 1e-5, c.nearest = true;
+    Stats of;
+    statistics<LAYER>(&x, c, 1, of);
+    std::vector<double> sums((size_t)(4 * n + 64));
+    std::vector<Index> at((size_t)n);
+    std::vector<float> out((size_t)n);
+    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
+    pull<false, 1, LAYER, false, true>(&row, n, gamma, {sums.data(), sums.data() + n, sums.data() + 2 * n, sums.data() + 3 * n});
+    for (Index j = 0; j + L <= n; j += L) {
+        auto value = [&](double bound) { return Projected<LAYER, false, true>(row, bound)(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j)).v[0][0]; };
+        double v = value(0), below;
+        uint64_t bits;
+        memcpy(&bits, &v, 8);
+        // A midpoint is below, nearer than a number of float32 is above.
+        if (v < 0 || (bits >> 26 & 7) != 4) continue;
+        bits &= ~((1ull << 28) - 1);
+        memcpy(&below, &bits, 8);
+        for (int k = -20; k < 20; k++) {
+            row.bound = (v - below) * (1 + k * 0x1p-52) + k * 0x1p-53 * v;
+            if (!(row.bound > 0) || value(row.bound) != below) continue;
+            Doubts found = {at.data(), 0};
+            write_dx<LAYER, false, false, true>(row, out.data(), n, gamma, 0, &found);
+            bool doubt = false;
+            for (Index i = 0; i < found.count; i++) doubt |= at[(size_t)i] == j;
+            ++*tried, *wrong += !doubt && out[(size_t)j] != (float)v;
+            break;
+        }
+    }
+}
+
 template <bool LAYER, bool CENTER>
 void both(const float* dy, const float* x, Index n, double eps, const double* given, Index apart, double* words, double* xhat, double* y, double* dx, double* sums) {
     Call c;
@@ -173,6 +208,9 @@ void doubts_of(int layer, int half, const float* dy, const float* x, Index n, co
                double* bounds, double* v, void* out, uint8_t* open) {
     if (half) (layer ? narrow::doubts<true, f16> : narrow::doubts<false, f16>)(dy, x, n, given, apart, {a, b}, bounds, v, (f16*)out, open);
     else (layer ? narrow::doubts<true, f32> : narrow::doubts<false, f32>)(dy, x, n, given, apart, {a, b}, bounds, v, (f32*)out, open);
+}
+void at_midpoints_of(int layer, const float* dy, const float* x, Index n, const double* gamma, Index* tried, Index* wrong) {
+    (layer ? narrow::at_midpoints<true> : narrow::at_midpoints<false>)(dy, x, n, gamma, tried, wrong);
 }
 void sum_closely_of(int layer, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
     narrow::closely(!layer, dy, x, rows, n, eps, words, apart, sums);

@@ -302,6 +302,17 @@ def test_what_is_not_in_doubt_rounds_alike_within_its_bound(kind, dtype, rng, st
     assert (found < 3 * n).all()
 
 
+@pytest.mark.parametrize("kind", TABLES)
+def test_what_is_a_bound_above_a_midpoint_rounds_up(kind, rng, steps):
+    """Where dx less its bound is written, that may be a midpoint, which rounds to even."""
+    n, tried, wrong = 16384, np.zeros(1, np.int64), np.zeros(1, np.int64)
+    x, dy = rng.standard_normal((2, n)).astype(np.float32)
+    gamma = rng.standard_normal(n + 64)
+    steps.at_midpoints_of(*given_to(int(kind == "layer"), dy, x, n, gamma, tried, wrong))
+    assert tried[0] > 20
+    assert wrong[0] == 0
+
+
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_a_large_dy_leaves_no_nan(rounding, backend):
     """Where all that the kernels' sums along a row see of it is 0."""

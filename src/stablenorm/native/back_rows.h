@@ -156,7 +156,7 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
-    // If what is as much more rounds as this does, so does all between.
+    // If what is as much more rounds as this does, so does all between; but for a midpoint, which rounds to even.
     Lanes<L> both = spread<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINED {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
@@ -168,7 +168,7 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
         ask_for(dy + j + ahead), ask_for(x + j + ahead);
         Lanes<L> v = at(j, L);
         if (NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
-        store<PAST>(dx + j, v);
+        store<PAST>(dx + j, NEAREST ? beside_midpoints(v) : v);
     }
     if ((j = count * L) < n) {
         store(dx + j, at(j, n - j), n - j);

@@ -55,6 +55,12 @@ template <int L, int W> INLINE Lanes<L, W> magnitude(Lanes<L, W> a) {
     return a;
 }
 
+// With the last bit set: no midpoint of a narrow type any more.
+template <int L, int W> INLINE Lanes<L, W> beside_midpoints(Lanes<L, W> a) {
+    EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] | 1);
+    return a;
+}
+
 // The first m lanes, and zeros.
 template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
     Register<int64_t, W> place;
