@@ -218,10 +218,10 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
         see("dx, by rows", error, np.full(n, words[5]))
         worst = np.maximum(worst, words[1:3])
         kept[:, i] = words[[0, 6, 7, 8]]
-    worst[0] += min(rows, 16) * U
+    worst[0] += min(rows, 32) * U
     steps.sum_closely_of(*given_to(layer, dy, x, rows, n, eps, kept, apart, close))
     for which, name in enumerate(("dgamma", "dbeta")):
-        of_sums = worst if which == 0 else (0.0, min(rows, 16) * U)
+        of_sums = worst if which == 0 else (0.0, min(rows, 32) * U)
         squares = [map(float, sums[k, :n]) for k in (2, 3)]
         bounds = [
             steps.sum_bound(*map(ctypes.c_double, (*of_sums, *each, rows)))

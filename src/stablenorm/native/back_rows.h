@@ -55,7 +55,8 @@ template <int R, class N> struct Constants {
     double *centered[R], *g[R];
 };
 
-// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them; FIRST begins those of the gradients.
+// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them; FIRST begins those of
+// the gradients.
 template <bool SOME, bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T, class N = Few<NEAREST>>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
                          const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
