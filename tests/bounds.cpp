@@ -215,7 +215,7 @@ void at_midpoints_of(int layer, const float* dy, const float* x, Index n, const 
 void sum_closely_of(int layer, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
     narrow::closely(!layer, dy, x, rows, n, eps, words, apart, sums);
 }
-double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, of_dy, of_xhat, rows); }
+double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, spread<8>(of_dy), spread<8>(of_xhat), rows).v[0][0]; }
 void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }
 double sums_bound_of(Index n, Index rows, Index tiles) { return sums_bound(n, rows, tiles); }
 }

@@ -55,8 +55,7 @@ template <int R, class N> struct Constants {
     double *centered[R], *g[R];
 };
 
-// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them; FIRST begins those of
-// the gradients.
+// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them, which FIRST begins.
 template <bool SOME, bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T, class N = Few<NEAREST>>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
                          const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
@@ -65,7 +64,7 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
     double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
     N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
     if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
-    if (NEAREST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
+    if (NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);

@@ -90,8 +90,8 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 
 // Of dgamma, by the sums of squares of dy and xhat: a includes the additions. Sum |v w|, for which the root of
 // sum v**2 sum w**2 stands, may be far less.
-INLINE double bound_of_sum(Errors worst, double of_dy, double of_xhat, double rows) {
-    return std::sqrt(of_dy) * fma(1.03 * worst.a, std::sqrt(of_xhat), 1.03 * worst.b * std::sqrt(rows));
+INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, double rows) {
+    return root(of_dy) * fma(spread<8>(1.03 * worst.a), root(of_xhat), spread<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that

@@ -104,22 +104,48 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-inline void find_narrow_errors(const Call& c, int which, Index count, Block& of) {
+// Rounds sums where that is certain, and tells whether one is not: first by a bound of 128 columns, of which 16
+// each have the largest that it is made of, since roots take longer than all else; then each by its own.
+template <class To> bool round_narrow(const Call& c, int which, Index count, const Block& of, To* out, uint8_t* undecided) {
+    using N = Lanes<8>;
+    constexpr Index ALIKE = 128;
     Errors worst = {0, 0};
     for (Index tile = 0; tile < c.tiles; tile++)
         worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
     // Of dbeta all is additions.
     if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
-    for (Index j = 0; j < count; j++) {
-        double error = bound_of_sum(worst, of.size[j], which == 0 ? of.other[j] : 0, (double)c.rows);
+    auto bound = [&](N size, N other) INLINED {
+        N error = bound_of_sum(worst, size, other, (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
-        of.error[j] = error < __builtin_inf() ? fma(0x1p-52, magnitude(of.low[j]), error) : __builtin_inf();
+        for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
+        return error;
+    };
+    auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
+    auto other_of = [&](Index j) INLINED { return which == 0 ? magnitude(load<8>(of.other + j)) : N{}; };
+    bool open = false;
+    for (Index start = 0, stop; start < count; start = stop) {
+        N size = {}, other = {};
+        stop = count - start < ALIKE ? count : start + ALIKE;
+        for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
+        N error = bound(size, other);
+        for (Index j = start; j < stop; j += 8) {
+            Index some = stop - j < 8 ? stop - j : 8;
+            N a = load<8>(of.high + j), b = load<8>(of.low + j);
+            N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
+            if (some == 8 && __builtin_expect(!may_differ<To, true>(a + all, a - all), 1)) {
+                memset(undecided + j, 0, 8), store(out + j, a + spread<8>(0.0));
+                continue;
+            }
+            double each[8];
+            store(each, bound(size_of(j), other_of(j)));
+            open |= round_pairs(out + j, of.high + j, of.low + j, each, 1.0, some, undecided + j);
+        }
     }
+    return open;
 }
 
-// Bounds of the errors of sums.
+// Bounds of the errors of sums of pairs.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
-    if (!c.wide) return find_narrow_errors(c, which, count, of);
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
     Index tiles = c.tiles;
     for (Index tile = 0; tile < c.tiles; tile++)
@@ -215,7 +241,7 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
     Block of;
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
-    if (c.nearest) find_errors(c, which, start, count, of);
+    if (c.nearest && c.wide) find_errors(c, which, start, count, of);
     bool partial = c.sums_type[which] == PARTIAL;
     if (marked || partial) {
         double* out = marked ? c.partial[which] : (double*)c.sums_out[which];
@@ -223,9 +249,12 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
     }
     of_type(c.sums_type[which], [&](auto* kind) {
         auto* out = (decltype(kind))c.sums_out[which] + start;
-        if (!c.nearest) return (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
+        if (!c.nearest) return of.low == ZEROS ? round_row(out, of.high, count) : (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
-        bool again = round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided) && !c.wide && c.dy.whole && c.x.whole;
+        using To = std::remove_pointer_t<decltype(kind)>;
+        bool again = false;
+        if (c.wide) round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided);
+        else if constexpr (sizeof(To) < 8) again = round_narrow(c, which, count, of, out, undecided) && c.dy.whole && c.x.whole;
         Index open[COLUMNS], found = 0;
         int64_t is_nan = 0;
         for (const uint8_t* at = undecided; again && (at = (const uint8_t*)memchr(at, 1, (size_t)(undecided + count - at))); at++)

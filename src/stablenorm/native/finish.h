@@ -194,14 +194,6 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
         if (size) {
             // The low part has been rounded itself; so is its sum with the bound.
             N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
-            if constexpr (sizeof(T) < 8) {
-                // Mostly the high part decides, whatever the low one is.
-                N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
-                if (!may_differ<T, true>(a + all, a - all)) {
-                    if (each) memset(each + j, 0, (size_t)some);
-                    return some == 8 ? store(out + j, a + spread<8>(0.0)) : store(out + j, a + spread<8>(0.0), some);
-                }
-            }
             store(lower, rounded(a, b - error));
             b = b + error;
         }

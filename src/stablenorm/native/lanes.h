@@ -55,6 +55,12 @@ template <int L, int W> INLINE Lanes<L, W> magnitude(Lanes<L, W> a) {
     return a;
 }
 
+// Of numbers that are not negative, the larger. They order like their bits; NaN is larger than all.
+template <int L, int W> INLINE Lanes<L, W> larger(Lanes<L, W> a, Lanes<L, W> b) {
+    EACH a.v[i] = (Register<int64_t, W>)a.v[i] > (Register<int64_t, W>)b.v[i] ? a.v[i] : b.v[i];
+    return a;
+}
+
 // With the last bit set: no midpoint of a narrow type any more.
 template <int L, int W> INLINE Lanes<L, W> beside_midpoints(Lanes<L, W> a) {
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] | 1);

@@ -99,7 +99,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             of.errors = errors_again<LAYER>(c, i + r, CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
             worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
         }
-        auto pull_rows = i == part.first ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
+        auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
         pull_rows(rows[which], c.n, c.wide_gamma, sums);
     };
     bool early = c.n <= (KEPT<T> ? EARLY_KEPT : EARLY);
@@ -146,16 +146,14 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
     Errors worst = {0, 0};
     if (!c.summing()) {
         // To sum where nobody wants the sums takes less than a second version of the loop is worth.
-        memset(own.part, 0, (size_t)(4 * p) * sizeof(double));
         backward_rows<T, LAYER, CENTER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
     } else {
         // The sums of the first part are the tile's own; those of others are added to these with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
         Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
-        if (NEAREST) memset(part.of_dy, 0, (size_t)(2 * p) * sizeof(double));
         for (Index low = p; c.tile_rows > most && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
         for (Index top = tile.first; top < tile.stop; top += most) {
-            if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p;
+            if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
             backward_rows<T, LAYER, CENTER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
             if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
