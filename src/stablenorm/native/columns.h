@@ -104,46 +104,6 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Rounds sums where that is certain, and tells whether one is not: first by a bound of 128 columns, of which 16
-// each have the largest that it is made of, since roots take longer than all else; then each by its own.
-template <class To> bool round_narrow(const Call& c, int which, Index count, const Block& of, To* out, uint8_t* undecided) {
-    using N = Lanes<8>;
-    constexpr Index ALIKE = 128;
-    Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
-    // Of dbeta all is additions.
-    if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
-    auto bound = [&](N size, N other) INLINED {
-        N error = bound_of_sum(worst, size, other, (double)c.rows);
-        // What has no bound, NaN too, is certain of nothing.
-        for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
-        return error;
-    };
-    auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
-    auto other_of = [&](Index j) INLINED { return which == 0 ? magnitude(load<8>(of.other + j)) : N{}; };
-    bool open = false;
-    for (Index start = 0, stop; start < count; start = stop) {
-        N size = {}, other = {};
-        stop = count - start < ALIKE ? count : start + ALIKE;
-        for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
-        N error = bound(size, other);
-        for (Index j = start; j < stop; j += 8) {
-            Index some = stop - j < 8 ? stop - j : 8;
-            N a = load<8>(of.high + j), b = load<8>(of.low + j);
-            N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
-            if (some == 8 && __builtin_expect(!may_differ<To, true>(a + all, a - all), 1)) {
-                memset(undecided + j, 0, 8), store(out + j, a + spread<8>(0.0));
-                continue;
-            }
-            double each[8];
-            store(each, bound(size_of(j), other_of(j)));
-            open |= round_pairs(out + j, of.high + j, of.low + j, each, 1.0, some, undecided + j);
-        }
-    }
-    return open;
-}
-
 // Bounds of the errors of sums of pairs.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
@@ -227,6 +187,50 @@ template <class To> void round_closely(const Call& c, int which, Index start, co
     }
 }
 
+// Rounds sums where that is certain: by a bound of 128 columns, of which 16 each have the largest that it is made of,
+// since roots take longer than all else; then each by its own; then once more.
+template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* undecided) {
+    using N = Lanes<8>;
+    constexpr Index ALIKE = 128;
+    Errors worst = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++)
+        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
+    // Of dbeta all is additions.
+    if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
+    auto bound = [&](N size, N other) INLINED {
+        N error = bound_of_sum(worst, size, other, (double)c.rows);
+        // What has no bound, NaN too, is certain of nothing.
+        for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
+        return error;
+    };
+    auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
+    auto other_of = [&](Index j) INLINED { return which == 0 ? magnitude(load<8>(of.other + j)) : N{}; };
+    Index open[COLUMNS], found = 0;
+    for (Index start = 0, stop; start < count; start = stop) {
+        N size = {}, other = {};
+        stop = count - start < ALIKE ? count : start + ALIKE;
+        for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
+        N error = bound(size, other);
+        for (Index j = start; j < stop; j += 8) {
+            Index some = stop - j < 8 ? stop - j : 8;
+            N a = load<8>(of.high + j), b = load<8>(of.low + j);
+            N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
+            if (some == 8 && __builtin_expect(!may_differ<To, true>(a + all, a - all), 1)) {
+                memset(undecided + j, 0, 8), store(out + j, a + spread<8>(0.0));
+                continue;
+            }
+            double each[8];
+            store(each, bound(size_of(j), other_of(j)));
+            if (!round_pairs(out + j, of.high + j, of.low + j, each, 1.0, some, undecided + j)) continue;
+            for (Index k = j; k < j + some; k++)
+                if (undecided[k]) open[found++] = k;
+        }
+    }
+    // Many columns of dgamma are quicker in pairs.
+    if (!c.dy.whole || !c.x.whole || (which == 0 && found > count / 16)) return;
+    for (Index k = 0; k < found; k += 8) round_closely(c, which, first, open + k, found - k < 8 ? found - k : 8, out, undecided);
+}
+
 // Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
 inline void put_partial(const Block& of, bool bounded, Index count, double* out) {
     for (Index j = 0; j < count; j++, out += 4) {
@@ -252,16 +256,9 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         if (!c.nearest) return of.low == ZEROS ? round_row(out, of.high, count) : (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
         using To = std::remove_pointer_t<decltype(kind)>;
-        bool again = false;
-        if (c.wide) round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided);
-        else if constexpr (sizeof(To) < 8) again = round_narrow(c, which, count, of, out, undecided) && c.dy.whole && c.x.whole;
-        Index open[COLUMNS], found = 0;
         int64_t is_nan = 0;
-        for (const uint8_t* at = undecided; again && (at = (const uint8_t*)memchr(at, 1, (size_t)(undecided + count - at))); at++)
-            open[found++] = at - undecided;
-        // Many columns of dgamma are quicker in pairs.
-        if (which == 0 && found > count / 16) found = 0;
-        for (Index k = 0; k < found; k += 8) round_closely(c, which, start, open + k, found - k < 8 ? found - k : 8, out, undecided);
+        if (c.wide) round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided);
+        else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, undecided);
         // There is one NaN, whatever that of an old value is.
         for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
         for (Index j = 0; is_nan && j < count; j++) undecided[j] |= of.high[j] != of.high[j];

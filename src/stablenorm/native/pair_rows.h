@@ -84,7 +84,9 @@ template <bool LAYER, bool SHIFT, class T> APART void measure(const T* x, Index 
             sum = sum + c, squares = squares + square(c);
         } else {
             if (LAYER) sum = sum + v;
-            squares = squares + two_product(v, v);
+            // Of a narrow number, it is exact as it is.
+            if constexpr (sizeof(T) < 8) squares = squares + v * v;
+            else squares = squares + two_product(v, v);
         }
     };
     for (Index j = 0; j < n;) {
