@@ -190,7 +190,8 @@ INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to 
 template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
 APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
                    Doubts* doubts = nullptr, const double* bounds = nullptr) {
-    constexpr int Y = Y_OF<T>;
+    // Rows of float32 are tested at once: n = 4096, 0.39 ns an element against 0.42. Of 16 bits there are too few registers.
+    constexpr int Y = Y_OF<T>, AT_ONCE = NEAREST && sizeof(T) == 4 ? R : 1;
     const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
     Affine<CENTER, NEAREST, Y> row[R];
     Lanes<Y> bound[R];
@@ -209,9 +210,13 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) ask_for(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
-        for (int i = 0; i < R; i++) {
-            if (NEAREST && __builtin_expect(may_differ<To>(fma(size, bound[i], v[i]), fma(size, -bound[i], v[i])), 0)) found[i].at[found[i].count++] = j;
-            store<PAST>(to[i] + j, v[i]);
+        for (int i = 0; i < R; i += AT_ONCE) {
+            Lanes<Y> most[AT_ONCE], least[AT_ONCE];
+            for (int k = 0; NEAREST && k < AT_ONCE; k++) most[k] = fma(size, bound[i + k], v[i + k]), least[k] = fma(size, -bound[i + k], v[i + k]);
+            if (NEAREST && __builtin_expect(may_differ<To>(read<Lanes<AT_ONCE * Y>>(most), read<Lanes<AT_ONCE * Y>>(least)), 0))
+                for (int k = 0; k < AT_ONCE; k++)
+                    if (may_differ<To>(most[k], least[k])) found[i + k].at[found[i + k].count++] = j;
+            for (int k = 0; k < AT_ONCE; k++) store<PAST>(to[i + k] + j, v[i + k]);
         }
     }
     j = count * Y;
