@@ -13,6 +13,7 @@ import pytest
 from mpmath import mp, mpf
 
 from stablenorm import layer_norm_backward, layer_norm_forward
+from stablenorm.types import bfloat16
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "explanation" / "error-analysis.md"
@@ -340,3 +341,21 @@ def test_more_digits_than_a_pair_has_are_left_to_the_reference(axis, dtype, back
     x, zero = np.random.default_rng(0).standard_normal(dy.shape).astype(dtype), np.zeros(5, dtype)
     _, cache = layer_norm_forward(x, axis=axis, beta=zero, rounding="nearest", backend=backend)
     np.testing.assert_array_equal(layer_norm_backward(dy, cache).dbeta, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, bfloat16])
+def test_sums_among_the_smallest_numbers_are_rounded_to_the_digits_that_these_have(dtype, backend):
+    """The midpoints there are numbers where there are all digits: such sums were taken for certain."""
+    last = 2.0**-149 if dtype == np.float32 else 2.0**-133
+    ones, x = np.ones(8, dtype), 49.0 * np.array([[-5, -1, 1, 1, 1, 1, 1, 1]])
+    dy = (last * np.arange(1.0, 16.0, 2.0)).astype(dtype)[None]
+    how = {"rounding": "nearest", "backend": backend}
+    _, cache = layer_norm_forward(x.astype(dtype), ones, ones, 0.0, **how)
+    dgamma = layer_norm_backward(dy, cache).dgamma
+    assert (dgamma.astype(float) / last).tolist() == [-2, -2, 2, 4, 4, 6, 6, 8]
+    # Over many float32, dbeta is 2.5 and a little.
+    dy = np.zeros((3, 8), np.float32)
+    dy[0], dy[1], dy[2] = 2.0**-93, 2.5 * last + 2.0**-149, -(2.0**-93)
+    _, cache = layer_norm_forward(dy + x.astype(np.float32), ones, ones, **how)
+    dbeta = layer_norm_backward(dy, cache).dbeta
+    assert (dbeta.astype(float) / last).tolist() == [3 if dtype == bfloat16 else 4] * 8

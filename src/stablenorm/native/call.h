@@ -11,6 +11,7 @@ constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
 
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 32};
+constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number is less than so many of its last
 
 // An array seen as rows: over `lead` axes, each row over `axes` more; `whole` if the elements of a row lie one
 // behind the other. With `numbers`, the i-th row is that of the i-th number.

@@ -62,8 +62,8 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
     return chain;
 }
 
-// Where the bound of an error is not 0 it has to be this at least: then no result is certain whose type has fewer digits
-// for numbers so small. Not of float16, whose small numbers are looked for.
+// A bound that is not 0 has to be this at least. The smallest numbers of a type have fewer digits, hence other midpoints:
+// by so large a bound none of them is certain. Not of float16, whose small numbers are looked for.
 constexpr double LEAST_BOUND = 0x1p-134;
 
 // Of all y of a row, beside |gamma| + |beta|; and of each.

@@ -28,7 +28,7 @@ APART inline void merge_columns(const double* part, double* total, double* low, 
 
 // n elements in float64, and zeros behind them; without a parameter what changes nothing.
 inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
-    if (from) lift_row(type, from, to, n);
+    if (from) convert_row(type, from, to, n);
     else for (Index j = 0; j < n; j++) to[j] = neutral;
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
 }
@@ -112,12 +112,11 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
         most = larger(most, c.ranges[2 * tile]), last = larger(last, c.ranges[2 * tile + 1]);
     if (c.old[which]) {
         // As a tile more, of one row.
-        double digits = c.sums_type[which] == F32 ? 0x1p24 : c.sums_type[which] == F16 || c.sums_type[which] == BF16 ? 0x1p11 : 0x1p53;
         tiles += 1, rows += 1;
         for (Index j = 0; j < count; j++) {
             double part = magnitude(c.old[which][start + j]);
             of.size[j] += part;
-            if (part > 0) most = larger(most, part), last = larger(last, digits / part);
+            if (part > 0) most = larger(most, part), last = larger(last, LAST_BITS[c.sums_type[which]] / part);
         }
     }
     double bound = sums_bound(c.n, c.tile_rows, tiles);
@@ -211,6 +210,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         stop = count - start < ALIKE ? count : start + ALIKE;
         for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
         N error = bound(size, other);
+        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
         for (Index j = start; j < stop; j += 8) {
             Index some = stop - j < 8 ? stop - j : 8;
             N a = load<8>(of.high + j), b = load<8>(of.low + j);
@@ -249,11 +249,11 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
     bool partial = c.sums_type[which] == PARTIAL;
     if (marked || partial) {
         double* out = marked ? c.partial[which] : (double*)c.sums_out[which];
-        return put_partial(of, c.nearest, count, out + 4 * start);
+        return put_partial(of, c.nearest && c.wide, count, out + 4 * start);
     }
     of_type(c.sums_type[which], [&](auto* kind) {
         auto* out = (decltype(kind))c.sums_out[which] + start;
-        if (!c.nearest) return of.low == ZEROS ? round_row(out, of.high, count) : (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
+        if (!c.nearest) return of.low == ZEROS ? convert(of.high, out, count) : (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
         uint8_t* undecided = c.undecided[which] + start;
         using To = std::remove_pointer_t<decltype(kind)>;
         int64_t is_nan = 0;

@@ -45,25 +45,25 @@ template <bool OUT> APART void copy_row(const Array& a, char* row, char* packed)
     }
 }
 
-// n elements as another type that holds all of them. What lies behind, mostly the next row, is asked for: of memory
+// n elements as another type, each rounded once. What lies behind, mostly the next row, is asked for: of memory
 // beyond the caches that makes it twice as fast.
-template <class From, class To> APART void lift(const From* from, To* to, Index n) {
+template <class From, class To> APART void convert(const From* from, To* to, Index n) {
     Index j = 0;
     for (; j + L <= n; j += L) ask_for((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
     if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
 }
 
-template <class T> APART void lift_row(Type type, const char* from, T* to, Index n) {
+template <class T> APART void convert_row(Type type, const char* from, T* to, Index n) {
     of_type(type, [&](auto* kind) {
         using From = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(From) == 2 && sizeof(T) == 2) memcpy(to, from, (size_t)n * sizeof(T));
-        else if constexpr (sizeof(From) <= sizeof(T)) lift((const From*)from, to, n);
+        else if constexpr (sizeof(From) <= sizeof(T)) convert((const From*)from, to, n);
     });
 }
 
 template <class T> APART const T* row_copied(const Array& a, char* at, Index n, double* room, double* raw) {
     if (!a.whole) copy_row<false>(a, at, (char*)raw), at = (char*)raw;
-    lift_row(a.type, at, (T*)room, n);
+    convert_row(a.type, at, (T*)room, n);
     return (const T*)room;
 }
 
@@ -210,12 +210,6 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
     return undecided;
 }
 
-template <class T> APART void round_row(T* out, const double* high, Index n) {
-    Index j = 0;
-    for (; j + L <= n; j += L) store(out + j, load<L>(high + j));
-    if (j < n) store(out + j, load<L>(high + j, n - j), n - j);
-}
-
 // Adds a row to results in pairs; without a low part, in float64. There is one NaN, and of an infinite sum no
 // low part: what is left over is NaN.
 APART inline void add_row(const double* plus, double* high, double* low, Index n) {
@@ -234,7 +228,7 @@ APART inline bool finish_row(const Call& c, const Own& own, Index i, double boun
     char *at = row_of(c.y, i), *out = c.y.whole ? at : (char*)own.raw;
     bool undecided = of_type(c.y.type, [&](auto* kind) {
         auto* to = (decltype(kind))out;
-        if (!low) return round_row(to, own.high, c.n), false;
+        if (!low) return convert(own.high, to, c.n), false;
         return round_pairs(to, own.high, low, c.nearest ? own.size : nullptr, bound, c.n);
     });
     if (!c.y.whole) copy_row<true>(c.y, at, out);

@@ -48,8 +48,7 @@ template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i,
 // Adds a row's range of |dy| to that of a tile: the largest, and one over the last bit of the smallest.
 INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     if (range.low == 0) return;
-    double digits = c.dy.type == F64 ? 0x1p53 : c.dy.type == F32 ? 0x1p24 : 0x1p11;
-    of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], digits / range.high);
+    of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
 // ty of a row, given the tangent of xhat as pairs.

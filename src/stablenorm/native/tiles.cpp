@@ -76,7 +76,7 @@ template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
     const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
     double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
     double* x = own.size;
-    lift(of.x, x, c.n);
+    convert(of.x, x, c.n);
     for (Index j = 0; j < c.n; j++) {
         double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
         own.high[j] = fma(own.high[j], scale[j], turned);
