@@ -257,7 +257,9 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         uint8_t* undecided = c.undecided[which] + start;
         using To = std::remove_pointer_t<decltype(kind)>;
         int64_t is_nan = 0;
-        if (c.wide) round_pairs(out, of.high, of.low, of.error, 1.0, count, undecided);
+        // Float16 are multiples of 2**-24 below 2**16, of which fewer than 2**50 add up exactly, as pairs.
+        bool exact = which == 1 && c.dy.type == F16 && !c.wide && !c.old[which];
+        if (c.wide || exact) round_pairs(out, of.high, of.low, exact ? nullptr : of.error, 1.0, count, undecided);
         else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, undecided);
         // There is one NaN, whatever that of an old value is.
         for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
