@@ -95,16 +95,27 @@ INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, dou
 }
 
 // Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
-// rounding drops, neither a midpoint nor a number of the type is between them. MIDPOINTS: these alone, for results
-// that are often numbers of the type; half its last bit puts them where the others were.
-template <class To, bool MIDPOINTS = false, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
+// rounding drops, neither a midpoint nor a number of the type is between them.
+template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
-    constexpr int64_t dropped = 1LL << (52 - DIGITS<To>), half = MIDPOINTS ? dropped : 0;
     Lanes<L, W> size = magnitude(most);
     I differ = {}, small = {};
-    EACH differ = with_differences<W>(differ, (I)most.v[i] + half, (I)least.v[i] + half);
+    EACH differ = with_differences<W>(differ, (I)most.v[i], (I)least.v[i]);
     if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)spread<W, W>(0x1p-14).v[0];
-    return any_of<W>(differ, MIDPOINTS ? -2 * dropped : -dropped) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+    return any_of<W>(differ, -1LL << (52 - DIGITS<To>)) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+}
+
+// The same of each, and of midpoints alone, for results that are often numbers of the type: where it is not 0. Half its last
+// bit puts them where the others were.
+template <class To, int L, int W> INLINE Words<L, W> midpoints_between(Lanes<L, W> most, Lanes<L, W> least) {
+    using I = Register<int64_t, W>;
+    constexpr int64_t half = 1LL << (52 - DIGITS<To>);
+    Words<L, W> found;
+    EACH {
+        found.v[i] = (((I)most.v[i] + half) ^ ((I)least.v[i] + half)) & (-2 * half);
+        if (DIGITS<To> == 11) found.v[i] |= ((I)magnitude(most).v[i] - (I)spread<W, W>(0x1p-14).v[0]) & INT64_MIN;
+    }
+    return found;
 }
 
 // Whether what is `error` less, and more, round to something else.

@@ -200,6 +200,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         N error = bound_of_sum(worst, size, other, (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
         for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
+        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
         return error;
     };
     auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
@@ -210,20 +211,21 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         stop = count - start < ALIKE ? count : start + ALIKE;
         for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
         N error = bound(size, other);
-        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
         for (Index j = start; j < stop; j += 8) {
             Index some = stop - j < 8 ? stop - j : 8;
             N a = load<8>(of.high + j), b = load<8>(of.low + j);
-            N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + error);
-            if (some == 8 && __builtin_expect(!may_differ<To, true>(a + all, a - all), 1)) {
-                memset(undecided + j, 0, 8), store(out + j, a + spread<8>(0.0));
-                continue;
-            }
-            double each[8];
-            store(each, bound(size_of(j), other_of(j)));
-            if (!round_pairs(out + j, of.high + j, of.low + j, each, 1.0, some, undecided + j)) continue;
-            for (Index k = j; k < j + some; k++)
-                if (undecided[k]) open[found++] = k;
+            auto doubts = [&](N within) INLINED {
+                N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + within);
+                return midpoints_between<To>(a + all, a - all);
+            };
+            memset(undecided + j, 0, (size_t)some);
+            if (some == 8) store(out + j, a + spread<8>(0.0));
+            else store(out + j, a + spread<8>(0.0), some);
+            if (__builtin_expect(!any(doubts(error)), 1)) continue;
+            int64_t each[8];
+            write(each, doubts(bound(size_of(j), other_of(j))));
+            for (Index k = 0; k < some; k++)
+                if (each[k]) open[found++] = j + k, undecided[j + k] = 1;
         }
     }
     // Many columns of dgamma are quicker in pairs.

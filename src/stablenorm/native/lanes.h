@@ -78,9 +78,7 @@ template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
 template <int L, int W> INLINE bool any(Words<L, W> a) {
     Register<int64_t, W> all = a.v[0];
     for (int i = 1; i < L / W; i++) all |= a.v[i];
-    int64_t found = 0;
-    for (int k = 0; k < W; k++) found |= all[k];
-    return found != 0;
+    return any_of<W>(all, -1);
 }
 
 // By halves: lane i and lane i + 8, then i + 4, and so on.
