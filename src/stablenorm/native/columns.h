@@ -186,21 +186,26 @@ template <class To> void round_closely(const Call& c, int which, Index start, co
     }
 }
 
+// What the bounds of all columns of a narrow sum share. Of dbeta all is additions.
+inline Errors worst_of(const Call& c, int which) {
+    if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
+    Errors worst = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++)
+        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
+    return worst;
+}
+
 // Rounds sums where that is certain: by a bound of 128 columns, of which 16 each have the largest that it is made of,
 // since roots take longer than all else; then each by its own; then once more.
 template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* undecided) {
     using N = Lanes<8>;
     constexpr Index ALIKE = 128;
-    Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
-    // Of dbeta all is additions.
-    if (which == 1) worst = {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
+    constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
+    Errors worst = worst_of(c, which);
     auto bound = [&](N size, N other) INLINED {
         N error = bound_of_sum(worst, size, other, (double)c.rows);
         // What has no bound, NaN too, is certain of nothing.
         for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
-        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
         return error;
     };
     auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
@@ -211,6 +216,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         stop = count - start < ALIKE ? count : start + ALIKE;
         for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
         N error = bound(size, other);
+        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
         for (Index j = start; j < stop; j += 8) {
             Index some = stop - j < 8 ? stop - j : 8;
             N a = load<8>(of.high + j), b = load<8>(of.low + j);
@@ -222,10 +228,16 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
             if (some == 8) store(out + j, a + spread<8>(0.0));
             else store(out + j, a + spread<8>(0.0), some);
             if (__builtin_expect(!any(doubts(error)), 1)) continue;
+            N own = bound(size_of(j), other_of(j));
             int64_t each[8];
-            write(each, doubts(bound(size_of(j), other_of(j))));
-            for (Index k = 0; k < some; k++)
-                if (each[k]) open[found++] = j + k, undecided[j + k] = 1;
+            double errors[8];
+            bool small = false;
+            write(each, doubts(own)), store(errors, own);
+            for (Index k = 0; k < some; k++) undecided[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
+            // The smallest numbers have fewer digits: what they round to is looked at.
+            if (small) round_pairs(out + j, of.high + j, of.low + j, errors, 1.0, some, undecided + j);
+            for (Index k = j; k < j + some; k++)
+                if (undecided[k]) open[found++] = k;
         }
     }
     // Many columns of dgamma are quicker in pairs.
