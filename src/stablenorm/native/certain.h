@@ -102,7 +102,7 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
     I differ = {}, small = {};
     EACH differ = with_differences<W>(differ, (I)most.v[i], (I)least.v[i]);
     if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)spread<W, W>(0x1p-14).v[0];
-    return any_of<W>(differ, -1LL << (52 - DIGITS<To>)) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
+    return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
 // The same of each, and of midpoints alone, for results that are often numbers of the type: where it is not 0. Half its last
