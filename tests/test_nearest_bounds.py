@@ -353,7 +353,7 @@ def test_sums_among_the_smallest_numbers_are_rounded_to_the_digits_that_these_ha
     _, cache = layer_norm_forward(x.astype(dtype), ones, ones, 0.0, **how)
     dgamma = layer_norm_backward(dy, cache).dgamma
     assert (dgamma.astype(float) / last).tolist() == [-2, -2, 2, 4, 4, 6, 6, 8]
-    # Over many float32, dbeta is 2.5 and a little.
+    # dbeta of float32: a little more than 2.5 of the last bit; in float32 itself, 4 of it.
     dy = np.zeros((3, 8), np.float32)
     dy[0], dy[1], dy[2] = 2.0**-93, 2.5 * last + 2.0**-149, -(2.0**-93)
     _, cache = layer_norm_forward(dy + x.astype(np.float32), ones, ones, **how)

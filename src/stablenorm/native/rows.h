@@ -14,8 +14,8 @@
 //
 // Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
 // lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/explanation/error-analysis.md derives what
-// follows from H. For rounding="nearest" sums are pairwise, so that H is log2(n) + 5 forward and 13 to 15 backward; certain.h has its bounds, and
-// NEAREST says here that results are judged by them.
+// follows from H. For rounding="nearest" sums are pairwise, so that H is log2(n) + 5, of the backward log2(n) + 13 to
+// 15; certain.h has its bounds, and NEAREST says here that results are judged by them.
 #pragma once
 #include <cmath>
 #include <type_traits>
