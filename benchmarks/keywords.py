@@ -69,7 +69,6 @@ def others() -> list[tuple[Any, ...]]:
         "`sum_axes=1`": (both(gamma, beta, sums=1), plain),
         "`where=`, a quarter of the rows is padding": (both(gamma, beta, where=rows), plain),
         "`where=`, elements": (both(gamma, beta, where=x > -1), plain),
-        '`save="recompute"`': (both(gamma, beta, save="recompute"), plain),
         "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), pull),
         "`layer_norm_double_backward`, beside the backward": (
             lambda: sn.layer_norm_double_backward(x, dy, cache),

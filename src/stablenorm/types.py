@@ -99,13 +99,11 @@ class Cache(NamedTuple):
         What was normalized, with a residual the sum.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
-    save : {"x", "recompute"}
-        What is kept, as `layer_norm_forward` says.
     where : array of bool or None
         Which elements count; of length 1 along the normalized axes where whole rows do or do not.
     mean, rstd : array
         The mean of each row, 0 for RMS norm, and ``(var + eps)**-0.5``: float64, of the shape of x
-        with 1 for the normalized axes. Computed anew at each access; not with ``save="recompute"``.
+        with 1 for the normalized axes. Computed anew at each access.
 
     Notes
     -----
@@ -122,7 +120,6 @@ class Cache(NamedTuple):
     statistics: Statistics
     backend: str
     where: Array | None = None
-    save: str = "x"
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
@@ -156,9 +153,6 @@ class Cache(NamedTuple):
         return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
 
     def _kept(self) -> Statistics:
-        if self.save == "recompute":
-            msg = 'cache.mean and cache.rstd are not kept with save="recompute"'
-            raise AttributeError(msg)
         # What decides most results of rounding="nearest" has fewer digits than are promised of these.
         few = self.norm.rounding == "nearest" and self.statistics.rstd_lo is None
         return self.made_in_pairs() if few else self.statistics

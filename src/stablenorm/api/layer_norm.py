@@ -115,7 +115,7 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
+    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, None))
     run = on_dask().forward if is_lazy(x) else forward
     y: Array = run(x, norm, options)[0]
     return y
@@ -134,7 +134,6 @@ def layer_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
-    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
@@ -163,9 +162,6 @@ def layer_norm_forward(
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
         in about its time; short rows take longer. Rows in which it varies take the slow
         reference.
-    save : {"x", "recompute"}, default: "x"
-        What the cache keeps. "x": `x` and the statistics; the fastest. "recompute": `x` alone; the
-        backward makes the statistics again, with the same bits, in the time of a forward.
 
     Returns
     -------
@@ -196,7 +192,7 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
+    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, None))
     run = on_dask().forward if is_lazy(x) else forward
     found: tuple[Array, Cache] = run(x, norm, options)
     return found

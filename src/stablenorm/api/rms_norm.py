@@ -65,7 +65,7 @@ def rms_norm(
            [-0.849,  1.131]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
+    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, None))
     run = on_dask().forward if is_lazy(x) else forward
     y: Array = run(x, norm, options)[0]
     return y
@@ -84,7 +84,6 @@ def rms_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
-    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `rms_norm` does, and keep what the backward needs.
@@ -115,7 +114,7 @@ def rms_norm_forward(
     array([[0.283]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
+    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, None))
     run = on_dask().forward if is_lazy(x) else forward
     found: tuple[Array, Cache] = run(x, norm, options)
     return found

@@ -40,7 +40,6 @@ from stablenorm.functional.backward import BackwardOptions
 from stablenorm.functional.checks import (
     asked_names,
     check_kind,
-    check_save,
     checked_norm,
     of_shape,
 )
@@ -56,12 +55,9 @@ LAZY = HOST._replace(convert=convert)
 
 def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
-    axis, out, backend, keep, residual, where, save, _ = options
+    axis, out, backend, keep, residual, where, _ = options
     if out is not None:
         refuse("out", DASK)
-    if save != "x":
-        check_save(save)
-        refuse('save="recompute"', DASK)
     chosen = choose(backend)
     x = convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))

@@ -19,7 +19,6 @@ from stablenorm.functional.checks import (
     refuse_overlap,
 )
 from stablenorm.functional.combinations import CUDA, NEAREST, refuse
-from stablenorm.functional.forward import statistics_of
 from stablenorm.types import NAMES, Array, Cache, Gradients
 
 _new = tuple.__new__
@@ -58,7 +57,7 @@ def prepared(
     """Return the record of a backward, of arrays as they were given, and the lead of its sums, if asked for."""
     wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads = options
     check_cache(cache, dy, kind)
-    x, norm, axes, statistics, name, where, save = cache
+    x, norm, axes, statistics, name, where = cache
     arrays = arrays_of(name)
     # What is plain is in host memory: no dy for a cache that is on a device.
     if name == "cuda" or not is_plain(dy, x.shape):
@@ -89,8 +88,6 @@ def prepared(
     else:
         inputs = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
         gradients = _checked_gradients(arrays, likes, checked_out(out, likes, accumulate), inputs)
-    if save != "x":
-        statistics = statistics_of(cache, threads)
     return _new(Backward, (dy, x, norm, statistics, gradients, *rare, threads)), lead
 
 

@@ -97,13 +97,6 @@ def check_rounding(rounding: Any) -> None:
         raise ValueError(msg)
 
 
-def check_save(save: Any) -> None:
-    """Raise unless `save` is one of the two."""
-    if not isinstance(save, str) or save not in ("x", "recompute"):
-        msg = f'save must be "x" or "recompute", got {shorten(repr(save), 60)}'
-        raise ValueError(msg)
-
-
 def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") -> None:
     """Raise unless an argument has the shape of x, or of what else `of` says."""
     if array.shape != shape:

@@ -11,7 +11,6 @@ from stablenorm.backends import run
 from stablenorm.call import DoubleBackward, Jvp
 from stablenorm.functional.checks import check_kind, has_leading, of_shape
 from stablenorm.functional.combinations import CUDA, DASK, LEADING, NEAREST, refuse
-from stablenorm.functional.forward import statistics_of
 from stablenorm.types import Array, Cache
 
 # Nothing here is for arrays on a CUDA device, whose cache is refused.
@@ -27,7 +26,7 @@ def jvp(
     tangents = _of_parameters(cache, "t", tgamma, tbeta)
     ty = HOST.empty(x.shape, x.dtype, x)
     tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
-    kept = cache.norm, statistics_of(cache, None)
+    kept = cache.norm, cache.statistics
     run("jvp", cache.backend, Jvp(tx_rows, x_rows, *kept, *tangents, ty_rows, _where(cache)))
     return ty
 
@@ -48,7 +47,7 @@ def double_backward(
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
     ddx_rows, dy_rows, x_rows, *made = (HOST.rows(each, cache.axis) for each in (*given, ddy, dx))
-    kept, out = (norm, statistics_of(cache, None)), (*made, dgamma)
+    kept, out = (norm, cache.statistics), (*made, dgamma)
     call = DoubleBackward(ddx_rows, dy_rows, x_rows, *kept, *cotangents, out, _where(cache))
     run("double_backward", cache.backend, call)
     return ddy, dx, dgamma

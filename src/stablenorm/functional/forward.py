@@ -9,7 +9,6 @@ from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
 from stablenorm.functional.checks import (
-    check_save,
     checked_norm,
     has_leading,
     of_shape,
@@ -23,9 +22,6 @@ from stablenorm.types import Array, Cache, Norm, Statistics
 # As NamedTuples make themselves, in half the time.
 _new = tuple.__new__
 
-# What a backward makes again.
-_NOTHING_KEPT: Any = Statistics(None, None, None)  # type: ignore[arg-type]
-
 
 class ForwardOptions(NamedTuple):
     """The keywords of a forward, as they were given, but for those of the norm."""
@@ -38,13 +34,12 @@ class ForwardOptions(NamedTuple):
     # Arrays, of Dask too.
     residual: Any = None
     where: Any = None
-    save: str = "x"
     threads: int | None = None
 
 
 def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, Any]:
     """Return y and the cache, given what the user gave."""
-    axis, out, backend, keep, residual, where, save, threads = options
+    axis, out, backend, keep, residual, where, threads = options
     if backend is None or backend == "native":
         found: tuple[Array, Any] | None = plain("forward")(x, norm, options)
         if found is not None:
@@ -69,34 +64,17 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
     if where is not None:
         _refuse_cuda("where", name)
         where = check_where(where, x.shape, axes, norm.rounding)
-    if type(save) is not str or save != "x":
-        check_save(save)
-        _refuse_cuda('save="recompute"', name)
     call = _new(Forward, (x, norm, y, keep, residual, total, where, None, threads))
-    statistics = None
-    if save == "x" or not keep:
-        statistics = _do(call, axes, name)
-    else:
-        _do(call._replace(keep=False), axes, name)
-        statistics = _NOTHING_KEPT
+    statistics = _do(call, axes, name)
     if not keep:
         return y, None
     kept = x if total is None else total
-    return y, _new(Cache, (kept, norm, axes, statistics, name, where, save))
-
-
-def statistics_of(cache: Cache, threads: int | None) -> Statistics:
-    """Return the statistics of a cache, made again if they were not kept."""
-    x, norm, axes, statistics, name, where, save = cache
-    if save == "x":
-        return statistics
-    made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name)
-    return made
+    return y, _new(Cache, (kept, norm, axes, statistics, name, where))
 
 
 def _made_in_pairs(self: Cache) -> Statistics:
     """Return the statistics of a cache in double-double, which a float64 gamma calls for."""
-    x, norm, axes, _, name, where, _ = self
+    x, norm, axes, _, name, where = self
     ones = np.ones([x.shape[axis] for axis in axes])
     norm = norm._replace(gamma=ones, beta=None, gamma_offset=0.0)
     made: Statistics = _do(Forward(x, norm, None, where=where), axes, name)

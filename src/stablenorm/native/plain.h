@@ -16,9 +16,9 @@ PyObject* given_once[GIVEN];
 
 // The fields of the tuples of types.py and functional/.
 namespace norm { enum { GAMMA, BETA, EPS, KIND, OFFSET, ROUNDING, FIELDS }; }
-namespace cache { enum { X, NORM, AXIS, STATISTICS, BACKEND, WHERE, SAVE, FIELDS }; }
+namespace cache { enum { X, NORM, AXIS, STATISTICS, BACKEND, WHERE, FIELDS }; }
 namespace stats { enum { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, EXPONENT, SPREAD, EXTREME, FIELDS }; }
-namespace ahead { enum { AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, SAVE, THREADS, FIELDS }; }
+namespace ahead { enum { AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, FIELDS }; }
 namespace back { enum { WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, FIELDS }; }
 
 // While a thread takes the GIL back: where Python ends meanwhile, a daemon thread is unwound from there, without it.
@@ -174,7 +174,7 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!are_none(options, {ahead::RESIDUAL, ahead::WHERE, ahead::THREADS})) return Py_NewRef(declined);
     PyArrayObject* x = (PyArrayObject*)args[0];
     c.n = last_length(x);
-    if (!is_word(field(options, ahead::SAVE), "x") || !see_norm(args[1], c)) return Py_NewRef(declined);
+    if (!see_norm(args[1], c)) return Py_NewRef(declined);
     bool keep = field(options, ahead::KEEP) != Py_False;
     c.x = rows_of(x, type), c.rows = c.x.count, c.wide = type == F64 || has_float64(c);
 
@@ -199,7 +199,7 @@ PyObject* plain_forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.tail && !has_any(c.tail, c.rows)) PyTuple_SetItem(kept, stats::MEAN_TAIL, Py_NewRef(none));
     kept = own(as_named(STATISTICS, Py_NewRef(kept)));
     if (!kept) return nullptr;
-    PyObject* values = Py_BuildValue("OO(i)OsOs", args[0], args[1], PyArray_NDIM(x) - 1, kept, "native", none, "x");
+    PyObject* values = Py_BuildValue("OO(i)OsO", args[0], args[1], PyArray_NDIM(x) - 1, kept, "native", none);
     PyObject* cache = own(as_named(CACHE, values));
     return cache ? PyTuple_Pack(2, y, cache) : nullptr;
 }
@@ -212,7 +212,7 @@ bool see_cache(PyObject* of, PyObject* kind, Call& c) {
     if (!is_plain(x, type) || !is_tuple(axes, 1) || !is_tuple(kept, stats::FIELDS)) return false;
     PyArrayObject* a = (PyArrayObject*)x;
     c.n = last_length(a), c.x = rows_of(a, type), c.rows = c.x.count;
-    bool same = is_word(field(of, cache::BACKEND), "native") && is_word(field(of, cache::SAVE), "x") && see_norm(field(of, cache::NORM), c);
+    bool same = is_word(field(of, cache::BACKEND), "native") && see_norm(field(of, cache::NORM), c);
     if (!same || !is_word(kind, c.rms ? "rms" : "layer") || PyLong_AsLong(field(axes, 0)) != PyArray_NDIM(a) - 1) return false;
     c.wide = is_given(field(kept, stats::RSTD_LO));
     if (!are_none(of, {cache::WHERE}) || !are_none(kept, {stats::EXPONENT, stats::EXTREME})) return false;
