@@ -19,7 +19,7 @@ import numpy as np
 
 from stablenorm import memory, reference
 from stablenorm.arrays import Rows, SomeRows, as_matrix
-from stablenorm.call import Backward, Forward, Jvp
+from stablenorm.call import Backward, Forward
 from stablenorm.reference.counted import (
     Counted,
     fill_others,
@@ -27,7 +27,6 @@ from stablenorm.reference.counted import (
     spread,
     whole_and_partial,
 )
-from stablenorm.reference.doubledouble import two_sum
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import get_num_threads
 from stablenorm.types import NAMES, Array, Cache, Gradients, Statistics, any_float64
@@ -296,7 +295,7 @@ def _backward(call: Backward, marks: Any, wide: bool, clear: bool = False) -> _L
         undecided = np.zeros((samples, 2, n) if samples else (2, n), np.uint8) if nearest else None
     flat = [_flat(total, samples) for total in totals]
     if not _core.backward(
-        _seen(x), _seen(dx), _seen(dy), _seen(dsum), _flat(norm.gamma, samples), None, norm.eps,
+        _seen(x), _seen(dx), _seen(dy), _seen(dsum), _flat(norm.gamma, samples), norm.eps,
         norm.gamma_offset, norm.kind != "layer", nearest, wide, dx.matrix.shape[0] if clear else 0,
         mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums,
         call.threads or get_num_threads(), samples,
@@ -348,37 +347,6 @@ def _decide(call: Backward, undecided: Any, wide: bool) -> None:
     for total, values in zip(totals, found, strict=True):
         if total is not None:
             total.flat[columns] = values
-
-
-# ---- forward mode ----
-
-
-def jvp(call: Jvp) -> Any:
-    """Do what `reference.jvp` does; that does what is masked."""
-    tx, x, norm, statistics, tgamma, tbeta, ty, where = call
-    mean, rest, rstd, rstd_lo, tail, _, spread_, _ = statistics
-    wide = rstd_lo is not None
-    # What a forward kept of which nothing was float64 is too little for double-double.
-    if where is not None or (not wide and any_float64(tx, tgamma, tbeta)):
-        return NotImplemented
-    table = np.zeros((4, x.shape[-1]))
-    table[0] = 1.0 if norm.gamma is None else norm.gamma.ravel()
-    table[0], table[1] = two_sum(table[0], np.array(norm.gamma_offset))
-    for row, tangent in zip(table[2:], (tgamma, tbeta), strict=True):
-        if tangent is not None:
-            row[:] = tangent.ravel()
-    marks = _marks_of(statistics) if wide else None
-    if not _core.backward(
-        _seen(x), _seen(ty), _seen(tx), None, None, table, norm.eps, 0.0, norm.kind != "layer",
-        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 5,
-        get_num_threads(), 0,
-    ):  # fmt: skip
-        return NotImplemented
-    if marks is not None and np.count_nonzero(marks):
-        rows = Counted(np.flatnonzero(marks), None)
-        some = statistics.of_rows(rows.numbers)
-        reference.jvp(call._replace(tx=rows.of(tx), x=rows.of(x), ty=rows.of(ty), statistics=some))
-    return None
 
 
 # ---- what is handed over ----

@@ -54,7 +54,7 @@ struct Arena {
 };
 
 struct Call {
-    // dx and the tangent of y are y, dsum is plus; `source` and `plus` of a forward are what x is the sum of.
+    // dx is y, dsum is plus; `source` and `plus` of a forward are what x is the sum of.
     Array x, y, dy, source, plus;
     // Rows, and of numbered ones how many the result has of all, if the others are to be cleared.
     Index rows = 0, all_rows = 0, n = 0;
@@ -63,8 +63,6 @@ struct Call {
     double eps = 0, gamma_offset = 0;
     // In double-double; every result is the exact one, rounded.
     bool rms = false, backward = false, wide = false, nearest = false;
-    // Of a jvp: gamma + gamma_offset, its low part, tgamma and tbeta, n float64 each.
-    const double* tangents = nullptr;
 
     // One float64 for each row. Of pairs: low parts, tails, and a mark of rows that are left alone; of nearest:
     // rms(xhat) or more, and a mark of rows in which something is left open.

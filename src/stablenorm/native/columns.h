@@ -58,7 +58,6 @@ inline bool prepare(const Call& c) {
     if (!c.pairs()) return true;
     // Of narrow types, all finite numbers are.
     bool moderate = c.wide ? is_moderate(c.wide_gamma, c.n, SMALLEST) : is_moderate(c.backward ? gamma : sizes, c.n, 0);
-    if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
     return moderate && (c.backward || ((!c.wide || is_moderate(beta, c.n, 0)) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
 }
 

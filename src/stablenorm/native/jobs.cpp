@@ -196,7 +196,7 @@ void plan(Call& c) {
     c.step = rows_together(c.n);
     bool rare = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
                 (c.backward && !c.spread);
-    bool unlike = c.tangents || (c.backward && c.plus.data) || !c.y.whole || c.y.type != (c.wide ? F64 : c.x.type) ||
+    bool unlike = (c.backward && c.plus.data) || !c.y.whole || c.y.type != (c.wide ? F64 : c.x.type) ||
                   (c.backward && !c.wide && c.dy.type != c.x.type);
     // Correct rounding of what is rare is left to pairs.
     c.wide = c.wide || (c.nearest && (rare || unlike));

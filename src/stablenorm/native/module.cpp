@@ -71,17 +71,16 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 26)) return nullptr;
+    if (!check_count(count, 25)) return nullptr;
     Arguments given{args};
     Call c;
     jobs::Samples s;
     c.backward = true;
-    s.count = PyLong_AsSsize_t(args[25]);
+    s.count = PyLong_AsSsize_t(args[24]);
     auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
     if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
     if (!see(given.take(), c.dy, apart(s.dy)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
     if (!vector_of(given.take(), c.gamma, &c.gamma_type, apart(s.gamma))) return nullptr;
-    if (!vector_of(given.take(), c.tangents)) return nullptr;
     c.eps = given.number(), c.gamma_offset = given.number();
     c.rms = given.flag(), c.nearest = given.flag(), c.wide = given.flag();
     if (!see_rows(given, c) || !see_statistics(given, c, s)) return nullptr;

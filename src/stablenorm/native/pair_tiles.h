@@ -51,17 +51,6 @@ INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
-// ty of a row, given the tangent of xhat as pairs.
-INLINE void push(const Call& c, const Own& own, const double* h) {
-    const double *scale = c.tangents, *low = scale + c.n, *tgamma = low + c.n, *tbeta = tgamma + c.n;
-    for (Index j = 0; j < c.n; j++) {
-        Pair<double> moved = Pair<double>{own.high[j], own.low[j]} * Pair<double>{scale[j], low[j]};
-        Pair<double> ty = moved + Pair<double>{h[j], h[c.apart() + j]} * tgamma[j] + tbeta[j];
-        own.high[j] = ty.high, own.low[j] = ty.low;
-    }
-}
-
-
 // The columns whose sums are wanted, if these are few.
 struct Chosen {
     Index *columns, count = 0;
@@ -110,9 +99,7 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
     auto write = [&](auto out) {
         using Out = decltype(out);
         auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
-        out = how(of, out, c.n, parameters_of(c), h, c.apart());
-        if (c.tangents) push(c, own, h);
-        return out;
+        return how(of, out, c.n, parameters_of(c), h, c.apart());
     };
     if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
 }

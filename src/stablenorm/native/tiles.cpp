@@ -69,19 +69,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
     if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::forward<LAYER>(alone, own, row); });
 }
 
-// ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
-
-// ty of a row, given the tangent of xhat in own.high.
-template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
-    const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
-    double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
-    double* x = own.size;
-    convert(of.x, x, c.n);
-    for (Index j = 0; j < c.n; j++) {
-        double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
-        own.high[j] = fma(own.high[j], scale[j], turned);
-    }
-}
+// ---- backward ----
 
 template <int R, class T, bool LAYER, bool CENTER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
@@ -112,7 +100,6 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             if (c.all_rows) clear_between(c, own, top + r);
             if (c.results_whole) {
                 write_dx<LAYER, CENTER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
-                if (c.tangents) push(c, own, of);
                 finish_row(c, own, top + r, 0);
                 continue;
             }
