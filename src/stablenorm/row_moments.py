@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST
-from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import _center
 from stablenorm.types import Array, check_eps
@@ -55,7 +54,6 @@ class RowMoments:
         self._mean: Any = None
         self._squares: Any = None
 
-    @default_control()
     @np.errstate(all="ignore")
     def update(self, x: ArrayLike) -> None:
         """
@@ -84,7 +82,6 @@ class RowMoments:
                 part._mean = Wide.exactly(mean) + mean_lo
         self.merge(part)
 
-    @default_control()
     @np.errstate(all="ignore")
     def merge(self, other: Any) -> None:
         """
@@ -118,7 +115,6 @@ class RowMoments:
         self._mean = self._mean + share
         self._columns = columns
 
-    @default_control()
     @np.errstate(all="ignore")
     def finish(self, eps: float = 1e-5) -> tuple[Array, Array]:
         """

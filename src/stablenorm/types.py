@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stablenorm.control import default_control
 from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
@@ -161,7 +160,6 @@ class Cache(NamedTuple):
         """Return the statistics in double-double; the floor above, which knows how, replaces this."""
         raise NotImplementedError
 
-    @default_control()
     def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
         """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
         low, lower = words

@@ -63,7 +63,6 @@ import numpy as np
 
 from stablenorm.arrays import as_matrix
 from stablenorm.call import Backward, Forward
-from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.partial import as_partial
 from stablenorm.reference.rounding import round_to
@@ -137,7 +136,6 @@ def affine(xhat: Any, scale: Any, shift: Any) -> Any:
     return xhat
 
 
-@default_control()
 def forward(call: Forward) -> Statistics:
     """
     Normalize the rows of x into y (which may be x itself); return the statistics.
@@ -182,7 +180,6 @@ def _plain_affine(xhat: Any, scale: Any, shift: Any) -> Array:
     return result
 
 
-@default_control()
 def add(x: RowsLike, residual: RowsLike, total: RowsLike) -> RowsLike:
     """Write ``x + residual``, rounded once, into `total`; return that."""
     x, residual = as_matrix(x), as_matrix(residual)
@@ -199,7 +196,6 @@ def add(x: RowsLike, residual: RowsLike, total: RowsLike) -> RowsLike:
     return total
 
 
-@default_control()
 def backward(call: Backward) -> None:
     """
     Pull dy back through `forward`, into those arrays of ``call.out`` that are not None.

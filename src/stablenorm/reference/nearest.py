@@ -14,7 +14,6 @@ import numpy as np
 
 from stablenorm.arrays import as_matrix
 from stablenorm.call import Backward, Forward
-from stablenorm.control import default_control
 from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.bounded import UNIT, Bounded, size_of
@@ -39,7 +38,6 @@ _EXACT = 102
 _NONE = 1 << 20
 
 
-@default_control()
 def forward(call: Forward) -> Statistics:
     """Do what `equations.forward` does, rounded to nearest; `spread` is filled as well."""
     norm, x, y = call.norm, as_matrix(call.x), as_matrix(call.y)
@@ -73,7 +71,6 @@ def forward(call: Forward) -> Statistics:
     return keep.statistics._replace(spread=spread)
 
 
-@default_control()
 def backward(call: Backward) -> None:
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
@@ -122,7 +119,6 @@ def _write_dx(call: Backward) -> None:
             dx[rows] = result
 
 
-@default_control()
 def columns_of_sums(call: Backward, columns: Array) -> tuple[Array | None, Array | None]:
     """
     Return some columns of dgamma and dbeta, as far as they are wanted: rounded to nearest, or as pairs.

@@ -26,7 +26,6 @@ import numpy as np
 
 from stablenorm.arrays import as_matrix
 from stablenorm.call import DoubleBackward, Jvp
-from stablenorm.control import default_control
 from stablenorm.reference.equations import (
     _blocks,
     _Counting,
@@ -41,7 +40,6 @@ from stablenorm.reference.equations import (
 from stablenorm.types import any_float64
 
 
-@default_control()
 def jvp(call: Jvp) -> None:
     """
     Push the tangents of x, gamma and beta (None: 0) through `forward`, into ty; 0 where the mask is False.
@@ -63,7 +61,6 @@ def jvp(call: Jvp) -> None:
             ty[rows] = _round(counting.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
-@default_control()
 def double_backward(call: DoubleBackward) -> None:
     """
     Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
