@@ -81,6 +81,23 @@ class Statistics(NamedTuple):
         return Statistics._make(None if word is None else word[rows] for word in self)
 
 
+def joined(found: list[Statistics]) -> Statistics:
+    """Return the statistics of all rows, given those of parts that follow one another."""
+    if len(found) == 1:
+        return found[0]
+    words: list[Any] = []
+    for each in zip(*found, strict=True):
+        some = next((word for word in each if word is not None), None)
+        # A word that the rows of a part do not need is 0.
+        full = [
+            np.zeros((len(one.rstd), *some.shape[1:]), some.dtype) if word is None else word
+            for one, word in zip(found, each, strict=True)
+            if some is not None
+        ]
+        words.append(None if some is None else np.concatenate(full))
+    return Statistics._make(words)
+
+
 # Of the gradients, in their order.
 NAMES = ("x", "gamma", "beta")
 
@@ -140,7 +157,7 @@ class Cache(NamedTuple):
     @property
     def mean(self) -> Array:
         """Return the mean of each row."""
-        kept = self._kept()
+        kept = self.statistics
         if kept.mean is None:
             return self._of_rows(kept, np.zeros_like(kept.rstd), (0.0, None), 0)
         return self._of_rows(kept, kept.mean, (kept.mean_lo, kept.mean_tail), 0)
@@ -148,17 +165,8 @@ class Cache(NamedTuple):
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
-        kept = self._kept()
+        kept = self.statistics
         return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
-
-    def _kept(self) -> Statistics:
-        # What decides most results of rounding="nearest" has fewer digits than are promised of these.
-        few = self.norm.rounding == "nearest" and self.statistics.rstd_lo is None
-        return self.made_in_pairs() if few else self.statistics
-
-    def made_in_pairs(self) -> Statistics:
-        """Return the statistics in double-double; the floor above, which knows how, replaces this."""
-        raise NotImplementedError
 
     def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
         """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
@@ -210,12 +218,3 @@ def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:
         msg = f"{name} must be at least {least}, got {number}{cure}"
         raise ValueError(msg)
     return number
-
-
-def any_float64(*arrays: Any) -> bool:
-    """Tell whether one of `arrays` (None aside) calls for more than float64 arithmetic."""
-    # Not any(...): its generator takes half as long as a small layer norm.
-    for array in arrays:  # noqa: SIM110
-        if array is not None and array.dtype.type is np.float64:
-            return True
-    return False

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import HOST, as_matrix, as_rows, is_lazy, normalize_axes, normalized_shape
+from stablenorm.arrays import HOST, as_rows, is_lazy, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.diagnosis.results import Diagnosis, Row, Summary, describe_row
 from stablenorm.formats import check_dtype, format_of, parse
@@ -130,7 +130,7 @@ def diagnose(
 
 def in_blocks(x: Array, axes: tuple[int, ...]) -> Iterator[Array]:
     """Yield the rows of an array, some at a time."""
-    rows = as_matrix(as_rows(x, axes))
+    rows = as_rows(x, axes)
     step = max(1, BLOCK // rows.shape[1])
     return (rows[start : start + step] for start in range(0, rows.shape[0], step))
 
