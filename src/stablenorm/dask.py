@@ -40,7 +40,7 @@ _FAN_IN = 8
 
 
 def threads_of_task() -> int | None:
-    """Return how many threads a call in a task may use: one, where the scheduler has threads of its own."""
+    """Return how many threads a task may use: one, where the scheduler has others of its own."""
     # In the main thread the scheduler runs one task at a time: None is as many as always.
     return None if threading.current_thread() is threading.main_thread() else 1
 
@@ -60,7 +60,7 @@ LAZY = HOST._replace(convert=convert)
 def check_blocks(name: str, array: Array) -> None:
     """Raise unless the shape of a Dask array is known, and its blocks are NumPy's."""
     if any(math.isnan(length) for length in array.shape):
-        msg = f"{name} must have chunks of known sizes, got {array.chunks}; call compute_chunk_sizes()"
+        msg = f"{name} must have known chunk sizes, got {array.chunks}; call compute_chunk_sizes()"
         raise ValueError(msg)
     if type(array._meta) is not np.ndarray:
         msg = (
