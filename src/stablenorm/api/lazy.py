@@ -5,6 +5,6 @@ from typing import Any
 
 def on_dask() -> Any:
     """Return what does calls on Dask arrays; whoever has one has loaded Dask."""
-    from stablenorm.dask import norms  # noqa: PLC0415
+    from stablenorm import dask  # noqa: PLC0415
 
-    return norms
+    return dask

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -50,7 +49,6 @@ def diagnose(
     x : array
         Data: float16, bfloat16, float32 or float64, any number of leading dimensions, any
         strides. Not modified.
-        Of a Dask array, the result is a `dask.delayed` one, without `per_row`.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
     kind : {"layer", "rms"}, default: "layer"
@@ -104,10 +102,10 @@ def diagnose(
     >>> found.worst[0].index, found.worst[0].lost["saved float32"] > 8
     (2, True)
     """
-    if lazily := is_lazy(x):
-        # Whoever has a Dask array has loaded Dask.
-        from stablenorm.diagnosis import dask  # noqa: PLC0415
-    array: Any = dask.convert("x", x) if lazily else HOST.convert("x", x)
+    if is_lazy(x):
+        msg = "x must be an array in memory, got a Dask array; pass x.compute(), or some rows of it"
+        raise TypeError(msg)
+    array = HOST.convert("x", x)
     axes = normalize_axes(axis, array.ndim)
     normalized_shape(array.shape, axes)
     if kind not in METHODS:
@@ -115,17 +113,16 @@ def diagnose(
         raise ValueError(msg)
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
-    options: dict[str, Any] = {
-        "shape": array.shape,
-        "dtype": judged,
-        "axis": axes,
-        "eps": check_eps(eps),
-        "top": check_count("top", top, least=0),
-        "kind": kind,
-    }
-    if lazily:
-        return dask.diagnose(array, options)  # type: ignore[no-any-return]
-    return diagnose_blocks(in_blocks(array, axes), **options, keep_rows=True)
+    return diagnose_blocks(
+        in_blocks(array, axes),
+        shape=array.shape,
+        dtype=judged,
+        axis=axes,
+        eps=check_eps(eps),
+        top=check_count("top", top, least=0),
+        keep_rows=True,
+        kind=kind,
+    )
 
 
 def in_blocks(x: Array, axes: tuple[int, ...]) -> Iterator[Array]:
@@ -145,26 +142,21 @@ def diagnose_blocks(
     top: int = 10,
     keep_rows: bool = False,
     kind: str = "layer",
-    numbers: Array | None = None,
-    threads: int | None = None,
 ) -> Diagnosis:
     """
-    Diagnose data that comes in blocks of rows, on so many threads; by default, as `get_num_threads` says.
+    Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
 
     The blocks are (rows, n) each, in order, of any of the four dtypes; two per thread are held at a
     time. `shape` and `axis` are of the whole data, `dtype` is what it is judged as. The numbers of
-    every row, which `keep_rows` asks for, take about 65 bytes each. `numbers` has the index of each row
-    where these are some of the rows of `shape`; by default they are all.
+    every row, which `keep_rows` asks for, take about 65 bytes each.
     """
     n = math.prod(shape[i] for i in axis)
     nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
     summary, kept = _summarize(nothing, dtype, kind), [nothing]
     worst: tuple[Row, ...] = ()
-    for block, found in _measured(blocks, dtype, eps, kind, threads or get_num_threads()):
+    for block, found in _measured(blocks, dtype, eps, kind):
         if top:
-            start = summary.rows
-            given: Any = range(start, start + len(block)) if numbers is None else numbers[start:]
-            worst = _worst(worst, given, block, found, dtype, top, kind)
+            worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
         summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
@@ -173,18 +165,13 @@ def diagnose_blocks(
     return Diagnosis(shape, dtype.name, axis, n, eps, summary, worst, per_row, kind)
 
 
-def merged(one: Diagnosis, other: Diagnosis, top: int) -> Diagnosis:
-    """Return the diagnosis of the rows of both, which are some of those of the same data."""
-    worst = _first((*one.worst, *other.worst), one.kind, top)
-    return dataclasses.replace(one, summary=_together(one.summary, other.summary), worst=worst)
-
-
 def _measured(
-    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str, threads: int
+    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str
 ) -> Iterator[tuple[Array, PerRow]]:
     """Yield each block and what is known of its rows, in order."""
     # Two for each thread: one at work, one that waits.
     pending: deque[tuple[Array, Future[PerRow]]] = deque()
+    threads = get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for block in blocks:
@@ -202,14 +189,14 @@ def _measured(
 
 def _worst(
     before: tuple[Row, ...],
-    numbers: Sequence[int],
+    start: int,
     block: Array,
     found: PerRow,
     dtype: np.dtype[Any],
     top: int,
     kind: str,
 ) -> tuple[Row, ...]:
-    """Return the rows of the highest rank, of `before` and of a block whose rows have these numbers."""
+    """Return the rows of the highest rank, of `before` and of a block whose first row is number `start`."""
     has = dict(zip(SPECIAL[kind], found.marks, strict=True))
     lost = found.lost[_DECIDING[kind]]
     rank = _rank(lost, found.condition_y, has["undefined"], has["not finite"])
@@ -220,15 +207,10 @@ def _worst(
     candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
     with np.errstate(over="ignore"):
         new = [
-            describe_row(int(numbers[i]), block[i].astype(dtype), found, i, kind)
+            describe_row(start + i, block[i].astype(dtype), found, i, kind)
             for i in candidates.tolist()
         ]
-    return _first((*before, *new), kind, top)
-
-
-def _first(rows: Iterable[Row], kind: str, top: int) -> tuple[Row, ...]:
-    """Return the rows of the highest rank; of equals, the first ones."""
-    return tuple(sorted(rows, key=lambda row: (-_rank_of(row, kind), row.index))[:top])
+    return tuple(sorted((*before, *new), key=lambda row: (-_rank_of(row, kind), row.index))[:top])
 
 
 def _rank(lost: Any, condition: Any, undefined: Any, spoilt: Any) -> Any:

@@ -50,7 +50,7 @@ REFUSED = (
         ("dmean", "drstd"), DASK, "they are of whole arrays",
         "call forward and backward on chunks in memory, in dask.array.map_blocks",
     ),
-    Refusal(_DERIVATIVES, DASK, "they are for arrays in memory", "pass cache.compute()"),
+    Refusal(_DERIVATIVES, DASK, "they are for arrays in memory", "call forward on x.compute()"),
 )  # fmt: skip
 
 _FOUND = {(feature, each.other): each for each in REFUSED for feature in each.features}

@@ -8,8 +8,7 @@ element is correctly rounded is decided, never estimated. Nothing here is shared
 is judged; NumPy only reads and writes the arrays.
 """
 
-from stablenorm.oracle.contract import ContractResult
-from stablenorm.oracle.exact import ExactNorm
+from stablenorm.oracle.exact import ContractResult, ExactNorm
 from stablenorm.oracle.norms import exact_double_backward, exact_layer_norm, exact_rms_norm
 
 __all__ = [

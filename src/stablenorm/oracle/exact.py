@@ -1,26 +1,67 @@
-"""The exact quantities of a norm: their values, rounded, and how far given arrays are from them."""
+"""
+The exact quantities of a norm: their values, rounded, and how far given arrays are from them.
+
+The contract that arrays are held against is ``|error| <= limit ulp + c * S``.
+"""
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stablenorm.oracle.contract import ContractResult, hold
-from stablenorm.oracle.rounding import (
-    JUDGED,
-    Array,
-    Format,
-    Interval,
-    format_of,
-    in_ulp,
-    judge,
-    nearest,
-)
+from stablenorm.oracle import rounding
+from stablenorm.oracle.rounding import Array, Format, format_of, in_ulp
 from stablenorm.oracle.rows import Inputs, Row
+from stablenorm.oracle.surds import exactly
+
+# float64 arithmetic serves the three narrower formats;
+# float64 itself is served by pairs of float64 (u**2 = 2**-106), less what its tree sums lose.
+# By quantity: the limit and log2(c), those of float64 last.
+LIMITS = {
+    "y": (0.501, -48, 0.501, -98),
+    "dx": (0.501, -48, 0.75, -98),
+    "dgamma": (0.501, -44, 0.51, -94),
+    "dbeta": (0.501, -44, 0.51, -94),
+    # Those of y: of float64 data both are computed with more digits than the kernels' dx.
+    "ty": (0.501, -48, 0.501, -98),
+    "ddy": (0.501, -48, 0.501, -98),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ContractResult:
+    """
+    How one array stands against the contract ``|error| <= limit_ulp * ulp + c * S``.
+
+    Attributes
+    ----------
+    passed : bool
+        Whether every element keeps the contract.
+    worst_ulp : float
+        The largest error, in ulp of the array's dtype at the exact value. 0 for an empty array.
+    misrounded : float
+        The fraction of elements that are not the correctly rounded exact values; decided exactly.
+    second_term : int
+        How many elements have an error above `limit_ulp`: only ``c * S`` could let them pass.
+    worst_excess : float
+        The largest ``(error - limit_ulp * ulp) / (c * S)`` of those, or 0. At most 1 if passed.
+    worst_index : tuple of int
+        Where `worst_ulp` is, or `worst_excess` if the contract is broken. Empty for an empty array.
+    limit_ulp : float
+        The limit of this quantity in this dtype.
+    """
+
+    passed: bool
+    worst_ulp: float
+    misrounded: float
+    second_term: int
+    worst_excess: float
+    worst_index: tuple[int, ...]
+    limit_ulp: float
 
 
 class ExactNorm:
@@ -71,7 +112,7 @@ class ExactNorm:
         if self._inputs.undefined(name, block)[column]:
             msg = f"{name} must be defined there, got a row of zero variance and eps = 0"
             raise ValueError(msg)
-        return self._inputs.exactly(name, block, [column])[0].value_to(bits)
+        return exactly(self._inputs.parts(name, block), [column])[0].value_to(bits)
 
     def rounded(self, name: str, dtype: npt.DTypeLike) -> Array:
         """
@@ -85,7 +126,7 @@ class ExactNorm:
         out = np.full(self._shape_of(name), math.nan)
         flat = out.reshape(-1, self.n)
         for i in self._inputs.blocks(name):
-            flat[i] = self._inputs.decide(name, i, lambda _, interval: nearest(interval, fmt))
+            flat[i] = self._inputs.decide(name, i, lambda _, found: rounding.nearest(found, fmt))
         return out.astype(dtype)
 
     def ulp_errors(self, **arrays: Array | None) -> dict[str, Array]:
@@ -135,7 +176,7 @@ class ExactNorm:
         True
         """
         judged = self._judge(arrays)
-        return {name: hold(self._inputs, name, fmt, each) for name, fmt, each in judged}
+        return {name: _hold(self._inputs, name, fmt, each) for name, fmt, each in judged}
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""
@@ -154,15 +195,39 @@ class ExactNorm:
             actual = np.asarray(array)
             fmt = format_of(actual.dtype, name)
             values = as_float64(name, actual, shape).reshape(-1, self.n)
-            judged = np.empty(values.shape, JUDGED)
+            judged = np.empty(values.shape, rounding.JUDGED)
             for i in self._inputs.blocks(name):
-                verdict = partial(_judge_element, values[i].tolist(), fmt)
+                verdict = partial(rounding.judge, fmt, values[i].tolist())
                 judged[i] = self._inputs.decide(name, i, verdict)
             yield name, fmt, judged.reshape(shape)
 
 
-def _judge_element(values: list[float], fmt: Format, column: int, interval: Interval | None) -> Any:
-    return judge(values[column], interval, fmt)
+def _hold(inputs: Inputs, name: str, fmt: Format, judged: Array) -> ContractResult:
+    """Hold an array of this format, judged, against the contract."""
+    limits, shape, judged = LIMITS[name], judged.shape, judged.reshape(-1)
+    limit, second = limits[2:] if fmt is rounding.FORMATS["float64"] else limits[:2]
+    errors = in_ulp(judged)
+    if not errors.size:
+        return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
+    above = np.flatnonzero(errors > limit)
+    # An infinite error needs no S, which may be undefined there.
+    finite = above[np.isfinite(judged["mantissa"][above])]
+    excess = np.where(np.isinf(judged["mantissa"]), math.inf, 0.0)
+    for block in np.unique(finite // inputs.n).tolist():
+        sizes = inputs.sizes(name, block)
+        for i in finite[finite // inputs.n == block]:
+            mantissa, exponent, _, ulp = judged[i].item()
+            over = Fraction(mantissa - math.ldexp(limit, ulp - exponent))
+            low, _, unit = sizes[i % inputs.n]
+            try:
+                excess[i] = over * rounding.power(exponent - unit - second) / low
+            except (OverflowError, ZeroDivisionError):
+                excess[i] = math.inf
+    worst = float(excess.max())
+    where = np.argmax(errors if worst <= 1 else excess)
+    index = tuple(int(i) for i in np.unravel_index(where, shape))
+    of_all = float(errors.max()), float(judged["misrounded"].mean())
+    return ContractResult(worst <= 1, *of_all, above.size, worst, index, limit)
 
 
 def as_float64(name: str, array: Array, shape: tuple[int, ...]) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -10,30 +11,19 @@ import numpy as np
 
 from stablenorm.oracle.exact import ExactNorm, as_float64
 from stablenorm.oracle.rounding import Array, format_of, nearest, read
-from stablenorm.oracle.rows import DOUBLE_BACKWARD, NORM, Inputs, Quantity
-from stablenorm.oracle.surds import enclose, part
+from stablenorm.oracle.rows import ADDED, DOUBLE_BACKWARD, NORM, Inputs, Quantity
+from stablenorm.oracle.surds import RATIONAL, enclose
 
 Given = Array | None
 
 
 def exact_layer_norm(
-    x: Array,
-    gamma: Given = None,
-    beta: Given = None,
-    eps: float = 1e-5,
-    dy: Given = None,
-    *,
-    gamma_offset: float = 0.0,
-    residual: Given = None,
-    where: Given = None,
-    dsum: Given = None,
-    dmean: Given = None,
-    drstd: Given = None,
+    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, dy: Given = None, *,
+    gamma_offset: float = 0.0, residual: Given = None, where: Given = None,
+    dsum: Given = None, dmean: Given = None, drstd: Given = None,
     accumulate: tuple[Given, Given] = (None, None),
-    tx: Given = None,
-    tgamma: Given = None,
-    tbeta: Given = None,
-) -> ExactNorm:
+    tx: Given = None, tgamma: Given = None, tbeta: Given = None,
+) -> ExactNorm:  # fmt: skip
     """
     Return the exact layer norm of `x` over its last axis, to measure implementations against.
 
@@ -100,26 +90,14 @@ def exact_layer_norm(
 
 
 def exact_rms_norm(
-    x: Array,
-    gamma: Given = None,
-    beta: Given = None,
-    eps: float = 1e-5,
-    dy: Given = None,
-    *,
-    gamma_offset: float = 0.0,
-    residual: Given = None,
-    where: Given = None,
-    dsum: Given = None,
-    drstd: Given = None,
-    accumulate: tuple[Given, Given] = (None, None),
-    tx: Given = None,
-    tgamma: Given = None,
-    tbeta: Given = None,
-) -> ExactNorm:
+    x: Array, gamma: Given = None, beta: Given = None, eps: float = 1e-5, dy: Given = None,
+    **options: Any,
+) -> ExactNorm:  # fmt: skip
     """
     Return the exact RMS norm of `x` over its last axis: ``xhat = x / sqrt(mean(x**2) + eps)``.
 
-    The parameters are those of `exact_layer_norm`. There is no mean, and so no `dmean`.
+    The parameters are those of `exact_layer_norm`, and `options` its keywords. There is no mean, and so
+    no `dmean`.
 
     Returns
     -------
@@ -134,25 +112,17 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    dgamma, dbeta = accumulate
-    return _exact(
-        "rms", NORM, x, eps, gamma_offset, where, gamma=gamma, beta=beta, dy=dy, residual=residual,
-        dsum=dsum, drstd=drstd, dgamma=dgamma, dbeta=dbeta, tx=tx, tgamma=tgamma, tbeta=tbeta,
-    )  # fmt: skip
+    if "dmean" in options:
+        msg = "dmean must be left out, as an RMS norm has no mean"
+        raise TypeError(msg)
+    exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
+    return ExactNorm(exact.x, replace(exact._inputs, kind="rms"))
 
 
 def exact_double_backward(
-    ddx: Array,
-    dy: Array,
-    x: Array,
-    gamma: Given = None,
-    eps: float = 1e-5,
-    *,
-    ddgamma: Given = None,
-    ddbeta: Given = None,
-    gamma_offset: float = 0.0,
-    kind: str = "layer",
-) -> ExactNorm:
+    ddx: Array, dy: Array, x: Array, gamma: Given = None, eps: float = 1e-5, *,
+    ddgamma: Given = None, ddbeta: Given = None, gamma_offset: float = 0.0, kind: str = "layer",
+) -> ExactNorm:  # fmt: skip
     """
     Return the exact pullback of the backward: of its dx, dgamma, dbeta to its dy, x and gamma.
 
@@ -190,14 +160,9 @@ def exact_double_backward(
 
 
 def _exact(
-    kind: str,
-    quantities: dict[str, Quantity],
-    x: Array,
-    eps: float,
-    gamma_offset: float,
-    where: Given,
-    **given: Given,
-) -> ExactNorm:
+    kind: str, quantities: dict[str, Quantity], x: Array, eps: float, gamma_offset: float,
+    where: Given, **given: Given,
+) -> ExactNorm:  # fmt: skip
     """Check what is given, by the names of `Inputs`, and make it an `ExactNorm`."""
     x = np.asarray(x)
     if x.ndim < 1 or x.shape[-1] < 1:
@@ -210,19 +175,17 @@ def _exact(
         msg = f"gamma_offset must be finite, got {gamma_offset}"
         raise ValueError(msg)
     n, mask = x.shape[-1], None if where is None else _mask(where, x)
-    ones = read(np.ones(n))
-    matrices, vectors = {}, {} if where is not None else {"where": ones}
+    ones, matrices = read(np.ones(n)), {}
+    vectors = {"where": ones} if mask is None else {}
     for name, array in ({"x": x} | given).items():
         if array is None:
             continue
         if name.endswith(("gamma", "beta")):
-            vectors[name] = read(_read(name, np.asarray(array), (n,)))
-        elif name in {"dmean", "drstd"}:
-            matrices[name] = _read(name, np.asarray(array), (*x.shape[:-1], 1))
-        else:
-            # dsum does not come through the norm: what it adds to dx is not masked.
-            hidden = None if name == "dsum" else mask
-            matrices[name] = _read(name, np.asarray(array), x.shape, hidden)
+            vectors[name] = read(_read(name, array, (n,)))
+            continue
+        # What is added to dx does not come through the norm, and no mask reaches it.
+        shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
+        matrices[name] = _read(name, array, shape, None if name in ADDED else mask)
     if "residual" in matrices:
         matrices["x"] = _sum(matrices["x"], matrices.pop("residual"), x.dtype)
     if mask is not None:
@@ -249,14 +212,14 @@ def _mask(where: Array, x: Array) -> Array:
 def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
     """Return ``x + residual`` rounded once to `dtype`, as float64."""
     # Sums of floats are integers in units of a power of two: nothing is left open.
-    exact = enclose([part(read(v.reshape(-1))) for v in (x, residual)], x.size)
+    exact = enclose([(read(v.reshape(-1)), RATIONAL) for v in (x, residual)], x.size)
     rounded = np.array([nearest(each, format_of(dtype, "x")) for each in exact], float)
     return _finite("x + residual", rounded.reshape(x.shape))
 
 
 def _read(name: str, array: Array, shape: tuple[int, ...], mask: Given = None) -> Array:
     """Return the float64 copy of an argument, 0 where `mask` is False."""
-    values = as_float64(name, array, shape)
+    values = as_float64(name, np.asarray(array), shape)
     return _finite(name, values if mask is None else np.where(mask, values, 0.0))
 
 

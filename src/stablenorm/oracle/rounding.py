@@ -129,15 +129,6 @@ def power(exponent: int) -> Fraction:
     return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
 
 
-def to_parts(integer: int, exponent: int) -> tuple[float, int]:
-    """Return ``integer * 2**exponent`` as a float of at most 64 bits and an exponent of two."""
-    # 64 bits are more than a float64 holds, and an integer that small converts always.
-    excess = integer.bit_length() - 64
-    if excess <= 0:
-        return float(integer), exponent
-    return float(integer >> excess), exponent + excess
-
-
 # ---- verdicts ----
 
 
@@ -180,13 +171,14 @@ def in_ulp(judged: Array) -> Array:
 
 
 def judge(
-    value: float, interval: Interval | None, fmt: Format
+    fmt: Format, values: list[float], place: int, interval: Interval | None
 ) -> tuple[float, int, bool, int] | None:
     """
-    Judge a number of `fmt`, as `JUDGED` says; None where the interval leaves that open.
+    Judge one of some numbers of `fmt`, as `JUDGED` says; None where the interval leaves that open.
 
     Without an interval the exact value is undefined: only NaN is right.
     """
+    value = values[place]
     is_nan = math.isnan(value)
     if interval is None or is_nan:
         is_right = interval is None and is_nan
@@ -210,4 +202,6 @@ def judge(
         return None
     # Zero lies in no binade: its ulp is the smallest subnormal.
     ulp = fmt.ulp_exponent(top + unit) if low else fmt.finest
-    return *to_parts(error, unit - finer), rounded != value, ulp
+    # 64 bits are more than a float64 holds, and an integer that small converts always.
+    excess = max(error.bit_length() - 64, 0)
+    return float(error >> excess), unit - finer + excess, rounded != value, ulp

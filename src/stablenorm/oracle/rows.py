@@ -11,8 +11,7 @@ is rstd times a rational. RMS norm has ``mean(x)`` and ``mean(g)`` set to zero i
 What a mask leaves out is zero in every vector, and ones are subtracted only where the mask is True.
 """
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -21,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stablenorm.oracle.rounding import Array, Interval, Vector, read
-from stablenorm.oracle.surds import Part, Surd, T, enclose, exactly, part
+from stablenorm.oracle.surds import RATIONAL, Part, T, enclose, exactly
 
 
 class Row:
@@ -32,9 +31,18 @@ class Row:
     """
 
     def __init__(self, inputs: "Inputs", index: int):
-        self._inputs = inputs
-        self._index = index
+        self._inputs, self._index = inputs, index
         self.layer = inputs.kind == "layer"
+        # 1 where the mask is True, 0 elsewhere; and how many elements that leaves, 1 if none.
+        self.ones = self["where"]
+        self.n = self.ones.total() or Fraction(1)
+        self.mean = self["x"].total() / self.n if self.layer else Fraction(0)
+        self.centered = self.center(self["x"])
+        self.var = self.centered.dot(self.centered) / self.n
+        # rstd**2; where there is none, 1: what a mask leaves out is 0 whatever it is.
+        self.square = 1 / (self.var + inputs.eps or Fraction(1))
+        # xhat / rstd.
+        self.xhat = self.centered
 
     def __contains__(self, name: str) -> bool:
         return name in self._inputs.vectors or name in self._inputs.matrices
@@ -43,44 +51,9 @@ class Row:
         found = self._inputs.vectors.get(name)
         return read(self._inputs.matrices[name][self._index]) if found is None else found
 
-    @functools.cached_property
-    def ones(self) -> Vector:
-        """1 where the mask is True, 0 elsewhere."""
-        return self["where"]
-
-    @functools.cached_property
-    def n(self) -> Fraction:
-        """The number of elements of the row that are not masked; 1 if all are."""
-        return self.ones.total() or Fraction(1)
-
-    @functools.cached_property
-    def mean(self) -> Fraction:
-        """The mean; 0 for RMS norm."""
-        return self["x"].total() / self.n if self.layer else Fraction(0)
-
-    @functools.cached_property
-    def centered(self) -> Vector:
-        """``x - mean``."""
-        return self.center(self["x"])
-
-    @functools.cached_property
-    def var(self) -> Fraction:
-        """The mean of ``centered**2``."""
-        return self.centered.dot(self.centered) / self.n
-
-    @functools.cached_property
-    def square(self) -> Fraction:
-        """``rstd**2``; where there is none, 1: what a mask leaves out is 0 whatever it is."""
-        return 1 / (self.var + self._inputs.eps or Fraction(1))
-
     def center(self, v: Vector) -> Vector:
         """Return ``v - mean(v)``, for RMS norm v."""
         return v.plus(self.ones.scaled(-v.total() / self.n)) if self.layer else v
-
-    @property
-    def xhat(self) -> Vector:
-        """``xhat / rstd``."""
-        return self.centered
 
     def inner(self, a: Vector, b: Vector) -> Fraction:
         """Return ``mean(a * b)``."""
@@ -93,7 +66,7 @@ class Row:
 
     def times_rstd(self, v: Vector) -> Part:
         """Return ``v * rstd``."""
-        return part(v, self.square)
+        return v, self.square
 
 
 class Magnitudes(Row):
@@ -104,10 +77,10 @@ class Magnitudes(Row):
         v = v.magnitudes()
         return v.plus(self.ones.scaled(v.total() / self.n)) if self.layer else v
 
-    @property
-    def xhat(self) -> Vector:
-        """``(|xhat| + mean|xhat|) / rstd``."""
-        return self._spread(self.centered)
+    def __init__(self, inputs: "Inputs", index: int):
+        super().__init__(inputs, index)
+        # (|xhat| + mean|xhat|) / rstd.
+        self.xhat = self._spread(self.centered)
 
     def inner(self, a: Vector, b: Vector) -> Fraction:
         """Return ``mean|a * b|``."""
@@ -121,32 +94,26 @@ class Magnitudes(Row):
 
 # ---- the quantities: of each row, or summed over all rows ----
 
-Parts = Iterator[Part]
+Parts = Iterable[Part]
 
 
 def _y(row: Row) -> Parts:
     yield row.times_rstd(row["scale"].times(row.xhat))
     if "beta" in row:
-        yield part(row["beta"].times(row.ones))
+        yield row["beta"].times(row.ones), RATIONAL
+
+
+# What is added to dx. The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
+ADDED: dict[str, Callable[[Row, Vector], Part]] = {
+    "dsum": lambda _, v: (v, RATIONAL),
+    "dmean": lambda row, v: (row.ones.scaled(v.total() / row.n), RATIONAL),
+    "drstd": lambda row, v: row.times_rstd(row.xhat.scaled(-v.total() * row.square / row.n)),
+}
 
 
 def _dx(row: Row) -> Parts:
     yield row.times_rstd(row.project(row["scale"].times(row["dy"])))
-    if "dsum" in row:
-        yield part(row["dsum"])
-    # The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
-    if "dmean" in row:
-        yield part(row.ones.scaled(row["dmean"].total() / row.n))
-    if "drstd" in row:
-        yield row.times_rstd(row.xhat.scaled(-row["drstd"].total() * row.square / row.n))
-
-
-def _dgamma(row: Row) -> Parts:
-    yield row.times_rstd(row["dy"].times(row.xhat))
-
-
-def _dbeta(row: Row) -> Parts:
-    yield part(row["dy"])
+    yield from (added(row, row[name]) for name, added in ADDED.items() if name in row)
 
 
 def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
@@ -156,17 +123,13 @@ def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
     if gamma in row:
         yield row.times_rstd(row[gamma].times(row.xhat))
     if beta in row:
-        yield part(row[beta].times(row.ones))
+        yield row[beta].times(row.ones), RATIONAL
 
 
 # Second order: the cotangents ddx, ddgamma, ddbeta of dx, dgamma, dbeta pulled back to dy, x, gamma.
 # What is pulled back is the gradient of
 #     L = <ddx, rstd project(g)> + <ddgamma * dy, xhat> + <ddbeta, dy>.
 # project is symmetric, so that the gradient with respect to dy is a jvp.
-
-
-def _double_dgamma(row: Row) -> Parts:
-    yield row.times_rstd(row["dy"].times(row.project(row["ddx"])))
 
 
 def _double_dx(row: Row) -> Parts:
@@ -195,14 +158,16 @@ class Quantity(NamedTuple):
 NORM = {
     "y": Quantity(_y, False, "x"),
     "dx": Quantity(_dx, False, "dy"),
-    "dgamma": Quantity(_dgamma, True, "dy"),
-    "dbeta": Quantity(_dbeta, True, "dy"),
+    "dgamma": Quantity(lambda row: [row.times_rstd(row["dy"].times(row.xhat))], True, "dy"),
+    "dbeta": Quantity(lambda row: [(row["dy"], RATIONAL)], True, "dy"),
     "ty": Quantity(partial(_jvp, x="tx", gamma="tgamma", beta="tbeta"), False, "tx"),
 }
 DOUBLE_BACKWARD = {
     "ddy": Quantity(partial(_jvp, x="ddx", gamma="ddgamma", beta="ddbeta"), False, "ddx"),
     "dx": Quantity(_double_dx, False, "dy"),
-    "dgamma": Quantity(_double_dgamma, True, "dy"),
+    "dgamma": Quantity(
+        lambda row: [row.times_rstd(row["dy"].times(row.project(row["ddx"])))], True, "dy"
+    ),
 }
 
 
@@ -234,24 +199,24 @@ class Inputs:
             raise ValueError(msg)
         return range(1 if self.quantities[name].summed else len(self.matrices["x"]))
 
+    def rows(self, name: str, block: int, kind: type[Row] = Row) -> Iterator[Row]:
+        """Yield the rows that one block is made of."""
+        all_rows = range(len(self.matrices["x"]))
+        return (kind(self, i) for i in (all_rows if self.quantities[name].summed else [block]))
+
     def parts(self, name: str, block: int, kind: type[Row] = Row) -> Parts:
         """Yield the parts of one block."""
         if name in self.vectors:
-            yield part(self.vectors[name])
-        for index in self._rows(name, block):
-            yield from self.quantities[name].parts(kind(self, index))
-
-    def _rows(self, name: str, block: int) -> range:
-        """Return the rows that one block is made of."""
-        summed = self.quantities[name].summed
-        return range(len(self.matrices["x"])) if summed else range(block, block + 1)
+            yield self.vectors[name], RATIONAL
+        for row in self.rows(name, block, kind):
+            yield from self.quantities[name].parts(row)
 
     def undefined(self, name: str, block: int) -> Array:
         """Tell which elements of one block have no value: without variance and eps, those that count."""
         found = np.zeros(self.n, bool)
         # dbeta, which is a sum of dy, is made without rstd.
         if self.eps == 0 and name != "dbeta":
-            for row in (Row(self, index) for index in self._rows(name, block)):
+            for row in self.rows(name, block):
                 if row.var == 0:
                     found |= np.array(row.ones.integers) != 0
         return found
@@ -259,21 +224,17 @@ class Inputs:
     def sizes(self, name: str, block: int) -> list[Interval]:
         """Return S of the contract: the sum of the magnitudes that each element is made of."""
         parts = self.parts(name, block, Magnitudes)
-        return enclose((Part(list(map(abs, v)), square) for v, square in parts), self.n)
-
-    def exactly(self, name: str, block: int, columns: list[int]) -> list[Surd]:
-        """Return some elements of one block."""
-        return exactly(self.parts(name, block), columns) if columns else []
+        return enclose(((v.magnitudes(), square) for v, square in parts), self.n)
 
     def decide(
         self, name: str, block: int, verdict: Callable[[int, Interval | None], T | None]
     ) -> list[T]:
         """Return the verdict on each element of one block, given its place and an enclosure, if defined."""
         undefined = self.undefined(name, block).tolist()
-        intervals = enclose(self.parts(name, block), self.n)
-        pairs = enumerate(zip(intervals, undefined, strict=True))
+        pairs = enumerate(zip(enclose(self.parts(name, block), self.n), undefined, strict=True))
         found = [verdict(i, None if nothing else interval) for i, (interval, nothing) in pairs]
-        left_open = [i for i, each in enumerate(found) if each is None]
-        for i, number in zip(left_open, self.exactly(name, block, left_open), strict=True):
-            found[i] = number.decide(partial(verdict, i))
+        if left_open := [i for i, each in enumerate(found) if each is None]:
+            numbers = exactly(self.parts(name, block), left_open)
+            for i, number in zip(left_open, numbers, strict=True):
+                found[i] = number.decide(partial(verdict, i))
         return [each for each in found if each is not None]

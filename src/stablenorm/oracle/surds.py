@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from stablenorm.oracle.rounding import Interval, Vector, power
 
@@ -23,20 +23,9 @@ T = TypeVar("T")
 # leaves open (a tie, an exact zero, an exact result) goes to `Surd`.
 ROOT_BITS = 256
 
-# A first try of `Surd` that nearly always decides; it doubles until it does.
-FIRST_BITS = 512
-
-
-class Part(NamedTuple):
-    """The numbers ``integers * sqrt(square)``."""
-
-    integers: list[int]
-    square: Fraction
-
-
-def part(vector: Vector, square: Fraction = Fraction(1)) -> Part:
-    """Return ``vector * sqrt(square)``."""
-    return Part(vector.integers, vector.unit**2 * square)
+# The numbers ``vector * sqrt(square)``, given both.
+Part = tuple[Vector, Fraction]
+RATIONAL = Fraction(1)
 
 
 def enclose_root(square: Fraction, bits: int) -> Interval:
@@ -53,10 +42,10 @@ def enclose_root(square: Fraction, bits: int) -> Interval:
 
 def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interval]:
     """Enclose the `n` sums of the parts, each square root to so many bits."""
-    lows, widths, unit = [0] * n, [0] * n, 0
-    for integers, square in parts:
-        low, width, exponent = enclose_root(square, bits)
-        coarser, shift = max(unit - exponent, 0), max(exponent - unit, 0)
+    lows, widths, finest = [0] * n, [0] * n, 0
+    for (integers, unit), square in parts:
+        low, width, exponent = enclose_root(unit**2 * square, bits)
+        coarser, shift = max(finest - exponent, 0), max(exponent - finest, 0)
         low, width = low << shift, width << shift
         high = low + width
         pairs = zip(lows, integers, strict=True)
@@ -64,20 +53,21 @@ def enclose(parts: Iterable[Part], n: int, bits: int = ROOT_BITS) -> list[Interv
         if width or coarser:
             pairs = zip(widths, integers, strict=True)
             widths = [(v << coarser) + abs(t) * width for v, t in pairs]
-        unit = min(unit, exponent)
-    return [Interval(low, width, unit) for low, width in zip(lows, widths, strict=True)]
+        finest = min(finest, exponent)
+    return [Interval(low, width, finest) for low, width in zip(lows, widths, strict=True)]
 
 
 def exactly(parts: Iterable[Part], columns: list[int]) -> "list[Surd]":
     """Return some of the sums of the parts, by their columns."""
     sums: list[dict[int, Fraction]] = [{} for _ in columns]
-    for integers, (p, q) in ((integers, square.as_integer_ratio()) for integers, square in parts):
+    for (integers, unit), square in parts:
+        p, q = (unit**2 * square).as_integer_ratio()
         # sqrt(p / q) = sqrt(p q) / q. What is a power of 4 in p q leaves the root, so that rows that
         # differ by a power of two share a term.
         fours = (((p * q) & -(p * q)).bit_length() - 1) // 2
-        radicand, unit = p * q >> 2 * fours, power(fours) / q
+        radicand, scale = p * q >> 2 * fours, power(fours) / q
         for found, column in zip(sums, columns, strict=True):
-            found[radicand] = found.get(radicand, 0) + integers[column] * unit
+            found[radicand] = found.get(radicand, 0) + integers[column] * scale
     return [Surd({radicand: c for radicand, c in found.items() if c}) for found in sums]
 
 
@@ -89,8 +79,9 @@ class Surd:
 
     def enclose(self, bits: int) -> Interval:
         """Enclose the number, each square root to so many bits; exactly if it is dyadic."""
-        terms = ((c.numerator, Fraction(r, c.denominator**2)) for r, c in self.terms.items())
-        return enclose((Part([integer], square) for integer, square in terms), 1, bits)[0]
+        terms = self.terms.items()
+        parts = ((Vector([c.numerator], Fraction(1, c.denominator)), Fraction(r)) for r, c in terms)
+        return enclose(parts, 1, bits)[0]
 
     def settled(self) -> "Surd":
         """Merge the terms that differ by a rational factor; the rational ones are those of 1."""
@@ -108,7 +99,8 @@ class Surd:
 
     def decide(self, verdict: Callable[[Interval], T | None]) -> T:
         """Raise the precision until `verdict` of the enclosure is not None."""
-        number, bits = self, FIRST_BITS
+        # The first try nearly always decides.
+        number, bits = self, 2 * ROOT_BITS
         while (found := verdict(number.enclose(bits))) is None:
             # Merging takes long where there are many terms, and is seldom needed.
             number, bits = number.settled(), 2 * bits

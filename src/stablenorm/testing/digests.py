@@ -33,8 +33,6 @@ from stablenorm.testing.families import Case
 from stablenorm.types import Array
 
 _FORMATS = {"f16": FLOAT16, "bf16": BFLOAT16, "f32": FLOAT32, "f64": FLOAT64}
-# A line for each input; new ones go to the end, as their numbers are part of what they are.
-_FILES = {"nearest": "digests.txt", "fast": "digests_fast.txt"}
 
 
 def digest_inputs() -> dict[str, Case]:
@@ -52,20 +50,11 @@ def digest_inputs() -> dict[str, Case]:
     return {name: _make(4 * m, *name.split()) for m, name in enumerate(published_digests())}
 
 
-def published_digests(rounding: str = "nearest") -> dict[str, tuple[str, ...]]:
+def published_digests() -> dict[str, tuple[str, ...]]:
     """
     Return the digests of y, dx, dgamma and dbeta, by the name of the input.
 
-    Parameters
-    ----------
-    rounding : {"nearest", "fast"}, default: "nearest"
-        "nearest": of the exact results, computed by integers and rounded once to nearest, ties to even. "fast":
-        of what the backend "native" returns by default in this version, on every processor.
-
-    Returns
-    -------
-    dict
-        Four digests for each name.
+    They are of the exact results, computed by integers and rounded once to nearest, ties to even.
 
     Examples
     --------
@@ -73,7 +62,8 @@ def published_digests(rounding: str = "nearest") -> dict[str, tuple[str, ...]]:
     >>> published_digests()["constant f32 3x3"]
     ('24b4164b4b5e', '7695a30fde0a', '15ec7bf0b507', '35276260bebb')
     """
-    lines = Path(__file__).with_name(_FILES[rounding]).read_text("utf-8").splitlines()
+    # A line for each input; new ones go to the end, as their numbers are part of what they are.
+    lines = Path(__file__).with_suffix(".txt").read_text("utf-8").splitlines()
     return {line[:27].rstrip(): tuple(line[28:].split()) for line in lines}
 
 

@@ -1,0 +1,325 @@
+"""
+The public functions on Dask arrays, chunk by chunk. Imported only where there is one: it loads Dask.
+
+Nothing is computed here but names, shapes and checks. The first task of a block returns all that the
+call made of it; what the user holds, y, the cache, dx, refers to it by tasks that only take a part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from functools import partial
+from operator import getitem
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from dask._task_spec import Task, TaskRef
+from dask.array import Array, blockwise, from_array
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from stablenorm.arrays import HOST, is_lazy, normalize_axes
+from stablenorm.backends import choose
+from stablenorm.formats import check_dtype
+from stablenorm.functional import backward as functional_backward
+from stablenorm.functional import checks, masks
+from stablenorm.functional import forward as functional
+from stablenorm.functional.combinations import DASK, refuse
+from stablenorm.functional.plain import decided
+from stablenorm.reference import partial as sums
+from stablenorm.types import NAMES, Cache, Gradients, Norm
+
+# An array whose axes are some of those of x, and which; or two times None.
+Operand = tuple[Any, Any]
+
+# How many sums are merged at a time: enough that the tree is a small part of the tasks.
+_FAN_IN = 8
+
+
+def threads_of_task() -> int | None:
+    """Return how many threads a task may use: one, where the scheduler has others of its own."""
+    # In the main thread the scheduler runs one task at a time: None is as many as always.
+    return None if threading.current_thread() is threading.main_thread() else 1
+
+
+def convert(name: str, value: Any) -> Any:
+    """Return an argument, its dtype checked and in this machine's byte order; a Dask array stays one."""
+    if not is_lazy(value):
+        return HOST.convert(name, value)
+    check_blocks(name, value)
+    check_dtype(name, value)
+    return value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
+
+
+LAZY = HOST._replace(convert=convert)
+
+
+def check_blocks(name: str, array: Array) -> None:
+    """Raise unless the shape of a Dask array is known, and its blocks are NumPy's."""
+    if any(math.isnan(length) for length in array.shape):
+        msg = f"{name} must have known chunk sizes, got {array.chunks}; call compute_chunk_sizes()"
+        raise ValueError(msg)
+    if type(array._meta) is not np.ndarray:
+        msg = (
+            f"{name} must be a Dask array of NumPy arrays, got one of {type(array._meta).__name__}"
+        )
+        raise TypeError(msg)
+
+
+def operand(name: str, value: Any, x: Array, axes: tuple[int, ...]) -> Operand:
+    """Return `value`, whose axes are these of x or have length 1, cut as x is."""
+    if value is None:
+        return None, None
+    if not is_lazy(value):
+        # One block of a name that is always the same, which all tasks refer to.
+        value = from_array(value, chunks=-1, name=f"stablenorm-{name}-{tokenize(value)}")
+    # An axis of length 1 may be cut too, into it and chunks of nothing.
+    pairs = zip(axes, value.shape, strict=True)
+    chunks = tuple(x.chunks[i] if length == x.shape[i] else (1,) for i, length in pairs)
+    return value.rechunk(chunks), axes
+
+
+def of_blocks(
+    name: str, function: Any, *operands: Operand, dtype: Any = object, ones: tuple[int, ...] = ()
+) -> Array:
+    """
+    Return the array whose blocks a function makes of those of the operands; like the first, but for `ones`.
+
+    With `dtype` object they are no arrays. Along the axes `ones` they have length 1.
+    """
+    axes = operands[0][1]
+    made = blockwise(
+        function,
+        axes,
+        *itertools.chain.from_iterable(operands),
+        name=name,
+        meta=np.empty((0,) * len(axes), dtype),
+        # They are cut alike already; and chunks of nothing are not what Dask expects.
+        align_arrays=False,
+        adjust_chunks=dict.fromkeys(ones, 1),
+    )
+    # As tasks: Dask would merge the layer with that of x, whose blocks a cache is asked for.
+    layers = {**made.dask.layers, name: dict(made.dask.layers[name])}
+    return Array(HighLevelGraph(layers, made.dask.dependencies), name, made.chunks, meta=made)
+
+
+def renamed(made: Array, what: str) -> str:
+    """Return the name of what is made of `made`."""
+    first, _, token = made.name.rpartition("-")
+    return f"{first}-{what}-{token}"
+
+
+def part_of(made: Array, index: int, what: str, dtype: Any) -> Array:
+    """Return what is at `index` of each block of `made`."""
+    operands = (made, tuple(range(made.ndim))), (index, None)
+    return of_blocks(renamed(made, what), getitem, *operands, dtype=dtype)
+
+
+def merged(name: str, merge: Any, parts: Any, like: Array, axes: Any) -> Operand:
+    """
+    Return an operand cut like `like`, whose axes are these of `parts`; the other axes are merged away.
+
+    The order is that of the blocks, whoever merges them, and whenever.
+    """
+    groups, tasks = dict[Any, list[Any]](), dict[Any, Task]()
+    for at in itertools.product(*map(range, parts.numblocks)):
+        counts = zip(axes, like.numblocks, strict=True)
+        place = tuple(at[axis] if count > 1 else 0 for axis, count in counts)
+        groups.setdefault((name, *place), []).append(TaskRef((parts.name, *at)))
+    for key, leaves in groups.items():
+        for level in itertools.count():
+            starts = range(0, len(leaves), _FAN_IN)
+            keys = [(*key, level, i) for i in starts] if len(leaves) > _FAN_IN else [key]
+            for made, i in zip(keys, starts, strict=True):
+                tasks[made] = Task(made, merge, *leaves[i : i + _FAN_IN])
+            leaves[:] = map(TaskRef, keys)
+            if keys == [key]:
+                break
+    graph = HighLevelGraph.from_collections(name, tasks, [parts])
+    return Array(graph, name, like.chunks, meta=np.empty((0,) * len(axes), object)), axes
+
+
+class LazyCache(SimpleNamespace):
+    """
+    The cache of a forward on a Dask array: a record of lazy arrays, computed with the gradients.
+
+    It is no collection of Dask, so that `dask.compute` and `dask.persist` leave it as it is.
+
+    Attributes
+    ----------
+    x : dask.array.Array
+        What was normalized: the x that was given, or its sum with the residual.
+    norm, gamma
+        As in `Cache`; gamma and beta are what was given.
+    axis : tuple of int
+        The axes normalized together.
+    mean, rstd : dask.array.Array
+        As in `Cache`, but lazy.
+    """
+
+    x: Array
+    norm: Norm
+    gamma: Any
+    axis: tuple[int, ...]
+    backend: str
+    mean: Array
+    rstd: Array
+    # Its blocks are caches without x, gamma and beta, in place of arrays.
+    kept: Array
+
+    def __repr__(self) -> str:
+        """Return the shape, the dtype and the number of blocks on one line."""
+        x = f"{self.x.dtype} {self.x.shape}, {self.kept.npartitions} blocks"
+        return f"LazyCache(x: {x}, axis: {self.axis}, rounding: {self.norm.rounding!r})"
+
+
+def _word(kept: Cache, x: Any, which: str) -> Any:
+    return getattr(kept._replace(x=x), which)
+
+
+def forward(
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, residual: Any, where: Any
+) -> tuple[Array, LazyCache | None]:
+    """Do what `functional.forward` does with an x that is a Dask array."""
+    if out is not None:
+        refuse("out", DASK)
+    chosen, x = choose(backend), convert("x", x)
+    axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
+    norm = checks.checked_norm(LAZY, norm, x.shape, axes, chosen)
+    if cut := [axis - x.ndim for axis in axes if x.numblocks[axis] > 1]:
+        msg = (
+            f"x has {x.numblocks[cut[0]]} chunks along axis {cut[0]}, which is normalized; "
+            f"x.rechunk({dict.fromkeys(cut, -1)}) first"
+        )
+        raise ValueError(msg)
+    if residual is not None:
+        residual = checks.of_shape(LAZY, "residual", residual, x.shape)
+    if is_lazy(where):
+        # Its elements are looked at block by block.
+        check_blocks("where", where)
+        masks.check_mask(where, x.shape)
+    elif where is not None:
+        where = masks.check_where(where, x.shape, axes, norm.rounding)
+    operands = (
+        (x, every),
+        operand("residual", residual, x, every),
+        operand("where", where, x, every[x.ndim - np.ndim(where) :]),
+        *_parameters(norm, x, axes),
+    )
+    call = norm._replace(gamma=None, beta=None), axes, chosen, keep
+    name = f"{norm.kind}-norm{'-forward' * keep}-{tokenize(call, *operands)}"
+    made = of_blocks(name, partial(_forward, *call), *operands, dtype=object if keep else x.dtype)
+    if not keep:
+        return made, None
+    y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
+    if residual is not None:
+        x = part_of(made, 2, "sum", x.dtype)
+    rows = partial(of_blocks, dtype=np.float64, ones=axes)
+    mean, rstd = (
+        rows(renamed(kept, which), _word, (kept, every), (x, every), (which, None))
+        for which in ("mean", "rstd")
+    )
+    return y, LazyCache(
+        x=x, norm=norm, gamma=norm.gamma, axis=axes, backend=chosen, mean=mean, rstd=rstd, kept=kept
+    )
+
+
+def _forward(
+    norm: Norm,
+    axes: tuple[int, ...],
+    backend: str,
+    keep: bool,
+    x: Any,
+    residual: Any,
+    where: Any,
+    *parameters: Any,
+) -> Any:
+    """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
+    norm = Norm._make((*parameters, *norm[2:]))
+    y, cache = functional.forward(
+        x, norm, axes, None, backend, keep, residual, where, threads_of_task()
+    )
+    if cache is None:
+        return y
+    bare = _filled(None, None, None, cache)
+    return (y, bare) if residual is None else (y, bare, cache.x)
+
+
+def _filled(x: Any, gamma: Any, beta: Any, bare: Cache) -> Cache:
+    return bare._replace(x=x, norm=bare.norm._replace(gamma=gamma, beta=beta))
+
+
+def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
+    """Return gamma and beta as operands; one with leading axes is cut along these as x is."""
+    others = [axis for axis in range(x.ndim) if axis not in axes]
+    pairs: Any = zip(NAMES[1:], norm[:2], strict=True)
+    return [operand(name, v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for name, v in pairs]
+
+
+def backward(
+    dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
+) -> Gradients:
+    """Do what `functional.backward` does with the cache of a Dask array."""
+    checks.check_kind(cache.norm, kind)
+    names = "out", "sum_axes", "dmean", "drstd", "accumulate"
+    for name, value in zip(names, (out, *others), strict=True):
+        # Not `!=`: of arrays, that is one.
+        if value is not None and value is not False:
+            refuse(name, DASK)
+    asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
+    if not is_lazy(dy):
+        msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
+        raise TypeError(msg)
+    dy = checks.of_shape(LAZY, "dy", dy, x.shape, "the y of this cache")
+    if dsum is not None:
+        dsum = checks.of_shape(LAZY, "dsum", dsum, x.shape)
+    every = tuple(range(x.ndim))
+    of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
+    block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
+    # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
+    name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
+    made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
+    found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
+    for i, parameter in enumerate(norm[:2]):
+        given = NAMES[i + 1] in asked and parameter is not None
+        found.append(_sum(made, i, of_dy, block, norm.rounding == "nearest") if given else None)
+    return Gradients(*found)
+
+
+def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
+    """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
+    threads = threads_of_task()
+    return functional_backward.partial_sums(
+        dy, _filled(*block), asked, dsum=dsum, threads=threads
+    )
+
+
+def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...], nearest: bool) -> Array:
+    """
+    Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`.
+
+    Columns that rounding to nearest leaves undecided are asked of each block again, as exact sums.
+    """
+    (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
+    parts = part_of(made, 1 + i, f"{what}-sum", object)
+    total = merged(renamed(parts, "merged"), sums.merged, parts, like, axes)
+    found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
+    exact: Operand = None, None
+    if nearest:
+        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
+        exact = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
+    return of_blocks(renamed(made, what), _decided, found, exact, dtype=like.dtype)
+
+
+def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
+    """Return the exact sums over a block of the columns that are undecided."""
+    columns: list[Any] = [None, None]
+    columns[i] = found[1]
+    return functional_backward.exact_sums(dy, _filled(*block), columns, threads_of_task())[i]
+
+
+def _decided(found: Any, exact: Any) -> Any:
+    return found[0] if exact is None else decided(found[0], found[1], exact)
