@@ -181,7 +181,14 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
 
 
 def forward(
-    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, residual: Any, where: Any
+    x: Any,
+    norm: Norm,
+    axis: Any,
+    out: Any,
+    backend: str | None,
+    keep: bool,
+    residual: Any,
+    where: Any,
 ) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
     if out is not None:
@@ -292,9 +299,7 @@ def backward(
 def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
     """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
     threads = threads_of_task()
-    return functional_backward.partial_sums(
-        dy, _filled(*block), asked, dsum=dsum, threads=threads
-    )
+    return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
 
 
 def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...], nearest: bool) -> Array:

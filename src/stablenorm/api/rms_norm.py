@@ -164,7 +164,5 @@ def rms_norm_backward(
     array([[ 0.181, -0.136]])
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate
-    )
+    gradients: Gradients = run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
     return gradients

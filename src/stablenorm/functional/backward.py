@@ -22,6 +22,7 @@ from stablenorm.functional.checks import (
 from stablenorm.functional.combinations import CUDA, NEAREST, refuse
 from stablenorm.functional.layout import Lead, layout_of, lead_of
 from stablenorm.functional.plain import run_plain
+from stablenorm.reference.exact import ExactSum
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import NAMES, Array, Cache, Gradients
 
@@ -86,9 +87,11 @@ def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool
     """
     ndim, axes = call.x.ndim, cache.axis
     if not call.x.size:
-        # Sums over no rows; old values are there.
+        # Sums over no rows; old values and partial sums are there.
         for total in (call.dgamma, call.dbeta):
-            if total is not None and not accumulate:
+            if total is not None and call.sums == "exact":
+                total[total != 0] = ExactSum.of_numbers(np.zeros(0))
+            elif total is not None and call.sums == "rounded" and not accumulate:
                 total[...] = np.zeros((), total.dtype)
         return
     of_gamma, of_beta = (lead_of(each, ndim, axes) for each in call.norm[:2])

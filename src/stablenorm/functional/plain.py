@@ -99,9 +99,7 @@ def _reads_again(call: Any) -> bool:
     return pair[1] is not None and np.may_share_memory(*pair)
 
 
-def _blocks(
-    operation: str, backend: str, call: Any, layout: Layout, whole: Part
-) -> Iterator[Part]:
+def _blocks(operation: str, backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
     """Cut rows into blocks: each of whole tiles or samples, so that no bit depends on the blocks."""
     rows, masked, _, samples = whole
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
@@ -217,9 +215,7 @@ def _merge_exact(backend: str, call: Backward, layout: Layout, parts: list[Part]
             result[...] = merged(*sums)
 
 
-def _round_parts(
-    backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any
-) -> None:
+def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any) -> None:
     """Do the parts, add up their sums and the old values, and round once."""
     results = call.dgamma, call.dbeta
     sums = [None if each is None else np.zeros(each.shape, PARTIAL) for each in results]

@@ -71,7 +71,9 @@ def forward(call: Forward) -> Any:
         return NotImplemented
     kept = reference.forward(call)
     # A backward takes double-double statistics for those of float64 data.
-    return kept if x.dtype == np.float64 or not keep else kept._replace(rstd_lo=None, mean_tail=None)
+    return (
+        kept if x.dtype == np.float64 or not keep else kept._replace(rstd_lo=None, mean_tail=None)
+    )
 
 
 def backward(call: Backward) -> Any:
