@@ -89,7 +89,7 @@ keywords: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
-scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 8 min, alone on the machine
+scale: $(VENV)/.dev  ## Dask beside the plain call, into docs: 6 min, alone on the machine
 	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that

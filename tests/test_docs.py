@@ -71,11 +71,8 @@ FIGURES = {
     "docs/explanation/error-analysis.md": "bounds",
     "docs/how-to/dask.md": "sizes of chunks and memory to plan with",
     "docs/how-to/diagnose-your-data.md": "what a number of bits is",
-    "docs/how-to/files.md": "the limit that `stablenorm apply` keeps, which a test holds",
     "docs/how-to/half-precision.md": "ranges of formats, which its examples print",
     "docs/how-to/train.md": "rates that its example has",
-    "CHANGELOG.md": "the limit that `stablenorm apply` keeps",
-    "src/stablenorm/cli/apply.py": "the limit that `stablenorm apply` keeps",
     "src/stablenorm/check/gradients.py": "a constant of the method",
     "src/stablenorm/timing.py": "constants of the method",
 }

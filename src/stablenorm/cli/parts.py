@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import platform
+import secrets
 import stat
 import sys
 import textwrap
@@ -24,7 +25,6 @@ from rich.text import Text
 
 import stablenorm
 from stablenorm import text
-from stablenorm.files import whole_file
 from stablenorm.formats import FORMATS
 from stablenorm.text import Section, Table
 from stablenorm.threads import get_num_threads, set_num_threads
@@ -195,8 +195,17 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
     """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
     if path is None:
         return
-    with whole_file(path) as file:
-        write(file)
+    # A new name each time: what a link of this name leads to is never written.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with beside.open("xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def write_plot(path: Path | None, plot: Callable[..., object]) -> None:

@@ -64,7 +64,7 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     if 4 * x_bytes > there:
         msg = (
             f"x must fit in memory, with y, dx and dy, to be checked, got {x_bytes / 1e9:.1f} GB, of "
-            f"{there / 1e9:.1f} GB; stablenorm apply takes it"
+            f"{there / 1e9:.1f} GB; save fewer rows"
         )
         raise InputError(msg)
     arrays = {"x": load(members["x"])}
