@@ -8,9 +8,8 @@ runs meanwhile.
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +48,6 @@ def measure_interleaved(
     least: int = 3,
     limit: float = math.inf,
     settle: float = SETTLE,
-    step: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
@@ -57,8 +55,8 @@ def measure_interleaved(
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
     as last 0.3 ms, at least one. Before it come `settle` seconds of sleep, until the threads of the
-    candidate before stop spinning, and 10 ms of calls that are not counted; after it `step`. The
-    garbage collector is off, as in `timeit`.
+    candidate before stop spinning, and 10 ms of calls that are not counted. The garbage collector is
+    off, as in `timeit`.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     was_on = gc.isenabled()
@@ -77,8 +75,6 @@ def measure_interleaved(
             for name in order:
                 time.sleep(settle)
                 samples[name].append(_sample(candidates[name], *counts[name]))
-                if step is not None:
-                    step()
             order.append(order.pop(0))
     finally:
         if was_on:
@@ -93,22 +89,18 @@ def measure_interleaved(
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
     """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
     both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
-    # np.copyto releases the interpreter lock.
-    return together([partial(np.copyto, *part) for part in zip(*both, strict=True)])
+    first, *others = zip(*both, strict=True)
+    # The pool lives as long as the function that is returned.
+    pool = ThreadPoolExecutor(max(1, len(others)))
 
-
-def together(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function that makes all calls at once, the first of them on its own thread."""
-    # It lives as long as the function that is returned.
-    pool = ThreadPoolExecutor(max(1, len(calls) - 1))
-
-    def call() -> None:
-        begun = [pool.submit(each) for each in calls[1:]]
-        calls[0]()
+    def copy() -> None:
+        # np.copyto releases the interpreter lock.
+        begun = [pool.submit(np.copyto, *part) for part in others]
+        np.copyto(*first)
         for each in begun:
             each.result()
 
-    return call
+    return copy
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:

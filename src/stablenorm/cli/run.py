@@ -9,7 +9,7 @@ from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
 from stablenorm.cli.problem import add_problem, compute_problem
 from stablenorm.report.findings import inspect
-from stablenorm.report.sections import accuracy_section, gradients_section
+from stablenorm.report.sections import accuracy_section, cost_section, gradients_section
 from stablenorm.testing import digest, digest_inputs, published_digests
 
 _EXAMPLES = """\
@@ -62,7 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     kind = ", RMS norm" * (problem.kind == "rms")
     about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
     parts.print_lines(about, bold=problem.source)
-    parts.print_sections(accuracy_section(findings), gradients_section(findings))
+    n = x.shape[-1]
+    cost = cost_section((x.size // n, n), str(x.dtype), problem.kind)
+    parts.print_sections(accuracy_section(findings), gradients_section(findings), cost)
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
     parts.print_lines(verdict if findings.passed else "A CHECK FAILED.")

@@ -9,20 +9,15 @@ from importlib import resources
 import numpy as np
 
 import stablenorm
-from stablenorm.cost import measure_costs
 from stablenorm.diagnosis import diagnose
 from stablenorm.report import sections
 from stablenorm.report.figures import as_svg
 from stablenorm.report.findings import Problem, inspect
-from stablenorm.text import Section, number, prose, quantity, shape_text
-from stablenorm.threads import get_num_threads
+from stablenorm.text import number, prose, quantity, shape_text
 from stablenorm.types import Array
 
-# Bytes of x beyond the caches of most machines: a copy reads and writes twice as much. Rounds and
-# seconds: a reader waits for them, and a median of three tells a factor.
-_BYTES, _ROUNDS, _SECONDS = 2**25, 9, 3.0
-# The diagnosis; the two steps of `inspect`; the times.
-STEPS = 1 + 2 + 1
+# The diagnosis; the two steps of `inspect`.
+STEPS = 1 + 2
 
 
 def make_page(
@@ -35,15 +30,8 @@ def make_page(
     step("diagnosis")
     losses = sections.losses_section(diagnose(problem.x, problem.eps, kind=problem.kind))
     found = inspect(problem, results, step)
-    step("cost and times")
     x, n = problem.x, problem.x.shape[-1]
-    what = (max(1, _BYTES // (n * x.itemsize)), n), str(x.dtype), get_num_threads()
-    try:
-        cost = sections.cost_section(
-            measure_costs(*what, kind=problem.kind, rounds=_ROUNDS, limit=_SECONDS)
-        )
-    except ImportError as error:
-        cost = Section("Cost and time", f"Not computed: the fused kernel: {error}.")
+    cost = sections.cost_section((x.size // n, n), str(x.dtype), problem.kind)
     ours, plain = (
         number(max(sections.worst(getattr(output, name)) for output in found.outputs.values()))
         for name in ("error", "plain_error")

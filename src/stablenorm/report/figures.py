@@ -1,4 +1,4 @@
-"""The pictures of the report and of `complexity`, each on a Matplotlib figure; and as SVG."""
+"""The picture of the report, on a Matplotlib figure; and as SVG."""
 
 import io
 import re
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.cost import Measured, draw_roofline
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.report.findings import Output
 from stablenorm.text import prose
@@ -76,9 +75,3 @@ def draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
         axes.set(xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name)
         axes.set(xlabel="error, ulp", ylabel="elements, %")
     _finish(figure, 3)
-
-
-def draw_costs(figure: Any, measured: Measured) -> None:
-    """Draw the roofline, and each program below it."""
-    draw_roofline(measured, figure.subplots())
-    _finish(figure, 2)

@@ -1,8 +1,9 @@
 """What is known of a layer norm, in sections: the terminal and the page print the same ones."""
 
+import itertools
 from functools import partial
 
-from stablenorm.cost import Measured, Roofline, count_kept
+from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
 from stablenorm.diagnosis import Diagnosis
 from stablenorm.diagnosis.results import method_rows, sentences
 from stablenorm.report import figures
@@ -103,42 +104,27 @@ def gradients_section(findings: Findings) -> Section:
     )
 
 
-def cost_section(measured: Measured) -> Section:
-    """Tell flops, bytes and times of the programs, and the roofline of this machine."""
-    rows, n = measured.matrix
-    counted, timed = [], []
-    for line in measured.lines:
-        name, cost, seconds = f"{line.program}, {line.direction}", line.cost, line.measured.median
+def cost_section(matrix: tuple[int, int], dtype: str, kind: str) -> Section:
+    """Tell flops and bytes of three programs, and the bytes between forward and backward."""
+    rows, n = matrix
+    counted = []
+    for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
+        cost = count_cost(program, direction, matrix, dtype, kind)
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
-        counted.append((name, *per_element, quantity(cost.held, "B")))
-        times = (quantity(each, "s") for each in (line.predicted, seconds))
-        timed.append((name, *times, number(seconds / line.predicted)))
-    kept = count_kept(measured.matrix, measured.dtype, measured.kind)
-    kept_rows = [(what, quantity(size, "B")) for what, size in kept.items()]
-    columns = ("", "flops per element", "bytes moved per element", "held")
-    about = f"{rows} rows of {n}, {measured.dtype}" + ", RMS norm" * (measured.kind == "rms")
-    spread = max(line.measured.high / line.measured.low for line in measured.lines)
+        counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
+    kept = count_kept(matrix, dtype, kind)
+    columns = ("program", "flops per element", "bytes moved per element", "held")
     return Section(
-        "Cost and time",
-        f"On {shape_text(measured.matrix)} elements of {measured.dtype} the fused forward takes "
-        f"{timed[-2][-1]} times, the fused backward {timed[-1][-1]} times as long as the roofline of "
-        "this machine allows.",
+        "Cost",
+        "Flops and bytes of three programs that do the same algebra, by formulas.",
         (
-            Table(f"Counted: {about}", columns, counted),
-            Table(f"Measured: {about}", ("", "roofline", "measured", "ratio"), timed),
-            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept_rows),
+            Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
+            Table(
+                "Kept from forward to backward, beside x",
+                ("what", "bytes"),
+                [(what, quantity(size, "B")) for what, size in kept.items()],
+            ),
         ),
-        "Times are medians of interleaved calls on random numbers; the quartiles of a time are at "
-        f"most a factor {number(spread)} apart. Roofline: the longer of moved / copy and flops / "
-        f"arithmetic. Of the fused kernel: {_rates(measured.all_threads)} Of the others: "
-        f"{_rates(measured.one_thread)}",
-        partial(figures.draw_costs, measured=measured),
-        "Flops per second, over flops per byte moved: the copy (the slope) and the arithmetic (the "
-        "level part) of this machine bound every program. Filled: forward, hollow: backward.",
+        "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
+        "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
     )
-
-
-def _rates(roofline: Roofline) -> str:
-    threads = f"{roofline.threads} thread{'s' * (roofline.threads > 1)}"
-    copy, flops = quantity(roofline.copy, "B/s"), quantity(roofline.flops, "flop/s")
-    return f"{threads}, copy {copy}, arithmetic {flops} in float64."
