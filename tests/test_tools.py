@@ -1,4 +1,4 @@
-"""`stablenorm bench` and `report`, and what a norm costs: that they count, say and write what is true."""
+"""`stablenorm bench`, the page of `run` and the costs: that they count, say and write what is true."""
 
 import html
 import json
@@ -84,27 +84,35 @@ def test_bytes_held_and_kept_are_what_tracemalloc_sees(kind, dtype, request):
             assert held <= peak + 2**14 <= 1.06 * held + 2**18, (program, direction)
 
 
-@pytest.mark.usefixtures("untimed")
-def test_a_report_is_whole_and_fetches_nothing():
+def test_a_page_is_whole_and_fetches_nothing(capsys):
     name = "<script>alert(1)<b> & $x$ [bold] `code` \"'.npz"
     np.savez(name, x=X)
-    assert main(["report", name, "--kind", "rms"]) == 0
-    source = Path("stablenorm-report.html").read_text("utf8")
+    assert main(["run", name, "--kind", "rms", "--html", "page.html"]) == 0
+    source = Path("page.html").read_text("utf8")
     assert name in html.unescape(source)
     # It is XML as well.
     tags = [
         (each.tag.rpartition("}")[2], dict(each.items())) for each in ET.fromstring(source).iter()
     ]
     count = [tag for tag, _ in tags].count
-    assert count("table") == count("caption") > 4
+    assert count("table") == count("caption") == 7
     assert (count("svg"), count("script"), count("h1")) == (1, 0, 1)
     fetched = [value for _, attributes in tags for key, value in attributes.items()
                if key.rpartition("}")[2] in {"src", "href", "action"}]  # fmt: skip
     assert all(value.startswith(("#", "data:")) for value in fetched)
     assert not re.search(r"url\((?!#)|@import|@font-face", source)
+    # The terminal and the page show the same.
+    shown = capsys.readouterr().out
+    assert Path("page.html").resolve().as_uri() in shown
+    for words in (
+        "Bits of y lost, of 24",
+        "Against the exact result",
+        "Counted: 6 rows of 5, float32",
+    ):
+        assert words in shown
+        assert words in source
 
 
-@pytest.mark.usefixtures("untimed")
 def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
     compute = reading.compute
 
@@ -114,9 +122,9 @@ def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
 
     monkeypatch.setattr(reading, "compute", spoiled)
     np.savez("in.npz", x=X)
-    assert main(["report", "in.npz"]) == 1
+    assert main(["run", "in.npz", "--html", "page.html"]) == 1
     assert "A CHECK FAILED" in capsys.readouterr().out
-    assert 'class="fail"' in Path("stablenorm-report.html").read_text("utf8")
+    assert 'class="fail"' in Path("page.html").read_text("utf8")
 
 
 @pytest.mark.parametrize(
@@ -125,9 +133,12 @@ def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
         ("bench --shape 3 0", "--shape: must be >= 1, got 0"),
         ("bench --shape 1000000 1000000", "--shape must fit in memory, got 1000000 1000000"),
         ("bench --backend fast", "invalid choice: 'fast'"),
-        ("report nan.npz", "must be finite to be checked, got nan at [0, 0]; stablenorm diagnose"),
-        ("report --out report.png", "must be a .html or .htm file"),
-        ("report --out there.html", "must be a new name, got the directory there.html; remove"),
+        (
+            "run nan.npz --html p.html",
+            "must be finite to be checked, got nan at [0, 0]; stablenorm diagnose",
+        ),
+        ("run --html report.png", "must be a .html or .htm file"),
+        ("run --html there.html", "must be a new name, got the directory there.html; remove"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(capsys, command, words):

@@ -114,8 +114,10 @@ def add_output(
         if not os.access(path.parent, os.W_OK):
             msg = f"{option} must be a file in an existing, writable directory, got {text}"
             raise InputError(msg)
-        if option == "--plot":
-            require("matplotlib", option)
+        for module in {"--plot": ["matplotlib"], "--html": ["jinja2", "matplotlib"]}.get(
+            option, ()
+        ):
+            require(module, option)
         return path
 
     metavar = f"FILE{suffixes[0]}"
@@ -235,7 +237,7 @@ def print_sections(*sections: Section) -> None:
     for section in sections:
         for table in section.tables:
             print_table(table)
-        lines += filter(None, (section.text, section.notes))
+        lines += (f"{section.heading}. {section.text}", *filter(None, [section.notes]))
     print_lines(*lines)
 
 

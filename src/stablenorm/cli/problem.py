@@ -1,4 +1,4 @@
-"""The norm that `run` and `report` are asked about, read and computed."""
+"""The norm that `run` is asked about, read and computed."""
 
 import argparse
 import os
@@ -8,8 +8,8 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
+from stablenorm.cli.findings import Problem, compute
 from stablenorm.cli.parts import InputError
-from stablenorm.report.findings import Problem, compute
 from stablenorm.text import printable
 from stablenorm.types import Array
 

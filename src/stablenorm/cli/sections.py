@@ -1,13 +1,18 @@
 """What is known of a layer norm, in sections: the terminal and the page print the same ones."""
 
 import itertools
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
+import numpy as np
+
+from stablenorm.cli.findings import Findings, Output
+from stablenorm.cli.page import INK
 from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
-from stablenorm.diagnosis import Diagnosis
+from stablenorm.diagnosis import Diagnosis, diagnose
 from stablenorm.diagnosis.results import method_rows, sentences
-from stablenorm.report import figures
-from stablenorm.report.findings import Findings
+from stablenorm.figures import COLORS
 from stablenorm.text import Section, Table, grouped, number, quantity, shape_text
 from stablenorm.types import Array
 
@@ -19,6 +24,22 @@ _CONTRACTS = {
 }
 
 
+# Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
+_LEAST = 1e-3
+
+
+def tell(findings: Findings) -> tuple[Section, ...]:
+    """Return all sections."""
+    x, eps, kind = findings.problem.x, findings.problem.eps, findings.problem.kind
+    matrix = x.size // x.shape[-1], x.shape[-1]
+    return (
+        _accuracy(findings),
+        _losses(diagnose(x, eps, kind=kind)),
+        _gradients(findings),
+        _cost(matrix, str(x.dtype), kind),
+    )
+
+
 def worst(errors: Array) -> float:
     """Return the largest of them, 0 of none."""
     return float(errors.max(initial=0.0))
@@ -28,7 +49,7 @@ def _verdict(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
-def accuracy_section(findings: Findings) -> Section:
+def _accuracy(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
     outputs, rows = findings.outputs, []
     for name, output in outputs.items():
@@ -43,21 +64,43 @@ def accuracy_section(findings: Findings) -> Section:
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
     return Section(
         "Accuracy",
-        f'Rounding "{findings.rounding}". Misrounded: {wrong}.',
+        f'Rounding "{findings.problem.rounding}". Misrounded: {wrong}.',
         (Table("Against the exact result", columns, rows),),
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
-        f"0.5. Plain formula: the worst ulp of {'two passes' if findings.kind == 'layer' else 'one pass'} in "
+        f"0.5. Plain formula: the worst ulp of {'two passes' if findings.problem.kind == 'layer' else 'one pass'} in "
         "float32 (float64 for float64). "
-        f"The contract: {_CONTRACTS[findings.rounding]}.",
-        partial(figures.draw_errors, outputs=outputs),
+        f"The contract: {_CONTRACTS[findings.problem.rounding]}.",
+        partial(_draw_errors, outputs=outputs),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
         "right edge, elements are NaN or infinite and should not be.",
     )
 
 
-def losses_section(found: Diagnosis) -> Section:
+def _draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
+    """Draw, of each output, the share of elements with at least a given error."""
+    # Where NaN and inf are drawn: beyond all numbers.
+    errors = [each for one in outputs.values() for each in (one.error, one.plain_error)]
+    beyond = 100 * max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
+    at = np.geomspace(_LEAST, beyond, 400)
+    lines = -(-len(outputs) // 2)
+    figure.set_figheight(3.2 * lines)
+    for place, (name, output) in enumerate(outputs.items(), 1):
+        axes = figure.add_subplot(lines, 2, place)
+        for array, color, style, label in (
+            (output.error, COLORS[0], "-", "stablenorm"),
+            (output.plain_error, COLORS[1], "--", "plain formula"),
+        ):
+            ordered = np.sort(np.where(np.isfinite(array), array, beyond), axis=None)
+            share = 100 * (1 - np.searchsorted(ordered, at) / ordered.size)
+            axes.loglog(at, np.maximum(share, 1e-9), style, color=color, lw=2, label=label)
+        axes.axvline(0.5, color=INK, lw=1, ls=":", label="0.5 ulp")
+        axes.set(xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name)
+        axes.set(xlabel="error, ulp", ylabel="elements, %")
+
+
+def _losses(found: Diagnosis) -> Section:
     """Tell how many bits common methods lose, and on which rows."""
     columns = ("method", "median row", "worst row", "rows losing 4 or more")
     hardest = [(one.advice,) for one in found.worst[:6]]
@@ -75,7 +118,7 @@ def losses_section(found: Diagnosis) -> Section:
     )
 
 
-def gradients_section(findings: Findings) -> Section:
+def _gradients(findings: Findings) -> Section:
     """Tell what finite differences, the closed form and identities say."""
     heading, report = "Gradient check", findings.gradients
     if report is None:
@@ -98,13 +141,13 @@ def gradients_section(findings: Findings) -> Section:
             Table("Against finite differences", columns, rows),
             Table("Identities of the rows", ("identity", "worst error", "bound", ""), identities),
         ),
-        f"check_{findings.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
+        f"check_{findings.problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
         "bound is the estimated error of the difference plus the rounding of the backward. Would have "
         "seen: the smallest relative error that no compared element could have hidden.",
     )
 
 
-def cost_section(matrix: tuple[int, int], dtype: str, kind: str) -> Section:
+def _cost(matrix: tuple[int, int], dtype: str, kind: str) -> Section:
     """Tell flops and bytes of three programs, and the bytes between forward and backward."""
     rows, n = matrix
     counted = []
