@@ -17,8 +17,8 @@ from dask.base import persist
 from page import byte_words, keep, medians, origin, origin_line, seconds, table, write
 
 import stablenorm as sn
-from stablenorm.cli.bench import make_problem
 from stablenorm.memory import set_idle_limit
+from stablenorm.timing import make_problem
 
 # 1 GiB of float32, in chunks of 64 and of 8 MiB.
 N, ROWS, CHUNK_ROWS = 1024, 2**18, (2**14, 2**11)

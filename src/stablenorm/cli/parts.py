@@ -25,13 +25,9 @@ from rich.text import Text
 
 import stablenorm
 from stablenorm import text
-from stablenorm.formats import FORMATS
 from stablenorm.text import Section, Table
-from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import check_eps
 
-DTYPES = tuple(each.dtype.name for each in FORMATS)
-ROUNDINGS = "fast", "nearest"
 KINDS = "layer", "rms"
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -182,12 +178,6 @@ def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
         takes = f"takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
         msg = f"--shape must fit in memory, got {' '.join(map(str, shape))}, which {takes}"
         raise InputError(msg)
-
-
-def use_threads(threads: int | None) -> int:
-    """Set how many threads a call may use, if asked to; return how many it may."""
-    set_num_threads(threads or get_num_threads())
-    return get_num_threads()
 
 
 # ---- files written ----

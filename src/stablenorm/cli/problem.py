@@ -11,6 +11,7 @@ from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_
 from stablenorm.cli.findings import Problem, compute
 from stablenorm.cli.parts import InputError
 from stablenorm.text import printable
+from stablenorm.timing import ROUNDINGS
 from stablenorm.types import Array
 
 _INPUTS = ("x", "gamma", "beta", "dy")
@@ -26,7 +27,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parts.add_kind(parser)
     parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
     about = "nearest: every element correctly rounded, or the check fails; default: fast"
-    parser.add_argument("--rounding", choices=parts.ROUNDINGS, default="fast", help=about)
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="fast", help=about)
     about = "of a random dy, if the file has none; default: 0"
     parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
 
