@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ BLOCK = 1 << 19
 # Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
 # 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
+
+# Less the rank, the number, and the row.
+_Ranked = tuple[float, int, Row]
 
 # The method whose loss says how bad a row is: an RMS norm loses most in float16, the last one.
 _DECIDING = {"layer": 0, "rms": -1}
@@ -151,96 +155,74 @@ def diagnose_blocks(
     every row, which `keep_rows` asks for, take about 65 bytes each.
     """
     n = math.prod(shape[i] for i in axis)
-    nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
-    summary, kept = _summarize(nothing, dtype, kind), [nothing]
-    worst: tuple[Row, ...] = ()
-    for block, found in _measured(blocks, dtype, eps, kind):
-        if top:
-            worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
+    measure = partial(measure_rows, dtype=dtype, eps=eps, kind=kind)
+    nothing = measure(np.empty((0, n), dtype))
+    summary, kept, worst = _summarize(nothing, dtype, kind), [nothing], list[_Ranked]()
+    for block, found in _measured(blocks, measure):
+        worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
         summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
     rows = (np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
-    per_row = PerRow._make(rows) if keep_rows else None
-    return Diagnosis(shape, dtype.name, axis, n, eps, summary, worst, per_row, kind)
+    per_row, of_rows = PerRow._make(rows) if keep_rows else None, tuple(row for *_, row in worst)
+    return Diagnosis(shape, dtype.name, axis, n, eps, summary, of_rows, per_row, kind)
 
 
 def _measured(
-    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str
+    blocks: Iterable[Array], measure: Callable[[Array], PerRow]
 ) -> Iterator[tuple[Array, PerRow]]:
     """Yield each block and what is known of its rows, in order."""
     # Two for each thread: one at work, one that waits.
-    pending: deque[tuple[Array, Future[PerRow]]] = deque()
-    threads = get_num_threads()
+    pending, threads = deque[tuple[Array, Future[PerRow]]](), get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for block in blocks:
-                pending.append((block, pool.submit(measure_rows, block, dtype, eps, kind)))
+                pending.append((block, pool.submit(measure, block)))
                 if len(pending) > 2 * threads:
                     done, future = pending.popleft()
                     yield done, future.result()
             for done, future in pending:
                 yield done, future.result()
         finally:
-            # After an interrupt or an error, nobody waits for these.
-            for _, future in pending:
-                future.cancel()
+            # After an interrupt or an error, nobody waits for the others.
+            pool.shutdown(cancel_futures=True)
 
 
 def _worst(
-    before: tuple[Row, ...],
-    start: int,
-    block: Array,
-    found: PerRow,
-    dtype: np.dtype[Any],
-    top: int,
-    kind: str,
-) -> tuple[Row, ...]:
+    before: list[_Ranked], start: int, block: Array, found: PerRow, dtype: Any, top: int, kind: str
+) -> list[_Ranked]:
     """Return the rows of the highest rank, of `before` and of a block whose first row is number `start`."""
     has = dict(zip(SPECIAL[kind], found.marks, strict=True))
-    lost = found.lost[_DECIDING[kind]]
-    rank = _rank(lost, found.condition_y, has["undefined"], has["not finite"])
-    candidates = np.flatnonzero(rank > (_rank_of(before[-1], kind) if len(before) == top else -1.0))
-    if not candidates.size:
-        return before
+    # Bits first; the condition number, which constant rows do not have, counts less than a bit.
+    some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
+    rank = np.rint(found.lost[_DECIDING[kind]].astype(np.float64)) + 1.0 - 1.0 / some
+    # Rows that have no y at all come before any number of bits.
+    rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
+    least = -before[-1][0] if before and len(before) == top else -1.0
     # Of equals, the first ones: stable.
-    candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
+    candidates = np.argsort(-rank, kind="stable")[:top]
     with np.errstate(over="ignore"):
         new = [
-            describe_row(start + i, block[i].astype(dtype), found, i, kind)
-            for i in candidates.tolist()
+            (-rank[i], start + i, describe_row(start + i, block[i].astype(dtype), found, i, kind))
+            for i in candidates[rank[candidates] > least].tolist()
         ]
-    return tuple(sorted((*before, *new), key=lambda row: (-_rank_of(row, kind), row.index))[:top])
-
-
-def _rank(lost: Any, condition: Any, undefined: Any, spoilt: Any) -> Any:
-    """Return how bad rows are: bits first; the condition number counts less than a bit."""
-    # Constant rows have none.
-    some = np.where(np.isfinite(condition), condition, 1.0)
-    rank = np.rint(np.asarray(lost, np.float64)) + 1.0 - 1.0 / some
-    # What has no y at all comes before any number of bits.
-    return np.where(spoilt, 4096.0, np.where(undefined, 2048.0, rank))
-
-
-def _rank_of(row: Row, kind: str) -> float:
-    lost = [*row.lost.values()][_DECIDING[kind]]
-    return float(_rank(lost, row.condition_y, "undefined" in row.marks, "not finite" in row.marks))
+    return sorted([*before, *new])[:top]
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     p = format_of(dtype).digits
     # Constant rows have none.
-    in_y, in_dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
+    y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
     lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),
         dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
         {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
-        _counts(np.frexp(np.maximum(in_y, 1.0))[1] - 1, _POWERS),
-        _counts(np.frexp(np.maximum(in_dx, 1.0))[1] - 1, _POWERS),
-        float(in_y.max(initial=0.0)),
-        float(in_dx.max(initial=0.0)),
+        _counts(np.frexp(np.maximum(y, 1.0))[1] - 1, _POWERS),
+        _counts(np.frexp(np.maximum(dx, 1.0))[1] - 1, _POWERS),
+        float(y.max(initial=0.0)),
+        float(dx.max(initial=0.0)),
     )
 
 
@@ -249,12 +231,10 @@ def _counts(values: Array, last: int) -> Array:
     return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
 
 
-def _together(a: Summary, b: Summary) -> Summary:
+def _together(a: Any, b: Any) -> Any:
     """Return the summary of the rows of both: counts are added, of the largest the larger is kept."""
-
-    def both(one: Any, other: Any) -> Any:
-        if isinstance(one, dict):
-            return {name: each + other[name] for name, each in one.items()}
-        return max(one, other) if isinstance(one, float) else one + other
-
-    return Summary._make(map(both, a, b))
+    if isinstance(a, dict):
+        return {name: _together(each, b[name]) for name, each in a.items()}
+    if isinstance(a, Summary):
+        return Summary._make(map(_together, a, b))
+    return max(a, b) if isinstance(a, float) else a + b
