@@ -24,6 +24,8 @@ from rationals import (
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
 from stablenorm.testing.families import make_case
 
+KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
+
 
 def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
     """All four quantities as flat lists of rationals, but for the rounding of the square root."""
@@ -189,14 +191,14 @@ def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
     np.testing.assert_array_equal(above.ulp_errors(y=finite)["y"], [[0.25, 1.0]])
 
 
-@pytest.mark.parametrize(("kind", "judge"), [("layer", exact_layer_norm), ("rms", exact_rms_norm)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eps", [0.0, 5e-324, 1e-5, 1e300])
-def test_the_whole_range_of_float64_in_one_row(eps, kind, judge, rng):
+def test_the_whole_range_of_float64_in_one_row(eps, kind, rng):
     x = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-1074, 1022, (2, 12)))
     x[1, :3] = [5e-324, -1.7e308, 1.7e308]
     gamma = np.ldexp(rng.standard_normal(12), rng.integers(-500, 500, 12))
     dy = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-500, 500, (2, 12)))
-    exact = judge(x, gamma, None, eps, dy)
+    exact = KINDS[kind](x, gamma, None, eps, dy)
     # Five factors of up to 2**1074 either way may cancel: fewer than 3300 digits.
     expected = textbook(x, gamma, np.zeros(12), eps, dy, kind, 3500)
     for name in NAMES:
@@ -260,22 +262,6 @@ def test_a_row_without_variance_and_eps_must_be_nan():
         exact.value("dgamma", (0,))
 
 
-def test_wrong_arrays_and_names():
-    x = np.array([[1.0, 2.0, 4.0]])
-    exact = exact_layer_norm(x)
-    for name in ("dx", "dgamma", "dbeta"):
-        with pytest.raises(ValueError, match="dy must be given"):
-            exact.rounded(name, np.float64)
-    with pytest.raises(ValueError, match=r"y must have shape \(1, 3\), got \(3,\)"):
-        exact.ulp_errors(y=x[0])
-    with pytest.raises(TypeError, match=r"y must be .* got int64"):
-        exact.check_contract(y=np.zeros((1, 3), int))
-    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, ty, got 'z'"):
-        exact.rounded("z", np.float32)
-    assert exact.ulp_errors() == {}
-
-
-KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
 # The step of a central difference; and what that difference may be off by: step**2 = 5e-91 times a
 # third derivative, which the samples here keep below 1e6.
 STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
@@ -398,15 +384,11 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     np.testing.assert_array_equal(exact.x, expected)
     alone = exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), alone)
-
-
-def test_a_residual_is_not_rounded_to_float64_on_its_way():
-    # bfloat16: 1 + 2**-8 is a tie, which 2**-100 decides.
-    x = np.array([[1.0, 0.0]]).astype(DTYPES[1])
-    exact = exact_layer_norm(x, residual=np.array([[2.0**-8 + 2.0**-60, 0.0]]))
-    assert float(exact.x[0, 0]) == 1 + 2.0**-7
-    exact = exact_layer_norm(x, residual=np.array([[2.0**-8, 0.0]]))
-    assert float(exact.x[0, 0]) == 1
+    # Nothing is rounded to float64 on its way. bfloat16: 1 + 2**-8 is a tie, which 2**-60 decides.
+    one = np.array([[1.0, 0.0]]).astype(BFLOAT16)
+    for tail, ulps in ((2.0**-60, 1), (0.0, 0)):
+        exact = exact_layer_norm(one, residual=np.array([[2.0**-8 + tail, 0.0]]))
+        assert float(exact.x[0, 0]) == 1 + ulps * 2.0**-7
 
 
 def test_the_sum_of_gamma_and_its_offset_is_exact():
@@ -465,39 +447,45 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
 @pytest.mark.parametrize("family", FINITE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hard_families_are_those_of_the_formula(kind, family):
-    x, gamma, beta, eps, dy = make_case(family, "float32", n := 10)
-    exact = KINDS[kind](x, gamma, beta, eps, dy)
-    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
-    for r, (values, weights) in enumerate(zip(x, dy, strict=True)):
-        row = fractions(values)
-        y = plain(kind, row, scale, shift, eps)[0]
-        dx = plain_backward(kind, row, scale, eps, fractions(weights))[0]
-        for i, value in enumerate([*y, *dx]):
-            actual = exact.value("y" if i < n else "dx", (r, i % n))
+    case = make_case(family, "float32", n := 10)
+    exact = KINDS[kind](*case)
+    expected = textbook(*case, kind)
+    for name in ("y", "dx"):
+        for i, value in enumerate(expected[name]):
+            actual = exact.value(name, divmod(i, n))
             # Terms are products of at most six floats, below 1e240: 80 digits of dx are right.
             assert abs(actual - value) <= abs(value) / 10**60 + Fraction(1, 10**80)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
-        ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
-        ({"residual": np.ones(3)}, ValueError, r"residual must have shape \(2, 3\), got \(3,\)"),
-        ({"residual": np.full((2, 3), 1e308)}, ValueError, r"x \+ residual must be finite.* inf"),
-        ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
-        ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
-        ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
-        ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
-        ({"tgamma": np.ones(3, int)}, TypeError, "tgamma must be float16, .* got int64"),
-        ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
-        ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
-        ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
-        ({"x": np.array([[1.0, np.nan, 2.0]] * 2)}, ValueError, "x must be finite.* got nan"),
-        ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
-    ],
-)
-def test_wrong_arguments(change, error, message):
-    for exact in KINDS.values():
-        with pytest.raises(error, match=message):
-            exact(**({"x": np.full((2, 3), 1e308)} | change))
+HUGE, EXACT = np.full((2, 3), 1e308), exact_layer_norm(np.array([[1.0, 2.0, 4.0]]))
+BAD_INPUT = [
+    ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
+    ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
+    ({"residual": np.ones(3)}, ValueError, r"residual must have shape \(2, 3\), got \(3,\)"),
+    ({"residual": HUGE}, ValueError, r"x \+ residual must be finite.* inf"),
+    ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
+    ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
+    ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
+    ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
+    ({"tgamma": np.ones(3, int)}, TypeError, "tgamma must be float16, .* got int64"),
+    ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
+    ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
+    ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
+    ({"x": HUGE * [1, np.nan, 1]}, ValueError, "x must be finite.* got nan"),
+    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+]
+BAD_CALLS = [
+    *((lambda v=given: exact_layer_norm(**{"x": HUGE} | v), *rest) for given, *rest in BAD_INPUT),
+    *((lambda v=name: EXACT.rounded(v, "f8"), ValueError, f"dy must be given for {name}") for name in NAMES[1:]),
+    (lambda: EXACT.ulp_errors(y=np.ones(3)), ValueError, r"y must have shape \(1, 3\), got \(3,\)"),
+    (lambda: EXACT.check_contract(y=np.zeros((1, 3), int)), TypeError, "y must be .* got int64"),
+    (lambda: EXACT.rounded("z", "f4"), ValueError, "name must be one of y, dx, dgamma, dbeta, ty, got 'z'"),
+    (lambda: exact_rms_norm(HUGE, dmean=np.ones((2, 1))), TypeError, "dmean must be left out"),
+    (lambda: exact_double_backward(HUGE, HUGE, HUGE, kind="z"), ValueError, "kind must be 'layer' or"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
+def test_wrong_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -143,16 +143,16 @@ def near_midpoints() -> list[NearMidpoint]:
     True
     """
 
-    def read(dtype: str, shape: Any, numbers: str) -> Array:
+    def _read(dtype: str, shape: Any, numbers: str) -> Array:
         array = np.array([float.fromhex(number) for number in numbers.split()])
         return array.astype(parse(dtype)).reshape(shape)
 
     found = []
     for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
-        x, gamma, beta, dy = (read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
+        x, gamma, beta, dy = (_read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
         made_as = {"y": x, "dx": x, "dgamma": gamma, "dbeta": beta}
         case = x, gamma, beta, float.fromhex(kept["eps"]), dy
         for output, where, expected, distance in kept["elements"]:
-            value = read(made_as[output].dtype.name, (), expected)[()]
+            value = _read(made_as[output].dtype.name, (), expected)[()]
             found.append(NearMidpoint(*case, output, tuple(where), value, distance))
     return found
