@@ -84,12 +84,10 @@ def diagnose(
     normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
     measured against 1. gamma and beta are left out.
 
-    The methods compute in float32, or in float64 for float64 data. "Saved" is y as a backward
-    rebuilds it from a mean and an rstd rounded to that format; "float16" holds mean, var and eps in
-    it. Their sums are formed in the order of vectorized code, several running sums. In another order
-    a method loses about as much, seldom two bits more or less; in a plain loop it loses more. A sum
-    that happens to be exact in one order need not be so in another; the condition number bounds
-    them all.
+    The methods compute in float32, or in float64 for float64 data, their sums in the order of
+    vectorized code, several running sums. In another order a method loses about as much, seldom two
+    bits more or less; in a plain loop it loses more. The condition number bounds them all. "Saved" is y
+    as a backward rebuilds it from a mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
     a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
@@ -117,36 +115,17 @@ def diagnose(
         raise ValueError(msg)
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
-    return diagnose_blocks(
-        in_blocks(array, axes),
-        shape=array.shape,
-        dtype=judged,
-        axis=axes,
-        eps=check_eps(eps),
-        top=check_count("top", top, least=0),
-        keep_rows=True,
-        kind=kind,
-    )
-
-
-def in_blocks(x: Array, axes: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the rows of an array, some at a time."""
-    rows = as_matrix(as_rows(x, axes))
+    eps, top = check_eps(eps), check_count("top", top, least=0)
+    rows = as_matrix(as_rows(array, axes))
     step = max(1, BLOCK // rows.shape[1])
-    return (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    return diagnose_blocks(blocks, array.shape, judged, axes, eps, top, kind, keep_rows=True)
 
 
 def diagnose_blocks(
-    blocks: Iterable[Array],
-    *,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    axis: tuple[int, ...],
-    eps: float,
-    top: int = 10,
-    keep_rows: bool = False,
-    kind: str = "layer",
-) -> Diagnosis:
+    blocks: Iterable[Array], shape: tuple[int, ...], dtype: np.dtype[Any], axis: tuple[int, ...],
+    eps: float, top: int, kind: str, *, keep_rows: bool = False,
+) -> Diagnosis:  # fmt: skip
     """
     Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
 
