@@ -82,7 +82,8 @@ def test_a_worker_killed_in_the_middle_of_a_backward(cluster, client, tmp_path):
     def guarded(block, block_id=None):
         """Say who asks for the block; hold back all but the first until a worker is dead."""
         early = asked() < free
-        (tmp_path / f"{block_id[0]} by {os.getpid()}").touch()
+        # A worker may be asked twice, for a block that it gave to the other one.
+        (tmp_path / f"{block_id[0]} by {os.getpid()} at {time.monotonic_ns()}").touch()
         if not early:
             # Whatever else can be done goes on meanwhile.
             distributed.secede()
