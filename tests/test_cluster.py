@@ -26,6 +26,8 @@ def cluster(tmp_path_factory):
     """Two processes."""
     with (
         dask.config.set({f"distributed.worker.memory.{key}": each for key, each in MEMORY.items()}),
+        # The dead worker is asked for what it held: by default for 30 s.
+        dask.config.set({"distributed.comm.timeouts.connect": "3s"}),
         distributed.LocalCluster(
             n_workers=2, threads_per_worker=1, processes=True, host="tcp://127.0.0.1",
             # No dashboard; the port of the scheduler's pages is any that is free.
