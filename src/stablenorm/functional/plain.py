@@ -226,9 +226,8 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
     for k, (result, total) in enumerate(zip(results, sums, strict=True)):
         if result is None:
             continue
-        if old is not None:
-            total = merged(total, _exactly(old[k]))
-        values[k], asked[k] = rounded(total, result.dtype)
+        both = total if old is None else merged(total, _exactly(old[k]))
+        values[k], asked[k] = rounded(both, result.dtype)
     if any(each is not None and each.any() for each in asked):
         exact: list[Any] = [None if each is None else each.astype(object) for each in asked]
         again = call._replace(dx=None, dgamma=exact[0], dbeta=exact[1], sums="exact")
