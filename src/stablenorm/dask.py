@@ -264,7 +264,7 @@ def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> 
     """Do what `functional.backward` does with the cache of a Dask array."""
     checks.check_kind(cache.norm, kind)
     for name in ("out", "sum_axes", "dmean", "drstd", "accumulate"):
-        # Not `!=`: of arrays, that is one.
+        # `is not`, since `!=` of an array is an array.
         if (value := getattr(options, name)) is not None and value is not False:
             refuse(name, DASK)
     asked, x, norm, dsum = checks.asked_names(options.wrt), cache.x, cache.norm, options.dsum
@@ -277,7 +277,7 @@ def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> 
     every = tuple(range(x.ndim))
     of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
-    # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
+    # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
     made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]

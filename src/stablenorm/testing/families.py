@@ -123,7 +123,7 @@ def make_case(
     with np.errstate(all="ignore"):
         form = format_of(parse(dtype))
         parts = family.build(form, (rows, n), rng)
-        # What is about none of these is drawn.
+        # Parts that the family does not make are drawn.
         drawn = {
             "gamma": 1 + 0.1 * rng.standard_normal(n),
             "beta": 0.1 * rng.standard_normal(n),
@@ -191,7 +191,7 @@ def _dy_is_y(f: Format, shape: Shape, rng: Random, eps: float = 1e-5) -> Parts:
 
 def _cancelling_beta(f: Format, shape: Shape, rng: Random) -> Parts:
     x, gamma = rng.standard_normal(shape), 1 + 0.1 * rng.standard_normal(shape[1])
-    # Of the first row: the others cancel less.
+    # xhat of the first row: the others cancel less.
     return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, f) * _xhat(x, f, 1e-5)[0]}
 
 
