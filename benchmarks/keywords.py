@@ -15,8 +15,7 @@ from cases import BEYOND, IN_CACHE
 from page import DOCS, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
-from stablenorm.cli.bench import make_problem
-from stablenorm.cli.parts import use_threads
+from stablenorm.timing import make_problem, use_threads
 
 THREADS = 2
 # 64k elements of a sample are 10 us of work.
@@ -69,7 +68,6 @@ def others() -> list[tuple[Any, ...]]:
         "`sum_axes=1`": (both(gamma, beta, sums=1), plain),
         "`where=`, a quarter of the rows is padding": (both(gamma, beta, where=rows), plain),
         "`where=`, elements": (both(gamma, beta, where=x > -1), plain),
-        '`save="recompute"`': (both(gamma, beta, save="recompute"), plain),
         "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), pull),
         "`layer_norm_double_backward`, beside the backward": (
             lambda: sn.layer_norm_double_backward(x, dy, cache),

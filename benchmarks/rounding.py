@@ -21,9 +21,9 @@ from page import digits, keep, medians, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.api import FUNCTIONS
-from stablenorm.cli.parts import ROUNDINGS
 from stablenorm.formats import parse
 from stablenorm.testing import FAMILIES, Case, make_case
+from stablenorm.timing import ROUNDINGS
 
 NARROW = ("float32", "bfloat16", "float16")
 THREADS = os.cpu_count() or 1

@@ -94,10 +94,10 @@ void closely(bool rms, const float* dy, const float* x, Index rows, Index n, dou
     Call c;
     c.rms = rms, c.rows = rows, c.n = n, c.eps = eps;
     c.spread = words, c.mean = words + rows, c.rest = words + 2 * rows, c.rstd = words + 3 * rows;
-    Array* arrays[] = {&c.dy, &c.x};
+    Rows* arrays[] = {&c.dy, &c.x};
     for (int i = 0; i < 2; i++) {
-        Array& a = *arrays[i];
-        a.data = (char*)(i ? x : dy), a.lead = a.axes = 1, a.whole = true, a.strides[0] = n * 4;
+        Rows& a = *arrays[i];
+        a.data = (char*)(i ? x : dy), a.stride = n * 4;
     }
     const Index columns[] = {0, 1, 2, 3, 4, 5, 6, 7};
     for (Index j = 0; j < n; j += 8)

@@ -40,12 +40,7 @@ Bytes elements(Random& random, Index count, Type type, int scale) {
     return found;
 }
 
-Array rows_of(Bytes& data, Type type, Index rows, Index n) {
-    Array a;
-    a.data = (char*)data.data(), a.type = type, a.whole = true, a.lead = a.axes = 1, a.count = rows;
-    a.lengths[0] = rows, a.strides[0] = n * BYTES[type], a.lengths[1] = n, a.strides[1] = BYTES[type];
-    return a;
-}
+Rows rows_of(Bytes& data, Type type, Index n) { return {(char*)data.data(), type, n * BYTES[type]}; }
 
 void add_to(uint64_t& digest, const void* data, size_t bytes) {  // FNV-1a
     for (size_t i = 0; i < bytes; i++) digest = (digest ^ ((const uint8_t*)data)[i]) * 1099511628211u;
@@ -66,16 +61,16 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
         *places[i] = words.data() + i * rows;
     }
     if (c.pairs()) c.marks = marks.data();
-    c.x = rows_of(x, type, rows, n), c.y = rows_of(y, type, rows, n);
+    c.x = rows_of(x, type, n), c.y = rows_of(y, type, n);
     c.gamma = (char*)gamma.data(), c.beta = (char*)beta.data(), c.gamma_type = c.beta_type = type;
     jobs::plan(c);
-    int state = jobs::run(c, {}, threads);
+    int state = jobs::run(c, threads);
     for (uint8_t& mark : marks) mark = mark == 1;
-    c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, rows, n), c.dy = rows_of(dy, type, rows, n);
+    c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, n), c.dy = rows_of(dy, type, n);
     for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data(), c.sums_type[i] = type;
     for (int i = 0; i < 2 && nearest; i++) c.undecided[i] = undecided.data() + i * n;
     jobs::plan(c);
-    state = 4 * state + jobs::run(c, {}, threads);
+    state = 4 * state + jobs::run(c, threads);
     for (Bytes* each : {&y, &dx, &sums[0], &sums[1], &undecided, &marks}) add_to(digest, each->data(), each->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
 }

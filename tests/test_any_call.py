@@ -125,7 +125,6 @@ class Call(NamedTuple):
     # Axes along which gamma and beta vary; these, and others of which the sums are kept apart.
     varying: tuple[int, ...] = ()
     apart: tuple[int, ...] | None = None
-    save: str = "x"
 
 
 PLACES = st.builds(
@@ -170,7 +169,6 @@ def calls(draw):
         draw(st.sampled_from([None, None, *KINDS])),
         varying,
         draw(st.none() | some.map(lambda more: tuple(sorted({*more, *varying})))),
-        draw(st.sampled_from(["x", "x", "recompute"])),
     )
 
 
@@ -258,7 +256,7 @@ def as_given(call, made, backend):
         "residual": given["residual"], "where": given["where"], "backend": backend,
     }  # fmt: skip
     parameters = given["gamma"], given["beta"], call.eps
-    y, cache = forward(x, *parameters, **how, out=y_out, save=call.save)
+    y, cache = forward(x, *parameters, **how, out=y_out)
     pulled = {n: given[n] for n in ("dsum", "drstd", "dmean") if given[n] is not None}
     pulled |= {"accumulate": "accumulate" in call.given}
     if call.apart is not None:
@@ -280,8 +278,6 @@ def as_given(call, made, backend):
     if dy.dtype == made.arrays["x"].dtype:
         over = put(made.arrays["dy"], Place())[0]
         assert_same_bits(found.dx, backward(over, cache, out=(over, *made.old()), **pulled).dx)
-    if call.save == "recompute":
-        cache = forward(x, *parameters, **how)[1]
     return y, *found, cache.mean, cache.rstd
 
 

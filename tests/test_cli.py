@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-import stablenorm.report.findings as job
+import stablenorm.cli.findings as job
 from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
 from stablenorm.cli import problem as reading
@@ -113,7 +113,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("usage: stablenorm")
-    for command in ("run", "apply", "diagnose", "check", "bench", "complexity", "report"):
+    for command in ("run", "diagnose", "check", "bench"):
         assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
 
 
@@ -204,9 +204,7 @@ def test_what_is_misrounded_is_counted_and_fails_nearest(
     assert ("A CHECK FAILED" in shown) == (rounding == "nearest" and not kept)
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "apply", "diagnose", "check", "bench", "complexity", "report"]
-)
+@pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench"])
 def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stop:

@@ -121,8 +121,8 @@ def test_statistics_that_are_refused():
 
 def test_a_mask_costs_no_copy_of_x(rng):
     """A few blocks and numbers of rows, however many rows count."""
-    x = rng.standard_normal((8192, 512)).astype(np.float32)
-    y, where = np.empty_like(x), rng.random((8192, 1)) < 0.5
+    x = rng.standard_normal((65536, 512), np.float32)
+    y, where = np.empty_like(x), rng.random((65536, 1)) < 0.5
     layer_norm(x, out=y, where=where)
     tracemalloc.start()
     layer_norm(x, out=y, where=where)

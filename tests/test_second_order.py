@@ -39,7 +39,6 @@ def assert_close(actual, expected):
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     """In a product with what sums to zero, a mean leaves only its rounding errors, if it is there."""
-    pytest.importorskip("stablenorm.native", exc_type=ImportError)
     p = Problem(rng, "layer", np.float32, (1, 768), offset=0.0)
     p.gamma, p.tgamma = np.ones_like(p.gamma), np.zeros_like(p.tgamma)
     p.dy += np.float32(1e6)
@@ -49,27 +48,7 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     case = p.x, p.gamma, p.beta, p.eps, p.dy
     exact = exactly(case, ddx=p.tx, ddgamma=p.tgamma, ddbeta=p.tbeta)
     assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), p.double_backward(), strict=True)))
-    assert_contract(exact, {"ddy": p.jvp("native")})
-
-
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_compiled_jvp_has_the_bits_of_the_reference(rng, kind, dtype):
-    """Odd rows, few and many elements, rows apart from one another, extreme ones; no gamma; an offset."""
-    pytest.importorskip("stablenorm.native", exc_type=ImportError)
-    for rows, n, power in ((5, 7, 0), (3, 2100, 0), (5, 7, -1000 if dtype is np.float64 else -100)):
-        p = Problem(rng, kind, dtype, (rows, n + 1))
-        p.x, p.tx = p.x[:, 1:], p.tx[:, :-1]
-        if dtype is np.float64:
-            p.x[1] *= 1e300
-            p.tx[0], p.tx[2, 3] = p.tx[0] * 1e-300, 1e300
-        given = (p.gamma, p.beta, p.tgamma, p.tbeta)
-        p.gamma, p.beta, p.tgamma, p.tbeta = (np.ldexp(a[1:], power) for a in given)
-        p.offset = 0.0 if power else 1.0
-        assert p.jvp("native").tobytes() == p.jvp().tobytes()
-        p.gamma = p.beta = p.tgamma = p.tbeta = None
-        p.offset = 0.0
-        assert p.jvp("native").tobytes() == p.jvp().tobytes()
+    assert_contract(exact, {"ddy": p.jvp()})
 
 
 def test_axes_layouts_and_backends_agree(rng, backend):

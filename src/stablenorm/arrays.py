@@ -37,7 +37,7 @@ class Arrays(NamedTuple):
 
     `convert` (name, value) returns an array of this place, its dtype checked. `target` (name,
     array, shape, dtype) returns an array that may be written into, `empty` (shape, dtype, like) a
-    new one beside `like`. `rows` (array, axes) returns what a backend takes for it.
+    new one beside `like`. `rows` (array, axes) is what a backend that makes rows itself takes for an array.
     """
 
     convert: Callable[[str, Any], Array]
@@ -45,7 +45,7 @@ class Arrays(NamedTuple):
     empty: Callable[[tuple[int, ...], np.dtype[Any], Any], Array]
     overlap: Callable[[Array, Array], bool]
     same_elements: Callable[[Array, Array], bool]
-    rows: Callable[[Array, tuple[int, ...]], Any]
+    rows: Any = None
 
 
 def on_cuda_device(value: Any) -> bool:
@@ -220,73 +220,10 @@ def show_axes(axes: tuple[int, ...]) -> str:
 _OVERLAP_WORK: Any = 10_000
 
 
-class Rows:
-    """
-    An array seen as (rows, n): slices of rows, or rows by number, are read and written as C-ordered blocks.
-
-    Only for layouts that have no such view: one row block is gathered at a time, so the extra
-    memory is one block, where a reshape would copy the whole array.
-    """
-
-    def __init__(self, moved: Array, leading: int) -> None:
-        self._moved = moved
-        self._lead = moved.shape[:leading]
-        self.dtype = moved.dtype
-        self.shape = (math.prod(self._lead), math.prod(moved.shape[leading:]))
-
-    def _index(self, rows: slice | Array) -> tuple[Array, ...]:
-        if isinstance(rows, slice):
-            rows = np.arange(*rows.indices(self.shape[0]))
-        return np.unravel_index(rows, self._lead)
-
-    def __getitem__(self, rows: slice | Array) -> Array:
-        return self._moved[self._index(rows)].reshape(-1, self.shape[1])
-
-    def __setitem__(self, rows: slice | Array, block: Array) -> None:
-        index = self._index(rows)
-        self._moved[index] = block.reshape(len(block), *self._moved.shape[len(self._lead) :])
-
-
-class SomeRows(Rows):
-    """Some rows of a matrix, by their numbers, in ascending order."""
-
-    def __init__(self, matrix: Any, numbers: Array) -> None:
-        self.matrix, self.numbers = matrix, numbers
-        self.dtype, self.shape = matrix.dtype, (len(numbers), matrix.shape[1])
-
-    def __getitem__(self, rows: slice | Array) -> Array:
-        return self.matrix[self.numbers[rows]]  # type: ignore[no-any-return]
-
-    def __setitem__(self, rows: slice | Array, block: Array) -> None:
-        self.matrix[self.numbers[rows]] = block
-
-
-def as_rows(array: Array, axes: tuple[int, ...]) -> Array | Rows:
-    """
-    See `array` as (rows, n), n the elements along `axes`, without copying it.
-
-    One that is contiguous, and normalized over its last axis, is left as it is: `as_matrix`.
-    """
-    if array.flags.c_contiguous and len(axes) == 1 and axes[0] == array.ndim - 1:
-        return array
-    leading = array.ndim - len(axes)
-    moved = np.moveaxis(array, axes, range(leading, array.ndim))
-    if not leading:
-        # One row: without an axis to count it, `Rows` would have nothing to index.
-        moved, leading = moved[np.newaxis], 1
-    shape = math.prod(moved.shape[:leading]), math.prod(moved.shape[leading:])
-    view = moved.view()
-    try:
-        # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
-        view.shape = shape
-    except AttributeError:
-        return Rows(moved, leading)
-    return view
-
-
-def as_matrix(array: Any) -> Any:
-    """Return what `as_rows` returned with two axes; None of None."""
-    return array if array is None or len(array.shape) == 2 else array.reshape(-1, array.shape[-1])
+def as_rows(array: Array, axes: tuple[int, ...]) -> Array:
+    """See `array` as (rows, n), n the elements along `axes`; a copy where its strides do not allow a view."""
+    moved = np.moveaxis(array, axes, range(array.ndim - len(axes), array.ndim))
+    return moved.reshape(-1, math.prod(array.shape[axis] for axis in axes))
 
 
 def overlap(a: Array, b: Array) -> bool:
@@ -305,4 +242,4 @@ def same_elements(a: Array, b: Array) -> bool:
     return a is b or next(places) == next(places)
 
 
-HOST = Arrays(_convert, _target, _empty, overlap, same_elements, as_rows)
+HOST = Arrays(_convert, _target, _empty, overlap, same_elements)

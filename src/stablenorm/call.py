@@ -1,8 +1,9 @@
 """
-The record of a call: what `functional` makes, once, of what was given, and a backend does.
+The record of a call: `functional` makes it, once, and a backend does it.
 
-Arrays of the shape of x are seen as (rows, n), as `Arrays.rows` returns them; those of a call with `samples`
-as (samples, rows, n), and gamma and beta as (samples, n). What is not wanted, or not given, is None.
+Its arrays are plain rows: those of the shape of x are (rows, n), with the elements of a row one behind the other; gamma,
+beta and their gradients are (n,). With `samples`, the rows are in as many equal parts, each with a gamma and a beta of
+its own, (samples, n). An array that is missing, or not wanted, is None.
 
 The operation of a backend takes the record. It may decline, by returning NotImplemented before anything is
 written: then the reference does all of it. Otherwise it returns with all of it done.
@@ -10,74 +11,55 @@ written: then the reference does all of it. Otherwise it returns with all of it 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
-from stablenorm.types import Array, Gradients, Norm, Statistics
+from stablenorm.types import Array, Norm, Statistics
 
 
 class Forward(NamedTuple):
-    """The record of a forward, which returns the statistics."""
+    """The record of a forward, which writes y and returns the statistics."""
 
     x: Any
     norm: Norm
-    # None where the statistics alone are wanted.
     y: Any
     # Whether the statistics are wanted.
     keep: bool = True
     # Added to x; the sum goes into `total`, which is then what is normalized.
     residual: Any = None
     total: Any = None
-    # bool, (rows, 1) or (rows, n): what counts. y and the statistics are 0 elsewhere.
+    # bool, (rows, n): the elements that count, some in each row. y is 0 elsewhere.
     where: Any = None
-    # How many parts of x have a gamma and beta of their own.
-    samples: int | None = None
+    samples: int = 1
     # How many threads may take part; by default `get_num_threads`.
     threads: int | None = None
 
-    def sample(self, i: int) -> Forward:
-        """Return the call of one sample."""
-        x, norm, y, keep, residual, total, where, _, threads = self
-        added = part(residual, i), part(total, i)
-        return Forward(
-            x[i], norm.sample(i), part(y, i), keep, *added, part(where, i), None, threads
-        )
-
 
 class Backward(NamedTuple):
-    """The record of a backward, which writes into those arrays of `out` that are not None."""
+    """The record of a backward, which writes dx, dgamma and dbeta."""
 
     dy: Any
     x: Any
     norm: Norm
     statistics: Statistics
-    out: Gradients
+    dx: Any = None
+    dgamma: Any = None
+    dbeta: Any = None
     # Of the shape of x, added to dx.
     dsum: Any = None
-    # Of one float64 for each row, the cotangents of `Cache.mean` and `Cache.rstd`.
+    # One float64 for each row, the cotangents of `Cache.mean` and `Cache.rstd`.
     dmean: Array | None = None
     drstd: Array | None = None
     # As in `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
-    # float64 (2, n): what dgamma and dbeta are added to before they are rounded; with samples (samples, 2, n).
-    old: Array | None = None
-    # "rounded"; "pairs", not rounded, as `reference.partial` has them; or "exact": then dgamma and dbeta
-    # have True where an exact sum is wanted, and get it.
+    # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta; or
+    # "exact": these have True where an exact sum is wanted, and get it.
     sums: str = "rounded"
-    samples: int | None = None
+    samples: int = 1
     threads: int | None = None
-
-    def sample(self, i: int) -> Backward:
-        """Return the call of one sample."""
-        like_x = {name: part(getattr(self, name), i) for name in ("dy", "x", "dsum", "where")}
-        of_rows = {name: part(getattr(self, name), i) for name in ("dmean", "drstd", "old")}
-        return self._replace(
-            **like_x,
-            **of_rows,
-            norm=self.norm.sample(i),
-            statistics=self.statistics.of_rows(i),
-            out=Gradients._make(part(each, i) for each in self.out),
-            samples=None,
-        )
+    # The rows of the whole call, of which this one is a block; 0 if it is the whole.
+    plan_rows: int = 0
 
 
 class Jvp(NamedTuple):
@@ -90,7 +72,6 @@ class Jvp(NamedTuple):
     tgamma: Array | None
     tbeta: Array | None
     ty: Any
-    # bool, (rows, n).
     where: Any = None
 
 
@@ -104,8 +85,52 @@ class DoubleBackward(NamedTuple):
     statistics: Statistics
     ddgamma: Array | None
     ddbeta: Array | None
-    out: tuple[Any, Any, Array | None]
+    ddy: Any
+    dx: Any
+    dgamma: Array | None
     where: Any = None
+
+
+# The fields that hold arrays of the shape of x, those that are read and those that are written.
+READ = frozenset({"x", "dy", "residual", "dsum", "where", "tx", "ddx"})
+WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
+
+Call = TypeVar("Call", bound=Any)
+
+
+def change(
+    call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
+) -> Call:
+    """Return a call of some rows: `read` and `written` make its arrays of those of the shape of x."""
+    values = list(call)
+    for i, name in _like_x(type(call)):
+        if values[i] is None:
+            continue
+        if name in READ:
+            values[i] = read(values[i])
+        elif name in WRITTEN:
+            values[i] = written(values[i])
+        else:
+            values[i] = values[i].of_rows(rows) if name == "statistics" else values[i][rows]
+    return tuple.__new__(type(call), values)
+
+
+@functools.cache
+def _like_x(record: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the fields of a record that hold something for each row."""
+    like_x = READ | WRITTEN | {"dmean", "drstd", "statistics"}
+    return [(i, name) for i, name in enumerate(record._fields) if name in like_x]
+
+
+def sample(call: Call, i: int) -> Call:
+    """Return the call of one sample, whose arrays are parts of those of a call of several."""
+    count = len(call.x) // call.samples
+    rows = slice(i * count, (i + 1) * count)
+    found = change(call, lambda array: array[rows], lambda array: array[rows], rows)
+    sums = {name: part(getattr(call, name, None), i) for name in ("dgamma", "dbeta")}
+    if not isinstance(call, Backward):
+        sums = {}
+    return found._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]
 
 
 def part(array: Any, i: Any) -> Any:

@@ -24,11 +24,11 @@ from dask.highlevelgraph import HighLevelGraph
 from stablenorm.arrays import HOST, is_lazy, normalize_axes
 from stablenorm.backends import choose
 from stablenorm.formats import check_dtype
-from stablenorm.functional import checks, masks, row_parts
+from stablenorm.functional import backward as functional_backward
+from stablenorm.functional import checks, masks
 from stablenorm.functional import forward as functional
-from stablenorm.functional.backward import BackwardOptions
 from stablenorm.functional.combinations import DASK, refuse
-from stablenorm.functional.forward import ForwardOptions
+from stablenorm.functional.plain import decided
 from stablenorm.reference import partial as sums
 from stablenorm.types import NAMES, Cache, Gradients, Norm
 
@@ -183,14 +183,13 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
     return getattr(kept._replace(x=x), which)
 
 
-def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCache | None]:
+def forward(
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, *added: Any
+) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
-    axis, out, backend, keep, residual, where, save, _ = options
+    residual, where = added
     if out is not None:
         refuse("out", DASK)
-    if save != "x":
-        checks.check_save(save)
-        refuse('save="recompute"', DASK)
     chosen, x = choose(backend), convert("x", x)
     axes, every = normalize_axes(axis, x.ndim), tuple(range(x.ndim))
     norm = checks.checked_norm(LAZY, norm, x.shape, axes, chosen)
@@ -214,9 +213,9 @@ def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCac
         operand("where", where, x, every[x.ndim - np.ndim(where) :]),
         *_parameters(norm, x, axes),
     )
-    call = norm._replace(gamma=None, beta=None), ForwardOptions(axes, backend=chosen, keep=keep)
+    call = norm._replace(gamma=None, beta=None), axes, chosen, keep
     name = f"{norm.kind}-norm{'-forward' * keep}-{tokenize(call, *operands)}"
-    made = of_blocks(name, partial(_forward, *call), *operands, dtype=object if keep else x.dtype)
+    made = of_blocks(name, partial(_forward, call), *operands, dtype=object if keep else x.dtype)
     if not keep:
         return made, None
     y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
@@ -232,17 +231,11 @@ def forward(x: Any, norm: Norm, options: ForwardOptions) -> tuple[Array, LazyCac
     )
 
 
-def _forward(
-    norm: Norm,
-    options: ForwardOptions,
-    x: Any,
-    residual: Any,
-    where: Any,
-    *parameters: Any,
-) -> Any:
+def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
-    options = options._replace(residual=residual, where=where, threads=threads_of_task())
-    y, cache = functional.forward(x, Norm._make((*parameters, *norm[2:])), options)
+    norm, axes, *how = call
+    norm = Norm._make((*parameters, *norm[2:]))
+    y, cache = functional.forward(x, norm, axes, None, *how, residual, where, threads_of_task())
     if cache is None:
         return y
     bare = _filled(None, None, None, cache)
@@ -260,14 +253,17 @@ def _parameters(norm: Norm, x: Array, axes: tuple[int, ...]) -> list[Operand]:
     return [operand(name, v, x, (*others[x.ndim - np.ndim(v) :], *axes)) for name, v in pairs]
 
 
-def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> Gradients:
+def backward(
+    dy: Any, cache: LazyCache, kind: str, wrt: Any, out: Any, dsum: Any, *others: Any
+) -> Gradients:
     """Do what `functional.backward` does with the cache of a Dask array."""
     checks.check_kind(cache.norm, kind)
-    for name in ("out", "sum_axes", "dmean", "drstd", "accumulate"):
+    names = "out", "sum_axes", "dmean", "drstd", "accumulate"
+    for name, value in zip(names, (out, *others), strict=True):
         # `is not`, since `!=` of an array is an array.
-        if (value := getattr(options, name)) is not None and value is not False:
+        if value is not None and value is not False:
             refuse(name, DASK)
-    asked, x, norm, dsum = checks.asked_names(options.wrt), cache.x, cache.norm, options.dsum
+    asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
     if not is_lazy(dy):
         msg = f"dy must be a Dask array, as x was, got {type(dy).__name__}; pass da.from_array(dy)"
         raise TypeError(msg)
@@ -290,7 +286,7 @@ def backward(dy: Any, cache: LazyCache, kind: str, options: BackwardOptions) -> 
 def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradients:
     """Return the gradients of a block, those of gamma and beta as PARTIAL sums."""
     threads = threads_of_task()
-    return row_parts.backward_parts(dy, _filled(*block), asked, dsum=dsum, threads=threads)
+    return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
 
 
 def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...], nearest: bool) -> Array:
@@ -314,8 +310,8 @@ def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
     """Return the exact sums over a block of the columns that are undecided."""
     columns: list[Any] = [None, None]
     columns[i] = found[1]
-    return row_parts.exact_parts(dy, _filled(*block), columns, threads_of_task())[i]
+    return functional_backward.exact_sums(dy, _filled(*block), columns, threads_of_task())[i]
 
 
 def _decided(found: Any, exact: Any) -> Any:
-    return found[0] if exact is None else row_parts.decided(found[0], found[1], exact)
+    return found[0] if exact is None else decided(found[0], found[1], exact)

@@ -66,7 +66,7 @@ class _Layer:
         """
         Return the normalized `x`, and remember what `backward` needs.
 
-        `options` are `residual`, `where` and `save`, as for `layer_norm_forward`.
+        `options` are `residual` and `where`, as for `layer_norm_forward`.
         """
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
         y: Array

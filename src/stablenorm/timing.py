@@ -1,10 +1,11 @@
 """
-Time functions side by side, and the copy that they are measured against: how the commands do it.
+Time functions side by side, and the copy that they are measured against; the norms to be timed.
 
-It takes functions and knows nothing of what they do. It assumes that nothing else of this process
-runs meanwhile.
+A measurement takes functions and knows nothing of what they do. It assumes that nothing else of this
+process runs meanwhile.
 """
 
+import contextlib
 import gc
 import math
 import time
@@ -15,7 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array
+from stablenorm.api import FUNCTIONS
+from stablenorm.backends import BACKENDS, choose
+from stablenorm.formats import parse
+from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.types import Array, Gradients
+
+# Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
+PASSES = {"forward": 2, "backward": 3}
+ROUNDINGS = "fast", "nearest"
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
 BURST = 3e-4
@@ -49,7 +58,6 @@ def measure_interleaved(
     least: int = 3,
     limit: float = math.inf,
     settle: float = SETTLE,
-    step: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
@@ -57,8 +65,8 @@ def measure_interleaved(
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
     as last 0.3 ms, at least one. Before it come `settle` seconds of sleep, until the threads of the
-    candidate before stop spinning, and 10 ms of calls that are not counted; after it `step`. The
-    garbage collector is off, as in `timeit`.
+    candidate before stop spinning, and 10 ms of calls that are not counted. The garbage collector is
+    off, as in `timeit`.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     was_on = gc.isenabled()
@@ -77,8 +85,6 @@ def measure_interleaved(
             for name in order:
                 time.sleep(settle)
                 samples[name].append(_sample(candidates[name], *counts[name]))
-                if step is not None:
-                    step()
             order.append(order.pop(0))
     finally:
         if was_on:
@@ -93,22 +99,18 @@ def measure_interleaved(
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
     """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
     both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
-    # np.copyto releases the interpreter lock.
-    return together([partial(np.copyto, *part) for part in zip(*both, strict=True)])
+    first, *others = zip(*both, strict=True)
+    # The pool lives as long as the function that is returned.
+    pool = ThreadPoolExecutor(max(1, len(others)))
 
-
-def together(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function that makes all calls at once, the first of them on its own thread."""
-    # It lives as long as the function that is returned.
-    pool = ThreadPoolExecutor(max(1, len(calls) - 1))
-
-    def call() -> None:
-        begun = [pool.submit(each) for each in calls[1:]]
-        calls[0]()
+    def copy() -> None:
+        # np.copyto releases the interpreter lock.
+        begun = [pool.submit(np.copyto, *part) for part in others]
+        np.copyto(*first)
         for each in begun:
             each.result()
 
-    return call
+    return copy
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
@@ -144,3 +146,62 @@ def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) / calls
+
+
+# ---- norms to be timed ----
+
+
+class Problem(NamedTuple):
+    """Arrays to normalize over the last axis, and arrays to write into."""
+
+    x: Array
+    gamma: Array
+    beta: Array
+    dy: Array
+    y: Array
+    gradients: Gradients
+
+
+def make_problem(shape: Sequence[int], dtype: str) -> Problem:
+    """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
+    rng = np.random.default_rng(0)
+    kind = parse(dtype)
+    # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
+    count = min(math.prod(shape), 2**22)
+    x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
+    beta = rng.standard_normal(shape[-1]).astype(kind)
+    gamma = rng.uniform(0.5, 1.5, shape[-1]).astype(kind)
+    gradients = Gradients(np.zeros_like(x), np.zeros_like(gamma), np.zeros_like(beta))
+    return Problem(x, gamma, beta, dy, np.zeros_like(x), gradients)
+
+
+def make_candidates(
+    problem: Problem, backend: str | None, rounding: str = "fast", kind: str = "layer"
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return, per direction, the calls with fresh outputs and with `out=`."""
+    x, gamma, beta, dy, y, gradients = problem
+    norm, pull = FUNCTIONS[kind]
+    forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
+    _, cache = forward()
+    return {
+        "forward": {"fresh": forward, "out=": partial(forward, out=y)},
+        "backward": {
+            "fresh": lambda: pull(dy, cache),
+            "out=": lambda: pull(dy, cache, out=gradients),
+        },
+    }
+
+
+def usable_backends() -> list[str]:
+    """Return the names of those that can be loaded here."""
+    found = []
+    for name in BACKENDS:
+        with contextlib.suppress(ImportError):
+            found.append(choose(name))
+    return found
+
+
+def use_threads(threads: int | None) -> int:
+    """Set how many threads a call may use, if asked to; return how many it may."""
+    set_num_threads(threads or get_num_threads())
+    return get_num_threads()

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stablenorm.control import default_control
 from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
@@ -82,6 +81,23 @@ class Statistics(NamedTuple):
         return Statistics._make(None if word is None else word[rows] for word in self)
 
 
+def joined(found: list[Statistics]) -> Statistics:
+    """Return the statistics of all rows, given those of parts that follow one another."""
+    if len(found) == 1:
+        return found[0]
+    words: list[Any] = []
+    for each in zip(*found, strict=True):
+        some = next((word for word in each if word is not None), None)
+        # A word that the rows of a part do not need is 0.
+        full = [
+            np.zeros((len(one.rstd), *some.shape[1:]), some.dtype) if word is None else word
+            for one, word in zip(found, each, strict=True)
+            if some is not None
+        ]
+        words.append(None if some is None else np.concatenate(full))
+    return Statistics._make(words)
+
+
 # Of the gradients, in their order.
 NAMES = ("x", "gamma", "beta")
 
@@ -99,13 +115,11 @@ class Cache(NamedTuple):
         What was normalized, with a residual the sum.
     norm : Norm
         How: gamma, beta, eps and the options of the call.
-    save : {"x", "recompute"}
-        What is kept, as `layer_norm_forward` says.
     where : array of bool or None
         Which elements count; of length 1 along the normalized axes where whole rows do or do not.
     mean, rstd : array
         The mean of each row, 0 for RMS norm, and ``(var + eps)**-0.5``: float64, of the shape of x
-        with 1 for the normalized axes. Computed anew at each access; not with ``save="recompute"``.
+        with 1 for the normalized axes. Computed anew at each access.
 
     Notes
     -----
@@ -122,7 +136,6 @@ class Cache(NamedTuple):
     statistics: Statistics
     backend: str
     where: Array | None = None
-    save: str = "x"
 
     def __repr__(self) -> str:
         """Return shapes, dtypes and bytes on one line, no elements."""
@@ -144,7 +157,7 @@ class Cache(NamedTuple):
     @property
     def mean(self) -> Array:
         """Return the mean of each row."""
-        kept = self._kept()
+        kept = self.statistics
         if kept.mean is None:
             return self._of_rows(kept, np.zeros_like(kept.rstd), (0.0, None), 0)
         return self._of_rows(kept, kept.mean, (kept.mean_lo, kept.mean_tail), 0)
@@ -152,22 +165,9 @@ class Cache(NamedTuple):
     @property
     def rstd(self) -> Array:
         """Return the reciprocal standard deviation of each row."""
-        kept = self._kept()
+        kept = self.statistics
         return self._of_rows(kept, 0.0, (kept.rstd, kept.rstd_lo), 1)
 
-    def _kept(self) -> Statistics:
-        if self.save == "recompute":
-            msg = 'cache.mean and cache.rstd are not kept with save="recompute"'
-            raise AttributeError(msg)
-        # What decides most results of rounding="nearest" has fewer digits than are promised of these.
-        few = self.norm.rounding == "nearest" and self.statistics.rstd_lo is None
-        return self.made_in_pairs() if few else self.statistics
-
-    def made_in_pairs(self) -> Statistics:
-        """Return the statistics in double-double; the floor above, which knows how, replaces this."""
-        raise NotImplementedError
-
-    @default_control()
     def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
         """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
         low, lower = words
@@ -218,12 +218,3 @@ def check_count(name: str, value: Any, *, least: int, cure: str = "") -> int:
         msg = f"{name} must be at least {least}, got {number}{cure}"
         raise ValueError(msg)
     return number
-
-
-def any_float64(*arrays: Any) -> bool:
-    """Tell whether one of `arrays` (None aside) calls for more than float64 arithmetic."""
-    # Not any(...): its generator takes half as long as a small layer norm.
-    for array in arrays:  # noqa: SIM110
-        if array is not None and array.dtype.type is np.float64:
-            return True
-    return False

@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 
 from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.backward import BackwardOptions, backward
-from stablenorm.functional.forward import ForwardOptions, forward
+from stablenorm.functional.backward import backward
+from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
 
 # As a NamedTuple makes itself, in half the time.
@@ -115,9 +115,8 @@ def layer_norm(
            [-1.225,  0.   ,  1.225]])
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, options)[0]
+    y: Array = run(x, norm, axis, out, backend, False, residual, where)[0]
     return y
 
 
@@ -134,7 +133,6 @@ def layer_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
-    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `layer_norm` does, and keep what the backward needs.
@@ -163,9 +161,6 @@ def layer_norm_forward(
         any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
         in about its time; short rows take longer. Rows in which it varies take the slow
         reference.
-    save : {"x", "recompute"}, default: "x"
-        What the cache keeps. "x": `x` and the statistics; the fastest. "recompute": `x` alone; the
-        backward makes the statistics again, with the same bits, in the time of a forward.
 
     Returns
     -------
@@ -196,9 +191,8 @@ def layer_norm_forward(
     np.False_
     """
     norm = _new(Norm, (gamma, beta, eps, "layer", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, options)
+    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where)
     return found
 
 
@@ -291,7 +285,8 @@ def layer_norm_backward(
     >>> gradients.dbeta is None
     True
     """
-    options = _new(BackwardOptions, (wrt, out, dsum, sum_axes, dmean, drstd, accumulate, None))
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(dy, cache, "layer", options)
+    gradients: Gradients = run(
+        dy, cache, "layer", wrt, out, dsum, sum_axes, dmean, drstd, accumulate
+    )
     return gradients

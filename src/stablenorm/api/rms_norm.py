@@ -8,8 +8,8 @@ from numpy.typing import ArrayLike
 
 from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
-from stablenorm.functional.backward import BackwardOptions, backward
-from stablenorm.functional.forward import ForwardOptions, forward
+from stablenorm.functional.backward import backward
+from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
 
 # As a NamedTuple makes itself, in half the time.
@@ -65,9 +65,8 @@ def rms_norm(
            [-0.849,  1.131]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, False, residual, where, "x", None))
     run = on_dask().forward if is_lazy(x) else forward
-    y: Array = run(x, norm, options)[0]
+    y: Array = run(x, norm, axis, out, backend, False, residual, where)[0]
     return y
 
 
@@ -84,7 +83,6 @@ def rms_norm_forward(
     rounding: str = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
-    save: str = "x",
 ) -> tuple[Array, Cache]:
     """
     Normalize `x` as `rms_norm` does, and keep what the backward needs.
@@ -115,9 +113,8 @@ def rms_norm_forward(
     array([[0.283]])
     """
     norm = _new(Norm, (gamma, beta, eps, "rms", gamma_offset, rounding))
-    options = _new(ForwardOptions, (axis, out, backend, True, residual, where, save, None))
     run = on_dask().forward if is_lazy(x) else forward
-    found: tuple[Array, Cache] = run(x, norm, options)
+    found: tuple[Array, Cache] = run(x, norm, axis, out, backend, True, residual, where)
     return found
 
 
@@ -166,7 +163,6 @@ def rms_norm_backward(
     >>> rms_norm_backward(np.array([[1.0, 0.0]]), cache).dx.round(3)
     array([[ 0.181, -0.136]])
     """
-    options = _new(BackwardOptions, (wrt, out, dsum, sum_axes, None, drstd, accumulate, None))
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(dy, cache, "rms", options)
+    gradients: Gradients = run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
     return gradients

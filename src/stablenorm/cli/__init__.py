@@ -12,7 +12,7 @@ from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
 from stablenorm.text import printable
 
 # Modules of this folder, in the order of --help.
-_COMMANDS = "run", "apply", "diagnose", "check", "bench", "complexity", "report"
+_COMMANDS = "run", "diagnose", "check", "bench"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,25 +1,26 @@
 """`stablenorm bench`: the speed of our backends on the user's shapes, beside a copy of memory."""
 
 import argparse
-import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import numpy as np
-
-from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.cli import parts
-from stablenorm.formats import parse
+from stablenorm.formats import DTYPES, parse
 from stablenorm.text import Table, quantity, shape_text
-from stablenorm.timing import measure_copy, measure_interleaved
-from stablenorm.types import Array, Gradients
+from stablenorm.timing import (
+    PASSES,
+    ROUNDINGS,
+    Problem,
+    make_candidates,
+    make_problem,
+    measure_copy,
+    measure_interleaved,
+    usable_backends,
+    use_threads,
+)  # fmt: skip
 
-# Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
-PASSES = {"forward": 2, "backward": 3}
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
@@ -62,11 +63,11 @@ def add(commands: Any) -> None:
     )
     several = "may be given several times; default: "
     parts.add_shape(parser, f"of x; {several}32 512 768", action="append")
-    parser.add_argument("--dtype", action="append", choices=parts.DTYPES, help=f"{several}float32")
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help=f"{several}float32")
     about = f"{several}all that can be loaded"
     parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
-    about = f"{several}fast; nearest by numpy takes 2 us per element"
-    parser.add_argument("--rounding", action="append", choices=parts.ROUNDINGS, help=about)
+    about = f"{several}fast; nearest by numpy takes much longer"
+    parser.add_argument("--rounding", action="append", choices=ROUNDINGS, help=about)
     parts.add_kind(parser)
     parts.add_threads(parser)
     parts.add_json(parser)
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
-    threads = parts.use_threads(arguments.threads)
+    threads = use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
     with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
         step("copy")
@@ -101,56 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     return 0
-
-
-class Problem(NamedTuple):
-    """Arrays to normalize over the last axis, and arrays to write into."""
-
-    x: Array
-    gamma: Array
-    beta: Array
-    dy: Array
-    y: Array
-    gradients: Gradients
-
-
-def make_problem(shape: Sequence[int], dtype: str) -> Problem:
-    """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
-    rng = np.random.default_rng(0)
-    kind = parse(dtype)
-    # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
-    count = min(math.prod(shape), 2**22)
-    x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
-    beta = rng.standard_normal(shape[-1]).astype(kind)
-    gamma = rng.uniform(0.5, 1.5, shape[-1]).astype(kind)
-    gradients = Gradients(np.zeros_like(x), np.zeros_like(gamma), np.zeros_like(beta))
-    return Problem(x, gamma, beta, dy, np.zeros_like(x), gradients)
-
-
-def make_candidates(
-    problem: Problem, backend: str | None, rounding: str = "fast", kind: str = "layer"
-) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return, per direction, the calls with fresh outputs and with `out=`."""
-    x, gamma, beta, dy, y, gradients = problem
-    norm, pull = FUNCTIONS[kind]
-    forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
-    _, cache = forward()
-    return {
-        "forward": {"fresh": forward, "out=": partial(forward, out=y)},
-        "backward": {
-            "fresh": lambda: pull(dy, cache),
-            "out=": lambda: pull(dy, cache, out=gradients),
-        },
-    }
-
-
-def usable_backends() -> list[str]:
-    """Return the names of those that can be loaded here."""
-    found = []
-    for name in BACKENDS:
-        with contextlib.suppress(ImportError):
-            found.append(choose(name))
-    return found
 
 
 def _measure(

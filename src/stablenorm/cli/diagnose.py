@@ -14,7 +14,7 @@ from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, choose, list_members, load_number, read_rows
 from stablenorm.diagnosis import diagnose_blocks
 from stablenorm.diagnosis.results import lines_of
-from stablenorm.formats import check_dtype, parse
+from stablenorm.formats import DTYPES, check_dtype, parse
 from stablenorm.types import Array
 
 _EXAMPLES = """\
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     parts.add_axis(parser)
     about = "default: eps of the .npz file, if it has one, or 1e-5"
     parser.add_argument("--eps", type=parts.eps, help=about)
-    parser.add_argument("--dtype", choices=parts.DTYPES, help="judge the data as; default: its own")
+    parser.add_argument("--dtype", choices=DTYPES, help="judge the data as; default: its own")
     about = "worst rows to describe; default: 10"
     parser.add_argument("--top", type=parts.at_least(0), default=10, metavar="K", help=about)
     parts.add_json(parser)

@@ -138,12 +138,12 @@ def load_number(member: Member) -> float:
     return float(load(member).reshape(()))
 
 
-def load_beside(name: str, member: Member, shape: tuple[int, ...], more: str = "") -> Array:
-    """Read gamma, beta or dy, of the size that x asks for; `more` ends the message."""
+def load_beside(name: str, member: Member, shape: tuple[int, ...]) -> Array:
+    """Read gamma, beta or dy, of the size that x asks for."""
     check_dtype(name, np.empty(0, member.dtype))
     if math.prod(member.shape) != math.prod(shape):
         place = f"{member.shape} in {member.path}"
-        msg = f"{name} must have shape {shape} to match x, got {place}{more}"
+        msg = f"{name} must have shape {shape} to match x, got {place}"
         raise InputError(msg)
     return load(member)
 

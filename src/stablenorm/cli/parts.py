@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 import platform
+import secrets
 import stat
 import sys
 import textwrap
@@ -24,14 +25,9 @@ from rich.text import Text
 
 import stablenorm
 from stablenorm import text
-from stablenorm.files import whole_file
-from stablenorm.formats import FORMATS
 from stablenorm.text import Section, Table
-from stablenorm.threads import get_num_threads, set_num_threads
 from stablenorm.types import check_eps
 
-DTYPES = tuple(each.dtype.name for each in FORMATS)
-ROUNDINGS = "fast", "nearest"
 KINDS = "layer", "rms"
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
@@ -114,8 +110,10 @@ def add_output(
         if not os.access(path.parent, os.W_OK):
             msg = f"{option} must be a file in an existing, writable directory, got {text}"
             raise InputError(msg)
-        if option == "--plot":
-            require("matplotlib", option)
+        for module in {"--plot": ["matplotlib"], "--html": ["jinja2", "matplotlib"]}.get(
+            option, ()
+        ):
+            require(module, option)
         return path
 
     metavar = f"FILE{suffixes[0]}"
@@ -182,12 +180,6 @@ def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
         raise InputError(msg)
 
 
-def use_threads(threads: int | None) -> int:
-    """Set how many threads a call may use, if asked to; return how many it may."""
-    set_num_threads(threads or get_num_threads())
-    return get_num_threads()
-
-
 # ---- files written ----
 
 
@@ -195,8 +187,17 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
     """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
     if path is None:
         return
-    with whole_file(path) as file:
-        write(file)
+    # A new name each time: what a link of this name leads to is never written.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with beside.open("xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
@@ -226,7 +227,7 @@ def print_sections(*sections: Section) -> None:
     for section in sections:
         for table in section.tables:
             print_table(table)
-        lines += filter(None, (section.text, section.notes))
+        lines += (f"{section.heading}. {section.text}", *filter(None, [section.notes]))
     print_lines(*lines)
 
 

@@ -1,4 +1,4 @@
-"""The norm that `run` and `report` are asked about, read and computed."""
+"""The norm that `run` is asked about, read and computed."""
 
 import argparse
 import os
@@ -8,9 +8,10 @@ import numpy as np
 
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
+from stablenorm.cli.findings import Problem, compute
 from stablenorm.cli.parts import InputError
-from stablenorm.report.findings import Problem, compute
 from stablenorm.text import printable
+from stablenorm.timing import ROUNDINGS
 from stablenorm.types import Array
 
 _INPUTS = ("x", "gamma", "beta", "dy")
@@ -26,7 +27,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     parts.add_kind(parser)
     parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
     about = "nearest: every element correctly rounded, or the check fails; default: fast"
-    parser.add_argument("--rounding", choices=parts.ROUNDINGS, default="fast", help=about)
+    parser.add_argument("--rounding", choices=ROUNDINGS, default="fast", help=about)
     about = "of a random dy, if the file has none; default: 0"
     parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
 
@@ -64,7 +65,7 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
     if 4 * x_bytes > there:
         msg = (
             f"x must fit in memory, with y, dx and dy, to be checked, got {x_bytes / 1e9:.1f} GB, of "
-            f"{there / 1e9:.1f} GB; stablenorm apply takes it"
+            f"{there / 1e9:.1f} GB; save fewer rows"
         )
         raise InputError(msg)
     arrays = {"x": load(members["x"])}

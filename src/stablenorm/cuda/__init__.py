@@ -19,7 +19,7 @@ from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
-from stablenorm.types import Statistics, any_float64
+from stablenorm.types import Statistics
 
 __all__ = ["CudaWorkspace", "check_usable"]
 
@@ -38,7 +38,7 @@ def forward(call: Forward) -> Statistics:
     x, (gamma, beta, eps, *_), y = call[:3]
     with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
-        pairs = any_float64(x, gamma, beta)
+        pairs = _any_float64(x, gamma, beta)
         statistics = _new_statistics(cupy, rows, pairs)
         if rows == 0:
             return statistics
@@ -55,11 +55,9 @@ def forward(call: Forward) -> Statistics:
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    dy, x, norm, statistics, out = call[:5]
+    dy, x, norm, statistics, dx, dgamma, dbeta = call[:7]
     gamma = norm.gamma
-    # What `ARRAYS.rows` made of an array; `Gradients` knows only arrays.
-    dx: Any = out.dx
-    totals: dict[str, Any] = {"dgamma": out.dgamma, "dbeta": out.dbeta}
+    totals: dict[str, Any] = {"dgamma": dgamma, "dbeta": dbeta}
     places = {"x": x.array, "dy": dy.array, "gamma": gamma, "out.dx": getattr(dx, "array", None)}
     with _on_device(**places, **{f"out.{k}": v for k, v in totals.items()}) as (cupy, device):
         rows, n = x.shape
@@ -69,9 +67,9 @@ def backward(call: Backward) -> None:
                 total[...] = 0
         if rows == 0 or (dx is None and not wanted):
             return
-        pairs = any_float64(x, dy, gamma, *wanted.values()) or statistics.rstd_lo is not None
+        pairs = _any_float64(x, dy, gamma, *wanted.values()) or statistics.rstd_lo is not None
         # beta itself is no argument of the backward: its dtype is that of dbeta.
-        dtypes = (getattr(a, "dtype", None) for a in (x, dy, gamma, out.dbeta))
+        dtypes = (getattr(a, "dtype", None) for a in (x, dy, gamma, dbeta))
         kernel = _choose_kernel(n, *dtypes, pairs)
         chunks = cut(rows, kernel.slots)
         target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
@@ -136,6 +134,11 @@ def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
             "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
         )
         raise MemoryError(msg) from error
+
+
+def _any_float64(*given: Any) -> bool:
+    """Tell whether pairs are needed: a look at the sizes of float64 elements would wait for the device."""
+    return any(each is not None and each.dtype == np.float64 for each in given)
 
 
 def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:

@@ -5,6 +5,7 @@ Every question about memory layout (does this array have a view as rows, do two 
 NumPy: an array of NumPy's with the same address and strides, whose elements are never touched.
 """
 
+import contextlib
 import math
 import types
 from typing import Any, NamedTuple
@@ -112,9 +113,11 @@ def _imported(name: str, value: Any) -> Any:
 
 def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
     """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
-    seen = host.as_matrix(host.as_rows(_ghost(folded.array), folded.axes))
-    itemsize = folded.dtype.itemsize
-    if isinstance(seen, np.ndarray):
+    seen, itemsize = _ghost(folded.array), folded.dtype.itemsize
+    seen = np.moveaxis(seen, folded.axes, range(seen.ndim - len(folded.axes), seen.ndim)).view()
+    # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
+    with contextlib.suppress(AttributeError):
+        seen.shape = folded.shape
         between, within = seen.strides
         if (seen.shape[1] == 1 or within == itemsize) and between % itemsize == 0:
             return Matrix(folded.array.data.ptr, between // itemsize)

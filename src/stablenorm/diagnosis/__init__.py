@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.arrays import HOST, as_matrix, as_rows, is_lazy, normalize_axes, normalized_shape
+from stablenorm.arrays import HOST, as_rows, is_lazy, normalize_axes, normalized_shape
 from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, measure_rows
 from stablenorm.diagnosis.results import Diagnosis, Row, Summary, describe_row
 from stablenorm.formats import check_dtype, format_of, parse
@@ -116,7 +116,7 @@ def diagnose(
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
     eps, top = check_eps(eps), check_count("top", top, least=0)
-    rows = as_matrix(as_rows(array, axes))
+    rows = as_rows(array, axes)
     step = max(1, BLOCK // rows.shape[1])
     blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
     return diagnose_blocks(blocks, array.shape, judged, axes, eps, top, kind, keep_rows=True)

@@ -1,7 +1,7 @@
-"""The backward: what was given is checked, made one record, and handed to a backend."""
+"""The backward: a plain call is the kernels' at once; any other is checked, made plain and handed to a backend."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -9,152 +9,185 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import Arrays, is_plain
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward
-from stablenorm.functional import samples
 from stablenorm.functional.checks import (
     asked_names,
     check_cache,
+    check_sum_axes,
     checked_out,
-    has_leading,
     of_shape,
+    refuse_cuda,
     refuse_overlap,
+    sums_like,
 )
 from stablenorm.functional.combinations import CUDA, NEAREST, refuse
-from stablenorm.functional.forward import statistics_of
+from stablenorm.functional.layout import Lead, layout_of, lead_of
+from stablenorm.functional.plain import run_plain
+from stablenorm.reference.exact import ExactSum
+from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import NAMES, Array, Cache, Gradients
 
-_new = tuple.__new__
 
-# A backward without rare options: dsum to samples of its record.
-_NOTHING: Any = (None, None, None, None, None, "rounded", None)
-
-
-class BackwardOptions(NamedTuple):
-    """The keywords of a backward, as they were given."""
-
-    wrt: Sequence[str] = NAMES
-    out: Sequence[Array | None] | None = None
-    # Arrays, of Dask too.
-    dsum: Any = None
-    sum_axes: int | tuple[int, ...] | None = None
-    dmean: Any = None
-    drstd: Any = None
-    accumulate: bool = False
-    threads: int | None = None
-
-
-def backward(dy: ArrayLike, cache: Cache, kind: str, options: BackwardOptions) -> Gradients:
-    """Return the requested gradients, given what the user gave."""
-    found: Gradients | None = plain("backward")(dy, cache, kind, options)
+def backward(
+    dy: ArrayLike,
+    cache: Cache,
+    kind: str,
+    wrt: Sequence[str] = NAMES,
+    out: Sequence[Array | None] | None = None,
+    dsum: Any = None,
+    sum_axes: int | tuple[int, ...] | None = None,
+    dmean: Any = None,
+    drstd: Any = None,
+    accumulate: bool = False,
+    threads: int | None = None,
+) -> Gradients:
+    """Return the requested gradients."""
+    found: Gradients | None = plain("backward")(
+        dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
+    )
     if found is not None:
         return found
-    call, lead = prepared(dy, cache, kind, options)
-    do(call, cache, lead, options.accumulate)
-    return call.out
-
-
-def prepared(
-    dy: ArrayLike, cache: Cache, kind: str, options: BackwardOptions
-) -> tuple[Backward, samples.Lead | None]:
-    """Return the record of a backward, of arrays as they were given, and the lead of its sums, if asked for."""
-    wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads = options
     check_cache(cache, dy, kind)
-    x, norm, axes, statistics, name, where, save = cache
-    arrays = arrays_of(name)
-    # What is plain is in host memory: no dy for a cache that is on a device.
+    arrays, (x, norm, axes, _, name, _) = arrays_of(cache.backend), cache
+    # A plain dy is in host memory: none for a cache that is on a device.
     if name == "cuda" or not is_plain(dy, x.shape):
         dy = arrays.convert("dy", dy)
     if dy.shape != x.shape:
         msg = f"dy must have shape {x.shape} to match the y of this cache, got {dy.shape}"
         raise ValueError(msg)
-    rare = _NOTHING
-    if dsum is not None or dmean is not None or drstd is not None or where is not None:
-        dsum, dmean, drstd = _checked_extra(arrays, cache, (dsum, dmean, drstd))
-        rare = dsum, dmean, drstd, where, None, "rounded", None
+    dsum, dmean, drstd = _checked_extra(arrays, cache, (dsum, dmean, drstd))
     lead = None
     gamma, beta = norm[:2]
     if sum_axes is not None:
-        _refuse_cuda("sum_axes", name)
-        lead, kept = samples.check_sum_axes(sum_axes, cache)
-        gamma, beta = (samples.sums_like(each, kept, axes) for each in (gamma, beta))
+        refuse_cuda("sum_axes", name)
+        lead, kept = check_sum_axes(sum_axes, cache)
+        gamma, beta = (sums_like(each, kept, axes) for each in (gamma, beta))
     asked = asked_names(wrt)
-    likes = (
-        x if "x" in asked else None,
-        gamma if "gamma" in asked else None,
-        beta if "beta" in asked else None,
-    )
+    three = zip(NAMES, (x, gamma, beta), strict=True)
+    likes = [like if each in asked else None for each, like in three]
     if accumulate:
-        _refuse_cuda("accumulate", name)
-    if out is None and not accumulate:
-        gradients = _new(Gradients, [_empty(arrays, like, x) for like in likes])
-    else:
-        inputs = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
-        gradients = _checked_gradients(arrays, likes, checked_out(out, likes, accumulate), inputs)
-    if save != "x":
-        statistics = statistics_of(cache, threads)
-    return _new(Backward, (dy, x, norm, statistics, gradients, *rare, threads)), lead
+        refuse_cuda("accumulate", name)
+    inputs = {"x": x, "gamma": norm.gamma, "dy": dy, "dsum": dsum}
+    given = checked_out(out, likes, accumulate)
+    gradients = _checked_gradients(arrays, likes, given, inputs)
+    call = Backward(dy, x, norm, cache.statistics, *gradients, dsum, dmean, drstd, threads=threads)
+    if name == "cuda":
+        rows = arrays.rows
+        dx = None if call.dx is None else rows(call.dx, axes)
+        run("backward", name, call._replace(dy=rows(dy, axes), x=rows(x, axes), dx=dx))
+        return gradients
+    run_passes(call, cache, lead, accumulate)
+    return gradients
 
 
-def do(
-    call: Backward, cache: Cache, lead: samples.Lead | None = None, accumulate: bool = False
-) -> None:
-    """Do a call whose arrays are as they were given."""
-    axes, name = cache.axis, cache.backend
-    if lead is not None or has_leading(call.norm, axes):
-        _do_samples(call, cache, lead, accumulate)
+def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool) -> None:
+    """
+    Do a call whose arrays are as they were given: a pass for each way in which x is cut into samples.
+
+    `lead` is that of the sums, if their axes were asked for. The pass with dx, which may overwrite dy, comes last.
+    """
+    ndim, axes = call.x.ndim, cache.axis
+    if not call.x.size:
+        # Sums over no rows; old values and partial sums are there.
+        for total in (call.dgamma, call.dbeta):
+            if total is not None and call.sums == "exact":
+                total[total != 0] = ExactSum.of_numbers(np.zeros(0))
+            elif total is not None and call.sums == "rounded" and not accumulate:
+                total[...] = np.zeros((), total.dtype)
         return
-    if accumulate:
-        call = call._replace(old=_old_sums(call.out))
-    rows = arrays_of(name).rows
-    given = call.dy, call.x, call.out.dx, call.dsum, call.where
-    dy, x, dx, dsum, where = seen = [None if each is None else rows(each, axes) for each in given]
-    if any(one is not other for one, other in zip(seen, given, strict=True)):
-        out = call.out._replace(dx=dx)
-        call = call._replace(dy=dy, x=x, out=out, dsum=dsum, where=where)
-    run("backward", name, call)
+    of_gamma, of_beta = (lead_of(each, ndim, axes) for each in call.norm[:2])
+    leads = [of_gamma, lead or of_gamma, lead or of_beta]
+    if call.dgamma is not None:
+        leads[0] = leads[1]
+    passes: dict[Lead, list[str]] = {}
+    for which, name in ((1, "dgamma"), (2, "dbeta"), (0, "dx")):
+        if getattr(call, name) is not None:
+            passes[leads[which]] = [*passes.pop(leads[which], []), name]
+    for cut, names in passes.items():
+        others = {name: None for name in ("dx", "dgamma", "dbeta") if name not in names}
+        _run_pass(call._replace(**others), cache, cut, accumulate)
 
 
-def _do_samples(call: Backward, cache: Cache, lead: samples.Lead | None, accumulate: bool) -> None:
-    """Do a call in which gamma, beta or the sums have leading axes; `lead` is that of the sums, if asked for."""
-    ndim, axes, out = call.x.ndim, cache.axis, call.out
-    of_gamma, of_beta = (samples.lead_of(each, ndim, axes) for each in call.norm[:2])
-    cuts = [of_gamma, lead or of_gamma, lead or of_beta]
-    if out.dgamma is not None:
-        cuts[0] = cuts[1]
-    # What is cut alike in one pass; that with dx, which may overwrite dy, comes last.
-    passes: dict[samples.Lead, list[Any]] = {}
-    for which in (1, 2, 0):
-        if out[which] is not None:
-            wanted = passes.pop(cuts[which], [None] * 3)
-            wanted[which] = out[which]
-            passes[cuts[which]] = wanted
-    for cut, wanted in passes.items():
-        some = call._replace(out=Gradients(*wanted))
-        if wanted[0] is None is wanted[1]:
-            # dbeta needs no gamma, and may be cut otherwise.
-            some = some._replace(norm=call.norm._replace(gamma=None, gamma_offset=0.0))
-        parts = samples.Samples(call.x.shape, axes, cut)
-        seen = parts.backward(some)
-        if accumulate:
-            seen = seen._replace(old=_old_sums(seen.out, parts.count))
-        run("backward", cache.backend, seen)
-        parts.put_back(seen, some)
+def _run_pass(call: Backward, cache: Cache, cut: Lead, accumulate: bool) -> None:
+    layout = layout_of(call.x.shape, cache.axis, cut)
+    # dbeta needs no gamma, and may be cut otherwise.
+    only_beta = call.dx is None is call.dgamma
+    gamma = None if only_beta else layout.parameter(call.norm.gamma)
+    offset = 0.0 if only_beta else call.norm.gamma_offset
+    norm = call.norm._replace(gamma=gamma, beta=None, gamma_offset=offset)
+    numbers = layout.numbers()
+    if numbers is not None:
+        words = call.statistics.of_rows(numbers)
+        extra = {name: getattr(call, name) for name in ("dmean", "drstd")}
+        extra = {name: None if each is None else each[numbers] for name, each in extra.items()}
+        call = call._replace(statistics=words, **extra)
+    shape = (layout.samples, layout.shape[1]) if layout.samples > 1 else layout.shape[1:]
+    given = call.dgamma, call.dbeta
+    seen = [None if each is None else np.ascontiguousarray(each).reshape(shape) for each in given]
+    old = None
+    if accumulate and (call.dgamma is not None or call.dbeta is not None):
+        old = [None if each is None else each.copy() for each in seen]
+    dgamma, dbeta = seen
+    seen_call = call._replace(norm=norm, dgamma=dgamma, dbeta=dbeta, where=cache.where)
+    run_plain("backward", cache.backend, seen_call, layout, old)
+    for total, room in zip(given, seen, strict=True):
+        if total is not None and room is not None and not np.may_share_memory(total, room):
+            total[...] = room.reshape(total.shape)
 
 
-def _old_sums(out: Gradients, *count: int) -> Array | None:
-    """Return what dgamma and dbeta hold, of each sample, in float64; 0 for one that is not wanted."""
-    if out.dgamma is None is out.dbeta or 0 in count:
-        return None
-    totals = (np.zeros(1) if each is None else each.reshape(*count, -1) for each in out[1:])
-    both = np.broadcast_arrays(*(each.astype(np.float64) for each in totals))
-    return np.stack(both, axis=-2)
+# ---- partial sums: for blocks of rows whose sums others merge ----
 
 
-def _refuse_cuda(feature: str, backend: str) -> None:
-    if backend == "cuda":
-        refuse(feature, CUDA)
+def partial_sums(
+    dy: ArrayLike,
+    cache: Cache,
+    wrt: Sequence[str] = NAMES,
+    *,
+    dsum: ArrayLike | None = None,
+    threads: int | None = None,
+) -> Gradients:
+    """Return dx, and dgamma and dbeta as PARTIAL, for `partial.merged`."""
+    asked = asked_names(wrt)
+    sums = [
+        None if parameter is None or name not in asked else np.zeros(parameter.shape, PARTIAL)
+        for name, parameter in zip(NAMES[1:], cache.norm[:2], strict=True)
+    ]
+    return _sums(dy, cache, "x" in asked, sums, "pairs", dsum, threads)
 
 
-def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list[Array | None]:
+def exact_sums(
+    dy: ArrayLike, cache: Cache, columns: Sequence[Array | None], threads: int | None = None
+) -> tuple[Any, Any]:
+    """
+    Return the exact sums of some columns of dgamma and of dbeta, of a cache with rounding="nearest".
+
+    `columns` are two arrays of bool, or None; the sums, which `partial.merged` takes too, arrays of objects of
+    these shapes. Where no column is wanted, nothing is computed.
+    """
+    sums = [None if each is None else each.astype(object) for each in columns]
+    if any(each is not None and each.any() for each in columns):
+        _sums(dy, cache, False, sums, "exact", None, threads)
+    return sums[0], sums[1]
+
+
+def _sums(
+    dy: Any, cache: Cache, with_dx: bool, sums: list[Any], how: str, dsum: Any, threads: int | None
+) -> Gradients:
+    if cache.backend == "cuda":
+        refuse("sums over some of the rows", CUDA)
+    arrays, x = arrays_of(cache.backend), cache.x
+    check_cache(cache, dy, cache.norm.kind)
+    dy = of_shape(arrays, "dy", dy, x.shape)
+    dsum, _, _ = _checked_extra(arrays, cache, (dsum, None, None))
+    dx = arrays.empty(x.shape, x.dtype, x) if with_dx else None
+    call = Backward(dy, x, cache.norm, cache.statistics, dx, *sums, dsum, sums=how, threads=threads)
+    run_passes(call, cache, None, False)
+    return Gradients(dx, sums[0], sums[1])
+
+
+# ---- what is checked ----
+
+
+def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list[Any]:
     """Return what else is added to dx: dsum, and dmean and drstd, one float64 for each row."""
     x, norm, axes, _, backend = cache[:5]
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
@@ -163,7 +196,7 @@ def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list
         if value is None:
             found.append(None)
             continue
-        _refuse_cuda(name, backend)
+        refuse_cuda(name, backend)
         if name == "dsum":
             found.append(of_shape(arrays, name, value, x.shape))
             continue
@@ -174,21 +207,15 @@ def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list
     return found
 
 
-def _empty(arrays: Arrays, like: Array | None, x: Array) -> Array | None:
-    return None if like is None else arrays.empty(like.shape, like.dtype, x)
-
-
 def _checked_gradients(
-    arrays: Arrays,
-    likes: tuple[Array | None, ...],
-    out: tuple[Any, ...],
-    inputs: dict[str, Any],
+    arrays: Arrays, likes: Sequence[Array | None], out: tuple[Any, ...], inputs: dict[str, Any]
 ) -> Gradients:
     """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked for."""
     found: list[Array | None] = []
     for name, like, array in zip(NAMES, likes, out, strict=True):
         if like is None or array is None:
-            found.append(_empty(arrays, like, inputs["x"]))
+            x = inputs["x"]
+            found.append(None if like is None else arrays.empty(like.shape, like.dtype, x))
             continue
         called = f"out.d{name}"
         checked = arrays.target(called, array, like.shape, like.dtype)

@@ -1,15 +1,18 @@
 """What the calls check of their arguments, each once."""
 
 import math
+import operator
 from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_tuple
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import Arrays, normalized_shape, show_axes
 from stablenorm.functional.combinations import CUDA, refuse
+from stablenorm.functional.layout import lead_of
 from stablenorm.types import NAMES, Array, Cache, Norm, check_eps, real
 
 
@@ -41,6 +44,12 @@ def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
     for feature, given in asked.items():
         if given:
             refuse(feature, CUDA)
+
+
+def refuse_cuda(feature: str, backend: str) -> None:
+    """Raise if a feature is asked of arrays on a CUDA device, where it is none."""
+    if backend == "cuda":
+        refuse(feature, CUDA)
 
 
 def has_leading(norm: Norm, axes: tuple[int, ...]) -> bool:
@@ -97,13 +106,6 @@ def check_rounding(rounding: Any) -> None:
         raise ValueError(msg)
 
 
-def check_save(save: Any) -> None:
-    """Raise unless `save` is one of the two."""
-    if not isinstance(save, str) or save not in ("x", "recompute"):
-        msg = f'save must be "x" or "recompute", got {shorten(repr(save), 60)}'
-        raise ValueError(msg)
-
-
 def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") -> None:
     """Raise unless an argument has the shape of x, or of what else `of` says."""
     if array.shape != shape:
@@ -144,6 +146,44 @@ def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
     elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):
         cure = f"this is all that {forward} returned, write y, cache = {forward}(...)"
     return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
+
+
+def check_sum_axes(
+    sum_axes: int | tuple[int, ...], cache: Cache
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lead of the sums, and the lengths of the axes that are kept."""
+    x, norm, axes = cache[:3]
+    try:
+        given = sum_axes if isinstance(sum_axes, tuple) else (operator.index(sum_axes),)
+        summed = normalize_axis_tuple(given, x.ndim)
+    except TypeError:
+        msg = f"sum_axes must be an int or a tuple of ints, got {sum_axes!r}"
+        raise TypeError(msg) from None
+    except ValueError:
+        summed = axes
+    if set(summed) & set(axes):
+        msg = (
+            f"sum_axes must name axes of x, which has {x.ndim} dimensions, each once, but not what "
+            f"is normalized, axis {show_axes(axes)}; got {sum_axes}"
+        )
+        raise ValueError(msg)
+    each = [(axis in summed, length) for axis, length in enumerate(x.shape) if axis not in axes]
+    lead = tuple(1 if is_summed else length for is_summed, length in each)
+    for name, parameter in zip(("gamma", "beta"), norm[:2], strict=True):
+        if not fits(lead_of(parameter, x.ndim, axes), lead):
+            msg = f"sum_axes must name no axis along which {name} varies, got {sum_axes}"
+            raise ValueError(msg)
+    return lead, tuple(length for is_summed, length in each if not is_summed)
+
+
+def sums_like(
+    parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]
+) -> Array | None:
+    """Return an array, of no memory, of the shape and dtype of a gradient where axes are kept."""
+    if parameter is None:
+        return None
+    normalized = parameter.shape[parameter.ndim - len(axes) :]
+    return np.broadcast_to(np.empty((), parameter.dtype), kept + normalized)
 
 
 def asked_names(wrt: object) -> tuple[str, ...]:

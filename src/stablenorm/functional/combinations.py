@@ -21,7 +21,7 @@ _NO_BOUND = "its error is not bounded there"
 
 REFUSED = (
     Refusal(
-        ("residual", "where", 'save="recompute"', "dsum", "dmean", "drstd", "sum_axes", "accumulate"),
+        ("residual", "where", "dsum", "dmean", "drstd", "sum_axes", "accumulate"),
         CUDA, _ITS_KERNEL, "copy them to the host, as x.get() does",
     ),
     Refusal(
@@ -38,7 +38,6 @@ REFUSED = (
         "leave them out of the forward, and apply them to its y",
     ),
     Refusal(("out",), DASK, "it has no memory", "dask.array.store(result, out) writes into arrays"),
-    Refusal(('save="recompute"',), DASK, "its cache holds no memory", 'leave it at "x"'),
     Refusal(
         ("sum_axes",), DASK, "sums are over all chunks",
         "for gradients of each sample, give gamma and beta leading axes",

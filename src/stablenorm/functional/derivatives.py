@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST, is_lazy_cache
-from stablenorm.backends import run
 from stablenorm.call import DoubleBackward, Jvp
 from stablenorm.functional.checks import check_kind, has_leading, of_shape
 from stablenorm.functional.combinations import CUDA, DASK, LEADING, NEAREST, refuse
-from stablenorm.functional.forward import statistics_of
+from stablenorm.functional.layout import layout_of
+from stablenorm.functional.plain import run_plain
 from stablenorm.types import Array, Cache
 
 # Nothing here is for arrays on a CUDA device, whose cache is refused.
@@ -26,9 +26,8 @@ def jvp(
     x, tangent = cache.x, _of_shape("tx", tx, cache.x.shape)
     tangents = _of_parameters(cache, "t", tgamma, tbeta)
     ty = HOST.empty(x.shape, x.dtype, x)
-    tx_rows, x_rows, ty_rows = (HOST.rows(each, cache.axis) for each in (tangent, x, ty))
-    kept = cache.norm, statistics_of(cache, None)
-    run("jvp", cache.backend, Jvp(tx_rows, x_rows, *kept, *tangents, ty_rows, _where(cache)))
+    call = Jvp(tangent, x, cache.norm, cache.statistics, *tangents, ty, cache.where)
+    _run("jvp", call, cache)
     return ty
 
 
@@ -47,11 +46,16 @@ def double_backward(
     cotangents = _of_parameters(cache, "dd", ddgamma, ddbeta)
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
-    ddx_rows, dy_rows, x_rows, *made = (HOST.rows(each, cache.axis) for each in (*given, ddy, dx))
-    kept, out = (norm, statistics_of(cache, None)), (*made, dgamma)
-    call = DoubleBackward(ddx_rows, dy_rows, x_rows, *kept, *cotangents, out, _where(cache))
-    run("double_backward", cache.backend, call)
+    call = DoubleBackward(*given, norm, cache.statistics, *cotangents, ddy, dx, dgamma, cache.where)
+    _run("double_backward", call, cache)
     return ddy, dx, dgamma
+
+
+def _run(operation: str, call: Any, cache: Cache) -> None:
+    """Do a call as rows; these take masks as they are, of the shape of x."""
+    layout = layout_of(call.x.shape, cache.axis)
+    where = None if call.where is None else np.broadcast_to(call.where, call.x.shape)
+    run_plain(operation, cache.backend, call._replace(where=where), layout)
 
 
 def _check_cache(cache: Any, kind: str, what: str) -> None:
@@ -72,13 +76,6 @@ def _check_cache(cache: Any, kind: str, what: str) -> None:
         refuse(what, NEAREST)
     if has_leading(cache.norm, cache.axis):
         refuse(what, LEADING)
-
-
-def _where(cache: Cache) -> Any:
-    """Return the mask of a cache as rows of the length of those of x."""
-    if cache.where is None:
-        return None
-    return HOST.rows(np.broadcast_to(cache.where, cache.x.shape), cache.axis)
 
 
 def _of_parameters(

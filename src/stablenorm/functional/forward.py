@@ -1,6 +1,6 @@
-"""The forward: what was given is checked, made one record, and handed to a backend."""
+"""The forward: a plain call is the kernels' at once; any other is checked, made plain and handed to a backend."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -8,47 +8,50 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
-from stablenorm.functional.checks import (
-    check_save,
-    checked_norm,
-    has_leading,
-    of_shape,
-    refuse_overlap,
-)
-from stablenorm.functional.combinations import CUDA, refuse
+from stablenorm.functional.checks import checked_norm, of_shape, refuse_cuda, refuse_overlap
+from stablenorm.functional.layout import layout_of, lead_of
 from stablenorm.functional.masks import check_where
-from stablenorm.functional.samples import Samples, lead_of
-from stablenorm.types import Array, Cache, Norm, Statistics
+from stablenorm.functional.plain import BLOCK, run_plain
+from stablenorm.reference.equations import add
+from stablenorm.types import Array, Cache, Norm, check_eps
 
 # As NamedTuples make themselves, in half the time.
 _new = tuple.__new__
 
-# What a backward makes again.
-_NOTHING_KEPT: Any = Statistics(None, None, None)  # type: ignore[arg-type]
 
-
-class ForwardOptions(NamedTuple):
-    """The keywords of a forward, as they were given, but for those of the norm."""
-
-    axis: int | tuple[int, ...] = -1
-    out: Array | None = None
-    backend: str | None = None
-    # Whether a cache is wanted; without it, y may overwrite x.
-    keep: bool = True
-    # Arrays, of Dask too.
-    residual: Any = None
-    where: Any = None
-    save: str = "x"
-    threads: int | None = None
-
-
-def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, Any]:
-    """Return y and the cache, given what the user gave."""
-    axis, out, backend, keep, residual, where, save, threads = options
+def forward(
+    x: ArrayLike,
+    norm: Norm,
+    axis: int | tuple[int, ...] = -1,
+    out: Array | None = None,
+    backend: str | None = None,
+    keep: bool = True,
+    residual: Any = None,
+    where: Any = None,
+    threads: int | None = None,
+) -> tuple[Array, Any]:
+    """Return y and the cache, None without `keep`; then y may overwrite x."""
     if backend is None or backend == "native":
-        found: tuple[Array, Any] | None = plain("forward")(x, norm, options)
+        kernels = plain("forward")
+        found: tuple[Array, Any] | None = kernels(
+            x, norm, axis, out, backend, keep, residual, where, threads
+        )
         if found is not None:
             return found
+        if type(x) is np.ndarray and x.ndim and where is None:
+            # The usual axis and eps in other words; rows with gaps, if a copy is small.
+            axes, few = normalize_axes(axis, x.ndim), x.nbytes <= BLOCK and x.dtype.isnative
+            if axes == (x.ndim - 1,):
+                same = norm._replace(eps=check_eps(norm.eps))
+                rows = np.ascontiguousarray(x) if few and out is None else x
+                found = kernels(rows, same, -1, out, backend, keep, residual, where, threads)
+                if found is not None:
+                    cache = found[1]
+                    return (
+                        found
+                        if rows is x or not keep or residual is not None
+                        else (found[0], cache._replace(x=x))
+                    )
     name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
@@ -56,7 +59,7 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
     norm = checked_norm(arrays, norm, x.shape, axes, name)
     total = None
     if residual is not None:
-        _refuse_cuda("residual", name)
+        refuse_cuda("residual", name)
         residual = of_shape(arrays, "residual", residual, x.shape)
         total = arrays.empty(x.shape, x.dtype, x)
     if out is None:
@@ -67,72 +70,34 @@ def forward(x: ArrayLike, norm: Norm, options: ForwardOptions) -> tuple[Array, A
         needed = keep and residual is None
         refuse_overlap(arrays, "out", y, others, but=None if needed else "x")
     if where is not None:
-        _refuse_cuda("where", name)
+        refuse_cuda("where", name)
         where = check_where(where, x.shape, axes, norm.rounding)
-    if type(save) is not str or save != "x":
-        check_save(save)
-        _refuse_cuda('save="recompute"', name)
-    call = _new(Forward, (x, norm, y, keep, residual, total, where, None, threads))
-    statistics = None
-    if save == "x" or not keep:
-        statistics = _do(call, axes, name)
-    else:
-        _do(call._replace(keep=False), axes, name)
-        statistics = _NOTHING_KEPT
+    call = Forward(x, norm, y, keep, residual, total, where, 1, threads)
+    statistics = _do(call, axes, name)
     if not keep:
         return y, None
     kept = x if total is None else total
-    return y, _new(Cache, (kept, norm, axes, statistics, name, where, save))
-
-
-def statistics_of(cache: Cache, threads: int | None) -> Statistics:
-    """Return the statistics of a cache, made again if they were not kept."""
-    x, norm, axes, statistics, name, where, save = cache
-    if save == "x":
-        return statistics
-    made: Statistics = _do(Forward(x, norm, None, where=where, threads=threads), axes, name)
-    return made
-
-
-def _made_in_pairs(self: Cache) -> Statistics:
-    """Return the statistics of a cache in double-double, which a float64 gamma calls for."""
-    x, norm, axes, _, name, where, _ = self
-    ones = np.ones([x.shape[axis] for axis in axes])
-    norm = norm._replace(gamma=ones, beta=None, gamma_offset=0.0)
-    made: Statistics = _do(Forward(x, norm, None, where=where), axes, name)
-    return made
-
-
-# A cache knows nothing of backends, which are on a floor above its own.
-Cache.made_in_pairs = _made_in_pairs  # type: ignore[method-assign]
+    return y, _new(Cache, (kept, norm, axes, statistics, name, where))
 
 
 def _do(call: Forward, axes: tuple[int, ...], name: str) -> Any:
     """Do a call whose arrays are as they were given; return the statistics in the order of x's rows."""
-    x, norm, y, keep, residual, total, where, _, threads = call
-    if has_leading(norm, axes) and x.size:
-        leads = (lead_of(each, x.ndim, axes) for each in norm[:2])
-        samples = Samples(x.shape, axes, *leads)
-        seen = samples.forward(call)
-        found = run("forward", name, seen)
-        samples.put_back(seen, call)
-        return samples.in_order(found) if keep else None
-    rows = arrays_of(name).rows
-    of_x, of_y, residual, total, where = (
-        None if each is None else rows(each, axes) for each in (x, y, residual, total, where)
-    )
-    norm = _without_leading(norm, axes)
-    seen = Forward(of_x, norm, of_y, keep, residual, total, where, None, threads)
-    return run("forward", name, seen)
-
-
-def _without_leading(norm: Norm, axes: tuple[int, ...]) -> Norm:
-    """Return the norm of no rows: then nothing of gamma and beta counts but that they have no leading axes."""
-    return (
-        norm._replace(gamma=None, beta=None, gamma_offset=0.0) if has_leading(norm, axes) else norm
-    )
-
-
-def _refuse_cuda(feature: str, backend: str) -> None:
-    if backend == "cuda":
-        refuse(feature, CUDA)
+    x, norm = call[:2]
+    if name == "cuda":
+        rows = arrays_of(name).rows
+        return run("forward", name, call._replace(x=rows(x, axes), y=rows(call.y, axes)))
+    if call.where is not None and call.residual is not None:
+        # Rows that do not count have a sum, too.
+        add(x, call.residual, call.total)
+        call = call._replace(x=call.total, residual=None, total=None)
+    # Without elements there is nothing to cut.
+    if x.size:
+        layout = layout_of(x.shape, axes, *(lead_of(each, x.ndim, axes) for each in norm[:2]))
+        seen = [layout.parameter(each) for each in norm[:2]]
+        call = call._replace(norm=_new(Norm, (*seen, *norm[2:])))
+    else:
+        layout = layout_of(x.shape, axes)
+        call = call._replace(norm=norm._replace(gamma=None, beta=None, gamma_offset=0.0))
+    found = run_plain("forward", name, call, layout)
+    numbers = layout.numbers() if call.keep else None
+    return found if numbers is None else found.of_rows(np.argsort(numbers))

@@ -1,11 +1,11 @@
 """
 The CPU kernels in C++: `reference.forward` and `reference.backward`, compiled ahead of time.
 
-They check nothing: that is done above. Rows are dealt out in tiles that depend on the shape alone, so that no bit
-depends on the number of threads; all additions are written out, so that none depends on the processor.
-rows.h and back_rows.h have the equations of float16, bfloat16 and float32, pair_rows.h those of calls of which
-something is float64, and of the rows and columns that bounds of the former leave open with rounding="nearest". What these leave
-open goes to the reference.
+They check nothing: `functional` does. Tiles of rows depend on the shape alone, so that no bit depends on the number of
+threads; all additions are written out, so that none depends on the processor. rows.h and back_rows.h have the equations
+of float16, bfloat16 and float32, pair_rows.h those of float64. With rounding="nearest", pair_rows.h also computes the
+rows and columns whose float64 results cannot be rounded safely. Rows and columns that pairs leave are finished here, by
+the reference.
 
 STABLENORM_INSTRUCTIONS names the instruction set to use, one of `INSTRUCTIONS`; by default the best.
 """
@@ -13,24 +13,15 @@ STABLENORM_INSTRUCTIONS names the instruction set to use, one of `INSTRUCTIONS`;
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 
 from stablenorm import memory, reference
-from stablenorm.arrays import Rows, SomeRows, as_matrix
-from stablenorm.call import Backward, Forward, Jvp
-from stablenorm.reference.counted import (
-    Counted,
-    fill_others,
-    joined,
-    spread,
-    whole_and_partial,
-)
-from stablenorm.reference.doubledouble import two_sum
+from stablenorm.call import Backward, Forward
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import get_num_threads
-from stablenorm.types import NAMES, Array, Cache, Gradients, Statistics, any_float64
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
 
 try:
     from stablenorm import _core
@@ -44,23 +35,8 @@ except ImportError as error:
 # Those that this processor has kernels for, the best first.
 INSTRUCTIONS: list[str] = _core.instructions()
 
-# The mark of a row that pairs of float64 are not for; of one of which merely an element is undecided, it is another.
+# The mark of a row that pairs are not for; a row of which an element is uncertified has another.
 _EXTREME = 1
-# What is beyond these goes to the reference: no product of three numbers, nor its last 106 bits, leaves the
-# range of float64.
-_LARGEST, _SMALLEST = 2.0**200, 2.0**-200
-
-# A sample of more elements is worth all threads, unless several wait for each.
-_LARGE, _SEVERAL = 1 << 18, 4
-
-_core.prepare(Statistics, Cache, Gradients, NAMES, get_num_threads, memory.default_limit)
-memory.use(_core)
-
-# What `functional` does, or None and nothing of it if the call is not a plain one.
-plain_forward, plain_backward = _core.plain_forward, _core.plain_backward
-
-# As NamedTuples make themselves, without the keyword handling, which takes twice as long.
-_new = tuple.__new__
 
 
 def use(instructions: str) -> None:
@@ -77,360 +53,153 @@ if not INSTRUCTIONS:
 if "STABLENORM_INSTRUCTIONS" in os.environ:
     use(os.environ["STABLENORM_INSTRUCTIONS"])
 
-
-# ---- forward ----
+# The kernels themselves: what they return, or None where a call is not one of plain rows.
+plain_forward, plain_backward = _core.forward, _core.backward
+tile_rows = _core.tile_rows
 
 
 def forward(call: Forward) -> Any:
     """Do what `reference.forward` does."""
-    if call.samples is not None:
-        found = _at_once(call)
-        if found is not None:
-            return found
-        each = [forward(call.sample(i)) for i in range(call.samples)]
-        return joined(each) if call.keep else None
-    if call.where is not None:
-        return _forward_counted(call)
-    return _forward(call)
-
-
-def _at_once(call: Forward) -> Statistics | None:
-    """Do all samples by one job, if they can, and had better, be done so."""
-    x, y = call.x, call.y
-    again = call.norm.rounding == "nearest" or any_float64(x, *call.norm[:2])
-    # Of rows that are left open, x is needed once more.
-    if y is None or call.where is not None or _are_few(call) or (again and _may_share(x, y)):
-        return None
-    return _forward(call)  # type: ignore[no-any-return]
-
-
-def _forward_counted(call: Forward) -> Statistics | None:
-    """Do the rows that count: those of which all does by a kernel, the others by the reference."""
-    if call.residual is not None:
-        total = reference.equations.add(call.x, call.residual, call.total)
-        call = call._replace(x=total, residual=None, total=None)
-    parts, found, clear = whole_and_partial(call.where), [], False
-    for part in parts:
-        some = part.forward(call)
-        if part.elements is None:
-            clear = len(parts) == 1 and _is_clearable(some.y)
-            found.append(_forward(some, clear))
-        else:
-            found.append(reference.forward(some))
-    if not clear:
-        fill_others(call.y, parts)
-    return spread(found, parts, as_matrix(call.where).shape[0]) if call.keep else None
-
-
-def _forward(call: Forward, clear: bool = False) -> Any:
-    """Do a forward of all rows, or with `clear` of some while the others of y are cleared; None if samples cannot."""
-    x, (gamma, beta, eps, kind, gamma_offset, rounding), y, keep, residual, total, *_ = call
-    samples, layer, nearest = call.samples or 0, kind == "layer", rounding == "nearest"
-    source, wide = None, any_float64(x, gamma, beta)
-    if residual is not None:
-        source, x = x, total
-    if nearest and y is not None and residual is None and _may_share(x, y):
-        # Rows that are undecided are computed once more. The sum with a residual is in memory of its own.
-        x = np.array(as_matrix(x)[:])
-    shape = x.shape[: 2 if samples else 1]
-    if not samples and len(x.shape) != 2:
-        shape = (x.size // x.shape[-1],)
-    marks: Any = None
-    mean = rest = rstd = rstd_lo = tail = spread_ = None
-    if wide or keep:
-        rstd = np.empty(shape)
-        if layer:
-            mean, rest = np.empty(shape), np.empty(shape)
-    if wide:
-        rstd_lo = np.empty(shape)
-        tail = np.empty(shape) if layer else None
-    if wide or nearest:
-        marks = np.empty(shape, np.uint8)
-        spread_ = np.empty(shape) if nearest else None
-    if not _core.forward(
-        _seen(x), _seen(y), _seen(source), _seen(residual),
-        _flat(gamma, samples), _flat(beta, samples), eps, gamma_offset, not layer, nearest, wide,
-        y.matrix.shape[0] if clear else 0, mean, rest, rstd, rstd_lo, tail, marks, spread_,
-        call.threads or get_num_threads(), samples,
-    ):  # fmt: skip
-        if samples:
-            return None
-        if clear:
-            fill_others(y.matrix, [Counted(y.numbers, None)])
-        # Samples and blocks of one call have the same words, whoever made them.
-        kept = reference.forward(call)
-        return kept if wide or not keep else kept._replace(rstd_lo=None, mean_tail=None)
-    kept = _new(Statistics, (mean, rest, rstd, rstd_lo, tail, None, spread_, None))
-    if marks is None:
-        return kept
-    # Counting takes a quarter of the time of any().
-    if np.count_nonzero(marks):
-        if samples:
-            return None
-        kept = _forward_marked(call._replace(x=x, residual=None, total=None), kept, marks)
-    # Dropped where no row needs it, as in the reference.
-    return kept._replace(mean_tail=None) if tail is not None and not tail.any() else kept
-
-
-def _forward_marked(call: Forward, kept: Statistics, marks: Any) -> Statistics:
-    """Write y of the marked rows; return the statistics of all, with the marks."""
-    rows = np.flatnonzero(marks)
-    some: Statistics = reference.forward(Counted(rows, None).forward(call))
-    # Of rows that are merely undecided, the statistics are as good as these.
-    extreme = marks[rows] == _EXTREME
-    if not extreme.any():
-        return kept
-    rows, some, exponent = rows[extreme], some.of_rows(extreme), None
-    for i in (0, 1, 2, 3, 4, 6):
-        if (row := kept[i]) is not None:
-            row[rows] = 0.0 if (word := some[i]) is None else word
-    if some.exponent is not None:
-        exponent = np.zeros((len(marks), 2), np.int16)
-        exponent[rows] = some.exponent
-    return kept._replace(exponent=exponent, extreme=(marks == _EXTREME).view(np.uint8))
-
-
-# ---- backward ----
+    x, norm, y, keep, residual, total, where, samples, threads = call
+    if where is not None:
+        return NotImplemented
+    found = plain_forward(x, norm, -1, y, None, keep, residual, None, threads, total, samples)
+    if found is not None:
+        return found[1].statistics if keep else None
+    if samples > 1:
+        # A gamma of extreme size is one sample's matter.
+        return NotImplemented
+    kept = reference.forward(call)
+    # A backward takes double-double statistics for those of float64 data.
+    return (
+        kept if x.dtype == np.float64 or not keep else kept._replace(rstd_lo=None, mean_tail=None)
+    )
 
 
 def backward(call: Backward) -> Any:
     """Do what `reference.backward` does; that does what is rare."""
-    if call.dmean is not None or call.drstd is not None or call.sums == "exact":
+    if call.sums == "exact" or call.where is not None:
         return NotImplemented
-    if call.samples is not None:
-        if not _backward_at_once(call):
-            for i in range(call.samples):
-                backward(call.sample(i))
-    elif call.where is not None:
-        _backward_counted(call)
-    else:
-        _backward_rows(call)
-    return None
+    if call.dmean is not None or call.drstd is not None:
+        return NotImplemented
+    cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
+    out = call[4:7]
+    wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
+    found = plain_backward(
+        call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
+        call.threads, call.plan_rows, call.samples,
+    )  # fmt: skip
+    return NotImplemented if found is None else None
 
 
-def _backward_at_once(call: Backward) -> bool:
-    """Do all samples by one job, if they can, and had better, be done so; tell whether they were."""
-    dy, dx, wide = call.dy, call.out.dx, call.statistics.rstd_lo is not None
-    again = wide or call.norm.rounding == "nearest"
-    if call.where is not None or _are_few(call) or (not wide and any_float64(dy)):
-        return False
-    if again and dx is not None and _may_share(dy, dx):
-        return False
-    marks = _marks_of(call.statistics) if again else None
-    left = _backward(call, marks, wide)
-    if left is None or (marks is not None and marks.any()):
-        return False
-    return left.undecided is None or not left.undecided.any()
+# ---- rows and columns that the kernels leave, which call these before they return ----
 
 
-def _backward_counted(call: Backward) -> None:
-    """Do the rows that count, as `_forward_counted` does, and merge their sums."""
-    parts = whole_and_partial(call.where)
-    if len(parts) == 1 and parts[0].elements is None:
-        some = parts[0].backward(call)
-        clear = call.dsum is None and _is_clearable(some.out.dx)
-        _backward_rows(some, clear)
-        if not clear:
-            fill_others(call.out.dx, parts, call.dsum)
-        return
-    sums = []
-    for i, part in enumerate(parts):
-        totals = [None if each is None else np.zeros(each.shape, PARTIAL) for each in call.out[1:]]
-        some = part.backward(call)
-        # Old values are added once.
-        old = call.old if i == 0 else None
-        some = some._replace(out=Gradients(some.out.dx, *totals), sums="pairs", old=old)
-        (_backward_rows if part.elements is None else reference.backward)(some)
-        sums.append(totals)
-    for result, *totals in zip(call.out[1:], *sums, strict=True):
-        if result is not None:
-            total = merged(*totals)
-            result[...] = total if call.sums == "pairs" else rounded(total, result.dtype)[0]
-    fill_others(call.out.dx, parts, call.dsum)
+def _finish_forward(
+    x: Array, y: Array, norm: Norm, kept: Statistics | None, marks: Array, samples: int
+) -> Statistics | None:
+    """Write y of the marked rows; return the statistics of all rows, with those of extreme rows."""
+    x, y = _as_matrix(x), _as_matrix(y)
+    for one, part in _samples_of(norm, np.flatnonzero(marks), len(x), samples):
+        found = np.empty((len(part), x.shape[1]), y.dtype)
+        some = reference.forward(Forward(x[part], one, found, kept is not None))
+        y[part] = found
+        # The statistics of rows that are merely uncertified are as good as these.
+        extreme = marks[part] == _EXTREME
+        if kept is not None and extreme.any():
+            kept = _with_extreme(kept, some.of_rows(extreme), part[extreme], marks == _EXTREME)
+    return kept
 
 
-def _backward_rows(call: Backward, clear: bool = False, in_pairs: bool = False) -> None:
-    """Do a backward of all rows, or with `clear` of some while the others of dx are cleared."""
-    dy, nearest = call.dy, call.norm.rounding == "nearest"
-    wide = in_pairs or call.statistics.rstd_lo is not None
-    dx: Any = call.out.dx
-    if nearest and dx is not None and _may_share(dy, dx):
-        # Rows that are undecided are computed once more.
-        call = call._replace(dy=np.array(as_matrix(dy)[:]))
-    marks: Any = _marks_of(call.statistics) if wide or nearest else None
-    if nearest:
-        wide = wide or any_float64(dy) or bool(np.count_nonzero(marks))
-    # Else, what a forward kept of which nothing was float64 is too little for double-double.
-    possible = wide or not any_float64(dy)
-    left = _backward(call, marks, wide, clear) if possible else None
-    if left is None:
-        if clear:
-            fill_others(dx.matrix, [Counted(dx.numbers, None)])
-        reference.backward(call)
-        return
-    if marks is not None and np.count_nonzero(marks):
-        _backward_marked(call, marks, left)
-    if left.undecided is not None:
-        _decide(call, left.undecided, wide)
+def _with_extreme(kept: Statistics, some: Statistics, rows: Array, extreme: Array) -> Statistics:
+    """Return statistics with those of the extreme rows, which may need an exponent, and their marks."""
+    for name, word in kept._asdict().items():
+        if word is not None and name not in ("exponent", "extreme"):
+            made = getattr(some, name)
+            word[rows] = 0.0 if made is None else made
+    exponent = kept.exponent
+    if some.exponent is not None:
+        exponent = np.zeros((len(extreme), 2), np.int16) if exponent is None else exponent
+        exponent[rows] = some.exponent
+    if some.mean_tail is not None and kept.mean_tail is None and kept.rstd_lo is not None:
+        kept = kept._replace(mean_tail=np.zeros(len(extreme)))
+        kept.mean_tail[rows] = some.mean_tail  # type: ignore[index]
+    return kept._replace(exponent=exponent, extreme=extreme.view(np.uint8))
 
 
-class _Left(NamedTuple):
-    """What a backward leaves open."""
-
-    # Of each column, four words: its sums over rows that are not marked. Only where some are.
-    sums: Any
-    # Of each column of dgamma and of dbeta, whether it is undecided; None of "fast".
-    undecided: Any
-
-
-def _backward(call: Backward, marks: Any, wide: bool, clear: bool = False) -> _Left | None:
-    """Do all but the rows that are marked, in the end; return what is left open, None if nothing is done."""
-    dy, x, norm, statistics, out, dsum = call[:6]
-    dx, dgamma, dbeta = cast(Any, out)
-    mean, rest, rstd, rstd_lo, tail, _, spread_, _ = statistics
-    samples, n, totals = call.samples or 0, x.shape[-1], (dgamma, dbeta)
-    nearest = norm.rounding == "nearest"
-    sums = undecided = None
-    if dgamma is not None or dbeta is not None:
-        sums = np.empty((2, n, 4)) if (wide or nearest) and not samples else None
-        undecided = np.zeros((samples, 2, n) if samples else (2, n), np.uint8) if nearest else None
-    flat = [_flat(total, samples) for total in totals]
-    if not _core.backward(
-        _seen(x), _seen(dx), _seen(dy), _seen(dsum), _flat(norm.gamma, samples), None, norm.eps,
-        norm.gamma_offset, norm.kind != "layer", nearest, wide, dx.matrix.shape[0] if clear else 0,
-        mean, rest, rstd, rstd_lo, tail, marks, spread_, *flat, undecided, call.old, sums,
-        call.threads or get_num_threads(), samples,
-    ):  # fmt: skip
-        return None
-    for total, written in zip(totals, flat, strict=True):
-        if total is not None and written is not total:
-            total[...] = written
-    return _Left(sums, undecided)
+def _finish_backward(
+    dy: Array, x: Array, norm: Norm, kept: Statistics, out: Gradients, dsum: Array | None,
+    marks: Any, open_: Any, partial: Any, samples: int,
+) -> None:  # fmt: skip
+    """Write dx of the marked rows, and the sums of samples that have some or whose columns are open."""
+    dy, x, dsum = _as_matrix(dy), _as_matrix(x), None if dsum is None else _as_matrix(dsum)
+    n, count = x.shape[1], len(x) // samples
+    rows = np.flatnonzero(marks) if marks is not None else np.empty(0, int)
+    dx = out.dx
+    for one, part in _samples_of(norm, rows, len(x), samples) if dx is not None else ():
+        found = np.empty((len(part), n), x.dtype)
+        added = None if dsum is None else dsum[part]
+        some = Backward(dy[part], x[part], one, kept.of_rows(part), found, dsum=added)
+        reference.backward(some)
+        _as_matrix(dx)[part] = found
+    for i in range(samples):
+        own = slice(i * count, (i + 1) * count)
+        sums = [None if each is None else each.reshape(samples, n)[i] for each in out[1:]]
+        one = norm if samples == 1 else norm.sample(i)
+        call = Backward(dy[own], x[own], one, kept.of_rows(own), None, *sums)
+        columns = None if open_ is None else open_.reshape(samples, 2, n)[i]
+        if rows.size and partial is not None:
+            extreme = np.flatnonzero(marks[own] == _EXTREME)
+            if extreme.size:
+                _add_extreme(call, extreme, partial.reshape(samples, 2, n, 4)[i], columns)
+        if columns is not None and columns.any():
+            _finish_columns(call, columns)
 
 
-def _backward_marked(call: Backward, marks: Any, left: _Left) -> None:
-    """Write dx of the marked rows, and the sums, to which those over the extreme rows are added."""
-    rows, extreme = np.flatnonzero(marks), np.flatnonzero(marks == _EXTREME)
-    dx, *totals = call.out
-    if left.sums is not None and len(extreme):
-        parts = [None if total is None else np.zeros(total.shape, PARTIAL) for total in totals]
-        some = Counted(extreme, None).backward(call)._replace(out=Gradients(None, *parts))
-        reference.backward(some._replace(dsum=None, old=None, sums="pairs"))
-        for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
-            if total is None or part is None:
-                continue
-            both = merged(left.sums[i].view(PARTIAL).reshape(part.shape), part)
-            if call.sums == "pairs":
-                total[...] = both
-                continue
-            total[...], undecided = rounded(both, total.dtype)
-            if left.undecided is not None:
-                left.undecided[i] = undecided.ravel()
-    if dx is not None:
-        some = Counted(rows, None).backward(call)
-        reference.backward(some._replace(out=Gradients(some.out.dx, None, None)))
+def _add_extreme(call: Backward, rows: Array, others: Array, open_: Any) -> None:
+    """Write the sums, given those over the rows that are not extreme; mark columns that stay open."""
+    totals = call.dgamma, call.dbeta
+    parts = [None if total is None else np.zeros(total.shape, PARTIAL) for total in totals]
+    dy, x, kept = call.dy[rows], call.x[rows], call.statistics.of_rows(rows)
+    reference.backward(Backward(dy, x, call.norm, kept, None, *parts, sums="pairs"))
+    for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
+        if total is None or part is None:
+            continue
+        both = merged(others[i].view(PARTIAL).reshape(part.shape), part)
+        if total.dtype == PARTIAL:
+            total[...] = both
+            continue
+        total[...], undecided = rounded(both, total.dtype)
+        if open_ is not None:
+            open_[i] = undecided
 
 
-def _decide(call: Backward, undecided: Any, wide: bool) -> None:
-    """Round correctly the columns of dgamma and dbeta that are undecided: in double-double, then by the reference."""
-    if not np.count_nonzero(undecided):
-        return
-    columns, (_, *totals) = np.flatnonzero(undecided.any(axis=0)), call.out
-    found: Any
-    if wide:
-        some = call._replace(out=Gradients(None, *totals))
-        found = reference.nearest.columns_of_sums(some, columns)
-    else:
-        # Kernels have tried that; what is left are ties, and sums over rows that are extreme.
-        again = [None if total is None else np.empty_like(total) for total in totals]
-        _backward_rows(call._replace(out=Gradients(None, *again)), in_pairs=True)
-        found = [None if total is None else total.flat[columns] for total in again]
-    for total, values in zip(totals, found, strict=True):
+def _finish_columns(call: Backward, open_: Array) -> None:
+    """Round the open columns of dgamma and dbeta correctly: in double-double, then by the reference."""
+    columns = np.flatnonzero(open_.any(axis=0))
+    found = reference.nearest.columns_of_sums(call, columns)
+    for total, values in zip((call.dgamma, call.dbeta), found, strict=True):
         if total is not None:
-            total.flat[columns] = values
+            total[columns] = values
 
 
-# ---- forward mode ----
+def _samples_of(norm: Norm, rows: Array, count: int, samples: int) -> Any:
+    """Yield the norm of each sample that has some of the rows, and these."""
+    if samples == 1:
+        if rows.size:
+            yield norm, rows
+        return
+    of_sample = rows // (count // samples)
+    for i in np.unique(of_sample):
+        yield norm.sample(i), rows[of_sample == i]
 
 
-def jvp(call: Jvp) -> Any:
-    """Do what `reference.jvp` does; that does what is masked."""
-    tx, x, norm, statistics, tgamma, tbeta, ty, where = call
-    mean, rest, rstd, rstd_lo, tail, _, spread_, _ = statistics
-    wide = rstd_lo is not None
-    # What a forward kept of which nothing was float64 is too little for double-double.
-    if where is not None or (not wide and any_float64(tx, tgamma, tbeta)):
-        return NotImplemented
-    table = np.zeros((4, x.shape[-1]))
-    table[0] = 1.0 if norm.gamma is None else norm.gamma.ravel()
-    table[0], table[1] = two_sum(table[0], np.array(norm.gamma_offset))
-    for row, tangent in zip(table[2:], (tgamma, tbeta), strict=True):
-        if tangent is not None:
-            row[:] = tangent.ravel()
-    marks = _marks_of(statistics) if wide else None
-    if not _core.backward(
-        _seen(x), _seen(ty), _seen(tx), None, None, table, norm.eps, 0.0, norm.kind != "layer",
-        False, wide, 0, mean, rest, rstd, rstd_lo, tail, marks, spread_, *(None,) * 5,
-        get_num_threads(), 0,
-    ):  # fmt: skip
-        return NotImplemented
-    if marks is not None and np.count_nonzero(marks):
-        rows = Counted(np.flatnonzero(marks), None)
-        some = statistics.of_rows(rows.numbers)
-        reference.jvp(call._replace(tx=rows.of(tx), x=rows.of(x), ty=rows.of(ty), statistics=some))
-    return None
+def _as_matrix(array: Array) -> Array:
+    return array if array.ndim == 2 else array.reshape(-1, array.shape[-1])
 
 
-# ---- what is handed over ----
-
-
-def _marks_of(statistics: Statistics) -> Array:
-    """Return the marks of rows that are extreme by what the forward found."""
-    marks: Array = ~(statistics.rstd <= _LARGEST)
-    if statistics.extreme is not None:
-        marks |= statistics.extreme != 0
-    if statistics.mean is not None:
-        marks |= ~(np.abs(statistics.mean) < np.inf)
-    if statistics.exponent is not None:
-        marks |= statistics.exponent.any(axis=-1)
-    if statistics.spread is not None:
-        # Of a forward that was all the reference's: no kernel has seen that x is tiny under eps.
-        marks |= (statistics.spread > 0.0) & (statistics.spread < _SMALLEST)
-    return marks.astype(np.uint8)
-
-
-def _are_few(call: Forward | Backward) -> bool:
-    """Tell whether samples are done one by one: of one, of none, or of large ones that few threads wait for."""
-    x, count = call.x, len(call.x)
-    threads = call.threads or get_num_threads()
-    return 0 in x.shape or count < 2 or (x.size > _LARGE * count and count < _SEVERAL * threads)
-
-
-def _may_share(a: Any, b: Any) -> bool:
-    a, b = (each.matrix if type(each) is SomeRows else each for each in (a, b))
-    # Of `Rows` NumPy cannot tell.
-    return isinstance(b, Rows) or np.may_share_memory(a, b)
-
-
-def _seen(rows: Any) -> Any:
-    """Return an array, or of rows an array, how many of its axes count them, and the numbers of some."""
-    if rows is None or type(rows) is np.ndarray:
-        return rows
-    numbers = None
-    if type(rows) is SomeRows:
-        rows, numbers = rows.matrix, np.ascontiguousarray(rows.numbers)
-    return (rows._moved, len(rows._lead), numbers) if type(rows) is Rows else (rows, -1, numbers)
-
-
-def _is_clearable(y: Any) -> bool:
-    """Tell whether kernels can clear all rows between these."""
-    return type(y) is SomeRows and len(y.numbers) > 0
-
-
-def _flat(parameter: Any, samples: int = 0) -> Any:
-    """Return `parameter`, or a copy, with its elements in order, of each sample."""
-    if parameter is None or parameter.flags.c_contiguous:
-        return parameter
-    if samples and parameter.strides[-1] == parameter.itemsize:
-        return parameter
-    return np.ascontiguousarray(parameter)
+_core.prepare(
+    Norm, Cache, Statistics, Gradients, NAMES, get_num_threads, _finish_forward, _finish_backward,
+    memory.default_limit,
+)  # fmt: skip
+memory.use(_core)

@@ -1,4 +1,4 @@
-// NumPy's arrays as the kernels see them, and new ones for results. Included by module.cpp alone.
+// NumPy's arrays as plain rows, and new ones for results. Included by module.cpp alone.
 #pragma once
 #define PY_SSIZE_T_CLEAN
 #if !defined(Py_GIL_DISABLED) && !defined(Py_LIMITED_API)
@@ -19,11 +19,7 @@ namespace {
 
 int bfloat16 = -1;
 
-bool fail(PyObject* kind, const char* format, PyObject* value) { return PyErr_Format(kind, format, value), false; }
-
 bool is_given(PyObject* object) { return object != Py_None; }
-
-// ---- arrays ----
 
 bool type_of(PyArrayObject* a, Type& type) {
     int number = PyArray_TYPE(a);
@@ -32,73 +28,71 @@ bool type_of(PyArrayObject* a, Type& type) {
     if (number == NPY_DOUBLE) return type = F64, true;
     if (number == bfloat16) return type = BF16, true;
     if (number == NPY_VOID && PyArray_ITEMSIZE(a) == BYTES[PARTIAL]) return type = PARTIAL, true;
-    if (number >= NPY_USERDEF) {
-        PyObject* name = PyObject_GetAttrString((PyObject*)PyArray_DESCR(a), "name");
-        bool same = name && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
-        Py_XDECREF(name);
-        if (same) return bfloat16 = number, type = BF16, true;
-    }
-    return fail(PyExc_TypeError, "no kernel is for %R", (PyObject*)PyArray_DESCR(a));
+    if (number < NPY_USERDEF) return false;
+    PyObject* name = PyObject_GetAttrString((PyObject*)PyArray_DESCR(a), "name");
+    bool same = name && PyUnicode_CompareWithASCIIString(name, "bfloat16") == 0;
+    Py_XDECREF(name), PyErr_Clear();
+    return same && (bfloat16 = number, type = BF16, true);
 }
 
-PyArrayObject* array_of(PyObject* object) {
-    if (PyArray_Check(object)) return (PyArrayObject*)object;
-    return fail(PyExc_TypeError, "an array is needed, got %R", object), nullptr;
+// An array with elements that is NumPy's own, of floats in this machine's byte order.
+bool is_of_floats(PyObject* object, Type& type) {
+    if (!PyArray_CheckExact(object)) return false;
+    PyArrayObject* a = (PyArrayObject*)object;
+    return !PyArray_ISBYTESWAPPED(a) && PyArray_NDIM(a) && PyArray_SIZE(a) && type_of(a, type);
 }
 
-// The elements of a vector, or None.
-template <class T> bool vector_of(PyObject* object, T*& to, Type* type = nullptr, Index* apart = nullptr) {
-    to = nullptr;
-    if (!is_given(object)) return true;
-    PyArrayObject* a = array_of(object);
-    if (!a) return false;
+Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1); }
+
+// Sees an array as plain rows, if it is one of any dimensions without gaps, or of two with rows without gaps.
+bool see_rows(PyObject* object, Rows& rows) {
+    if (!is_of_floats(object, rows.type) || rows.type == PARTIAL) return false;
+    PyArrayObject* a = (PyArrayObject*)object;
+    Index n = last_length(a), bytes = BYTES[rows.type];
+    rows.data = PyArray_BYTES(a), rows.stride = n * bytes;
+    if (PyArray_IS_C_CONTIGUOUS(a)) return true;
+    if (PyArray_NDIM(a) != 2 || (n > 1 && PyArray_STRIDE(a, 1) != bytes)) return false;
+    return rows.stride = PyArray_STRIDE(a, 0), true;
+}
+
+bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
     int ndim = PyArray_NDIM(a);
-    bool whole = PyArray_IS_C_CONTIGUOUS(a) || (apart && ndim == 2 && PyArray_STRIDE(a, 1) == PyArray_ITEMSIZE(a));
-    if (!whole) return fail(PyExc_ValueError, "a contiguous array is needed, got %R", object);
-    if (apart) *apart = PyArray_STRIDE(a, 0);
-    to = (T*)PyArray_DATA(a);
-    return !type || type_of(a, *type);
+    return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
 }
 
-// Merges neighbouring axes that lie as one, and leaves those of length 1 out; returns how many are left.
-int merge_axes(PyArrayObject* a, int first, int stop, Index* lengths, Index* strides) {
-    int count = 0;
-    for (int k = first; k < stop; k++) {
-        Index length = PyArray_DIM(a, k), stride = PyArray_STRIDE(a, k);
-        if (length == 1) continue;
-        if (count && strides[count - 1] == length * stride) lengths[count - 1] *= length, strides[count - 1] = stride;
-        else lengths[count] = length, strides[count++] = stride;
+// The bytes from the first element to behind the last.
+struct Extent {
+    char *first, *end;
+    explicit Extent(PyArrayObject* a) : first(PyArray_BYTES(a)), end(first + PyArray_ITEMSIZE(a)) {
+        for (int k = 0; k < PyArray_NDIM(a); k++) {
+            Index reach = (PyArray_DIM(a, k) - 1) * PyArray_STRIDE(a, k);
+            (reach < 0 ? first : end) += reach;
+        }
     }
-    if (!count) lengths[0] = 1, strides[0] = 0, count = 1;
-    return count;
-}
+};
 
-// Sees an array as rows; or a tuple of one, how many of its axes count rows, by default all but the last, and the
-// numbers of the rows that are meant, or None. None is missing. Of samples, the first axis counts these.
-bool see(PyObject* object, Array& to, Index* apart = nullptr) {
-    if (!is_given(object)) return true;
-    int lead = -1;
-    if (PyTuple_Check(object)) {
-        PyObject* numbers = PyTuple_GetItem(object, 2);
-        if (!vector_of(numbers, to.numbers)) return false;
-        if (is_given(numbers)) to.count = PyArray_SIZE((PyArrayObject*)numbers);
-        lead = (int)PyLong_AsLong(PyTuple_GetItem(object, 1)), object = PyTuple_GetItem(object, 0);
+// Whether an array can take a result of the shape of another: of floats without gaps within rows, in memory of its own.
+bool is_room(PyObject* object, PyArrayObject* like, std::initializer_list<PyObject*> others) {
+    Rows rows;
+    if (!see_rows(object, rows) || !PyArray_ISWRITEABLE((PyArrayObject*)object)) return false;
+    PyArrayObject* a = (PyArrayObject*)object;
+    if (PyArray_TYPE(a) != PyArray_TYPE(like) || !have_one_shape(a, like)) return false;
+    Index bytes = last_length(a) * BYTES[rows.type];
+    if (rows.stride < bytes && PyArray_SIZE(a) > last_length(a)) return false;
+    Extent mine(a);
+    for (PyObject* each : others) {
+        if (!is_given(each)) continue;
+        Extent other((PyArrayObject*)each);
+        if (mine.first < other.end && other.first < mine.end) return false;
     }
-    PyArrayObject* a = array_of(object);
-    if (!a || !type_of(a, to.type)) return false;
-    int ndim = PyArray_NDIM(a), start = apart ? 1 : 0;
-    if (lead < 0) lead = ndim - 1;
-    if (lead > ndim || start > lead) return fail(PyExc_ValueError, "rows are needed, got %R", (PyObject*)a);
-    if (apart) *apart = PyArray_STRIDE(a, 0);
-    to.data = PyArray_BYTES(a);
-    to.lead = merge_axes(a, start, lead, to.lengths, to.strides);
-    to.axes = merge_axes(a, lead, ndim, to.lengths + to.lead, to.strides + to.lead);
-    Index length = to.lengths[to.lead], stride = to.strides[to.lead];
-    to.whole = to.axes == 1 && (length == 1 || stride == BYTES[to.type]);
-    if (to.count < 0) to.count = 1;
-    else return true;
-    for (int k = start; k < lead; k++) to.count *= PyArray_DIM(a, k);
     return true;
+}
+
+bool are_same_elements(PyObject* one, PyObject* other) {
+    PyArrayObject *a = (PyArrayObject*)one, *b = (PyArrayObject*)other;
+    size_t bytes = (size_t)PyArray_NDIM(a) * sizeof(npy_intp);
+    return PyArray_BYTES(a) == PyArray_BYTES(b) && PyArray_TYPE(a) == PyArray_TYPE(b) && have_one_shape(a, b) &&
+           !memcmp(PyArray_STRIDES(a), PyArray_STRIDES(b), bytes);
 }
 
 // ---- memory of large results: NumPy's own way to bring it along ----
@@ -145,6 +139,18 @@ PyObject* new_array(PyArray_Descr* descr, int ndim, const npy_intp* shape) {
         Py_XDECREF(ours), Py_XDECREF(before);
     }
     return array;
+}
+
+// A result: the array that was given for it, or a new one like another.
+PyObject* result_like(PyObject* given, PyArrayObject* like) {
+    return is_given(given) ? Py_NewRef(given) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like));
+}
+
+// A new vector of a number for each row or column.
+template <class T> PyObject* new_vector(npy_intp count, int type, T*& data) {
+    PyObject* made = PyArray_SimpleNew(1, &count, type);
+    if (made) data = (T*)PyArray_DATA((PyArrayObject*)made);
+    return made;
 }
 
 }  // namespace

@@ -33,6 +33,9 @@ inline void widen(const char* from, Type type, double neutral, double* to, Index
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
 }
 
+// Whether float64 holds the products of these and of narrower numbers: none is beyond LARGEST, infinity included.
+inline bool fits(const double* v, Index n) { return pairs::range_of(v, n).low <= LARGEST; }
+
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
 inline bool is_moderate(const double* v, Index n, double least) {
     Pair<double> range = pairs::range_of(v, n);
@@ -55,10 +58,13 @@ inline bool prepare(const Call& c) {
         // What 2**-52 of it at least bounds is LEAST_BOUND at least.
         sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
     }
-    if (!c.pairs()) return true;
+    // Float64 beside narrower data: float64 holds their products unless they are huge.
+    if (!c.pairs()) {
+        bool moderate = c.gamma_type != F64 || fits(gamma, c.n);
+        return moderate && (c.beta_type != F64 || c.backward || fits(beta, c.n));
+    }
     // Of narrow types, all finite numbers are.
     bool moderate = c.wide ? is_moderate(c.wide_gamma, c.n, SMALLEST) : is_moderate(c.backward ? gamma : sizes, c.n, 0);
-    if (c.tangents) return moderate && is_moderate(c.tangents, c.n, SMALLEST) && is_moderate(c.tangents + 2 * c.n, 2 * c.n, SMALLEST);
     return moderate && (c.backward || ((!c.wide || is_moderate(beta, c.n, 0)) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
 }
 
@@ -80,7 +86,8 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
     // Of tiles of one part, low parts are 0.
     bool deep = c.wide || c.tile_rows > (c.nearest ? PART_OF<true> : PART_OF<false>);
-    if (c.tiles == 1 && !c.old[which]) {
+    const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 4 * start : nullptr;
+    if (c.tiles == 1 && !carried) {
         double* sums = c.sums + start;
         of.high = sums + 2 * which * p, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
         return;
@@ -88,14 +95,13 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     memset(of.room, 0, sizeof of.room);
     double *high = of.room[0], *low = of.room[1];
     of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
+    for (Index j = 0; carried && j < count; j++) high[j] = carried[4 * j], low[j] = carried[4 * j + 1];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, high, low, count);
         if (deep) merge_columns(sums + (2 * which + 1) * p, high, low, count);
         if (c.nearest) add_up(sums + sizes * p, of.size, count), add_up(sums + 5 * p, of.other, count);
     }
-    // The vectors' padding has anything.
-    for (Index j = 0; c.old[which] && j < count; j++) merge(c.old[which][start + j], high[j], low[j]);
 }
 
 // Whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|. The low parts, of so
@@ -107,19 +113,9 @@ inline bool is_exact(double rows, double most, double last) {
 // Bounds of the errors of sums of pairs.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
-    Index tiles = c.tiles;
     for (Index tile = 0; tile < c.tiles; tile++)
         most = larger(most, c.ranges[2 * tile]), last = larger(last, c.ranges[2 * tile + 1]);
-    if (c.old[which]) {
-        // As a tile more, of one row.
-        tiles += 1, rows += 1;
-        for (Index j = 0; j < count; j++) {
-            double part = magnitude(c.old[which][start + j]);
-            of.size[j] += part;
-            if (part > 0) most = larger(most, part), last = larger(last, LAST_BITS[c.sums_type[which]] / part);
-        }
-    }
-    double bound = sums_bound(c.n, c.tile_rows, tiles);
+    double bound = sums_bound(c.n, c.tile_rows, c.tiles);
     bool exact = which == 1 && is_exact(rows, most, last);
     for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
@@ -134,9 +130,8 @@ struct Close {
 inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
     using N = Lanes<8>;
     constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
-    double old[8] = {}, chain = chain_of(c.n, L, RUN);
-    for (Index k = 0; k < count && c.old[which]; k++) old[k] = c.old[which][start + columns[k]];
-    Pair<N> sum = {load<8>(old), N{}};
+    double chain = chain_of(c.n, L, RUN);
+    Pair<N> sum = {};
     N size = {};
     auto add = [&](Pair<N> term) INLINED {
         Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low);
@@ -241,7 +236,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         }
     }
     // Many columns of dgamma are quicker in pairs.
-    if (!c.dy.whole || !c.x.whole || (which == 0 && found > count / 16)) return;
+    if (which == 0 && found > count / 16) return;
     for (Index k = 0; k < found; k += 8) round_closely(c, which, first, open + k, found - k < 8 ? found - k : 8, out, undecided);
 }
 
@@ -272,10 +267,10 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool marke
         using To = std::remove_pointer_t<decltype(kind)>;
         int64_t is_nan = 0;
         // Float16 are multiples of 2**-24 below 2**16, of which fewer than 2**50 add up exactly, as pairs.
-        bool exact = which == 1 && c.dy.type == F16 && !c.wide && !c.old[which];
+        bool exact = which == 1 && c.dy.type == F16 && !c.wide;
         if (c.wide || exact) round_pairs(out, of.high, of.low, exact ? nullptr : of.error, 1.0, count, undecided);
         else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, undecided);
-        // There is one NaN, whatever that of an old value is.
+        // There is one NaN: such columns are done again.
         for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
         for (Index j = 0; is_nan && j < count; j++) undecided[j] |= of.high[j] != of.high[j];
     });

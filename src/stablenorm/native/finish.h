@@ -1,5 +1,4 @@
-// From memory to rows of one type, and from rows of float64 or pairs back: gathered, lifted; added to, rounded
-// once, scattered. What the plain call has none of.
+// From memory to rows of one type, and from rows of float64 or pairs back: lifted; added to, and rounded once.
 #pragma once
 #include "call.h"
 #include "pair_rows.h"
@@ -21,29 +20,11 @@ template <class F> INLINE auto of_type(Type type, F f) {
     }
 }
 
-// ---- rows that do not lie in one piece ----
+// ---- rows of another type ----
 
 // Bytes to ask for ahead of time, at least: the processor's own prefetcher stops at pages. Of (131072, 256), two
 // threads, that took the backward from 29 to 18 ms.
 constexpr Index LEAST_AHEAD = 1 << 14;
-
-// Copies the elements of a row to `packed`, or from there.
-template <bool OUT> APART void copy_row(const Array& a, char* row, char* packed) {
-    const Index *lengths = a.lengths + a.lead, *strides = a.strides + a.lead;
-    Index bytes = BYTES[a.type], place[64] = {};
-    int last = a.axes - 1;
-    for (;;) {
-        for (Index j = 0; j < lengths[last]; j++, packed += bytes)
-            OUT ? memcpy(row + j * strides[last], packed, (size_t)bytes) : memcpy(packed, row + j * strides[last], (size_t)bytes);
-        int k = last - 1;
-        for (; k >= 0; k--) {
-            row += strides[k];
-            if (++place[k] < lengths[k]) break;
-            row -= place[k] * strides[k], place[k] = 0;
-        }
-        if (k < 0) return;
-    }
-}
 
 // n elements as another type, each rounded once. What lies behind, mostly the next row, is asked for: of memory
 // beyond the caches that makes it twice as fast.
@@ -61,16 +42,15 @@ template <class T> APART void convert_row(Type type, const char* from, T* to, In
     });
 }
 
-template <class T> APART const T* row_copied(const Array& a, char* at, Index n, double* room, double* raw) {
-    if (!a.whole) copy_row<false>(a, at, (char*)raw), at = (char*)raw;
-    convert_row(a.type, at, (T*)room, n);
+template <class T> APART const T* row_lifted(Type type, const char* at, Index n, double* room) {
+    convert_row(type, at, (T*)room, n);
     return (const T*)room;
 }
 
-// Row i as elements of T: where it lies, or copied to `room`.
-template <class T> INLINE const T* row_as(const Call& c, const Array& a, Index i, double* room, double* raw) {
-    char* at = row_of(a, i);
-    return __builtin_expect(a.whole && a.type == TYPE<T>, 1) ? (const T*)at : row_copied<T>(a, at, c.n, room, raw);
+// Row i as elements of T: where it lies, or lifted to `room`.
+template <class T> INLINE const T* row_as(const Call& c, const Rows& a, Index i, double* room) {
+    const char* at = row_of(a, i);
+    return __builtin_expect(a.type == TYPE<T>, 1) ? (const T*)at : row_lifted<T>(a.type, at, c.n, room);
 }
 
 // ---- from pairs to a narrower type ----
@@ -224,18 +204,15 @@ APART inline void add_row(const double* plus, double* high, double* low, Index n
 // undecided. What is not in pairs is in own.high.
 APART inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
     double* low = c.wide ? own.low : nullptr;
-    if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend, own.raw), own.high, low, c.n);
-    char *at = row_of(c.y, i), *out = c.y.whole ? at : (char*)own.raw;
-    bool undecided = of_type(c.y.type, [&](auto* kind) {
-        auto* to = (decltype(kind))out;
+    if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, low, c.n);
+    return of_type(c.y.type, [&](auto* kind) {
+        auto* to = (decltype(kind))row_of(c.y, i);
         if (!low) return convert(own.high, to, c.n), false;
         return round_pairs(to, own.high, low, c.nearest ? own.size : nullptr, bound, c.n);
     });
-    if (!c.y.whole) copy_row<true>(c.y, at, out);
-    return undecided;
 }
 
-// ---- residuals, and rows that nobody counts ----
+// ---- residuals ----
 
 template <class T, class From> APART void add_rows(const From* a, const From* b, T* sum, Index n) {
     auto add = [](pairs::N a_, pairs::N b_) INLINED {
@@ -250,29 +227,14 @@ template <class T, class From> APART void add_rows(const From* a, const From* b,
 
 // Writes source + plus, rounded once, to row i of x.
 APART inline void add_residual(const Call& c, const Own& own, Index i) {
-    char *at = row_of(c.x, i), *to = c.x.whole ? at : (char*)own.raw;
-    bool alike = c.source.whole && c.plus.whole && c.source.type == c.x.type && c.plus.type == c.x.type;
+    bool alike = c.source.type == c.x.type && c.plus.type == c.x.type;
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
-        if (alike) return add_rows((const T*)row_of(c.source, i), (const T*)row_of(c.plus, i), (T*)to, c.n);
-        const double* a = row_as<double>(c, c.source, i, own.high, own.raw);
-        add_rows(a, row_as<double>(c, c.plus, i, own.low, own.raw), (T*)to, c.n);
+        T* to = (T*)row_of(c.x, i);
+        if (alike) return add_rows((const T*)row_of(c.source, i), (const T*)row_of(c.plus, i), to, c.n);
+        const double* a = row_as<double>(c, c.source, i, own.high);
+        add_rows(a, row_as<double>(c, c.plus, i, own.low), to, c.n);
     });
-    if (!c.x.whole) copy_row<true>(c.x, at, to);
-}
-
-// Clears the rows of the result between that of the i-th number, or their end, and that of the number before.
-APART inline void clear_between(const Call& c, const Own& own, Index i) {
-    const Index* numbers = c.y.numbers;
-    Index bytes = c.n * BYTES[c.y.type], r = i > 0 ? numbers[i - 1] + 1 : 0, end = i < c.rows ? numbers[i] : c.all_rows;
-    if (c.y.whole && c.y.lead == 1 && c.y.strides[0] == bytes && end > r) {
-        memset(row_by_number(c.y, r), 0, (size_t)((end - r) * bytes));
-        return;
-    }
-    memset(own.raw, 0, r < end ? (size_t)bytes : 0);
-    for (; r < end; r++)
-        if (c.y.whole) memset(row_by_number(c.y, r), 0, (size_t)bytes);
-        else copy_row<true>(c.y, row_by_number(c.y, r), (char*)own.raw);
 }
 
 }  // namespace

@@ -30,6 +30,9 @@ constexpr Index ROWS_TOGETHER = 8;
 // Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
 Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
 
+// Past the caches, forward of rows of so many columns goes two by two: n = 256, 4.0 for 2.9 10^9 elements a second.
+constexpr Index LEAST_OF_TWO = 128;
+
 // An element in double-double takes as long as so many others.
 constexpr Index COST = 4;
 // Fewer elements than these, 2 us of work, are shared with nobody; and fewer than these wake nobody but in a loop of
@@ -51,6 +54,8 @@ Index forward_rows(Index rows, Index n) {
     return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
 }
 
+}  // namespace
+
 Index backward_rows(Index rows, Index n, bool nearest) {
     Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
     Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
@@ -58,6 +63,8 @@ Index backward_rows(Index rows, Index n, bool nearest) {
     Index each = most((rows + tiles - 1) / tiles, 1);
     return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
 }
+
+namespace {
 
 // Rounding to nearest, subnormals as they are, whatever the calling thread is set to.
 struct DefaultControl {
@@ -78,45 +85,83 @@ bool any_extreme(const Call& c) {
     return found;
 }
 
-void finish_columns(const Call& c, int which, Index start, bool marked) {
+void finish_columns(const Call& c, int which, Index start) {
     Index stop = least(start + COLUMNS, c.n);
+    bool marked = any_extreme(c);
     if (c.sums_out[which] && (!marked || c.partial[which])) kernels->finish(c, which, start, stop, marked);
 }
 
-void tile_work(void* data, Index tile, int thread) {
-    DefaultControl control;
-    kernels->do_tile(*(const Call*)data, tile, thread);
+// Samples from `first` on, whose tiles and sums are done together.
+struct Batch {
+    const Call& call;
+    Index first;
+};
+
+template <class T> void further(T*& p, Index bytes) {
+    if (p) p = (T*)((char*)p + bytes);
 }
 
-struct Finish {
-    const Call& call;
-    bool marked;
-};
-void finish_work(void* data, Index part, int) {
-    DefaultControl control;
-    const Finish& f = *(const Finish*)data;
-    finish_columns(f.call, (int)(part % 2), part / 2 * COLUMNS, f.marked);
+// The call of sample `i` of a batch, with its place among the sums, and parameters in the scratch memory of a thread.
+Call sample_of(const Batch& batch, Index i, int thread) {
+    Call c = batch.call;
+    if (c.samples == 1) return c;
+    Index sample = batch.first + i, row = sample * c.rows;
+    for (Rows* each : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(each->data, row * each->stride);
+    for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, row * 8);
+    further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
+    for (int k = 0; k < 2; k++) {
+        further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.undecided[k], sample * 2 * c.n);
+        further(c.partial[k], sample * 8 * c.n * 8);
+    }
+    further(c.sums, i * c.tiles * c.sums_per_tile() * 8), further(c.ranges, i * c.tiles * 16);
+    Arena parameters{c.own + c.own_size * thread + c.own_parameters, 0};
+    c.lay_out_parameters(parameters);
+    return c;
 }
+
+void tile_work(void* data, Index number, int thread) {
+    DefaultControl control;
+    const Batch& batch = *(const Batch*)data;
+    if (batch.call.samples == 1) return kernels->do_tile(batch.call, number, thread);
+    Call c = sample_of(batch, number / batch.call.tiles, thread);
+    kernels->prepare(c), kernels->do_tile(c, number % batch.call.tiles, thread);
+}
+
+Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
+
+void finish_work(void* data, Index part, int thread) {
+    DefaultControl control;
+    const Batch& batch = *(const Batch*)data;
+    Index parts = finish_parts(batch.call), place = part % parts;
+    finish_columns(sample_of(batch, part / parts, thread), (int)(place % 2), place / 2 * COLUMNS);
+}
+
+// Tiles of samples whose sums are held at a time: 4 MiB of them, if n is 256.
+constexpr Index TILES_TOGETHER = 512;
+Index batch_of(const Call& c) { return least(c.samples, most(TILES_TOGETHER / c.tiles, 1)); }
 
 // Scratch memory of so many threads, all in one piece.
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
-    c.lay_out(shared);
+    Index together = c.tiles * batch_of(c);
+    c.lay_out_parameters(shared), c.lay_out_sums(shared, together);
     (void)Own(c, own);
+    c.own_parameters = own.used;
+    if (c.samples > 1) c.lay_out_parameters(own);
     memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
     if (!memory) return false;
     Arena real{memory, 0};
-    c.lay_out(real);
+    c.lay_out_parameters(real), c.lay_out_sums(real, together);
     c.own = memory + real.used, c.own_size = own.used;
     return true;
 }
 
-void run_parts(Call& c, int threads) {
-    Index cost = c.rows * c.n * (c.wide ? COST : 1);
-    pool::run(c.tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &c);
-    Finish finish{c, c.summing() && any_extreme(c)};
-    Index parts = c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0;
-    pool::run(parts, c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &finish);
+// Some samples, from `first` on.
+void run_parts(const Call& c, Index first, Index samples, int threads) {
+    Batch batch{c, first};
+    Index cost = samples * c.rows * c.n * (c.wide ? COST : 1), tiles = samples * c.tiles;
+    pool::run(tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &batch);
+    pool::run(samples * finish_parts(c), tiles * c.n < SHARED ? 1 : threads, false, finish_work, &batch);
 }
 
 // Dgamma and dbeta of the columns that are undecided, in pairs; these need the statistics of all rows again.
@@ -127,14 +172,14 @@ bool sum_again(Call c, int threads) {
     char* found = memory;
     uint8_t *wanted = (uint8_t*)found + 2 * n * sizeof(double), *open = wanted + 2 * n;
     Call again = c;
-    again.wide = again.results_whole = true, again.y.data = nullptr, again.wanted = wanted, again.marks = open + 2 * n;
+    again.samples = 1, again.wide = again.staged = true, again.y.data = nullptr, again.wanted = wanted, again.marks = open + 2 * n;
     memset(open, 0, 2 * n + rows);
     for (int i = 0; i < 2; i++) {
         memcpy(wanted + i * n, c.undecided[i], n);
         if (c.sums_out[i]) again.sums_out[i] = found + i * n * sizeof(double);
         again.undecided[i] = open + i * n, again.partial[i] = nullptr;
     }
-    run_parts(again, threads);
+    run_parts(again, 0, 1, threads);
     // With an extreme row they stay undecided.
     for (int i = 0; i < 2 && !any_extreme(again); i++)
         for (size_t j = 0, bytes = (size_t)BYTES[c.sums_type[i]]; j < n && c.sums_out[i]; j++)
@@ -150,71 +195,58 @@ bool is_any_open(const Call& c) {
     return found;
 }
 
-State run_one(Call& c, int threads) {
-    double* scratch;
-    if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
-    DefaultControl control;
-    State state = kernels->prepare(c) ? DONE : DECLINED;
-    if (state == DONE) run_parts(c, threads);
-    if (state == DONE && !c.wide && is_any_open(c) && !sum_again(c, threads)) state = NO_MEMORY;
-    memory::give(scratch);
-    return state;
+// Whether kernels can do all samples: gamma and beta of pairs, or of float64, may be of extreme size.
+bool can_prepare(const Call& c) {
+    if (c.samples > 1 && !c.pairs() && c.gamma_type != F64 && c.beta_type != F64) return true;
+    for (Index i = 0; i < c.samples; i++)
+        if (!kernels->prepare(sample_of({c, 0}, i, 0))) return false;
+    return true;
 }
 
-struct Sampled {
-    const Call& call;
-    const Samples& samples;
-    volatile State state;
-};
-
-template <class T> void further(T*& p, Index bytes) {
-    if (p) p = (T*)((char*)p + bytes);
-}
-
-void sample_work(void* data, Index number, int) {
-    Sampled& job = *(Sampled*)data;
-    const Samples& s = job.samples;
-    Call c = job.call;
-    further(c.x.data, number * s.x), further(c.y.data, number * s.y), further(c.dy.data, number * s.dy);
-    further(c.source.data, number * s.source), further(c.plus.data, number * s.plus);
-    further(c.gamma, number * s.gamma), further(c.beta, number * s.beta);
-    for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, number * s.statistics);
-    further(c.marks, number * s.marks);
-    for (int i = 0; i < 2; i++) {
-        further(c.sums_out[i], number * s.sums[i]), further(c.old[i], number * s.old[i]);
-        further(c.undecided[i], number * s.undecided[i]);
-    }
-    State state = run_one(c, 1);
-    if (state != DONE) job.state = state;
+// Float64 dy beside narrower data: float64 holds its products unless they are huge.
+bool is_moderate(const Call& c) {
+    bool moderate = true;
+    if (c.wide || !c.backward || c.dy.type != F64) return true;
+    for (Index i = 0; i < c.samples * c.rows; i++) moderate &= kernels->is_moderate((const double*)row_of(c.dy, i), c.n);
+    return moderate;
 }
 
 }  // namespace
 
 void plan(Call& c) {
-    c.tile_rows = c.backward ? backward_rows(c.rows, c.n, c.nearest) : forward_rows(c.rows, c.n);
+    Index rows = c.plan_rows ? c.plan_rows : c.rows;
+    c.tile_rows = c.backward ? backward_rows(rows, c.n, c.nearest) : forward_rows(rows, c.n);
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
-    c.step = rows_together(c.n);
+    bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
+    for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
     bool rare = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
-                (c.backward && !c.spread);
-    bool unlike = c.tangents || (c.backward && c.plus.data) || !c.y.whole || c.y.type != (c.wide ? F64 : c.x.type) ||
-                  (c.backward && !c.wide && c.dy.type != c.x.type);
+                (c.backward && !c.spread) || any_float64;
+    bool unlike = c.backward && (c.plus.data || c.dy.type != c.x.type);
     // Correct rounding of what is rare is left to pairs.
     c.wide = c.wide || (c.nearest && (rare || unlike));
-    c.results_whole = unlike || (c.wide && (c.nearest || c.gamma_offset != 0));
-    Index row_bytes = c.n * BYTES[c.y.type], bytes = c.rows * row_bytes;
-    bool aligned = c.y.lead == 1 && c.y.strides[0] == row_bytes && row_bytes % kernels->alignment == 0 &&
-                   (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
+    c.staged = unlike || (c.wide && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
+    Index row_bytes = c.n * BYTES[c.x.type], bytes = c.samples * c.rows * row_bytes;
+    bool aligned = c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
     c.past = aligned && bytes >= PAST_CACHES, c.ahead = bytes >= OWN_CACHE;
+    c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
 }
 
-State run(Call& c, const Samples& samples, int threads) {
-    if (!samples.count) return run_one(c, c.rows * c.n * (c.wide ? COST : 1) < SHARED ? 1 : threads);
-    // Of samples, the plan has seen the first alone.
-    c.past = c.past && samples.y % kernels->alignment == 0;
-    Sampled job{c, samples, DONE};
-    Index elements = samples.count * c.rows * c.n;
-    pool::run(samples.count, elements < SHARED ? 1 : threads, elements >= WORTH_WAKING, sample_work, &job);
-    return job.state;
+State run(Call& c, int threads) {
+    double* scratch;
+    threads = c.samples * c.rows * c.n * (c.wide ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
+    if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
+    DefaultControl control;
+    State state = is_moderate(c) && can_prepare(c) ? DONE : DECLINED;
+    for (Index first = 0, some, most = batch_of(c); first < c.samples && state == DONE; first += some) {
+        some = least(most, c.samples - first);
+        run_parts(c, first, some, threads);
+        for (Index i = 0; i < some && c.nearest && !c.wide; i++) {
+            Call sample = sample_of({c, first}, i, 0);
+            if (is_any_open(sample) && !(kernels->prepare(sample), sum_again(sample, threads))) state = NO_MEMORY;
+        }
+    }
+    memory::give(scratch);
+    return state;
 }
 
 // ---- which kernels ----

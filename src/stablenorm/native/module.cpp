@@ -1,100 +1,345 @@
-// What Python calls. Everything about the arguments is checked above, but for what memory safety needs: that
-// arrays are arrays, and how they lie.
-#include "plain.h"
+// What Python calls. A call of plain rows, of whatever keywords the kernels have, is done here; any other is declined
+// with None, and `functional` makes it plain. Rows and columns that kernels leave are finished by the functions of
+// `native/__init__.py` before the call returns.
+#include "arrays.h"
 
 namespace {
 
-// ---- arguments, by position ----
+// Elements of a call that others may run beside, and of one that threads share: for less, to release the GIL and to
+// ask how many threads there are is a waste.
+constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 
-struct Arguments {
-    PyObject* const* next;
-    PyObject* take() { return *next++; }
-    bool flag() { return PyObject_IsTrue(take()) == 1; }
-    Index index() { return PyLong_AsSsize_t(take()); }
-    double number() { return PyFloat_AsDouble(take()); }
+// ---- what Python hands over once ----
+
+enum { NORM, CACHE, STATISTICS, GRADIENTS, ALL_NAMES, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
+PyObject* given_once[GIVEN];
+
+// Places of the fields of Python's named tuples, found by their names.
+struct {
+    Py_ssize_t gamma, beta, eps, kind, gamma_offset, rounding;
+} of_norm;
+struct {
+    Py_ssize_t x, norm, axis, statistics, backend, where;
+} of_cache;
+enum Word { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, SPREAD, EXPONENT, EXTREME, WORDS };
+constexpr Index FLOAT_WORDS = EXPONENT;
+Py_ssize_t of_statistics[WORDS];
+
+bool find_fields(int type, std::initializer_list<const char*> names, Py_ssize_t* places) {
+    PyObject* fields = PyObject_GetAttrString(given_once[type], "_fields");
+    bool found = fields;
+    for (const char* each : names) {
+        PyObject* name = found ? PyUnicode_FromString(each) : nullptr;
+        found = name && (*places++ = PySequence_Index(fields, name)) >= 0;
+        Py_XDECREF(name);
+    }
+    Py_XDECREF(fields);
+    return found;
+}
+
+PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != GIVEN) return PyErr_Format(PyExc_TypeError, "%d objects are needed, got %zd", GIVEN, count);
+    for (int i = 0; i < GIVEN; i++) given_once[i] = Py_NewRef(args[i]);
+    default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
+    bool found = find_fields(NORM, {"gamma", "beta", "eps", "kind", "gamma_offset", "rounding"}, &of_norm.gamma) &&
+                 find_fields(CACHE, {"x", "norm", "axis", "statistics", "backend", "where"}, &of_cache.x) &&
+                 find_fields(STATISTICS, {"mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "spread", "exponent", "extreme"}, of_statistics);
+    return found ? Py_NewRef(Py_None) : nullptr;
+}
+
+// ---- Python's objects ----
+
+// While a thread takes the GIL back: where Python ends meanwhile, a daemon thread is unwound from there, without it.
+thread_local bool without_gil;
+
+// References that are given up together.
+struct Owned {
+    PyObject* all[16];
+    int count = 0;
+    PyObject* operator()(PyObject* object) { return all[count++] = object; }
+    ~Owned() {
+        while (count && !without_gil) Py_XDECREF(all[--count]);
+    }
 };
 
-// The words of the statistics, in the order of `Statistics`, then marks and the root mean squares of xhat.
-bool see_statistics(Arguments& given, Call& c, jobs::Samples& samples) {
-    double** words[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail};
-    for (double** each : words)
-        if (!vector_of(given.take(), *each)) return false;
-    if (!vector_of(given.take(), c.marks) || !vector_of(given.take(), c.spread)) return false;
-    samples.statistics = c.rows * (Index)sizeof(double), samples.marks = c.rows;
+PyObject* field(PyObject* tuple, Py_ssize_t i) { return PyTuple_GetItem(tuple, i); }
+bool is_a(PyObject* object, int type) { return Py_TYPE(object) == (PyTypeObject*)given_once[type]; }
+bool is_word(PyObject* object, const char* word) {
+    return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
+}
+bool are_none(PyObject* const* objects, std::initializer_list<int> places) {
+    for (int i : places)
+        if (is_given(objects[i])) return false;
+    return true;
+}
+template <class T> bool has_any(const T* v, Index count) {
+    bool any = false;
+    for (Index i = 0; v && i < count; i++) any |= v[i] != 0;
+    return any;
+}
+PyObject* declined() { return PyErr_Occurred() ? nullptr : Py_NewRef(Py_None); }
+
+// Makes a named tuple of the values, whose reference it takes.
+PyObject* as_named(int type, PyObject* values) {
+    static const newfunc make = (newfunc)PyType_GetSlot(&PyTuple_Type, Py_tp_new);
+    Owned own;
+    PyObject* arguments = own(values) ? own(PyTuple_Pack(1, values)) : nullptr;
+    return arguments ? make((PyTypeObject*)given_once[type], arguments, nullptr) : nullptr;
+}
+
+// ---- what both directions share ----
+
+// Gamma or beta: (n,) or, of samples, (samples, n), whose rows may be the same.
+bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type, Index& stride) {
+    if (!is_given(object)) return true;
+    PyArrayObject* a = (PyArrayObject*)object;
+    if (!is_of_floats(object, type) || type == PARTIAL || PyArray_NDIM(a) != (c.samples > 1 ? 2 : 1)) return false;
+    if (last_length(a) != c.n || (c.n > 1 && PyArray_STRIDE(a, PyArray_NDIM(a) - 1) != BYTES[type])) return false;
+    if (c.samples > 1 && PyArray_DIM(a, 0) != c.samples) return false;
+    return data = PyArray_BYTES(a), stride = PyArray_STRIDE(a, 0), true;
+}
+
+bool see_norm(PyObject* of, Call& c) {
+    if (!is_a(of, NORM)) return false;
+    PyObject *eps = field(of, of_norm.eps), *offset = field(of, of_norm.gamma_offset);
+    if (!PyFloat_CheckExact(eps) || !PyFloat_CheckExact(offset)) return false;
+    c.eps = PyFloat_AsDouble(eps), c.gamma_offset = PyFloat_AsDouble(offset), c.rms = is_word(field(of, of_norm.kind), "rms");
+    c.nearest = is_word(field(of, of_norm.rounding), "nearest");
+    bool known = c.nearest || is_word(field(of, of_norm.rounding), "fast"), finite = c.gamma_offset - c.gamma_offset == 0;
+    return known && finite && c.eps >= 0 && c.eps <= __DBL_MAX__ &&
+           see_parameter(field(of, of_norm.gamma), c, c.gamma, c.gamma_type, c.gamma_stride) &&
+           see_parameter(field(of, of_norm.beta), c, c.beta, c.beta_type, c.beta_stride) && (c.gamma || c.gamma_offset == 0);
+}
+
+// The rows of x, in so many samples.
+bool see_x(PyObject* object, PyObject* samples, Call& c) {
+    if (!see_rows(object, c.x)) return false;
+    c.n = last_length((PyArrayObject*)object);
+    Index rows = PyArray_SIZE((PyArrayObject*)object) / c.n;
+    c.samples = samples ? PyLong_AsSsize_t(samples) : 1, c.rows = rows / (c.samples > 0 ? c.samples : 1);
+    return c.samples > 0 && c.rows * c.samples == rows;
+}
+
+// More rows, of the shape of x; missing if None.
+bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
+    return !is_given(object) || (see_rows(object, rows) && have_one_shape((PyArrayObject*)object, (PyArrayObject*)x));
+}
+
+// The float64 vectors of the statistics that a call has.
+struct Words {
+    double** places[FLOAT_WORDS] = {};
+    explicit Words(Call& c) {
+        if (!c.rms) places[MEAN] = &c.mean, places[MEAN_LO] = &c.rest;
+        places[RSTD] = &c.rstd;
+        if (c.x.type == F64) places[RSTD_LO] = &c.rstd_low;
+        if (c.x.type == F64 && !c.rms) places[MEAN_TAIL] = &c.tail;
+        if (c.nearest) places[SPREAD] = &c.spread;
+    }
+};
+
+// Whether all is done but for marked rows and open columns; if not, and without an exception, nothing is.
+bool run(Call& c, PyObject* threads) {
+    Index elements = c.samples * c.rows * c.n;
+    int count = 1;
+    if (elements >= WORTH_SHARING) {
+        Owned own;
+        PyObject* found = is_given(threads) ? threads : own(PyObject_CallNoArgs(given_once[GET_NUM_THREADS]));
+        count = found ? (int)PyLong_AsLong(found) : 1;
+        if (PyErr_Occurred()) return false;
+    }
+    PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
+    without_gil = state;
+    jobs::State found = jobs::run(c, count);
+    if (state) PyEval_RestoreThread(state);
+    without_gil = false;
+    if (found == jobs::NO_MEMORY) PyErr_NoMemory();
+    return found == jobs::DONE;
+}
+
+// ---- forward ----
+
+PyObject* new_statistics(const Call& c, Words& words) {
+    PyObject* kept = PyTuple_New(WORDS);
+    for (int i = 0; kept && i < WORDS; i++) {
+        double** place = i < FLOAT_WORDS ? words.places[i] : nullptr;
+        PyObject* word = place ? new_vector(c.samples * c.rows, NPY_DOUBLE, *place) : Py_NewRef(Py_None);
+        if (!word || PyTuple_SetItem(kept, of_statistics[i], word) < 0) return Py_DECREF(kept), nullptr;
+    }
+    return kept;
+}
+
+// x, norm, axis, out, backend, keep, residual, where, threads; and what only plain rows have: the sum of x and the
+// residual, and the number of samples. Returns y and the cache, or None.
+PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, SAMPLES, ALL };
+    if (count != ALL && count != TOTAL) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", TOTAL, ALL, count);
+    Call c;
+    bool is_more = count == ALL, keep = args[KEEP] == Py_True, is_last = PyLong_CheckExact(args[AXIS]) && PyLong_AsLong(args[AXIS]) == -1;
+    if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
+    if (!see_norm(args[OF_NORM], c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
+    PyArrayObject* x = (PyArrayObject*)args[X];
+    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *residual = args[RESIDUAL];
+    PyObject *gamma = field(args[OF_NORM], of_norm.gamma), *beta = field(args[OF_NORM], of_norm.beta);
+    if (is_given(total) && !is_room(total, x, {args[X], gamma, beta, residual, out})) return declined();
+    if (is_given(out) && !is_room(out, x, {args[X], gamma, beta, residual})) {
+        // y may be written over x where x is not needed any more.
+        bool over = (!keep || c.plus.data) && !c.nearest && PyArray_Check(out) && are_same_elements(out, args[X]);
+        if (!over || !is_room(out, x, {gamma, beta, residual})) return declined();
+    }
+    Owned own;
+    PyObject* y = own(result_like(out, x));
+    if (c.plus.data) total = own(result_like(total, x));
+    if (!y || !total) return nullptr;
+    if (c.plus.data) c.source = c.x, see_rows(total, c.x);
+    see_rows(y, c.y), c.wide = c.x.type == F64;
+    PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
+    Words words(c);
+    PyObject* kept = keep ? own(new_statistics(c, words)) : Py_None;
+    if (!marks || !kept) return nullptr;
+    jobs::plan(c);
+    if (!run(c, args[THREADS])) return declined();
+    // The third word of a mean is dropped where no row needs it.
+    if (keep && c.tail && !has_any(c.tail, c.samples * c.rows)) PyTuple_SetItem(kept, of_statistics[MEAN_TAIL], Py_NewRef(Py_None));
+    if (keep) kept = own(as_named(STATISTICS, Py_NewRef(kept)));
+    PyObject* source = c.plus.data ? total : args[X];
+    if (kept && has_any(c.marks, c.samples * c.rows))
+        kept = own(PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, args[OF_NORM], kept, marks, c.samples));
+    if (!kept) return nullptr;
+    if (!keep) return PyTuple_Pack(2, y, Py_None);
+    PyObject *values[] = {source, args[OF_NORM], own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), kept, own(PyUnicode_FromString("native")), Py_None};
+    PyObject* cache = own(PyTuple_New(6));
+    for (int i = 0; cache && i < 6; i++)
+        if (!values[i] || PyTuple_SetItem(cache, (&of_cache.x)[i], Py_NewRef(values[i])) < 0) return nullptr;
+    cache = cache ? own(as_named(CACHE, Py_NewRef(cache))) : nullptr;
+    return cache ? PyTuple_Pack(2, y, cache) : nullptr;
+}
+
+// ---- backward ----
+
+// The statistics of a cache of a forward of plain rows; marks are those of rows that it found to be extreme.
+bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
+    if (!is_a(of, CACHE) || is_given(field(of, of_cache.where)) || !is_word(field(of, of_cache.backend), "native")) return false;
+    PyObject *x = field(of, of_cache.x), *axes = field(of, of_cache.axis), *kept = field(of, of_cache.statistics);
+    if (!see_x(x, samples, c) || !see_norm(field(of, of_cache.norm), c) || !is_word(kind, c.rms ? "rms" : "layer")) return false;
+    bool is_last = PyTuple_Size(axes) == 1 && PyLong_AsLong(field(axes, 0)) == PyArray_NDIM((PyArrayObject*)x) - 1;
+    Index rows = c.samples * c.rows;
+    Words words(c);
+    for (int i = 0; is_last && i < FLOAT_WORDS; i++) {
+        PyArrayObject* word = (PyArrayObject*)field(kept, of_statistics[i]);
+        if (!words.places[i] || (i == MEAN_TAIL && !is_given((PyObject*)word))) continue;
+        bool whole = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
+        if (!whole || PyArray_SIZE(word) != rows) return false;
+        *words.places[i] = (double*)PyArray_DATA(word);
+    }
+    return is_last;
+}
+
+void mark_rows(const Call& c, PyObject* kept) {
+    PyObject *extreme = field(kept, of_statistics[EXTREME]), *exponent = field(kept, of_statistics[EXPONENT]);
+    const uint8_t* found = is_given(extreme) ? (uint8_t*)PyArray_DATA((PyArrayObject*)extreme) : nullptr;
+    const int16_t* powers = is_given(exponent) ? (int16_t*)PyArray_DATA((PyArrayObject*)exponent) : nullptr;
+    for (Index i = 0, rows = c.samples * c.rows; i < rows; i++) {
+        bool is_marked = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf())) || (found && found[i]);
+        // x that is tiny under eps, in a forward that was all the reference's.
+        is_marked |= c.spread && c.spread[i] > 0 && c.spread[i] < SMALLEST;
+        c.marks[i] = is_marked || (powers && (powers[2 * i] || powers[2 * i + 1]));
+    }
+}
+
+// Whether an array can take sums over rows: of the type of gamma or beta, or partial sums.
+bool is_room_for_sums(PyObject* object, PyObject* like, const Call& c, std::initializer_list<PyObject*> others) {
+    Type type;
+    PyArrayObject* a = (PyArrayObject*)object;
+    if (!is_of_floats(object, type) || !PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISWRITEABLE(a) || PyArray_SIZE(a) != c.samples * c.n) return false;
+    if (type != PARTIAL && is_given(like) && PyArray_TYPE(a) != PyArray_TYPE((PyArrayObject*)like)) return false;
+    if (c.samples == 1 && type != PARTIAL && PyArray_NDIM(a) != 1) return false;
+    Extent mine(a);
+    for (PyObject* each : others) {
+        if (!is_given(each)) continue;
+        Extent other((PyArrayObject*)each);
+        if (mine.first < other.end && other.first < mine.end) return false;
+    }
     return true;
 }
 
-// The rows and their length, and how many there are in all if the others are to be cleared.
-bool see_rows(Arguments& given, Call& c) {
-    c.all_rows = given.index();
-    c.rows = c.x.count, c.n = 1;
-    for (int k = 0; k < c.x.axes; k++) c.n *= c.x.lengths[c.x.lead + k];
-    for (const Array* each : {&c.y, &c.dy, &c.source, &c.plus})
-        if (each->data && each->count != c.rows) return fail(PyExc_ValueError, "as many rows are needed%S", PyTuple_New(0));
-    return c.n > 0;
+// Which of x, gamma and beta a tuple names; false if it has anything else.
+bool see_names(PyObject* names, bool (&wanted)[3]) {
+    const char* known[] = {"x", "gamma", "beta"};
+    if (!PyTuple_Check(names)) return false;
+    for (Py_ssize_t k = 0; k < PyTuple_Size(names); k++) {
+        bool found = names == given_once[ALL_NAMES];
+        for (int i = 0; i < 3; i++)
+            if (found || is_word(field(names, k), known[i])) wanted[i] = true;
+        for (int i = 0; i < 3; i++) found |= is_word(field(names, k), known[i]);
+        if (!found) return false;
+    }
+    return true;
 }
 
-PyObject* done(Call& c, const jobs::Samples& samples, int threads) {
-    if (PyErr_Occurred()) return nullptr;
-    // Without results, nothing needs what is said of them.
-    if (!c.y.data) c.y.whole = true, c.y.type = c.wide ? F64 : c.x.type, c.y.lead = 1;
-    jobs::plan(c);
-    Index elements = c.rows * c.n * (samples.count ? samples.count : 1);
-    PyThreadState* state = elements >= WORTH_RELEASING ? PyEval_SaveThread() : nullptr;
-    jobs::State found = jobs::run(c, samples, threads);
-    if (state) PyEval_RestoreThread(state);
-    if (found == jobs::NO_MEMORY) return PyErr_NoMemory();
-    return PyBool_FromLong(found == jobs::DONE);
-}
-
-bool check_count(Py_ssize_t count, Py_ssize_t needed) {
-    if (count == needed && jobs::kernels) return true;
-    return fail(PyExc_TypeError, "arguments or kernels are missing%S", PyTuple_New(0));
-}
-
-PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 21)) return nullptr;
-    Arguments given{args};
-    Call c;
-    jobs::Samples s;
-    s.count = PyLong_AsSsize_t(args[20]);
-    auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
-    if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
-    if (!see(given.take(), c.source, apart(s.source)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
-    if (!vector_of(given.take(), c.gamma, &c.gamma_type, apart(s.gamma))) return nullptr;
-    if (!vector_of(given.take(), c.beta, &c.beta_type, apart(s.beta))) return nullptr;
-    c.eps = given.number(), c.gamma_offset = given.number();
-    c.rms = given.flag(), c.nearest = given.flag(), c.wide = given.flag();
-    if (!see_rows(given, c) || !see_statistics(given, c, s)) return nullptr;
-    int threads = (int)given.index();
-    return done(c, s, threads);
-}
-
+// dy, a cache, the kind of norm, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads; and what only plain rows
+// have: the rows of the whole call, of which these may be a block, and the number of samples. Returns the gradients.
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (!check_count(count, 26)) return nullptr;
-    Arguments given{args};
+    enum { DY, OF_CACHE, KIND, WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, PLAN_ROWS, SAMPLES, ALL };
+    if (count != ALL && count != PLAN_ROWS) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", PLAN_ROWS, ALL, count);
     Call c;
-    jobs::Samples s;
     c.backward = true;
-    s.count = PyLong_AsSsize_t(args[25]);
-    auto apart = [&](Index& of) { return s.count ? &of : nullptr; };
-    if (!see(given.take(), c.x, apart(s.x)) || !see(given.take(), c.y, apart(s.y))) return nullptr;
-    if (!see(given.take(), c.dy, apart(s.dy)) || !see(given.take(), c.plus, apart(s.plus))) return nullptr;
-    if (!vector_of(given.take(), c.gamma, &c.gamma_type, apart(s.gamma))) return nullptr;
-    if (!vector_of(given.take(), c.tangents)) return nullptr;
-    c.eps = given.number(), c.gamma_offset = given.number();
-    c.rms = given.flag(), c.nearest = given.flag(), c.wide = given.flag();
-    if (!see_rows(given, c) || !see_statistics(given, c, s)) return nullptr;
-    for (int i = 0; i < 2; i++)
-        if (!vector_of(given.take(), c.sums_out[i], &c.sums_type[i], apart(s.sums[i]))) return nullptr;
-    double *old, *partial;
-    if (!vector_of(given.take(), c.undecided[0]) || !vector_of(given.take(), old) || !vector_of(given.take(), partial)) return nullptr;
-    c.undecided[1] = c.undecided[0] ? c.undecided[0] + c.n : nullptr;
-    if (old) c.old[0] = old, c.old[1] = old + c.n;
-    if (partial) c.partial[0] = partial, c.partial[1] = partial + 4 * c.n;
-    for (int i = 0; i < 2; i++) s.undecided[i] = 2 * c.n, s.old[i] = 2 * c.n * (Index)sizeof(double);
-    int threads = (int)given.index();
-    return done(c, s, threads);
+    bool is_more = count == ALL, wanted[3] = {};
+    if (!jobs::kernels || args[ACCUMULATE] != Py_False || !are_none(args, {SUM_AXES, DMEAN, DRSTD}) || !see_names(args[WRT], wanted)) return declined();
+    if (!see_cache(args[OF_CACHE], args[KIND], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
+    PyObject *x = field(args[OF_CACHE], of_cache.x), *norm = field(args[OF_CACHE], of_cache.norm), *out = args[OUT], *dy = args[DY];
+    if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
+    if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
+    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.wide = c.x.type == F64;
+
+    Owned own;
+    PyObject* likes[] = {x, field(norm, of_norm.gamma), field(norm, of_norm.beta)};
+    PyObject* results[] = {Py_None, Py_None, Py_None};
+    for (int i = 0; i < 3; i++) {
+        PyObject* given = is_given(out) ? field(out, i) : Py_None;
+        // A room for what is not wanted is for `functional` to judge.
+        if (is_given(given) && !wanted[i]) return declined();
+        if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
+        std::initializer_list<PyObject*> others = {x, likes[1], dy, args[DSUM], results[0], results[1]};
+        if (is_given(given) && i > 0 && !is_room_for_sums(given, likes[i], c, others)) return declined();
+        if (is_given(given) && i == 0 && !is_room(given, (PyArrayObject*)x, others)) {
+            // dx may be written over dy where dy is not needed any more.
+            bool over = !c.nearest && PyArray_Check(given) && are_same_elements(given, dy);
+            if (!over || !is_room(given, (PyArrayObject*)x, {x, likes[1], args[DSUM]})) return declined();
+        }
+        results[i] = own(result_like(given, (PyArrayObject*)likes[i]));
+        if (!results[i]) return nullptr;
+    }
+    Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
+    PyObject *none = Py_None, *marks = none, *open = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
+    if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
+    if (c.nearest) open = own(new_vector(columns, NPY_UINT8, c.undecided[0]));
+    c.y.type = c.x.type;
+    if (is_given(results[0])) see_rows(results[0], c.y);
+    for (int i = 0; i < 2; i++) {
+        if (!is_given(results[1 + i])) continue;
+        c.sums_out[i] = PyArray_BYTES((PyArrayObject*)results[1 + i]), type_of((PyArrayObject*)results[1 + i], c.sums_type[i]);
+    }
+    if (c.pairs() && c.summing()) partial = own(new_vector(4 * columns, NPY_DOUBLE, c.partial[0]));
+    if (!marks || !open || !partial) return nullptr;
+    if (c.partial[0]) c.partial[1] = c.partial[0] + 4 * c.n;
+    if (c.nearest) memset(c.undecided[0], 0, (size_t)columns), c.undecided[1] = c.undecided[0] + c.n;
+    if (c.pairs()) mark_rows(c, kept);
+    // Narrow kernels know no marks.
+    c.wide = c.wide || has_any(c.marks, rows);
+    jobs::plan(c);
+    if (!run(c, args[THREADS])) return declined();
+    PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
+    if (gradients && (has_any(c.marks, rows) || has_any(c.undecided[0], columns))) {
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, kept, gradients, args[DSUM], marks, open, partial, c.samples);
+        if (!own(done)) return nullptr;
+    }
+    return gradients ? Py_NewRef(gradients) : nullptr;
+}
+
+PyObject* tile_rows(PyObject*, PyObject* const* args, Py_ssize_t count) {
+    if (count != 3) return PyErr_Format(PyExc_TypeError, "rows, n and nearest are needed, got %zd objects", count);
+    Index rows = PyLong_AsSsize_t(args[0]), n = PyLong_AsSsize_t(args[1]);
+    return PyErr_Occurred() ? nullptr : PyLong_FromSsize_t(jobs::backward_rows(rows, n, args[2] == Py_True));
 }
 
 // ---- which kernels ----
@@ -111,21 +356,13 @@ PyObject* instructions(PyObject*, PyObject*) {
 PyObject* use(PyObject*, PyObject* name) {
     for (auto each = jobs::available(); *each; each++)
         if (PyUnicode_CompareWithASCIIString(name, (*each)->name) == 0) return jobs::kernels = *each, Py_NewRef(Py_None);
-    return fail(PyExc_ValueError, "no kernels are called %R", name), nullptr;
+    return PyErr_Format(PyExc_ValueError, "no kernels are called %R", name);
 }
 
 // ---- methods of the module ----
 
-// Statistics, Cache, Gradients, the default of `wrt`, get_num_threads, and what names the default limit.
-PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != GIVEN + 1) return fail(PyExc_TypeError, "six objects are needed%S", PyTuple_New(0)), nullptr;
-    for (int i = 0; i < GIVEN; i++) given_once[i] = Py_NewRef(args[i]);
-    default_limit = Py_NewRef(args[GIVEN]);
-    return Py_NewRef(Py_None);
-}
-
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
-    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) > 64) return fail(PyExc_TypeError, "a shape and a dtype are needed, got %R", Py_None), nullptr;
+    if (count != 2 || !PyTuple_Check(args[0]) || PyTuple_Size(args[0]) > 64) return PyErr_Format(PyExc_TypeError, "a shape and a dtype are needed, got %zd objects", count);
     npy_intp shape[64];
     int ndim = (int)PyTuple_Size(args[0]);
     for (int k = 0; k < ndim && k < 64; k++) shape[k] = PyLong_AsSsize_t(PyTuple_GetItem(args[0], k));
@@ -138,11 +375,10 @@ PyObject* set_idle_limit(PyObject*, PyObject* value) { return set_limit(value) ?
 template <class F> PyCFunction as_method(F f) { return (PyCFunction)(void (*)())f; }
 
 PyMethodDef methods[] = {
-    {"forward", as_method(forward), METH_FASTCALL, "Normalize rows; False if the call is not for these kernels."},
-    {"backward", as_method(backward), METH_FASTCALL, "Pull back rows; False if the call is not for these kernels."},
+    {"forward", as_method(forward), METH_FASTCALL, "Return y and the cache, or None if the call is not for these kernels."},
+    {"backward", as_method(backward), METH_FASTCALL, "Return the gradients, or None if the call is not for these kernels."},
+    {"tile_rows", as_method(tile_rows), METH_FASTCALL, "Count the rows of a tile of a backward."},
     {"prepare", as_method(prepare), METH_FASTCALL, "Take what the calls need of Python, once."},
-    {"plain_forward", as_method(plain_forward), METH_FASTCALL, "Return y and the cache, or None if the call is not plain."},
-    {"plain_backward", as_method(plain_backward), METH_FASTCALL, "Return all gradients, or None if the call is not plain."},
     {"instructions", instructions, METH_NOARGS, "Name the instruction sets that this processor has kernels for."},
     {"use", use, METH_O, "Use the kernels of an instruction set."},
     {"empty", as_method(empty), METH_FASTCALL, "Return a new array, a large one in recycled memory."},

@@ -15,7 +15,6 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
     measure_tile<LAYER, double, Stats>(c, own, tile, [&](Index top, int count, const double* const* x, const Stats& of) {
         for (int r = 0; r < count; r++) {
             Index i = top + r;
-            if (c.all_rows && c.y.data) clear_between(c, own, i);
             if (LAYER && c.rest) c.mean[i] = of.mean[r], c.rest[i] = of.rest[r];
             if (c.tail) c.tail[i] = of.tail[r];
             if (c.rstd) c.rstd[i] = of.rstd[r];
@@ -35,8 +34,8 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
 
 // Writes a row to where and as what it is wanted; tells whether an element is undecided.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
-    if (!c.results_whole) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
-    bool certain = c.nearest && c.y.whole && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
+    if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
+    bool certain = c.nearest && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
         return !any(write(ToCertain<To>{(To*)row_of(c.y, i), bound}).open);
     });
@@ -51,28 +50,17 @@ INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
-// ty of a row, given the tangent of xhat as pairs.
-INLINE void push(const Call& c, const Own& own, const double* h) {
-    const double *scale = c.tangents, *low = scale + c.n, *tgamma = low + c.n, *tbeta = tgamma + c.n;
-    for (Index j = 0; j < c.n; j++) {
-        Pair<double> moved = Pair<double>{own.high[j], own.low[j]} * Pair<double>{scale[j], low[j]};
-        Pair<double> ty = moved + Pair<double>{h[j], h[c.apart() + j]} * tgamma[j] + tbeta[j];
-        own.high[j] = ty.high, own.low[j] = ty.low;
-    }
-}
-
-
 // The columns whose sums are wanted, if these are few.
 struct Chosen {
     Index *columns, count = 0;
     Chosen(const Call& c, double* room) : columns((Index*)room) {
-        for (Index j = 0; c.wanted && c.dy.whole && c.x.whole && j < c.n; j++)
+        for (Index j = 0; c.wanted && j < c.n; j++)
             if (c.wanted[j] | c.wanted[c.n + j]) columns[count++] = j;
         // One by one, an element takes as long as eight.
         if (count > c.n / 8) count = 0;
     }
     // Those of a row.
-    const double* operator()(const Array& a, Index i, double* room) const {
+    const double* operator()(const Rows& a, Index i, double* room) const {
         of_type(a.type, [&](auto* kind) {
             auto* row = (decltype(kind))row_of(a, i);
             for (Index k = 0; k < count; k++) room[k] = number(row + columns[k]);
@@ -85,7 +73,7 @@ struct Chosen {
 template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, const Chosen& chosen, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
     Index apart = r * c.apart();
-    auto row = [&](const Array& a, double* room) { return chosen.count ? chosen(a, i, room) : row_as<double>(c, a, i, room, own.raw); };
+    auto row = [&](const Rows& a, double* room) { return chosen.count ? chosen(a, i, room) : row_as<double>(c, a, i, room); };
     of.dy = row(c.dy, own.dy[0] + apart);
     Pair<double> range = range_of(of.dy, chosen.count ? chosen.count : c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
@@ -97,7 +85,7 @@ template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int
     } else {
         Stats found;
         auto see = [&](const auto* x) { return statistics<LAYER>(&x, c, 1, found), is_extreme(found, 0, x, c.n, LAYER); };
-        bool extreme = !c.x.whole ? see(of.x) : of_type(c.x.type, [&](auto* kind) { return see((decltype(kind))row_of(c.x, i)); });
+        bool extreme = of_type(c.x.type, [&](auto* kind) { return see((decltype(kind))row_of(c.x, i)); });
         if (extreme) return c.marks[i] = EXTREME, false;
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
@@ -110,9 +98,7 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
     auto write = [&](auto out) {
         using Out = decltype(out);
         auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
-        out = how(of, out, c.n, parameters_of(c), h, c.apart());
-        if (c.tangents) push(c, own, h);
-        return out;
+        return how(of, out, c.n, parameters_of(c), h, c.apart());
     };
     if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
 }
@@ -130,7 +116,6 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
         Index at[GROUP];
         int count = 0;
         for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
-            if (c.all_rows && c.y.data) clear_between(c, own, i);
             Back& of = rows[count];
             if (!begin_row<LAYER>(c, own, i, count, chosen, range, of)) continue;
             auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;

@@ -1,5 +1,6 @@
-// A job is announced by making `generation` odd. All that take part take one part after the other by an atomic
-// counter: so it does not matter how many helpers come, or when, and the caller waits only for those that have
+// A job is announced by making `generation` odd. Each thread has a run of neighbouring parts, whose rows stay in its
+// core's cache over the calls of a loop, and claims them from the run's atomic counter; a thread that is done claims
+// parts of the others' runs. Any number of helpers may join, at any time; the caller waits only for helpers that have
 // begun. A helper that has just worked looks for more for some microseconds, since the next call of a loop
 // comes soon, and then sleeps.
 #include "pool.h"
@@ -35,11 +36,13 @@ struct Pool {
     std::atomic<int> threads{0};
     alignas(64) std::atomic<int> working{0};
     std::atomic<Clock::time_point> ended{Clock::time_point::min()};
-    alignas(64) std::atomic<Index> begun{0};
     alignas(64) std::atomic<int> asleep{0};
     std::mutex mutex;
     std::condition_variable woken;
     int helpers = 0;
+    struct alignas(64) Run {
+        std::atomic<Index> claimed{0};
+    } runs[MOST];
 };
 
 // Never destroyed: helpers may outlive all else. A forked child, which has none of them, makes it anew.
@@ -57,8 +60,11 @@ void pause() {
 void do_parts(int thread) {
     Work work = pool->work.load(std::memory_order_relaxed);
     void* data = pool->data.load(std::memory_order_relaxed);
-    Index count = pool->count.load(std::memory_order_relaxed);
-    for (Index part; (part = pool->begun.fetch_add(1, std::memory_order_relaxed)) < count;) work(data, part, thread);
+    Index count = pool->count.load(std::memory_order_relaxed), threads = pool->threads.load(std::memory_order_relaxed);
+    for (Index k = 0; k < threads; k++) {
+        Index run = (thread + k) % threads, first = run * count / threads, parts = (run + 1) * count / threads - first;
+        for (Index i; (i = pool->runs[run].claimed.fetch_add(1, std::memory_order_relaxed)) < parts;) work(data, first + i, thread);
+    }
 }
 
 [[noreturn]] void help(int thread) {
@@ -120,7 +126,7 @@ void run(Index count, int threads, bool wake, Work work, void* data) {
     if (wake && pool->helpers < threads - 1) start_helpers(threads - 1);
     pool->work.store(work, std::memory_order_relaxed), pool->data.store(data, std::memory_order_relaxed);
     pool->count.store(count, std::memory_order_relaxed), pool->threads.store(threads, std::memory_order_relaxed);
-    pool->begun.store(0, std::memory_order_relaxed);
+    for (int run = 0; run < threads; run++) pool->runs[run].claimed.store(0, std::memory_order_relaxed);
     pool->generation.fetch_add(1);
     if (wake && pool->asleep.load()) {
         { std::lock_guard<std::mutex> lock(pool->mutex); }  // none is between its last look and its sleep

@@ -9,7 +9,7 @@ namespace {
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
     if (!memchr(c.marks + tile.first, UNDECIDED, (size_t)(tile.stop - tile.first))) return;
     Call alone = c;
-    alone.wide = alone.results_whole = true, alone.all_rows = 0, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
+    alone.wide = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // The statistics stay.
     alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
     for (Index i = tile.first, stop; i < tile.stop; i = stop + 1) {
@@ -45,13 +45,12 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
                 if (c.spread) c.spread[i] = size;
             }
             if (!c.y.data) continue;  // the statistics alone are wanted
-            if (c.all_rows) clear_between(c, own, i);
             y[r] = (T*)row_of(c.y, i);
-            if (!c.results_whole) continue;
+            if (!c.staged) continue;
             write_y<1, LAYER, false, false>(x, &own.high, c.n, of, r, given, 0);
             finish_row(c, own, i, 0);
         }
-        if (!c.y.data || c.results_whole) return;
+        if (!c.y.data || c.staged) return;
         constexpr bool CENTER = LAYER && !NEAREST;
         auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, LAYER, false, NEAREST, T, T>;
         auto one = c.past ? write_y<1, LAYER, true, NEAREST, T, T> : write_y<1, LAYER, false, NEAREST, T, T>;
@@ -69,19 +68,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
     if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::forward<LAYER>(alone, own, row); });
 }
 
-// ---- backward, and the jvp, which is dx of the tangent of x without gamma ----
-
-// ty of a row, given the tangent of xhat in own.high.
-template <class T> void push(const Call& c, const Own& own, const Back<T>& of) {
-    const double *scale = c.tangents, *tgamma = scale + 2 * c.n, *tbeta = tgamma + c.n;
-    double rstd = of.rstd, s = -of.rest * rstd, mean = of.mean;
-    double* x = own.size;
-    convert(of.x, x, c.n);
-    for (Index j = 0; j < c.n; j++) {
-        double turned = fma(fma(x[j] - mean, rstd, s), tgamma[j], tbeta[j]);
-        own.high[j] = fma(own.high[j], scale[j], turned);
-    }
-}
+// ---- backward ----
 
 template <int R, class T, bool LAYER, bool CENTER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
@@ -90,8 +77,8 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
             Index apart = r * c.apart();
-            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart, own.raw);
-            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart, own.raw);
+            const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart);
+            const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart);
             double* kept = own.kept + (which * R + r) * 2 * c.apart();
             Back<T>& of = rows[which][r];
             of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
@@ -109,13 +96,12 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
         else if (top + 2 * R <= part.stop) begin(top + R, 1 - now);
         for (int r = 0; r < R && c.y.data; r++) {
             const Back<T>& of = rows[now][r];
-            if (c.all_rows) clear_between(c, own, top + r);
-            if (c.results_whole) {
+            if (c.staged) {
                 write_dx<LAYER, CENTER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
-                if (c.tangents) push(c, own, of);
                 finish_row(c, own, top + r, 0);
                 continue;
             }
+            if constexpr (sizeof(T) < 8) {
             auto write = c.past ? write_dx<LAYER, CENTER, true, NEAREST, T, T> : write_dx<LAYER, CENTER, false, NEAREST, T, T>;
             T* dx = (T*)row_of(c.y, top + r);
             bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
@@ -128,6 +114,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             if (!NEAREST) continue;
             bool open = !bounded || is_open<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, doubts);
             c.marks[top + r] = open ? UNDECIDED : 0;
+            }
         }
     }
     return top;
@@ -169,7 +156,7 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
 void do_wide(const Call& c, Index number, int thread) {
     Own own = own_of(c, thread);
     double *sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, *range = sums ? c.ranges + 2 * number : nullptr;
-    bool whole = c.results_whole;
+    bool whole = c.staged;
     auto back = c.rms ? whole ? pairs::backward<false, true> : pairs::backward<false, false>
                       : whole ? pairs::backward<true, true> : pairs::backward<true, false>;
     if (c.backward) back(c, own, tile_of(c, number), sums, range);
@@ -186,15 +173,14 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
 }
 
 void do_tile(const Call& c, Index tile, int thread) {
-    // Rows of two types are lifted to float32.
-    Type type = c.wide ? F64 : c.backward && c.dy.type != c.x.type ? F32 : c.x.type;
-    of_type(type, [&](auto* kind) {
+    if (c.wide) do_wide(c, tile, thread);
+    // Rows of two types are lifted to float64.
+    else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<double, false, false, false> : backward<double, true, true, false>)(c, tile, thread);
+    else of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
-        if constexpr (sizeof(T) == 8) do_wide(c, tile, thread);
-        else (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
+        if constexpr (sizeof(T) < 8) (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
     });
     if (c.past) __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    if (c.all_rows && c.y.data && tile == c.tiles - 1) clear_between(c, own_of(c, thread), c.rows);
 }
 
 }  // namespace
@@ -207,4 +193,4 @@ void do_tile(const Call& c, Index tile, int thread) {
 #define NAME kernels_x86_64_v3
 #define INSTRUCTIONS "x86-64-v3"
 #endif
-extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, finish};
+extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, fits, finish};

@@ -34,7 +34,7 @@ constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
 // Row i of x in `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
-    return row_as<T>(c, c.x, i, room, own.raw);
+    return row_as<T>(c, c.x, i, room);
 }
 
 // Measures the rows of a tile, some together, and calls write(first row, how many, their x, their statistics).

@@ -41,9 +41,9 @@ shape the code:
 
 Precision
 ---------
-float16, bfloat16 and float32 are computed in float64 and rounded once. As soon as a float64
-array takes part, the same lines run on `Wide`, double-double numbers with an exponent, so that
-squares of 1e200 and of subnormals are ordinary numbers. In both, the mean is corrected by the
+x of float16, bfloat16 and float32 is computed in float64 and rounded once. For an x of float64, the same lines run
+on `Wide`, double-double numbers with an exponent, so that squares of 1e200 and of subnormals are ordinary numbers; and
+where a float64 array beside a narrower x holds numbers beyond 2**200. In both, the mean is corrected by the
 mean of what is left after subtracting it. That makes constant rows exact and keeps the error of rows
 that differ in their last bit only within the contract: docs/explanation/error-analysis.md.
 
@@ -57,22 +57,23 @@ through a tree whose shape depends on (rows, n) alone.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.arrays import as_matrix
 from stablenorm.call import Backward, Forward
-from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import Wide
-from stablenorm.reference.partial import as_partial
+from stablenorm.reference.partial import as_partial, merged
 from stablenorm.reference.rounding import round_to
-from stablenorm.types import Array, Norm, Statistics, any_float64
+from stablenorm.types import Array, Norm, Statistics
 
 # Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
 # a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by
 # 2 to 140 % (float32, (8192, 768), Intel Xeon, 2026-11-21).
 _BLOCK = 1 << 15
+
+# Products of a number up to this one and of three narrower ones are within the range of float64.
+_LARGEST = 2.0**200
 
 # A power of two that float64 holds together with the 106 bits below it.
 _HELD = 500
@@ -80,16 +81,6 @@ _HELD = 500
 # The word below mean_lo is kept only if it is above 2**-100 of the mean magnitude of x - mean,
 # a quarter of what the contract allows (2**-98).
 _TAIL_BITS = 100
-
-
-class RowsLike(Protocol):
-    """A (rows, n) array, or what can be sliced like one by rows."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-    def __getitem__(self, rows: slice, /) -> Array: ...
-    def __setitem__(self, rows: slice, block: Array, /) -> None: ...
 
 
 def _mean(v: Any, count: Any = None) -> Any:
@@ -137,22 +128,21 @@ def affine(xhat: Any, scale: Any, shift: Any) -> Any:
     return xhat
 
 
-@default_control()
 def forward(call: Forward) -> Statistics:
     """
     Normalize the rows of x into y (which may be x itself); return the statistics.
 
     With a mask, only elements for which it is True count, at least one of each row.
     """
-    norm, x, y, where = call.norm, as_matrix(call.x), as_matrix(call.y), as_matrix(call.where)
-    wide = any_float64(x, norm.gamma, norm.beta)
+    x, norm, y = call[:3]
+    wide = needs_pairs(x, norm.gamma, norm.beta)
     lift = _lifter(wide)
     scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
     keep = _Keeper(x.shape[0], x.shape[1], wide, norm.kind)
     infinite = _infinite(scale, shift) if wide else None
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
-            counting = _Counting(where, rows, x.shape[1])
+            counting = _Counting(call.where, rows, x.shape[1])
             found = normalized(lift(x[rows]), eps, lift, norm.kind, counting.mean)
             keep(rows, found)
             if y is not None:
@@ -182,33 +172,28 @@ def _plain_affine(xhat: Any, scale: Any, shift: Any) -> Array:
     return result
 
 
-@default_control()
-def add(x: RowsLike, residual: RowsLike, total: RowsLike) -> RowsLike:
-    """Write ``x + residual``, rounded once, into `total`; return that."""
-    x, residual = as_matrix(x), as_matrix(residual)
-    total = as_matrix(total)
+def add(x: Array, residual: Array, total: Array) -> None:
+    """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
     with np.errstate(all="ignore"):
-        for rows in _blocks(x.shape):
-            a, b = x[rows], residual[rows]
-            # Not result_type: float16 and bfloat16 have none.
-            if np.can_cast(a.dtype, total.dtype) and np.can_cast(b.dtype, total.dtype):
-                # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
-                total[rows] = np.add(a, b, dtype=total.dtype)
-            else:
-                total[rows] = (Wide.exactly(a) + Wide.exactly(b)).round_to(total.dtype)
-    return total
+        # Not result_type: float16 and bfloat16 have none.
+        if np.can_cast(x.dtype, total.dtype) and np.can_cast(residual.dtype, total.dtype):
+            # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
+            np.add(x, residual, out=total, dtype=total.dtype)
+            return
+        step = max(1, _BLOCK * len(x) // max(x.size, 1))
+        for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+            both = Wide.exactly(x[rows]) + Wide.exactly(residual[rows])
+            total[rows] = both.round_to(total.dtype)
 
 
-@default_control()
 def backward(call: Backward) -> None:
     """
-    Pull dy back through `forward`, into those arrays of ``call.out`` that are not None.
+    Pull dy back through `forward`, into those of dx, dgamma and dbeta that are not None.
 
     dx may be dy itself: each block of dy is read to the end before it is written.
     """
-    norm, statistics, out = call.norm, call.statistics, call.out
-    dy, x, dsum, dx_rows = map(as_matrix, (call.dy, call.x, call.dsum, out.dx))
-    wide = statistics.rstd_lo is not None or any_float64(dy, x, norm.gamma, *out)
+    dy, x, norm, statistics, dx_rows, dgamma, dbeta, dsum = call[:8]
+    wide = needs_pairs(x, dy, norm.gamma)
     lift = _lifter(wide)
     scale = _scale(norm, lift)
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
@@ -216,13 +201,13 @@ def backward(call: Backward) -> None:
         for rows in _blocks(dy.shape):
             counting = _Counting(call.where, rows, x.shape[1])
             cotangent = lift(dy[rows])
-            if out.dx is not None or out.dgamma is not None:
+            if dx_rows is not None or dgamma is not None:
                 xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
-            if out.dgamma is not None:
+            if dgamma is not None:
                 sum_dgamma.add(counting.only(cotangent * xhat))
-            if out.dbeta is not None:
+            if dbeta is not None:
                 sum_dbeta.add(counting.only(cotangent))
-            if out.dx is not None:
+            if dx_rows is not None:
                 g = cotangent if scale is None else cotangent * scale
                 dx = project(g, xhat, norm.kind, counting.mean) * rstd
                 if call.drstd is not None:
@@ -235,15 +220,20 @@ def backward(call: Backward) -> None:
                 if dsum is not None:
                     dx = dx + lift(dsum[rows])
                 dx_rows[rows] = _round(dx, dx_rows.dtype)
-        if call.old is not None:
-            sum_dgamma.add(lift(call.old[:1]))
-            sum_dbeta.add(lift(call.old[1:]))
-        for total, result in ((sum_dgamma, out.dgamma), (sum_dbeta, out.dbeta)):
+        for total, result in ((sum_dgamma, dgamma), (sum_dbeta, dbeta)):
             if result is not None:
                 total.put(result, pairs=call.sums == "pairs")
 
 
 # ---- arithmetic: the same words for float64 and for Wide ----
+
+
+def needs_pairs(x: Array, *others: Array | None) -> bool:
+    """Tell whether float64 has too few digits for x, or too small a range for float64 arrays beside it."""
+    if x.dtype == np.float64:
+        return True
+    some = (each for each in others if each is not None and each.dtype == np.float64)
+    return any(bool((np.abs(each) > _LARGEST).any()) for each in some)
 
 
 def _lifter(wide: bool) -> Callable[[Any], Any]:
@@ -331,8 +321,8 @@ def _blocks(shape: tuple[int, ...]) -> Iterator[slice]:
 class _Counting:
     """Which elements of some rows count: all, or those for which `where` is True."""
 
-    def __init__(self, where: RowsLike | None, rows: slice, n: int) -> None:
-        self._where = None if where is None else as_matrix(where)[rows]
+    def __init__(self, where: Any, rows: slice, n: int) -> None:
+        self._where = None if where is None else where[rows]
         self._count: Any = n
         if self._where is not None:
             self._count = np.count_nonzero(self._where, axis=-1, keepdims=True)
@@ -423,13 +413,13 @@ class _RowSum:
         self._partial.append((count, total))
 
     def put(self, result: Array, pairs: bool = False) -> None:
-        """Write the sum of all, rounded once or, as `partial` has them, as pairs."""
-        if not self._partial:
-            result[...] = np.zeros((), result.dtype)
+        """Write the sum of all, rounded once; or add it to the partial sums in `result`."""
+        if pairs:
+            if self._partial:
+                result[...] = merged(result, as_partial(self.total()).reshape(result.shape))
             return
-        total = self.total()
-        found = as_partial(total) if pairs else _round(total, result.dtype)
-        result[...] = found.reshape(result.shape)
+        found = _round(self.total(), result.dtype) if self._partial else np.zeros((), result.dtype)
+        result[...] = found.reshape(result.shape if found.ndim else ())
 
     def total(self) -> Any:
         """Return the sum of all, of at least one block, as one row."""

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.arrays import as_matrix
 from stablenorm.call import Backward, Forward
-from stablenorm.control import default_control
 from stablenorm.formats import format_of
 from stablenorm.reference import exact
 from stablenorm.reference.bounded import UNIT, Bounded, size_of
@@ -22,7 +20,6 @@ from stablenorm.reference.doubledouble import Wide
 from stablenorm.reference.equations import (
     _BLOCK,
     Normalized,
-    RowsLike,
     _blocks,
     _Keeper,
     _RowSum,
@@ -30,7 +27,7 @@ from stablenorm.reference.equations import (
     normalized,
     project,
 )
-from stablenorm.reference.partial import as_partial, rounded
+from stablenorm.reference.partial import as_partial, merged, rounded
 from stablenorm.types import Array, Norm, Statistics
 
 # Sums below 2**102 of the last place of their terms are exact in double-double: each error is a
@@ -39,10 +36,9 @@ _EXACT = 102
 _NONE = 1 << 20
 
 
-@default_control()
 def forward(call: Forward) -> Statistics:
     """Do what `equations.forward` does, rounded to nearest; `spread` is filled as well."""
-    norm, x, y = call.norm, as_matrix(call.x), as_matrix(call.y)
+    x, norm, y = call[:3]
     n, dtype = x.shape[1], x.dtype
     gamma, beta = _parameter(norm.gamma, n, 1.0), _parameter(norm.beta, n, 0.0)
     finite = np.isfinite(gamma) & np.isfinite(beta)
@@ -73,28 +69,26 @@ def forward(call: Forward) -> Statistics:
     return keep.statistics._replace(spread=spread)
 
 
-@default_control()
 def backward(call: Backward) -> None:
     """
     Do what `equations.backward` does, every element rounded to nearest, from x and eps.
 
     dx may be dy itself: the sums over rows come first.
     """
-    _, dgamma, dbeta = call.out
+    dgamma, dbeta = call.dgamma, call.dbeta
     if call.sums == "exact":
         _write_exact(call)
     elif not dgamma is None is dbeta:
         found = columns_of_sums(call, np.arange(call.x.shape[-1]))
         for total, values in zip((dgamma, dbeta), found, strict=True):
             if total is not None and values is not None:
-                total[...] = values.reshape(total.shape)
-    if call.out.dx is not None:
+                total[...] = merged(total, values) if call.sums == "pairs" else values
+    if call.dx is not None:
         _write_dx(call)
 
 
 def _write_dx(call: Backward) -> None:
-    norm = call.norm
-    dy, x, dx, dsum = map(as_matrix, (call.dy, call.x, call.out.dx, call.dsum))
+    dy, x, norm, _, dx, _, _, dsum = call[:8]
     gamma = _parameter(norm.gamma, x.shape[1], 1.0)
     finite = np.isfinite(gamma)
     scale = np.where(finite, gamma, 0.0)
@@ -122,18 +116,17 @@ def _write_dx(call: Backward) -> None:
             dx[rows] = result
 
 
-@default_control()
 def columns_of_sums(call: Backward, columns: Array) -> tuple[Array | None, Array | None]:
     """
     Return some columns of dgamma and dbeta, as far as they are wanted: rounded to nearest, or as pairs.
 
     Each is added to its old value before it is rounded.
     """
-    dy, x, pairs = as_matrix(call.dy), as_matrix(call.x), call.sums == "pairs"
-    old = np.zeros((2, len(columns))) if call.old is None else call.old[:, columns]
+    dy, x, pairs = call.dy, call.x, call.sums == "pairs"
+    old = np.zeros((2, len(columns)))
     found: list[Array | None] = [None, None]
     with np.errstate(all="ignore"):
-        for i, result in enumerate(call.out[1:]):
+        for i, result in enumerate((call.dgamma, call.dbeta)):
             if result is None:
                 continue
             if i == 0:
@@ -161,14 +154,14 @@ def _write_exact(call: Backward) -> None:
     """Write exact sums where dgamma and dbeta, of objects, have True."""
     columns = np.arange(call.x.shape[-1])
     with np.errstate(all="ignore"):
-        for i, result in enumerate(call.out[1:]):
+        for i, result in enumerate((call.dgamma, call.dbeta)):
             if result is not None:
                 wanted = result.reshape(-1) != 0
                 for j, sum_ in _exact(call, i, columns, wanted):
                     result.flat[j] = sum_
 
 
-def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -> Array:
+def _dgamma(dy: Array, x: Array, norm: Norm, columns: Array, old: Array) -> Array:
     undefined, total = False, _Total(len(columns))
     for rows in _blocks(x.shape):
         part = _normalized(x[rows], norm)
@@ -189,7 +182,7 @@ def _dgamma(dy: RowsLike, x: RowsLike, norm: Norm, columns: Array, old: Array) -
     return found
 
 
-def _dbeta(dy: RowsLike, columns: Array, old: Array, kind_of_old: np.dtype[Any]) -> Array:
+def _dbeta(dy: Array, columns: Array, old: Array, kind_of_old: np.dtype[Any]) -> Array:
     total, sizes = _Total(len(columns)), _RowSum()
     # The exponent of a last place that all terms of a column have.
     last = np.full(len(columns), _NONE)
@@ -209,7 +202,7 @@ def _exact(
     call: Backward, i: int, columns: Array, wanted: Array
 ) -> Iterator[tuple[int, exact.ExactSum]]:
     """Yield the places that are `wanted`, and the exact dgamma (0) or dbeta (1) of these columns."""
-    dy, x, norm = as_matrix(call.dy), as_matrix(call.x), call.norm
+    dy, x, norm = call[:3]
     if i == 1:
         for j, (values,) in _columns(columns, wanted, dy):
             yield j, exact.ExactSum.of_numbers(values)
@@ -242,7 +235,7 @@ class _Total:
         return total
 
 
-def _columns(columns: Array, wanted: Array, *matrices: RowsLike) -> Iterator[tuple[int, Any]]:
+def _columns(columns: Array, wanted: Array, *matrices: Array) -> Iterator[tuple[int, Any]]:
     """Yield the places that are `wanted`, and those columns of the matrices in float64."""
     places, shape = np.flatnonzero(wanted), matrices[0].shape
     # As many as a block holds.

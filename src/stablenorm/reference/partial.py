@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.control import default_control
 from stablenorm.reference.doubledouble import _NOTHING, Wide, two_sum
 from stablenorm.types import Array
 
@@ -41,7 +40,6 @@ def as_partial(v: Any, error: Any = None) -> Array:
     return _made(v.hi, v.lo, np.nan if error is None else error.hi, v.exponent)
 
 
-@default_control()
 def merged(*parts: Array) -> Array:
     """
     Return the sums over the rows of all, arrays of PARTIAL or of exact sums, element by element.
@@ -83,7 +81,6 @@ def _sum(a: Sequence[Array], b: Sequence[Array]) -> Sequence[Array]:
     return np.where(np.isfinite(total), high, total), low, error
 
 
-@default_control()
 def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     """
     Return the sums rounded once to `dtype`, and where their errors leave it open to what.

@@ -24,9 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.arrays import as_matrix
 from stablenorm.call import DoubleBackward, Jvp
-from stablenorm.control import default_control
 from stablenorm.reference.equations import (
     _blocks,
     _Counting,
@@ -36,12 +34,11 @@ from stablenorm.reference.equations import (
     _round,
     _RowSum,
     _scale,
+    needs_pairs,
     project,
 )
-from stablenorm.types import any_float64
 
 
-@default_control()
 def jvp(call: Jvp) -> None:
     """
     Push the tangents of x, gamma and beta (None: 0) through `forward`, into ty; 0 where the mask is False.
@@ -50,9 +47,8 @@ def jvp(call: Jvp) -> None:
     it is made of: with ``T(v) = rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``,
     ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
     """
-    _, _, norm, statistics, tgamma, tbeta, _, where = call
-    tx, x, ty = map(as_matrix, (call.tx, call.x, call.ty))
-    wide = statistics.rstd_lo is not None or any_float64(tx, norm.gamma, tgamma, tbeta)
+    tx, x, norm, statistics, tgamma, tbeta, ty, where = call
+    wide = needs_pairs(x, tx, norm.gamma, tgamma, tbeta)
     lift = _lifter(wide)
     parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
     with np.errstate(all="ignore"):
@@ -63,7 +59,6 @@ def jvp(call: Jvp) -> None:
             ty[rows] = _round(counting.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
-@default_control()
 def double_backward(call: DoubleBackward) -> None:
     """
     Pull ddx, ddgamma and ddbeta (None: 0) back through `backward`, into ddy, dx and dgamma.
@@ -72,9 +67,8 @@ def double_backward(call: DoubleBackward) -> None:
     ``|dy| T(ddx)``; of dx, ``T(ddgamma * dy) + rstd (mean|g' xhat| T(ddx) + mean|ddx' xhat| T(g) +
     (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
     """
-    *_, norm, statistics, ddgamma, ddbeta, (ddy, dx, dgamma), where = call
-    ddx, dy, x, ddy, dx = map(as_matrix, (call.ddx, call.dy, call.x, ddy, dx))
-    wide = statistics.rstd_lo is not None or any_float64(ddx, dy, norm.gamma, ddgamma, ddbeta)
+    ddx, dy, x, norm, statistics, ddgamma, ddbeta, ddy, dx, dgamma, where = call
+    wide = needs_pairs(x, ddx, dy, norm.gamma, ddgamma, ddbeta)
     lift = _lifter(wide)
     scale, *of_xhat = _scale(norm, lift), _parameter(ddgamma, lift), _parameter(ddbeta, lift)
     sum_dgamma = _RowSum()

@@ -58,13 +58,12 @@ class Output(NamedTuple):
 class Findings(NamedTuple):
     """What was found about the results of one layer norm."""
 
+    problem: Problem
     outputs: dict[str, Output]
     oracle_rows: int
     rows: int
-    rounding: str
     # None if an output overflows: what could be compared is gone.
     gradients: Any
-    kind: str
 
     @property
     def passed(self) -> bool:
@@ -75,7 +74,7 @@ class Findings(NamedTuple):
 
     def keeps(self, output: Output) -> bool:
         """Whether an output keeps what its rounding promises."""
-        return output.contract.passed and (self.rounding == "fast" or not output.misrounded)
+        return output.contract.passed and (self.problem.rounding == "fast" or not output.misrounded)
 
 
 def compute(problem: Problem) -> dict[str, Array]:
@@ -104,7 +103,7 @@ def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], N
         forward, backward, _, check = NORMS[problem.kind]
         forward = partial(forward, rounding=problem.rounding)
         gradients = check(forward, backward, x, gamma, beta, problem.eps, rng=0)
-    return Findings(outputs, len(sample), rows, problem.rounding, gradients, problem.kind)
+    return Findings(problem, outputs, len(sample), rows, gradients)
 
 
 def _sample(rows: int, most: int) -> Array:
