@@ -233,9 +233,9 @@ def forward(
 
 def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
-    norm, axes, *how = call
-    norm = Norm._make((*parameters, *norm[2:]))
-    y, cache = functional.forward(x, norm, axes, None, *how, residual, where, threads_of_task())
+    norm, axes, backend, keep = call
+    norm, threads = Norm._make((*parameters, *norm[2:])), threads_of_task()
+    y, cache = functional.forward(x, norm, axes, None, backend, keep, residual, where, threads)
     if cache is None:
         return y
     bare = _filled(None, None, None, cache)
