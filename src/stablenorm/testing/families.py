@@ -22,9 +22,6 @@ Shape = tuple[int, int]
 Parts = dict[str, Any]
 Builder = Callable[[Format, Shape, Random], Parts]
 
-# Enough for dgamma and dbeta to be sums.
-_ROWS = 2
-
 
 class Case(NamedTuple):
     """One input: `x` and `dy` (rows, n), `gamma` and `beta` (n,), all of one dtype, and `eps`."""
@@ -118,7 +115,8 @@ def make_case(
     family = FAMILIES[name]
     if why_not := family.why_not(dtype, n, rows):
         raise ValueError(why_not)
-    rows = max(_ROWS, family.smallest_rows) if rows is None else rows
+    # Two rows are enough for dgamma and dbeta to be sums.
+    rows = max(2, family.smallest_rows) if rows is None else rows
     rng = np.random.default_rng(rng)
     with np.errstate(all="ignore"):
         form = format_of(parse(dtype))
