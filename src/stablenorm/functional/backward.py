@@ -26,6 +26,8 @@ from stablenorm.reference.exact import ExactSum
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import NAMES, Array, Cache, Gradients
 
+_RESULTS = "dx", "dgamma", "dbeta"
+
 
 def backward(
     dy: ArrayLike,
@@ -103,8 +105,8 @@ def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool
         if getattr(call, name) is not None:
             passes[leads[which]] = [*passes.pop(leads[which], []), name]
     for cut, names in passes.items():
-        others = {name: None for name in ("dx", "dgamma", "dbeta") if name not in names}
-        _run_pass(call._replace(**others), cache, cut, accumulate)
+        some: Any = {name: getattr(call, name) if name in names else None for name in _RESULTS}
+        _run_pass(call._replace(**some), cache, cut, accumulate)
 
 
 def _run_pass(call: Backward, cache: Cache, cut: Lead, accumulate: bool) -> None:
@@ -179,7 +181,10 @@ def _sums(
     dy = of_shape(arrays, "dy", dy, x.shape)
     dsum, _, _ = _checked_extra(arrays, cache, (dsum, None, None))
     dx = arrays.empty(x.shape, x.dtype, x) if with_dx else None
-    call = Backward(dy, x, cache.norm, cache.statistics, dx, *sums, dsum, sums=how, threads=threads)
+    first, second = sums
+    call = Backward(
+        dy, x, cache.norm, cache.statistics, dx, first, second, dsum, sums=how, threads=threads
+    )
     run_passes(call, cache, None, False)
     return Gradients(dx, sums[0], sums[1])
 
