@@ -60,7 +60,10 @@ def test_channels_first_have_the_bits_of_rows(rng, dtype, rounding, backend):
     sums = layer_norm_backward(as_rows(0 * dy), same, out=(None, *old), accumulate=True)
     for one, total in zip(sums[1:], found[1:], strict=True):
         limit = 2 * np.spacing(np.abs(one).astype(dtype)).astype(float) + 1e-12
-        assert (np.abs(one.astype(float) - 1 - total.astype(float)) <= limit + 1e-2 * (dtype != np.float32)).all()
+        assert (
+            np.abs(one.astype(float) - 1 - total.astype(float))
+            <= limit + 1e-2 * (dtype != np.float32)
+        ).all()
 
 
 @pytest.mark.parametrize("lead", [(3, 1, 1), (1, 20, 1), (3, 1, 20)])
@@ -73,7 +76,9 @@ def test_samples_have_the_bits_of_calls_of_their_own(rng, lead, backend):
         y, cache = layer_norm_forward(x, gamma, beta, axis=1, backend=backend, **keywords)
         found = layer_norm_backward(dy, cache, dsum=dsum)
         for place in np.ndindex(lead):
-            some = tuple(slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(place, lead, strict=True))
+            some = tuple(
+                slice(i, i + 1) if n > 1 else slice(None) for i, n in zip(place, lead, strict=True)
+            )
             some = (some[0], slice(None), *some[1:])
             own = {name: each[some] for name, each in keywords.items()}
             own_y, one = layer_norm_forward(
@@ -94,9 +99,7 @@ def test_masks_and_derivatives_have_the_bits_of_rows(rng, backend):
             as_rows(x), gamma, beta, where=as_rows(where), backend=backend
         )
         assert_same([as_rows(y), *cache.statistics], [expected, *same.statistics])
-        dx, wanted = (
-            layer_norm_backward(*each).dx for each in ((dy, cache), (as_rows(dy), same))
-        )
+        dx, wanted = (layer_norm_backward(*each).dx for each in ((dy, cache), (as_rows(dy), same)))
         assert_same([as_rows(dx)], [wanted])
         ty, wanted = layer_norm_jvp(tx, cache), layer_norm_jvp(as_rows(tx), same)
         assert_same([as_rows(ty)], [wanted])
