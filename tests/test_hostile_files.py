@@ -62,6 +62,11 @@ def tensor(shape, begin, end, dtype="F32"):
 FILES = {
     "no rows, of a length that no machine has": (
         "x.npy", lambda: npy((0, 2**70)), "diagnose", "shape (0, 1180591620717411303424)"),
+    "no rows, of more bytes than an array has": (
+        "x.npy", lambda: npy((0, 2**62)), "diagnose", "shape (0, 4611686018427387904) of float32"),
+    "no rows, of more bytes than an array has, as a tensor": (
+        "x.safetensors", lambda: safetensors({"x": tensor([0, 2**62], 0, 0)}),
+        "diagnose", "shape (0, 4611686018427387904) of float32"),
     "a shape with a fraction": (
         "x.safetensors", lambda: safetensors({"x": tensor([2, 4.7], 0, 32)}), "diagnose", "damaged"),
     "tensors that overlap": (
