@@ -1,6 +1,8 @@
 """`stablenorm run`: the main job, every bad input, nothing half-written."""
 
 import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -129,6 +131,16 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reading, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
+
+
+def test_a_closed_pipe_is_no_failed_check():
+    """Once status 1, that of a failed check; a shell that ends by SIGPIPE says 141."""
+    stablenorm = f"{sys.executable} -m stablenorm"
+    for command in ("run", "run --digests"):
+        # Nobody reads: the pipe is closed before the first line.
+        script = f"{stablenorm} {command} | true; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("141\n", ""), command
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])

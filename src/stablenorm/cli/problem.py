@@ -1,7 +1,6 @@
 """The norm that `run` is asked about, read and computed."""
 
 import argparse
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,25 +10,9 @@ from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_
 from stablenorm.cli.findings import Problem, compute
 from stablenorm.cli.parts import InputError
 from stablenorm.text import printable
-from stablenorm.timing import ROUNDINGS
 from stablenorm.types import Array
 
 _INPUTS = ("x", "gamma", "beta", "dy")
-
-
-def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads one norm: file, kind, eps, rounding, seed."""
-    about = (
-        "an .npz or .safetensors file, or a directory of .npy files, that holds x and, "
-        "optionally, gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data"
-    )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
-    parts.add_kind(parser)
-    parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
-    about = "nearest: every element correctly rounded, or the check fails; default: fast"
-    parser.add_argument("--rounding", choices=ROUNDINGS, default="fast", help=about)
-    about = "of a random dy, if the file has none; default: 0"
-    parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
 
 
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
@@ -60,14 +43,9 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
         held = printable(", ".join(sorted(filter(None, members))), "") or "nothing of that kind"
         msg = f"{source} must hold an array named x, got {held}"
         raise InputError(msg)
-    x_bytes, there = members["x"].nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # x, dy, y and dx at least.
-    if 4 * x_bytes > there:
-        msg = (
-            f"x must fit in memory, with y, dx and dy, to be checked, got {x_bytes / 1e9:.1f} GB, of "
-            f"{there / 1e9:.1f} GB; save fewer rows"
-        )
-        raise InputError(msg)
+    what = "x must fit in memory, with y, dx and dy, to be checked"
+    parts.check_memory(what, 4 * members["x"].nbytes, "save fewer rows")
     arrays = {"x": load(members["x"])}
     shapes = dict.fromkeys(("gamma", "beta"), arrays["x"].shape[-1:]) | {"dy": arrays["x"].shape}
     for name in shapes.keys() & members.keys():
