@@ -1,24 +1,56 @@
-"""The norm that `run` is asked about, read and computed."""
+"""The norm that `run` is asked about: read, computed, and refused where nothing can be compared."""
 
 import argparse
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS
+from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
-from stablenorm.cli.findings import Problem, compute
 from stablenorm.cli.parts import InputError
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.text import printable
 from stablenorm.types import Array
 
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 _INPUTS = ("x", "gamma", "beta", "dy")
+# By the kind of the norm: forward, backward, oracle, check.
+NORMS: dict[str, Any] = {
+    "layer": (*FUNCTIONS["layer"], exact_layer_norm, check_layer_norm),
+    "rms": (*FUNCTIONS["rms"], exact_rms_norm, check_rms_norm),
+}
+
+
+class Problem(NamedTuple):
+    """One norm to compute, and where it comes from."""
+
+    source: str
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    eps: float
+    dy: Array
+    dy_origin: str
+    rounding: str = "fast"
+    kind: str = "layer"
+
+
+def compute(problem: Problem) -> dict[str, Array]:
+    """Return y, dx and, where there are parameters, dgamma and dbeta."""
+    x, gamma, beta = problem.x, problem.gamma, problem.beta
+    forward, backward, *_ = NORMS[problem.kind]
+    y, cache = forward(x, gamma, beta, problem.eps, rounding=problem.rounding)
+    results = (y, *backward(problem.dy, cache))
+    return {name: array for name, array in zip(OUTPUTS, results, strict=True) if array is not None}
 
 
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
     """Read what the arguments name, and compute it; InputError if that cannot be done or checked."""
     try:
-        problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+        problem = _read(arguments.file, arguments.eps, arguments.seed)
         problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
         results = compute(problem)
     except (TypeError, ValueError) as error:
@@ -29,7 +61,7 @@ def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, A
     return problem, results
 
 
-def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
+def _read(path: Path | None, eps: float | None, seed: int) -> Problem:
     """Read a file that holds x, or is x, or a directory of .npy files; None: the bundled data."""
     file = path or BUNDLED
     source = str(path) if path else f"bundled data ({file.name})"
