@@ -191,7 +191,7 @@ def of_pair(name: str, made: str, forward: Callable[..., Any], backward: Any) ->
     return Peer(name, made, DTYPES, make)
 
 
-def ours(backend: str | None = None) -> Peer:
+def ours(backend: Any = None) -> Peer:
     """Return the package, by one of its backends."""
     forward = partial(layer_norm_forward, backend=backend)
     return of_pair(OURS, __version__, forward, layer_norm_backward)

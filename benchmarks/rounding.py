@@ -76,6 +76,7 @@ def ratios(shape: tuple[int, ...], dtype: str, threads: int = THREADS) -> tuple[
     found = []
     for backward in (False, True):
         calls: dict[str, Any] = {}
+        rounding: Any
         for rounding in ROUNDINGS:
             forward = partial(layer_norm_forward, x, gamma, beta, eps, rounding=rounding)
             cache, next_dy = forward()[1], itertools.cycle(turns).__next__

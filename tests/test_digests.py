@@ -15,7 +15,7 @@ from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
 from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
-from stablenorm.testing.digests import _splitmix
+from stablenorm.testing.fixed import _splitmix
 
 
 def compute(case, **how):

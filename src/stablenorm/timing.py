@@ -176,7 +176,7 @@ def make_problem(shape: Sequence[int], dtype: str) -> Problem:
 
 
 def make_candidates(
-    problem: Problem, backend: str | None, rounding: str = "fast", kind: str = "layer"
+    problem: Problem, backend: Any, rounding: Any = "fast", kind: str = "layer"
 ) -> dict[str, dict[str, Callable[[], Any]]]:
     """Return, per direction, the calls with fresh outputs and with `out=`."""
     x, gamma, beta, dy, y, gradients = problem

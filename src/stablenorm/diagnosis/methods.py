@@ -18,24 +18,23 @@ import numpy as np
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
 from stablenorm.types import Array
 
-# "{working}" stands for the dtype that the methods compute in: float32, or float64 for float64.
-TITLES = {
-    "two-pass": "{working} two-pass",
-    "one-pass": "{working} E[x^2] - E[x]^2",
-    "saved float32": "mean and rstd saved as float32",
-    "saved bfloat16": "mean and rstd saved as bfloat16",
-    "float16": "mean, var and eps held in float16",
+# What each method is for a layer norm and, if it is one, for an RMS norm. "{working}" stands for the dtype
+# that they compute in: float32, or float64 for float64.
+_TITLES = {
+    "two-pass": ("{working} two-pass",),
+    "one-pass": ("{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    "saved float32": ("mean and rstd saved as float32", "rstd saved as float32"),
+    "saved bfloat16": ("mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
+    "float16": ("mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
 }
-
-RMS_TITLES = {
-    "one-pass": "{working} mean(x^2)",
-    "saved float32": "rstd saved as float32",
-    "saved bfloat16": "rstd saved as bfloat16",
-    "float16": "x^2, its mean and eps held in float16",
+_KINDS = "layer", "rms"
+METHODS = {
+    kind: {name: titles[i] for name, titles in _TITLES.items() if len(titles) > i}
+    for i, kind in enumerate(_KINDS)
 }
 
 # What can be special about a row, and what it means for such rows.
-MARKS = {
+_MARKS = {
     "not finite": "they hold NaN or infinity: y is NaN",
     "undefined": "constant, and eps is 0: y is 0/0, NaN",
     "constant": "all elements equal: y is beta",
@@ -48,19 +47,17 @@ MARKS = {
     "float16 overflows": "mean or var is beyond the range of float16",
 }
 
-RMS_MARKS = {
-    "not finite": MARKS["not finite"],
+_RMS_MARKS = {
+    "not finite": _MARKS["not finite"],
     "undefined": "zero, and eps is 0: y is 0/0, NaN",
     "zero": "all elements zero: y is beta",
     "mean(x^2) below eps": "eps decides the scale of y",
     "dominating outlier": "one element has more than half of the sum of x^2",
-    "squares overflow": MARKS["squares overflow"],
+    "squares overflow": _MARKS["squares overflow"],
     "squares underflow": "mean(x^2) is below the normal numbers of {working}",
     "float16 squares overflow": "the square of an element is beyond the range of float16",
 }
-# By the kind of the norm.
-METHODS = {"layer": TITLES, "rms": RMS_TITLES}
-SPECIAL = {"layer": MARKS, "rms": RMS_MARKS}
+SPECIAL = {"layer": _MARKS, "rms": _RMS_MARKS}
 
 # In a row of fewer elements, one has most of the variance for no special reason.
 _FEW = 8
