@@ -163,7 +163,7 @@ def _choose_shape(
             wrong, errors[shape] = line_of(error), error
         if not wrong:
             return shape, notes
-        notes.append(f"not for x of shape {list(shape)}: {wrong}")
+        notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # What runs, but returns wrong shapes, is for the check to judge.
     for shape in shapes:
         if shape not in errors:
@@ -179,5 +179,6 @@ def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
-            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}{cure}"
+            came, due = shape_text(np.shape(actual)) or "()", shape_text(array.shape)
+            return f"{name} has shape {came}, not {due}{cure}"
     return ""
