@@ -40,14 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     of a file has no verdict, 130 if interrupted, 141 if nobody reads what it prints.
     """
     try:
-        try:
-            return _run(sys.argv[1:] if argv is None else argv)
-        finally:
-            print(end="", flush=True)
-    except BrokenPipeError:
+        status = _run(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:
+        # After --help and --version.
+        status = int(stop.code or 0)
+    try:
+        print(end="", flush=True)
+    except OSError as error:
         # Nothing is left to be written when Python flushes its streams at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_PIPE
+        is_closed = isinstance(error, BrokenPipeError)
+        return EXIT_PIPE if is_closed else status or _say(f"{error.strerror}")
+    return status
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -73,7 +77,7 @@ def _run(argv: Sequence[str]) -> int:
     except MemoryError as error:
         return _say(f"x must fit in memory, got: {error}")
     except BrokenPipeError:
-        raise
+        return EXIT_PIPE
     except OSError as error:
         # A name too long, a full disk behind stdout: the system's reason says it all.
         where = f" ({error.filename})" if error.filename else ""

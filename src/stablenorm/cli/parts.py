@@ -197,6 +197,11 @@ def columns() -> int:
     return shutil.get_terminal_size((_UNBROKEN, 1)).columns
 
 
+def _is_terminal(stream: Any) -> bool:
+    # None where the stream was closed before Python began.
+    return stream is not None and stream.isatty()
+
+
 def print_sections(*sections: Section) -> None:
     """Print what sections say: their tables, and below all of them how the numbers were obtained."""
     for section in sections:
@@ -212,7 +217,12 @@ def print_lines(*lines: str, bold: str = "") -> None:
     paragraphs = (bold + text.printable("\n".join(lines))).split("\n")
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
     shown = "\n".join("\n".join(textwrap.wrap(p, width, **options)) for p in paragraphs)
-    if bold and shown.startswith(bold) and sys.stdout.isatty() and "NO_COLOR" not in os.environ:
+    if (
+        bold
+        and shown.startswith(bold)
+        and _is_terminal(sys.stdout)
+        and "NO_COLOR" not in os.environ
+    ):
         shown = f"\x1b[1m{bold}\x1b[0m{shown.removeprefix(bold)}"
     print(shown)
 
@@ -251,11 +261,11 @@ def print_table(table: Table) -> None:
 def progress_bar(what: str) -> Iterator[Callable[..., None]]:
     """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
     # Bound to the real stream: a user's functions have theirs muted while they run.
-    stream, due = sys.stderr, 0.0
+    stream, is_shown, due = sys.stderr, _is_terminal(sys.stderr), 0.0
 
     def progress(done: int, total: int, what: str = what) -> None:
         nonlocal due
-        if stream.isatty() and time.monotonic() >= due:
+        if is_shown and time.monotonic() >= due:
             due = time.monotonic() + _REDRAWN_S
             stream.write(f"\r{what}: {done} of {total}\x1b[K")
             stream.flush()
