@@ -153,7 +153,7 @@ def test_what_was_assumed_is_said(style, options, words, capsys):
     assert main(["check", write(CORE + STYLES[style]), *options.split()]) == 0
     out, _ = shown(capsys)
     assert [each for each in words.split("|") if each not in out] == [], out
-    refused = "note: not for x of shape [2, 3, 8]: ValueError: too many values to unpack"
+    refused = "note: not for x of shape 2 x 3 x 8: ValueError: too many values to unpack"
     assert (refused in out) == ("rows only" in style)
 
 

@@ -92,54 +92,50 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
     }
 
 
+# The passes of the two-pass formula: flops, and elements moved in the dtype of x and in the
+# arithmetic's. RMS norm is without the passes of True.
+_FORWARD = (
+    ("x in the arithmetic's precision", 0, 1, 1, False),
+    ("sum of x", 1, 0, 1, True),
+    ("x - mean", 1, 0, 2, True),
+    ("its square", 1, 0, 2, False),
+    ("sum of the squares", 1, 0, 1, False),
+    ("x - mean, once more", 1, 0, 2, True),
+    ("times rstd: xhat", 1, 0, 2, False),
+    ("times gamma", 1, 0, 2, False),
+    ("plus beta", 1, 0, 2, False),
+    ("rounded to the dtype of x", 0, 1, 1, False),
+)
+_BACKWARD = (
+    ("dy in the arithmetic's precision", 0, 1, 1, False),
+    ("g = gamma * dy", 1, 0, 2, False),
+    ("g * xhat, which the forward kept", 1, 0, 3, False),
+    ("its sum over the row", 1, 0, 1, False),
+    ("sum of g over the row", 1, 0, 1, True),
+    ("g - mean(g)", 1, 0, 2, True),
+    ("xhat * mean(g * xhat)", 1, 0, 2, False),
+    ("their difference", 1, 0, 3, False),
+    ("times rstd: dx", 1, 0, 2, False),
+    ("dy * xhat", 1, 0, 3, False),
+    ("dgamma: its sum over the rows", 1, 0, 1, False),
+    ("dbeta: sum of dy over the rows", 1, 0, 1, False),
+    ("dx rounded to the dtype of x", 0, 1, 1, False),
+)
+
+
 def _plain(rows: int, n: int, s: int, is_layer: bool) -> tuple[Cost, Cost]:
     """
     Count the two-pass formula: NumPy operations on whole arrays, each a pass over memory.
 
-    It computes in c bytes per element: 8 for float64, else 4. Per element of x:
-
-    ======================================  =====  ============
-    pass                                    flops  bytes
-    ======================================  =====  ============
-    x in the arithmetic's precision         0      s + c
-    sum of x                                1      c
-    x - mean                                1      2 c
-    its square                              1      2 c
-    sum of the squares                      1      c
-    x - mean, once more                     1      2 c
-    times rstd: xhat                        1      2 c
-    times gamma                             1      2 c
-    plus beta                               1      2 c
-    rounded to the dtype of x               0      c + s
-    all of the forward                      8      2 s + 16 c
-    dy in the arithmetic's precision        0      s + c
-    g = gamma * dy                          1      2 c
-    g * xhat, which the forward kept        1      3 c
-    its sum over the row                    1      c
-    sum of g over the row                   1      c
-    g - mean(g)                             1      2 c
-    xhat * mean(g * xhat)                   1      2 c
-    their difference                        1      3 c
-    times rstd: dx                          1      2 c
-    dy * xhat                               1      3 c
-    dgamma: its sum over the rows           1      c
-    dbeta: sum of dy over the rows          1      c
-    dx rounded to the dtype of x            0      c + s
-    all of the backward                     11     2 s + 23 c
-    ======================================  =====  ============
-
-    Four arrays live at the addition of beta: x in c, xhat, gamma * xhat and the sum; and four while
-    dx is formed: dy in c, g, and two of the terms.
-
-    RMS norm has neither the sum of x nor x - mean, twice, nor the sum of g and g - mean(g): 5 flops and
-    2 s + 11 c bytes, and 9 flops and 2 s + 20 c bytes.
+    It computes in c bytes per element: 8 for float64, else 4. Four arrays live at the addition of beta:
+    x in c, xhat, gamma * xhat and the sum; and four while dx is formed: dy in c, g, and two of the terms.
     """
-    c, size = max(s, 4), rows * n
-    forward, backward = ((8, 16), (11, 23)) if is_layer else ((5, 11), (9, 20))
-    return tuple(
-        Cost(flops * size, (2 * s + passes * c) * size, 4 * c * size)
-        for flops, passes in (forward, backward)
-    )  # type: ignore[return-value]
+    c, size, costs = max(s, 4), rows * n, []
+    for table in (_FORWARD, _BACKWARD):
+        passes = [row[1:4] for row in table if is_layer or not row[4]]
+        flops, of_x, wide = map(sum, zip(*passes, strict=True))
+        costs.append(Cost(flops * size, (of_x * s + wide * c) * size, 4 * c * size))
+    return costs[0], costs[1]
 
 
 def _reference(rows: int, n: int, s: int, is_layer: bool) -> tuple[Cost, Cost]:

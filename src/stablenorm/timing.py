@@ -27,14 +27,14 @@ PASSES = {"forward": 2, "backward": 3}
 ROUNDINGS = "fast", "nearest"
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
-BURST = 3e-4
+_BURST = 3e-4
 # Thread pools keep spinning after a call, on the cores that the next candidate needs: GNU OpenMP's,
 # as PyTorch comes with, for up to 10 ms. With pauses of 5 ms, what came after it was timed on one
 # processor of two (2-core AMD EPYC 9005).
-SETTLE = 2e-2
+_SETTLE = 2e-2
 # Seconds of calls that are not counted, after a pause: processors come out of it slowly. Nine calls
 # of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
-WARM = 1e-2
+_WARM = 1e-2
 # A call as long as this warms its caches and clocks up itself, and another of it would be dear.
 _LONG = 0.2
 # Well beyond the caches of any machine of today that this is likely to run on.
@@ -47,8 +47,6 @@ class Timing(NamedTuple):
     median: float
     low: float
     high: float
-    rounds: int
-    calls: int
 
 
 def measure_interleaved(
@@ -57,14 +55,13 @@ def measure_interleaved(
     rounds: int = 15,
     least: int = 3,
     limit: float = math.inf,
-    settle: float = SETTLE,
 ) -> dict[str, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
 
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
-    as last 0.3 ms, at least one. Before it come `settle` seconds of sleep, until the threads of the
+    as last 0.3 ms, at least one. Before it come 20 ms of sleep, until the threads of the
     candidate before stop spinning, and 10 ms of calls that are not counted. The garbage collector is
     off, as in `timeit`.
     """
@@ -75,7 +72,7 @@ def measure_interleaved(
     try:
         counts = {}
         for name, function in candidates.items():
-            time.sleep(settle)
+            time.sleep(_SETTLE)
             counts[name] = _calibrate(function)
         order = list(candidates)
         end = time.perf_counter() + limit
@@ -83,17 +80,14 @@ def measure_interleaved(
             if i >= least and time.perf_counter() >= end:
                 break
             for name in order:
-                time.sleep(settle)
+                time.sleep(_SETTLE)
                 samples[name].append(_sample(candidates[name], *counts[name]))
             order.append(order.pop(0))
     finally:
         if was_on:
             gc.enable()
-    found = {}
-    for name, seconds in samples.items():
-        median, low, high = np.quantile(seconds, (0.5, 0.25, 0.75)).tolist()
-        found[name] = Timing(median, low, high, len(seconds), counts[name][0])
-    return found
+    quartiles = {k: np.quantile(each, (0.5, 0.25, 0.75)).tolist() for k, each in samples.items()}
+    return {name: Timing(*three) for name, three in quartiles.items()}
 
 
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
@@ -131,10 +125,10 @@ def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
             # One sample may be a thousand times too long, where threads of two libraries meet;
             # taken for the truth it would make every burst a single call.
             seconds = min(seconds, *(_sample(function, count, 0) for _ in range(4)))
-        if count * seconds >= BURST:
-            return count, WARM if seconds < _LONG else 0
+        if count * seconds >= _BURST:
+            return count, _WARM if seconds < _LONG else 0
         # At most tenfold at a time: the estimate from few calls is too high, never far too low.
-        count = min(10 * count, math.ceil(1.1 * BURST / max(seconds, 1e-9)))
+        count = min(10 * count, math.ceil(1.1 * _BURST / max(seconds, 1e-9)))
 
 
 def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:

@@ -5,13 +5,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stablenorm.backends import BACKENDS, choose
+from stablenorm.backends import choose
 from stablenorm.cli import parts
-from stablenorm.formats import DTYPES, parse
+from stablenorm.formats import parse
 from stablenorm.text import Table, quantity, shape_text
 from stablenorm.timing import (
     PASSES,
-    ROUNDINGS,
     Problem,
     make_candidates,
     make_problem,
@@ -30,7 +29,7 @@ _ROW = (
     *("seconds", "quartiles", "bytes_per_second", "of_copy"),
 )
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
@@ -51,26 +50,23 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
 
-def add(commands: Any) -> None:
-    """Add `bench` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "time forward and backward on your shapes, beside a copy of memory",
-        "Time the forward and the backward of every backend on your shapes, in turn, and say what "
-        "fraction of the speed of a copy they reach. The last axis is normalized.",
-        _EXAMPLES,
-    )
-    several = "may be given several times; default: "
-    parts.add_shape(parser, f"of x; {several}32 512 768", action="append")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help=f"{several}float32")
-    about = f"{several}all that can be loaded"
-    parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
-    about = f"{several}fast; nearest by numpy takes much longer"
-    parser.add_argument("--rounding", action="append", choices=ROUNDINGS, help=about)
-    parts.add_kind(parser)
-    parts.add_threads(parser)
-    parts.add_json(parser)
+_SEVERAL = "may be given several times; default: "
+SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
+ABOUT = (
+    "Time the forward and the backward of every backend on your shapes, in turn, and say what "
+    "fraction of the speed of a copy they reach. The last axis is normalized."
+)
+OPTIONS = {
+    "--shape": f"of x; {_SEVERAL}32 512 768",
+    "--dtype": f"{_SEVERAL}float32",
+    "--backend": f"{_SEVERAL}all that can be loaded",
+    "--rounding": f"{_SEVERAL}fast; nearest by numpy takes much longer",
+    "--kind": "of the norm; default: layer",
+    "--threads": "default: as in any call",
+    "--json": "write all figures to this file",
+}
+_REPEATED = "--shape", "--dtype", "--backend", "--rounding"
+CHANGES: dict[str, Any] = {name: {"action": "append"} for name in _REPEATED}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = arguments.dtype or ["float32"]
     for shape in shapes:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
-        parts.check_memory(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
+        parts.check_shape(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))

@@ -2,7 +2,6 @@
 
 import argparse
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from stablenorm.types import Array
 _SHAPES = ((2, 3, 8), (6, 8))
 _Data = tuple[Array, Array | None, Array | None]
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
@@ -49,40 +48,37 @@ exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (on
 """
 
 
-def add(commands: Any) -> None:
-    """Add `check` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "check a layer or RMS norm that you have written: runs your file, names common mistakes",
-        "Run a Python file of yours and check the norm in it: its gradients against finite "
-        "differences and a closed form, its behavior on hard inputs. The report names common "
-        "mistakes, and the smallest error that would have been seen.",
-        _EXAMPLES,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
-    for way in ("forward", "backward"):
-        about = f"default: layer_norm_{way}, rms_norm_{way}, ln_{way} or {way}"
-        parser.add_argument(f"--{way}", metavar="NAME", help=about)
-    about = "with forward(x) and backward(dy); default: the only one there is"
-    parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
-    parts.add_kind(parser)
-    about = "what the forward itself adds to gamma; default: 0"
-    parser.add_argument("--gamma-offset", type=float, default=0.0, help=about)
-    parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
-    about = "of x, gamma, beta; default: float64, which sees most"
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
-    about = "passed to the forward; default: 1e-5"
-    parser.add_argument("--eps", type=parts.eps, default=1e-5, help=about)
-    parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
-    parts.add_json(parser)
-    parts.add_plot(parser, "draw error against step")
+SUMMARY = "check a layer or RMS norm that you have written: runs your file, names common mistakes"
+ABOUT = (
+    "Run a Python file of yours and check the norm in it: its gradients against finite "
+    "differences and a closed form, its behavior on hard inputs. The report names common "
+    "mistakes, and the smallest error that would have been seen."
+)
+OPTIONS = {
+    "file": "its code is run",
+    "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
+    "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
+    "--class": "with forward(x) and backward(dy); default: the only one there is",
+    "--kind": "of the norm; default: layer",
+    "--gamma-offset": "what the forward itself adds to gamma; default: 0",
+    "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
+    "--dtype": "of x, gamma, beta; default: float64, which sees most",
+    "--eps": "passed to the forward; default: 1e-5",
+    "--seed": "of the data; default: 0",
+    "--json": "write all figures to this file",
+    "--plot": "draw error against step into this file",
+}
+CHANGES: dict[str, Any] = {
+    "file": {"nargs": None, "metavar": "FILE.py"},
+    "--dtype": {"choices": ("float64", "float32"), "default": "float64"},
+    "--eps": {"default": 1e-5},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
+    parts.check_shape(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     try:
         with (
             kept_streams(),
@@ -167,7 +163,7 @@ def _choose_shape(
             wrong, errors[shape] = line_of(error), error
         if not wrong:
             return shape, notes
-        notes.append(f"not for x of shape {list(shape)}: {wrong}")
+        notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # What runs, but returns wrong shapes, is for the check to judge.
     for shape in shapes:
         if shape not in errors:
@@ -183,5 +179,6 @@ def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
-            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}{cure}"
+            came, due = shape_text(np.shape(actual)) or "()", shape_text(array.shape)
+            return f"{name} has shape {came}, not {due}{cure}"
     return ""

@@ -9,12 +9,12 @@ from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
 from stablenorm.cli.findings import Findings, inspect
 from stablenorm.cli.page import make_page
-from stablenorm.cli.problem import add_problem, compute_problem
+from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.sections import tell, worst
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.text import number, shape_text
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
@@ -30,24 +30,25 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, on
 """
 
 
-def add(commands: Any) -> None:
-    """Add `run` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
-        "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
-        "differences and against identities. The error of the usual two-pass formula on the same "
-        "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
-        "normalized over its last axis.",
-        _EXAMPLES,
-    )
-    add_problem(parser)
-    parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
-    about = "write the same on a page, with pictures, for a browser"
-    parts.add_output(parser, "--html", (".html", ".htm"), about)
-    about = "compare digests of correctly rounded results with those published; nothing else"
-    parser.add_argument("--digests", action="store_true", help=about)
+SUMMARY = "compute y, dx, dgamma and dbeta of the arrays in a file, and check them"
+ABOUT = (
+    "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
+    "differences and against identities. The error of the usual two-pass formula on the same "
+    "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
+    "normalized over its last axis."
+)
+OPTIONS = {
+    "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
+    "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
+    "--kind": "of the norm; default: layer",
+    "--eps": "default: eps of the file, or 1e-5",
+    "--rounding": "nearest: every element correctly rounded, or the check fails; default: fast",
+    "--seed": "of a random dy, if the file has none; default: 0",
+    "--out": "write y, dx, dgamma and dbeta to this file",
+    "--html": "write the same on a page, with pictures, for a browser",
+    "--digests": "compare digests of correctly rounded results with those published; nothing else",
+}
+CHANGES: dict[str, Any] = {"--rounding": {"default": "fast"}}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,8 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts.print_sections(*sections)
     parts.print_lines(verdict)
     if page:
-        # An address that is broken into lines cannot be clicked.
-        parts.print_lines(f"The page: {page.as_uri()}", soft_wrap=True)
+        parts.print_lines(f"The page: {page.as_uri()}")
     return 0 if findings.passed else parts.EXIT_FAILED
 
 

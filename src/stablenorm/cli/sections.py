@@ -53,7 +53,7 @@ def _accuracy(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
     outputs, rows = findings.outputs, []
     for name, output in outputs.items():
-        array, passed = output.array, _verdict(findings.keeps(output))
+        array, passed = output.array, _verdict(output.passed)
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
