@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from stablenorm.check.closed_form import OUTPUTS, Candidate, Case, Judged, stati
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.gradients import Progress, check_gradients
 from stablenorm.check.identities import row_identities
-from stablenorm.check.keywords import exercise
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import (
     ArgumentResult,
@@ -46,7 +45,6 @@ def check_layer_norm(
     eps: float = 1e-5,
     *,
     gamma_offset: float = 0.0,
-    takes: Sequence[str] = (),
     rng: Any = None,
     probes: int = 3,
     max_elements: int = 64,
@@ -75,11 +73,6 @@ def check_layer_norm(
         Passed on, finite and >= 0.
     gamma_offset : float, default: 0
         What the forward itself adds to gamma: 1 where gamma is stored less one. It is not passed on.
-    takes : sequence of {"residual", "where", "dsum"}, default: none
-        What the functions take besides, by keyword, to be checked as well; all of the shape of x.
-        ``forward(..., residual=r)`` normalizes x + r. ``forward(..., where=mask)`` leaves out the
-        elements where the mask is False: y and dx are 0 there, and so is a row without any True.
-        ``backward(dy, cache, dsum=d)`` adds d to dx.
     rng : int or numpy.random.Generator, optional
         For the default data and for everything random in the check.
     probes, max_elements, progress : int, int and callable
@@ -118,7 +111,7 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('eps is missing from rstd in dx',))
     """
-    options = {"gamma_offset": gamma_offset, "takes": takes, "rng": rng, "probes": probes}
+    options = {"gamma_offset": gamma_offset, "rng": rng, "probes": probes}
     options |= {"max_elements": max_elements, "progress": progress}
     return _check("layer", forward, backward, (x, gamma, beta, eps), **options)
 
@@ -167,7 +160,6 @@ def _check(
     given: tuple[Any, ...],
     *,
     gamma_offset: float = 0.0,
-    takes: Sequence[str] = (),
     rng: Any = None,
     **options: Any,
 ) -> GradientReport:
@@ -185,7 +177,7 @@ def _check(
     if not np.isfinite(norm.gamma_offset) or (norm.gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {norm.gamma_offset}"
         raise ValueError(msg)
-    forward, backward = exercise(takes, _taking_eps(forward), backward)
+    forward = _taking_eps(forward)
     scale = None
     usable = (
         is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size and np.isfinite(norm.x).all()
@@ -238,7 +230,7 @@ def _taking_eps(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward
     if eps is None or eps.kind is not eps.KEYWORD_ONLY:
         return forward
-    return lambda x, gamma, beta, eps, **more: forward(x, gamma, beta, eps=eps, **more)
+    return lambda x, gamma, beta, eps: forward(x, gamma, beta, eps=eps)
 
 
 def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
