@@ -67,6 +67,16 @@ def test_a_mean_over_the_wrong_axes_is_named(term, axes):
     assert report.diagnosis == (f"{term} is a mean over the leading axes, not the last, in dx",)
 
 
+@pytest.mark.parametrize(
+    "name", ["mean(g) missing", "xhat term missing", "eps omitted", "rstd rounded to f32"]
+)
+def test_the_identities_alone_find_it(name):
+    report = check_layer_norm(forward, MISTAKES[name].backward, *data(0, (32, 24)), rng=0)
+    assert [i.passed for i in report.identities].count(False) >= 1, str(report)
+    assert len(report.identities) == 3
+    assert all(i.passed for i in check_layer_norm(forward, backward, rng=0).identities)
+
+
 RIGHT = {"layer": [*VARIANTS.values()], "rms": [*RMS_VARIANTS.values()]}
 
 

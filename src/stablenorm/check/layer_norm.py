@@ -14,7 +14,7 @@ from numpy.random import Generator
 
 from stablenorm.check.cases import ROWS, hard_inputs, invariances, judge_trial, ordinary, tails
 from stablenorm.check.causes import diagnose
-from stablenorm.check.closed_form import OUTPUTS, Candidate, Case, Judged, statistics, unit
+from stablenorm.check.closed_form import Candidate, Case, Judged, statistics, unit
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.gradients import Progress, check_gradients
 from stablenorm.check.identities import row_identities
@@ -87,13 +87,12 @@ def check_layer_norm(
     Raises
     ------
     TypeError, ValueError
-        As `check_gradients` and `row_identities`.
+        As `check_gradients`, and if `eps` is negative or not finite.
 
     See Also
     --------
     check_rms_norm : The same for RMS normalization.
     check_gradients : For any operation; explains the bounds.
-    row_identities : The identities alone, without a forward.
 
     Notes
     -----
@@ -275,10 +274,7 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
         said += [diagnose(case, wrong)] if wrong else []
     # The two data sets must not contradict one another.
     diagnosis = tuple(s for s in said[-1] if all(s in each for each in said)) if said else ()
-    returned = (outputs[0].get(name) for name in OUTPUTS)
-    identities = row_identities(
-        *given[:5], *returned, kind=given.kind, gamma_offset=given.gamma_offset
-    )
+    identities = row_identities(given, outputs[0])
 
     if said:
         message = "not run: the gradients are wrong on ordinary inputs already"
