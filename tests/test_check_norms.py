@@ -7,6 +7,17 @@ from itertools import product
 import numpy as np
 import pytest
 from checked_operations import data, failed
+from mistakes import (
+    MISTAKES,
+    RMS_MISTAKES,
+    RMS_VARIANTS,
+    VARIANTS,
+    Kept,
+    backward,
+    forward,
+    rms_backward,
+    rms_forward,
+)
 
 from stablenorm import (
     check_layer_norm,
@@ -19,17 +30,6 @@ from stablenorm import (
     rms_norm_forward,
 )
 from stablenorm.check.closed_form import Case, Expected
-from stablenorm.testing.mistakes import (
-    MISTAKES,
-    RMS_MISTAKES,
-    RMS_VARIANTS,
-    VARIANTS,
-    Kept,
-    backward,
-    forward,
-    rms_backward,
-    rms_forward,
-)
 
 NORMS = {
     "layer": (check_layer_norm, layer_norm_forward, layer_norm_backward),
