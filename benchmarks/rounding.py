@@ -168,7 +168,7 @@ def page(found: dict[str, Any]) -> str:
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
 ([the contract](../reference/accuracy-contract.md)). Kernels of float16, bfloat16 and float32 compute in float64, as by
 default, with bounds of the errors. Rows and columns in which these leave an element open are done once more in
-double-double, as all of float64 is. What that leaves open goes to the reference, which has integers at last.
+double-double, as all of float64 is. Uncertified elements go to integers.
 
 ## Time of nearest over that of fast
 
