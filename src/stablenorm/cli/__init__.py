@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     except (InputError, ImportError) as error:
         return _say(error)
     except ValueError as error:
-        # Of the environment: said by the kernels as they are loaded, whichever command does so.
+        # The kernels refuse a variable of the environment when they are loaded, by any command.
         if not str(error).startswith("STABLENORM_"):
             raise
         return _say(error)

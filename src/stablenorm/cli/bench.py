@@ -23,7 +23,7 @@ from stablenorm.timing import (
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
-# What is known of each line of the table: the median of its seconds, their quartiles, ...
+# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
 _ROW = (
     *("shape", "dtype", "direction", "backend", "rounding", "outputs"),
     *("seconds", "quartiles", "bytes_per_second", "of_copy"),

@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:
         raise
-    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
+    # The user's functions returned something that cannot be judged: a traceback helps nobody.
     except Exception as error:
         text = " ".join(str(error).split())
         msg = f"the check cannot go on: {type(error).__name__}: {text}"
@@ -164,7 +164,7 @@ def _choose_shape(
         if not wrong:
             return shape, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
-    # What runs, but returns wrong shapes, is for the check to judge.
+    # Functions that run, but return wrong shapes, are for the check to judge.
     for shape in shapes:
         if shape not in errors:
             return shape, []
