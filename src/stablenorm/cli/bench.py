@@ -50,6 +50,7 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
 
+_REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
 SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
 ABOUT = (
@@ -57,16 +58,14 @@ ABOUT = (
     "fraction of the speed of a copy they reach. The last axis is normalized."
 )
 OPTIONS = {
-    "--shape": f"of x; {_SEVERAL}32 512 768",
-    "--dtype": f"{_SEVERAL}float32",
-    "--backend": f"{_SEVERAL}all that can be loaded",
-    "--rounding": f"{_SEVERAL}fast; nearest by numpy takes much longer",
+    "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
+    "--dtype": (f"{_SEVERAL}float32", _REPEATED),
+    "--backend": (f"{_SEVERAL}all that can be loaded", _REPEATED),
+    "--rounding": (f"{_SEVERAL}fast; nearest by numpy takes much longer", _REPEATED),
     "--kind": "of the norm; default: layer",
     "--threads": "default: as in any call",
     "--json": "write all figures to this file",
 }
-_REPEATED = "--shape", "--dtype", "--backend", "--rounding"
-CHANGES: dict[str, Any] = {name: {"action": "append"} for name in _REPEATED}
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -94,7 +94,7 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
 
 
 # Options by name, as argparse takes them; a command adds the help.
-_OPTIONS: dict[str, dict[str, Any]] = {
+TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
     "--forward": {"metavar": "NAME"},
     "--backward": {"metavar": "NAME"},
@@ -107,7 +107,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--eps": {"type": _eps},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
-    "--rounding": {"choices": ROUNDINGS},
+    "--rounding": {"choices": ROUNDINGS, "default": "fast"},
     "--threads": {"type": at_least(1), "metavar": "N"},
     "--seed": {"type": at_least(0), "default": 0},
     "--top": {"type": at_least(0), "default": 10, "metavar": "K"},
@@ -117,11 +117,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--json": _written("--json", ".json"),
     "--plot": _written("--plot", ".png", ".svg", ".pdf"),
 }
-
-
-def add_option(parser: argparse.ArgumentParser, name: str, about: str, **more: Any) -> None:
-    """Add an option of the table to a command."""
-    parser.add_argument(name, help=about, **_OPTIONS[name] | more)
 
 
 def what_is(path: Path) -> str:
