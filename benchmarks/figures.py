@@ -17,8 +17,7 @@ from page import DOCS
 from stability_methods import normalize, one_pass
 
 from stablenorm import exact_layer_norm, layer_norm
-from stablenorm.testing import plain_forward
-from stablenorm.testing.mistakes import backward, forward
+from stablenorm.testing import plain_backward, plain_forward
 
 # Of each line: the method, its name, its dashes, the point at which the name stands, how far off
 # in points and on which side; then its color on a light page and on a dark one.
@@ -88,10 +87,12 @@ def measure_steps(x: Any) -> list[float]:
     rng = np.random.default_rng(100)
     _, dy = rng.standard_normal((2, 4, 8))
     gamma, beta = 1 + 0.1 * rng.standard_normal(8), np.zeros(8)
-    dx = backward(dy, forward(x, gamma, beta)[1])[0]
+    dx = plain_backward(dy, plain_forward(x, gamma, beta)[1])[0]
     found, moves = [], np.eye(x.size).reshape(-1, *x.shape)
     for step in STEPS:
-        ends = [(dy * forward(x + s * moves, gamma, beta)[0]).sum((1, 2)) for s in (step, -step)]
+        ends = [
+            (dy * plain_forward(x + s * moves, gamma, beta)[0]).sum((1, 2)) for s in (step, -step)
+        ]
         numeric = ((ends[0] - ends[1]) / (2 * step)).reshape(x.shape)
         found.append(float(np.abs(numeric - dx).max() / np.abs(dx).max()))
     return found

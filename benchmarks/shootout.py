@@ -11,13 +11,16 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from page import DOCS, digits, keep, origin, origin_line, put, table
 from shootout_tools import Subject, Tool, load_tools
 
-from stablenorm.testing.mistakes import MISTAKES, VARIANTS, forward
+# The mistakes belong to the tests.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from mistakes import MISTAKES, VARIANTS, forward
 
 # Not the seeds that the checkers were made on.
 FIRST_SEED, SEEDS = 100, 20
@@ -143,7 +146,7 @@ def page(found: dict[str, Any]) -> str:
     tools = [[t["name"], t["version"], t["criterion"].replace("|", "\\|")] for t in found["tools"]]
     return f"""{origin_line("make shootout", found["origin"])}{missing}
 
-Each row is a layer norm in float64 with one mistake (`stablenorm.testing.mistakes`). Every tool uses
+Each row is a layer norm in float64 with one mistake (`tests/mistakes.py`). Every tool uses
 its own step and tolerance. The first word is for x of shape (4, 8), the second for (32, 768), where
 the tool can do it. *yes*: found with every seed; *part*: with some; *no*: with none. *False alarms*:
 the largest share of seeds with which right code was called wrong, of five ways to write it.

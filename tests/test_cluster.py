@@ -14,7 +14,7 @@ da = pytest.importorskip("dask.array")
 distributed = pytest.importorskip("distributed")
 
 LIMIT = 300 * 10**6
-# Of it, a worker with Dask loaded holds 150 MB. By default Dask spills whatever
+# A worker with Dask loaded holds 150 MB of the limit. By default Dask spills whatever
 # there is beyond 70 %: 4.3 GB, of the blocks of 480 MB of x. Instead, all beyond 45 MB of results.
 MEMORY = {"target": 0.15, "spill": 0.85, "pause": 0.9, "transfer": 0.05}
 ROWS, N, CHUNK = 240, 96, 20
@@ -65,7 +65,7 @@ def assert_right(actual, rounding):
     """y and dx have the bits of one call; so have the sums, where each is rounded correctly."""
     expected = results(rounding, np.asarray)
     if rounding == "fast":
-        # Of these the bits depend on the chunks, so they are those of another scheduler.
+        # The bits of these sums depend on the chunks: another scheduler has the same chunks.
         expected[2:] = dask.compute(*lazy(rounding)[2:], scheduler="sync")
     assert [each.tobytes() for each in actual] == [each.tobytes() for each in expected]
 
@@ -106,7 +106,7 @@ def test_a_worker_killed_in_the_middle_of_a_backward(cluster, client, tmp_path):
     held = done()
     most = max(held, key=held.get)
     (pid,) = (each.pid for each in cluster.workers.values() if each.worker_address == most)
-    # As the system would where memory is short.
+    # The system kills a process in this way where memory is short.
     os.kill(pid, signal.SIGKILL)
     (tmp_path / "go").touch()
     assert_right(client.gather(futures), "fast")

@@ -14,7 +14,7 @@ from stablenorm.testing.families import FAMILIES, make_case
 
 TITLES, MARKS = METHODS["layer"], SPECIAL["layer"]
 
-# Of each family. The oracle takes 11 ms for a row of 768.
+# Rows of each family. The oracle takes 11 ms for a row of 768.
 ROWS = 4
 
 
@@ -57,7 +57,7 @@ def measure_bits(y, case):
 
 
 def root_mean_square(v):
-    """Of each row; scaled, as squares of small errors underflow."""
+    """Return that of each row; scaled, as squares of small errors underflow."""
     largest = np.abs(v).max(axis=1, keepdims=True)
     scale = np.where((largest > 0) & np.isfinite(largest), largest, 1.0)
     return scale[:, 0] * np.sqrt(np.square(v / scale).mean(axis=1))

@@ -61,7 +61,7 @@ def test_every_kind_of_file_says_what_the_array_says(x, block, tmp_path, capsys,
     np.savez(tmp_path / "one.npz", h=x)
     np.savez_compressed(tmp_path / "more.npz", a=x, b=x[0], c=bf)
     write_safetensors(tmp_path / "m.safetensors", {"w": ("BF16", bf), "v": ("F32", x)})
-    # Adjacent rows take half of the second file.
+    # Adjacent rows of f.npy take half of the file.
     for name in ("c.npy", "f.npy", "big.npy", "one.npz"):
         assert found_in(capsys, tmp_path, tmp_path / name) == expected(x), name
     for name, member, array in (

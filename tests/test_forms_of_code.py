@@ -2,12 +2,12 @@
 
 import threading
 
+import mistakes as m
 import numpy as np
 import pytest
 from checked_operations import data, softmax, softmax_backward
 
 from stablenorm import check_gradients, check_layer_norm, check_rms_norm
-from stablenorm.testing import mistakes as m
 
 LAYER = check_layer_norm, m.forward, m.backward
 RMS = check_rms_norm, m.rms_forward, m.rms_backward

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checked_operations import X, check, cosine, data, found, sine, softmax, softmax_backward
+from mistakes import backward, forward
 
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import assert_gradients, check_gradients, gradients
 from stablenorm.check.closed_form import Case, Expected
 from stablenorm.testing.families import FAMILIES, make_case
-from stablenorm.testing.mistakes import backward, forward
 
 # Operations with known derivatives: forward, backward, shapes of the arguments.
 OPERATIONS = {

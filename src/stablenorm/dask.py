@@ -184,16 +184,10 @@ def _word(kept: Cache, x: Any, which: str) -> Any:
 
 
 def forward(
-    x: Any,
-    norm: Norm,
-    axis: Any,
-    out: Any,
-    backend: str | None,
-    keep: bool,
-    residual: Any,
-    where: Any,
+    x: Any, norm: Norm, axis: Any, out: Any, backend: str | None, keep: bool, *added: Any
 ) -> tuple[Array, LazyCache | None]:
     """Do what `functional.forward` does with an x that is a Dask array."""
+    residual, where = added
     if out is not None:
         refuse("out", DASK)
     chosen, x = choose(backend), convert("x", x)
@@ -221,7 +215,7 @@ def forward(
     )
     call = norm._replace(gamma=None, beta=None), axes, chosen, keep
     name = f"{norm.kind}-norm{'-forward' * keep}-{tokenize(call, *operands)}"
-    made = of_blocks(name, partial(_forward, *call), *operands, dtype=object if keep else x.dtype)
+    made = of_blocks(name, partial(_forward, call), *operands, dtype=object if keep else x.dtype)
     if not keep:
         return made, None
     y, kept = part_of(made, 0, "y", x.dtype), part_of(made, 1, "cache", object)
@@ -237,21 +231,11 @@ def forward(
     )
 
 
-def _forward(
-    norm: Norm,
-    axes: tuple[int, ...],
-    backend: str,
-    keep: bool,
-    x: Any,
-    residual: Any,
-    where: Any,
-    *parameters: Any,
-) -> Any:
+def _forward(call: Any, x: Any, residual: Any, where: Any, *parameters: Any) -> Any:
     """Return y of a block; with a cache, that without its arrays as well, and cache.x if it is not x."""
-    norm = Norm._make((*parameters, *norm[2:]))
-    y, cache = functional.forward(
-        x, norm, axes, None, backend, keep, residual, where, threads_of_task()
-    )
+    norm, axes, backend, keep = call
+    norm, threads = Norm._make((*parameters, *norm[2:])), threads_of_task()
+    y, cache = functional.forward(x, norm, axes, None, backend, keep, residual, where, threads)
     if cache is None:
         return y
     bare = _filled(None, None, None, cache)
@@ -276,7 +260,7 @@ def backward(
     checks.check_kind(cache.norm, kind)
     names = "out", "sum_axes", "dmean", "drstd", "accumulate"
     for name, value in zip(names, (out, *others), strict=True):
-        # Not `!=`: of arrays, that is one.
+        # `is not`, since `!=` of an array is an array.
         if value is not None and value is not False:
             refuse(name, DASK)
     asked, x, norm = checks.asked_names(wrt), cache.x, cache.norm
@@ -289,7 +273,7 @@ def backward(
     every = tuple(range(x.ndim))
     of_dy, of_dsum = (operand(name, each, x, every) for name, each in (("dy", dy), ("dsum", dsum)))
     block = (x, every), *_parameters(norm, x, cache.axis), (cache.kept, every)
-    # Not "backward": Dask takes a word of eight letters from a on for a token, and would not show it.
+    # "gradients", since Dask takes a word of eight letters like backward for a token and hides it.
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
     made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]

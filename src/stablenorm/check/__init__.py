@@ -6,7 +6,6 @@ returns ``(y, cache)``, `backward(dy, cache)` the gradients in the order of `arg
 """
 
 from stablenorm.check.gradients import assert_gradients, check_gradients
-from stablenorm.check.identities import row_identities
 from stablenorm.check.layer_norm import check_layer_norm, check_rms_norm
 from stablenorm.check.results import (
     ArgumentResult,
@@ -19,5 +18,5 @@ from stablenorm.check.results import (
 
 __all__ = [
     "ArgumentResult", "Difference", "Finding", "GradientReport", "Identity", "Secant",
-    "assert_gradients", "check_gradients", "check_layer_norm", "check_rms_norm", "row_identities",
+    "assert_gradients", "check_gradients", "check_layer_norm", "check_rms_norm",
 ]  # fmt: skip

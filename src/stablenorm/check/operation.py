@@ -59,9 +59,6 @@ def one_line(error: Exception) -> str:
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
-    except FaultError:
-        # Of `keywords`, which has found something.
-        raise
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         msg = f"{name} raised {one_line(error)}"
         raise FaultError(msg, raised=True) from None

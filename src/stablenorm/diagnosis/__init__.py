@@ -178,7 +178,7 @@ def _worst(
     # Rows that have no y at all come before any number of bits.
     rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
     least = -before[-1][0] if before and len(before) == top else -1.0
-    # Of equals, the first ones: stable.
+    # A stable sort keeps the first ones of equals.
     candidates = np.argsort(-rank, kind="stable")[:top]
     with np.errstate(over="ignore"):
         new = [

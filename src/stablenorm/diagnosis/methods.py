@@ -18,8 +18,8 @@ import numpy as np
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
 from stablenorm.types import Array
 
-# What each method is for a layer norm and, if it is one, for an RMS norm. "{working}" stands for the dtype
-# that they compute in: float32, or float64 for float64.
+# The methods for a layer norm and, where there is one, for an RMS norm. "{working}" stands for the
+# dtype that they compute in: float32, or float64 for float64.
 _TITLES = {
     "two-pass": ("{working} two-pass",),
     "one-pass": ("{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
@@ -33,7 +33,7 @@ METHODS = {
     for i, kind in enumerate(_KINDS)
 }
 
-# What can be special about a row, and what it means for such rows.
+# Marks of special rows, and what they mean.
 _MARKS = {
     "not finite": "they hold NaN or infinity: y is NaN",
     "undefined": "constant, and eps is 0: y is 0/0, NaN",
@@ -113,7 +113,7 @@ def working_format(dtype: np.dtype[Any]) -> Format:
 def measure_rows(x: Any, dtype: np.dtype[Any], eps: float, kind: str = "layer") -> PerRow:
     """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
     with np.errstate(all="ignore"):
-        # What is too large for a narrower dtype becomes infinite, and is reported as such.
+        # Numbers too large for a narrower dtype become infinite, and are reported as such.
         narrowed = x.astype(dtype, copy=False)
         found = describe_rows(np.require(narrowed, working_format(dtype).dtype, ("C", "A")), kind)
         root = np.hypot(found.std, np.sqrt(eps))
@@ -167,7 +167,7 @@ def _lost_bits(
     NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
     """
     p, exact_rstd = form.digits, 1 / root
-    # Not std * rstd: of float64 subnormals, rstd overflows.
+    # std / root, since std * rstd overflows for float64 subnormals.
     size = found.std / root
     size[(found.std == 0) & (eps > 0)] = 1.0
     # Half of the smallest float64 is 0.
@@ -216,7 +216,7 @@ def _marks(found: Statistics, n: int, eps: float, kind: str) -> Array:
     """Return whether each row has each mark: (marks, rows)."""
     smallest, half = 2.0 ** format_of(found.total.dtype).emin, FLOAT16.largest
     std, mean = found.std, found.mean
-    # Where NaN or infinity has spoilt a row, nothing else can be said of it.
+    # NaN or infinity spoils a row: it gets no other mark.
     spoilt, constant = np.isnan(std), std == 0
     farthest = np.maximum(found.highest - mean, mean - found.lowest)
     has = {

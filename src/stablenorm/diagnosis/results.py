@@ -11,7 +11,7 @@ from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.types import Array
 
-# What is said of a row is that of these methods.
+# The sentence about a row names these two methods.
 _TOLD = {
     "layer": {"a {working} two-pass": "two-pass", "E[x^2] - E[x]^2": "one-pass"},
     "rms": {"mean(x^2) in {working}": "one-pass", "in float16": "float16"},

@@ -82,14 +82,24 @@ def backward(call: Backward) -> Any:
         return NotImplemented
     if call.dmean is not None or call.drstd is not None:
         return NotImplemented
+    # Kernels add to partial sums of "fast" that are in the range of float64.
+    sums, apart = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
+    if call.sums == "pairs":
+        apart = apart or any(each is not None and each["exponent"].any() for each in sums)
+    made = [np.zeros_like(each) if apart and each is not None else each for each in sums]
+    out = call.dx, *made
     cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
-    out = call[4:7]
     wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
     found = plain_backward(
         call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
         call.threads, call.plan_rows, call.samples,
     )  # fmt: skip
-    return NotImplemented if found is None else None
+    if found is None:
+        return NotImplemented
+    for total, part in zip(sums, made, strict=True):
+        if apart and total is not None:
+            total[...] = merged(total, part)
+    return None
 
 
 # ---- rows and columns that the kernels leave, which call these before they return ----

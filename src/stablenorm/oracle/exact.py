@@ -18,15 +18,14 @@ from stablenorm.oracle.rounding import Array, Format, format_of, in_ulp
 from stablenorm.oracle.rows import Inputs, Row
 from stablenorm.oracle.surds import exactly
 
-# float64 arithmetic serves the three narrower formats;
-# float64 itself is served by pairs of float64 (u**2 = 2**-106), less what its tree sums lose.
-# By quantity: the limit and log2(c), those of float64 last.
+# The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
+# narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
 LIMITS = {
     "y": (0.501, -48, 0.501, -98),
     "dx": (0.501, -48, 0.75, -98),
     "dgamma": (0.501, -44, 0.51, -94),
     "dbeta": (0.501, -44, 0.51, -94),
-    # Those of y: of float64 data both are computed with more digits than the kernels' dx.
+    # These two have the limits of y: float64 data is computed with more digits than the kernels' dx.
     "ty": (0.501, -48, 0.501, -98),
     "ddy": (0.501, -48, 0.501, -98),
 }

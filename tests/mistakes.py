@@ -51,17 +51,7 @@ def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Arr
 
 
 def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    """
-    Return the right dx, dgamma, dbeta, in the plain form, for the cache of `forward`.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from stablenorm.testing.mistakes import backward, forward
-    >>> _, cache = forward(np.array([[1.0, 2.0, 3.0]]), np.ones(3), np.zeros(3))
-    >>> backward(np.array([[1.0, 0.0, 0.0]]), cache)[0].round(3)
-    array([[ 0.204, -0.408,  0.204]])
-    """
+    """Return the right dx, dgamma, dbeta, in the plain form, for the cache of `forward`."""
     return _dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
 
 
