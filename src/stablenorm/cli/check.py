@@ -2,7 +2,6 @@
 
 import argparse
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -55,23 +54,21 @@ ABOUT = (
     "mistakes, and the smallest error that would have been seen."
 )
 OPTIONS = {
-    "file": "its code is run",
+    "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
     "--class": "with forward(x) and backward(dy); default: the only one there is",
     "--kind": "of the norm; default: layer",
     "--gamma-offset": "what the forward itself adds to gamma; default: 0",
     "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
-    "--dtype": "of x, gamma, beta; default: float64, which sees most",
-    "--eps": "passed to the forward; default: 1e-5",
+    "--dtype": (
+        "of x, gamma, beta; default: float64, which sees most",
+        {"choices": ("float64", "float32"), "default": "float64"},
+    ),
+    "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
     "--seed": "of the data; default: 0",
     "--json": "write all figures to this file",
     "--plot": "draw error against step into this file",
-}
-CHANGES: dict[str, Any] = {
-    "file": {"nargs": None, "metavar": "FILE.py"},
-    "--dtype": {"choices": ("float64", "float32"), "default": "float64"},
-    "--eps": {"default": 1e-5},
 }
 
 
@@ -105,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:
         raise
-    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
+    # The user's functions returned something that cannot be judged: a traceback helps nobody.
     except Exception as error:
         text = " ".join(str(error).split())
         msg = f"the check cannot go on: {type(error).__name__}: {text}"
@@ -164,7 +161,7 @@ def _choose_shape(
         if not wrong:
             return shape, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
-    # What runs, but returns wrong shapes, is for the check to judge.
+    # Functions that run, but return wrong shapes, are for the check to judge.
     for shape in shapes:
         if shape not in errors:
             return shape, []

@@ -46,7 +46,7 @@ class LayerNorm(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], _Gradients]
-    # Which of gamma and beta the forward takes.
+    # The parameters that the forward takes: gamma, beta, both or none.
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
@@ -100,7 +100,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:
-        # Of what is not written in Python.
+        # A function that is not written in Python has no signature.
         raise InputError(str(error)) from None
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {name: p.default is p.empty for name, p in parameters.items() if p.kind not in stars}
@@ -193,7 +193,7 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
         # A single array is dx, and the others are stored.
         found |= _by_role(returned, () if isinstance(returned, np.ndarray) else takes)
         for role in found.keys() & set(takes):
-            # Of the shape that the class itself gave the parameter: as it should be.
+            # A gradient of the shape that the class gave the parameter is as it should be.
             if np.shape(found[role]) == np.shape(getattr(instance, places[role])):
                 found[role] = np.reshape(found[role], -1)
         return _complete(found, takes, returned)
