@@ -1,6 +1,7 @@
 """`stablenorm check`: check the layer or RMS norm in a file of the user's."""
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
-from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
+from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -32,15 +33,16 @@ what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
-With --kind rms, rms_norm_forward and rms_norm_backward. gamma and beta may be
-missing.
+The kind of the norm follows the name: rms_norm_forward, class RMSNorm. gamma and beta
+may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
 order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
 fixed inside the forward is found, and said. What the file prints is not shown.
 
 A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
-bias); their gradients are returned, or stored in attributes (dgamma, grad_weight, ...).
+bias), or members of params; their gradients are returned, or stored in attributes (dgamma,
+grad_weight, ...) or in grads, a list in the order of params or a dict by name.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -66,7 +68,8 @@ def add(commands: Any) -> None:
         parser.add_argument(f"--{way}", metavar="NAME", help=about)
     about = "with forward(x) and backward(dy); default: the only one there is"
     parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
-    parts.add_kind(parser)
+    about = "of the norm; default: what its name says, or layer"
+    parser.add_argument("--kind", choices=parts.KINDS, help=about)
     about = "what the forward itself adds to gamma; default: 0"
     parser.add_argument("--gamma-offset", type=float, default=0.0, help=about)
     parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
@@ -90,16 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
             np.errstate(),
             parts.progress_bar("comparing") as progress,
         ):
-            layer_norm = _adapt(UserFile(arguments.file), arguments)
+            norm = _adapt(UserFile(arguments.file), arguments)
             # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
             np.seterr(all="ignore")
             warnings.simplefilter("ignore")
-            shape, notes = _choose_shape(layer_norm, arguments)
-            check = {"layer": check_layer_norm, "rms": check_rms_norm}[arguments.kind]
+            shape, notes = _choose_shape(norm, arguments)
+            check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
             report = check(
-                layer_norm.forward,
-                layer_norm.backward,
-                *_data(layer_norm, shape, arguments),
+                norm.forward,
+                norm.backward,
+                *_data(norm, shape, arguments),
                 arguments.eps,
                 gamma_offset=arguments.gamma_offset,
                 rng=arguments.seed,
@@ -115,33 +118,40 @@ def run(arguments: argparse.Namespace) -> int:
         msg = f"the check cannot go on: {type(error).__name__}: {text}"
         raise parts.InputError(msg) from error
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
-    content = {"source": arguments.file.name, "functions": layer_norm.signature, "notes": notes}
+    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
     parts.write_plot(arguments.plot, report.plot)
-    parts.print_lines(f": {layer_norm.signature}", bold=arguments.file.name)
-    about = f"x {shape_text(shape)} {arguments.dtype}, eps {arguments.eps:g}, seed {arguments.seed}"
-    parts.print_lines(about, *(f"note: {note}" for note in notes), "")
+    # The report has lines of its own: nothing but a terminal may break them again.
+    piped: Any = {"soft_wrap": not sys.stdout.isatty()}
+    parts.print_lines(f": {norm.signature}", bold=arguments.file.name, **piped)
+    parts.print_lines(*(f"note: {note}" for note in notes), "", **piped)
     first, *others = str(report).splitlines()
-    parts.print_lines("", *others, bold=first)
+    parts.print_lines("", *others, bold=first, **piped)
     return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 
-def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
+def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     """Return the class that is asked for, or the only one of a file without functions for it."""
     is_named, name = arguments.forward or arguments.backward, arguments.class_
     if name is not None and is_named:
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
-    if name is None:
-        try:
-            return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
-        except parts.InputError:
-            if is_named or len(file.classes) != 1:
-                raise
-    return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
+    try:
+        if name is None:
+            try:
+                given = arguments.forward, arguments.backward, arguments.kind
+                return adapt_functions(file, *given)
+            except parts.InputError:
+                if is_named or len(file.classes) != 1:
+                    raise
+        n = (arguments.shape or _SHAPES[0])[-1]
+        return adapt_class(file, name or file.classes[0], n, arguments.kind)
+    # Without a signature that can be read, or that of a norm.
+    except ValueError as error:
+        raise parts.InputError(str(error)) from None
 
 
-def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
+def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
     """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
     rng = np.random.default_rng(arguments.seed)
     n = shape[-1]
@@ -149,39 +159,44 @@ def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Nam
     signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
     gamma = (signs * (1 + 0.5 * rng.random(n))).astype(arguments.dtype)
     beta = (0.5 + rng.random(n)).astype(arguments.dtype)
-    takes = layer_norm.takes
+    takes = norm.takes
     return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
 
 
-def _choose_shape(
-    layer_norm: LayerNorm, arguments: argparse.Namespace
-) -> tuple[tuple[int, ...], list[str]]:
+def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
     """Return the first shape that both functions accept, and why others were rejected."""
     shapes = [tuple(arguments.shape)] if arguments.shape else list(_SHAPES)
+    refused: dict[tuple[int, ...], UserError] = {}
     notes: list[str] = []
-    errors = {}
     for shape in shapes:
         try:
-            wrong = _objection(layer_norm, _data(layer_norm, shape, arguments), arguments.eps)
+            wrong = _objection(norm, _data(norm, shape, arguments), arguments.eps)
         except UserError as error:
-            wrong, errors[shape] = line_of(error), error
+            wrong, refused[shape] = line_of(error), error
         if not wrong:
             return shape, notes
-        notes.append(f"not for x of shape {list(shape)}: {wrong}")
-    # What runs, but returns wrong shapes, is for the check to judge.
+        notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
+    # What runs, but returns wrong shapes, or a backward that raises, is for the check to judge.
     for shape in shapes:
-        if shape not in errors:
+        if shape not in refused:
             return shape, []
-    raise errors[shapes[0]]
+    raise refused[shapes[0]]
 
 
-def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
-    """Call both functions once; return which shape is wrong, empty if none is."""
-    y, cache = layer_norm.forward(*data, eps)
-    gradients = layer_norm.backward(np.ones_like(data[0]), cache)
+def _objection(norm: Norm, data: _Data, eps: float) -> str:
+    """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
+    y, cache = norm.forward(*data, eps)
+    try:
+        gradients = norm.backward(np.ones_like(data[0]), cache)
+    except UserError as error:
+        # What it returns cannot be told apart: then nothing can be checked.
+        if type(error) is UserError:
+            raise
+        return line_of(error)
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
-            return f"{name} has shape {list(np.shape(actual))}, not {list(array.shape)}{cure}"
+            came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)
+            return f"{name} has shape {came or '()'}, not {wanted}{cure}"
     return ""

@@ -8,10 +8,11 @@ import runpy
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stablenorm.check.roles import key_of, usual_names
 from stablenorm.cli.parts import InputError, what_is
 
 # Of a message of the user's code: enough to recognize it by, with its place within two lines.
@@ -48,24 +49,23 @@ class UserFile:
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
         self.classes = [name for name in own if _is_layer(self._names[name])]
 
-    def find(
-        self, given: str | None, usual: Sequence[str], option: str, kind: str
-    ) -> Callable[..., Any]:
-        """Return the function of the name given, or of one of the usual names."""
+    def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
+        """Return the function of the name given, or the forward or backward of a usual name."""
         functions = [
             name
             for name, value in self._names.items()
             if not name.startswith("_") and callable(value) and not inspect.isclass(value)
         ]
         spelled = {key_of(name): name for name in functions}
-        name = given or next((spelled[key] for key in usual if key in spelled), "")
+        usual = (spelled[key] for key in usual_names(way, kind) if key in spelled)
+        name = given or next(usual, "")
         if callable(self._names.get(name)):
-            return self.guard(self._names[name])
+            return name, self.guard(self._names[name])
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        wanted = given or f"{kind}_norm_{option.strip('-')}"
-        msg = f"{self.name} must have {wanted}, or name one with {option}; it has {held}"
+        wanted = given or f"{kind or 'layer'}_norm_{way}"
+        msg = f"{self.name} must have {wanted}, or name one with --{way}; it has {held}"
         raise InputError(msg)
 
     def find_class(self, name: str) -> type:
@@ -153,8 +153,3 @@ def _is_open(number: int) -> bool:
 
 def _is_layer(value: Any) -> bool:
     return inspect.isclass(value) and hasattr(value, "forward") and hasattr(value, "backward")
-
-
-def key_of(name: str) -> str:
-    """Return the name as it is compared: underscores and capitals are a matter of taste."""
-    return str(name).replace("_", "").lower()
