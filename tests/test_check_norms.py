@@ -282,13 +282,13 @@ def test_a_y_of_the_other_norm_is_told_so():
 def power(first=1, second=1, third=1, layer=True):
     """Return a backward whose terms have other powers of rstd."""
 
-    def backward(dy, cache):
+    def wrong(dy, cache):
         r, xhat, g = cache.rstd, cache.xhat, cache.gamma * dy
         means = [a.mean(-1, keepdims=True) for a in (g, g * xhat)]
         dx = r**first * g - layer * r**second * means[0] - r**third * xhat * means[1]
         return dx, *(backward if layer else rms_backward)(dy, cache)[1:]
 
-    return backward
+    return wrong
 
 
 def var_kept(dy, cache):
@@ -306,10 +306,10 @@ POWERS = [
 ]
 
 
-@pytest.mark.parametrize(("backward", "said"), POWERS, ids=[said for _, said in POWERS])
+@pytest.mark.parametrize(("wrong", "said"), POWERS, ids=[said for _, said in POWERS])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_a_wrong_power_of_rstd_is_named(backward, said, dtype):
-    report = check_layer_norm(forward, backward, *data(0, (4, 8), dtype=dtype), rng=0)
+def test_a_wrong_power_of_rstd_is_named(wrong, said, dtype):
+    report = check_layer_norm(forward, wrong, *data(0, (4, 8), dtype=dtype), rng=0)
     assert report.diagnosis == (said,), str(report)
     if "mean of g" not in said:
         wrong = power(third=-1, layer=False)
@@ -324,11 +324,11 @@ def test_a_var_in_the_place_of_rstd_is_named():
 
 @pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])
 def test_what_is_not_finite_is_told_with_its_rows(value, word):
-    def backward(dy, cache):
+    def constant(dy, cache):
         dx, *sums = backward(dy, cache)
         return np.where(cache.var < 1e-12, value, dx), *sums
 
-    report = check_layer_norm(forward, backward, *data(0), rng=0)
+    report = check_layer_norm(forward, constant, *data(0), rng=0)
     (message,) = [f.message for f in report.findings if f.name == "constant rows"]
     assert message == f"dx is {word} on all rows"
 
