@@ -389,3 +389,17 @@ def test_the_report_says_the_shape_and_what_g_is():
     assert "g = gamma dy" in text
     assert "g = gamma dy" not in str(check_layer_norm(forward, backward, *data(0), rng=0))
     assert "x 3 x 4 float64" in str(check())
+
+
+def test_a_norm_is_called_by_the_names_of_its_arguments():
+    def scaled(*, weight, epsilon, inputs):
+        y, cache = rms_forward(inputs, weight, 0.0, epsilon)
+        return y, cache
+
+    def pull(dy, cache):
+        dx, dgamma, _ = rms_backward(dy, cache)
+        return {"dweight": dgamma, "grad_input": dx}
+
+    report = check_rms_norm(scaled, pull, rng=0)
+    assert report.passed, str(report)
+    assert [each.verdict for each in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]

@@ -28,7 +28,7 @@ class Trial(NamedTuple):
     # A relative error that is not called wrong: of float64 none beyond the bounds; of what is coarser
     # four digits, for forms whose roundings they do not count; all where plain squares overflow.
     tolerated: float | None = None
-    # Of data on which a careful program keeps digits that a plain one loses: that is noted.
+    # A careful program keeps digits on such data that a plain one loses: that is noted.
     is_hard: bool = False
 
 
@@ -43,7 +43,7 @@ def ordinary(like: Case, rng: Generator, most: int | None = None) -> Case:
     """
     shape = like.x.shape
     if most is not None and len(shape) > 1:
-        # As many axes as the data have: code may insist on them.
+        # Code may insist on as many axes as the data have.
         rows = max(1, min(like.x.size // like.n, most, _ELEMENTS // like.n))
         shape = (*(1,) * (len(shape) - 2), rows, like.n)
     count = max(1, math.prod(shape[:-1]))
@@ -96,7 +96,7 @@ def _of_rows(base: Case, x: Array, dy: Array) -> Case:
 
 def tails(like: Case, rng: Generator) -> Trial:
     """Return a case with more rows and columns than blocks have, and some left over."""
-    # As many axes as the data have. Blocks are of 2, 4, 8, 16 or 32 nearly always.
+    # Blocks are of 2, 4, 8, 16 or 32 nearly always.
     lead = (*(1,) * (like.x.ndim - 2), 19) if like.x.ndim > 1 else ()
     case = ordinary(like._replace(x=np.zeros((*lead, 33), like.x.dtype)), rng)
     # One outlier, whose xhat is nearly as large as it can be, sqrt(33).
@@ -106,8 +106,8 @@ def tails(like: Case, rng: Generator) -> Trial:
 
 def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
     """Yield the hard inputs that exist in the dtype of `like`; code may refuse any of them."""
-    # Where the cube of rstd, which some forms have, overflows, and in float16, where squares of 256
-    # do, no form is called wrong.
+    # No form is called wrong where the cube of rstd, which some have, overflows, nor in float16,
+    # where squares of 256 do.
     form = format_of(like.x.dtype)
     cube = like.eps**-1.5 if like.eps else 0.0
     tolerated = math.inf if max(cube, 1e20) > form.largest else None
@@ -171,7 +171,7 @@ def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str
     is_narrow = trial.case.x.dtype != np.float64
     tolerated = 1e-4 * is_narrow if trial.tolerated is None else trial.tolerated
     for each in judged:
-        # Where the bound is infinite, rounding explains whatever came, NaN too.
+        # Rounding explains whatever came, NaN too, where the bound is infinite.
         z, known = each.excess(each.bounds.careless), np.isfinite(each.bounds.careless)
         if (wrong := (z > 1) & known).any() and each.error > tolerated:
             where = name_pattern(wrong.reshape(each.shape))

@@ -22,8 +22,7 @@ from stablenorm.types import Array
 # Fewer elements than that can be on a line by chance.
 _SMALLEST = 5
 
-# What is wrong with one output, with {} in place of its name; the output that it would make; and how
-# exactly.
+# Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
 
 
@@ -174,7 +173,7 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
         with np.errstate(all="ignore"):
             words = _explained(each.expected, each)
         if words:
-            # What can be said of several outputs is said once: "... in dx and dgamma".
+            # Words that fit several outputs are said once: "... in dx and dgamma".
             shown = "the forward" if each.name == "y" else each.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
             found.setdefault(key, []).append(shown)
@@ -207,6 +206,8 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     if of.case.kind == "rms":
         del terms["the mean of g"]
     matrix = np.stack([signs[term] * array for term, array in terms.items()], axis=-1)
+    if not np.isfinite(matrix).all():
+        return
     fit = np.linalg.pinv(matrix) @ actual[..., None]
     for rstd, how in ((of.rstd, ""), (of.var**-0.5, " without eps")):
         # Each row has the same powers; where rstd is 1, it has any.
@@ -214,14 +215,11 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
         scales = [rstd**power for power in powers]
         made = sum(scale * matrix[..., i] for i, scale in enumerate(scales))
         size = np.max(scales, axis=0) * np.max(np.abs(powers), initial=1)
-        named = {
-            term: f" has rstd^{p:.0f}{how}" for term, p in zip(terms, powers, strict=True) if p != 1
-        }
-        words = (
-            " and ".join(term + power for term, power in named.items()) + " in place of rstd in {}"
-        )
+        named = {t: f"rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1}
+        words = " and ".join(f"{t} has {power}" for t, power in named.items())
         if len(named) == len(terms) and len(set(powers)) == 1:
-            words = "{}" + named["g"] + " in place of rstd"
+            words = f"{{}} has {named['g']}"
+        words += " in place of rstd" + " in {}" * ("{}" not in words)
         yield words, made, size * of.dx_bound(of.g, of.xhat)
 
 

@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """What xhat is multiplied by, in float64."""
+        """The factor of xhat, in float64."""
         return self.vector(self.gamma, 1.0) + self.gamma_offset
 
     @property
@@ -85,7 +85,7 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     scaled = np.ldexp(x, -exponent)
     mean = mean_of(scaled, kind)
     centered = scaled - mean
-    # What rounding the mean has left: under an offset, more than all the rest.
+    # Rounding the mean has left this: under an offset, more than all the rest.
     rest = mean_of(centered, kind)
     centered = centered - rest
     # A second power of two, since under an offset the spread can still have squares that vanish.
@@ -139,11 +139,11 @@ class Expected:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
         with np.errstate(all="ignore"):
             value, magnitude = self._value(name)
-            bounds = [self._bound(name, magnitude, careless) for careless in (0, 1)]
-        # What is not a number: nothing is known there.
-        plain, careless = (
-            np.where(np.isnan(bound), np.inf, bound) + 4 * tiniest(dtype) for bound in bounds
-        )
+            bounds = (self._bound(name, magnitude, careless) for careless in (0, 1))
+            # Nothing is known where a bound is not a number.
+            plain, careless = (
+                np.where(np.isnan(b), np.inf, b) + 4 * tiniest(dtype) for b in bounds
+            )
         return Bounds(value, plain, careless, magnitude)
 
     def _value(self, name: str) -> tuple[Array, Array]:
@@ -273,21 +273,18 @@ class Candidate:
             gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
         found = {"y": judged(case, "y", y, case.x)}
         for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-            # What there is no argument for has no gradient.
-            if gradient is None or argument is None:
-                continue
-            array = np.array(gradient)
-            if not is_supported(array.dtype) or array.shape != argument.shape:
-                msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
-                raise FaultError(msg)
-            found[name] = judged(case, name, array, argument)
+            if gradient is not None and argument is not None:
+                array = np.array(gradient)
+                if not is_supported(array.dtype) or array.shape != argument.shape:
+                    msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
+                    raise FaultError(msg)
+                found[name] = judged(case, name, array, argument)
         return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:
         """Return the eps that the forward uses, and whether that is the one it is given."""
         row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
-        probe = case._replace(x=np.resize(row, (case.x.size // case.n, case.n)))
-        probe = probe._replace(x=probe.x.reshape(case.x.shape))
+        probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
         try:
             first, second = (
                 self.forward(probe._replace(eps=eps))[0] for eps in (case.eps, 4 * case.eps + 1)
@@ -296,10 +293,10 @@ class Candidate:
             return case.eps, True
         if not np.array_equal(first, second) or case.n < 2:
             return case.eps, True
-        beta, gamma, wide = case.vector(case.beta, 0.0), case.scale, row.astype(np.float64)
-        centered, keep = wide - mean_of(wide, case.kind), gamma != 0
-        xhat = (case.rows(first)[0] - beta) / np.where(keep, gamma, 1.0)
-        slope = float(xhat[keep] @ centered[keep]) / float(centered[keep] @ centered[keep])
+        wide, keep = row.astype(np.float64), case.scale != 0
+        centered = (wide - mean_of(wide, case.kind))[keep]
+        xhat = ((case.rows(first)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+        slope = float(xhat @ centered) / float(centered @ centered)
         if not (np.isfinite(slope) and slope > 0):
             return case.eps, False
         found = slope**-2 - float(np.mean(centered**2))

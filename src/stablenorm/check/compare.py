@@ -46,7 +46,7 @@ def judge(name: str, comparer: Comparer, found: list[Estimate]) -> ArgumentResul
     if all(abs(each.numeric) <= each.bound for each in known):
         typical = max(typical, natural_size(comparer.loss, comparer.span))
     probed = norm(gradient * comparer.span)
-    # Of every comparison but those at kinks, relative to the size of what is compared.
+    # The coarsest comparison, those at kinks left out, relative to the size of both sides.
     resolution = 0.0 if any(each.status != "kink" for each in found) else np.inf
     for each in found:
         size = probed if each.place is None else max(typical, abs(each.numeric))

@@ -44,9 +44,9 @@ from stablenorm.types import Array
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
 # truncation error of 4e-6, below which only the extrapolated entries matter.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
-# Where the steps are too long for the function (a kink nearby, a scale that misleads), they are
-# divided by 2^8, the length of the tableau, up to three times: to 2^-33 of the scale, where the
-# rounding of float64 leaves a derivative 6 digits.
+# Steps too long for the function (a kink nearby, a scale that misleads) are divided by 2^8, the
+# length of the tableau, up to three times: at 2^-33 of the scale, the rounding of float64 leaves a
+# derivative 6 digits.
 _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
 # Relative to the magnitudes in a secant: an entry of a larger bound says nothing. Where the steps
 # suit the function, bounds are 1e-6 of them and less; where they do not, about 1.
@@ -178,7 +178,7 @@ class Comparer:
         if place is None:
             scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
         found = self._compare(where, scale, 1.0)
-        # Of a difference: shorter steps say the same (True), or have contradicted longer ones.
+        # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
             if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
@@ -220,13 +220,12 @@ class Comparer:
         curve: list[Secant] = []
         tableau: list[Array] = []
         reach, stale = np.zeros(self.loss.y.size), 0
-        # Of the sum, and of the terms that moved, taken together as independent: in their sum it may
-        # happen to cancel.
+        # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
         noise = apart = math.inf
         best = float(np.sum(gradient * scale)), math.nan, math.inf
         for power in _STEPS:
-            # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
-            # whose rounding errors are the same at all steps would hide them from the tableau.
+            # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
+            # errors are the same at all steps would hide them from the tableau.
             found = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
             if found is None:
                 continue

@@ -135,7 +135,7 @@ def check_gradients(
         tuple(results),
         operation.forward_calls,
         findings=tuple(findings),
-        # What is modified spoils results that are then called wrong.
+        # A modified array spoils results that are then called wrong.
         diagnosis=tuple(f.message for f in findings if " modifies " in f.message),
         backward_calls=operation.backward_calls,
         seconds=time.perf_counter() - start,

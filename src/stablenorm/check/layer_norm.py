@@ -72,9 +72,11 @@ def check_layer_norm(
     Parameters
     ----------
     forward : callable
-        ``forward(x, gamma, beta, eps) -> (y, cache)``.
+        ``forward(x, gamma, beta, eps) -> (y, cache)``. Arguments are recognized by name (gamma or
+        weight, beta or bias, ...), otherwise by order; gamma, beta and eps may be missing.
     backward : callable
-        ``backward(dy, cache) -> (dx, dgamma, dbeta)``; None for what is not to be checked.
+        ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict of them; None for what is not to be
+        checked.
     x : array, optional
         Input, (..., n). Default: (4, 8), float64, random; then gamma and beta too, unless given:
         gamma of both signs and different from 1, beta different from 0. Not modified.
@@ -146,9 +148,7 @@ def check_rms_norm(
     Parameters
     ----------
     forward, backward : callable
-        As for `check_layer_norm`, and so are all the rest and the `options`. Of code without a beta, wrap
-        the forward in ``lambda x, gamma, beta, eps: ...``, let the backward return None for dbeta, and give
-        `x` and `gamma`.
+        As for `check_layer_norm`, and so are all the rest and the `options`.
 
     Returns
     -------
@@ -216,7 +216,7 @@ def _check(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            # Where it can be called at all.
+            # Skipped where nothing can be called.
             if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
                 seen = _look(Candidate(operation), norm, rng, findings)
         except FaultError as fault:

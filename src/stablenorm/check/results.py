@@ -1,4 +1,4 @@
-"""What a gradient check found: numbers and a verdict, as text and as a picture."""
+"""The report of a gradient check: numbers and a verdict, as text and as a picture."""
 
 import itertools
 import math

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:
         raise
-    # What the check cannot judge is what the user's functions returned: a traceback helps nobody.
+    # The user's functions returned something that the check cannot judge: a traceback helps nobody.
     except Exception as error:
         text = " ".join(str(error).split())
         msg = f"the check cannot go on: {type(error).__name__}: {text}"
@@ -176,7 +176,7 @@ def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int,
         if not wrong:
             return shape, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
-    # What runs, but returns wrong shapes, or a backward that raises, is for the check to judge.
+    # Wrong shapes, or a backward that raises, are for the check to judge.
     for shape in shapes:
         if shape not in refused:
             return shape, []
@@ -189,7 +189,7 @@ def _objection(norm: Norm, data: _Data, eps: float) -> str:
     try:
         gradients = norm.backward(np.ones_like(data[0]), cache)
     except UserError as error:
-        # What it returns cannot be told apart: then nothing can be checked.
+        # Its gradients cannot be told apart: then nothing can be checked.
         if type(error) is UserError:
             raise
         return line_of(error)

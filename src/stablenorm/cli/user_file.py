@@ -15,14 +15,14 @@ from typing import Any
 from stablenorm.check.roles import key_of, usual_names
 from stablenorm.cli.parts import InputError, what_is
 
-# Of a message of the user's code: enough to recognize it by, with its place within two lines.
+# Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
 _LONGEST = 120
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 
 
 class UserError(Exception):
-    """What is wrong with the user's code; what that raised is of a type of the same name."""
+    """Something is wrong with the user's code; an error that it raised gives its name to the type."""
 
 
 def line_of(error: UserError) -> str:
@@ -44,7 +44,7 @@ class UserFile:
         # Opened once: the checked code is called thousands of times.
         self._nothing = self._open_nothing()
         with self._inside():
-            # Not as a module: it would write __pycache__ beside the user's file.
+            # A module would write __pycache__ beside the user's file.
             self._names = runpy.run_path(str(self.path), run_name=_MODULE)
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
         self.classes = [name for name in own if _is_layer(self._names[name])]

@@ -30,7 +30,7 @@ class Norm(NamedTuple):
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], _Gradients]
-    # Which of gamma and beta the forward takes.
+    # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
@@ -139,7 +139,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         # A single array is dx, and the others are stored.
         found |= gradients_by_role(returned, () if isinstance(returned, np.ndarray) else takes)
         for role in found.keys() & set(takes):
-            # Of the shape that the class itself gave the parameter: as it should be.
+            # The shape that the class itself gave the parameter is as it should be.
             if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
                 found[role] = np.reshape(found[role], -1)
         return _complete(found, takes, returned, ["x"])
