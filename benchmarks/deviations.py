@@ -22,11 +22,11 @@ def deviations() -> list[tuple[Any, ...]]:
 
 def _small() -> Ways:
     x, gamma, beta, *_ = make_problem((1, 1, 64), "float32")
-    plain = lambda: sn.layer_norm(x, gamma, beta)  # noqa: E731
+    plain = lambda: sn.layer_norm(x, gamma, beta)
     named: dict[str, Callable[[], Any]] = {
         "`axis=(-1,)`": lambda: sn.layer_norm(x, gamma, beta, axis=(-1,)),
         "`eps=0`": lambda: sn.layer_norm(x, gamma, beta, 0),
-        "`eps=np.float32(1e-5)`": lambda: sn.layer_norm(x, gamma, beta, np.float32(1e-5)),
+        "`eps=np.float32(1e-5)`": lambda: sn.layer_norm(x, gamma, beta, eps),
     }
     return [(f"(1, 1, 64), {what}", it, plain) for what, it in named.items()]
 
@@ -87,12 +87,12 @@ def _rows() -> Ways:
     caches = [
         sn.layer_norm_forward(each, scale, shift, rounding="nearest")[1] for each in (hard, small)
     ]
-    plain = lambda: sn.layer_norm(x, gamma, beta)  # noqa: E731
+    plain = lambda: sn.layer_norm(x, gamma, beta)
     return [
         ("(4096, 1024) float64, one row with NaN", lambda: sn.layer_norm(nan, gamma, beta), plain),
         ("the same, one row of 1e300", lambda: sn.layer_norm(huge, gamma, beta), plain),
         (
-            '(65536, 256), nearest, one row of two neighbouring floats, backward',
+            "(65536, 256), nearest, one row of two neighbouring floats, backward",
             lambda: sn.layer_norm_backward(dy, caches[0]),
             lambda: sn.layer_norm_backward(dy, caches[1]),
         ),

@@ -84,13 +84,13 @@ def others() -> list[tuple[Any, ...]]:
         _, cache = sn.layer_norm_forward(x, gamma, beta)
         found: Any = sn.layer_norm_backward(dy, cache)
         for old, total in zip(olds, found[1:], strict=True):
-            old += total
+            np.add(old, total, out=old)
 
     _, cache = sn.layer_norm_forward(x, gamma, beta)
     plain, pull = both(gamma, beta), lambda: sn.layer_norm_backward(dy, cache)
     calls: dict[str, tuple[Any, Any, Any]] = {
         "`gamma_offset=1.0`": (
-            both(gamma, beta, gamma_offset=1.0), lambda: both(gamma + 1, beta)(), plain,
+            both(gamma, beta, gamma_offset=1.0), both(gamma + 1, beta), plain,
         ),
         "gamma and beta per sample": (both(scales, shifts), by_samples, plain),
         "`sum_axes=1`": (both(gamma, beta, sums=1), by_samples, plain),
@@ -166,7 +166,11 @@ def developers_table(found: dict[str, Any]) -> str:
         )
     ]
     for name, it, _, around in found["others"]:
-        inside = "in the kernels: tiles of samples" if "sample" in name or "sum_axes" in name else "`functional`"
+        inside = (
+            "in the kernels: tiles of samples"
+            if "sample" in name or "sum_axes" in name
+            else "`functional`"
+        )
         if around is not None:
             lines.append((name, digits(around / it, 3), inside))
     return table(("feature", "around plain calls, over it", "where it is"), lines)

@@ -1,15 +1,180 @@
-"""`stablenorm check`, the command: wrong use, each exit status, what it writes; never a traceback."""
+"""Broken by what `stablenorm check` reads, adapts, prints and returns; never a traceback."""
 
 import json
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 from checked_files import CORE, USUAL, shown, write
+from interpreter import run_python
 
 from stablenorm.cli import main
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
 
+FUNCTIONS = {
+    "usual": USUAL,
+    "dicts, prints": """
+def layer_norm_forward(x, gamma, beta, eps=1e-6):
+    print("shape", x.shape)
+    y, (xhat, rstd, _) = norm(x, gamma, beta, eps)
+    return y, {"xhat": xhat, "rstd": rstd, "gamma": gamma}
+def layer_norm_backward(dout, cache):
+    dx, dw, db = grads(dout, cache["xhat"], cache["rstd"], cache["gamma"])
+    return {"dbias": db, "dx": dx, "dweight": dw}
+""",
+    "CS231n: rows only, ln_param": """
+def layernorm_forward(x, gamma, beta, ln_param):
+    N, D = x.shape
+    return norm(x, gamma, beta, ln_param.get("eps", 1e-5))
+def layernorm_backward(dout, cache):
+    return grads(dout, *cache)
+""",
+    "cache first, NamedTuple in another order": """
+from typing import NamedTuple
+class Grads(NamedTuple):
+    grad_bias: object
+    grad_weight: object
+    grad_input: object
+def layer_norm_forward(input, weight, bias, epsilon):
+    return norm(input, weight, bias, epsilon)
+def layer_norm_backward(ctx, grad_output):
+    return Grads(*grads(grad_output, *ctx)[::-1])
+""",
+    "eps fixed inside": """
+def layer_norm_forward(x, gamma, beta):
+    return norm(x, gamma, beta, 1e-3)
+def layer_norm_backward(dy, cache):
+    return grads(dy, *cache)
+""",
+    "an axis in the middle, three results, keyword-only eps": """
+def layer_norm_forward(x, axis=-1, weight=None, bias=None, *, eps):
+    y, cache = norm(x, weight, bias, eps)
+    return y, *cache
+def layer_norm_backward(dy, cache):
+    return grads(dy, *cache)
+""",
+    "side effects at import": """
+import os, sys, warnings
+np.seterr(all="raise")
+warnings.simplefilter("error")
+os.chdir("/")
+sys.stdout.reconfigure(encoding="utf-8")
+def layer_norm_forward(x, gamma, beta, eps):
+    warnings.warn("slow")
+    return norm(x, gamma, beta, eps)
+def layer_norm_backward(dy, cache):
+    return grads(dy, *cache)
+if __name__ == "__main__":
+    sys.exit("this is not to be run")
+""",
+}
+
+CLASSES = {
+    "returned": """
+class LayerNorm:
+    def __init__(self, n, eps=1e-5):
+        self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
+    def forward(self, x):
+        self.xhat, self.rstd = stats(x, self.eps)
+        return self.gamma * self.xhat + self.beta
+    def backward(self, dy):
+        return grads(dy, self.xhat, self.rstd, self.gamma)
+""",
+    "in attributes, a shape, eps to be given": """
+class LayerNorm:
+    def __init__(self, normalized_shape, epsilon):
+        assert len(normalized_shape) == 1
+        self.weight, self.bias = np.ones(normalized_shape), np.zeros(normalized_shape)
+        self.epsilon, self.g = epsilon, None
+    def forward(self, x):
+        self.xhat, self.rstd = stats(x, self.epsilon)
+        return self.weight * self.xhat + self.bias
+    def backward(self, grad_output):
+        self.g = grad_output * self.weight
+        dx, self.grad_weight, self.bias_grad = grads(grad_output, self.xhat, self.rstd, self.weight)
+        return dx
+""",
+    "accumulated": """
+class Norm:
+    def __init__(self, d_model=16):
+        self.gamma, self.beta = np.ones((1, 1, d_model)), np.zeros((1, 1, d_model))
+        self.dgamma, self.dbeta = np.zeros((1, 1, d_model)), np.zeros((1, 1, d_model))
+    def forward(self, x):
+        self.cache = stats(x, 1e-6)
+        return self.gamma * self.cache[0] + self.beta
+    def backward(self, dout):
+        dx, dg, db = grads(dout, *self.cache, self.gamma)
+        self.dgamma += dg
+        self.dbeta += db
+        return dx
+""",
+    "slots, a lock and a file": """
+import os, threading
+NOTHING = os.open(os.devnull, os.O_RDONLY)
+class LayerNorm:
+    __slots__ = "gamma", "beta", "eps", "held", "dgamma", "dbeta", "lock", "file"
+    def __init__(self, n, eps=1e-5):
+        self.gamma, self.beta, self.eps = np.ones(n), np.zeros(n), eps
+        self.lock, self.file = threading.Lock(), open(NOTHING, closefd=False)
+    def forward(self, x):
+        with self.lock:
+            self.held = stats(x, self.eps)
+        return self.gamma * self.held[0] + self.beta
+    def backward(self, dy):
+        dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
+        return dx
+""",
+}
+STYLES = FUNCTIONS | CLASSES
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_right_code_of_any_style_passes(style, capsys):
+    before = np.geterr()
+    assert main(["check", write(CORE + STYLES[style])]) == 0, capsys.readouterr()
+    out, err = shown(capsys)
+    # What the file prints is not among what the check does.
+    assert out.startswith("mine.py: ")
+    assert ("(8).forward(x), .backward(dy)" in out) == (style in CLASSES)
+    assert "PASS" in out
+    assert "FAIL" not in out
+    assert err == "stablenorm: running the code of mine.py\n"
+    assert np.geterr() == before
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "words"),
+    [
+        ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
+        ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
+        ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
+        ("accumulated", "--shape 3 4 5", "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5"),
+    ],
+)
+def test_what_was_assumed_is_said(style, options, words, capsys):
+    assert main(["check", write(CORE + STYLES[style]), *options.split()]) == 0
+    out, _ = shown(capsys)
+    assert [each for each in words.split("|") if each not in out] == [], out
+    refused = "note: not for x of shape 2 x 3 x 8: ValueError: too many values to unpack"
+    assert (refused in out) == ("rows only" in style)
+
+
+def test_a_file_that_closes_the_streams_is_judged_all_the_same():
+    """Those that Python has, and those that the system has."""
+    closing = "import os, sys\nfor s in sys.stdin, sys.stdout, sys.__stdout__: s.close()\n"
+    for more in ("", "os.close(0)\n", "os.close(2)\n"):
+        write(closing + more + CORE + USUAL)
+        done = run_python(
+            "from stablenorm.cli import main; raise SystemExit(main(['check', 'mine.py']))"
+        )
+        assert "PASS: an error of" in done.stdout, done
+        assert done.returncode == 0
+        assert "Traceback" not in done.stderr
+
+
+# ---- wrong use ----
 
 FORWARD = "def layer_norm_forward(x, gamma, beta, eps):\n    "
 BACKWARD = "\ndef layer_norm_backward(dy, cache):\n    "
@@ -33,7 +198,6 @@ NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, *, rs
         (CORE + USUAL, "--backward b", "must have b, or name one with --backward; it has stat"),
         (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", "NotImplementedError: at mine.py:2"),
         (f"{FORWARD}exit(){BACKWARD}pass", "", "SystemExit: None at mine.py:2"),
-        (f"{FORWARD}return x, x{BACKWARD}return dy @ dy,", "--shape 2 3", " at mine.py:4\n"),
         # What is left out: no cache, or one that comes apart.
         (NO_CACHE, "", "must take (dy, cache), got layer_norm_backward(dy, x, gamma=1, *, rstd)"),
         (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
@@ -78,7 +242,7 @@ def test_an_rms_norm_without_a_beta_is_checked_as_one(term, options, status, wor
     file = write(RMS.replace("MEAN", term))
     assert main(["check", file, "--kind", "rms", *options.split()]) == status
     assert words in shown(capsys)[0]
-    assert main(["check", file]) == 2
+    assert main(["check", file, "--kind", "layer"]) == 2
     assert "must have layer_norm_forward" in shown(capsys)[1]
 
 
@@ -131,3 +295,137 @@ def test_plot_and_json_are_written_whole(tmp_path, capsys):
     assert held["report"]["verdict"] == "PASS"
     assert (held["shape"], held["eps"], held["dtype"]) == ([2, 3, 8], 1e-5, "float64")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.py", "p.png", "r.json"]
+
+
+# ---- where a class keeps its parameters, and what a norm is called ----
+
+STORED = """
+class LayerNorm:
+    def __init__(self, n, eps=1e-5):
+        {make}
+        self.eps = eps
+    def forward(self, x):
+        self.held = stats(x, self.eps)
+        gamma, beta = {read}
+        return gamma * self.held[0] + beta
+    def backward(self, dy):
+        dx, dgamma, dbeta = grads(dy, *self.held, {read}[0])
+        {store}
+        return dx
+"""
+LIST = "self.params = [np.ones(n), np.zeros(n)]; self.grads = [np.zeros(n), np.zeros(n)]"
+DICT = "self.params = {'gamma': np.ones(n), 'beta': np.zeros(n)}"
+# How parameters are made and read, and where their gradients go.
+PLACES = {
+    "lists": (LIST, "self.params", "self.grads = [dgamma, dbeta]"),
+    "lists filled in place": (
+        LIST, "self.params", "self.grads[0][...] = dgamma; self.grads[1][...] = dbeta"),
+    "tuples": (
+        "self.params = np.ones(n), np.zeros(n)", "self.params", "self.grads = dgamma, dbeta"),
+    "attributes and lists": (
+        "self.gamma, self.beta = np.ones(n), np.zeros(n); self.params = [self.beta, self.gamma]",
+        "self.params[::-1]", "self.grads = [dbeta, dgamma]"),
+    "dicts": (
+        DICT, "(self.params['gamma'], self.params['beta'])",
+        "self.grads = {'beta': dbeta, 'gamma': dgamma}"),
+    "a dict of dgamma": (
+        "self.weight, self.bias = np.ones(n), np.zeros(n)", "(self.weight, self.bias)",
+        "self.grads = {'dweight': dgamma, 'dbias': dbeta}"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_gradients_stored_by_order_or_name_are_found(place, capsys):
+    make, read, store = PLACES[place]
+    text = CORE + STORED.format(make=make, read=read, store=store)
+    assert main(["check", write(text)]) == 0, capsys.readouterr()
+    assert "NOT CHECKED" not in shown(capsys)[0]
+    wrong = text.replace("[dgamma, ", "[dgamma / 2, ").replace("= dgamma", "= dgamma / 2")
+    wrong = wrong.replace(", dgamma]", ", dgamma / 2]").replace("': dgamma", "': dgamma / 2")
+    assert wrong != text
+    assert main(["check", write(wrong)]) == 1
+    assert "FAIL: wrong gradient of gamma dgamma is off by a factor of 0.5" in shown(capsys)[0]
+
+
+@pytest.mark.parametrize(("spoil", "status"), [("", 0), ("- mean ", 1)])
+def test_dx_is_judged_where_no_other_gradient_is_found(spoil, status, capsys):
+    make, read, _ = PLACES["lists"]
+    text = CORE.replace(spoil, "") if spoil else CORE
+    text += STORED.format(make=make.partition(";")[0], read=read, store="self.hidden = None")
+    assert main(["check", write(text)]) == status
+    out = shown(capsys)[0]
+    assert "gamma: NOT CHECKED" in out
+    assert "NOTE: dgamma is checked: the backward gives none" in out
+    assert "NOTE: dbeta is checked" in out
+    assert ("the mean of g is missing from dx" in out) == bool(status)
+
+
+RMS_CORE = """
+import numpy as np
+def rms(x, eps):
+    rstd = 1 / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
+    return x * rstd, rstd
+def pull(dy, xhat, rstd, w):
+    g = w * dy
+    dx = rstd * (g - xhat * (g * xhat).mean(-1, keepdims=True) SPOIL)
+    return dx, (dy * xhat).sum(tuple(range(dy.ndim - 1)))
+"""
+RMS_FORMS = {
+    "functions": """
+def rms_norm_forward(x, gamma, eps):
+    xhat, rstd = rms(x, eps)
+    return gamma * xhat, (xhat, rstd, gamma)
+def rmsnorm_backward(dy, cache):
+    return pull(dy, *cache)
+""",
+    "a class": """
+class RMSNorm:
+    def __init__(self, n, eps=1e-6):
+        self.weight, self.eps = np.ones(n), eps
+    def forward(self, x):
+        self.held = rms(x, self.eps)
+        return self.weight * self.held[0]
+    def backward(self, dy):
+        dx, self.dweight = pull(dy, *self.held, self.weight)
+        return dx
+""",
+}
+
+
+@pytest.mark.parametrize("form", RMS_FORMS)
+def test_the_kind_follows_the_name(form, capsys):
+    text = RMS_CORE + RMS_FORMS[form]
+    assert main(["check", write(text.replace("SPOIL", ""))]) == 0, capsys.readouterr()
+    spoiled = text.replace("SPOIL", "- g.mean(-1, keepdims=True)")
+    assert main(["check", write(spoiled)]) == 1
+    assert "the mean of g is subtracted in dx" in shown(capsys)[0]
+    names = text.replace("SPOIL", "").replace("rms_norm", "my").replace("RMSNorm", "Norm")
+    names = names.replace("rmsnorm", "my")
+    options = ["--forward", "my_forward", "--backward", "my_backward"] if "my_" in names else []
+    assert main(["check", write(names), *options]) == 1
+    assert "it is that of an RMS norm: say --kind rms" in shown(capsys)[0]
+    assert main(["check", write(names), "--kind", "rms", *options]) == 0
+    assert main(["check", write(text.replace("SPOIL", "")), "--kind", "layer"]) in (1, 2)
+    shown(capsys)
+
+
+def test_a_backward_that_raises_fails(capsys):
+    text = CORE + USUAL.replace("return grads(dy, *cache)", "return grads(dy, *cache, 1)")
+    assert main(["check", write(text), "--json", "r.json"]) == 1
+    assert "FAIL: wrong gradient of x, gamma and beta" in (out := shown(capsys)[0])
+    assert "backward raised TypeError: grads() takes 4 positional arguments but 5 were given" in out
+    assert json.loads(Path("r.json").read_text())["report"]["verdict"] == "FAIL"
+    dot = "def layer_norm_forward(x, gamma, beta, eps):\n    return x, x\n"
+    dot += "def layer_norm_backward(dy, cache):\n    return dy @ dy,"
+    assert main(["check", write(dot), "--shape", "2", "3"]) == 1
+    assert "backward raised ValueError: matmul" in (out := shown(capsys)[0])
+    assert "at mine.py:4" in out
+
+
+def test_piped_output_is_not_wrapped_at_80_columns(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    assert main(["check", write(CORE + USUAL)]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) > 80
+    (line,) = [line for line in out.splitlines() if line.startswith("mine.py: ")]
+    assert line.endswith("layer_norm_backward(dy, cache)")

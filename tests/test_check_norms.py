@@ -1,4 +1,4 @@
-"""`check_layer_norm` and `check_rms_norm`: right norms pass, wrong ones fail by name."""
+"""Broken by verdicts, causes and words of `check_layer_norm` and `check_rms_norm`."""
 
 import re
 from functools import partial
@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from checked_operations import data, failed
+from checked_operations import check, data, failed
 from mistakes import (
     MISTAKES,
     RMS_MISTAKES,
@@ -263,3 +263,143 @@ def test_what_a_forward_makes_of_eps_and_float32_is_told():
     fixed = check_layer_norm(lambda x, g, b, _: forward(x, g, b, 1e-3), backward, rng=0)
     assert fixed.passed, str(fixed)
     assert "it is 0.001 inside" in str(findings(fixed, "closed form", "NOTE"))
+
+
+# ---- what strangers' code showed ----
+
+
+def flat(report):
+    return " ".join(str(report).split())
+
+
+def test_a_y_of_the_other_norm_is_told_so():
+    report = check_layer_norm(rms_forward, rms_backward, rng=0)
+    assert "it is that of an RMS norm: say --kind rms, or check_rms_norm" in flat(report)
+    report = check_rms_norm(forward, backward, rng=0)
+    assert "it is that of a layer norm: say --kind layer, or check_layer_norm" in flat(report)
+
+
+def power(first=1, second=1, third=1, layer=True):
+    """Return a backward whose terms have other powers of rstd."""
+
+    def wrong(dy, cache):
+        r, xhat, g = cache.rstd, cache.xhat, cache.gamma * dy
+        means = [a.mean(-1, keepdims=True) for a in (g, g * xhat)]
+        dx = r**first * g - layer * r**second * means[0] - r**third * xhat * means[1]
+        return dx, *(backward if layer else rms_backward)(dy, cache)[1:]
+
+    return wrong
+
+
+def var_kept(dy, cache):
+    return backward(dy, cache._replace(rstd=cache.var))
+
+
+POWERS = [
+    (power(third=-1), "the xhat term has rstd^-1 in place of rstd in dx"),
+    (power(third=3), "the xhat term has rstd^3 in place of rstd in dx"),
+    (power(second=0), "the mean of g has rstd^0 in place of rstd in dx"),
+    (power(second=2), "the mean of g has rstd^2 in place of rstd in dx"),
+    (power(first=2), "g has rstd^2 in place of rstd in dx"),
+    (power(-2, -2, -2), "dx has rstd^-2 in place of rstd"),
+    (power(3, 3, 1), "g has rstd^3 and the mean of g has rstd^3 in place of rstd in dx"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "said"), POWERS, ids=[said for _, said in POWERS])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_wrong_power_of_rstd_is_named(wrong, said, dtype):
+    report = check_layer_norm(forward, wrong, *data(0, (4, 8), dtype=dtype), rng=0)
+    assert report.diagnosis == (said,), str(report)
+    if "mean of g" not in said:
+        wrong = power(third=-1, layer=False)
+        report = check_rms_norm(rms_forward, wrong, *data(0, (4, 8), dtype=dtype), rng=0)
+        assert report.diagnosis == ("the xhat term has rstd^-1 in place of rstd in dx",)
+
+
+def test_a_var_in_the_place_of_rstd_is_named():
+    report = check_layer_norm(forward, var_kept, *data(0), rng=0)
+    assert report.diagnosis == ("dx has rstd^-2 without eps in place of rstd",), str(report)
+
+
+@pytest.mark.parametrize(("value", "word"), [(np.nan, "NaN"), (np.inf, "infinite")])
+def test_what_is_not_finite_is_told_with_its_rows(value, word):
+    def constant(dy, cache):
+        dx, *sums = backward(dy, cache)
+        return np.where(cache.var < 1e-12, value, dx), *sums
+
+    report = check_layer_norm(forward, constant, *data(0), rng=0)
+    (message,) = [f.message for f in report.findings if f.name == "constant rows"]
+    assert message == f"dx is {word} on all rows"
+
+    def last(dy, cache):
+        dx, *sums = backward(dy, cache)
+        dx[-1] = value if len(dx) == 19 else dx[-1]
+        return dx, *sums
+
+    report = check_layer_norm(forward, last, *data(0), rng=0)
+    (message,) = [f.message for f in report.findings if f.name == "19 rows of 33"]
+    assert message == f"dx is {word} on row 18 of 19"
+
+
+def three_axes(forward, backward):
+    """Loop over B and T, as teaching code does."""
+
+    def call(x, gamma, beta, eps):
+        B, T, _ = x.shape
+        assert B * T
+        return forward(x, gamma, beta, eps)
+
+    return call, backward
+
+
+def test_every_trial_has_as_many_axes_as_the_first_run():
+    report = check_layer_norm(*three_axes(forward, backward), *data(0, (2, 3, 8)), rng=0)
+    assert report.passed
+    assert not any("raised" in f.message for f in report.findings), str(report)
+
+    def wrong(dy, cache):
+        dx, *sums = backward(dy, cache)
+        return dx * (dx.shape[-1] != 2), *sums
+
+    report = check_layer_norm(*three_axes(forward, wrong), *data(0, (2, 3, 8)), rng=0)
+    assert [f.name for f in report.findings if f.verdict == "FAIL"] == ["n = 2"]
+
+
+def test_a_backward_that_modifies_dy_is_told_so_first():
+    def in_place(dy, cache):
+        dy *= cache.gamma
+        return backward(dy, cache._replace(gamma=1))
+
+    report = check_layer_norm(forward, in_place, rng=0)
+    assert report.diagnosis[0] == "the backward modifies dy"
+    assert str(report).splitlines()[1] == "  the backward modifies dy"
+
+    def sums_dy(dy, _):
+        dy *= 2
+        return (dy,)
+
+    assert check(lambda x: (2 * x, x), sums_dy).diagnosis == ("the backward modifies dy",)
+
+
+def test_the_report_says_the_shape_and_what_g_is():
+    report = check_layer_norm(forward, MISTAKES["mean(g) missing"].backward, *data(0), rng=0)
+    text = str(report)
+    assert "x 4 x 8 float64" in text
+    assert "g = gamma dy" in text
+    assert "g = gamma dy" not in str(check_layer_norm(forward, backward, *data(0), rng=0))
+    assert "x 3 x 4 float64" in str(check())
+
+
+def test_a_norm_is_called_by_the_names_of_its_arguments():
+    def scaled(*, weight, epsilon, inputs):
+        y, cache = rms_forward(inputs, weight, 0.0, epsilon)
+        return y, cache
+
+    def pull(dy, cache):
+        dx, dgamma, _ = rms_backward(dy, cache)
+        return {"dweight": dgamma, "grad_input": dx}
+
+    report = check_rms_norm(scaled, pull, rng=0)
+    assert report.passed, str(report)
+    assert [each.verdict for each in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]

@@ -1,4 +1,4 @@
-"""What people write, right and wrong, as one table: each has one verdict, and words that say why."""
+"""Broken by a verdict that changes: what people write, right and wrong, as one table with words that say why."""
 
 import threading
 

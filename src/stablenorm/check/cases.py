@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.closed_form import Candidate, Case, unit
+from stablenorm.check.closed_form import INPUTS, Candidate, Case, unit
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.operation import FaultError
 from stablenorm.check.results import FindingVerdict
 from stablenorm.formats import format_of
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 # Elements of a battery's case: rows are left out beyond it. 8 rows of 4096, where one call of a
@@ -27,7 +28,7 @@ class Trial(NamedTuple):
     # A relative error that is not called wrong: of float64 none beyond the bounds; of what is coarser
     # four digits, for forms whose roundings they do not count; all where plain squares overflow.
     tolerated: float | None = None
-    # Of data on which a careful program keeps digits that a plain one loses: that is noted.
+    # A careful program keeps digits on such data that a plain one loses: that is noted.
     is_hard: bool = False
 
 
@@ -42,7 +43,7 @@ def ordinary(like: Case, rng: Generator, most: int | None = None) -> Case:
     """
     shape = like.x.shape
     if most is not None and len(shape) > 1:
-        # As many axes as the data have: code may insist on them.
+        # Code may insist on as many axes as the data have.
         rows = max(1, min(like.x.size // like.n, most, _ELEMENTS // like.n))
         shape = (*(1,) * (len(shape) - 2), rows, like.n)
     count = max(1, math.prod(shape[:-1]))
@@ -78,16 +79,24 @@ def invariances(base: Case, rng: Generator, *, takes_eps: bool) -> Iterator[Tria
     x, dy = (a.reshape(-1, base.n) for a in (base.x, base.dy))
     if len(x) > 1:
         half = (len(x) + 1) // 2
-        yield Trial("the last row alone", base._replace(x=x[-1:], dy=dy[-1:]), 0)
-        yield Trial("the first rows alone", base._replace(x=x[:half], dy=dy[:half]), 0)
+        yield Trial("the last row alone", _of_rows(base, x[-1:], dy[-1:]), 0)
+        yield Trial("the first rows alone", _of_rows(base, x[:half], dy[:half]), 0)
     if base.x.ndim == 2:
         yield Trial("one more leading axis", base._replace(x=x[:, None], dy=dy[:, None]), 0)
         yield Trial("no leading axis", base._replace(x=x[0], dy=dy[0]), 0)
 
 
+def _of_rows(base: Case, x: Array, dy: Array) -> Case:
+    """Return a case of some rows, with as many axes as the data have: code may insist on them."""
+    if base.x.ndim == 1:
+        return base._replace(x=x[0], dy=dy[0])
+    shape = (*(1,) * (base.x.ndim - 2), *x.shape)
+    return base._replace(x=x.reshape(shape), dy=dy.reshape(shape))
+
+
 def tails(like: Case, rng: Generator) -> Trial:
     """Return a case with more rows and columns than blocks have, and some left over."""
-    # As many axes as the data have. Blocks are of 2, 4, 8, 16 or 32 nearly always.
+    # Blocks are of 2, 4, 8, 16 or 32 nearly always.
     lead = (*(1,) * (like.x.ndim - 2), 19) if like.x.ndim > 1 else ()
     case = ordinary(like._replace(x=np.zeros((*lead, 33), like.x.dtype)), rng)
     # One outlier, whose xhat is nearly as large as it can be, sqrt(33).
@@ -97,8 +106,8 @@ def tails(like: Case, rng: Generator) -> Trial:
 
 def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
     """Yield the hard inputs that exist in the dtype of `like`; code may refuse any of them."""
-    # Where the cube of rstd, which some forms have, overflows, and in float16, where squares of 256
-    # do, no form is called wrong.
+    # No form is called wrong where the cube of rstd, which some have, overflows, nor in float16,
+    # where squares of 256 do.
     form = format_of(like.x.dtype)
     cube = like.eps**-1.5 if like.eps else 0.0
     tolerated = math.inf if max(cube, 1e20) > form.largest else None
@@ -107,7 +116,8 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
         if n > 1 or like.eps > 0:
             x, dy = (rng.standard_normal((4, n)).astype(a.dtype) for a in (like.x, like.dy))
             gamma, beta = (_parameter(p, n, rng) for p in (like.gamma, like.beta))
-            yield Trial(f"n = {n}", like._replace(x=x, gamma=gamma, beta=beta, dy=dy), tolerated)
+            case = _of_rows(like._replace(gamma=gamma, beta=beta), x, dy)
+            yield Trial(f"n = {n}", case, tolerated)
     base = ordinary(like, rng, 4)
     base = base._replace(x=rng.standard_normal(base.x.shape).astype(like.x.dtype))
     for name, x in _hard_x(base).items():
@@ -154,44 +164,42 @@ def _constant_rows(base: Case) -> Array:
 def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str]:
     """Return verdict and message of one trial: what is beyond rounding fails, lost digits are noted."""
     try:
-        judged = candidate.judge(trial.case, candidate.run(trial.case)).values()
+        judged = candidate.judge(trial.case).values()
     except FaultError as fault:
         # A restriction that the program states itself, not a wrong gradient.
-        return "NOTE", f"{fault}; x is {' x '.join(map(str, trial.case.x.shape))} there"
+        return "NOTE", f"{fault}; x is {shape_text(trial.case.x.shape)} there"
     is_narrow = trial.case.x.dtype != np.float64
     tolerated = 1e-4 * is_narrow if trial.tolerated is None else trial.tolerated
     for each in judged:
-        # Where the bound is infinite, rounding explains whatever came, NaN too.
+        # Rounding explains whatever came, NaN too, where the bound is infinite.
         z, known = each.excess(each.bounds.careless), np.isfinite(each.bounds.careless)
         if (wrong := (z > 1) & known).any() and each.error > tolerated:
             where = name_pattern(wrong.reshape(each.shape))
-            made_of = f"off by {each.error:.1e} of what it is made of"
-            return "FAIL", f"{each.name} is {made_of}: {where}"
-    worst = max(judged, key=lambda each: each.error / each.u)
+            off = f"{each.name} is off by {each.error:.1e} of what it is made of: {where}"
+            return "FAIL", each.not_finite or off
+    worst = max(judged, key=lambda each: each.error / each.expected.u)
+    u = worst.expected.u
     # A digit more than the sums of a plain program lose. It loses to an offset what a careful one
     # keeps: to be known, not blamed.
-    kept = worst.error < 10 * unit(max(worst.bounds.value.shape), worst.u)
+    kept = worst.error < 10 * unit(max(worst.bounds.value.shape), u)
     if kept or (worst.right and not trial.is_hard):
         return "PASS", ""
     digits = max(0, int(-math.log10(min(worst.error, 1))))
-    kept_of = f"keeps {digits} of {-math.log10(worst.u):.0f} digits on such data"
+    kept_of = f"{worst.name} keeps {digits} of {-math.log10(u):.0f} digits on such data"
     # Said only where rounding explains the error: by the bounds, or because more digits end it.
     explained = (worst.excess(worst.bounds.careless) <= 1) & np.isfinite(worst.bounds.careless)
     is_right = bool(explained.all()) or (
         is_narrow and _vanishes_in_float64(worst.error, candidate, trial.case)
     )
-    return "NOTE", f"{worst.name} {kept_of}" + "; its formula is right" * is_right
+    return "NOTE", kept_of + "; its formula is right" * is_right
 
 
 def _vanishes_in_float64(error: float, candidate: Candidate, case: Case) -> bool:
     """Tell whether an error is three digits less, at least, once narrower data are given as float64."""
-    x, gamma, beta, dy = (
-        None if a is None else a.astype(np.float64)
-        for a in (case.x, case.gamma, case.beta, case.dy)
-    )
-    again = case._replace(x=x, gamma=gamma, beta=beta, dy=dy)  # type: ignore[arg-type]
+    given: dict[str, Any] = {n: a for n in INPUTS if (a := getattr(case, n)) is not None}
+    wide = case._replace(**{name: a.astype(np.float64) for name, a in given.items()})
     try:
-        judged = candidate.judge(again, candidate.run(again)).values()
+        judged = candidate.judge(wide).values()
     except FaultError:
         return False
     return all(each.error <= 1e-3 * error for each in judged)

@@ -14,16 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.closed_form import (
-    Bounds,
-    Case,
-    Expected,
-    Judged,
-    dx_terms,
-    excess,
-    row_mean,
-    statistics,
-)  # fmt: skip
+from stablenorm.check.closed_form import Expected, Judged, dx_terms, excess, row_mean, statistics
 from stablenorm.check.compare import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
@@ -31,8 +22,7 @@ from stablenorm.types import Array
 # Fewer elements than that can be on a line by chance.
 _SMALLEST = 5
 
-# What is wrong with one output, with {} in place of its name; the output that it would make; and how
-# exactly.
+# Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
 
 
@@ -47,15 +37,25 @@ class Change(NamedTuple):
 
     kind: str
     words: str
-    # It, or a function of `Evidence` that makes it.
+    # It, or a function of `Expected` that makes it.
     value: Any
     norms: tuple[str, ...] = ("layer", "rms")
+
+
+def _per_less(of: Expected) -> float:
+    return of.n / max(of.n - 1, 1)
+
+
+def _of_layer_norm(of: Expected) -> dict[str, Array]:
+    """Return the mean and the rstd that RMS norm does not have."""
+    _, s, mean = statistics(of.case.rows(of.case.x), of.eps)
+    return {"mean": mean, "rstd": 1 / s}
 
 
 _OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
 
 
-def _over_rows(place: int, axes: slice, of: "Evidence") -> Array:
+def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     """Return how many times the mean along its row each element has that over these axes of x."""
     product, shape = of.dy * of.gamma * (of.xhat if place else 1.0), of.case.x.shape
     mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
@@ -67,18 +67,27 @@ _LAYER, _RMS = ("layer",), ("rms",)
 _BIASED = "rstd", "the variance is divided by n - 1 in {}"
 _CENTERED = "the mean of x is subtracted in {}"
 STATISTICS: tuple[Change, ...] = (
-    Change(*_BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, _LAYER),
-    Change(*_BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, _LAYER),
+    Change(*_BIASED, lambda e: (e.var * _per_less(e) + e.eps) ** -0.5, _LAYER),
+    Change(*_BIASED, lambda e: ((e.var + e.eps) * _per_less(e)) ** -0.5, _LAYER),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: e.outside, _LAYER),
-    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", lambda e: e.outside, _RMS),
+    Change(
+        "rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: 1 / (e.var**0.5 + e.eps), _LAYER
+    ),
+    Change(
+        "rstd",
+        "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}",
+        lambda e: 1 / (e.var**0.5 + e.eps),
+        _RMS,
+    ),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
+    Change("rstd", "rstd is the variance itself in {}", lambda e: e.var),
+    Change("rstd", "rstd is the variance plus eps in {}", lambda e: e.var + e.eps),
     Change("mean", "the mean of x is missing from xhat in {}", 0.0, _LAYER),
     Change("mean", _CENTERED, lambda e: row_mean(e.centered), _RMS),
     # A layer norm altogether.
-    Change("mean", _CENTERED, lambda e: e.of_layer_norm, _RMS),
+    Change("mean", _CENTERED, _of_layer_norm, _RMS),
     *(
         Change(
             kind,
@@ -105,7 +114,7 @@ CHANGES: tuple[Change, ...] = (
             ("is missing from {}", 0.0),
             ("is subtracted twice in {}", 2.0),
             ("is added, not subtracted in {}", -1.0),
-            ("is divided by n - 1 in {}", lambda e: e.per_less),
+            ("is divided by n - 1 in {}", _per_less),
             ("is not divided by n in {}", lambda e: e.n),
             (_OVER_ROWS, partial(_over_rows, place, slice(1))),
             (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
@@ -124,86 +133,94 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-class Evidence(Expected):
-    """What is expected of one case, and what a change is computed from."""
-
-    def __init__(self, case: Case, u: float):
-        super().__init__(case, u)
-        self.n, self.eps = case.n, case.eps
-        self.per_less = self.n / max(self.n - 1, 1)
-        self.centered, self.rstd = self.xhat * self.s, 1 / self.s
-        self.var = row_mean(np.square(self.centered))
-        self.outside = 1 / (self.var**0.5 + self.eps)
-
-    @property
-    def of_layer_norm(self) -> dict[str, Array]:
-        """The mean and the rstd that RMS norm does not have."""
-        _, s, mean = statistics(self.case.rows(self.case.x), self.eps)
-        return {"mean": mean, "rstd": 1 / s}
-
-    def apt(self, changes: Iterable[Change]) -> Iterator[Change]:
-        """Yield the changes that there can be in this norm."""
-        for each in changes:
-            if self.case.kind in each.norms and (each.kind != "scale" or self.case.gamma_offset):
-                yield each
-
-    def made(self, change: Change) -> tuple[dict[str, Any], Array, Array]:
-        """Return by kind what a change puts in place; then xhat, and rstd in units of the right."""
-        with np.errstate(all="ignore"):
-            value = change.value(self) if callable(change.value) else change.value
-            made = value if isinstance(value, dict) else {change.kind: value}
-            rstd = made.get("rstd", self.rstd)
-            # By the difference of the means: rounding it once more would hide the change.
-            centered = self.centered + (self.mean - made.get("mean", self.mean))
-            return made, centered * rstd, rstd / self.rstd
-
-    def dx(self, change: Change) -> tuple[Array, Array]:
-        """Return the dx that has this mistake, and its bound."""
-        made, xhat, stretch = self.made(change)
-        before, after = made.get("gamma", (1, 0))
-        usual = float(self.case.kind == "layer"), 1.0
-        times = [made.get(f"term {place}", usual[place]) for place in (0, 1)]
-        with np.errstate(all="ignore"):
-            g = self.dy * made.get("scale", self.gamma) ** before
-            first, second, third = dx_terms(g, xhat)
-            bound = self.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
-            # Divided by s at the end, so that nothing overflows on the way.
-            factor = stretch * made.get("factor", 1.0) * self.gamma**after
-            scale = factor / self.s
-            return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+def _apt(of: Expected, changes: Iterable[Change]) -> Iterator[Change]:
+    """Yield the changes that there can be in this norm."""
+    for each in changes:
+        if of.case.kind in each.norms and (each.kind != "scale" or of.case.gamma_offset):
+            yield each
 
 
-def diagnose(case: Case, judged: dict[str, Judged]) -> tuple[str, ...]:
+def _made(of: Expected, change: Change) -> tuple[dict[str, Any], Array, Array]:
+    """Return by kind what a change puts in place; then xhat, and rstd in units of the right."""
+    value = change.value(of) if callable(change.value) else change.value
+    made = value if isinstance(value, dict) else {change.kind: value}
+    rstd = made.get("rstd", of.rstd)
+    # By the difference of the means: rounding it once more would hide the change.
+    centered = of.centered + (of.mean - made.get("mean", of.mean))
+    return made, centered * rstd, rstd / of.rstd
+
+
+def _dx(of: Expected, change: Change) -> tuple[Array, Array]:
+    """Return the dx that has this mistake, and its bound."""
+    made, xhat, stretch = _made(of, change)
+    before, after = made.get("gamma", (1, 0))
+    times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+    g = of.dy * made.get("scale", of.gamma) ** before
+    first, second, third = dx_terms(g, xhat)
+    bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+    # Divided by s at the end, so that nothing overflows on the way.
+    scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
+    return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+
+
+def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
     found: dict[str, list[str]] = {}
-    for name, each in judged.items():
+    for each in judged:
         # With one element to a row, dx is 0, whatever the formula.
-        if case.n < 2 or not np.isfinite(each.actual).all():
+        if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
             continue
-        if words := explain(Evidence(case, each.u), name, each.actual, each.bounds):
-            # What can be said of several outputs is said once: "... in dx and dgamma".
-            shown = "the forward" if name == "y" else name
+        with np.errstate(all="ignore"):
+            words = _explained(each.expected, each)
+        if words:
+            # Words that fit several outputs are said once: "... in dx and dgamma".
+            shown = "the forward" if each.name == "y" else each.name
             key = words if words.endswith(" in {}") else words.replace("{}", shown)
             found.setdefault(key, []).append(shown)
     return tuple(words.replace("{}", " and ".join(names)) for words, names in found.items())
 
 
-def explain(evidence: Evidence, name: str, actual: Array, bounds: Bounds) -> str:
+def _explained(of: Expected, judged: Judged) -> str:
     """Name what is wrong with one output, (rows, n) or (n,) in float64; empty if not sure."""
-    value, bound, *_ = bounds
-    if alone := _fault(actual, value, bound, evidence.case.x.shape):
+    name, actual, (value, bound, *_) = judged.name, judged.actual, judged.bounds
+    if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
-    guesses = (_of_rows if name in ("y", "dx") else _of_parameter)(evidence, name, bound)
-    with np.errstate(all="ignore"):
-        explained = {words for words, *guess in guesses if _equal(actual, *guess)}
+    guesses = (_of_rows if name in ("y", "dx") else _of_parameter)(of, name, bound)
+    explained = {words for words, *guess in guesses if _equal(actual, *guess)}
     # Two that are as simple are none.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
     if actual.size < _SMALLEST or not value.any():
         return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
-    is_all = _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound)
-    return f"{{}} is off by a factor of {factor:.6g}" if is_all else ""
+    if _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound):
+        return f"{{}} is off by a factor of {factor:.6g}"
+    powers = _of_powers(of, actual) if name == "dx" else ()
+    return next((words for words, *guess in powers if _equal(actual, *guess)), "")
+
+
+def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
+    """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
+    signs = {"g": 1, "the mean of g": -1, "the xhat term": -1}
+    terms = dict(zip(signs, dx_terms(of.g, of.xhat), strict=True))
+    if of.case.kind == "rms":
+        del terms["the mean of g"]
+    matrix = np.stack([signs[term] * array for term, array in terms.items()], axis=-1)
+    if not np.isfinite(matrix).all():
+        return
+    fit = np.linalg.pinv(matrix) @ actual[..., None]
+    for rstd, how in ((of.rstd, ""), (of.var**-0.5, " without eps")):
+        # Each row has the same powers; where rstd is 1, it has any.
+        powers = np.round(np.nanmedian(np.log(fit[..., 0]) / np.log(rstd), axis=0)) + 0.0
+        scales = [rstd**power for power in powers]
+        made = sum(scale * matrix[..., i] for i, scale in enumerate(scales))
+        size = np.max(scales, axis=0) * np.max(np.abs(powers), initial=1)
+        named = {t: f"rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1}
+        words = " and ".join(f"{t} has {power}" for t, power in named.items())
+        if len(named) == len(terms) and len(set(powers)) == 1:
+            words = f"{{}} has {named['g']}"
+        words += " in place of rstd" + " in {}" * ("{}" not in words)
+        yield words, made, size * of.dx_bound(of.g, of.xhat)
 
 
 def _equal(actual: Array, value: Array, bound: Array) -> bool:
@@ -211,33 +228,33 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
-def _of_rows(evidence: Evidence, name: str, bound: Array) -> Iterator[Guess]:
+def _of_rows(of: Expected, name: str, bound: Array) -> Iterator[Guess]:
     if name == "dx":
-        for change in evidence.apt(CHANGES):
-            yield change.words, *evidence.dx(change)
+        for change in _apt(of, CHANGES):
+            yield change.words, *_dx(of, change)
         return
-    for change in evidence.apt(STATISTICS):
-        made, xhat, stretch = evidence.made(change)
-        value = made.get("scale", evidence.gamma) * xhat + evidence.beta
+    for change in _apt(of, STATISTICS):
+        made, xhat, stretch = _made(of, change)
+        value = made.get("scale", of.gamma) * xhat + of.beta
         yield change.words, value, bound * np.max(np.abs(stretch), initial=1.0)
 
 
-def _of_parameter(evidence: Evidence, name: str, slack: Array) -> Iterator[Guess]:
-    dy, xhat, s, gamma = evidence.dy, evidence.xhat, evidence.s, evidence.gamma
+def _of_parameter(of: Expected, name: str, slack: Array) -> Iterator[Guess]:
+    dy, xhat, s, gamma = of.dy, of.xhat, of.s, of.gamma
     own = dy * xhat if name == "dgamma" else dy
     total, rows = own.sum(axis=0), len(own)
     yield "{} is zero", 0 * total, 0 * total
     yield "{} has the wrong sign", -total, slack
     yield "{} contains gamma", gamma * total, np.abs(gamma) * slack
-    swapped = evidence.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
+    swapped = of.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
-        x = evidence.case.rows(evidence.case.x)
-        made_of = [("{} lacks rstd", evidence.centered, s)]
-        if evidence.case.kind == "layer":
+        x = of.case.rows(of.case.x)
+        made_of = [("{} lacks rstd", of.centered, s)]
+        if of.case.kind == "layer":
             made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + s))
-        for change in evidence.apt(STATISTICS):
-            made, changed, stretch = evidence.made(change)
+        for change in _apt(of, STATISTICS):
+            made, changed, stretch = _made(of, change)
             # Gamma is in no dgamma.
             if "scale" in made:
                 continue

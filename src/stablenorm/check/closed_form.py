@@ -18,7 +18,7 @@ from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
 _SPREAD = 2.0**-20
-OUTPUTS = ("y", "dx", "dgamma", "dbeta")
+INPUTS, OUTPUTS = ("x", "gamma", "beta", "dy"), ("y", "dx", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     @property
     def scale(self) -> Array:
-        """What xhat is multiplied by, in float64."""
+        """The factor of xhat, in float64."""
         return self.vector(self.gamma, 1.0) + self.gamma_offset
 
     @property
@@ -85,7 +85,7 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     scaled = np.ldexp(x, -exponent)
     mean = mean_of(scaled, kind)
     centered = scaled - mean
-    # What rounding the mean has left: under an offset, more than all the rest.
+    # Rounding the mean has left this: under an offset, more than all the rest.
     rest = mean_of(centered, kind)
     centered = centered - rest
     # A second power of two, since under an offset the spread can still have squares that vanish.
@@ -116,13 +116,15 @@ class Expected:
     """The four outputs of one case with their bounds; `u` is the precision they are judged by."""
 
     def __init__(self, case: Case, u: float):
-        self.case, self.u = case, u
+        self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
         self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         with np.errstate(all="ignore"):
+            self.centered, self.rstd = self.xhat * self.s, 1 / self.s
+            self.var = row_mean(np.square(self.centered))
             offset = row_mean(np.abs(x / self.s))
             # Without a mean, there is no error of one.
             shift = each * offset * (case.kind == "layer")
@@ -137,11 +139,11 @@ class Expected:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
         with np.errstate(all="ignore"):
             value, magnitude = self._value(name)
-            bounds = [self._bound(name, magnitude, careless) for careless in (0, 1)]
-        # What is not a number: nothing is known there.
-        plain, careless = (
-            np.where(np.isnan(bound), np.inf, bound) + 4 * tiniest(dtype) for bound in bounds
-        )
+            bounds = (self._bound(name, magnitude, careless) for careless in (0, 1))
+            # Nothing is known where a bound is not a number.
+            plain, careless = (
+                np.where(np.isnan(b), np.inf, b) + 4 * tiniest(dtype) for b in bounds
+            )
         return Bounds(value, plain, careless, magnitude)
 
     def _value(self, name: str) -> tuple[Array, Array]:
@@ -197,11 +199,10 @@ class Judged(NamedTuple):
 
     name: str
     actual: Array
+    expected: Expected
     bounds: Bounds
-    u: float
-    # Of the output as it came; and how far a probe moves each element of the argument.
+    # The shape of the output as it came.
     shape: tuple[int, ...]
-    scale: Array
 
     def excess(self, bound: Array) -> Array:
         """Return the error of each element in units of one of the bounds."""
@@ -217,24 +218,37 @@ class Judged(NamedTuple):
         """Beyond what even a careless one loses."""
         return bool(np.any(self.excess(self.bounds.careless) > 1))
 
-    def relative(self, error: Array) -> float:
-        """Return the largest of some errors relative to the RMS of what the elements are made of."""
-        largest = np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)
-        with np.errstate(all="ignore"):
-            size = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
-            # The value may vanish, and what it is made of.
-            return float(largest / (size if np.isfinite(size) and size > 0 else 1.0))
-
     @property
     def error(self) -> float:
         """The largest error, relative."""
         with np.errstate(all="ignore"):
-            return self.relative(np.abs(self.actual - self.bounds.value))
+            return self._relative(np.abs(self.actual - self.bounds.value))
 
     @property
     def resolution(self) -> float:
         """The smallest relative error that would have shown anywhere."""
-        return self.relative(self.bounds.plain)
+        return self._relative(self.bounds.plain)
+
+    def _relative(self, error: Array) -> float:
+        """Return the largest of some errors relative to the RMS of what the elements are made of."""
+        largest = np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)
+        with np.errstate(all="ignore"):
+            size = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
+        # The value may vanish, and so may all that it is made of.
+        return float(largest / (size if np.isfinite(size) and size > 0 else 1.0))
+
+    @property
+    def not_finite(self) -> str:
+        """Say where the output is NaN or infinite and should not be; empty if it is not."""
+        bad = ~np.isfinite(self.actual) & np.isfinite(self.bounds.careless)
+        if not bad.any():
+            return ""
+        what = f"{self.name} is {'NaN' if np.isnan(self.actual[bad]).any() else 'infinite'}"
+        rows = np.flatnonzero(bad.any(axis=-1))
+        if bad.ndim < 2 or len(rows) == len(bad):
+            return f"{what} on all rows" if bad.ndim > 1 else f"{what} in {bad.sum()} elements"
+        listed = ", ".join(map(str, rows[:5])) + ", ..." * (len(rows) > 5)
+        return f"{what} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
 
 
 class Candidate:
@@ -252,43 +266,25 @@ class Candidate:
             raise FaultError(msg)
         return y, cache
 
-    def run(self, case: Case) -> dict[str, Array]:
-        """Call both functions, and return the outputs by name; FaultError says what came instead."""
+    def judge(self, case: Case) -> dict[str, Judged]:
+        """Call both functions, compare with the closed form; FaultError says what came instead."""
         y, cache = self.forward(case)
         with np.errstate(all="ignore"):
             gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
-        outputs = {"y": y}
+        found = {"y": judged(case, "y", y, case.x)}
         for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-            # What there is no argument for has no gradient.
-            if gradient is None or argument is None:
-                continue
-            array = np.array(gradient)
-            if not is_supported(array.dtype) or array.shape != argument.shape:
-                msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
-                raise FaultError(msg)
-            outputs[name] = array
-        return outputs
-
-    def judge(self, case: Case, outputs: dict[str, Array]) -> dict[str, Judged]:
-        """Compare outputs with the closed form."""
-        found = {}
-        arguments = dict(zip(OUTPUTS[1:], case[:3], strict=True))
-        for name, actual in outputs.items():
-            # The coarsest of x, dy, the argument and the output.
-            like = case.x if (own := arguments.get(name)) is None else own
-            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, like, actual))
-            expected = Expected(case, u)
-            bounds = expected.bounds_of(name, actual.dtype)
-            wide = actual.astype(np.float64).reshape(bounds.value.shape)
-            scale = expected.s if name == "dx" else np.ones(())
-            found[name] = Judged(name, wide, bounds, u, actual.shape, scale)
+            if gradient is not None and argument is not None:
+                array = np.array(gradient)
+                if not is_supported(array.dtype) or array.shape != argument.shape:
+                    msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
+                    raise FaultError(msg)
+                found[name] = judged(case, name, array, argument)
         return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:
         """Return the eps that the forward uses, and whether that is the one it is given."""
         row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
-        x = np.broadcast_to(row, (case.x.size // case.n, case.n)).reshape(case.x.shape)
-        probe = case._replace(x=x.copy())
+        probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
         try:
             first, second = (
                 self.forward(probe._replace(eps=eps))[0] for eps in (case.eps, 4 * case.eps + 1)
@@ -297,10 +293,10 @@ class Candidate:
             return case.eps, True
         if not np.array_equal(first, second) or case.n < 2:
             return case.eps, True
-        beta, gamma, wide = case.vector(case.beta, 0.0), case.scale, row.astype(np.float64)
-        centered, keep = wide - mean_of(wide, case.kind), gamma != 0
-        xhat = (case.rows(first)[0] - beta) / np.where(keep, gamma, 1.0)
-        slope = float(xhat[keep] @ centered[keep]) / float(centered[keep] @ centered[keep])
+        wide, keep = row.astype(np.float64), case.scale != 0
+        centered = (wide - mean_of(wide, case.kind))[keep]
+        xhat = ((case.rows(first)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+        slope = float(xhat @ centered) / float(centered @ centered)
         if not (np.isfinite(slope) and slope > 0):
             return case.eps, False
         found = slope**-2 - float(np.mean(centered**2))
@@ -308,3 +304,12 @@ class Candidate:
         written = float(f"{found:.3g}")
         same = abs(found - case.eps) <= 1e-3 * case.eps
         return (case.eps if same or written < 0 else written), False
+
+
+def judged(case: Case, name: str, actual: Array, argument: Array) -> Judged:
+    """Compare one output with the closed form, by the coarsest dtype of it, x, dy and the argument."""
+    u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
+    expected = Expected(case, u)
+    bounds = expected.bounds_of(name, actual.dtype)
+    wide = actual.astype(np.float64).reshape(bounds.value.shape)
+    return Judged(name, wide, expected, bounds, actual.shape)

@@ -22,25 +22,37 @@ limit, but left and right slopes keep their distance. "no limit": nothing is kno
 """
 
 import math
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.operation import Loss, flat, norm, sum_rounding, unit_roundoff
-from stablenorm.check.results import TINIEST, Secant
+from stablenorm.check.operation import (
+    Loss,
+    flat,
+    norm,
+    rms,
+    sum_rounding,
+    tiniest,
+    unit_roundoff,
+)
+from stablenorm.check.results import TINIEST, Secant, excess_of
 from stablenorm.types import Array
 
 # In units of the argument's scale. A quarter is the largest step at which the series in step^2
 # of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
 # truncation error of 4e-6, below which only the extrapolated entries matter.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
+# Steps too long for the function (a kink nearby, a scale that misleads) are divided by 2^8, the
+# length of the tableau, up to three times: at 2^-33 of the scale, the rounding of float64 leaves a
+# derivative 6 digits.
+_SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
 # Relative to the magnitudes in a secant: an entry of a larger bound says nothing. Where the steps
 # suit the function, bounds are 1e-6 of them and less; where they do not, about 1.
 _SETTLED = 2.0**-7
 # Noise, relative to what carries it: an eighth is 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
-
 # Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
 # 3 of order 6.
 _POINTS, _ORDERS = 9, (5, 6)
@@ -58,15 +70,13 @@ _SIGMAS = 4.0
 Status = Literal["smooth", "rounding", "kink", "no limit"]
 # Samples of the rounding noise of u y, and its usual size relative to u y.
 Noise = tuple[list[Array], float]
-# Of the tableau: both sides, and the bound of the numeric one.
-Entry = tuple[float, float, float]
 
 
 class Estimate(NamedTuple):
     """
     Along one direction D: <gradient, D>, the same by secants, and how far off both may be.
 
-    For one element, in units of the gradient.
+    For one element, in units of the gradient; `place` is None for a probe.
     """
 
     actual: float
@@ -75,7 +85,6 @@ class Estimate(NamedTuple):
     bound_actual: float
     status: Status
     curve: tuple[Secant, ...]
-    # The element; None: a probe.
     place: int | None = None
 
     @property
@@ -91,8 +100,21 @@ class Estimate(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bounds; 0 where nothing is known."""
-        difference = abs(self.actual - self.numeric)
-        return difference / max(self.bound, TINIEST) if self.judged else 0.0
+        return excess_of(self.actual - self.numeric, self.bound) if self.judged else 0.0
+
+    @property
+    def wavers(self) -> bool:
+        """
+        Whether secants change more, by more than their noise, though steps have become shorter.
+
+        A smooth function's change with step^2, to less than 0.4 from one step to the next. Past a
+        kink at the distance d they go with 1 - d / step: the nearer the step comes to d, the more.
+        """
+        steps = list(pairwise(self.curve))
+        changes = [abs(b.numeric - a.numeric) for a, b in steps]
+        noises = [math.hypot(a.noise, b.noise) for a, b in steps]
+        later = zip(pairwise(changes), noises[1:], strict=True)
+        return any(after > max(before, noise) for (before, after), noise in later)
 
 
 class _Row(NamedTuple):
@@ -110,107 +132,235 @@ class _Row(NamedTuple):
     bend: float
 
 
-def _secant(
-    loss: Loss, position: int, where: Any, scale: Array, gradient: Array, step: float
-) -> tuple[_Row, Array, Array] | None:
-    """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
-    base = np.asarray(loss.args[position])
-    x = flat(base)[where]
-
-    def rounded(values: Array) -> Array:
-        return values.astype(base.dtype).astype(np.float64)
-
-    # Symmetric about x exactly: each side takes the step that the other one could make.
-    minus = rounded(x - (rounded(x + step * scale) - x))
-    plus = rounded(x + (x - minus))
-    taken = plus - minus
-    # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
-    # one direction, has nothing to gain from it.
-    if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
-        return None
-    y_plus, y_minus = (loss.output(position, where, end) for end in (plus, minus))
-    if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
-        return None
-    # The step that was taken; for a single element, this makes `actual` the gradient itself.
-    step = float(np.mean(taken / scale)) / 2
-    terms = loss.u * (y_plus - y_minus)
-    numeric, actual = (float(np.sum(a)) / (2 * step) for a in (terms, gradient * taken))
-    size = float(np.sum(np.abs(terms))) / (2 * step)
-    off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
-    bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
-    # 8: the few operations on `actual` and on the tableau.
-    error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
-    error += abs(np.sum(bends)) / step * off_centre
-    row = _Row(step, numeric, actual, float(error), size, norm(terms) / (2 * step), norm(bends))
-    return row, y_plus, y_minus
+def rounding_bound(gradient: Array, loss: Loss) -> Array:
+    """Bound, for each element of the gradient, the error of arithmetic in its dtype; flat."""
+    values = np.atleast_1d(gradient.astype(np.float64))
+    u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
+    shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
+    # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
+    terms = max([length for shape in shapes for length in shape] + [loss.y.size / values.size, 1])
+    half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
+    sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
+    bound: Array = half_ulp + 4 * u * (np.abs(values) + row_rms) + sums
+    return bound.reshape(-1)
 
 
-def differentiate(
-    loss: Loss,
-    position: int,
-    where: Any,
-    scale: Array,
-    gradient: Array,
-    rounding: float,
-    noises: Noise,
-    rng: Generator,
-    unit: float,
-) -> Estimate:
+class Comparer:
     """
-    Compare <gradient, D> with secants along D; all is divided by `unit`, a power of two.
+    Compares the gradient of one argument along any direction.
 
-    D moves the entries `where`, a flat index or a slice, by `scale`: powers of two, with signs.
-    Stops early once the bound is below `rounding` (of the backward: nothing finer can be judged)
-    or two further steps have not improved it.
+    `span` is the argument's scale, flat; `more` comes on top of what rounding usually explains.
     """
-    rows: list[_Row] = []
-    reach = np.zeros(loss.y.size)
-    # Of the sum, and of the terms that moved, taken together as independent: in their sum it may
-    # happen to cancel.
-    noise = apart = math.inf
-    best: Entry = float(np.sum(gradient * scale)), math.nan, math.inf
-    tableau: list[Array] = []
-    curve: list[Secant] = []
-    stale = 0
-    for power in _STEPS:
-        # Not quite halved, so that the last bits of x are drawn anew at every step: a forward
-        # whose rounding errors are the same at all steps would hide them from the tableau.
-        step = power * (1 + rng.random() / 4)
-        found = _secant(loss, position, where, scale, gradient, step)
-        if found is None:
-            continue
-        row, *ends = found
-        moved = ends[0] != ends[1]
-        # Outputs that moved before and now stand still: the step is below the resolution of the
-        # forward (float16 inside, say), and a derivative of zero would be an artefact.
-        if reach.any() and not moved.any():
-            break
-        # The first step goes farthest: later ones seldom move an output that it did not.
-        if not rows:
-            reach[moved] = np.max(np.abs([loss.y, *ends]), axis=0)[moved]
-            noise, apart = _bound_noise(loss, noises, reach)
-        rows.append(row)
-        curve.append(Secant(step, row.numeric / unit, noise / row.step / unit))
-        tableau, entry = _extend(tableau, rows, noise)
-        stale = 0 if entry[2] < best[2] else stale + 1
-        best = min(best, entry, key=lambda each: each[2])
-        actual, numeric, bound = best
-        # Never on a difference: beside a kink, only the steps that do not reach it are right.
-        agrees = abs(actual - numeric) <= bound
-        if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
-            break
-    status: Status = "no limit"
-    if len(rows) > 1 and np.isfinite(best[2]):
-        # How large the noise of all outputs usually is: that of the ones at a kink has the kink
-        # in it.
-        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
-        status = _status(best, rows, noise, usual, noises[1])
-    actual, numeric, bound = (each / unit for each in best)
-    explained = apart / unit + rounding
-    return Estimate(actual, numeric, bound, explained, status, tuple(curve))
+
+    def __init__(
+        self, loss: Loss, position: int, span: Array, gradient: Array, more: Array, rng: Generator
+    ):
+        self.loss, self.position, self.span, self.rng = loss, position, span, rng
+        self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
+        self.bounds = rounding_bound(gradient, loss) + more
+        self._x = np.asarray(loss.args[position])
+        # By length of the steps: the noise that long steps see is, in part, the function itself.
+        self._noises: dict[float, Noise] = {}
+
+    def compare(self, place: int | None) -> Estimate:
+        """
+        Compare one element, given by its flat index, or along random signs for all (None).
+
+        With shorter steps, if need be. A wrong gradient differs at all steps from one and the same
+        numeric derivative. Steps that reach a kink see a mean of slopes, and shorter ones, which
+        do not reach it, another one, outside of both bounds. Then the shorter ones are right: a
+        kink in their reach is in that of the longer ones too. But they may say FAIL only if steps
+        shorter still agree. Short steps have wide bounds; so that they agree with the backward
+        excuses nothing as long as they agree with the long steps as well.
+        """
+        where = slice(None) if place is None else place
+        scale = self.span[where]
+        if place is None:
+            scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
+        found = self._compare(where, scale, 1.0)
+        # Shorter steps say the same of a difference (True), or have contradicted longer ones.
+        confirmed: bool | None = None
+        for factor in _SHORTER:
+            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
+                break
+            again = self._compare(where, scale, factor)
+            # "rounding" is no answer here: short steps may not move a coarse forward at all.
+            answer = again.status == "smooth"
+            if found.z <= 1:
+                if answer or again.status == "kink":
+                    found, confirmed = again, None
+            elif answer:
+                apart = abs(again.numeric - found.numeric)
+                if apart > again.bound_numeric + found.bound_numeric:
+                    found, confirmed = again, False
+                elif again.z > 1:
+                    confirmed = True
+        # Short steps without an answer drown in rounding (float32), or move nothing.
+        doubtful = confirmed is False or (confirmed is None and found.wavers)
+        status = "no limit" if found.z > 1 and doubtful else found.status
+        return found._replace(status=status, place=place)
+
+    def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
+        """
+        Compare <gradient, D> with secants along D, which moves the entries `where` by `scale`.
+
+        All steps are `factor` times as long. Stops early once the bound is below the rounding of
+        the backward, for nothing finer can be judged, or two further steps have not improved it.
+        """
+        gradient, unit = self.gradient[where], factor
+        if isinstance(where, slice):
+            # Independent roundings; what is common to a row is random again by the signs.
+            rounding = 2 * norm(self.bounds * scale) + sum_rounding(gradient * scale)
+        else:
+            rounding, unit = float(self.bounds[where]), float(scale) * factor
+        if factor not in self._noises:
+            self._noises[factor] = self._measure_noise(factor)
+        scale, noises = scale * factor, self._noises[factor]
+        rows: list[_Row] = []
+        curve: list[Secant] = []
+        tableau: list[Array] = []
+        reach, stale = np.zeros(self.loss.y.size), 0
+        # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
+        noise = apart = math.inf
+        best = float(np.sum(gradient * scale)), math.nan, math.inf
+        for power in _STEPS:
+            # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
+            # errors are the same at all steps would hide them from the tableau.
+            found = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
+            if found is None:
+                continue
+            row, *ends = found
+            moved = ends[0] != ends[1]
+            # Outputs that moved before and now stand still: the step is below the resolution of the
+            # forward (float16 inside, say), and a derivative of zero would be an artefact.
+            if reach.any() and not moved.any():
+                break
+            # The first step goes farthest: later ones seldom move an output that it did not.
+            if not rows:
+                reach[moved] = np.max(np.abs([self.loss.y, *ends]), axis=0)[moved]
+                noise, apart = self._bound_noise(noises, reach)
+            rows.append(row)
+            curve.append(Secant(row.step, row.numeric / unit, noise / row.step / unit))
+            tableau, entry = _extend(tableau, rows, noise)
+            stale = 0 if entry[2] < best[2] else stale + 1
+            best = min(best, entry, key=lambda each: each[2])
+            actual, numeric, bound = best
+            # Never on a difference: beside a kink, only the steps that do not reach it are right.
+            agrees = abs(actual - numeric) <= bound
+            if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
+                break
+        status: Status = "no limit"
+        if len(rows) > 1 and np.isfinite(best[2]):
+            # The usual noise of all outputs: that of the ones at a kink has the kink in it.
+            usual = norm(self.loss.u * np.where(reach > 0, reach, np.abs(self.loss.y)))
+            status = _status(best, rows, noise, usual, noises[1])
+        actual, numeric, bound = (each / unit for each in best)
+        return Estimate(actual, numeric, bound, apart / unit + rounding, status, tuple(curve))
+
+    def _secant(
+        self, where: Any, scale: Array, gradient: Array, step: float
+    ) -> tuple[_Row, Array, Array] | None:
+        """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
+        loss, x = self.loss, flat(self._x)[where]
+
+        def rounded(values: Array) -> Array:
+            return values.astype(self._x.dtype).astype(np.float64)
+
+        # Symmetric about x exactly: each side takes the step that the other one could make.
+        minus = rounded(x - (rounded(x + step * scale) - x))
+        plus = rounded(x + (x - minus))
+        taken = plus - minus
+        # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
+        # one direction, has nothing to gain from it.
+        if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
+            return None
+        y_plus, y_minus = (loss.output(self.position, where, end) for end in (plus, minus))
+        if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
+            return None
+        # The step that was taken; for a single element, this makes `actual` the gradient itself.
+        step = float(np.mean(taken / scale)) / 2
+        terms = loss.u * (y_plus - y_minus)
+        numeric, actual = (float(np.sum(a)) / (2 * step) for a in (terms, gradient * taken))
+        size = float(np.sum(np.abs(terms))) / (2 * step)
+        off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
+        bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
+        # 8 roundings: the few operations on `actual` and on the tableau.
+        error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
+        error += abs(float(np.sum(bends))) / step * off_centre
+        row = _Row(step, numeric, actual, error, size, norm(terms) / (2 * step), norm(bends))
+        return row, y_plus, y_minus
+
+    def _measure_noise(self, factor: float) -> Noise:
+        """
+        Return samples of the rounding noise of every output element.
+
+        All elements of the argument move at once, by random multiples of their ulp, so that every
+        rounding in the forward is drawn anew; the samples then serve all directions. Twice:
+
+        - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
+          (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
+          noise of a known multiple. The points are far enough apart to see float16 inside;
+        - at random integer combinations of a few tiny moves: what is orthogonal to every linear
+          effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
+          that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp.
+        """
+        loss, rng, x, scale = self.loss, self.rng, flat(self._x), self.span * factor
+        # An ulp of x: the moved x needs no rounding, and has new last bits.
+        smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
+        quantum = np.maximum(np.ldexp(2 * unit_roundoff(self._x.dtype), smallest - 1), TINIEST)
+
+        def moves(size: float, count: int) -> Array:
+            ulps = np.maximum(size * scale / quantum, 1)
+            # None near 0: each element is to leave its rounding behind.
+            factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
+            offsets: Array = np.round(factors * ulps) * quantum
+            return offsets
+
+        def outputs(offsets: Array) -> Array:
+            values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
+            table = np.array([loss.y, *values]) * loss.u
+            # An output that is not finite near x has no noise to speak of: its bound will be
+            # infinite, by the floor that `_bound_noise` takes from y, or by the secants.
+            return np.where(np.isfinite(table), table, 0.0)
+
+        table = outputs(np.arange(_POINTS)[:, None] * moves(_SPACING, 1))
+        # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
+        samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
+        # The first run is x itself.
+        design = rng.integers(-3, 4, size=(_RUNS, _MOVES)) * (np.arange(_RUNS) > 0)[:, None]
+        linear = np.column_stack([np.ones(_RUNS), design])
+        noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
+        samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
+        # Seven differences can all be small; those of all outputs together cannot. The median, so
+        # that one ill-conditioned row does not speak for the others.
+        sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
+        size = np.abs(loss.u * loss.y)
+        relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
+        # Whatever was measured, every output was rounded to its dtype: half an ulp.
+        return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
+
+    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float]:
+        """
+        Bound the noise of one evaluation of <u, y>, over the outputs that moved: its sum, its terms.
+
+        `reach` is the largest magnitude that each of them had, 0 for those that did not move.
+        """
+        loss = self.loss
+        reach = reach if reach.any() else np.abs(loss.y) + TINIEST
+        places = np.flatnonzero(reach)
+        if not np.isfinite(loss.y[places]).all():
+            return math.inf, math.inf
+        terms = [samples[:, places] for samples in noise[0]]
+        summed = max(float(np.mean(np.square(each.sum(axis=1)))) for each in terms)
+        apart = max(float(np.mean(np.sum(np.square(each), axis=1))) for each in terms)
+        # At least the usual noise of all outputs, in unrelated directions.
+        floor = noise[1] * norm((loss.u * reach)[places])
+        return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
 
 
-def _status(best: Entry, rows: list[_Row], noise: float, usual: float, level: float) -> Status:
+def _status(
+    best: tuple[float, float, float], rows: list[_Row], noise: float, usual: float, level: float
+) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     actual, numeric, bound = best
     last, bent = rows[-1], _is_bent(rows, level * usual)
@@ -219,7 +369,7 @@ def _status(best: Entry, rows: list[_Row], noise: float, usual: float, level: fl
     strayed = abs(numeric - actual - newest)
     # An error in step^2 is 0.2 to 0.7 times the last change; one in 1 / step, 1.6 times and more.
     reach = bound + abs(newest - previous)
-    # At a kink the slopes may cancel (|x| at 0), but not what is between them.
+    # At a kink the slopes may cancel (|x| at 0), but not their difference.
     small = bound <= _SETTLED * (max(last.size, last.bend) if bent else last.size)
     # A step function's slopes grow as steps shrink. A quarter: at a step of 2^-4 of the scale or
     # less, slopes change by a hundredth.
@@ -240,14 +390,16 @@ def _is_bent(rows: list[_Row], noise: float) -> bool:
         return False
     # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
     # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
-    still = all(b.bend > 0.8 * a.bend for a, b in zip(rows[-3:-1], rows[-2:], strict=True))
+    still = all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
     last = rows[-1]
     return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
 
 
-def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list[Array], Entry]:
+def _extend(
+    previous: list[Array], rows: list[_Row], noise: float
+) -> tuple[list[Array], tuple[float, float, float]]:
     """
-    Add the newest secant to the tableau; return its row and the entry of least bound in it.
+    Add the newest secant to the tableau; return its row, and actual, numeric and bound of the best.
 
     An entry is (actual, numeric, then the weight of each secant in it).
     """
@@ -267,72 +419,3 @@ def _extend(previous: list[Array], rows: list[_Row], noise: float) -> tuple[list
         if bound < best[2]:
             best = float(entry[0]), float(entry[1]), bound
     return line, best
-
-
-def measure_noise(loss: Loss, position: int, scale: Array, rng: Generator) -> Noise:
-    """
-    Return, for one argument, samples of the rounding noise of every output element.
-
-    All elements of the argument move at once, by random multiples of their ulp, so that every
-    rounding in the forward is drawn anew; the samples then serve all directions. Twice:
-
-    - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
-      (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
-      noise of a known multiple. The points are far enough apart to see float16 inside;
-    - at random integer combinations of a few tiny moves: what is orthogonal to every linear
-      effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
-      that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp.
-    """
-    base = np.asarray(loss.args[position])
-    x = flat(base)
-    # An ulp of x: the moved x needs no rounding, and has new last bits.
-    smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-    quantum = np.maximum(np.ldexp(2 * unit_roundoff(base.dtype), smallest - 1), 2.0**-1074)
-
-    def moves(size: float, count: int) -> Array:
-        ulps = np.maximum(size * scale / quantum, 1)
-        # None near 0: each element is to leave its rounding behind.
-        factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
-        offsets: Array = np.round(factors * ulps) * quantum
-        return offsets
-
-    def outputs(offsets: Array) -> Array:
-        values = [loss.output(position, slice(None), x + offset) for offset in offsets[1:]]
-        table = np.array([loss.y, *values]) * loss.u
-        # An output that is not finite near x has no noise to speak of: its bound will be
-        # infinite, by the floor that `_bound_noise` takes from y, or by the secants.
-        return np.where(np.isfinite(table), table, 0.0)
-
-    table = outputs(np.arange(_POINTS)[:, None] * moves(_SPACING, 1))
-    # The k-th difference of noise of variance 1 has variance (2k)! / (k!)^2.
-    samples = [np.diff(table, k, axis=0) / math.sqrt(math.comb(2 * k, k)) for k in _ORDERS]
-    # The first run is x itself.
-    design = rng.integers(-3, 4, size=(_RUNS, _MOVES)) * (np.arange(_RUNS) > 0)[:, None]
-    linear = np.column_stack([np.ones(_RUNS), design])
-    noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
-    samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
-    # Seven differences can all be small; those of all outputs together cannot. The median, so that
-    # one ill-conditioned row does not speak for the others.
-    sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
-    size = np.abs(loss.u * loss.y)
-    relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
-    # Whatever was measured, every output was rounded to its dtype: half an ulp.
-    return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
-
-
-def _bound_noise(loss: Loss, noise: Noise, reach: Array) -> tuple[float, float]:
-    """
-    Bound the noise of one evaluation of <u, y>, over the outputs that moved; see Estimate.
-
-    `reach` is the largest magnitude that each of them had, 0 for those that did not move.
-    """
-    reach = reach if reach.any() else np.abs(loss.y) + 2.0**-1074
-    places = np.flatnonzero(reach)
-    if not np.isfinite(loss.y[places]).all():
-        return math.inf, math.inf
-    terms = [samples[:, places] for samples in noise[0]]
-    summed = max(float(np.mean(np.square(each.sum(axis=1)))) for each in terms)
-    apart = max(float(np.mean(np.sum(np.square(each), axis=1))) for each in terms)
-    # At least the usual noise of all outputs, in unrelated directions.
-    floor = noise[1] * norm((loss.u * reach)[places])
-    return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.compare import Comparer, judge, kinks, sample
-from stablenorm.check.differences import Estimate
+from stablenorm.check.compare import judge, kinks, sample
+from stablenorm.check.differences import Comparer, Estimate
 from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
-from stablenorm.check.purity import Contract
+from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
 from stablenorm.formats import check_dtype
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
+NOT_RETURNED = "backward returned None for it"
 
 
 def check_gradients(
@@ -115,7 +117,7 @@ def check_gradients(
     'FAIL'
     """
     start = time.perf_counter()
-    rng, operation = np.random.default_rng(rng), Operation(forward, backward)
+    seed, rng, operation = rng, np.random.default_rng(rng), Operation(forward, backward)
     arrays = _check_args(args, names)
     spans = _check_scales(scales, arrays)
     # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
@@ -128,13 +130,22 @@ def check_gradients(
             verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
             findings = [Finding("contract", name, verdict, str(fault))]
             results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
+    about = [described(label, a) for label, a in arrays.items() if a is not None]
     return GradientReport(
         tuple(results),
         operation.forward_calls,
         findings=tuple(findings),
+        # A modified array spoils results that are then called wrong.
+        diagnosis=tuple(f.message for f in findings if " modifies " in f.message),
         backward_calls=operation.backward_calls,
         seconds=time.perf_counter() - start,
+        about=", ".join(about + [f"seed {seed}"] * isinstance(seed, int)),
     )
+
+
+def described(name: str, array: Array) -> str:
+    """Name an array with its shape and dtype."""
+    return f"{name} {shape_text(array.shape) or 'of no axes'} {array.dtype}"
 
 
 def assert_gradients(
@@ -162,9 +173,9 @@ def _check(
     max_elements: int,
     progress: Progress | None,
 ) -> tuple[list[ArgumentResult], list[Finding]]:
-    """Check the contract, then compare every gradient that can be compared."""
-    # A backward that raises should do so at once.
+    """Check the rules of a call, then compare every gradient that can be compared."""
     form, gradients = "", [None] * len(spans)
+    # A backward that raises should do so at once.
     try:
         gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
     except FaultError as fault:
@@ -176,30 +187,30 @@ def _check(
             sound[label] = loss.settled(position, np.asarray(gradient))
         else:
             results[label] = refused
-    contract = Contract(loss, spans, sound, rng)
-    findings = contract.check(backward=not form)
+    rules = CallRules(loss, spans, sound, rng)
+    findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
         message = "the forward is not deterministic"
         return [_not_checked(label, message) for label in spans], findings
 
-    allowances, comparers = contract.allowances(), {}
-    work: list[tuple[str, int | None]] = []
+    allowances, work = rules.allowances(), []
     for position, label in enumerate(spans):
         if label in sound:
             array, gradient = np.asarray(loss.args[position]), sound[label]
+            given = loss, position, spans[label], gradient, allowances[label], rng
             places: list[int | None] = [*sample(array, gradient, max_elements, rng)]
             places += [None] * (probes if len(places) < array.size else 0)
-            given = loss, position, spans[label], gradient, allowances[label], rng
-            comparers[label] = Comparer(*given)
-            work += [(label, place) for place in places]
-    found: dict[str, list[Estimate]] = {label: [] for label in comparers}
-    for done, (label, place) in enumerate(work, 1):
-        found[label].append(comparers[label].compare(place))
-        if progress is not None:
-            progress(done, len(work))
-    for label, comparer in comparers.items():
-        results[label] = judge(label, comparer, found[label])
-        findings += kinks(label, found[label], comparer.shape)
+            work += [(label, Comparer(*given), places)]
+    done, total = 0, sum(len(places) for *_, places in work)
+    for label, comparer, places in work:
+        found: list[Estimate] = []
+        for place in places:
+            found.append(comparer.compare(place))
+            done += 1
+            if progress is not None:
+                progress(done, total)
+        results[label] = judge(label, comparer, found)
+        findings += kinks(label, found, comparer.shape)
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
@@ -218,9 +229,8 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
     if array is None:
         return _not_checked(name, "the argument is None")
     if gradient is None and not fault:
-        return _not_checked(name, "backward returned None for it")
-    fault = fault or _fault(array, gradient)
-    if fault:
+        return _not_checked(name, NOT_RETURNED)
+    if fault := fault or _fault(array, gradient):
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
     return None if array.size else _not_checked(name, "the argument is empty")
 
@@ -234,10 +244,10 @@ def _fault(array: Array, gradient: Any) -> str:
     if gradient.shape != array.shape:
         shapes = f"{array.shape}, that of its argument, got {gradient.shape}"
         return f"the gradient must have shape {shapes}"
-    wrong = np.argwhere(~np.isfinite(gradient))
-    if not len(wrong):
+    if np.isfinite(gradient).all():
         return ""
-    place = tuple(int(i) for i in wrong[0])
+    wrong = np.argwhere(~np.isfinite(gradient))
+    place = tuple(map(int, wrong[0]))
     return f"the gradient must be finite, got {gradient[place]} at {place} ({len(wrong)} such)"
 
 
@@ -251,14 +261,16 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
     # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    arrays = [None if a is None else np.array(a, order="C") for a in args]
-    for label, array in zip(labels, arrays, strict=True):
+    arrays = {
+        n: None if a is None else np.array(a, order="C") for n, a in zip(labels, args, strict=True)
+    }
+    for label, array in arrays.items():
         if array is not None:
             check_dtype(label, array)
             if not np.isfinite(array).all():
                 msg = f"{label} must be finite to be differentiated, got NaN or infinity"
                 raise ValueError(msg)
-    return dict(zip(labels, arrays, strict=True))
+    return arrays
 
 
 def _check_scales(
@@ -291,8 +303,7 @@ def _default_scale(array: Array) -> Array:
     largest = float(np.abs(values).max()) or 1.0
     values /= largest
     scale: Array = values.std(axis=-1, keepdims=True)
-    # No spread, but for rounding: that of the whole array; none either: the magnitude is all
-    # that is known.
+    # No spread, but for rounding: that of the whole array, or else its magnitude.
     for fallback in (float(values.std()), 1.0):
         scale = np.where(scale > 2.0**-50, scale, fallback)
     return (scale * largest).reshape(array.shape[:-1] + (1,) * min(array.ndim, 1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 import warnings
 from collections.abc import Callable
@@ -14,9 +13,17 @@ from numpy.random import Generator
 
 from stablenorm.check.cases import ROWS, hard_inputs, invariances, judge_trial, ordinary, tails
 from stablenorm.check.causes import diagnose
-from stablenorm.check.closed_form import Candidate, Case, Judged, statistics, unit
-from stablenorm.check.compare import name_pattern
-from stablenorm.check.gradients import Progress, check_gradients
+from stablenorm.check.closed_form import (
+    Candidate,
+    Case,
+    Expected,
+    Judged,
+    excess,
+    statistics,
+    unit,
+)
+from stablenorm.check.compare import name_pattern, place_of
+from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients, described
 from stablenorm.check.identities import row_identities
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import (
@@ -26,13 +33,17 @@ from stablenorm.check.results import (
     GradientReport,
     Identity,
 )
+from stablenorm.check.roles import ARGUMENTS, by_roles
 from stablenorm.formats import is_supported
 from stablenorm.types import Array, check_eps
 
-# Identities, diagnosis, and by output what the closed form says of it on each set of data.
-Seen = tuple[tuple[Identity, ...], tuple[str, ...], dict[str, list[Judged]]]
-_Y = "y = gamma xhat + beta"
-_ARGUMENTS = {"x": "dx", "gamma": "dgamma", "beta": "dbeta"}
+# By output, what the closed form says of it on each set of data; identities, diagnosis.
+Seen = tuple[dict[str, list[Judged]], tuple[Identity, ...], tuple[str, ...]]
+_TERMS = {
+    "layer": "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy",
+    "rms": "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy",
+}
+_NAMES = {"layer": "a layer norm", "rms": "an RMS norm"}
 _SINGLE = 2.0**-24
 
 
@@ -61,9 +72,11 @@ def check_layer_norm(
     Parameters
     ----------
     forward : callable
-        ``forward(x, gamma, beta, eps) -> (y, cache)``.
+        ``forward(x, gamma, beta, eps) -> (y, cache)``. Arguments are recognized by name (gamma or
+        weight, beta or bias, ...), otherwise by order; gamma, beta and eps may be missing.
     backward : callable
-        ``backward(dy, cache) -> (dx, dgamma, dbeta)``; None for what is not to be checked.
+        ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict of them; None for what is not to be
+        checked.
     x : array, optional
         Input, (..., n). Default: (4, 8), float64, random; then gamma and beta too, unless given:
         gamma of both signs and different from 1, beta different from 0. Not modified.
@@ -135,9 +148,7 @@ def check_rms_norm(
     Parameters
     ----------
     forward, backward : callable
-        As for `check_layer_norm`, and so are all the rest and the `options`. Of code without a beta, wrap
-        the forward in ``lambda x, gamma, beta, eps: ...``, let the backward return None for dbeta, and give
-        `x` and `gamma`.
+        As for `check_layer_norm`, and so are all the rest and the `options`.
 
     Returns
     -------
@@ -169,79 +180,71 @@ def _check(
 ) -> GradientReport:
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     x, gamma, beta, eps = given
-    start = time.perf_counter()
-    rng = np.random.default_rng(rng)
+    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
+    forward, backward, takes = by_roles(forward, backward)
     if x is None:
         x = rng.standard_normal((4, 8))
         signs = rng.permutation([1.0, -1.0] * 4)
         gamma = signs * (1 + 0.5 * rng.random(8)) if gamma is None else gamma
-        beta = 0.5 + rng.random(8) if beta is None else beta
+        beta = 0.5 + rng.random(8) if beta is None and "beta" in takes else beta
     x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
     norm = Case(x, gamma, beta, check_eps(eps), x, kind, gamma_offset)  # type: ignore[arg-type]
-    if not np.isfinite(norm.gamma_offset) or (norm.gamma_offset and gamma is None):
-        msg = f"gamma_offset must be finite, and 0 without a gamma, got {norm.gamma_offset}"
+    if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
+        msg = f"gamma_offset must be finite, and 0 without a gamma, got {gamma_offset}"
         raise ValueError(msg)
-    forward = _taking_eps(forward)
     scale = None
-    usable = (
-        is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size and np.isfinite(norm.x).all()
-    )
-    if usable:
+    usable = bool(is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size)
+    if usable and (usable := bool(np.isfinite(norm.x).all())):
         # The distance over which a row's y changes: sqrt(var + eps).
-        _, scale, _ = statistics(norm.x.astype(np.float64), eps, norm.kind)
+        scale = statistics(norm.x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
     report = check_gradients(
         lambda *args: forward(*args, eps),
         backward,
         [x, gamma, beta],
-        names=tuple(_ARGUMENTS),
+        names=ARGUMENTS[:3],
         scales=(scale, None, None),
         rng=rng,
         **options,
     )
     operation, findings = Operation(forward, backward), list(report.findings)
-    candidate = Candidate(operation)
-    seen: Seen = (), (), {}
+    for each in report.arguments:
+        if each.message == NOT_RETURNED:
+            name, message = f"d{each.name} is checked", "the backward gives none"
+            findings.append(Finding("contract", name, "NOTE", message))
+    seen: Seen = {}, (), ()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            # Where it can be called at all.
+            # Skipped where nothing can be called.
             if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
-                seen = _look(candidate, norm, rng, findings)
+                seen = _look(Candidate(operation), norm, rng, findings)
         except FaultError as fault:
             findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
-    identities, diagnosis, judged = seen
+    judged, identities, named = seen
+    about = f"{described('x', norm.x)}, eps {eps:g}" + f", seed {seed}" * isinstance(seed, int)
+    if any(word in f" {said}" for said in named for word in (" g ", "term ")):
+        about += f"\n{_TERMS[kind]}"
     return replace(
         report,
         arguments=tuple(
-            decided(result, judged.get(_ARGUMENTS[result.name], [])) for result in report.arguments
+            decided(result, judged.get(f"d{result.name}", [])) for result in report.arguments
         ),
         identities=identities,
         findings=tuple(findings),
-        diagnosis=diagnosis,
+        diagnosis=report.diagnosis + named,
         forward_calls=report.forward_calls + operation.forward_calls,
         backward_calls=report.backward_calls + operation.backward_calls,
         seconds=time.perf_counter() - start,
+        about=about,
     )
-
-
-def _taking_eps(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that takes eps as its fourth argument, also if it wants it by name."""
-    try:
-        eps = inspect.signature(forward).parameters.get("eps")
-    except (TypeError, ValueError):
-        # Of what is not written in Python, or not callable.
-        return forward
-    if eps is None or eps.kind is not eps.KEYWORD_ONLY:
-        return forward
-    return lambda x, gamma, beta, eps: forward(x, gamma, beta, eps=eps)
 
 
 def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
     """Run all layers beyond finite differences; add what they find to `findings`."""
 
     if any(a is not None and a.shape != given.x.shape[-1:] for a in given[1:3]):
-        return (), (), {}
+        return {}, (), ()
 
     def add(
         name: str, verdict: FindingVerdict, message: str = "", layer: str = "closed form"
@@ -257,60 +260,65 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
         add("the forward uses eps", "NOTE", message)
     given = given._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
-    cases = given, ordinary(given, rng)
-    outputs = [candidate.run(each) for each in cases]
-    found = [candidate.judge(c, o) for c, o in zip(cases, outputs, strict=True)]
-    for case, each in zip(cases[::-1], found[::-1], strict=True):
-        if (own := each["y"]).wrong:
-            name = "layer" if given.kind == "layer" else "RMS"
-            how = f"this is not the {name} normalization asked for"
-            if own.error < unit(case.n, _SINGLE):
-                how = "as if something were kept in float32"
-            add(_Y, "FAIL", f"y is off by {own.error:.1e}: {how}")
-            return (), diagnose(case, {"y": own}), {}
-    add(_Y, "PASS")
+    found = [candidate.judge(each) for each in (given, ordinary(given, rng))]
+    for each in found[::-1]:
+        if each["y"].wrong:
+            add("y = gamma xhat + beta", "FAIL", _about_y(each["y"]))
+            return {}, (), diagnose([each["y"]])
+    add("y = gamma xhat + beta", "PASS")
     judged = {name: [each[name] for each in found] for name in found[0] if name != "y"}
     for name, both in judged.items():
         if all(each.right for each in both):
             add(f"every element of {name} is right", "PASS")
-    said = []
-    for case, each in zip(cases, found, strict=True):
-        wrong = {name: one for name, one in each.items() if one.wrong}
-        said += [diagnose(case, wrong)] if wrong else []
+    wrong = [[one for one in each.values() if one.wrong] for each in found]
+    said = [diagnose(each) for each in wrong if each]
     # The two data sets must not contradict one another.
-    diagnosis = tuple(s for s in said[-1] if all(s in each for each in said)) if said else ()
-    identities = row_identities(given, outputs[0])
-
+    named = tuple(s for s in said[-1] if all(s in each for each in said)) if said else ()
     if said:
         message = "not run: the gradients are wrong on ordinary inputs already"
         add("hard inputs", "NOTE", message, layer="hard inputs")
     else:
-        base = ordinary(cases[1], rng, ROWS)
+        base = ordinary(given, rng, ROWS)
         for trial in (tails(given, rng), *invariances(base, rng, takes_eps=takes_eps)):
             add(trial.name, *judge_trial(candidate, trial))
         for trial in hard_inputs(base, rng):
             add(trial.name, *judge_trial(candidate, trial), layer="hard inputs")
-    return identities, diagnosis, judged
+    return judged, row_identities(found[0]), named
+
+
+def _about_y(y: Judged) -> str:
+    """Say what a wrong y is like: not finite, of float32, of the other norm."""
+    case, error = y.expected.case, f"y is off by {y.error:.1e}: "
+    if y.not_finite:
+        return y.not_finite
+    if y.error < unit(case.n, _SINGLE):
+        return error + "as if something were kept in float32"
+    kind = {"layer": "rms", "rms": "layer"}[case.kind]
+    other = Expected(case._replace(kind=kind), y.expected.u).bounds_of("y", case.x.dtype)
+    known = np.isfinite(other.careless).all()
+    if known and (excess(y.actual, other.value, other.careless) <= 1).all():
+        return error + f"it is that of {_NAMES[kind]}: say --kind {kind}, or check_{kind}_norm"
+    return error + f"this is not the {_NAMES[case.kind].split()[1]} normalization asked for"
 
 
 def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     """Let the closed form decide where it can; elsewhere what finite differences say stays."""
     if not result.checked or not judged:
         return result
+    right = judged[0]
     wrong = next((each for each in judged if each.wrong), None)
     if wrong is not None:
-        pattern = name_pattern((wrong.excess(wrong.bounds.careless) > 1).reshape(wrong.shape))
         if result.verdict != "FAIL":
             message = "seen by the closed form, too small for finite differences"
             result = _worst(result, wrong, wrong.bounds.careless, "FAIL", message)
-        return replace(result, pattern=pattern)
-    right = judged[0]
+        bad = wrong.excess(wrong.bounds.careless) > 1
+        return replace(result, pattern=name_pattern(bad.reshape(wrong.shape)))
     # Under an offset that leaves x no digits, nothing is known of the right gradient either.
     if not all(each.right for each in judged) or not np.isfinite(right.resolution):
         return result
     if result.verdict == "PASS":
         return replace(result, resolution=min(result.resolution, right.resolution))
-    # Right to rounding, and so is y: what differences say against it is their own noise.
+    # Right to rounding, and so is y: the noise of differences speaks against it.
     return _worst(result, right, right.bounds.plain, "PASS")
 
 
@@ -327,7 +335,7 @@ def _worst(
         pattern="",
         checked=z.size,
         failing=int(np.sum(z > 1)),
-        index=tuple(int(i) for i in np.unravel_index(place, judged.shape)),
+        index=place_of(place, judged.shape),
         actual=float(judged.actual.flat[place]),
         numeric=float(judged.bounds.value.flat[place]),
         bound_numeric=float(judged.bounds.plain.flat[place]),

@@ -30,10 +30,16 @@ def flat(a: Array) -> Array:
 
 def norm(a: Array) -> float:
     """Return the root of the sum of squares."""
-    # Not np.linalg.norm: its BLAS starts threads for 10 000 numbers, which takes 30 times as long
-    # as the sum while others are busy (measured: 3 ms on two cores, 2026-11), and may give other
-    # bits with another number of them.
+    # np.linalg.norm starts threads of its BLAS for 10 000 numbers, which takes 30 times as long as
+    # the sum while others are busy (3 ms on two cores, 2026-11), and its bits depend on their number.
     return float(np.sqrt(np.sum(np.square(a))))
+
+
+def rms(values: Array, axis: int | None = None) -> Array:
+    """Return the root mean square along an axis, kept, or of all, whose squares may overflow."""
+    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
+    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
+    return np.asarray(largest * np.sqrt(squares))
 
 
 def sum_rounding(terms: Array) -> float:
@@ -49,10 +55,10 @@ class FaultError(Exception):
         self.raised = raised
 
 
-def one_line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     """Describe an exception: its type and its message, which may have many lines."""
     text, name = " ".join(str(error).split()), type(error).__name__
-    # 160 characters: with what stands before it, two lines of a terminal.
+    # 160 characters, with the words before them, are two lines of a terminal.
     return f"{name}: {text[:160]}" if text else name
 
 
@@ -60,7 +66,7 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-        msg = f"{name} raised {one_line(error)}"
+        msg = f"{name} raised {_one_line(error)}"
         raise FaultError(msg, raised=True) from None
 
 
@@ -70,7 +76,7 @@ class Operation:
     def __init__(self, forward: Forward, backward: Backward):
         self._forward, self._backward = forward, backward
         self.forward_calls = self.backward_calls = 0
-        # What is worth knowing of results that do not last; empty where they do.
+        # A warning about results that do not last; empty where they do.
         self.overwritten = ""
         # By result, the latest as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
@@ -79,29 +85,27 @@ class Operation:
         """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
         self.forward_calls += 1
         result = _called("forward", self._forward, *args, *extra)
-        if isinstance(result, (tuple, list)) and len(result) == 2:
-            return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
-        kind = type(result).__name__
-        kind += f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
-        msg = f"forward must return (y, cache), got {kind}"
-        raise FaultError(msg)
+        is_many = isinstance(result, (tuple, list))
+        if not (is_many and len(result) == 2):
+            msg = f"forward must return (y, cache), got {type(result).__name__}"
+            raise FaultError(msg + (f" of {len(result)}" if is_many else ""))
+        return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
     def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
         """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
+        msg = ""
         if not isinstance(returned, (tuple, list)):
             kind = type(returned).__name__
             msg = f"backward must return a tuple, NamedTuple or list of gradients, got {kind}"
+        elif len(returned) != len(args):
+            wanted = f"{len(args)} gradients, one for each argument"
+            msg = f"backward must return {wanted}, got {len(returned)}"
+        if msg:
             raise FaultError(msg)
-        if len(returned) != len(args):
-            got, count = len(returned), len(args)
-            msg = f"backward must return {count} gradients, one for each argument, got {got}"
-            raise FaultError(msg)
-        return [
-            self._copied(i, each) if isinstance(each, np.ndarray) else each
-            for i, each in enumerate(returned)
-        ]
+        both = enumerate(returned)
+        return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
 
     def _copied(self, name: str | int, result: Array) -> Array:
         """Copy a result, since the next call may fill the same array; remember if one has."""
@@ -120,7 +124,7 @@ def as_array(name: str, value: Any) -> Array:
     except TypeError as error:
         raise FaultError(str(error)) from None
     except ValueError as error:
-        msg = f"{name} must be an array, got {type(value).__name__}: {one_line(error)}"
+        msg = f"{name} must be an array, got {type(value).__name__}: {_one_line(error)}"
         raise FaultError(msg) from None
     return array
 
@@ -139,10 +143,8 @@ class Loss:
         self.shape, self.dtype = y.shape, y.dtype
         # A forward that returns a view of its input, or a buffer of its own, may change it.
         self.y_as_returned = y.copy()
-        self.y = flat(y)
-        self.u = draw(y.size, rng)
-        # What went wrong near x, the first that was raised and the first other fault: such a point
-        # is left out.
+        self.y, self.u = flat(y), draw(y.size, rng)
+        # By whether it was raised, the first fault near x: such a point is left out.
         self.faults: dict[bool, str] = {}
 
     def cotangent(self) -> Array:
@@ -167,9 +169,8 @@ class Loss:
         NaN where there is none: the forward raises there, or returns something else.
         """
         args = copies(self.args)
-        moved = np.array(args[position], order="C")
+        moved = args[position] = np.array(args[position], order="C")
         moved.reshape(-1)[where] = values.astype(moved.dtype)
-        args[position] = moved
         try:
             y, _ = self.operation.forward(args)
             if y.shape == self.shape:
@@ -182,7 +183,7 @@ class Loss:
 
 def draw(size: int, rng: np.random.Generator) -> Array:
     """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
-    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that every one of
-    # the four dtypes holds a number and three times its size exactly.
+    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
+    # holds a number and three times its size exactly.
     u = np.round(rng.standard_normal(size) * 16).clip(-63, 63) / 16
     return np.where(u == 0, 0.0625, u)

@@ -1,111 +1,98 @@
 """
-The contract: what every forward and backward must do, whatever it computes.
+The rules of a call: what every forward and backward must do, whatever it computes.
 
 Inputs are left alone, the same call gives the same bits, and the backward is linear in dy. Each is
 one `Finding`, whose message is one line, also where the functions raise.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.compare import natural_size, rms
-from stablenorm.check.operation import FaultError, Loss, as_array, copies, draw, flat, unit_roundoff
-from stablenorm.check.results import Finding
+from stablenorm.check.compare import natural_size
+from stablenorm.check.operation import (
+    FaultError,
+    Loss,
+    as_array,
+    copies,
+    draw,
+    flat,
+    rms,
+    unit_roundoff,
+)  # fmt: skip
+from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
 
-# Two more runs of each: a race shows seldom, but what draws random numbers shows at once.
-_RUNS = 2
-# How deep a cache is searched for arrays: a cache of a layer in a block in a model.
+# A race shows seldom in three runs, but random numbers in the code show at once.
+_RUNS = 3
+# Depth to which a cache is searched for arrays: a cache of a layer in a block in a model.
 _DEPTH = 4
-# Not powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
-_FACTORS = (3, 5, 7, 11)
+# No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
+_FACTORS = np.array([3, 5, 7, 11])
 
 # By argument; those that cannot be compared are left out.
 Gradients = dict[str, Array]
 
 
-class Contract:
+class CallRules:
     """The operation; by name its arguments' scales, and the gradients that can be compared."""
 
     def __init__(self, loss: Loss, spans: Gradients, gradients: Gradients, rng: Generator):
         self._loss, self._spans, self._gradients, self._rng = loss, spans, gradients, rng
+        self._operation, self._dy = loss.operation, flat(loss.cotangent())
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
-        # What each returns is what is wrong.
-        checks: dict[str, Callable[[], str]] = {
-            "the forward leaves its arguments alone": self._forward_leaves_alone,
+        # Each returns the words for what is wrong.
+        rules = {
+            "the forward leaves its arguments alone": lambda: self._modified("forward"),
             "the forward is deterministic": self._forward_repeats,
+            "the backward leaves dy, the cache and the arguments alone": lambda: self._modified(
+                "backward"
+            ),
+            "the backward is deterministic, and a cache can be used twice": self._repeats,
+            "the backward is linear in dy": self._linear,
+            "the backward uses the cache that it is given": self._uses_its_cache,
         }
-        if backward:
-            checks |= {
-                "the backward leaves dy, the cache and the arguments alone": self._leaves_alone,
-                "the backward is deterministic, and a cache can be used twice": self._repeats,
-                "the backward is linear in dy": self._linear,
-                "the backward uses the cache that it is given": self._uses_its_cache,
-            }
         found: list[Finding] = []
-        for name, check in checks.items():
-            if check == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
-                # What gives other gradients at each call would be blamed for this too.
+        for name, rule in list(rules.items())[: None if backward else 2]:
+            # Gradients that differ at each call would be blamed on the cache too.
+            if rule == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
                 continue
             try:
-                message = check()
+                message = rule()
             except FaultError as fault:
                 message = str(fault)
             found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
-        return found
-
-    def _forward(self) -> tuple[Array, Any]:
-        return self._loss.operation.forward(copies(self._loss.args))
-
-    def _pull(self, dy: Array, cache: Any) -> Gradients:
-        """Return gradients, copied: a backward may fill a buffer of its own again."""
-        returned = self._loss.operation.gradients(dy, cache, self._loss.args)
-        found = {}
-        for position, (name, now) in enumerate(zip(self._spans, returned, strict=True)):
-            # What was not fit to be compared the first time is not looked at again.
-            if name in self._gradients:
-                array = as_array(f"the gradient of {name}", now)
-                found[name] = self._loss.settled(position, array)
-                shapes = self._gradients[name].shape, found[name].shape
-                if shapes[0] != shapes[1]:
-                    msg = f"the gradient of {name} had shape {shapes[0]}, then came {shapes[1]}"
-                    raise FaultError(msg)
         return found
 
     def allowances(self) -> Gradients:
         """
         Return what the rounding errors measured in the backward may add to its bounds, flat.
 
-        A backward is linear in dy but for its rounding errors, and these do not show in the size
-        of a gradient whose terms cancel (that of a softmax near 0 and 1, say). Measured is how far
-        multiples of dy are from giving multiples of the gradients: the root mean square along the
-        last axis, since a single element may be lucky. Never more than rounding can explain: a
-        backward that keeps float32 inside, 2^29 of these roundings, must not excuse itself.
+        They do not show in the size of a gradient whose terms cancel (that of a softmax near 0 and
+        1, say). Measured is how far multiples of dy are from giving multiples of the gradients: the
+        root mean square along the last axis, since a single element may be lucky. Never more than
+        rounding can explain: a backward that keeps float32 inside must not excuse itself.
         """
-        cache, dy = self._forward()[1], self._loss.cotangent()
-        scaled = [(dy.astype(np.float64) * factor).astype(dy.dtype) for factor in _FACTORS]
         try:
-            first, *more = (self._pull(each, cache) for each in (dy, *scaled))
+            first, *more = self._pulls(self._dy * factor for factor in (1, *_FACTORS))
         except FaultError:
-            # Found, and said, by the contract.
+            # The rules have found it, and said so.
             return {name: np.zeros(a.size) for name, a in self._gradients.items()}
         found = {}
         for name, a in self._gradients.items():
-            runs = np.array([each[name].astype(np.float64) for each in more])
-            wide = np.atleast_1d(a.astype(np.float64))
-            apart = (runs.T / _FACTORS).T - first[name].astype(np.float64)
-            measured = rms(rms(np.nan_to_num(apart, posinf=0, neginf=0), 0).reshape(wide.shape), -1)
+            runs, wide = np.array([flat(each[name]) for each in more]), np.atleast_1d(a)
+            apart = np.nan_to_num((runs.T / _FACTORS).T - flat(first[name]), posinf=0, neginf=0)
+            measured = rms(rms(apart, 0).reshape(wide.shape), -1)
             # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
-            measured = np.maximum(measured - 1.5 * unit_roundoff(a.dtype) * rms(wide, -1), 0)
-            # 16: of few samples, so many times their size.
-            allowed = np.minimum(16 * measured, self._explained(name))
+            own = 1.5 * unit_roundoff(a.dtype) * rms(wide.astype(np.float64), -1)
+            # Few samples may be 16 times too small.
+            allowed = np.minimum(16 * np.maximum(measured - own, 0), self._explained(name))
             found[name] = np.broadcast_to(allowed, wide.shape).reshape(-1)
         return found
 
@@ -115,87 +102,97 @@ class Contract:
         typical = max(float(rms(flat(gradient))), natural_size(self._loss, self._spans[name]))
         return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
-    def _forward_leaves_alone(self) -> str:
-        args = copies(self._loss.args)
-        return _modified("forward", self._named(args), lambda: self._loss.operation.forward(args))
+    def _forward(self) -> tuple[Array, Any]:
+        return self._operation.forward(copies(self._loss.args))
 
-    def _leaves_alone(self) -> str:
-        args, dy, operation = copies(self._loss.args), self._loss.cotangent(), self._loss.operation
-        cache = operation.forward(args)[1]
-        arrays = [("dy", dy), *self._named(args), *(("the cache", a) for a in _arrays_in(cache))]
-        return _modified("backward", arrays, lambda: operation.gradients(dy, cache, args))
+    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[Gradients]:
+        """Pull each dy back through one cache; return what was fit to be compared the first time."""
+        cache, runs = self._forward()[1] if cache is None else cache, []
+        for dy in dys:
+            given = dy.reshape(self._loss.shape).astype(self._loss.dtype)
+            returned, found = self._operation.gradients(given, cache, self._loss.args), {}
+            for position, name in enumerate(self._spans):
+                if name in self._gradients:
+                    array = as_array(f"the gradient of {name}", returned[position])
+                    found[name] = self._loss.settled(position, array)
+                    if array.shape != (shape := self._gradients[name].shape):
+                        msg = f"the gradient of {name} had shape {shape}, then came {array.shape}"
+                        raise FaultError(msg)
+            runs.append(found)
+        return runs
 
-    def _named(self, args: list[Array | None]) -> list[tuple[str, Array]]:
-        return [(n, a) for n, a in zip(self._spans, args, strict=True) if a is not None]
+    def _modified(self, what: str) -> str:
+        """Say which arrays a call modifies."""
+        args, dy, cache = copies(self._loss.args), self._loss.cotangent(), None
+        if what == "backward":
+            cache = self._operation.forward(args)[1]
+        held = {"dy": dy, **dict(zip(self._spans, args, strict=True)), "the cache": cache}
+        arrays = [(name, a, a.tobytes()) for name, h in held.items() for a in _arrays_in(h)]
+        if what == "backward":
+            self._operation.gradients(dy, cache, args)
+        else:
+            self._operation.forward(args)
+        changed = dict.fromkeys(name for name, a, before in arrays if a.tobytes() != before)
+        return f"the {what} modifies {', '.join(changed)}" if changed else ""
 
     def _forward_repeats(self) -> str:
-        found = [self._forward()[0] for _ in range(_RUNS)]
-        return _apart("y", [self._loss.y_as_returned, *found])
+        runs = (self._forward()[0] for _ in range(1, _RUNS))
+        return next(filter(None, (_apart("y", self._loss.y_as_returned, y) for y in runs)), "")
 
     def _repeats(self) -> str:
-        cache = self._forward()[1]
-        runs = [self._pull(self._loss.cotangent(), cache) for _ in range(1 + _RUNS)]
-        said = [_apart(f"the gradient of {n}", [each[n] for each in runs]) for n in runs[0]]
-        return next(filter(None, said), "")
-
-    def _uses_its_cache(self) -> str:
-        """Pull dy back through the first of two forwards, after the second one."""
-        operation, cache = self._loss.operation, self._forward()[1]
-        # A class that keeps what it needs has none.
-        if cache is None:
-            return ""
-        copied = _copy_of(cache)
-        try:
-            operation.forward(self._elsewhere())
-        except FaultError:
-            # Nothing can be asked where the operation is not defined.
-            return ""
-        if not self._off(cache):
-            return ""
-        if copied is None:
-            operation.overwritten = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
-        elif self._off(copied):
-            return "it returns the gradients of the latest forward, whose cache it was not given"
-        else:
-            operation.overwritten = "results, and the cache, are overwritten by the next call"
-        return ""
-
-    def _elsewhere(self) -> list[Array | None]:
-        """Return the arguments, moved by up to a quarter of their scales, as differences do."""
-        moved: list[Array | None] = []
-        for a, span in zip(self._loss.args, self._spans.values(), strict=True):
-            # At random: a shift of all elements is nothing to a softmax.
-            by = span * self._rng.uniform(-0.25, 0.25, span.shape)
-            moved.append(None if a is None else (a + by.reshape(a.shape)).astype(a.dtype))
-        return moved
-
-    def _off(self, cache: Any) -> bool:
-        """Tell whether a backward through `cache` does not give the gradients that it gave at first."""
-        try:
-            found = self._pull(self._loss.cotangent(), cache)
-        except FaultError:
-            return True
-        return any(_apart(name, [a, found[name]]) for name, a in self._gradients.items())
+        return _differ(*self._pulls([self._dy] * _RUNS))
 
     def _linear(self) -> str:
-        cache, loss = self._forward()[1], self._loss
-        dy = loss.cotangent().astype(np.float64)
-        other = draw(loss.y.size, self._rng).reshape(loss.shape)
-        # Twice one: a backward that is additive in dy for the signs it happens to meet need not
-        # be homogeneous. The sum is exact in every dtype, see `draw`.
-        dys = (each.astype(loss.dtype) for each in (dy, other, 2 * dy + other))
-        first, second, both = (self._pull(each, cache) for each in dys)
+        dy, other = self._dy, draw(self._dy.size, self._rng)
+        # A backward that is additive in dy for the signs it happens to meet need not be homogeneous:
+        # so twice dy. The sum is exact in every dtype, see `draw`.
+        first, second, both = self._pulls((dy, other, 2 * dy + other))
         for name, total in both.items():
             a, b = first[name], second[name]
             made = 2 * flat(a) + flat(b)
             # Nearer to the end of the range, the sum may overflow.
             far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
-            largest = np.max(np.where(far, 0, np.abs(flat(total) - made)), initial=0.0)
-            # Any order of summation, and what cancels.
+            # Any order of summation, and terms that cancel.
             bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(name)
-            if not largest <= bound:
-                return _differs(f"the gradient of {name}", largest / bound)
+            sides = flat(total), np.where(far, flat(total), made)
+            if said := _apart(f"the gradient of {name}", *sides, bound):
+                return said
         return ""
+
+    def _uses_its_cache(self) -> str:
+        """Pull dy back through the first of two forwards, after the second one."""
+        cache, moved = self._forward()[1], copies(self._loss.args)
+        # A class that keeps what it needs has no cache.
+        if cache is None:
+            return ""
+        copied = _copy_of(cache)
+        for i, (a, span) in enumerate(zip(moved, self._spans.values(), strict=True)):
+            if a is not None:
+                # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
+                by = span * self._rng.uniform(-0.25, 0.25, span.shape)
+                moved[i] = (a + by.reshape(a.shape)).astype(a.dtype)
+        try:
+            self._operation.forward(moved)
+        except FaultError:
+            # Nothing can be asked where the operation is not defined.
+            return ""
+        if self._is_off(cache):
+            words = "results, and the cache, are overwritten by the next call"
+            if copied is None:
+                words = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
+            elif self._is_off(copied):
+                return (
+                    "it returns the gradients of the latest forward, whose cache it was not given"
+                )
+            self._operation.overwritten = words
+        return ""
+
+    def _is_off(self, cache: Any) -> bool:
+        """Tell whether a backward through `cache` does not give the gradients that it gave at first."""
+        try:
+            return bool(_differ(self._gradients, *self._pulls([self._dy], cache)))
+        except FaultError:
+            return True
 
 
 def _arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
@@ -214,41 +211,33 @@ def _copy_of(cache: Any) -> Any:
         copied = copy.deepcopy(cache)
     except Exception:  # noqa: BLE001 - whatever an object of the user's raises
         return None
-    # A closure is its own copy, and what is in it.
+    # A closure is its own copy, and all in it.
     arrays, there = list(_arrays_in(copied)), {id(array) for array in _arrays_in(cache)}
     return copied if arrays and not there & set(map(id, arrays)) else None
-
-
-def _modified(what: str, named: list[tuple[str, Array]], call: Callable[[], object]) -> str:
-    """Say which arrays a call modifies."""
-    before = [array.tobytes() for _, array in named]
-    call()
-    pairs = zip(named, before, strict=True)
-    changed = dict.fromkeys(name for (name, array), old in pairs if array.tobytes() != old)
-    return f"{what} modifies {', '.join(changed)}" if changed else ""
 
 
 def _bound(a: Array) -> float:
     """Bound what another order of summation does to the elements of an array."""
     largest = float(np.max(np.abs(flat(a)), initial=0.0))
     bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
-    return float(bound if np.isfinite(bound) else 0.0) + 2.0**-1074
+    return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _apart(name: str, runs: list[Array]) -> str:
-    """Say how far results of the same call are apart, if by more than rounding explains."""
-    first, bound = runs[0], _bound(runs[0])
-    for each in runs[1:]:
-        if each.shape != first.shape:
-            return f"{name} has shape {first.shape}, then {each.shape}"
-        a, b = flat(each), flat(first)
-        alike = (a == b) | (np.isnan(a) & np.isnan(b))
-        # NaN where only one of them is NaN.
-        largest = np.max(np.where(alike, 0.0, np.abs(a - b)), initial=0.0)
-        if not largest <= bound:
-            return _differs(name, largest / bound)
-    return ""
+def _differ(first: Gradients, *more: Gradients) -> str:
+    """Say which gradients of the same call differ, and how far."""
+    said = (_apart(f"the gradient of {n}", a, g[n]) for n, a in first.items() for g in more)
+    return next(filter(None, said), "")
 
 
-def _differs(name: str, excess: float) -> str:
-    return f"{name} differs by {excess:.2g} times what rounding explains"
+def _apart(name: str, first: Array, other: Array, bound: float | None = None) -> str:
+    """Say how far two results are apart, if by more than rounding explains."""
+    if other.shape != first.shape:
+        return f"{name} has shape {first.shape}, then {other.shape}"
+    bound = _bound(first) if bound is None else bound
+    a, b = flat(other), flat(first)
+    # NaN where only one of them is NaN.
+    apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    largest = np.max(apart, initial=0.0)
+    if largest <= bound:
+        return ""
+    return f"{name} differs by {largest / bound:.2g} times what rounding explains"

@@ -1,4 +1,4 @@
-"""What a gradient check found: numbers and a verdict, as text and as a picture."""
+"""The report of a gradient check: numbers and a verdict, as text and as a picture."""
 
 import itertools
 import math
@@ -13,19 +13,19 @@ from stablenorm.text import plain, to_json, wrapped
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
-# Below, an error is drawn at the floor: a float64 says no more.
+# Errors below this are drawn at it: a float64 says no more.
 _FLOOR = 1e-17
-# In the place of a bound of 0: nothing is 0 times as large.
+# Stands for a bound of 0: nothing is 0 times as large.
 TINIEST = 2.0**-1074
 
 
-class Identity(NamedTuple):
-    """
-    One equation that the gradients of layer normalization satisfy exactly, and how well they do.
+def excess_of(difference: float, bound: float) -> float:
+    """Return a difference in units of its bound."""
+    return abs(float(difference)) / max(float(bound), TINIEST)
 
-    `error` is the absolute residual of the row that is worst in proportion to its bound, `bound`
-    what rounding explains there; `passed` holds over all rows.
-    """
+
+class Identity(NamedTuple):
+    """An equation that exact gradients satisfy: the residual of its worst row, and the bound there."""
 
     name: str
     error: float
@@ -59,7 +59,7 @@ class Difference(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bound; more than 1 is a failure."""
-        return float(abs(self.actual - self.numeric)) / max(self.bound, TINIEST)
+        return excess_of(self.actual - self.numeric, self.bound)
 
 
 class Secant(NamedTuple):
@@ -73,40 +73,33 @@ class Secant(NamedTuple):
 @dataclass(frozen=True)
 class ArgumentResult:
     """
-    What was found for one argument of the forward.
+    What was found for one argument of the forward, called `name`.
 
     Attributes
     ----------
-    name : str
-        The argument's name.
     verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"}
         NOT CHECKED: the argument or its gradient is None.
-    checked, total : int
-        Elements compared one by one, of how many.
-    probes : int
-        Random directions compared besides, each through all elements at once.
-    failing : int
-        Elements and probes that differ by more than both bounds.
+    checked, total, probes, failing : int
+        Elements compared one by one, and of how many; random directions besides, each through all
+        elements at once; how many of both differ by more than both bounds.
     index : tuple of int or None
         The element with the largest `z`; None if that was a probe, or nothing was compared.
-    actual, numeric : float
-        There: the derivative that the backward returned, and the one by finite differences.
-    bound_numeric, bound_actual : float
-        There: the estimated error of `numeric`, and how far rounding can take `actual` off.
+    actual, numeric, bound_numeric, bound_actual : float
+        There: the derivative that the backward returned, the one by finite differences, its
+        estimated error, and how far rounding can take `actual` off.
     resolution : float
         The smallest error that would have been seen in every element compared, relative to the
         element or to the RMS of this gradient, whichever is larger.
     message : str
         Why nothing could be compared, or why no verdict is possible; empty otherwise.
-    method : str
-        How `numeric` was obtained: "secants" or "closed form" (of `check_layer_norm`).
+    method : {"secants", "closed form"}
+        How `numeric` was obtained: by a closed form only in `check_layer_norm`.
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
-    differences : tuple of Difference
-        Every element that was compared.
-    curve : tuple of Secant
-        At `index`, or the probe: plain secants at each step, in units of the argument's scale.
+    differences, curve : tuple of Difference, tuple of Secant
+        Every element that was compared; at `index`, or the probe, plain secants at each step, in
+        units of the argument's scale.
     """
 
     name: str
@@ -116,11 +109,11 @@ class ArgumentResult:
     probes: int = 0
     failing: int = 0
     index: tuple[int, ...] | None = None
-    actual: float = float("nan")
-    numeric: float = float("nan")
-    bound_numeric: float = float("nan")
-    bound_actual: float = float("nan")
-    resolution: float = float("inf")
+    actual: float = math.nan
+    numeric: float = math.nan
+    bound_numeric: float = math.nan
+    bound_actual: float = math.nan
+    resolution: float = math.inf
     message: str = ""
     method: str = "secants"
     pattern: str = ""
@@ -135,8 +128,7 @@ class ArgumentResult:
     @property
     def z(self) -> float:
         """The difference in units of both bounds together; more than 1 is a failure."""
-        bound = self.bound_numeric + self.bound_actual
-        return float(abs(self.actual - self.numeric)) / max(float(bound), TINIEST)
+        return excess_of(self.actual - self.numeric, self.bound_numeric + self.bound_actual)
 
     def __str__(self) -> str:
         """Give one line; for what failed, or is not known, two more with the worst element."""
@@ -145,9 +137,9 @@ class ArgumentResult:
             return f"{self.name}: {self.verdict}{message}"
         pattern = f" ({self.pattern})" if self.pattern else ""
         compared = f"{self.checked} of {self.total} elements"
-        compared += f" and {self.probes} probes" if self.probes else ""
-        compared += f", {self.failing} differ" if self.failing else ""
-        compared += f", by {self.method}" if self.method != "secants" else ""
+        compared += f" and {self.probes} probes" * (self.probes > 0)
+        compared += f", {self.failing} differ" * (self.failing > 0)
+        compared += f", by {self.method}" * (self.method != "secants")
         seen = f"resolution {self.resolution:.1e}{message}"
         first = f"{self.name}: {self.verdict}{pattern}: {compared}, {seen}"
         if self.verdict == "PASS":
@@ -168,16 +160,15 @@ class GradientReport:
     ----------
     arguments : tuple of ArgumentResult
         One for each argument, in order.
-    identities : tuple of Identity
-        Filled by `check_layer_norm` alone.
-    forward_calls, backward_calls : int
-        How often each was called.
-    findings : tuple of Finding
-        What the other layers saw: the contract, the closed form, hard inputs, kinks.
+    forward_calls, backward_calls, seconds : int, int, float
+        How often each was called, and how long it took.
+    identities, findings : tuple of Identity, tuple of Finding
+        What the other layers saw: the contract, the closed form, hard inputs, kinks. Identities are
+        those of `check_layer_norm` alone.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
-    seconds : float
-        How long it took.
+    about : str
+        The shapes and dtypes of the arguments.
     """
 
     arguments: tuple[ArgumentResult, ...]
@@ -187,18 +178,18 @@ class GradientReport:
     diagnosis: tuple[str, ...] = ()
     backward_calls: int = 0
     seconds: float = 0.0
+    about: str = ""
 
     @property
     def verdict(self) -> Verdict:
         """FAIL if anything is wrong, PASS if all that was compared is right and fine enough."""
         verdicts: list[str] = [result.verdict for result in self.arguments]
-        verdicts += [finding.verdict for finding in self.findings if finding.verdict != "PASS"]
-        if "FAIL" in verdicts or not all(identity.passed for identity in self.identities):
+        verdicts += [f.verdict for seen in self._layers().values() for f in seen]
+        if "FAIL" in verdicts:
             return "FAIL"
         # A check in which nothing was compared has shown nothing.
-        if "INCONCLUSIVE" in verdicts or "PASS" not in verdicts:
-            return "INCONCLUSIVE"
-        return "PASS"
+        judged = any(result.verdict == "PASS" for result in self.arguments)
+        return "INCONCLUSIVE" if "INCONCLUSIVE" in verdicts or not judged else "PASS"
 
     @property
     def passed(self) -> bool:
@@ -208,18 +199,14 @@ class GradientReport:
     @property
     def resolution(self) -> float:
         """The smallest relative error that all judged arguments would have shown; inf if none."""
-        seen = [result.resolution for result in self.arguments if result.judged]
-        return max(seen, default=float("inf"))
+        return max((r.resolution for r in self.arguments if r.judged), default=math.inf)
 
     def as_dict(self) -> dict[str, Any]:
         """
-        Return everything as plain dicts, lists, str, int, float, bool and None.
+        Return everything as plain dicts, lists, str, int, float, bool and None, by name.
 
-        Returns
-        -------
-        dict
-            The attributes by name, with `verdict`, `passed`, `resolution`, and `z` where there
-            is one. What JSON has no number for is a string that float() reads: "nan", "inf".
+        `verdict`, `passed`, `resolution` are among them, and `z` where there is one. What JSON has
+        no number for is a string that float() reads: "nan", "inf".
         """
         held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
         result: dict[str, Any] = plain(held | vars(self))
@@ -231,16 +218,14 @@ class GradientReport:
 
     def plot(self, path: Any, *, format: str | None = None) -> None:
         """
-        Draw error against step, into a file.
+        Draw error against step into a file, of PNG, SVG or PDF by `format` or the name's ending.
 
-        `path` is one or its name; `format` "png", "svg" or "pdf", by default the name's ending. It
-        needs Matplotlib. For each argument: how far a plain central difference at each step is from the
-        extrapolated value, at the element with the largest z, relative to the largest element.
+        It needs Matplotlib. For each argument: how far a plain central difference at each step is
+        from the extrapolated value, where z is largest, relative to the largest element.
         """
-        # Drawn at 9 inches by 150 dots, so that 900 pixels show letters of 10 points at their size.
+        # 9 inches by 150 dots show letters of 10 points at their size on 900 pixels.
         figure = new_figure(9, 4.3)
         about = f"{self.verdict}: {self.diagnosis[0]}" if self.diagnosis else self._headline()
-        # As many letters of 12 points as fit into 9 inches; the rest is in the text of the report.
         title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
         figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
         axes = figure.subplots()
@@ -248,23 +233,20 @@ class GradientReport:
         for result, color in zip(judged, itertools.cycle(COLORS), strict=False):
             known = [result.numeric, *(each.numeric for each in result.differences)]
             size = max((abs(v) for v in known if math.isfinite(v)), default=0.0) or 1.0
-            errors = {each.step: abs(each.numeric - result.numeric) / size for each in result.curve}
-            points = [(s, max(e, _FLOOR)) for s, e in errors.items() if math.isfinite(e)]
+            errors = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
+            points = [(step, max(e, _FLOOR)) for step, e in errors if math.isfinite(e)]
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
-            lines = {"bound": result.bound_numeric + result.bound_actual}
-            if result.z > 1:
-                lines["backward is off"] = abs(result.actual - result.numeric)
-            for (what, error), dash in zip(lines.items(), "-:", strict=False):
+            off = abs(result.actual - result.numeric) if result.z > 1 else math.nan
+            bound = result.bound_numeric + result.bound_actual
+            for what, error, dash in (("bound", bound, "-"), ("backward is off", off, ":")):
                 if math.isfinite(error):
-                    label = f"d{result.name}: {what}"
-                    axes.axhline(max(error / size, _FLOOR), color=color, ls=dash, label=label)
+                    label, height = f"d{result.name}: {what}", max(error / size, _FLOOR)
+                    axes.axhline(height, color=color, ls=dash, label=label)
         xlabel, ylabel = "step, in units of the argument's own scale", "relative error"
         axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-        title = (
-            "Dots: plain central differences, at the worst place" if judged else "Nothing compared"
-        )
-        axes.set_title(title, fontsize=9, loc="left")
+        dots = "Dots: plain central differences, at the worst place"
+        axes.set_title(dots if judged else "Nothing compared", fontsize=9, loc="left")
         axes.grid(alpha=0.25)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
@@ -272,20 +254,18 @@ class GradientReport:
 
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
-        lines = [self._headline(), *(f"  {sentence}" for sentence in self.diagnosis)]
-        lines += [f"  {line}" for each in self.arguments for line in str(each).splitlines()]
+        lines = [self._headline(), *self.diagnosis, *self.about.splitlines()]
+        lines += [line for each in self.arguments for line in str(each).splitlines()]
         for layer, seen in self._layers().items():
             counts = Counter(each.verdict for each in seen)
-            told = (f"{count} {verdict}" for verdict, count in counts.items())
-            lines.append(f"  {layer}: {', '.join(told)}")
-            shown = [each[1:] for each in seen if each.verdict != "PASS"]
-            lines += [
-                f"    {verdict}: {name}: {m}".removesuffix(": ") for name, verdict, m in shown
-            ]
+            lines.append(f"{layer}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
+            shown = (each for each in seen if each.verdict != "PASS")
+            lines += [f"  {f.verdict}: {f.name}: {f.message}".removesuffix(": ") for f in shown]
         calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
-        # Below a second, how long it took interests nobody, and equal checks give equal texts.
-        lines.append(f"  {calls}, {self.seconds:.1f} s" if self.seconds >= 1 else f"  {calls}")
-        return "\n".join(part for line in lines for part in wrapped(line))
+        # Below a second, the time interests nobody, and equal checks give equal texts.
+        lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
+        indented = [lines[0], *(f"  {line}" for line in lines[1:])]
+        return "\n".join(part for line in indented for part in wrapped(line))
 
     def _headline(self) -> str:
         """Return the verdict and what it is about."""
@@ -299,8 +279,9 @@ class GradientReport:
             layers = self._layers().items()
             names = [layer for layer, seen in layers if verdict in (f.verdict for f in seen)]
             about = "" if names else "nothing was compared"
-        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-        return f"{verdict}: {about}{listed}"
+        return (
+            f"{verdict}: {about}{' and '.join(filter(None, [', '.join(names[:-1]), *names[-1:]]))}"
+        )
 
     def _layers(self) -> dict[str, list[Finding]]:
         """Return by layer all that it saw."""

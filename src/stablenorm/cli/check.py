@@ -8,7 +8,7 @@ import numpy as np
 from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
-from stablenorm.cli.user_norm import LayerNorm, adapt_class, adapt_functions
+from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
 from stablenorm.formats import parse
 from stablenorm.text import shape_text
 from stablenorm.types import Array
@@ -30,15 +30,16 @@ what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
-With --kind rms, rms_norm_forward and rms_norm_backward. gamma and beta may be
-missing.
+The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
+gamma and beta may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
 order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
 fixed inside the forward is found, and said. What the file prints is not shown.
 
 A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
-bias); their gradients are returned, or stored in attributes (dgamma, grad_weight, ...).
+bias), or members of params; their gradients are returned, or stored in attributes (dgamma,
+grad_weight, ...) or in grads, a list in the order of params or a dict by name.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -58,7 +59,7 @@ OPTIONS = {
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
     "--class": "with forward(x) and backward(dy); default: the only one there is",
-    "--kind": "of the norm; default: layer",
+    "--kind": ("of the norm; default: what its name says, or layer", {"default": None}),
     "--gamma-offset": "what the forward itself adds to gamma; default: 0",
     "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
     "--dtype": (
@@ -83,16 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
             np.errstate(),
             parts.progress_bar("comparing") as progress,
         ):
-            layer_norm = _adapt(UserFile(arguments.file), arguments)
+            norm = _adapt(UserFile(arguments.file), arguments)
             # A file that calls np.seterr(all="raise"), or makes warnings errors, means its own code.
             np.seterr(all="ignore")
             warnings.simplefilter("ignore")
-            shape, notes = _choose_shape(layer_norm, arguments)
-            check = {"layer": check_layer_norm, "rms": check_rms_norm}[arguments.kind]
+            shape, notes = _choose_shape(norm, arguments)
+            check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
             report = check(
-                layer_norm.forward,
-                layer_norm.backward,
-                *_data(layer_norm, shape, arguments),
+                norm.forward,
+                norm.backward,
+                *_data(norm, shape, arguments),
                 arguments.eps,
                 gamma_offset=arguments.gamma_offset,
                 rng=arguments.seed,
@@ -102,39 +103,44 @@ def run(arguments: argparse.Namespace) -> int:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:
         raise
-    # The user's functions returned something that cannot be judged: a traceback helps nobody.
+    # The user's functions returned something that the check cannot judge: a traceback helps nobody.
     except Exception as error:
         text = " ".join(str(error).split())
         msg = f"the check cannot go on: {type(error).__name__}: {text}"
         raise parts.InputError(msg) from error
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
-    content = {"source": arguments.file.name, "functions": layer_norm.signature, "notes": notes}
+    content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
     parts.write_plot(arguments.plot, report.plot)
-    parts.print_lines(f": {layer_norm.signature}", bold=arguments.file.name)
-    about = f"x {shape_text(shape)} {arguments.dtype}, eps {arguments.eps:g}, seed {arguments.seed}"
-    parts.print_lines(about, *(f"note: {note}" for note in notes), "")
+    parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
+    parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
     parts.print_lines("", *others, bold=first)
     return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 
-def _adapt(file: UserFile, arguments: argparse.Namespace) -> LayerNorm:
+def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
     """Return the class that is asked for, or the only one of a file without functions for it."""
     is_named, name = arguments.forward or arguments.backward, arguments.class_
     if name is not None and is_named:
         msg = "--class must be given without --forward and --backward: it has both"
         raise parts.InputError(msg)
-    if name is None:
-        try:
-            return adapt_functions(file, arguments.forward, arguments.backward, arguments.kind)
-        except parts.InputError:
-            if is_named or len(file.classes) != 1:
-                raise
-    return adapt_class(file, name or file.classes[0], (arguments.shape or _SHAPES[0])[-1])
+    try:
+        if name is None:
+            try:
+                given = arguments.forward, arguments.backward, arguments.kind
+                return adapt_functions(file, *given)
+            except parts.InputError:
+                if is_named or len(file.classes) != 1:
+                    raise
+        n = (arguments.shape or _SHAPES[0])[-1]
+        return adapt_class(file, name or file.classes[0], n, arguments.kind)
+    # Without a signature that can be read, or that of a norm.
+    except ValueError as error:
+        raise parts.InputError(str(error)) from None
 
 
-def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
+def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
     """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
     rng = np.random.default_rng(arguments.seed)
     n = shape[-1]
@@ -142,40 +148,44 @@ def _data(layer_norm: LayerNorm, shape: tuple[int, ...], arguments: argparse.Nam
     signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
     gamma = (signs * (1 + 0.5 * rng.random(n))).astype(arguments.dtype)
     beta = (0.5 + rng.random(n)).astype(arguments.dtype)
-    takes = layer_norm.takes
+    takes = norm.takes
     return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
 
 
-def _choose_shape(
-    layer_norm: LayerNorm, arguments: argparse.Namespace
-) -> tuple[tuple[int, ...], list[str]]:
+def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
     """Return the first shape that both functions accept, and why others were rejected."""
     shapes = [tuple(arguments.shape)] if arguments.shape else list(_SHAPES)
+    refused: dict[tuple[int, ...], UserError] = {}
     notes: list[str] = []
-    errors = {}
     for shape in shapes:
         try:
-            wrong = _objection(layer_norm, _data(layer_norm, shape, arguments), arguments.eps)
+            wrong = _objection(norm, _data(norm, shape, arguments), arguments.eps)
         except UserError as error:
-            wrong, errors[shape] = line_of(error), error
+            wrong, refused[shape] = line_of(error), error
         if not wrong:
             return shape, notes
         notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
-    # Functions that run, but return wrong shapes, are for the check to judge.
+    # Wrong shapes, or a backward that raises, are for the check to judge.
     for shape in shapes:
-        if shape not in errors:
+        if shape not in refused:
             return shape, []
-    raise errors[shapes[0]]
+    raise refused[shapes[0]]
 
 
-def _objection(layer_norm: LayerNorm, data: _Data, eps: float) -> str:
-    """Call both functions once; return which shape is wrong, empty if none is."""
-    y, cache = layer_norm.forward(*data, eps)
-    gradients = layer_norm.backward(np.ones_like(data[0]), cache)
+def _objection(norm: Norm, data: _Data, eps: float) -> str:
+    """Call both functions once; say what is wrong with the shapes, or what the backward raises."""
+    y, cache = norm.forward(*data, eps)
+    try:
+        gradients = norm.backward(np.ones_like(data[0]), cache)
+    except UserError as error:
+        # Its gradients cannot be told apart: then nothing can be checked.
+        if type(error) is UserError:
+            raise
+        return line_of(error)
     names = ("y", "dx", "dgamma", "dbeta")
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
-            came, due = shape_text(np.shape(actual)) or "()", shape_text(array.shape)
-            return f"{name} has shape {came}, not {due}{cure}"
+            came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)
+            return f"{name} has shape {came or '()'}, not {wanted}{cure}"
     return ""

@@ -8,20 +8,21 @@ import runpy
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stablenorm.check.roles import key_of, usual_names
 from stablenorm.cli.parts import InputError, what_is
 
-# Characters of a message of the user's code: enough to recognize it, with its place within two lines.
+# Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
 _LONGEST = 120
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 
 
 class UserError(Exception):
-    """An error in the user's code; its type has the name of the type that was raised there."""
+    """Something is wrong with the user's code; an error that it raised gives its name to the type."""
 
 
 def line_of(error: UserError) -> str:
@@ -43,29 +44,28 @@ class UserFile:
         # Opened once: the checked code is called thousands of times.
         self._nothing = self._open_nothing()
         with self._inside():
-            # An import as a module would write __pycache__ beside the user's file.
+            # A module would write __pycache__ beside the user's file.
             self._names = runpy.run_path(str(self.path), run_name=_MODULE)
         own = (n for n, v in self._names.items() if getattr(v, "__module__", "") == _MODULE)
         self.classes = [name for name in own if _is_layer(self._names[name])]
 
-    def find(
-        self, given: str | None, usual: Sequence[str], option: str, kind: str
-    ) -> Callable[..., Any]:
-        """Return the function of the name given, or of one of the usual names."""
+    def find(self, given: str | None, way: str, kind: str | None) -> tuple[str, Callable[..., Any]]:
+        """Return the function of the name given, or the forward or backward of a usual name."""
         functions = [
             name
             for name, value in self._names.items()
             if not name.startswith("_") and callable(value) and not inspect.isclass(value)
         ]
         spelled = {key_of(name): name for name in functions}
-        name = given or next((spelled[key] for key in usual if key in spelled), "")
+        usual = (spelled[key] for key in usual_names(way, kind) if key in spelled)
+        name = given or next(usual, "")
         if callable(self._names.get(name)):
-            return self.guard(self._names[name])
+            return name, self.guard(self._names[name])
         held = ", ".join(functions) or "no functions"
         if self.classes:
             held += f", and the classes {', '.join(self.classes)}: choose one with --class"
-        wanted = given or f"{kind}_norm_{option.strip('-')}"
-        msg = f"{self.name} must have {wanted}, or name one with {option}; it has {held}"
+        wanted = given or f"{kind or 'layer'}_norm_{way}"
+        msg = f"{self.name} must have {wanted}, or name one with --{way}; it has {held}"
         raise InputError(msg)
 
     def find_class(self, name: str) -> type:
@@ -146,8 +146,3 @@ def kept_streams() -> Iterator[None]:
 
 def _is_layer(value: Any) -> bool:
     return inspect.isclass(value) and hasattr(value, "forward") and hasattr(value, "backward")
-
-
-def key_of(name: str) -> str:
-    """Return the name as it is compared: underscores and capitals are a matter of taste."""
-    return str(name).replace("_", "").lower()

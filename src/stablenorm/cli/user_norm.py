@@ -1,156 +1,94 @@
-"""
-Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``.
-
-Arguments and gradients are recognized by their names, those without a known name by their order.
-"""
+"""Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
 
 import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.check.operation import copies
-from stablenorm.cli.parts import InputError
-from stablenorm.cli.user_file import UserError, UserFile, key_of, line_of
+from stablenorm.check.roles import (
+    NAMES,
+    PARAMETERS,
+    by_role,
+    forward_roles,
+    gradient_role,
+    gradients_by_role,
+    key_of,
+    parameters,
+    role_of,
+)
+from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.types import Array
-
-# The one table of names, compared without underscores and capitals. "settings" is a dict with eps.
-_NAMES = {
-    "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
-    "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "lnweight", "lnw"),
-    "beta": ("beta", "bias", "b", "shift", "offset", "biases", "lnbias", "lnb"),
-    "eps": ("eps", "epsilon", "e", "varianceepsilon", "lnepsilon", "lneps"),
-    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
-}
-_ROLES = {name: role for role, names in _NAMES.items() for name in names}
-_ARGUMENTS = ("x", "gamma", "beta", "eps")
-# dx, dweight, grad_bias, dL_dx, weight_grad: what is put before or after to say "gradient of".
-_GRADIENTS = {
-    role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(_NAMES[role])))
-    for role in _ARGUMENTS[:3]
-}
-# With these names the cache is the first argument of a backward: backward(ctx, dy).
-_CACHES = ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached")
-_FORWARD = ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm")
-_BACKWARD = ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad")
-_RMS = [[n.replace("layer", "rms").replace("ln", "rms") for n in u] for u in (_FORWARD, _BACKWARD)]
-_USUAL = {"layer": (_FORWARD, _BACKWARD), "rms": _RMS}
 
 _Gradients = tuple[Any, Any, Any]
 
 
-class LayerNorm(NamedTuple):
+class Norm(NamedTuple):
     """Two functions in the form that the check takes."""
 
     forward: Callable[..., tuple[Any, Any]]
     backward: Callable[[Array, Any], _Gradients]
-    # The parameters that the forward takes: gamma, beta, both or none.
+    # Names among gamma and beta that the forward takes.
     takes: tuple[str, ...]
     # How both are called, for the reader.
     signature: str
+    kind: str
+
+
+def _kind_of(name: str) -> str:
+    """Return the kind that a function or class is called by."""
+    return "rms" if "rms" in key_of(name) else "layer"
 
 
 # ---- functions ----
 
 
 def adapt_functions(
-    file: UserFile, forward_name: str | None, backward_name: str | None, kind: str
-) -> LayerNorm:
-    """Find both functions in the file and give them the usual form."""
-    usual_forward, usual_backward = _USUAL[kind]
-    forward = file.find(forward_name, usual_forward, "--forward", kind)
-    backward = file.find(backward_name, usual_backward, "--backward", kind)
-    roles = _forward_roles(forward)
-    takes = tuple(role for role in ("gamma", "beta") if role in roles.values())
-    taking, pulling = inspect.signature(forward), inspect.signature(backward)
-    required = [name for name, needed in _parameters(backward).items() if needed]
+    file: UserFile, forward_name: str | None, backward_name: str | None, kind: str | None
+) -> Norm:
+    """Find both functions in the file and give them the usual form; ValueError if that cannot be."""
+    name, forward = file.find(forward_name, "forward", kind)
+    _, backward = file.find(backward_name, "backward", kind)
+    spelled = [f"{each.__name__}{inspect.signature(each)}" for each in (forward, backward)]
+    roles, usual = forward_roles(forward), by_role(forward)
+    takes = tuple(role for role in PARAMETERS if role in roles.values())
+    required = [name for name, needed in parameters(backward).items() if needed]
     if len(required) != 2:
-        msg = f"the backward must take (dy, cache), got {_spelled(backward)}"
-        raise InputError(msg)
+        msg = f"the backward must take (dy, cache), got {spelled[1]}"
+        raise ValueError(msg)
+    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
+    signature = inspect.signature(backward)
 
-    def call_forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        given = dict(zip(_ARGUMENTS, (x, gamma, beta, eps), strict=True))
-        given["settings"] = dict.fromkeys(_NAMES["eps"], eps)
-        result = _call(forward, taking, {name: given[role] for name, role in roles.items()})
+    def call_forward(*args: Any) -> tuple[Any, Any]:
+        result = usual(*args)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
         return result[0], result[1] if len(result) == 2 else tuple(result[1:])
 
     def call_backward(dy: Array, cache: Any) -> _Gradients:
-        is_cache_first = key_of(required[0]) in _CACHES
-        both = (cache, dy) if is_cache_first else (dy, cache)
-        returned = _call(backward, pulling, dict(zip(required, both, strict=True)))
-        return _complete(_by_role(returned, takes), takes, returned)
+        given = dict(zip(order, (dy, cache), strict=True))
+        # In the order of the signature: by place or by name, as the function wants each.
+        bound = inspect.BoundArguments(signature, {name: given[name] for name in required})
+        returned = backward(*bound.args, **bound.kwargs)
+        return _complete(gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    signature = f"{_spelled(forward)}, {_spelled(backward)}"
-    return LayerNorm(call_forward, call_backward, takes, signature)
-
-
-def _call(function: Callable[..., Any], signature: inspect.Signature, given: dict[str, Any]) -> Any:
-    """Call a function with arguments by name, whichever are to be given by place and which by name."""
-    bound = inspect.BoundArguments(signature, given)
-    return function(*bound.args, **bound.kwargs)
+    return Norm(call_forward, call_backward, takes, ", ".join(spelled), kind or _kind_of(name))
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return the parameters but *args and **options, and whether each has to be given."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:
-        # A function that is not written in Python has no signature.
-        raise InputError(str(error)) from None
-    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name: p.default is p.empty for name, p in parameters.items() if p.kind not in stars}
-
-
-def _spelled(function: Callable[..., Any]) -> str:
-    return f"{function.__name__}{inspect.signature(function)}"
-
-
-def _forward_roles(function: Callable[..., Any]) -> dict[str, str]:
-    """Return what each parameter is for; those of unknown name get the roles left, in order."""
-    parameters = _parameters(function)
-    roles = {name: _ROLES[key_of(name)] for name in parameters if key_of(name) in _ROLES}
-    left = [role for role in _ARGUMENTS if role not in roles.values()]
-    unknown = [name for name, needed in parameters.items() if needed and name not in roles]
-    roles |= dict(zip(unknown, left, strict=False))
-    if len(unknown) > len(left) or "x" not in roles.values():
-        msg = f"the forward must take (x, gamma, beta, eps), got {_spelled(function)}"
-        raise InputError(msg)
-    return roles
-
-
-def _gradient_role(name: str) -> str:
-    """Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else."""
-    return next((r for r, names in _GRADIENTS.items() if names.fullmatch(key_of(name))), "")
-
-
-def _by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
-    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
-    if hasattr(returned, "_asdict"):
-        returned = returned._asdict()
-    if isinstance(returned, Mapping):
-        return {_gradient_role(n) or _ROLES.get(key_of(n), ""): g for n, g in returned.items()}
-    if isinstance(returned, np.ndarray) and not takes:
-        returned = (returned,)
-    if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
-        return dict(zip(("x", *takes), returned, strict=True))
-    return {}
-
-
-def _complete(found: Mapping[str, Any], takes: Sequence[str], returned: Any) -> _Gradients:
-    """Return dx, dgamma and dbeta, or UserError if one is missing."""
-    roles = ("x", *takes)
-    if missing := [f"d{role}" for role in roles if found.get(role) is None]:
-        wanted = ", ".join(f"d{role}" for role in roles)
+def _complete(
+    found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
+) -> _Gradients:
+    """Return dx, dgamma and dbeta, or UserError if a required one is missing."""
+    if missing := [f"d{role}" for role in required if found.get(role) is None]:
+        wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         what = type(returned).__name__
         if isinstance(returned, Mapping):
             what += f" of {', '.join(map(str, returned))}: no {', '.join(missing)}"
         elif isinstance(returned, (tuple, list)):
-            is_as_long = len(returned) == len(roles)
+            is_as_long = len(returned) == 1 + len(takes)
             what += f" of {len(returned)}" + f": no {', '.join(missing)}" * is_as_long
         elif isinstance(returned, np.ndarray):
             what = f"one array of shape {returned.shape}"
@@ -162,20 +100,29 @@ def _complete(found: Mapping[str, Any], takes: Sequence[str], returned: Any) -> 
 # ---- a class ----
 
 
-def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
+class _Member(NamedTuple):
+    """Something that an instance holds, under a name; `put` puts another one there."""
+
+    name: str
+    value: Any
+    put: Callable[[Any], object]
+
+
+def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
     made = _make(file, class_, n)
-    places = {role: place for role in _ARGUMENTS[1:] if (place := _place(made, role))}
-    takes = tuple(role for role in places if role != "eps")
+    takes = tuple(role for role in PARAMETERS if _places(made, role))
 
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
-            if role in places and value is not None:
-                # In the shape that the class gave it.
-                shape = np.shape(getattr(instance, places[role]))
-                setattr(instance, places[role], np.array(value).reshape(shape) if shape else value)
+            places = _places(instance, role) if value is not None else []
+            if places and (shape := np.shape(places[0].value)):
+                # In the shape that the class gave it; one array wherever it held one.
+                value = np.array(value).reshape(shape)  # noqa: PLW2901
+            for place in places:
+                place.put(value)
         return file.guard(instance.forward)(x), instance
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
@@ -188,30 +135,30 @@ def adapt_class(file: UserFile, name: str, n: int) -> LayerNorm:
         *arrays, eps = cache
         _, instance = run(*copies(arrays), eps)  # type: ignore[arg-type, call-arg]
         returned = file.guard(instance.backward)(dy)
-        held = [n for n in dir(instance) if not callable(getattr(instance, n, None))]
-        found: dict[str, Any] = {_gradient_role(n): getattr(instance, n, None) for n in held}
+        found = _stored_gradients(instance, takes)
         # A single array is dx, and the others are stored.
-        found |= _by_role(returned, () if isinstance(returned, np.ndarray) else takes)
+        found |= gradients_by_role(returned, () if isinstance(returned, np.ndarray) else takes)
         for role in found.keys() & set(takes):
-            # A gradient of the shape that the class gave the parameter is as it should be.
-            if np.shape(found[role]) == np.shape(getattr(instance, places[role])):
+            # The shape that the class itself gave the parameter is as it should be.
+            if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
                 found[role] = np.reshape(found[role], -1)
-        return _complete(found, takes, returned)
+        return _complete(found, takes, returned, ["x"])
 
-    return LayerNorm(forward, backward, takes, f"{name}({n}).forward(x), .backward(dy)")
+    signature = f"{name}({n}).forward(x), .backward(dy)"
+    return Norm(forward, backward, takes, signature, kind or _kind_of(name))
 
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
     """Return an instance for rows of n; UserError says what was tried."""
-    options = {name: 1e-5 for name in _parameters(class_) if _ROLES.get(key_of(name)) == "eps"}
+    options = {name: 1e-5 for name in parameters(class_) if role_of(name) == "eps"}
     said = []
     for arguments in ((n,), ((n,),), ()):
         try:
             instance = file.guard(class_)(*arguments, **options)
-            gamma = _place(instance, "gamma")
-            if not gamma or getattr(instance, gamma).size == n:
+            places = _places(instance, "gamma")
+            if not places or places[0].value.size == n:
                 return instance
-            why = f"{gamma} does not have {n} elements"
+            why = f"{places[0].name} does not have {n} elements"
         except UserError as error:
             why = line_of(error)
         said.append(f"{class_.__name__}({', '.join(map(str, arguments))}): {why}")
@@ -219,10 +166,50 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     raise UserError(msg)
 
 
-def _place(instance: Any, role: str) -> str:
-    """Return the attribute that holds gamma, beta or eps; empty if none does."""
+def _attributes(instance: Any) -> dict[str, Any]:
+    """Return what an instance holds; a slot may be empty yet."""
+    held = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
+    return {name: value for name, value in held if not callable(value)}
+
+
+def _members(instance: Any, what: str) -> Iterator[_Member]:
+    """Yield what a list, tuple or dict of the parameters, or of the gradients, holds."""
+    attributes = _attributes(instance)
+    for name, held in attributes.items():
+        if key_of(name) in NAMES[what] and isinstance(held, dict):
+            yield from (_Member(str(k), v, partial(held.__setitem__, k)) for k, v in held.items())
+        elif key_of(name) in NAMES[what] and isinstance(held, (list, tuple)):
+            for i, (role, value) in enumerate(zip(PARAMETERS, held, strict=False)):
+                # A parameter that is an attribute as well is called like that.
+                same = (n for n, other in attributes.items() if other is value and role_of(n))
+                put = held.__setitem__ if isinstance(held, list) else None
+                yield _Member(
+                    next(same, role), value, partial(put, i) if put else partial(np.copyto, value)
+                )
+
+
+def _places(instance: Any, role: str) -> list[_Member]:
+    """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
-    attributes = {key_of(name): name for name in dir(instance)}
-    held = (attributes[name] for name in _NAMES[role] if name in attributes)
-    # A slot may be empty yet.
-    return next((name for name in held if isinstance(getattr(instance, name, None), kind)), "")
+    held = [_Member(n, v, partial(setattr, instance, n)) for n, v in _attributes(instance).items()]
+    held += _members(instance, "parameters")
+    known = {key: i for i, key in enumerate(NAMES[role])}
+    found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
+    found.sort(key=lambda each: known[key_of(each.name)])
+    return [each for each in found if each.value is found[0].value]
+
+
+def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
+    """Return by role the gradients in attributes and in lists and dicts of them."""
+    order = [role_of(each.name) for each in _members(instance, "parameters")]
+    order = order if set(order) == set(takes) else list(takes)
+    found = {}
+    for name, held in _attributes(instance).items():
+        if role := gradient_role(name):
+            found[role] = held
+        elif key_of(name) in NAMES["gradients"] and isinstance(held, (list, tuple)):
+            found |= dict(zip(order, held, strict=False))
+    for name, value, _ in _members(instance, "gradients"):
+        if role := gradient_role(name) or role_of(name):
+            found.setdefault(role, value)
+    return found

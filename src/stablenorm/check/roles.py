@@ -1,0 +1,131 @@
+"""
+What the arguments of a norm are for, by the names that people give them.
+
+One table serves Python and the command: arguments are recognized by their names, those without a
+known name by their order.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+# By role, compared without underscores and capitals. "settings" is a dict with eps.
+NAMES = {
+    "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
+    "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),
+    "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
+    "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "lnweight", "lnw"),
+    "beta": ("beta", "bias", "b", "shift", "offset", "biases", "lnbias", "lnb"),
+    "eps": ("eps", "epsilon", "e", "varianceepsilon", "lnepsilon", "lneps"),
+    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
+    "parameters": ("params", "parameters", "param"),
+    "gradients": ("grads", "gradients", "grad", "dparams"),
+    "cache": ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached"),
+}
+ARGUMENTS, PARAMETERS = ("x", "gamma", "beta", "eps"), ("gamma", "beta")
+# dx, dweight, grad_bias, dL_dx, weight_grad: what is put before or after to say "gradient of".
+_GRADIENTS = {
+    role: re.compile(r"(dld|dl|grad|d|g)({0})|({0})grad".format("|".join(NAMES[role])))
+    for role in ARGUMENTS[:3]
+}
+
+
+def key_of(name: object) -> str:
+    """Return the name as it is compared: underscores and capitals are a matter of taste."""
+    return str(name).replace("_", "").lower()
+
+
+def usual_names(way: str, kind: str | None) -> list[str]:
+    """Return what a forward or backward of a norm is called; of any kind, the kinds that say so first."""
+    layer = list(NAMES[way])
+    rms = [name.replace("layer", "rms").replace("ln", "rms") for name in layer]
+    return {"layer": layer, "rms": rms, None: [*layer[:3], *rms[:3], *layer, *rms]}[kind]
+
+
+def role_of(name: object) -> str:
+    """Return the role of an argument; empty for a name that is not known."""
+    roles = ("settings", *ARGUMENTS)
+    return next((role for role in roles if key_of(name) in NAMES[role]), "")
+
+
+def gradient_role(name: object) -> str:
+    """Return x, gamma or beta for dx, dweight, grad_bias, ...; empty for anything else."""
+    return next((r for r, names in _GRADIENTS.items() if names.fullmatch(key_of(name))), "")
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, bool]:
+    """Return the parameters but *args and **options, and whether each has to be given."""
+    stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    held = inspect.signature(function).parameters
+    return {name: p.default is p.empty for name, p in held.items() if p.kind not in stars}
+
+
+def forward_roles(function: Callable[..., Any]) -> dict[str, str]:
+    """Return what each parameter is for; those of unknown name get the roles left, in order."""
+    held = parameters(function)
+    roles: dict[str, str] = {}
+    for name in held:
+        # A second name for one role, a `scale` beside gamma say, has a default of its own.
+        if (role := role_of(name)) and role not in roles.values():
+            roles[name] = role
+    left = [role for role in ARGUMENTS if role not in roles.values()]
+    unknown = [name for name, needed in held.items() if needed and name not in roles]
+    roles |= dict(zip(unknown, left, strict=False))
+    if len(unknown) > len(left) or "x" not in roles.values():
+        wanted = "the forward must take (x, gamma, beta, eps)"
+        name = getattr(function, "__name__", "a function")
+        msg = f"{wanted}, got {name}{inspect.signature(function)}"
+        raise ValueError(msg)
+    return roles
+
+
+def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
+    """Return the gradients that come by name or, as many as there are, in order; else nothing."""
+    named = returned._asdict() if hasattr(returned, "_asdict") else returned
+    if isinstance(named, Mapping):
+        found = {gradient_role(name) or role_of(name): each for name, each in named.items()}
+        if "x" in found or not isinstance(returned, tuple):
+            return found
+    if isinstance(returned, np.ndarray) and not takes:
+        returned = (returned,)
+    if isinstance(returned, (tuple, list)) and len(returned) == 1 + len(takes):
+        return dict(zip(("x", *takes), returned, strict=True))
+    return {}
+
+
+def by_role(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same forward, to be called with x, gamma, beta and eps in this order."""
+    roles, signature = forward_roles(function), inspect.signature(function)
+
+    def forward(*args: Any) -> Any:
+        given = dict(zip(ARGUMENTS, args, strict=True))
+        given["settings"] = dict.fromkeys(NAMES["eps"], given["eps"])
+        named = {name: given[role] for name, role in roles.items()}
+        # By place or by name, as the function wants each.
+        bound = inspect.BoundArguments(signature, named)
+        return function(*bound.args, **bound.kwargs)
+
+    return forward
+
+
+def by_roles(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
+    """Return both functions in the usual form, and which parameters the norm takes."""
+    try:
+        roles = forward_roles(forward).values()
+        takes = tuple(role for role in PARAMETERS if role in roles)
+        forward = by_role(forward)
+    # Without a signature, or known names, arguments are given by their order.
+    except (TypeError, ValueError):
+        return forward, backward, PARAMETERS
+
+    def pull(dy: Any, cache: Any) -> Any:
+        returned = backward(dy, cache)
+        found = gradients_by_role(returned, takes)
+        return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
+
+    return forward, pull, takes
