@@ -23,6 +23,7 @@ def deviations() -> list[tuple[Any, ...]]:
 def _small() -> Ways:
     x, gamma, beta, *_ = make_problem((1, 1, 64), "float32")
     plain = lambda: sn.layer_norm(x, gamma, beta)
+    eps: Any = np.float32(1e-5)
     named: dict[str, Callable[[], Any]] = {
         "`axis=(-1,)`": lambda: sn.layer_norm(x, gamma, beta, axis=(-1,)),
         "`eps=0`": lambda: sn.layer_norm(x, gamma, beta, 0),
