@@ -159,7 +159,7 @@ def developers_table(found: dict[str, Any]) -> str:
     """The table of CONTRIBUTING.md: what is in a kernel, and what is written around the plain call."""
     lines = [
         (f"{direction} of {tuple(shape)}: `{name}`", digits(apart / together, 3), "in the kernels")
-        for (shape, direction, together, apart), name in (
+        for (shape, direction, apart, together), name in (
             (line, "residual" if line[1] == "forward" else "dsum")
             for line in found["residual"]
             if tuple(line[0]) == BEYOND[-1]

@@ -51,6 +51,9 @@ class Layout(NamedTuple):
         """Return a copy of some rows, (rows, n)."""
         moved, leading = self._moved(array)
         if not isinstance(rows, slice):
+            view = self.view(array)
+            if view is not None:
+                return np.take(view, rows, axis=0)
             return moved[np.unravel_index(rows, leading)].reshape(len(rows), self.shape[1])
         found = memory.empty((rows.stop - rows.start, self.shape[1]), array.dtype)
         for box, some in _boxes(leading, rows.start, rows.stop):
@@ -60,6 +63,10 @@ class Layout(NamedTuple):
     def write(self, array: Array, rows: slice | Array, found: Array) -> None:
         """Write (rows, n) to where they belong."""
         moved, leading = self._moved(array)
+        view = None if isinstance(rows, slice) else self.view(array)
+        if view is not None:
+            view[rows] = found
+            return
         if not isinstance(rows, slice):
             index = np.unravel_index(rows, leading)
             moved[index] = found.reshape(len(rows), *moved.shape[len(leading) :])

@@ -68,7 +68,7 @@ def run_plain(operation: str, backend: str, call: Any, layout: Layout, old: Any 
             one_call, one_old = _sample(call, i), old and [part(each, i) for each in old]
         found = _run_parts(operation, backend, one_call, layout, blocks, one_old)
         words += [(block.rows, kept) for block, kept in zip(blocks, found, strict=False)]
-    _fill_others(call, some)
+    _fill_others(call, layout, np.flatnonzero(~some.transpose(layout.order).reshape(-1)))
     return _spread(words, count) if isinstance(call, Forward) and call.keep else None
 
 
@@ -156,17 +156,17 @@ def _sample(call: Any, i: int | slice) -> Any:
     return call._replace(norm=call.norm.sample(i))
 
 
-def _fill_others(call: Any, some: Array) -> None:
+def _fill_others(call: Any, layout: Layout, rows: Array) -> None:
     """Write into rows of which nothing counts what reaches them: 0, or in dx dsum, rounded."""
     for name in WRITTEN.intersection(call._fields) - {"total"}:
         array = getattr(call, name)
         if array is None:
             continue
-        source: Any = np.zeros((), array.dtype)
+        found = np.broadcast_to(np.zeros((), array.dtype), (len(rows), layout.shape[1]))
         if getattr(call, "dsum", None) is not None:
-            source = np.empty(array.shape, array.dtype)
-            add(call.dsum, np.broadcast_to(np.zeros((), array.dtype), array.shape), source)
-        np.copyto(array, source, where=~some)
+            zeros, found = found, np.empty(found.shape, array.dtype)
+            add(layout.read(call.dsum, rows), zeros, found)
+        layout.write(array, rows, found)
 
 
 def _spread(words: list[tuple[Any, Any]], count: int) -> Statistics:
