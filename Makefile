@@ -110,6 +110,7 @@ $(BENCH)/.done: pyproject.toml $(NATIVE)
 .PHONY: bench
 bench: $(BENCH)/.done  ## speed beside the peers, into docs: 10 min; ARGS=--render: the page alone
 	$(BENCH)/bin/python benchmarks/bench.py $(ARGS)
+	$(BENCH)/bin/python benchmarks/keywords.py $(ARGS)
 
 .PHONY: stability
 stability: $(BENCH)/.done  ## what the peers lose on hard inputs, into docs: 2 min

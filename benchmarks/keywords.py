@@ -1,5 +1,5 @@
 """
-What the keywords cost beside the plain call: `make keywords`.
+What the keywords, and calls of other layouts, cost beside the plain call: `make keywords`, and at the end of `make bench`.
 
 Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
 benchmarks/results/keywords.json and the last part of docs/evidence/performance.md.
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
+from deviations import deviations, deviations_table
 from page import DOCS, ROOT, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
@@ -118,6 +119,7 @@ def measure() -> dict[str, Any]:
         "origin": origin(),
         "residual": [line for shape in IN_CACHE[2:] + BEYOND for line in residual(shape)],
         "others": others(),
+        "deviations": deviations(),
     }
 
 
@@ -142,6 +144,12 @@ Forward and backward of {SAMPLES}: over the time of the plain call; and the time
 calls, over it.
 
 {rest}
+
+### Calls that deviate from the plain one
+
+The time of each, over that of the plain call that stands beside it, or that a user would write instead.
+
+{deviations_table(found["deviations"])}
 
 {origin_line("make keywords", found["origin"])}
 """
