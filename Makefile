@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The files whose docstrings are the reference.
-PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/layer_norm.py api/rms_norm.py layer.py memory.py cli/__init__.py testing/__init__.py testing/families.py testing/published.py testing/midpoints.py testing/digests.py testing/plain.py threads.py oracle/exact.py oracle/norms.py check/gradients.py check/layer_norm.py check/results.py cost/_counts.py cost/_measure.py diagnosis/__init__.py diagnosis/results.py diagnosis/methods.py cuda/workspace.py)
+PUBLIC := $(addprefix src/stablenorm/,api/derivatives.py api/layer_norm.py api/rms_norm.py layer.py memory.py cli/__init__.py testing/__init__.py testing/families.py testing/published.py testing/fixed.py testing/plain.py threads.py oracle/exact.py oracle/norms.py check/gradients.py check/layer_norm.py check/results.py cost.py diagnosis/__init__.py diagnosis/results.py diagnosis/methods.py cuda/workspace.py)
 
 .PHONY: help run test lint accuracy clean
 
@@ -89,7 +89,7 @@ keywords: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
 
-scale: $(VENV)/.dev  ## Dask and files beside the plain call, into docs: 8 min, alone on the machine
+scale: $(VENV)/.dev  ## Dask beside the plain call, into docs: 6 min, alone on the machine
 	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that

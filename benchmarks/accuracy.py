@@ -65,7 +65,8 @@ def run(case: Any, job: Job, **options: Any) -> dict[str, Any]:
     """Return these outputs of stablenorm."""
     forward, backward = FUNCTIONS[job.kind]
     y, cache = forward(case.x, case.gamma, case.beta, case.eps, **options)
-    gradients = backward(case.dy, cache, wrt=[d[1:] for d in job.outputs if d != "y"])
+    asked: list[Any] = [d[1:] for d in job.outputs if d != "y"]
+    gradients = backward(case.dy, cache, wrt=asked)
     return dict(zip(OUTPUTS, (y, *gradients), strict=True))
 
 

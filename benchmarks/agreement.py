@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from peers import EPS, Calls, ours
 
-from stablenorm.cli.bench import Problem
+from stablenorm.timing import Problem
 from stablenorm.types import Array
 
 # Rows that are compared with the reference, as a problem of their own; the sums over all rows are

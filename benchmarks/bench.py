@@ -21,9 +21,8 @@ from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
 from speed_page import page, readme_block
 
-from stablenorm.cli.parts import use_threads
 from stablenorm.memory import set_idle_limit
-from stablenorm.timing import measure_copy
+from stablenorm.timing import measure_copy, use_threads
 
 PEERS = ("PyTorch", "JAX, the formula", "ONNX Runtime", "plain NumPy")
 THREADS = 2

@@ -11,10 +11,17 @@ from peers import EPS, OURS, Peer
 
 from stablenorm import layer_norm
 from stablenorm.backends import choose
-from stablenorm.cli.bench import PASSES, Problem, make_candidates, make_problem, usable_backends
-from stablenorm.cli.parts import DTYPES
-from stablenorm.formats import parse
-from stablenorm.timing import COPY_BYTES, make_copy, measure_interleaved
+from stablenorm.formats import DTYPES, parse
+from stablenorm.timing import (
+    COPY_BYTES,
+    PASSES,
+    Problem,
+    make_candidates,
+    make_copy,
+    make_problem,
+    measure_interleaved,
+    usable_backends,
+)
 
 # Ours: as called, and with results written into arrays given.
 OURS_OUT, CALL = "out=", "layer_norm"

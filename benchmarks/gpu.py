@@ -22,9 +22,9 @@ from page import DOCS, keep, origin, origin_line, put, table
 from peers import load_all
 
 from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.cli.bench import PASSES
 from stablenorm.formats import parse
 from stablenorm.testing import Case
+from stablenorm.timing import PASSES
 
 SHAPES = (
     (8192, 1024), (8192, 4096), (4096, 8192), (65_536, 768), (1024, 65_536), (8192, 4095),

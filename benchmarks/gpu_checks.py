@@ -19,9 +19,8 @@ from unittest.mock import patch
 import numpy as np
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm.cli.parts import DTYPES
 from stablenorm.cuda import CudaWorkspace, driver
-from stablenorm.formats import parse
+from stablenorm.formats import DTYPES, parse
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing import FAMILIES, Case, make_case
 

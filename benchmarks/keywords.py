@@ -15,8 +15,7 @@ from cases import BEYOND, IN_CACHE
 from page import DOCS, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
-from stablenorm.cli.bench import make_problem
-from stablenorm.cli.parts import use_threads
+from stablenorm.timing import make_problem, use_threads
 
 THREADS = 2
 # 64k elements of a sample are 10 us of work.

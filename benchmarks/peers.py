@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from stablenorm import __version__, layer_norm_backward, layer_norm_forward
-from stablenorm.cli.bench import Problem
-from stablenorm.cli.parts import DTYPES
+from stablenorm.formats import DTYPES
 from stablenorm.testing.plain import plain_backward, plain_forward
+from stablenorm.timing import Problem
 from stablenorm.types import Array, bfloat16
 
 EPS = 1e-5
@@ -191,7 +191,7 @@ def of_pair(name: str, made: str, forward: Callable[..., Any], backward: Any) ->
     return Peer(name, made, DTYPES, make)
 
 
-def ours(backend: str | None = None) -> Peer:
+def ours(backend: Any = None) -> Peer:
     """Return the package, by one of its backends."""
     forward = partial(layer_norm_forward, backend=backend)
     return of_pair(OURS, __version__, forward, layer_norm_backward)

@@ -21,9 +21,9 @@ from page import digits, keep, medians, origin, origin_line, table, write
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.api import FUNCTIONS
-from stablenorm.cli.parts import ROUNDINGS
 from stablenorm.formats import parse
 from stablenorm.testing import FAMILIES, Case, make_case
+from stablenorm.timing import ROUNDINGS
 
 NARROW = ("float32", "bfloat16", "float16")
 THREADS = os.cpu_count() or 1
@@ -76,6 +76,7 @@ def ratios(shape: tuple[int, ...], dtype: str, threads: int = THREADS) -> tuple[
     found = []
     for backward in (False, True):
         calls: dict[str, Any] = {}
+        rounding: Any
         for rounding in ROUNDINGS:
             forward = partial(layer_norm_forward, x, gamma, beta, eps, rounding=rounding)
             cache, next_dy = forward()[1], itertools.cycle(turns).__next__
@@ -167,7 +168,7 @@ def page(found: dict[str, Any]) -> str:
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
 ([the contract](../reference/accuracy-contract.md)). Kernels of float16, bfloat16 and float32 compute in float64, as by
 default, with bounds of the errors. Rows and columns in which these leave an element open are done once more in
-double-double, as all of float64 is. What that leaves open goes to the reference, which has integers at last.
+double-double, as all of float64 is. Uncertified elements go to integers.
 
 ## Time of nearest over that of fast
 

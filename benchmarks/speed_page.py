@@ -10,7 +10,7 @@ from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result, Spread
 from page import byte_words, digits, origin_line, seconds, table, unit_of
 from peers import OURS
 
-from stablenorm.cli.bench import PASSES
+from stablenorm.timing import PASSES
 
 # What README compares with, and the shapes it has a row for.
 RIVALS = ("PyTorch", "plain NumPy")

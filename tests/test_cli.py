@@ -1,12 +1,15 @@
 """`stablenorm run`: the main job, every bad input, nothing half-written."""
 
 import re
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-import stablenorm.report.findings as job
+import stablenorm.cli.findings as job
 from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
 from stablenorm.cli import problem as reading
@@ -35,9 +38,6 @@ def test_an_rms_norm_is_checked_as_one(capsys):
     for words in (", RMS norm;", "check_rms_norm in float64", "All checks passed."):
         assert words in out
     assert "sum(dx) = 0" not in out
-    np.savez("zero.npz", x=np.zeros((2, 4)))
-    assert main(["run", "zero.npz", "--kind", "rms", "--eps", "0"]) == 2
-    assert "where a row of x is zero, got 0 and row 0" in capsys.readouterr().err
 
 
 def test_arrays_that_are_not_used_are_named(tmp_path, capsys):
@@ -47,73 +47,12 @@ def test_arrays_that_are_not_used_are_named(tmp_path, capsys):
     )
 
 
-class Bomb:
-    """What would write a file when unpickled."""
-
-    def __reduce__(self):
-        return (open, ("exploded", "w"))
-
-
-BAD_FILES = {
-    "missing": (None, "must be an .npy, .npz or .safetensors file.*not there"),
-    "pickled": (lambda p: np.savez(p, x=np.array([Bomb()])), "must hold plain numbers, got pick"),
-    "no x": (lambda p: np.savez(p, dy=X), "must hold an array named x, got dy"),
-    "integers": (lambda p: np.savez(p, x=np.eye(3, dtype=int)), "x must be float16.*got int64"),
-    "gamma": (lambda p: np.savez(p, x=X, gamma=X[0, :4]), r"gamma must have shape \(5,\)"),
-    "dy": (lambda p: np.savez(p, x=X, dy=X[:2]), r"dy must have shape \(3, 5\)"),
-    "scalar": (lambda p: np.savez(p, x=np.float32(1)), "axis must name axes of x"),
-    "no rows": (lambda p: np.savez(p, x=X[:0]), "x must have at least one row"),
-    "no columns": (lambda p: np.savez(p, x=X[:, :0]), "at least one element along axis"),
-    "nan": (lambda p: np.savez(p, x=X * np.nan), "x must be finite to be checked, got nan"),
-    "eps < 0": (lambda p: np.savez(p, x=X, eps=-1.0), "eps must be finite and >= 0, got -1.0"),
-    "two eps": (lambda p: np.savez(p, x=X, eps=[1.0, 2.0]), "eps in .* must be one number"),
-    "0/0": (lambda p: np.savez(p, x=0 * X, eps=0.0), "eps must be > 0 where a row of x is const"),
-}
-
-
-@pytest.mark.parametrize("kind", sorted(BAD_FILES))
-def test_a_bad_file_is_one_line_and_exit_2(tmp_path, capsys, kind):
-    make, message = BAD_FILES[kind]
-    if make is not None:
-        make(tmp_path / "bad.npz")
-    before = sorted(tmp_path.iterdir())
-    assert main(["run", "bad.npz", "--out", "out.npz"]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert re.search(message, shown.err), shown.err
-    assert sorted(tmp_path.iterdir()) == before
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--eps", "inf"], "eps must be finite and >= 0, got inf"),
-        (["--out", "nowhere/o.npz"], "in an existing, writable directory, got nowhere/o.npz"),
-        (["--out", "out.txt"], "--out must be a .npz file, got out.txt"),
-        (["--seed", "-1"], "--seed: must be >= 0, got -1; see stablenorm run --help"),
-        (["--seed", "a"], "--seed: invalid int value: 'a'; see stablenorm run --help"),
-        (["--eps", "abc"], "--eps: could not convert string to float: 'abc'; see"),
-        (["--colour"], "unrecognized arguments: --colour; see stablenorm --help"),
-        (["--out", "./in.npz"], "--out must not be the file that is read, got in.npz"),
-        (["--out", 300 * "a" + ".npz"], "File name too long"),
-    ],
-)
-def test_bad_options(tmp_path, capsys, options, message):
-    path = save(tmp_path, x=X)
-    assert main(["run", path, *options]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
-
-
 def test_without_a_command_the_help_is_shown(capsys):
     assert main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert shown.err.startswith("usage: stablenorm")
-    for command in ("run", "apply", "diagnose", "check", "bench", "complexity", "report"):
+    for command in ("run", "diagnose", "check", "bench"):
         assert re.search(rf"^    {command}\b", shown.err, re.MULTILINE)
 
 
@@ -129,6 +68,28 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reading, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
+
+
+FULL = "stablenorm: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "words"),
+    [
+        # Once 1, that of a failed check; a shell says 141 of what SIGPIPE ends. Nobody reads a line.
+        ("run | true", 141, ""),
+        ("run --digests | true", 141, ""),
+        ("run >&-", 0, ""),
+        ("run >/dev/full", 2, FULL),
+        ("run --digests >/dev/full", 2, FULL),
+    ],
+)
+def test_output_that_goes_nowhere(where, status, words):
+    if "/dev/full" in where and not Path("/dev/full").exists():
+        pytest.skip("a disk that is full is Linux's")
+    script = f"{sys.executable} -m stablenorm {where}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", words)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
@@ -204,14 +165,10 @@ def test_what_is_misrounded_is_counted_and_fails_nearest(
     assert ("A CHECK FAILED" in shown) == (rounding == "nearest" and not kept)
 
 
-@pytest.mark.parametrize(
-    "command", ["run", "apply", "diagnose", "check", "bench", "complexity", "report"]
-)
+@pytest.mark.parametrize("command", ["run", "diagnose", "check", "bench"])
 def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stop:
-        main([command, "--help"])
-    assert stop.value.code == 0
+    assert main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert "examples:" in shown
     assert "exit status:" in shown

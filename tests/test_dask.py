@@ -173,7 +173,7 @@ def test_what_is_not_finite_in_one_part(place, dtype, rng):
 
 
 def test_columns_that_tie_are_decided(dtype):
-    """Of ones, xhat is 1 but for the error of rstd: whether a sum is a tie only integers can tell."""
+    """xhat of ones is 1 but for the error of rstd: only integers can tell whether a sum is a tie."""
     digits = format_of(dtype).digits
     x = np.array([[1, -1, 1, -1]] * 9).astype(dtype)
     dy = np.zeros((9, 4))

@@ -15,7 +15,7 @@ from stablenorm.backends import BACKENDS
 from stablenorm.cli import main
 from stablenorm.cli import run as command
 from stablenorm.testing import digest, digest_inputs, near_midpoints, published_digests
-from stablenorm.testing.digests import _splitmix
+from stablenorm.testing.fixed import _splitmix
 
 
 def compute(case, **how):
@@ -25,7 +25,7 @@ def compute(case, **how):
 
 
 def test_the_integers_are_those_of_others():
-    # As Rosetta Code lists them for this seed.
+    # Rosetta Code lists these for this seed.
     expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
     assert _splitmix(1234567, 3).tolist() == expected
 
@@ -97,7 +97,7 @@ def test_the_answers_are_those_of_the_formulas():
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_fast_misrounds_some_of_each_output_and_nearest_none(backend, rounding):
     missed, cases = [], near_midpoints()
-    # Of "nearest", the kernels leave these to the reference: so it is asked about all.
+    # The kernels leave these to the reference under "nearest", so their run asks it about all.
     for case in cases[::3] if (backend, rounding) == ("numpy", "nearest") else cases:
         results = compute(case, backend=backend, rounding=rounding)
         outputs = dict(zip(NAMES, results, strict=True))

@@ -24,6 +24,8 @@ from rationals import (
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
 from stablenorm.testing.families import make_case
 
+KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
+
 
 def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
     """All four quantities as flat lists of rationals, but for the rounding of the square root."""
@@ -60,51 +62,47 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, rng):
                     assert error == pytest.approx(float(difference), rel=4 * 2**-52)
 
 
+def hold_y(exact, y, errors, misrounded=None, rtol=0.0):
+    """Hold the errors of a row of y, in ulp, and the fraction that is misrounded; return the verdict."""
+    np.testing.assert_allclose(exact.ulp_errors(y=y[None])["y"], [errors], rtol)
+    result = exact.check_contract(y=y[None])["y"]
+    assert misrounded in (None, pytest.approx(result.misrounded))
+    return result.passed
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
 @pytest.mark.parametrize("sign", [-1, 1])
-def test_a_tie_goes_to_even(sign):
+def test_a_tie_goes_to_even(sign, shift):
     # n = 2, eps = 0: xhat is exactly -1, 1, through rstd = 2/3 that no binary enclosure ends at.
-    x = np.array([[0.0, 3.0]])
-    beta = np.array([2049.0, 2051.0]) * sign
-    gamma = np.zeros(2)
-    for shift in (0.0, 0.5):
-        # 2049 lies between 2048 and 2050 of float16, 2051 between 2050 and 2052.
-        exact = exact_layer_norm(x, gamma + shift, beta + np.array([shift, -shift]), 0.0)
-        actual = exact.rounded("y", np.float16)
-        np.testing.assert_array_equal(actual, sign * np.array([[2048.0, 2052.0]]))
-        np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 0.5)
-        assert exact.check_contract(y=actual)["y"].misrounded == 0
-        other = np.array([[2050.0, 2050.0]], np.float16) * np.float16(sign)
-        np.testing.assert_array_equal(exact.ulp_errors(y=other)["y"], 0.5)
-        result = exact.check_contract(y=other)["y"]
-        assert result.misrounded == 1
-        assert result.passed
+    # 2049 lies between 2048 and 2050 of float16, 2051 between 2050 and 2052.
+    beta = np.array([2049.0, 2051.0]) * sign + [shift, -shift]
+    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.full(2, shift), beta, 0.0)
+    even = sign * np.array([2048.0, 2052.0], np.float16)
+    np.testing.assert_array_equal(exact.rounded("y", np.float16), [even])
+    assert hold_y(exact, even, [0.5, 0.5], 0)
+    assert hold_y(exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_the_smallest_term_decides_a_near_tie(sign, eps):
     # gamma * xhat is 2**-1074 of what beta is: far below the tie, and it still decides it.
-    x = np.array([[0.0, 1.0, 5.0]])
     gamma = np.full(3, sign * 2.0**-1074)
-    exact = exact_layer_norm(x, gamma, np.full(3, 2049.0), eps)
-    low, high = 2048.0, 2050.0
-    expected = [high, high, low] if sign < 0 else [low, low, high]
+    exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), gamma, np.full(3, 2049.0), eps)
+    expected = [2050.0, 2050.0, 2048.0] if sign < 0 else [2048.0, 2048.0, 2050.0]
     np.testing.assert_array_equal(exact.rounded("y", np.float16)[0], expected)
-    result = exact.check_contract(y=np.array([[low, low, low]], np.float16))["y"]
-    assert result.misrounded == pytest.approx(np.mean([v != low for v in expected]))
+    hold_y(
+        exact, np.full(3, 2048.0, np.float16), [0.5] * 3, np.mean([v != 2048.0 for v in expected])
+    )
 
 
 def test_the_ulp_at_a_power_of_two_and_just_below_it():
-    x = np.array([[0.0, 1.0, 5.0]])
-    gamma = np.full(3, -(2.0**-1000))
-    exact = exact_layer_norm(x, gamma, np.full(3, 1.0))
+    exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), np.full(3, -(2.0**-1000)), np.ones(3))
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
-    actual = np.full((1, 3), 1 + 2.0**-23, np.float32)
-    np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], [[1.0, 1.0, 2.0]])
+    hold_y(exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0])
     # And at a power of two, the coarser: y is -1, 1, which no enclosure of rstd = 2/3 ends at.
     exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
-    actual = np.array([[-1 - 2.0**-23, 1 + 2.0**-23]], np.float32)
-    np.testing.assert_array_equal(exact.ulp_errors(y=actual)["y"], 1.0)
+    hold_y(exact, np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -153,50 +151,48 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_ulp_is_never_below_the_smallest_subnormal(dtype):
-    tiny = float(np.nextafter(dtype.type(0), dtype.type(1)))
-    x = np.array([[-1.0, 1.0]], dtype)
-    exact = exact_layer_norm(x, np.full(2, tiny, dtype), None, 1.0)
+    tiny = np.nextafter(dtype.type(0), dtype.type(1))
+    exact = exact_layer_norm(np.array([[-1.0, 1.0]], dtype), np.full(2, tiny), None, 1.0)
     # y = -+ tiny / sqrt(2): an error of 0.29 from the nearest, 0.71 from zero.
-    right = np.array([[-tiny, tiny]], dtype)
-    np.testing.assert_array_equal(exact.rounded("y", dtype), right)
-    near, far = 1 - math.sqrt(0.5), math.sqrt(0.5)
-    np.testing.assert_allclose(exact.ulp_errors(y=right)["y"], near, rtol=1e-15)
-    zeros = np.zeros((1, 2), dtype)
-    np.testing.assert_allclose(exact.ulp_errors(y=zeros)["y"], far, rtol=1e-15)
-    assert not exact.check_contract(y=zeros)["y"].passed
+    right, far = np.array([-tiny, tiny]), math.sqrt(0.5)
+    np.testing.assert_array_equal(exact.rounded("y", dtype), [right])
+    assert hold_y(exact, right, [1 - far, 1 - far], 0, 1e-15)
+    assert not hold_y(exact, np.zeros(2, dtype), [far, far], 1, 1e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
-    top = float(np.finfo(dtype).max if dtype != BFLOAT16 else ml_dtypes.finfo(dtype).max)
+    top = float(ml_dtypes.finfo(dtype).max)
     ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
-    # xhat = -1, 1: the first a quarter ulp below the largest number, the second half an ulp above.
-    x = np.array([[-1.0, 1.0]])
-    gamma = np.array([ulp / 4, ulp / 2])
-    exact = exact_layer_norm(x, gamma, np.array([top, top]), 0.0)
+    inf, finite = np.full(2, np.inf, dtype), np.full(2, top, dtype)
+
+    def of(*steps):
+        """xhat = -1, 1: so many ulp below the largest number, and so many above it."""
+        return exact_layer_norm(
+            np.array([[-1.0, 1.0]]), ulp * np.array(steps), np.full(2, top), 0.0
+        )
+
+    exact = of(1 / 4, 1 / 2)
     np.testing.assert_array_equal(exact.rounded("y", dtype).astype(float), [[top, math.inf]])
-    inf = np.full((1, 2), np.inf, dtype)
-    np.testing.assert_array_equal(exact.ulp_errors(y=inf)["y"], [[math.inf, 0.5]])
-    np.testing.assert_array_equal(exact.ulp_errors(y=-inf)["y"], math.inf)
-    np.testing.assert_array_equal(exact.ulp_errors(y=np.full_like(inf, np.nan))["y"], math.inf)
-    assert exact.check_contract(y=exact.rounded("y", dtype))["y"].misrounded == 0
-    finite = np.full((1, 2), top, dtype)
-    assert exact.check_contract(y=finite)["y"].misrounded == 0.5
-    below = exact_layer_norm(x, gamma * (1 - 2.0**-50), np.array([top, top]), 0.0)
+    hold_y(exact, inf, [math.inf, 0.5], 0.5)
+    hold_y(exact, -inf, [math.inf] * 2, 1)
+    hold_y(exact, np.full_like(inf, np.nan), [math.inf] * 2, 1)
+    hold_y(exact, exact.rounded("y", dtype)[0], [0.25, 0.5], 0)
+    assert exact.check_contract(y=finite[None])["y"].misrounded == 0.5
+    below = of(1 / 4, 1 / 2 * (1 - 2.0**-50))
     np.testing.assert_array_equal(below.rounded("y", dtype).astype(float), top)
     # Above the range the grid of the last binade goes on.
-    above = exact_layer_norm(x, gamma * [1, 2], np.array([top, top]), 0.0)
-    np.testing.assert_array_equal(above.ulp_errors(y=finite)["y"], [[0.25, 1.0]])
+    hold_y(of(1 / 4, 1), finite, [0.25, 1.0])
 
 
-@pytest.mark.parametrize(("kind", "judge"), [("layer", exact_layer_norm), ("rms", exact_rms_norm)])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eps", [0.0, 5e-324, 1e-5, 1e300])
-def test_the_whole_range_of_float64_in_one_row(eps, kind, judge, rng):
+def test_the_whole_range_of_float64_in_one_row(eps, kind, rng):
     x = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-1074, 1022, (2, 12)))
     x[1, :3] = [5e-324, -1.7e308, 1.7e308]
     gamma = np.ldexp(rng.standard_normal(12), rng.integers(-500, 500, 12))
     dy = np.ldexp(rng.standard_normal((2, 12)), rng.integers(-500, 500, (2, 12)))
-    exact = judge(x, gamma, None, eps, dy)
+    exact = KINDS[kind](x, gamma, None, eps, dy)
     # Five factors of up to 2**1074 either way may cancel: fewer than 3300 digits.
     expected = textbook(x, gamma, np.zeros(12), eps, dy, kind, 3500)
     for name in NAMES:
@@ -260,22 +256,6 @@ def test_a_row_without_variance_and_eps_must_be_nan():
         exact.value("dgamma", (0,))
 
 
-def test_wrong_arrays_and_names():
-    x = np.array([[1.0, 2.0, 4.0]])
-    exact = exact_layer_norm(x)
-    for name in ("dx", "dgamma", "dbeta"):
-        with pytest.raises(ValueError, match="dy must be given"):
-            exact.rounded(name, np.float64)
-    with pytest.raises(ValueError, match=r"y must have shape \(1, 3\), got \(3,\)"):
-        exact.ulp_errors(y=x[0])
-    with pytest.raises(TypeError, match=r"y must be .* got int64"):
-        exact.check_contract(y=np.zeros((1, 3), int))
-    with pytest.raises(ValueError, match="name must be one of y, dx, dgamma, dbeta, ty, got 'z'"):
-        exact.rounded("z", np.float32)
-    assert exact.ulp_errors() == {}
-
-
-KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
 # The step of a central difference; and what that difference may be off by: step**2 = 5e-91 times a
 # third derivative, which the samples here keep below 1e6.
 STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
@@ -398,15 +378,11 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     np.testing.assert_array_equal(exact.x, expected)
     alone = exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), alone)
-
-
-def test_a_residual_is_not_rounded_to_float64_on_its_way():
-    # bfloat16: 1 + 2**-8 is a tie, which 2**-100 decides.
-    x = np.array([[1.0, 0.0]]).astype(DTYPES[1])
-    exact = exact_layer_norm(x, residual=np.array([[2.0**-8 + 2.0**-60, 0.0]]))
-    assert float(exact.x[0, 0]) == 1 + 2.0**-7
-    exact = exact_layer_norm(x, residual=np.array([[2.0**-8, 0.0]]))
-    assert float(exact.x[0, 0]) == 1
+    # Nothing is rounded to float64 on its way. bfloat16: 1 + 2**-8 is a tie, which 2**-60 decides.
+    one = np.array([[1.0, 0.0]]).astype(BFLOAT16)
+    for tail, ulps in ((2.0**-60, 1), (0.0, 0)):
+        exact = exact_layer_norm(one, residual=np.array([[2.0**-8 + tail, 0.0]]))
+        assert float(exact.x[0, 0]) == 1 + ulps * 2.0**-7
 
 
 def test_the_sum_of_gamma_and_its_offset_is_exact():
@@ -465,39 +441,45 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
 @pytest.mark.parametrize("family", FINITE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hard_families_are_those_of_the_formula(kind, family):
-    x, gamma, beta, eps, dy = make_case(family, "float32", n := 10)
-    exact = KINDS[kind](x, gamma, beta, eps, dy)
-    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
-    for r, (values, weights) in enumerate(zip(x, dy, strict=True)):
-        row = fractions(values)
-        y = plain(kind, row, scale, shift, eps)[0]
-        dx = plain_backward(kind, row, scale, eps, fractions(weights))[0]
-        for i, value in enumerate([*y, *dx]):
-            actual = exact.value("y" if i < n else "dx", (r, i % n))
+    case = make_case(family, "float32", n := 10)
+    exact = KINDS[kind](*case)
+    expected = textbook(*case, kind)
+    for name in ("y", "dx"):
+        for i, value in enumerate(expected[name]):
+            actual = exact.value(name, divmod(i, n))
             # Terms are products of at most six floats, below 1e240: 80 digits of dx are right.
             assert abs(actual - value) <= abs(value) / 10**60 + Fraction(1, 10**80)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
-        ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
-        ({"residual": np.ones(3)}, ValueError, r"residual must have shape \(2, 3\), got \(3,\)"),
-        ({"residual": np.full((2, 3), 1e308)}, ValueError, r"x \+ residual must be finite.* inf"),
-        ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
-        ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
-        ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
-        ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
-        ({"tgamma": np.ones(3, int)}, TypeError, "tgamma must be float16, .* got int64"),
-        ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
-        ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
-        ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
-        ({"x": np.array([[1.0, np.nan, 2.0]] * 2)}, ValueError, "x must be finite.* got nan"),
-        ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
-    ],
-)
-def test_wrong_arguments(change, error, message):
-    for exact in KINDS.values():
-        with pytest.raises(error, match=message):
-            exact(**({"x": np.full((2, 3), 1e308)} | change))
+HUGE, EXACT = np.full((2, 3), 1e308), exact_layer_norm(np.array([[1.0, 2.0, 4.0]]))
+BAD_INPUT = [
+    ({"where": np.ones((2, 3))}, TypeError, "where must be bool, got float64"),
+    ({"where": np.ones((2, 2), bool)}, ValueError, r"where must broadcast .* \(2, 3\), got"),
+    ({"residual": np.ones(3)}, ValueError, r"residual must have shape \(2, 3\), got \(3,\)"),
+    ({"residual": HUGE}, ValueError, r"x \+ residual must be finite.* inf"),
+    ({"dsum": np.ones(3)}, ValueError, r"dsum must have shape \(2, 3\), got \(3,\)"),
+    ({"drstd": np.ones(2)}, ValueError, r"drstd must have shape \(2, 1\), got \(2,\)"),
+    ({"accumulate": (np.ones(2), None)}, ValueError, r"dgamma must have shape \(3,\)"),
+    ({"gamma_offset": math.inf}, ValueError, "gamma_offset must be finite, got inf"),
+    ({"tgamma": np.ones(3, int)}, TypeError, "tgamma must be float16, .* got int64"),
+    ({"x": np.zeros((2, 3), int)}, TypeError, "x must be float16, .* got int64"),
+    ({"x": np.float64(1.0)}, ValueError, r"x must have shape \(\.\.\., n\)"),
+    ({"beta": np.zeros(2)}, ValueError, r"beta must have shape \(3,\), got \(2,\)"),
+    ({"x": HUGE * [1, np.nan, 1]}, ValueError, "x must be finite.* got nan"),
+    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
+]
+BAD_CALLS = [
+    *((lambda v=given: exact_layer_norm(**{"x": HUGE} | v), *rest) for given, *rest in BAD_INPUT),
+    *((lambda v=name: EXACT.rounded(v, "f8"), ValueError, f"dy must be given for {name}") for name in NAMES[1:]),
+    (lambda: EXACT.ulp_errors(y=np.ones(3)), ValueError, r"y must have shape \(1, 3\), got \(3,\)"),
+    (lambda: EXACT.check_contract(y=np.zeros((1, 3), int)), TypeError, "y must be .* got int64"),
+    (lambda: EXACT.rounded("z", "f4"), ValueError, "name must be one of y, dx, dgamma, dbeta, ty, got 'z'"),
+    (lambda: exact_rms_norm(HUGE, dmean=np.ones((2, 1))), TypeError, "dmean must be left out"),
+    (lambda: exact_double_backward(HUGE, HUGE, HUGE, kind="z"), ValueError, "kind must be 'layer' or"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
+def test_wrong_arguments(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -103,7 +103,8 @@ def change(
 ) -> Call:
     """Return a call of some rows: `read` and `written` make its arrays of those of the shape of x."""
     values = list(call)
-    for i, name in _like_x(type(call)):
+    record: Any = type(call)
+    for i, name in _like_x(record):
         if values[i] is None:
             continue
         if name in READ:
@@ -112,7 +113,7 @@ def change(
             values[i] = written(values[i])
         else:
             values[i] = values[i].of_rows(rows) if name == "statistics" else values[i][rows]
-    return tuple.__new__(type(call), values)
+    return tuple.__new__(record, values)  # type: ignore[no-any-return]
 
 
 @functools.cache

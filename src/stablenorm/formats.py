@@ -29,6 +29,7 @@ FLOAT16, BFLOAT16, FLOAT32, FLOAT64 = FORMATS = (
     Format(np.dtype(np.float64), 53, -1022, 1023),
 )
 
+DTYPES = tuple(each.dtype.name for each in FORMATS)
 # By what an array of either byte order has: dtype.type.
 _BY_TYPE = {each.dtype.type: each for each in FORMATS}
 

@@ -16,7 +16,7 @@ from stablenorm.api import (
 )
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.checks import check_rounding, checked_offset
-from stablenorm.types import Array, Cache, check_count, check_eps
+from stablenorm.types import Array, Cache, Rounding, check_count, check_eps
 
 
 class _Layer:
@@ -35,7 +35,7 @@ class _Layer:
         beta: bool = True,
         dtype: DTypeLike = np.float32,
         gamma_offset: float = 0.0,
-        rounding: str = "fast",
+        rounding: Rounding = "fast",
     ) -> None:
         self.shape = _checked_lengths(shape)
         ones = np.ones(self.shape, parse(dtype))
@@ -81,6 +81,8 @@ class _Layer:
             raise ValueError(msg)
         self.cache = cache
         return y
+
+    __call__ = forward
 
     def backward(self, dy: ArrayLike, *, dsum: ArrayLike | None = None) -> Array:
         """Return dx for the latest `forward`, and set `gradients`; `dsum` as for `layer_norm_backward`."""
@@ -145,7 +147,7 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
     >>> import numpy as np
     >>> from stablenorm import LayerNorm
     >>> norm = LayerNorm(4)
-    >>> y = norm.forward(np.arange(8, dtype=np.float32).reshape(2, 4))
+    >>> y = norm(np.arange(8, dtype=np.float32).reshape(2, 4))  # or norm.forward(...)
     >>> dx = norm.backward(np.ones_like(y))
     >>> norm.gradients["beta"]
     array([2., 2., 2., 2.], dtype=float32)

@@ -1,10 +1,11 @@
 """
-Time functions side by side, and the copy that they are measured against: how the commands do it.
+Time functions side by side, and the copy that they are measured against; the norms to be timed.
 
-It takes functions and knows nothing of what they do. It assumes that nothing else of this process
-runs meanwhile.
+A measurement takes functions and knows nothing of what they do. It assumes that nothing else of this
+process runs meanwhile.
 """
 
+import contextlib
 import gc
 import math
 import time
@@ -15,17 +16,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.types import Array
+from stablenorm.api import FUNCTIONS
+from stablenorm.backends import BACKENDS, choose
+from stablenorm.formats import parse
+from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.types import Array, Gradients
+
+# Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
+PASSES = {"forward": 2, "backward": 3}
+ROUNDINGS = "fast", "nearest"
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
-BURST = 3e-4
+_BURST = 3e-4
 # Thread pools keep spinning after a call, on the cores that the next candidate needs: GNU OpenMP's,
 # as PyTorch comes with, for up to 10 ms. With pauses of 5 ms, what came after it was timed on one
 # processor of two (2-core AMD EPYC 9005).
-SETTLE = 2e-2
+_SETTLE = 2e-2
 # Seconds of calls that are not counted, after a pause: processors come out of it slowly. Nine calls
 # of (2, 128, 1024) took 50 to 60 us each, and 35 where a hundred had gone before (same machine).
-WARM = 1e-2
+_WARM = 1e-2
 # A call as long as this warms its caches and clocks up itself, and another of it would be dear.
 _LONG = 0.2
 # Well beyond the caches of any machine of today that this is likely to run on.
@@ -38,8 +47,6 @@ class Timing(NamedTuple):
     median: float
     low: float
     high: float
-    rounds: int
-    calls: int
 
 
 def measure_interleaved(
@@ -48,17 +55,15 @@ def measure_interleaved(
     rounds: int = 15,
     least: int = 3,
     limit: float = math.inf,
-    settle: float = SETTLE,
-    step: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """
     Time every candidate once a round, in an order that rotates; take medians over rounds.
 
     What changes slowly on a machine (its clock, its neighbours) changes for all candidates alike.
     After `limit` seconds no further round begins, once there are `least`. A sample is as many calls
-    as last 0.3 ms, at least one. Before it come `settle` seconds of sleep, until the threads of the
-    candidate before stop spinning, and 10 ms of calls that are not counted; after it `step`. The
-    garbage collector is off, as in `timeit`.
+    as last 0.3 ms, at least one. Before it come 20 ms of sleep, until the threads of the
+    candidate before stop spinning, and 10 ms of calls that are not counted. The garbage collector is
+    off, as in `timeit`.
     """
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     was_on = gc.isenabled()
@@ -67,7 +72,7 @@ def measure_interleaved(
     try:
         counts = {}
         for name, function in candidates.items():
-            time.sleep(settle)
+            time.sleep(_SETTLE)
             counts[name] = _calibrate(function)
         order = list(candidates)
         end = time.perf_counter() + limit
@@ -75,40 +80,31 @@ def measure_interleaved(
             if i >= least and time.perf_counter() >= end:
                 break
             for name in order:
-                time.sleep(settle)
+                time.sleep(_SETTLE)
                 samples[name].append(_sample(candidates[name], *counts[name]))
-                if step is not None:
-                    step()
             order.append(order.pop(0))
     finally:
         if was_on:
             gc.enable()
-    found = {}
-    for name, seconds in samples.items():
-        median, low, high = np.quantile(seconds, (0.5, 0.25, 0.75)).tolist()
-        found[name] = Timing(median, low, high, len(seconds), counts[name][0])
-    return found
+    quartiles = {k: np.quantile(each, (0.5, 0.25, 0.75)).tolist() for k, each in samples.items()}
+    return {name: Timing(*three) for name, three in quartiles.items()}
 
 
 def make_copy(source: Array, target: Array, threads: int) -> Callable[[], None]:
     """Return a function that copies `source` to `target`, each of `threads` a part of its own."""
     both = (np.array_split(array.reshape(-1), threads) for array in (target, source))
-    # np.copyto releases the interpreter lock.
-    return together([partial(np.copyto, *part) for part in zip(*both, strict=True)])
+    first, *others = zip(*both, strict=True)
+    # The pool lives as long as the function that is returned.
+    pool = ThreadPoolExecutor(max(1, len(others)))
 
-
-def together(calls: Sequence[Callable[[], Any]]) -> Callable[[], None]:
-    """Return a function that makes all calls at once, the first of them on its own thread."""
-    # It lives as long as the function that is returned.
-    pool = ThreadPoolExecutor(max(1, len(calls) - 1))
-
-    def call() -> None:
-        begun = [pool.submit(each) for each in calls[1:]]
-        calls[0]()
+    def copy() -> None:
+        # np.copyto releases the interpreter lock.
+        begun = [pool.submit(np.copyto, *part) for part in others]
+        np.copyto(*first)
         for each in begun:
             each.result()
 
-    return call
+    return copy
 
 
 def measure_copy(threads: int, nbytes: int = COPY_BYTES) -> float:
@@ -129,10 +125,10 @@ def _calibrate(function: Callable[[], Any]) -> tuple[int, float]:
             # One sample may be a thousand times too long, where threads of two libraries meet;
             # taken for the truth it would make every burst a single call.
             seconds = min(seconds, *(_sample(function, count, 0) for _ in range(4)))
-        if count * seconds >= BURST:
-            return count, WARM if seconds < _LONG else 0
+        if count * seconds >= _BURST:
+            return count, _WARM if seconds < _LONG else 0
         # At most tenfold at a time: the estimate from few calls is too high, never far too low.
-        count = min(10 * count, math.ceil(1.1 * BURST / max(seconds, 1e-9)))
+        count = min(10 * count, math.ceil(1.1 * _BURST / max(seconds, 1e-9)))
 
 
 def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
@@ -144,3 +140,62 @@ def _sample(function: Callable[[], Any], calls: int, warm: float) -> float:
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) / calls
+
+
+# ---- norms to be timed ----
+
+
+class Problem(NamedTuple):
+    """Arrays to normalize over the last axis, and arrays to write into."""
+
+    x: Array
+    gamma: Array
+    beta: Array
+    dy: Array
+    y: Array
+    gradients: Gradients
+
+
+def make_problem(shape: Sequence[int], dtype: str) -> Problem:
+    """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
+    rng = np.random.default_rng(0)
+    kind = parse(dtype)
+    # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
+    count = min(math.prod(shape), 2**22)
+    x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
+    beta = rng.standard_normal(shape[-1]).astype(kind)
+    gamma = rng.uniform(0.5, 1.5, shape[-1]).astype(kind)
+    gradients = Gradients(np.zeros_like(x), np.zeros_like(gamma), np.zeros_like(beta))
+    return Problem(x, gamma, beta, dy, np.zeros_like(x), gradients)
+
+
+def make_candidates(
+    problem: Problem, backend: Any, rounding: Any = "fast", kind: str = "layer"
+) -> dict[str, dict[str, Callable[[], Any]]]:
+    """Return, per direction, the calls with fresh outputs and with `out=`."""
+    x, gamma, beta, dy, y, gradients = problem
+    norm, pull = FUNCTIONS[kind]
+    forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
+    _, cache = forward()
+    return {
+        "forward": {"fresh": forward, "out=": partial(forward, out=y)},
+        "backward": {
+            "fresh": lambda: pull(dy, cache),
+            "out=": lambda: pull(dy, cache, out=gradients),
+        },
+    }
+
+
+def usable_backends() -> list[str]:
+    """Return the names of those that can be loaded here."""
+    found = []
+    for name in BACKENDS:
+        with contextlib.suppress(ImportError):
+            found.append(choose(name))
+    return found
+
+
+def use_threads(threads: int | None) -> int:
+    """Set how many threads a call may use, if asked to; return how many it may."""
+    set_num_threads(threads or get_num_threads())
+    return get_num_threads()

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,11 @@ from stablenorm.formats import BFLOAT16
 
 Array = NDArray[Any]
 bfloat16 = BFLOAT16.dtype
+
+# Words that arguments take, for type checkers.
+Rounding = Literal["fast", "nearest"]
+Backend = Literal["native", "numpy", "cuda"]
+Name = Literal["x", "gamma", "beta"]
 
 
 class Gradients(NamedTuple):
@@ -99,7 +104,7 @@ def joined(found: list[Statistics]) -> Statistics:
 
 
 # Of the gradients, in their order.
-NAMES = ("x", "gamma", "beta")
+NAMES: tuple[Name, ...] = ("x", "gamma", "beta")
 
 
 class Cache(NamedTuple):

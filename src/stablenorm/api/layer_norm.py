@@ -10,7 +10,7 @@ from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.backward import backward
 from stablenorm.functional.forward import forward
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
+from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # As a NamedTuple makes itself, in half the time.
 _new = tuple.__new__
@@ -24,9 +24,9 @@ def layer_norm(
     *,
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     gamma_offset: float = 0.0,
-    rounding: str = "fast",
+    rounding: Rounding = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> Array:
@@ -41,8 +41,7 @@ def layer_norm(
         It may be a Dask array; then the result is a lazy one: docs/how-to/dask.md.
     gamma, beta : array, optional
         Scale and shift, of the shape of the normalized axes, in the order in which `x` has them.
-        `layer_norm_forward` describes leading axes. Each has a floating dtype of its own. If one is
-        float64, all of the call is, several times slower: write ``np.ones(768, np.float32)``.
+        `layer_norm_forward` describes leading axes. Each has a floating dtype of its own.
         Default: 1 and 0.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
@@ -94,11 +93,12 @@ def layer_norm(
     completely. The others are the nearest float in all but a few in 10^9 elements of ordinary
     float32 data. See "The accuracy contract" in the documentation.
 
-    16- and 32-bit data is computed in float64 and rounded once. If x, gamma or beta is float64, all
-    is computed in double-double, at about a third of the elements per second. Of such calls, the
-    slow reference in NumPy computes what is of extreme size (rows, gamma, beta or eps beyond 2**200
-    or below 2**-200) and rows with NaN or infinity; also a float64 dy beside narrower arrays, and
-    what the options say.
+    The dtype of x chooses the arithmetic. 16- and 32-bit data is computed in float64 and rounded once, float64
+    data in double-double. A gamma or beta of another dtype is widened exactly. Rows, gamma, beta or eps of extreme
+    size, beyond 2**200 or below 2**-200, and rows of float64 data with NaN or infinity are computed by the
+    reference in NumPy, which is far slower.
+
+    Arrays of any layout are copied to rows without gaps, a block at a time.
 
     NaN and infinity spoil their own row only. With ``eps=0`` a row of zero variance is NaN.
 
@@ -128,9 +128,9 @@ def layer_norm_forward(
     *,
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     gamma_offset: float = 0.0,
-    rounding: str = "fast",
+    rounding: Rounding = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
@@ -153,14 +153,13 @@ def layer_norm_forward(
         does not keep `x`; else it shares no memory with it.
     residual : array of the shape of x, optional
         Added to `x` first. The sum s is rounded once to the dtype of `x` and normalized. It is
-        ``cache.x``, for the next residual. Any of the four dtypes. If it has that of `x`, of 16 or
-        32 bits, it is added while the rows are in the processor's cache.
+        ``cache.x``, for the next residual. Any of the four dtypes. It is added while the rows are in the
+        processor's cache.
     where : array of bool, optional
         Broadcast to the shape of `x`. Elements where it is False do not count, whatever they are,
         NaN included: they are in no statistic and no sum, and y and dx are 0 there. A row without
-        any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows,
-        in about its time; short rows take longer. Rows in which it varies take the slow
-        reference.
+        any True has mean and rstd 0. A mask of whole rows gives the bits of a call on these rows, which are
+        copied. Rows in which it varies take the slow reference.
 
     Returns
     -------
@@ -200,7 +199,7 @@ def layer_norm_backward(
     dy: ArrayLike,
     cache: Cache,
     *,
-    wrt: Sequence[str] = NAMES,
+    wrt: Sequence[Name] = NAMES,
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
     sum_axes: int | tuple[int, ...] | None = None,
@@ -225,8 +224,7 @@ def layer_norm_backward(
         overlap one another or an input, but dx may be exactly `dy`.
     dsum : array of the shape of x, optional
         Added to dx before that is rounded: the cotangent that reaches ``s = x + residual`` by way
-        of the next residual. dx is then the gradient of `x` and of the residual alike. Of another
-        dtype than `x`, it takes the slow reference.
+        of the next residual. dx is then the gradient of `x` and of the residual alike.
     sum_axes : int or tuple of int, optional
         The axes of `x` that dgamma and dbeta are summed over, none of them normalized. The others
         remain, before the normalized axes: for an `x` of shape (B, T, D), ``sum_axes=1`` gives
@@ -267,8 +265,8 @@ def layer_norm_backward(
 
     - for dx: ``rstd (|g| + mean|g| + (|xhat| + mean|xhat|) mean|(g - mean(g)) xhat|)``, c as for y;
       plus the size of dsum, and of what dmean and drstd add;
-    - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for float64,
-      2**-94;
+    - for dgamma: the sum over rows of ``|dy| (|xhat| + mean|xhat|)``, c = 2**-44 or, for x of float64,
+      2**-94; a float64 dgamma or dbeta of narrower x is promised within ``c * S`` alone;
     - for dbeta: the sum over rows of ``|dy|``, the same c;
     - for both, with ``accumulate=True``, plus the size of the old value.
 

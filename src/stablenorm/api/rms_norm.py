@@ -10,7 +10,7 @@ from stablenorm.api.lazy import on_dask
 from stablenorm.arrays import is_lazy, is_lazy_cache
 from stablenorm.functional.backward import backward
 from stablenorm.functional.forward import forward
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm
+from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
 # As a NamedTuple makes itself, in half the time.
 _new = tuple.__new__
@@ -24,9 +24,9 @@ def rms_norm(
     *,
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     gamma_offset: float = 0.0,
-    rounding: str = "fast",
+    rounding: Rounding = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> Array:
@@ -78,9 +78,9 @@ def rms_norm_forward(
     *,
     axis: int | tuple[int, ...] = -1,
     out: Array | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     gamma_offset: float = 0.0,
-    rounding: str = "fast",
+    rounding: Rounding = "fast",
     residual: ArrayLike | None = None,
     where: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
@@ -122,7 +122,7 @@ def rms_norm_backward(
     dy: ArrayLike,
     cache: Cache,
     *,
-    wrt: Sequence[str] = NAMES,
+    wrt: Sequence[Name] = NAMES,
     out: Sequence[Array | None] | None = None,
     dsum: ArrayLike | None = None,
     sum_axes: int | tuple[int, ...] | None = None,
@@ -164,7 +164,5 @@ def rms_norm_backward(
     array([[ 0.181, -0.136]])
     """
     run = on_dask().backward if is_lazy_cache(cache) else backward
-    gradients: Gradients = run(
-        dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate
-    )
+    gradients: Gradients = run(dy, cache, "rms", wrt, out, dsum, sum_axes, None, drstd, accumulate)
     return gradients

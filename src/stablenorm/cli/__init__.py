@@ -2,17 +2,20 @@
 
 import argparse
 import importlib
+import os
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
 
 import stablenorm
-from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError
+from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, InputError, add_option
 from stablenorm.text import printable
 
-# Modules of this folder, in the order of --help.
-_COMMANDS = "run", "apply", "diagnose", "check", "bench", "complexity", "report"
+# Modules of this folder, in the order of --help. Each has SUMMARY, ABOUT and EXAMPLES, the help of its
+# OPTIONS, their CHANGES to the table of `parts`, and run().
+_COMMANDS = "run", "diagnose", "check", "bench"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -22,14 +25,37 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(msg)
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    def _fill_text(self, text: str, width: int, _indent: str) -> str:
+        """Set paragraphs anew, and leave lists, whose lines are indented, as they are written."""
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """
     Run the command with these arguments, by default those of the process.
 
     Returns the exit status: 0, 1 if a check failed, 2 on bad input or without a command, 3 if a check
-    of a file has no verdict, 130 if interrupted.
+    of a file has no verdict, 130 if interrupted, 141 if nobody reads what it prints.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+    except SystemExit as stop:
+        # After --help and --version.
+        status = int(stop.code or 0)
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        # Nothing is left to be written when Python flushes its streams at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        is_closed = isinstance(error, BrokenPipeError)
+        return EXIT_PIPE if is_closed else status or _say(f"{error.strerror}")
+    return status
+
+
+def _run(argv: Sequence[str]) -> int:
+    """Run the command, and say in a line what stops it."""
     # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
     parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
     try:
@@ -39,32 +65,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_BAD_INPUT
         with warnings.catch_warnings():
             # In a line, as everything else that is not a result; the place in our code helps nobody.
-            warnings.showwarning = lambda message, *_, **__: _say(message)
+            warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
             return int(arguments.job(arguments))
     except (InputError, ImportError) as error:
-        _say(error)
-        return EXIT_BAD_INPUT
+        return _say(error)
     except ValueError as error:
         # Of the environment: said by the kernels as they are loaded, whichever command does so.
         if not str(error).startswith("STABLENORM_"):
             raise
-        _say(error)
-        return EXIT_BAD_INPUT
+        return _say(error)
     except MemoryError as error:
-        _say(f"x must fit in memory, got: {error}")
-        return EXIT_BAD_INPUT
+        return _say(f"x must fit in memory, got: {error}")
+    except BrokenPipeError:
+        return EXIT_PIPE
     except OSError as error:
         # A name too long, a full disk behind stdout: the system's reason says it all.
         where = f" ({error.filename})" if error.filename else ""
-        _say(f"{error.strerror or error}{where}")
-        return EXIT_BAD_INPUT
+        return _say(f"{error.strerror or error}{where}")
     except KeyboardInterrupt as interrupt:
         _say(interrupt if interrupt.args else "interrupted")
         return EXIT_INTERRUPTED
 
 
-def _say(words: object) -> None:
+def _say(words: object) -> int:
     print(f"stablenorm: {printable(str(words))}", file=sys.stderr)
+    return EXIT_BAD_INPUT
 
 
 def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
@@ -76,5 +101,15 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=stablenorm.__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in names:
-        importlib.import_module(f"stablenorm.cli.{name}").add(commands)
+        module = importlib.import_module(f"stablenorm.cli.{name}")
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=module.ABOUT,
+            epilog=module.EXAMPLES,
+            formatter_class=_Help,
+        )
+        command.set_defaults(job=module.run)
+        for option, about in module.OPTIONS.items():
+            add_option(command, option, about, **module.CHANGES.get(option, {}))
     return parser

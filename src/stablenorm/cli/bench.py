@@ -1,25 +1,25 @@
 """`stablenorm bench`: the speed of our backends on the user's shapes, beside a copy of memory."""
 
 import argparse
-import contextlib
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import numpy as np
-
-from stablenorm.api import FUNCTIONS
-from stablenorm.backends import BACKENDS, choose
+from stablenorm.backends import choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
 from stablenorm.text import Table, quantity, shape_text
-from stablenorm.timing import measure_copy, measure_interleaved
-from stablenorm.types import Array, Gradients
+from stablenorm.timing import (
+    PASSES,
+    Problem,
+    make_candidates,
+    make_problem,
+    measure_copy,
+    measure_interleaved,
+    usable_backends,
+    use_threads,
+)  # fmt: skip
 
-# Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
-PASSES = {"forward": 2, "backward": 3}
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
@@ -29,7 +29,7 @@ _ROW = (
     *("seconds", "quartiles", "bytes_per_second", "of_copy"),
 )
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm bench                                       one shape, float32
   stablenorm bench --shape 8 512 1024 --shape 4096 768   shapes of your own
@@ -50,26 +50,23 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
 
-def add(commands: Any) -> None:
-    """Add `bench` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "time forward and backward on your shapes, beside a copy of memory",
-        "Time the forward and the backward of every backend on your shapes, in turn, and say what "
-        "fraction of the speed of a copy they reach. The last axis is normalized.",
-        _EXAMPLES,
-    )
-    several = "may be given several times; default: "
-    parts.add_shape(parser, f"of x; {several}32 512 768", action="append")
-    parser.add_argument("--dtype", action="append", choices=parts.DTYPES, help=f"{several}float32")
-    about = f"{several}all that can be loaded"
-    parser.add_argument("--backend", action="append", choices=tuple(BACKENDS), help=about)
-    about = f"{several}fast; nearest by numpy takes 2 us per element"
-    parser.add_argument("--rounding", action="append", choices=parts.ROUNDINGS, help=about)
-    parts.add_kind(parser)
-    parts.add_threads(parser)
-    parts.add_json(parser)
+_SEVERAL = "may be given several times; default: "
+SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
+ABOUT = (
+    "Time the forward and the backward of every backend on your shapes, in turn, and say what "
+    "fraction of the speed of a copy they reach. The last axis is normalized."
+)
+OPTIONS = {
+    "--shape": f"of x; {_SEVERAL}32 512 768",
+    "--dtype": f"{_SEVERAL}float32",
+    "--backend": f"{_SEVERAL}all that can be loaded",
+    "--rounding": f"{_SEVERAL}fast; nearest by numpy takes much longer",
+    "--kind": "of the norm; default: layer",
+    "--threads": "default: as in any call",
+    "--json": "write all figures to this file",
+}
+_REPEATED = "--shape", "--dtype", "--backend", "--rounding"
+CHANGES: dict[str, Any] = {name: {"action": "append"} for name in _REPEATED}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -78,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
     dtypes = arguments.dtype or ["float32"]
     for shape in shapes:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
-        parts.check_memory(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
+        parts.check_shape(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
     # A backend that is named twice is one backend.
     backends = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
-    threads = parts.use_threads(arguments.threads)
+    threads = use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
     with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
         step("copy")
@@ -101,56 +98,6 @@ def run(arguments: argparse.Namespace) -> int:
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
     return 0
-
-
-class Problem(NamedTuple):
-    """Arrays to normalize over the last axis, and arrays to write into."""
-
-    x: Array
-    gamma: Array
-    beta: Array
-    dy: Array
-    y: Array
-    gradients: Gradients
-
-
-def make_problem(shape: Sequence[int], dtype: str) -> Problem:
-    """Draw N(0, 1), gamma around 1; timings do not depend on the values."""
-    rng = np.random.default_rng(0)
-    kind = parse(dtype)
-    # The same again beyond that: drawing fills memory ten times as slowly as what is timed.
-    count = min(math.prod(shape), 2**22)
-    x, dy = (np.resize(rng.standard_normal(count).astype(kind), shape) for _ in range(2))
-    beta = rng.standard_normal(shape[-1]).astype(kind)
-    gamma = rng.uniform(0.5, 1.5, shape[-1]).astype(kind)
-    gradients = Gradients(np.zeros_like(x), np.zeros_like(gamma), np.zeros_like(beta))
-    return Problem(x, gamma, beta, dy, np.zeros_like(x), gradients)
-
-
-def make_candidates(
-    problem: Problem, backend: str | None, rounding: str = "fast", kind: str = "layer"
-) -> dict[str, dict[str, Callable[[], Any]]]:
-    """Return, per direction, the calls with fresh outputs and with `out=`."""
-    x, gamma, beta, dy, y, gradients = problem
-    norm, pull = FUNCTIONS[kind]
-    forward = partial(norm, x, gamma, beta, backend=backend, rounding=rounding)
-    _, cache = forward()
-    return {
-        "forward": {"fresh": forward, "out=": partial(forward, out=y)},
-        "backward": {
-            "fresh": lambda: pull(dy, cache),
-            "out=": lambda: pull(dy, cache, out=gradients),
-        },
-    }
-
-
-def usable_backends() -> list[str]:
-    """Return the names of those that can be loaded here."""
-    found = []
-    for name in BACKENDS:
-        with contextlib.suppress(ImportError):
-            found.append(choose(name))
-    return found
 
 
 def _measure(

@@ -1,9 +1,7 @@
 """`stablenorm check`: check the layer or RMS norm in a file of the user's."""
 
 import argparse
-import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from stablenorm.types import Array
 _SHAPES = ((2, 3, 8), (6, 8))
 _Data = tuple[Array, Array | None, Array | None]
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm check mine.py
   stablenorm check mine.py --forward fwd --backward bwd
@@ -51,41 +49,38 @@ exit status: 0 no mistake found, 1 something is wrong, 2 it could not be run (on
 """
 
 
-def add(commands: Any) -> None:
-    """Add `check` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "check a layer or RMS norm that you have written: runs your file, names common mistakes",
-        "Run a Python file of yours and check the norm in it: its gradients against finite "
-        "differences and a closed form, its behavior on hard inputs. The report names common "
-        "mistakes, and the smallest error that would have been seen.",
-        _EXAMPLES,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE.py", help="its code is run")
-    for way in ("forward", "backward"):
-        about = f"default: layer_norm_{way}, rms_norm_{way}, ln_{way} or {way}"
-        parser.add_argument(f"--{way}", metavar="NAME", help=about)
-    about = "with forward(x) and backward(dy); default: the only one there is"
-    parser.add_argument("--class", dest="class_", metavar="NAME", help=about)
-    about = "of the norm; default: what its name says, or layer"
-    parser.add_argument("--kind", choices=parts.KINDS, help=about)
-    about = "what the forward itself adds to gamma; default: 0"
-    parser.add_argument("--gamma-offset", type=float, default=0.0, help=about)
-    parts.add_shape(parser, "of x; default: 2 3 8 or 6 8, what the code is made for")
-    about = "of x, gamma, beta; default: float64, which sees most"
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help=about)
-    about = "passed to the forward; default: 1e-5"
-    parser.add_argument("--eps", type=parts.eps, default=1e-5, help=about)
-    parser.add_argument("--seed", type=parts.at_least(0), default=0, help="of the data; default: 0")
-    parts.add_json(parser)
-    parts.add_plot(parser, "draw error against step")
+SUMMARY = "check a layer or RMS norm that you have written: runs your file, names common mistakes"
+ABOUT = (
+    "Run a Python file of yours and check the norm in it: its gradients against finite "
+    "differences and a closed form, its behavior on hard inputs. The report names common "
+    "mistakes, and the smallest error that would have been seen."
+)
+OPTIONS = {
+    "file": "its code is run",
+    "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
+    "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
+    "--class": "with forward(x) and backward(dy); default: the only one there is",
+    "--kind": "of the norm; default: what its name says, or layer",
+    "--gamma-offset": "what the forward itself adds to gamma; default: 0",
+    "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
+    "--dtype": "of x, gamma, beta; default: float64, which sees most",
+    "--eps": "passed to the forward; default: 1e-5",
+    "--seed": "of the data; default: 0",
+    "--json": "write all figures to this file",
+    "--plot": "draw error against step into this file",
+}
+CHANGES: dict[str, Any] = {
+    "file": {"nargs": None, "metavar": "FILE.py"},
+    "--kind": {"default": None},
+    "--dtype": {"choices": ("float64", "float32"), "default": "float64"},
+    "--eps": {"default": 1e-5},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm check` is asked."""
     # x, dy, y, dx, and what the checks keep of them.
-    parts.check_memory(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
+    parts.check_shape(arguments.shape or (), 8 * parse(arguments.dtype).itemsize)
     try:
         with (
             kept_streams(),
@@ -121,12 +116,10 @@ def run(arguments: argparse.Namespace) -> int:
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
     parts.write_plot(arguments.plot, report.plot)
-    # The report has lines of its own: nothing but a terminal may break them again.
-    piped: Any = {"soft_wrap": not sys.stdout.isatty()}
-    parts.print_lines(f": {norm.signature}", bold=arguments.file.name, **piped)
-    parts.print_lines(*(f"note: {note}" for note in notes), "", **piped)
+    parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
+    parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
-    parts.print_lines("", *others, bold=first, **piped)
+    parts.print_lines("", *others, bold=first)
     return {"PASS": 0, "FAIL": parts.EXIT_FAILED}.get(report.verdict, parts.EXIT_INCONCLUSIVE)
 
 

@@ -3,11 +3,9 @@
 import argparse
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from stablenorm.arrays import normalize_axes, normalized_shape
 from stablenorm.cli import parts
@@ -17,7 +15,7 @@ from stablenorm.diagnosis.results import lines_of
 from stablenorm.formats import check_dtype, parse
 from stablenorm.types import Array
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm diagnose                         the bundled data
   stablenorm diagnose a.npy                   all axes but the last are rows
@@ -39,28 +37,23 @@ exit status: 0 done; 2 the file cannot be read, or it holds several arrays and -
 """
 
 
-def add(commands: Any) -> None:
-    """Add `diagnose` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "say what a layer norm would lose on the data in a file, and on which rows",
-        "Read the array in a file once. Say how well conditioned its layer norm is, how many bits "
-        "of y each common method loses, and which rows are the worst.",
-        _EXAMPLES,
-    )
-    about = "an .npy, .npz or .safetensors file; default: the bundled data"
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
-    parts.add_kind(parser)
-    parts.add_member(parser)
-    parts.add_axis(parser)
-    about = "default: eps of the .npz file, if it has one, or 1e-5"
-    parser.add_argument("--eps", type=parts.eps, help=about)
-    parser.add_argument("--dtype", choices=parts.DTYPES, help="judge the data as; default: its own")
-    about = "worst rows to describe; default: 10"
-    parser.add_argument("--top", type=parts.at_least(0), default=10, metavar="K", help=about)
-    parts.add_json(parser)
-    parts.add_plot(parser, "draw the losses")
+SUMMARY = "say what a layer norm would lose on the data in a file, and on which rows"
+ABOUT = (
+    "Read the array in a file once. Say how well conditioned its layer norm is, how many bits "
+    "of y each common method loses, and which rows are the worst."
+)
+OPTIONS = {
+    "file": "an .npy, .npz or .safetensors file; default: the bundled data",
+    "--kind": "of the norm; default: layer",
+    "--member": "which array of an .npz or .safetensors file; default: x, or the only one",
+    "--axis": "normalized; default: -1",
+    "--eps": "default: eps of the .npz file, if it has one, or 1e-5",
+    "--dtype": "judge the data as; default: its own",
+    "--top": "worst rows to describe; default: 10",
+    "--json": "write all figures to this file",
+    "--plot": "draw the losses into this file",
+}
+CHANGES: dict[str, Any] = {}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -89,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
     parts.write_plot(arguments.plot, diagnosis.plot)
-    first, *others = lines_of(diagnosis, Console().width)
+    first, *others = lines_of(diagnosis, parts.columns())
     parts.print_lines(f"{member.label}: {member.dtype}, axis {list(diagnosis.axis)}")
     parts.print_lines("", *others, bold=first)
     return 0

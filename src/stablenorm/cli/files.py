@@ -10,10 +10,9 @@ import itertools
 import json
 import math
 import operator
-import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ _KINDS = "an .npy, .npz or .safetensors file"
 
 
 class Member(NamedTuple):
-    """One array of a file; `offset` is where its data begins in the file, or in that of an archive."""
+    """One array of a file; its data begins at `offset` of the file or, in an archive, of its entry."""
 
     path: Path
     name: str
@@ -48,7 +47,6 @@ class Member(NamedTuple):
     dtype: np.dtype[Any]
     is_fortran: bool
     offset: int
-    # Whether it is a member of an archive, else its data lies in the file as it is.
     in_archive: bool = False
 
     @property
@@ -61,53 +59,35 @@ class Member(NamedTuple):
         """Bytes of its data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def native(self) -> np.dtype[Any]:
-        """Its dtype in the byte order of this machine."""
-        return self.dtype.newbyteorder("=")
-
 
 def list_members(path: Path) -> dict[str, Member]:
     """Return the arrays of a file by name: those that a layer norm takes, and others."""
-    members: list[Member] = []
     if not path.is_file():
         msg = f"FILE must be {_KINDS}, got {path}, {parts.what_is(path)}"
         raise InputError(msg)
     with _whole(path), path.open("rb") as file:
-        begin = file.read(8)
-        if begin.startswith(np.lib.format.MAGIC_PREFIX):
-            file.seek(0)
-            members = [Member(path, "", *_header(file), file.tell())]
-        elif zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                for entry in archive.namelist():
-                    if entry.endswith(".npy"):
-                        with archive.open(entry) as stream:
-                            found = *_header(stream), stream.tell()
-                            members.append(Member(path, entry[:-4], *found, in_archive=True))
-        else:
-            file.seek(8)
-            members = list(_tensors(path, file, int.from_bytes(begin, "little")))
+        members = list(_headers(path, file))
+        for one in members:
+            # NumPy's own limit, which it applies to the axes that are not empty.
+            most = math.prod(filter(None, one.shape)) * one.dtype.itemsize
+            if min(one.shape, default=0) < 0 or most > sys.maxsize or one.dtype.subdtype:
+                msg = f"shape {one.shape} of {one.dtype}"
+                raise ValueError(msg)
     if not members:
         msg = f"{path} must hold an array, got none"
         raise InputError(msg)
     return {member.name: member for member in members}
 
 
-def choose(members: dict[str, Member], path: Path, name: str | None, default: str = "x") -> Member:
-    """Return the member of that name; without one, that of the default name, or the only one."""
-    if name is None and (len(members) == 1 or default in members):
-        return members.get(default, next(iter(members.values())))
+def choose(members: dict[str, Member], path: Path, name: str | None) -> Member:
+    """Return the member of that name; without one, x, or the only one."""
+    if name is None and (len(members) == 1 or "x" in members):
+        return members.get("x", next(iter(members.values())))
     if name in members:
         return members[name]
     rows = [
-        (
-            printable(one.name, ""),
-            shape_text(one.shape) or "1",
-            str(one.dtype),
-            quantity(one.nbytes, "B"),
-        )
-        for one in members.values()
+        (printable(m.name, ""), shape_text(m.shape) or "1", str(m.dtype), quantity(m.nbytes, "B"))
+        for m in members.values()
     ]
     parts.print_table(Table("Arrays", ("member", "shape", "dtype", "size"), rows))
     given = f", got {name}" if name else ""
@@ -117,14 +97,7 @@ def choose(members: dict[str, Member], path: Path, name: str | None, default: st
 
 def load(member: Member) -> Array:
     """Read all of an array."""
-    # Never unpickled: that runs code that the file chooses.
-    if member.dtype.hasobject:
-        msg = f"{member.label} must hold plain numbers, got pickled objects, which are not loaded"
-        raise InputError(msg)
-    # As one row.
-    flat = np.empty((1, math.prod(member.shape)), member.dtype.newbyteorder("="))
-    with opened(member) as read:
-        read(0, flat)
+    (flat,) = _blocks(member, max(1, math.prod(member.shape)))
     return flat.reshape(member.shape, order="F" if member.is_fortran else "C")
 
 
@@ -138,19 +111,13 @@ def load_number(member: Member) -> float:
     return float(load(member).reshape(()))
 
 
-def load_beside(name: str, member: Member, shape: tuple[int, ...], more: str = "") -> Array:
-    """Read gamma, beta or dy, of the size that x asks for; `more` ends the message."""
+def load_beside(name: str, member: Member, shape: tuple[int, ...]) -> Array:
+    """Read gamma, beta or dy, of the size that x asks for."""
     check_dtype(name, np.empty(0, member.dtype))
     if math.prod(member.shape) != math.prod(shape):
-        place = f"{member.shape} in {member.path}"
-        msg = f"{name} must have shape {shape} to match x, got {place}{more}"
+        msg = f"{name} must have shape {shape} to match x, got {member.shape} in {member.path}"
         raise InputError(msg)
     return load(member)
-
-
-def are_adjacent(member: Member, axes: tuple[int, ...]) -> bool:
-    """Tell whether rows over these axes lie one after the other, and so can be read in blocks."""
-    return not member.is_fortran and axes == tuple(range(axes[0], len(member.shape)))
 
 
 def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
@@ -158,60 +125,45 @@ def read_rows(member: Member, axes: tuple[int, ...]) -> Iterator[Array]:
     if 0 in member.shape:
         return
     n = math.prod(member.shape[i] for i in axes)
-    rows, count = max(1, _BLOCK // (n * member.dtype.itemsize)), math.prod(member.shape) // n
-    if are_adjacent(member, axes):
-        with opened(member) as read:
-            for start in range(0, count, rows):
-                block = np.empty((min(rows, count - start), n), member.native)
-                read(start, block)
-                yield block
+    rows = max(1, _BLOCK // (n * member.dtype.itemsize))
+    if not member.is_fortran and axes == tuple(range(axes[0], len(member.shape))):
+        yield from (block.reshape(-1, n) for block in _blocks(member, rows * n))
         return
     # Rows that do not lie one after the other: all of the array has to be in memory. As many rows as
     # there are elements in a cache line, or each line would be read again for the next row.
     whole, step = as_rows(load(member), axes), max(32, rows)
-    for start in range(0, count, step):
+    for start in range(0, len(whole), step):
         yield np.ascontiguousarray(whole[start : start + step])
 
 
-@contextlib.contextmanager
-def opened(member: Member) -> Iterator[Callable[[int, Array], None]]:
-    """
-    Give ``read(start, out)``, which fills `out`, (rows, n) in the byte order of this machine, from a row on.
-
-    What is wrong with the file is said in one line.
-    """
-    with contextlib.ExitStack() as stack:
-        with _whole(member.label):
-            if member.in_archive:
-                archive = stack.enter_context(zipfile.ZipFile(member.path))
-                file: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
-            else:
-                file = stack.enter_context(member.path.open("rb", buffering=0))
-                if os.fstat(file.fileno()).st_size < member.offset + member.nbytes:
-                    raise _truncated(member)
-
-        def read(start: int, out: Array) -> None:
-            with _whole(member.label):
-                _fill(member, file, start * out.strides[0], out)
-                if not member.dtype.isnative:
-                    out.byteswap(inplace=True)
-
-        yield read
-
-
-def _fill(member: Member, file: Any, start: int, out: Array) -> None:
-    """Read what begins at byte `start` of the data of a member."""
-    if file.tell() != member.offset + start:
-        file.seek(member.offset + start)
-    left = out.view(np.uint8).reshape(-1).data
-    while left:
-        if not (count := file.readinto(left)):
-            raise _truncated(member)
-        left = left[count:]
-    # An archive compares its checksum when its end is reached.
-    if member.in_archive and start + out.nbytes == member.nbytes and file.read(1):
-        msg = "more bytes than the header says"
-        raise ValueError(msg)
+def _blocks(member: Member, count: int) -> Iterator[Array]:
+    """Yield the elements of a member in the byte order of this machine, so many at a time."""
+    # Never unpickled: that runs code that the file chooses.
+    if member.dtype.hasobject:
+        msg = f"{member.label} must hold plain numbers, got pickled objects, which are not loaded"
+        raise InputError(msg)
+    with _whole(member.label), contextlib.ExitStack() as stack:
+        if member.in_archive:
+            archive = stack.enter_context(zipfile.ZipFile(member.path))
+            stream: Any = stack.enter_context(archive.open(f"{member.name}.npy"))
+            stream.read(member.offset)
+        else:
+            stream = stack.enter_context(member.path.open("rb"))
+            stream.seek(member.offset)
+            if member.path.stat().st_size < member.offset + member.nbytes:
+                raise _truncated(member)
+        left = math.prod(member.shape)
+        for taken in [min(count, left - i) for i in range(0, left, count)] or [0]:
+            raw = stream.read(taken * member.dtype.itemsize)
+            if len(raw) < taken * member.dtype.itemsize:
+                raise _truncated(member)
+            yield np.frombuffer(raw, member.dtype).astype(
+                member.dtype.newbyteorder("="), copy=False
+            )
+        # An archive compares its checksum when its end is reached.
+        if member.in_archive and stream.read(1):
+            msg = "more bytes than the header says"
+            raise ValueError(msg)
 
 
 def _truncated(member: Member) -> InputError:
@@ -224,19 +176,34 @@ def _truncated(member: Member) -> InputError:
 # ---- headers ----
 
 
-def _header(stream: Any) -> tuple[tuple[int, ...], np.dtype[Any], bool]:
-    """Return shape, dtype and whether the order is Fortran's of what follows in an .npy stream."""
+def _headers(path: Path, file: Any) -> Iterator[Member]:
+    """Read the header of each array of a file."""
+    begin = file.read(8)
+    if begin.startswith(np.lib.format.MAGIC_PREFIX):
+        file.seek(0)
+        yield _header(path, "", file)
+    elif zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            for entry in archive.namelist():
+                if entry.endswith(".npy"):
+                    with archive.open(entry) as stream:
+                        yield _header(path, entry[:-4], stream)._replace(in_archive=True)
+    else:
+        file.seek(8)
+        yield from _tensors(path, file, int.from_bytes(begin, "little"))
+
+
+def _header(path: Path, name: str, stream: Any) -> Member:
+    """Read the header of .npy."""
     version = np.lib.format.read_magic(stream)
     # Versions 2 and 3 differ in the encoding of field names, which a layer norm has none of.
     read: Any = np.lib.format.read_array_header_2_0
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
     shape, is_fortran, dtype = read(stream)
-    if min(shape, default=0) < 0 or max(shape, default=0) > sys.maxsize or dtype.subdtype:
-        msg = f"shape {shape} of {dtype}"
-        raise ValueError(msg)
     # NumPy saves bfloat16 as two raw bytes per element.
-    return shape, bfloat16 if dtype == np.dtype("V2") else dtype, is_fortran
+    dtype = bfloat16 if dtype == np.dtype("V2") else dtype
+    return Member(path, name, shape, dtype, is_fortran, stream.tell())
 
 
 def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
@@ -256,8 +223,7 @@ def _tensors(path: Path, file: Any, length: int) -> Iterator[Member]:
         # Others are listed, and refused by their name if they are asked for.
         dtype = np.dtype(_SAFETENSORS.get(entry["dtype"], "V1"))
         member = Member(path, name, shape, dtype, False, 8 + length + begin)
-        fits = member.nbytes == end - begin or entry["dtype"] not in _SAFETENSORS
-        if min(shape, default=0) < 0 or begin < 0 or not fits:
+        if begin < 0 or (member.nbytes != end - begin and entry["dtype"] in _SAFETENSORS):
             msg = f"the place of {printable(name, '')} does not fit its shape"
             raise ValueError(msg)
         yield member

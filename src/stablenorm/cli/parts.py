@@ -1,4 +1,4 @@
-"""What the commands share: options and their checks, files written whole, tables, progress bars."""
+"""What the commands share: options and their checks, files written whole, tables, lines, progress."""
 
 import argparse
 import errno
@@ -6,10 +6,12 @@ import importlib.util
 import math
 import os
 import platform
+import secrets
+import shutil
 import stat
 import sys
 import textwrap
-import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,26 +20,25 @@ from typing import Any
 import numpy as np
 from rich import box
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table as RichTable
 from rich.text import Text
 
 import stablenorm
 from stablenorm import text
-from stablenorm.files import whole_file
-from stablenorm.formats import FORMATS
+from stablenorm.backends import BACKENDS
+from stablenorm.formats import DTYPES
 from stablenorm.text import Section, Table
-from stablenorm.threads import get_num_threads, set_num_threads
+from stablenorm.timing import ROUNDINGS
 from stablenorm.types import check_eps
 
-DTYPES = tuple(each.dtype.name for each in FORMATS)
-ROUNDINGS = "fast", "nearest"
-KINDS = "layer", "rms"
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 3, 130, 141
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED = 1, 2, 3, 130
-
-# Seconds: what is over sooner needs no bar.
-_PATIENCE_S = 1.0
+# Modules that an option needs, of the extra `plot`.
+_NEEDED = {"--plot": ("matplotlib",), "--html": ("jinja2", "matplotlib")}
+# Columns of what no terminal shows: lines are left as they are.
+_UNBROKEN = 10_000
+# Seconds between two states of a progress line: more often would take its share of what is timed.
+_REDRAWN_S = 0.5
 
 
 class InputError(Exception):
@@ -45,110 +46,6 @@ class InputError(Exception):
 
 
 # ---- options ----
-
-
-class _Help(argparse.RawDescriptionHelpFormatter):
-    def _fill_text(self, text: str, width: int, _indent: str) -> str:
-        """Set paragraphs anew, and leave lists, whose lines are indented, as they are written."""
-        paragraphs = text.strip().split("\n\n")
-        return "\n\n".join(p if "\n  " in p else textwrap.fill(p, width) for p in paragraphs)
-
-
-def add_command(
-    commands: Any, job: Callable[[argparse.Namespace], int], summary: str, about: str, more: str
-) -> argparse.ArgumentParser:
-    """Add a command that does `job`, called like the module that `job` is in."""
-    name = job.__module__.rpartition(".")[2]
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=summary, description=about, epilog=more, formatter_class=_Help
-    )
-    parser.set_defaults(job=job)
-    return parser
-
-
-def add_shape(parser: argparse.ArgumentParser, about: str, **more: Any) -> None:
-    """Add ``--shape`` to a command."""
-    parser.add_argument("--shape", nargs="+", type=at_least(1), metavar="N", help=about, **more)
-
-
-def add_kind(parser: argparse.ArgumentParser) -> None:
-    """Add ``--kind`` to a command."""
-    parser.add_argument(
-        "--kind", choices=KINDS, default="layer", help="of the norm; default: layer"
-    )
-
-
-def add_axis(parser: argparse.ArgumentParser) -> None:
-    """Add ``--axis`` to a command."""
-    parser.add_argument(
-        "--axis", nargs="+", type=int, default=[-1], metavar="K", help="normalized; default: -1"
-    )
-
-
-def add_member(parser: argparse.ArgumentParser) -> None:
-    """Add ``--member`` to a command."""
-    about = "which array of an .npz or .safetensors file; default: x, or the only one"
-    parser.add_argument("--member", metavar="NAME", help=about)
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    """Add ``--threads`` to a command."""
-    parser.add_argument("--threads", type=at_least(1), metavar="N", help="default: as in any call")
-
-
-def add_output(
-    parser: argparse.ArgumentParser, option: str, suffixes: Sequence[str], about: str, **more: Any
-) -> None:
-    """Add an option that names a file to write."""
-
-    def check(text: str) -> Path:
-        """Refuse a file that could not be written or drawn, before any work is done for it."""
-        # The user's code, if any is run, may change the directory.
-        path = Path(text).absolute()
-        if path.suffix.lower() not in suffixes:
-            msg = f"{option} must be a {' or '.join(suffixes)} file, got {text}"
-            raise InputError(msg)
-        if path.is_dir():
-            msg = f"{option} must be a new name, got the directory {text}; remove it first"
-            raise InputError(msg)
-        if not os.access(path.parent, os.W_OK):
-            msg = f"{option} must be a file in an existing, writable directory, got {text}"
-            raise InputError(msg)
-        if option == "--plot":
-            require("matplotlib", option)
-        return path
-
-    metavar = f"FILE{suffixes[0]}"
-    parser.add_argument(option, type=check, metavar=metavar, help=about, **more)
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json`` to a command."""
-    add_output(parser, "--json", (".json",), "write all figures to this file")
-
-
-def add_plot(parser: argparse.ArgumentParser, about: str) -> None:
-    """Add ``--plot`` to a command."""
-    add_output(parser, "--plot", (".png", ".svg", ".pdf"), f"{about} into this file")
-
-
-def what_is(path: Path) -> str:
-    """Say what stands in the place of a file."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as error:
-        # What leads to itself, a name too long, a folder that may not be read.
-        known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
-        return known.get(error.errno or 0, f"{error.strerror}".lower())
-    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a file")
-
-
-def require(module: str, what: str, cure: str = "stablenorm[plot]") -> None:
-    """Refuse what needs a module that is not installed."""
-    if importlib.util.find_spec(module) is None:
-        msg = f'{module} is needed for {what}: pip install "{cure}"'
-        raise InputError(msg)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -165,27 +62,93 @@ def at_least(least: int) -> Callable[[str], int]:
     return read
 
 
-def eps(text: str) -> float:
-    """Read eps."""
+def _eps(text: str) -> float:
     try:
         return check_eps(float(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def check_memory(shape: Sequence[int], bytes_per_element: int) -> None:
-    """Refuse a shape that does not fit in memory: the system would end the process, not warn."""
+def _written(name: str, *suffixes: str) -> dict[str, Any]:
+    """Return the row of an option that names a file to write."""
+
+    def check(text: str) -> Path:
+        """Refuse a file that could not be written or drawn, before any work is done for it."""
+        # The user's code, if any is run, may change the directory.
+        path = Path(text).absolute()
+        msg = ""
+        if path.suffix.lower() not in suffixes:
+            msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
+        elif path.is_dir():
+            msg = f"{name} must be a new name, got the directory {text}; remove it first"
+        elif not os.access(path.parent, os.W_OK):
+            msg = f"{name} must be a file in an existing, writable directory, got {text}"
+        for module in _NEEDED.get(name, ()):
+            if importlib.util.find_spec(module) is None:
+                msg = f'{module} is needed for {name}: pip install "stablenorm[plot]"'
+        if msg:
+            raise InputError(msg)
+        return path
+
+    return {"type": check, "metavar": f"FILE{suffixes[0]}"}
+
+
+# What argparse is told of an option, whichever command has it; a command adds the help.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
+    "--forward": {"metavar": "NAME"},
+    "--backward": {"metavar": "NAME"},
+    "--class": {"metavar": "NAME", "dest": "class_"},
+    "--kind": {"choices": ("layer", "rms"), "default": "layer"},
+    "--member": {"metavar": "NAME"},
+    "--axis": {"nargs": "+", "type": int, "default": [-1], "metavar": "K"},
+    "--shape": {"nargs": "+", "type": at_least(1), "metavar": "N"},
+    "--dtype": {"choices": DTYPES},
+    "--eps": {"type": _eps},
+    "--gamma-offset": {"type": float, "default": 0.0},
+    "--backend": {"choices": tuple(BACKENDS)},
+    "--rounding": {"choices": ROUNDINGS},
+    "--threads": {"type": at_least(1), "metavar": "N"},
+    "--seed": {"type": at_least(0), "default": 0},
+    "--top": {"type": at_least(0), "default": 10, "metavar": "K"},
+    "--digests": {"action": "store_true"},
+    "--out": _written("--out", ".npz"),
+    "--html": _written("--html", ".html", ".htm"),
+    "--json": _written("--json", ".json"),
+    "--plot": _written("--plot", ".png", ".svg", ".pdf"),
+}
+
+
+def add_option(parser: argparse.ArgumentParser, name: str, about: str, **more: Any) -> None:
+    """Add an option of the table to a command."""
+    parser.add_argument(name, help=about, **_OPTIONS[name] | more)
+
+
+def what_is(path: Path) -> str:
+    """Say what stands in the place of a file."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        # What leads to itself, a name too long, a folder that may not be read.
+        known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
+        return known.get(error.errno or 0, f"{error.strerror}".lower())
+    kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device" if not stat.S_ISREG(mode) else "a file")
+
+
+def check_memory(what: str, needed: int, cure: str) -> None:
+    """Refuse what does not fit in memory: the system would end the process, not warn."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (needed := bytes_per_element * math.prod(shape)) > there:
-        takes = f"takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; take fewer rows"
-        msg = f"--shape must fit in memory, got {' '.join(map(str, shape))}, which {takes}"
+    if needed > there:
+        takes = f"which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB"
+        msg = f"{what}, {takes}; {cure}"
         raise InputError(msg)
 
 
-def use_threads(threads: int | None) -> int:
-    """Set how many threads a call may use, if asked to; return how many it may."""
-    set_num_threads(threads or get_num_threads())
-    return get_num_threads()
+def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
+    """Refuse a ``--shape`` that does not fit in memory."""
+    what = f"--shape must fit in memory, got {' '.join(map(str, shape))}"
+    check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
 
 
 # ---- files written ----
@@ -195,8 +158,17 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
     """Call ``write(file)`` on a new file beside `path`, if it was asked for, then rename it."""
     if path is None:
         return
-    with whole_file(path) as file:
-        write(file)
+    # A new name each time: what a link of this name leads to is never written.
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    with beside.open("xb") as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
@@ -220,20 +192,39 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
 # ---- what is printed ----
 
 
+def columns() -> int:
+    """Return the width of the terminal; very wide where the output goes to a file or a pipe."""
+    return shutil.get_terminal_size((_UNBROKEN, 1)).columns
+
+
+def _is_terminal(stream: Any) -> bool:
+    # None where the stream was closed before Python began.
+    return stream is not None and stream.isatty()
+
+
 def print_sections(*sections: Section) -> None:
     """Print what sections say: their tables, and below all of them how the numbers were obtained."""
-    lines: list[str] = []
     for section in sections:
         for table in section.tables:
             print_table(table)
-        lines += filter(None, (section.text, section.notes))
-    print_lines(*lines)
+    for section in sections:
+        print_lines(f" {section.text}", *filter(None, [section.notes]), bold=f"{section.heading}.")
 
 
-def print_lines(*lines: str, bold: str = "", **options: Any) -> None:
-    """Print plain text, a paragraph per line, never as markup: a name may have brackets in it."""
-    shown = Text.assemble((text.printable(bold), "bold"), text.printable("\n".join(lines)))
-    Console(**options).print(shown)
+def print_lines(*lines: str, bold: str = "") -> None:
+    """Print plain text, a paragraph per line; no word is broken: an address could not be clicked."""
+    bold, width = text.printable(bold), columns()
+    paragraphs = (bold + text.printable("\n".join(lines))).split("\n")
+    options: Any = {"break_long_words": False, "break_on_hyphens": False}
+    shown = "\n".join("\n".join(textwrap.wrap(p, width, **options)) for p in paragraphs)
+    if (
+        bold
+        and shown.startswith(bold)
+        and _is_terminal(sys.stdout)
+        and "NO_COLOR" not in os.environ
+    ):
+        shown = f"\x1b[1m{bold}\x1b[0m{shown.removeprefix(bold)}"
+    print(shown)
 
 
 def print_table(table: Table) -> None:
@@ -260,45 +251,36 @@ def print_table(table: Table) -> None:
             printed.add_section()
         else:
             printed.add_row(*(Text(text.printable(cell)) for cell in row))
-    Console().print(printed)
+    Console(width=columns()).print(printed)
 
 
 # ---- progress ----
 
 
 @contextmanager
-def progress_bar(what: str, per_second: float = 10) -> Iterator[Callable[..., None]]:
-    """Give ``progress(done, total, what)``: a bar shows it on a terminal, after a second."""
+def progress_bar(what: str) -> Iterator[Callable[..., None]]:
+    """Give ``progress(done, total, what)``, which a line on a terminal shows until the end."""
     # Bound to the real stream: a user's functions have theirs muted while they run.
-    console = Console(file=sys.stderr)
-    bar = Progress(
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        refresh_per_second=per_second,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-    task = bar.add_task(what, total=None)
+    stream, is_shown, due = sys.stderr, _is_terminal(sys.stderr), 0.0
 
-    def progress(done: int, total: int, what: str | None = None) -> None:
-        bar.update(task, completed=done, total=total, description=what)
+    def progress(done: int, total: int, what: str = what) -> None:
+        nonlocal due
+        if is_shown and time.monotonic() >= due:
+            due = time.monotonic() + _REDRAWN_S
+            stream.write(f"\r{what}: {done} of {total}\x1b[K")
+            stream.flush()
 
-    # Not by `progress`: before its first call, kernels may be compiled for some seconds.
-    begin = threading.Timer(_PATIENCE_S, bar.start)
-    begin.start()
     try:
         yield progress
     finally:
-        begin.cancel()
-        begin.join()
-        bar.stop()
+        if due:
+            stream.write("\r\x1b[K")
+            stream.flush()
 
 
 @contextmanager
 def step_bar(total: int) -> Iterator[Callable[[str], None]]:
     """Give the function that is told what each of so many steps does when it begins."""
     done = iter(range(total + 1))
-    # Redrawn once a second, by a thread that would otherwise take its share of what is timed.
-    with progress_bar("", per_second=1) as progress:
-        yield lambda what: progress(next(done, total), total, what)
+    with progress_bar("") as progress:
+        yield lambda what: progress(next(done), total, what)

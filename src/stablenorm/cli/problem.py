@@ -1,40 +1,56 @@
-"""The norm that `run` and `report` are asked about, read and computed."""
+"""The norm that `run` is asked about: read, computed, and refused where nothing can be compared."""
 
 import argparse
-import os
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.api import FUNCTIONS
+from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
 from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
 from stablenorm.cli.parts import InputError
-from stablenorm.report.findings import Problem, compute
+from stablenorm.oracle import exact_layer_norm, exact_rms_norm
 from stablenorm.text import printable
 from stablenorm.types import Array
 
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 _INPUTS = ("x", "gamma", "beta", "dy")
+# By the kind of the norm: forward, backward, oracle, check.
+NORMS: dict[str, Any] = {
+    "layer": (*FUNCTIONS["layer"], exact_layer_norm, check_layer_norm),
+    "rms": (*FUNCTIONS["rms"], exact_rms_norm, check_rms_norm),
+}
 
 
-def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a command that reads one norm: file, kind, eps, rounding, seed."""
-    about = (
-        "an .npz or .safetensors file, or a directory of .npy files, that holds x and, "
-        "optionally, gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data"
-    )
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help=about)
-    parts.add_kind(parser)
-    parser.add_argument("--eps", type=parts.eps, help="default: eps of the file, or 1e-5")
-    about = "nearest: every element correctly rounded, or the check fails; default: fast"
-    parser.add_argument("--rounding", choices=parts.ROUNDINGS, default="fast", help=about)
-    about = "of a random dy, if the file has none; default: 0"
-    parser.add_argument("--seed", type=parts.at_least(0), default=0, help=about)
+class Problem(NamedTuple):
+    """One norm to compute, and where it comes from."""
+
+    source: str
+    x: Array
+    gamma: Array | None
+    beta: Array | None
+    eps: float
+    dy: Array
+    dy_origin: str
+    rounding: str = "fast"
+    kind: str = "layer"
+
+
+def compute(problem: Problem) -> dict[str, Array]:
+    """Return y, dx and, where there are parameters, dgamma and dbeta."""
+    x, gamma, beta = problem.x, problem.gamma, problem.beta
+    forward, backward, *_ = NORMS[problem.kind]
+    y, cache = forward(x, gamma, beta, problem.eps, rounding=problem.rounding)
+    results = (y, *backward(problem.dy, cache))
+    return {name: array for name, array in zip(OUTPUTS, results, strict=True) if array is not None}
 
 
 def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, Array]]:
     """Read what the arguments name, and compute it; InputError if that cannot be done or checked."""
     try:
-        problem = read_problem(arguments.file, arguments.eps, arguments.seed)
+        problem = _read(arguments.file, arguments.eps, arguments.seed)
         problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
         results = compute(problem)
     except (TypeError, ValueError) as error:
@@ -45,7 +61,7 @@ def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, A
     return problem, results
 
 
-def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
+def _read(path: Path | None, eps: float | None, seed: int) -> Problem:
     """Read a file that holds x, or is x, or a directory of .npy files; None: the bundled data."""
     file = path or BUNDLED
     source = str(path) if path else f"bundled data ({file.name})"
@@ -59,14 +75,9 @@ def read_problem(path: Path | None, eps: float | None, seed: int) -> Problem:
         held = printable(", ".join(sorted(filter(None, members))), "") or "nothing of that kind"
         msg = f"{source} must hold an array named x, got {held}"
         raise InputError(msg)
-    x_bytes, there = members["x"].nbytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     # x, dy, y and dx at least.
-    if 4 * x_bytes > there:
-        msg = (
-            f"x must fit in memory, with y, dx and dy, to be checked, got {x_bytes / 1e9:.1f} GB, of "
-            f"{there / 1e9:.1f} GB; stablenorm apply takes it"
-        )
-        raise InputError(msg)
+    what = "x must fit in memory, with y, dx and dy, to be checked"
+    parts.check_memory(what, 4 * members["x"].nbytes, "save fewer rows")
     arrays = {"x": load(members["x"])}
     shapes = dict.fromkeys(("gamma", "beta"), arrays["x"].shape[-1:]) | {"dy": arrays["x"].shape}
     for name in shapes.keys() & members.keys():

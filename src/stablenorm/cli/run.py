@@ -7,18 +7,20 @@ import numpy as np
 
 from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
-from stablenorm.cli.problem import add_problem, compute_problem
-from stablenorm.report.findings import inspect
-from stablenorm.report.sections import accuracy_section, gradients_section
+from stablenorm.cli.findings import Findings, inspect
+from stablenorm.cli.page import make_page
+from stablenorm.cli.problem import compute_problem
+from stablenorm.cli.sections import tell, worst
 from stablenorm.testing import digest, digest_inputs, published_digests
+from stablenorm.text import number, shape_text
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   stablenorm run              the bundled data: a layer norm of a language model
   stablenorm run mine.npz     x and, if held, gamma, beta, dy, eps from a file
   stablenorm run mine.npz --kind rms   an RMS norm
   stablenorm run arrays/      the same from x.npy, gamma.npy, ...
-  stablenorm run mine.npz --out res.npz
+  stablenorm run mine.npz --out res.npz --html page.html
   stablenorm run --digests    is rounding="nearest" the same here as everywhere?
 
 to make such a file:
@@ -28,45 +30,70 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, on
 """
 
 
-def add(commands: Any) -> None:
-    """Add `run` to the commands."""
-    parser = parts.add_command(
-        commands,
-        run,
-        "compute y, dx, dgamma and dbeta of the arrays in a file, and check them",
-        "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
-        "differences and against identities. The error of the usual two-pass formula on the same "
-        "data is shown beside ours. x is normalized over its last axis.",
-        _EXAMPLES,
-    )
-    add_problem(parser)
-    parts.add_output(parser, "--out", (".npz",), "write y, dx, dgamma and dbeta to this file")
-    about = "compare digests of correctly rounded results with those published; nothing else"
-    parser.add_argument("--digests", action="store_true", help=about)
+SUMMARY = "compute y, dx, dgamma and dbeta of the arrays in a file, and check them"
+ABOUT = (
+    "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
+    "differences and against identities. The error of the usual two-pass formula on the same "
+    "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
+    "normalized over its last axis."
+)
+OPTIONS = {
+    "file": "an .npz or .safetensors file, or a directory of .npy files, that holds x and, optionally, "
+    "gamma, beta, dy, eps; or x alone, in an .npy file too; default: the bundled data",
+    "--kind": "of the norm; default: layer",
+    "--eps": "default: eps of the file, or 1e-5",
+    "--rounding": "nearest: every element correctly rounded, or the check fails; default: fast",
+    "--seed": "of a random dy, if the file has none; default: 0",
+    "--out": "write y, dx, dgamma and dbeta to this file",
+    "--html": "write the same on a page, with pictures, for a browser",
+    "--digests": "compare digests of correctly rounded results with those published; nothing else",
+}
+CHANGES: dict[str, Any] = {"--rounding": {"default": "fast"}}
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm run` is asked."""
     if arguments.digests:
         return _compare_digests()
-    source, out = arguments.file, arguments.out
-    if source and out and source.exists() and out.exists() and out.samefile(source):
-        msg = f"--out must not be the file that is read, got {source}"
-        raise parts.InputError(msg)
+    source, out, page = arguments.file, arguments.out, arguments.html
+    for option, path in (("--out", out), ("--html", page)):
+        if source and path and source.exists() and path.exists() and path.samefile(source):
+            msg = f"{option} must not be the file that is read, got {source}"
+            raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    # The two steps of `inspect`.
-    with parts.step_bar(2) as step:
+    # The two steps of `inspect`, and the diagnosis.
+    with parts.step_bar(3) as step:
         findings = inspect(problem, results, step)
-    x = problem.x
-    kind = ", RMS norm" * (problem.kind == "rms")
-    about = f": x {x.shape} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
-    parts.print_lines(about, bold=problem.source)
-    parts.print_sections(accuracy_section(findings), gradients_section(findings))
+        step("diagnosis")
+        sections = tell(findings)
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
-    parts.print_lines(verdict if findings.passed else "A CHECK FAILED.")
+    verdict = verdict if findings.passed else "A CHECK FAILED."
+    x, kind = problem.x, ", RMS norm" * (problem.kind == "rms")
+    about = f"x {shape_text(x.shape)} {x.dtype}, eps {problem.eps:g}{kind}; {problem.dy_origin}"
+    if page:
+        title = f"{'RMS' if kind else 'Layer'} normalization of {problem.source}"
+        content = make_page(title, about, f"{_abstract(findings)} {verdict}", sections)
+        parts.write_whole(page, lambda file: file.write(content))
+    parts.print_lines(f": {about}", bold=problem.source)
+    parts.print_sections(*sections)
+    parts.print_lines(verdict)
+    if page:
+        parts.print_lines(f"The page: {page.as_uri()}")
     return 0 if findings.passed else parts.EXIT_FAILED
+
+
+def _abstract(findings: Findings) -> str:
+    """Compare ours with the plain formula in one sentence."""
+    ours, plain = (
+        number(max(worst(getattr(output, name)) for output in findings.outputs.values()))
+        for name in ("error", "plain_error")
+    )
+    return (
+        f"On these data the formula that everybody writes is off by up to {plain} ulp, units in the "
+        f"last place; stablenorm by {ours}, a correctly rounded result by at most 0.5."
+    )
 
 
 def _compare_digests() -> int:

@@ -129,26 +129,19 @@ class UserFile:
 @contextlib.contextmanager
 def kept_streams() -> Iterator[None]:
     """Give back standard input, output and error, whatever the code of a file closes."""
-    there = [number for number in range(3) if _is_open(number)]
-    copies = {number: os.dup(number) for number in there}
+    kept = {}
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        with contextlib.suppress(OSError):
+            kept[name] = number, os.dup(number)
     try:
         yield
     finally:
-        for number, copy in copies.items():
+        for name, (number, copy) in kept.items():
             os.dup2(copy, number)
             os.close(copy)
-        for number, name in enumerate(("stdin", "stdout", "stderr")):
-            if number in copies and getattr(sys, name).closed:
+            if getattr(sys, name).closed:
                 mode = "w" if number else "r"
                 setattr(sys, name, open(number, mode, closefd=False, encoding="utf-8"))  # noqa: SIM115
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
 
 
 def _is_layer(value: Any) -> bool:

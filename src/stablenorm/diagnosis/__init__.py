@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,9 @@ BLOCK = 1 << 19
 # Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
 # 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
+
+# Less the rank, the number, and the row.
+_Ranked = tuple[float, int, Row]
 
 # The method whose loss says how bad a row is: an RMS norm loses most in float16, the last one.
 _DECIDING = {"layer": 0, "rms": -1}
@@ -80,12 +84,10 @@ def diagnose(
     normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
     measured against 1. gamma and beta are left out.
 
-    The methods compute in float32, or in float64 for float64 data. "Saved" is y as a backward
-    rebuilds it from a mean and an rstd rounded to that format; "float16" holds mean, var and eps in
-    it. Their sums are formed in the order of vectorized code, several running sums. In another order
-    a method loses about as much, seldom two bits more or less; in a plain loop it loses more. A sum
-    that happens to be exact in one order need not be so in another; the condition number bounds
-    them all.
+    The methods compute in float32, or in float64 for float64 data, their sums in the order of
+    vectorized code, several running sums. In another order a method loses about as much, seldom two
+    bits more or less; in a plain loop it loses more. The condition number bounds them all. "Saved" is y
+    as a backward rebuilds it from a mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
     a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
@@ -113,36 +115,17 @@ def diagnose(
         raise ValueError(msg)
     judged = array.dtype if dtype is None else parse(dtype).newbyteorder("=")
     check_dtype("dtype", np.empty(0, judged))
-    return diagnose_blocks(
-        in_blocks(array, axes),
-        shape=array.shape,
-        dtype=judged,
-        axis=axes,
-        eps=check_eps(eps),
-        top=check_count("top", top, least=0),
-        keep_rows=True,
-        kind=kind,
-    )
-
-
-def in_blocks(x: Array, axes: tuple[int, ...]) -> Iterator[Array]:
-    """Yield the rows of an array, some at a time."""
-    rows = as_rows(x, axes)
+    eps, top = check_eps(eps), check_count("top", top, least=0)
+    rows = as_rows(array, axes)
     step = max(1, BLOCK // rows.shape[1])
-    return (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
+    return diagnose_blocks(blocks, array.shape, judged, axes, eps, top, kind, keep_rows=True)
 
 
 def diagnose_blocks(
-    blocks: Iterable[Array],
-    *,
-    shape: tuple[int, ...],
-    dtype: np.dtype[Any],
-    axis: tuple[int, ...],
-    eps: float,
-    top: int = 10,
-    keep_rows: bool = False,
-    kind: str = "layer",
-) -> Diagnosis:
+    blocks: Iterable[Array], shape: tuple[int, ...], dtype: np.dtype[Any], axis: tuple[int, ...],
+    eps: float, top: int, kind: str, *, keep_rows: bool = False,
+) -> Diagnosis:  # fmt: skip
     """
     Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
 
@@ -151,96 +134,74 @@ def diagnose_blocks(
     every row, which `keep_rows` asks for, take about 65 bytes each.
     """
     n = math.prod(shape[i] for i in axis)
-    nothing = measure_rows(np.empty((0, n), dtype), dtype, eps, kind)
-    summary, kept = _summarize(nothing, dtype, kind), [nothing]
-    worst: tuple[Row, ...] = ()
-    for block, found in _measured(blocks, dtype, eps, kind):
-        if top:
-            worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
+    measure = partial(measure_rows, dtype=dtype, eps=eps, kind=kind)
+    nothing = measure(np.empty((0, n), dtype))
+    summary, kept, worst = _summarize(nothing, dtype, kind), [nothing], list[_Ranked]()
+    for block, found in _measured(blocks, measure):
+        worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
         summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
     rows = (np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
-    per_row = PerRow._make(rows) if keep_rows else None
-    return Diagnosis(shape, dtype.name, axis, n, eps, summary, worst, per_row, kind)
+    per_row, of_rows = PerRow._make(rows) if keep_rows else None, tuple(row for *_, row in worst)
+    return Diagnosis(shape, dtype.name, axis, n, eps, summary, of_rows, per_row, kind)
 
 
 def _measured(
-    blocks: Iterable[Array], dtype: np.dtype[Any], eps: float, kind: str
+    blocks: Iterable[Array], measure: Callable[[Array], PerRow]
 ) -> Iterator[tuple[Array, PerRow]]:
     """Yield each block and what is known of its rows, in order."""
     # Two for each thread: one at work, one that waits.
-    pending: deque[tuple[Array, Future[PerRow]]] = deque()
-    threads = get_num_threads()
+    pending, threads = deque[tuple[Array, Future[PerRow]]](), get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
         try:
             for block in blocks:
-                pending.append((block, pool.submit(measure_rows, block, dtype, eps, kind)))
+                pending.append((block, pool.submit(measure, block)))
                 if len(pending) > 2 * threads:
                     done, future = pending.popleft()
                     yield done, future.result()
             for done, future in pending:
                 yield done, future.result()
         finally:
-            # After an interrupt or an error, nobody waits for these.
-            for _, future in pending:
-                future.cancel()
+            # After an interrupt or an error, nobody waits for the others.
+            pool.shutdown(cancel_futures=True)
 
 
 def _worst(
-    before: tuple[Row, ...],
-    start: int,
-    block: Array,
-    found: PerRow,
-    dtype: np.dtype[Any],
-    top: int,
-    kind: str,
-) -> tuple[Row, ...]:
+    before: list[_Ranked], start: int, block: Array, found: PerRow, dtype: Any, top: int, kind: str
+) -> list[_Ranked]:
     """Return the rows of the highest rank, of `before` and of a block whose first row is number `start`."""
     has = dict(zip(SPECIAL[kind], found.marks, strict=True))
-    lost = found.lost[_DECIDING[kind]]
-    rank = _rank(lost, found.condition_y, has["undefined"], has["not finite"])
-    candidates = np.flatnonzero(rank > (_rank_of(before[-1], kind) if len(before) == top else -1.0))
-    if not candidates.size:
-        return before
-    # Of equals, the first ones: stable.
-    candidates = candidates[np.argsort(-rank[candidates], kind="stable")[:top]]
+    # Bits first; the condition number, which constant rows do not have, counts less than a bit.
+    some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
+    rank = np.rint(found.lost[_DECIDING[kind]].astype(np.float64)) + 1.0 - 1.0 / some
+    # Rows that have no y at all come before any number of bits.
+    rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
+    least = -before[-1][0] if before and len(before) == top else -1.0
+    # A stable sort keeps the first ones of equals.
+    candidates = np.argsort(-rank, kind="stable")[:top]
     with np.errstate(over="ignore"):
         new = [
-            describe_row(start + i, block[i].astype(dtype), found, i, kind)
-            for i in candidates.tolist()
+            (-rank[i], start + i, describe_row(start + i, block[i].astype(dtype), found, i, kind))
+            for i in candidates[rank[candidates] > least].tolist()
         ]
-    return tuple(sorted((*before, *new), key=lambda row: (-_rank_of(row, kind), row.index))[:top])
-
-
-def _rank(lost: Any, condition: Any, undefined: Any, spoilt: Any) -> Any:
-    """Return how bad rows are: bits first; the condition number counts less than a bit."""
-    # Constant rows have none.
-    some = np.where(np.isfinite(condition), condition, 1.0)
-    rank = np.rint(np.asarray(lost, np.float64)) + 1.0 - 1.0 / some
-    # What has no y at all comes before any number of bits.
-    return np.where(spoilt, 4096.0, np.where(undefined, 2048.0, rank))
-
-
-def _rank_of(row: Row, kind: str) -> float:
-    lost = [*row.lost.values()][_DECIDING[kind]]
-    return float(_rank(lost, row.condition_y, "undefined" in row.marks, "not finite" in row.marks))
+    return sorted([*before, *new])[:top]
 
 
 def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     """Return what is counted of some rows."""
     p = format_of(dtype).digits
     # Constant rows have none.
-    in_y, in_dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
+    y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
     lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),
         dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
         {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
-        _counts(np.frexp(np.maximum(in_y, 1.0))[1] - 1, _POWERS),
-        _counts(np.frexp(np.maximum(in_dx, 1.0))[1] - 1, _POWERS),
-        float(in_y.max(initial=0.0)),
-        float(in_dx.max(initial=0.0)),
+        _counts(np.frexp(np.maximum(y, 1.0))[1] - 1, _POWERS),
+        _counts(np.frexp(np.maximum(dx, 1.0))[1] - 1, _POWERS),
+        float(y.max(initial=0.0)),
+        float(dx.max(initial=0.0)),
     )
 
 
@@ -249,12 +210,10 @@ def _counts(values: Array, last: int) -> Array:
     return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
 
 
-def _together(a: Summary, b: Summary) -> Summary:
+def _together(a: Any, b: Any) -> Any:
     """Return the summary of the rows of both: counts are added, of the largest the larger is kept."""
-
-    def both(one: Any, other: Any) -> Any:
-        if isinstance(one, dict):
-            return {name: each + other[name] for name, each in one.items()}
-        return max(one, other) if isinstance(one, float) else one + other
-
-    return Summary._make(map(both, a, b))
+    if isinstance(a, dict):
+        return {name: _together(each, b[name]) for name, each in a.items()}
+    if isinstance(a, Summary):
+        return Summary._make(map(_together, a, b))
+    return max(a, b) if isinstance(a, float) else a + b

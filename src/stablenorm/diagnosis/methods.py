@@ -18,24 +18,23 @@ import numpy as np
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
 from stablenorm.types import Array
 
-# "{working}" stands for the dtype that the methods compute in: float32, or float64 for float64.
-TITLES = {
-    "two-pass": "{working} two-pass",
-    "one-pass": "{working} E[x^2] - E[x]^2",
-    "saved float32": "mean and rstd saved as float32",
-    "saved bfloat16": "mean and rstd saved as bfloat16",
-    "float16": "mean, var and eps held in float16",
+# The methods for a layer norm and, where there is one, for an RMS norm. "{working}" stands for the
+# dtype that they compute in: float32, or float64 for float64.
+_TITLES = {
+    "two-pass": ("{working} two-pass",),
+    "one-pass": ("{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    "saved float32": ("mean and rstd saved as float32", "rstd saved as float32"),
+    "saved bfloat16": ("mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
+    "float16": ("mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
+}
+_KINDS = "layer", "rms"
+METHODS = {
+    kind: {name: titles[i] for name, titles in _TITLES.items() if len(titles) > i}
+    for i, kind in enumerate(_KINDS)
 }
 
-RMS_TITLES = {
-    "one-pass": "{working} mean(x^2)",
-    "saved float32": "rstd saved as float32",
-    "saved bfloat16": "rstd saved as bfloat16",
-    "float16": "x^2, its mean and eps held in float16",
-}
-
-# What can be special about a row, and what it means for such rows.
-MARKS = {
+# Marks of special rows, and what they mean.
+_MARKS = {
     "not finite": "they hold NaN or infinity: y is NaN",
     "undefined": "constant, and eps is 0: y is 0/0, NaN",
     "constant": "all elements equal: y is beta",
@@ -48,19 +47,17 @@ MARKS = {
     "float16 overflows": "mean or var is beyond the range of float16",
 }
 
-RMS_MARKS = {
-    "not finite": MARKS["not finite"],
+_RMS_MARKS = {
+    "not finite": _MARKS["not finite"],
     "undefined": "zero, and eps is 0: y is 0/0, NaN",
     "zero": "all elements zero: y is beta",
     "mean(x^2) below eps": "eps decides the scale of y",
     "dominating outlier": "one element has more than half of the sum of x^2",
-    "squares overflow": MARKS["squares overflow"],
+    "squares overflow": _MARKS["squares overflow"],
     "squares underflow": "mean(x^2) is below the normal numbers of {working}",
     "float16 squares overflow": "the square of an element is beyond the range of float16",
 }
-# By the kind of the norm.
-METHODS = {"layer": TITLES, "rms": RMS_TITLES}
-SPECIAL = {"layer": MARKS, "rms": RMS_MARKS}
+SPECIAL = {"layer": _MARKS, "rms": _RMS_MARKS}
 
 # In a row of fewer elements, one has most of the variance for no special reason.
 _FEW = 8
@@ -116,7 +113,7 @@ def working_format(dtype: np.dtype[Any]) -> Format:
 def measure_rows(x: Any, dtype: np.dtype[Any], eps: float, kind: str = "layer") -> PerRow:
     """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
     with np.errstate(all="ignore"):
-        # What is too large for a narrower dtype becomes infinite, and is reported as such.
+        # Numbers too large for a narrower dtype become infinite, and are reported as such.
         narrowed = x.astype(dtype, copy=False)
         found = describe_rows(np.require(narrowed, working_format(dtype).dtype, ("C", "A")), kind)
         root = np.hypot(found.std, np.sqrt(eps))
@@ -170,7 +167,7 @@ def _lost_bits(
     NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
     """
     p, exact_rstd = form.digits, 1 / root
-    # Not std * rstd: of float64 subnormals, rstd overflows.
+    # std / root, since std * rstd overflows for float64 subnormals.
     size = found.std / root
     size[(found.std == 0) & (eps > 0)] = 1.0
     # Half of the smallest float64 is 0.
@@ -219,7 +216,7 @@ def _marks(found: Statistics, n: int, eps: float, kind: str) -> Array:
     """Return whether each row has each mark: (marks, rows)."""
     smallest, half = 2.0 ** format_of(found.total.dtype).emin, FLOAT16.largest
     std, mean = found.std, found.mean
-    # Where NaN or infinity has spoilt a row, nothing else can be said of it.
+    # NaN or infinity spoils a row: it gets no other mark.
     spoilt, constant = np.isnan(std), std == 0
     farthest = np.maximum(found.highest - mean, mean - found.lowest)
     has = {

@@ -11,6 +11,12 @@ from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.types import Array
 
+# The sentence about a row names these two methods.
+_TOLD = {
+    "layer": {"a {working} two-pass": "two-pass", "E[x^2] - E[x]^2": "one-pass"},
+    "rms": {"mean(x^2) in {working}": "one-pass", "in float16": "float16"},
+}
+
 # A row's |mean| / std is mentioned from here on: it costs two bits.
 _OFFSET = 4.0
 
@@ -151,8 +157,7 @@ class Diagnosis:
         figure = new_figure(10, 4)
         figure.suptitle(_headline(self), fontsize=12, fontweight="bold", parse_math=False)
         axes = figure.subplots()
-        # Besides their colors, the lines differ by their dashes, and the first ones are wide, so
-        # that one beneath another is seen.
+        # Besides colors, the lines differ by dashes and widths: one beneath another is seen.
         looks = zip(COLORS, ("-", "--", "-.", ":", (0, (6, 2, 1, 2, 1, 2))), strict=False)
         lost = zip(self.methods.values(), self.summary.lost.values(), looks, strict=True)
         for place, (title, counts, (color, dash)) in enumerate(lost):
@@ -193,13 +198,11 @@ def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> 
             said.insert(0, size)
         if "undefined" not in marks:
             # The other methods are near one of these, or keep less.
-            names = {"two-pass": f"a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"}
-            if not is_layer:
-                names = {"one-pass": f"mean(x^2) in {working}", "float16": "in float16"}
-            first, second = (round(lost[name]) for name in names)
-            one, other = names.values()
-            of = format_of(x.dtype).digits
-            said.append(f"{one} loses {first} of {of} bits of y, {other} {second}")
+            (one, first), (two, second) = _TOLD[kind].items()
+            one, bits = one.format(working=working), format_of(x.dtype).digits
+            said.append(
+                f"{one} loses {round(lost[first])} of {bits} bits of y, {two} {round(lost[second])}"
+            )
     advice = f"row {index}: {'; '.join(said)}"
     return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
 
@@ -208,13 +211,9 @@ def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> 
 
 
 def _headline(diagnosis: Diagnosis) -> str:
+    count, kind = diagnosis.summary.rows, ", RMS norm" * (diagnosis.kind == "rms")
     data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
-    rows = f"{_count_rows(diagnosis.summary.rows)} of {diagnosis.n}, eps {diagnosis.eps:g}"
-    return f"{data}: {rows}" + ", RMS norm" * (diagnosis.kind == "rms")
-
-
-def _count_rows(count: int) -> str:
-    return f"{count} row" + "s" * (count != 1)
+    return f"{data}: {count} row{'s' * (count != 1)} of {diagnosis.n}, eps {diagnosis.eps:g}{kind}"
 
 
 def sentences(diagnosis: Diagnosis) -> list[str]:
@@ -235,7 +234,8 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
     working = working_format(parse(diagnosis.dtype)).dtype.name
     for name, meaning in SPECIAL[diagnosis.kind].items():
         if count := summary.marks[name]:
-            said.append(f"{name}: {_count_rows(count)} ({meaning.format(working=working)})")
+            rows = f"{count} row" + "s" * (count != 1)
+            said.append(f"{name}: {rows} ({meaning.format(working=working)})")
     return said
 
 

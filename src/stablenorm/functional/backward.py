@@ -22,8 +22,11 @@ from stablenorm.functional.checks import (
 from stablenorm.functional.combinations import CUDA, NEAREST, refuse
 from stablenorm.functional.layout import Lead, layout_of, lead_of
 from stablenorm.functional.plain import run_plain
+from stablenorm.reference.exact import ExactSum
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import NAMES, Array, Cache, Gradients
+
+_RESULTS = "dx", "dgamma", "dbeta"
 
 
 def backward(
@@ -86,9 +89,11 @@ def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool
     """
     ndim, axes = call.x.ndim, cache.axis
     if not call.x.size:
-        # Sums over no rows; old values are there.
+        # Sums over no rows; old values and partial sums are there.
         for total in (call.dgamma, call.dbeta):
-            if total is not None and not accumulate:
+            if total is not None and call.sums == "exact":
+                total[total != 0] = ExactSum.of_numbers(np.zeros(0))
+            elif total is not None and call.sums == "rounded" and not accumulate:
                 total[...] = np.zeros((), total.dtype)
         return
     of_gamma, of_beta = (lead_of(each, ndim, axes) for each in call.norm[:2])
@@ -100,8 +105,8 @@ def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool
         if getattr(call, name) is not None:
             passes[leads[which]] = [*passes.pop(leads[which], []), name]
     for cut, names in passes.items():
-        others = {name: None for name in ("dx", "dgamma", "dbeta") if name not in names}
-        _run_pass(call._replace(**others), cache, cut, accumulate)
+        some: Any = {name: getattr(call, name) if name in names else None for name in _RESULTS}
+        _run_pass(call._replace(**some), cache, cut, accumulate)
 
 
 def _run_pass(call: Backward, cache: Cache, cut: Lead, accumulate: bool) -> None:
@@ -176,7 +181,10 @@ def _sums(
     dy = of_shape(arrays, "dy", dy, x.shape)
     dsum, _, _ = _checked_extra(arrays, cache, (dsum, None, None))
     dx = arrays.empty(x.shape, x.dtype, x) if with_dx else None
-    call = Backward(dy, x, cache.norm, cache.statistics, dx, *sums, dsum, sums=how, threads=threads)
+    first, second = sums
+    call = Backward(
+        dy, x, cache.norm, cache.statistics, dx, first, second, dsum, sums=how, threads=threads
+    )
     run_passes(call, cache, None, False)
     return Gradients(dx, sums[0], sums[1])
 

@@ -148,7 +148,9 @@ def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
     return f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; {cure}"
 
 
-def check_sum_axes(sum_axes: int | tuple[int, ...], cache: Cache) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def check_sum_axes(
+    sum_axes: int | tuple[int, ...], cache: Cache
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lead of the sums, and the lengths of the axes that are kept."""
     x, norm, axes = cache[:3]
     try:
@@ -174,7 +176,9 @@ def check_sum_axes(sum_axes: int | tuple[int, ...], cache: Cache) -> tuple[tuple
     return lead, tuple(length for is_summed, length in each if not is_summed)
 
 
-def sums_like(parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]) -> Array | None:
+def sums_like(
+    parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]
+) -> Array | None:
     """Return an array, of no memory, of the shape and dtype of a gradient where axes are kept."""
     if parameter is None:
         return None

@@ -46,9 +46,7 @@ def double_backward(
     cotangents = _of_parameters(cache, "dd", ddgamma, ddbeta)
     ddy, dx = (HOST.empty(x.shape, x.dtype, x) for _ in range(2))
     dgamma = None if norm.gamma is None else HOST.empty(norm.gamma.shape, norm.gamma.dtype, x)
-    call = DoubleBackward(
-        *given, norm, cache.statistics, *cotangents, ddy, dx, dgamma, cache.where
-    )
+    call = DoubleBackward(*given, norm, cache.statistics, *cotangents, ddy, dx, dgamma, cache.where)
     _run("double_backward", call, cache)
     return ddy, dx, dgamma
 

@@ -47,7 +47,11 @@ def forward(
                 found = kernels(rows, same, -1, out, backend, keep, residual, where, threads)
                 if found is not None:
                     cache = found[1]
-                    return found if rows is x or not keep or residual is not None else (found[0], cache._replace(x=x))
+                    return (
+                        found
+                        if rows is x or not keep or residual is not None
+                        else (found[0], cache._replace(x=x))
+                    )
     name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
     arrays = arrays_of(name)
     x = arrays.convert("x", x)

@@ -99,9 +99,7 @@ def _reads_again(call: Any) -> bool:
     return pair[1] is not None and np.may_share_memory(*pair)
 
 
-def _blocks(
-    operation: str, backend: str, call: Any, layout: Layout, whole: Part
-) -> Iterator[Part]:
+def _blocks(operation: str, backend: str, call: Any, layout: Layout, whole: Part) -> Iterator[Part]:
     """Cut rows into blocks: each of whole tiles or samples, so that no bit depends on the blocks."""
     rows, masked, _, samples = whole
     count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
@@ -217,12 +215,10 @@ def _merge_exact(backend: str, call: Backward, layout: Layout, parts: list[Part]
             result[...] = merged(*sums)
 
 
-def _round_parts(
-    backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any
-) -> None:
+def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any) -> None:
     """Do the parts, add up their sums and the old values, and round once."""
     results = call.dgamma, call.dbeta
-    sums = [None if each is None else np.zeros(each.shape, PARTIAL) for each in results]
+    sums: list[Any] = [None if r is None else np.zeros(r.shape, PARTIAL) for r in results]
     some = call._replace(dgamma=sums[0], dbeta=sums[1], sums="pairs")
     _run_parts("backward", backend, some, layout, parts)
     values: list[Any] = [None, None]
@@ -230,11 +226,10 @@ def _round_parts(
     for k, (result, total) in enumerate(zip(results, sums, strict=True)):
         if result is None:
             continue
-        if old is not None:
-            total = merged(total, _exactly(old[k]))
-        values[k], asked[k] = rounded(total, result.dtype)
+        both = total if old is None else merged(total, _exactly(old[k]))
+        values[k], asked[k] = rounded(both, result.dtype)
     if any(each is not None and each.any() for each in asked):
-        exact = [None if each is None else each.astype(object) for each in asked]
+        exact: list[Any] = [None if each is None else each.astype(object) for each in asked]
         again = call._replace(dx=None, dgamma=exact[0], dbeta=exact[1], sums="exact")
         _run_parts("backward", backend, again, layout, parts)
         for k, open_ in enumerate(asked):

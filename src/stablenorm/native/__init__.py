@@ -71,7 +71,9 @@ def forward(call: Forward) -> Any:
         return NotImplemented
     kept = reference.forward(call)
     # A backward takes double-double statistics for those of float64 data.
-    return kept if x.dtype == np.float64 or not keep else kept._replace(rstd_lo=None, mean_tail=None)
+    return (
+        kept if x.dtype == np.float64 or not keep else kept._replace(rstd_lo=None, mean_tail=None)
+    )
 
 
 def backward(call: Backward) -> Any:
@@ -80,14 +82,24 @@ def backward(call: Backward) -> Any:
         return NotImplemented
     if call.dmean is not None or call.drstd is not None:
         return NotImplemented
+    # Kernels add to partial sums of "fast" that are in the range of float64.
+    sums, apart = call[5:7], call.sums == "pairs" and call.norm.rounding == "nearest"
+    if call.sums == "pairs":
+        apart = apart or any(each is not None and each["exponent"].any() for each in sums)
+    made = [np.zeros_like(each) if apart and each is not None else each for each in sums]
+    out = call.dx, *made
     cache = Cache(call.x, call.norm, (1,), call.statistics, "native")
-    out = call[4:7]
     wanted = tuple(name for name, array in zip(NAMES, out, strict=True) if array is not None)
     found = plain_backward(
         call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
         call.threads, call.plan_rows, call.samples,
     )  # fmt: skip
-    return NotImplemented if found is None else None
+    if found is None:
+        return NotImplemented
+    for total, part in zip(sums, made, strict=True):
+        if apart and total is not None:
+            total[...] = merged(total, part)
+    return None
 
 
 # ---- rows and columns that the kernels leave, which call these before they return ----
@@ -133,7 +145,7 @@ def _finish_backward(
     dy, x, dsum = _as_matrix(dy), _as_matrix(x), None if dsum is None else _as_matrix(dsum)
     n, count = x.shape[1], len(x) // samples
     rows = np.flatnonzero(marks) if marks is not None else np.empty(0, int)
-    dx = out.dx
+    dx: Any = out.dx
     for one, part in _samples_of(norm, rows, len(x), samples) if dx is not None else ():
         found = np.empty((len(part), n), x.dtype)
         added = None if dsum is None else dsum[part]
@@ -142,9 +154,9 @@ def _finish_backward(
         _as_matrix(dx)[part] = found
     for i in range(samples):
         own = slice(i * count, (i + 1) * count)
-        sums = [None if each is None else each.reshape(samples, n)[i] for each in out[1:]]
+        dgamma, dbeta = (None if each is None else each.reshape(samples, n)[i] for each in out[1:])
         one = norm if samples == 1 else norm.sample(i)
-        call = Backward(dy[own], x[own], one, kept.of_rows(own), None, *sums)
+        call = Backward(dy[own], x[own], one, kept.of_rows(own), None, dgamma, dbeta)
         columns = None if open_ is None else open_.reshape(samples, 2, n)[i]
         if rows.size and partial is not None:
             extreme = np.flatnonzero(marks[own] == _EXTREME)
@@ -158,8 +170,9 @@ def _add_extreme(call: Backward, rows: Array, others: Array, open_: Any) -> None
     """Write the sums, given those over the rows that are not extreme; mark columns that stay open."""
     totals = call.dgamma, call.dbeta
     parts = [None if total is None else np.zeros(total.shape, PARTIAL) for total in totals]
+    dgamma, dbeta = parts
     dy, x, kept = call.dy[rows], call.x[rows], call.statistics.of_rows(rows)
-    reference.backward(Backward(dy, x, call.norm, kept, None, *parts, sums="pairs"))
+    reference.backward(Backward(dy, x, call.norm, kept, None, dgamma, dbeta, sums="pairs"))
     for i, (total, part) in enumerate(zip(totals, parts, strict=True)):
         if total is None or part is None:
             continue

@@ -71,6 +71,16 @@ struct Extent {
     }
 };
 
+bool overlaps(PyArrayObject* a, std::initializer_list<PyObject*> others) {
+    Extent mine(a);
+    for (PyObject* each : others) {
+        if (!is_given(each)) continue;
+        Extent other((PyArrayObject*)each);
+        if (mine.first < other.end && other.first < mine.end) return true;
+    }
+    return false;
+}
+
 // Whether an array can take a result of the shape of another: of floats without gaps within rows, in memory of its own.
 bool is_room(PyObject* object, PyArrayObject* like, std::initializer_list<PyObject*> others) {
     Rows rows;
@@ -79,13 +89,7 @@ bool is_room(PyObject* object, PyArrayObject* like, std::initializer_list<PyObje
     if (PyArray_TYPE(a) != PyArray_TYPE(like) || !have_one_shape(a, like)) return false;
     Index bytes = last_length(a) * BYTES[rows.type];
     if (rows.stride < bytes && PyArray_SIZE(a) > last_length(a)) return false;
-    Extent mine(a);
-    for (PyObject* each : others) {
-        if (!is_given(each)) continue;
-        Extent other((PyArrayObject*)each);
-        if (mine.first < other.end && other.first < mine.end) return false;
-    }
-    return true;
+    return !overlaps(a, others);
 }
 
 bool are_same_elements(PyObject* one, PyObject* other) {

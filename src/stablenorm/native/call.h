@@ -47,7 +47,7 @@ struct Call {
     Index samples = 1, rows = 0, n = 0;
     Index plan_rows = 0;  // rows of the whole call, of which this one may be a block; they decide the tiles
     const char *gamma = nullptr, *beta = nullptr;
-    Type gamma_type = F64, beta_type = F64;
+    Type gamma_type = F32, beta_type = F32;
     Index gamma_stride = 0, beta_stride = 0;  // bytes from one sample to the next
     double eps = 0, gamma_offset = 0;
     // In double-double; every result is the exact one, rounded.

@@ -43,6 +43,8 @@ constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 // to 1070. Inputs beyond the cache of one core are asked for ahead of time.
 constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
+constexpr Index LEAST_SAMPLE = 1 << 15;
+
 // Columns of dgamma or dbeta that one thread adds up at a time.
 constexpr Index COLUMNS = 512;
 
@@ -101,10 +103,9 @@ template <class T> void further(T*& p, Index bytes) {
     if (p) p = (T*)((char*)p + bytes);
 }
 
-// The call of sample `i` of a batch, with its place among the sums, and parameters in the scratch memory of a thread.
+// The call of sample `i` of a batch: its parameters, and its sums if it is of one tile, in the memory of a thread.
 Call sample_of(const Batch& batch, Index i, int thread) {
     Call c = batch.call;
-    if (c.samples == 1) return c;
     Index sample = batch.first + i, row = sample * c.rows;
     for (Rows* each : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(each->data, row * each->stride);
     for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, row * 8);
@@ -113,11 +114,16 @@ Call sample_of(const Batch& batch, Index i, int thread) {
         further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.undecided[k], sample * 2 * c.n);
         further(c.partial[k], sample * 8 * c.n * 8);
     }
-    further(c.sums, i * c.tiles * c.sums_per_tile() * 8), further(c.ranges, i * c.tiles * 16);
-    Arena parameters{c.own + c.own_size * thread + c.own_parameters, 0};
-    c.lay_out_parameters(parameters);
+    Arena room{c.own + c.own_size * thread + c.own_parameters, 0};
+    c.lay_out_parameters(room);
+    if (c.tiles == 1) c.lay_out_sums(room, 1);
+    else further(c.sums, i * c.tiles * c.sums_per_tile() * 8), further(c.ranges, i * c.tiles * 16);
     return c;
 }
+
+Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
+
+void finish_part(const Call& c, Index part) { finish_columns(c, (int)(part % 2), part / 2 * COLUMNS); }
 
 void tile_work(void* data, Index number, int thread) {
     DefaultControl control;
@@ -125,33 +131,38 @@ void tile_work(void* data, Index number, int thread) {
     if (batch.call.samples == 1) return kernels->do_tile(batch.call, number, thread);
     Call c = sample_of(batch, number / batch.call.tiles, thread);
     kernels->prepare(c), kernels->do_tile(c, number % batch.call.tiles, thread);
+    for (Index part = 0, parts = c.tiles == 1 ? finish_parts(c) : 0; part < parts; part++) finish_part(c, part);
 }
-
-Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
 
 void finish_work(void* data, Index part, int thread) {
     DefaultControl control;
     const Batch& batch = *(const Batch*)data;
-    Index parts = finish_parts(batch.call), place = part % parts;
-    finish_columns(sample_of(batch, part / parts, thread), (int)(place % 2), place / 2 * COLUMNS);
+    if (batch.call.samples == 1) return finish_part(batch.call, part);
+    Index parts = finish_parts(batch.call);
+    finish_part(sample_of(batch, part / parts, thread), part % parts);
 }
 
-// Tiles of samples whose sums are held at a time: 4 MiB of them, if n is 256.
+// Tiles of samples whose sums are held at a time: 4 MiB of them, if n is 256. A sample of one tile has its sums in the
+// memory of a thread.
 constexpr Index TILES_TOGETHER = 512;
-Index batch_of(const Call& c) { return least(c.samples, most(TILES_TOGETHER / c.tiles, 1)); }
+Index batch_of(const Call& c) { return c.tiles == 1 ? c.samples : least(c.samples, most(TILES_TOGETHER / c.tiles, 1)); }
 
 // Scratch memory of so many threads, all in one piece.
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
+    bool is_shared = c.samples == 1 || c.tiles > 1;
     Index together = c.tiles * batch_of(c);
-    c.lay_out_parameters(shared), c.lay_out_sums(shared, together);
+    c.lay_out_parameters(shared);
+    if (is_shared) c.lay_out_sums(shared, together);
     (void)Own(c, own);
     c.own_parameters = own.used;
     if (c.samples > 1) c.lay_out_parameters(own);
+    if (!is_shared) c.lay_out_sums(own, 1);
     memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
     if (!memory) return false;
     Arena real{memory, 0};
-    c.lay_out_parameters(real), c.lay_out_sums(real, together);
+    c.lay_out_parameters(real);
+    if (is_shared) c.lay_out_sums(real, together);
     c.own = memory + real.used, c.own_size = own.used;
     return true;
 }
@@ -161,6 +172,7 @@ void run_parts(const Call& c, Index first, Index samples, int threads) {
     Batch batch{c, first};
     Index cost = samples * c.rows * c.n * (c.wide ? COST : 1), tiles = samples * c.tiles;
     pool::run(tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &batch);
+    if (c.samples > 1 && c.tiles == 1) return;
     pool::run(samples * finish_parts(c), tiles * c.n < SHARED ? 1 : threads, false, finish_work, &batch);
 }
 
@@ -198,6 +210,7 @@ bool is_any_open(const Call& c) {
 // Whether kernels can do all samples: gamma and beta of pairs, or of float64, may be of extreme size.
 bool can_prepare(const Call& c) {
     if (c.samples > 1 && !c.pairs() && c.gamma_type != F64 && c.beta_type != F64) return true;
+    if (c.samples == 1) return kernels->prepare(c);
     for (Index i = 0; i < c.samples; i++)
         if (!kernels->prepare(sample_of({c, 0}, i, 0))) return false;
     return true;
@@ -227,7 +240,8 @@ void plan(Call& c) {
     c.staged = unlike || (c.wide && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
     Index row_bytes = c.n * BYTES[c.x.type], bytes = c.samples * c.rows * row_bytes;
     bool aligned = c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
-    c.past = aligned && bytes >= PAST_CACHES, c.ahead = bytes >= OWN_CACHE;
+    // A tile ends with a fence, which takes as long as a small sample.
+    c.past = aligned && bytes >= PAST_CACHES && c.rows * row_bytes >= LEAST_SAMPLE, c.ahead = bytes >= OWN_CACHE;
     c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
 }
 
@@ -241,7 +255,7 @@ State run(Call& c, int threads) {
         some = least(most, c.samples - first);
         run_parts(c, first, some, threads);
         for (Index i = 0; i < some && c.nearest && !c.wide; i++) {
-            Call sample = sample_of({c, first}, i, 0);
+            Call sample = c.samples == 1 ? c : sample_of({c, first}, i, 0);
             if (is_any_open(sample) && !(kernels->prepare(sample), sum_again(sample, threads))) state = NO_MEMORY;
         }
     }

@@ -252,28 +252,18 @@ bool is_room_for_sums(PyObject* object, PyObject* like, const Call& c, std::init
     PyArrayObject* a = (PyArrayObject*)object;
     if (!is_of_floats(object, type) || !PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISWRITEABLE(a) || PyArray_SIZE(a) != c.samples * c.n) return false;
     if (type != PARTIAL && is_given(like) && PyArray_TYPE(a) != PyArray_TYPE((PyArrayObject*)like)) return false;
-    if (c.samples == 1 && type != PARTIAL && PyArray_NDIM(a) != 1) return false;
-    Extent mine(a);
-    for (PyObject* each : others) {
-        if (!is_given(each)) continue;
-        Extent other((PyArrayObject*)each);
-        if (mine.first < other.end && other.first < mine.end) return false;
-    }
-    return true;
+    return (c.samples > 1 || type == PARTIAL || PyArray_NDIM(a) == 1) && !overlaps(a, others);
 }
 
 // Which of x, gamma and beta a tuple names; false if it has anything else.
 bool see_names(PyObject* names, bool (&wanted)[3]) {
     const char* known[] = {"x", "gamma", "beta"};
     if (!PyTuple_Check(names)) return false;
-    for (Py_ssize_t k = 0; k < PyTuple_Size(names); k++) {
-        bool found = names == given_once[ALL_NAMES];
+    Py_ssize_t found = 0, count = PyTuple_Size(names);
+    for (Py_ssize_t k = 0; k < count; k++)
         for (int i = 0; i < 3; i++)
-            if (found || is_word(field(names, k), known[i])) wanted[i] = true;
-        for (int i = 0; i < 3; i++) found |= is_word(field(names, k), known[i]);
-        if (!found) return false;
-    }
-    return true;
+            if (is_word(field(names, k), known[i])) wanted[i] = true, found++;
+    return found == count;
 }
 
 // dy, a cache, the kind of norm, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads; and what only plain rows

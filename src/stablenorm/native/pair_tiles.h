@@ -1,5 +1,7 @@
 // Tiles of rows in double-double: of float64, and of rounding="nearest" where float64 leaves something open.
 #pragma once
+#include <initializer_list>
+
 #include "tiles.h"
 
 namespace {
@@ -8,6 +10,24 @@ namespace pairs {
 
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
 Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
+
+// Whether a row has NaN or infinity, which spoil all of it.
+bool is_spoiled(const double* x, Index n) {
+    bool spoiled = false;
+    for (Index j = 0; j < n; j++) spoiled |= !(x[j] - x[j] == 0);
+    return spoiled;
+}
+
+// Writes NaN for all that a row has; then nothing is left to do.
+APART inline void spoil_row(const Call& c, const Own& own, Index i) {
+    for (double* word : {c.mean, c.rest, c.rstd, c.spread})
+        if (word) word[i] = __builtin_nan("");
+    for (double* word : {c.tail, c.rstd_low})
+        if (word) word[i] = 0;
+    c.marks[i] = 0;
+    for (Index j = 0; j < c.n; j++) own.high[j] = __builtin_nan("");
+    if (c.y.data) of_type(c.y.type, [&](auto* kind) { convert(own.high, (decltype(kind))row_of(c.y, i), c.n); });
+}
 
 template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
     Parameters given = parameters_of(c);
@@ -21,6 +41,10 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
             if (c.rstd_low) c.rstd_low[i] = of.rstd_low[r];
             if (c.spread) c.spread[i] = of.spread[r];
             c.marks[i] = is_extreme(of, r, x[r], c.n, LAYER) ? EXTREME : 0;
+            if (c.marks[i] && is_spoiled(x[r], c.n)) {
+                spoil_row(c, own, i);
+                continue;
+            }
             if (c.marks[i] || !c.y.data) continue;
             auto write = [&](auto out) {
                 using Out = decltype(out);

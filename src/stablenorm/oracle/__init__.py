@@ -12,9 +12,5 @@ from stablenorm.oracle.exact import ContractResult, ExactNorm
 from stablenorm.oracle.norms import exact_double_backward, exact_layer_norm, exact_rms_norm
 
 __all__ = [
-    "ContractResult",
-    "ExactNorm",
-    "exact_double_backward",
-    "exact_layer_norm",
-    "exact_rms_norm",
-]
+    "ContractResult", "ExactNorm", "exact_double_backward", "exact_layer_norm", "exact_rms_norm",
+]  # fmt: skip

@@ -183,7 +183,7 @@ def _exact(
         if name.endswith(("gamma", "beta")):
             vectors[name] = read(_read(name, array, (n,)))
             continue
-        # What is added to dx does not come through the norm, and no mask reaches it.
+        # Summands of dx do not come through the norm, so no mask reaches them.
         shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
         matrices[name] = _read(name, array, shape, None if name in ADDED else mask)
     if "residual" in matrices:

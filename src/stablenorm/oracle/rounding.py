@@ -34,7 +34,7 @@ class Format(NamedTuple):
 
     def ulp_exponent(self, top: int) -> int:
         """Exponent of the ulp at a number in [2**(top-1), 2**top)."""
-        # Not min and max, here and below: calls of them were a fifth of the oracle's time.
+        # Comparisons, here and below: calls of min and max were a fifth of the oracle's time.
         ulp = top - self.precision
         if self.finest <= ulp <= self.coarsest:
             return ulp
@@ -158,7 +158,7 @@ def nearest(interval: Interval | None, fmt: Format) -> float | None:
     return math.ldexp(steps, ulp)
 
 
-# Of an element: the error mantissa * 2**exponent, whether misrounded, the ulp's exponent. In two
+# An element's verdict: the error mantissa * 2**exponent, whether misrounded, the ulp's exponent. In two
 # parts because an error and its ulp may differ by more than the range of a float64.
 JUDGED = np.dtype([("mantissa", "f8"), ("exponent", "i8"), ("misrounded", "?"), ("ulp", "i8")])
 

@@ -103,7 +103,7 @@ def _y(row: Row) -> Parts:
         yield row["beta"].times(row.ones), RATIONAL
 
 
-# What is added to dx. The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
+# Summands of dx, by argument. The derivatives of mean and rstd are 1 / n and -rstd**2 xhat / n.
 ADDED: dict[str, Callable[[Row, Vector], Part]] = {
     "dsum": lambda _, v: (v, RATIONAL),
     "dmean": lambda row, v: (row.ones.scaled(v.total() / row.n), RATIONAL),
@@ -127,7 +127,7 @@ def _jvp(row: Row, x: str, gamma: str, beta: str) -> Parts:
 
 
 # Second order: the cotangents ddx, ddgamma, ddbeta of dx, dgamma, dbeta pulled back to dy, x, gamma.
-# What is pulled back is the gradient of
+# The sum that is differentiated is
 #     L = <ddx, rstd project(g)> + <ddgamma * dy, xhat> + <ddbeta, dy>.
 # project is symmetric, so that the gradient with respect to dy is a jvp.
 

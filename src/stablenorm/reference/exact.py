@@ -1,5 +1,5 @@
 r"""
-Elements of y, dx, dgamma and dbeta in integers: what double-double leaves undecided.
+Elements of y, dx, dgamma and dbeta in integers, rounded once: the lowest rung of rounding to nearest.
 
 A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. With
 
@@ -14,10 +14,7 @@ where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G)
 set to 0. So every element is a rational number, beta, plus integers times powers of two over square
 roots of integers: one of y and dx, one for each row of dgamma.
 
-An element of y or dx whose bound leaves two neighbours is compared with their midpoint: integers,
-once both sides are squared, so that a tie is seen as one.
-
-Elsewhere each root is enclosed by one integer square root. If both ends of the sum round alike, that
+Each root is enclosed by one integer square root. If both ends of the sum round alike, that
 is the element. If not, terms whose radicands differ by the square of a rational are merged. Square
 roots of integers of which no two do so are linearly independent over the rationals (Besicovitch,
 J. London Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational and no tie, nor zero:
@@ -26,9 +23,9 @@ more bits decide it.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from operator import add, eq, lshift, lt, mul
+from operator import lshift, mul
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -36,8 +33,11 @@ import numpy as np
 from stablenorm.formats import Format, format_of
 from stablenorm.types import Array, Norm
 
-# Of a root: what is no tie and no exact result is decided by these nearly always.
+# Bits of a root: enough for everything but ties and exact results.
 _BITS = 256
+
+# A power of two that float64 holds together with the 106 bits below it.
+_HELD = 500
 
 # For `_kind`: 30 of them, so that among 2**15 radicands hardly two are compared in vain.
 _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
@@ -95,14 +95,6 @@ def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
     return [scale + more for scale in scales], exponent
 
 
-def _integers_of(*arrays: Array) -> tuple[list[list[int]], int]:
-    """Return the integers of each array, and one exponent of two for all; 0 of what is infinite."""
-    together = np.stack([each.astype(np.float64) for each in arrays])
-    integers, place = _integers(np.where(np.isfinite(together), together, 0.0).ravel())
-    n = len(arrays[0])
-    return [integers[start : start + n] for start in range(0, len(integers), n)], place
-
-
 class Row:
     """A row as the module docstring names it; `shift` is ``scale - q``."""
 
@@ -120,146 +112,65 @@ class Row:
         self.radicand = (self.n * squares - self.total**2) << 2 * self.shift
         self.radicand += self.n**2 * numerator << max(t - 2 * self.q, 0)
         if not keep:
-            # Of many rows, they are too much.
+            # Drop the integers: for many rows they would fill the memory.
             self.integers = []
 
-    def centered(self, column: int) -> int:
-        """Return C of one element, which has the sign of xhat."""
-        return self.n * self.integers[column] - self.total
+
+# ---- elements of a row ----
 
 
-# ---- elements where a mask, `wanted`, is set; in the order of the mask ----
-
-
-def _places(wanted: Array) -> Iterator[tuple[int, Array]]:
-    return ((i, np.flatnonzero(wanted[i])) for i in np.flatnonzero(wanted.any(axis=1)).tolist())
-
-
-def signs(x: Array, norm: Norm, wanted: Array) -> list[int]:
+def signs(x: Array, norm: Norm) -> list[int]:
     """Return the signs of xhat: -1, 0 or 1."""
-    rows = ((Row(x[i], norm), columns) for i, columns in _places(wanted))
-    centered = (row.centered(j) for row, columns in rows for j in columns.tolist())
+    row = Row(x, norm)
+    centered = (row.n * integer - row.total for integer in row.integers)
     return [(c > 0) - (c < 0) for c in centered]
 
 
-def y_elements(
-    x: Array, gamma: Array, beta: Array, norm: Norm, wanted: Array, low: Array, high: Array
+def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
+    """Return y of a row, rounded once."""
+    row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
+    n, total = row.n, row.total
+    factors = [g * (n * integer - total) for g, integer in zip(scale, row.integers, strict=True)]
+    return _rounded(beta, factors, row.radicand, exponent + row.shift, dtype)
+
+
+def dx_row(
+    dy: Array, x: Array, gamma: Array, norm: Norm, dtype: np.dtype[Any], dsum: Array
 ) -> Array:
-    """Return elements of y, which round to `low`, `high` or between."""
-    found, (scale, exponent) = [low[:0, 0]], _scales(gamma, norm.gamma_offset)
-    for i, columns in _places(wanted):
-        row = Row(x[i], norm)
-        n, total, integers = row.n, row.total, row.integers
-        factors = [scale[j] * (n * integers[j] - total) for j in columns.tolist()]
-        ends = low[i, columns], high[i, columns]
-        unit = exponent + row.shift
-        found.append(_between(*ends, beta[columns], factors, row.radicand, unit))
-    return np.concatenate(found)
+    """Return dx of a row with dsum added, rounded once."""
+    row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
+    n, radicand, integers = row.n, row.radicand, row.integers
+    cotangent, r = _integers(dy)
+    g = list(map(mul, scale, cotangent))
+    total = sum(g) if norm.kind == "layer" else 0
+    inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
+    # Of (n g - total) V - (n X - row.total) inner, what is the same for all.
+    same = row.total * inner - total * radicand
+    along, inner = n * radicand, n * inner
+    factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
+    return _rounded(dsum, factors, radicand**3, r + exponent - row.q, dtype)
 
 
-def dx_elements(
-    dy: Array,
-    x: Array,
-    gamma: Array,
-    norm: Norm,
-    wanted: Array,
-    low: Array,
-    high: Array,
-    dsum: Any = 0.0,
+def _rounded(
+    offset: Array, factors: list[int], radicand: int, unit: int, dtype: np.dtype[Any]
 ) -> Array:
-    """Return elements of dx with dsum added, which round to `low`, `high` or between."""
-    dsum = np.broadcast_to(dsum, x.shape)
-    found, (scale, exponent) = [low[:0, 0]], _scales(gamma, norm.gamma_offset)
-    for i, columns in _places(wanted):
-        row = Row(x[i], norm)
-        n, radicand, integers = row.n, row.radicand, row.integers
-        cotangent, r = _integers(dy[i])
-        g, unit = list(map(mul, scale, cotangent)), r + exponent - row.q
-        total = sum(g) if norm.kind == "layer" else 0
-        inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
-        # Of (n g - total) V - (n X - row.total) inner, what is the same for all.
-        same = row.total * inner - total * radicand
-        along, inner = n * radicand, n * inner
-        factors = [along * g[j] - inner * integers[j] + same for j in columns.tolist()]
-        ends = low[i, columns], high[i, columns]
-        found.append(_between(*ends, dsum[i, columns], factors, radicand**3, unit))
-    return np.concatenate(found)
-
-
-def _between(
-    low: Array, high: Array, offset: Array, factors: list[int], radicand: int, unit: int
-) -> Array:
-    """Round ``offset + factor * 2**unit / sqrt(radicand)`` to `low`, `high` or between."""
-    # Zeros of both signs are no neighbours, nor are the largest number and infinity.
-    near = (np.nextafter(low, high) == high) & (np.signbit(low) == np.signbit(high))
-    near &= np.isfinite(low) & np.isfinite(high)
-    if near.any() and not near.all():
-        found = low.copy()
-        for part in (near, ~near):
-            some = [factor for factor, here in zip(factors, part.tolist(), strict=True) if here]
-            found[part] = _between(low[part], high[part], offset[part], some, radicand, unit)
-        return found
-    (below, above, offsets), place = _integers_of(low, high, offset)
-    if near.all():
-        # Twice the distance of their midpoint from the offset.
-        twice = [a + b - 2 * c for a, b, c in zip(below, above, offsets, strict=True)]
-        return _by_midpoints(low, high, twice, place - 1, factors, radicand, unit)
-    root = _root(radicand)
+    """Round ``offset + factor * 2**unit / sqrt(radicand)``, each once."""
+    offsets, place = _integers(offset)
+    root, form = _root(radicand), format_of(dtype)
     least = min(unit - root.bits, place)
-    factors = [factor << unit - root.bits - least for factor in factors]
-    offsets = [each << place - least for each in offsets]
-    found, open_ = _by_digits(low, high, offsets, factors, root.floor, least)
-    for j in np.flatnonzero(open_).tolist():
-        term = factors[j] << root.bits, root
-        found[j] = _nearest(offsets[j], [term], least, format_of(low.dtype))
-    return found
-
-
-def _by_midpoints(
-    low: Array,
-    high: Array,
-    midpoints: list[int],
-    place: int,
-    factors: list[int],
-    radicand: int,
-    unit: int,
-) -> Array:
-    """Compare ``factor * 2**unit / sqrt(radicand)`` with ``midpoint * 2**place``, and choose an end."""
-    left, right = 1 << max(2 * (unit - place), 0), radicand << max(2 * (place - unit), 0)
-    both = zip(factors, midpoints, strict=True)
-    sides = [f * abs(f) * left - m * abs(m) * right for f, m in both]
-    more, tie = (np.array([test(0, side) for side in sides]) for test in (lt, eq))
-    odd = low.view(f"u{low.itemsize}") & 1 == 1
-    return np.where(more | (tie & odd), high, low)
-
-
-def _by_digits(
-    low: Array, high: Array, offsets: list[int], factors: list[int], floor: int, unit: int
-) -> tuple[Array, Array]:
-    """
-    Round ``offset + factor * root``, whose root lies from `floor` to ``floor + 1``.
-
-    The exponent is that of `low` and `high`. Where these differ in it, or the root leaves the element
-    open, the second array returned is True.
-    """
-    form = format_of(low.dtype)
-    ends = np.stack([low, high]).astype(np.float64)
-    exponents = np.maximum(np.where(ends == 0, form.emin, np.frexp(ends)[1]), form.emin + 1)
-    same = (exponents[0] == exponents[1]) & np.isfinite(ends).all(axis=0)
-    same &= (np.signbit(low) == np.signbit(high)) | (exponents[0] == form.emin + 1)
-    # Halves of an ulp, rounded down, of both ends.
-    halves = exponents[0] - form.digits - 1
-    same &= halves >= unit
-    shifts = np.maximum(halves - unit, 0).tolist()
-    one = [c + f * floor for c, f in zip(offsets, factors, strict=True)]
-    other = list(map(add, one, factors))
-    below = [v - 1 >> s for v, s in zip(map(min, one, other), shifts, strict=True)]
-    above = [v >> s for v, s in zip(map(max, one, other), shifts, strict=True)]
-    same &= np.array(list(map(eq, below, above)))
-    steps = np.array([v if ok else 0 for v, ok in zip(below, same.tolist(), strict=True)], np.int64)
-    value = np.ldexp(np.asarray(steps + 1 >> 1, np.float64), halves + 1)
-    # What is below zero and rounds to it keeps its sign.
-    return np.copysign(value, np.where(steps < 0, -1.0, 1.0)).astype(low.dtype), ~same
+    shift, places = unit - root.bits - least, place - least
+    found = []
+    for number, term in zip(offsets, factors, strict=True):
+        factor, number = term << shift, number << places  # noqa: PLW2901
+        low = number + factor * root.floor
+        high = low + factor
+        value = None
+        if not root.whole:
+            value = _round(*((low, high) if factor > 0 else (high, low)), least, form)
+        if value is None:
+            value = _nearest(number, [(factor << root.bits, root)], least, form)
+        found.append(value)
+    return np.array(found).astype(dtype)
 
 
 # ---- sums over rows ----
@@ -306,6 +217,25 @@ class ExactSum:
         for radicand, factor in other.terms.items():
             terms[radicand] = terms.get(radicand, 0) + (factor << there)
         return ExactSum(unit, (self.offset << here) + (other.offset << there), terms)
+
+    def partial(self) -> tuple[float, float, float, int]:
+        """Return the sum as `partial` has it: two words, a bound of what they leave out, and an exponent."""
+        terms = [(factor, _root(radicand)) for radicand, factor in self.terms.items() if factor]
+        low, high, unit = _enclosed(self.offset, terms, self.unit)
+        size = max(abs(low), abs(high)).bit_length() + unit
+        # Beyond these, float64 may not hold the words.
+        exponent = size if abs(size) > _HELD else 0
+        scaled, float64 = self.scaled(-exponent), np.dtype(np.float64)
+        first = scaled.rounded(float64, {})
+        rest = scaled + ExactSum.of_numbers(np.array([-first]))
+        second = rest.rounded(float64, {})
+        last = rest + ExactSum.of_numbers(np.array([-second]))
+        is_exact = not last.offset and not any(last.terms.values())
+        return first, second, 0.0 if is_exact else max(abs(first) * 2.0**-104, 2.0**-1000), exponent
+
+    def scaled(self, exponent: int) -> "ExactSum":
+        """Return the sum times ``2**exponent``."""
+        return ExactSum(self.unit + exponent, self.offset, self.terms)
 
     def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
         """Return the sum rounded to `dtype`; `roots` gathers those that other sums may have as well."""

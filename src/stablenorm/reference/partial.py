@@ -31,13 +31,10 @@ _MORE = 1.0 + 2.0**-50
 _OF_SUM = 2.0**-103
 
 
-def as_partial(v: Any, error: Any = None) -> Array:
-    """Return float64 or `Wide` numbers as partial sums, with the errors, `Wide`, if they are known."""
+def as_partial(v: Any) -> Array:
+    """Return float64 or `Wide` numbers as partial sums, of unknown errors."""
     v = v if isinstance(v, Wide) else Wide(v, np.zeros_like(v))
-    if error is not None and not (isinstance(v.exponent, int) and isinstance(error.exponent, int)):
-        exponent = np.maximum(v.magnitude(), error.magnitude())
-        v, error = v.scaled_to(exponent), error.scaled_to(exponent)
-    return _made(v.hi, v.lo, np.nan if error is None else error.hi, v.exponent)
+    return _made(v.hi, v.lo, np.nan, v.exponent)
 
 
 def merged(*parts: Array) -> Array:

@@ -1,8 +1,13 @@
 """For test suites of other layer norms: hard inputs, rows that went wrong in public, the plain formula."""
 
-from stablenorm.testing.digests import digest, digest_inputs, published_digests
 from stablenorm.testing.families import FAMILIES, Case, Family, make_case
-from stablenorm.testing.midpoints import NearMidpoint, near_midpoints
+from stablenorm.testing.fixed import (
+    NearMidpoint,
+    digest,
+    digest_inputs,
+    near_midpoints,
+    published_digests,
+)
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.testing.published import PUBLISHED, Published
 

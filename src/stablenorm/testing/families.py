@@ -22,9 +22,6 @@ Shape = tuple[int, int]
 Parts = dict[str, Any]
 Builder = Callable[[Format, Shape, Random], Parts]
 
-# Enough for dgamma and dbeta to be sums.
-_ROWS = 2
-
 
 class Case(NamedTuple):
     """One input: `x` and `dy` (rows, n), `gamma` and `beta` (n,), all of one dtype, and `eps`."""
@@ -118,12 +115,13 @@ def make_case(
     family = FAMILIES[name]
     if why_not := family.why_not(dtype, n, rows):
         raise ValueError(why_not)
-    rows = max(_ROWS, family.smallest_rows) if rows is None else rows
+    # Two rows are enough for dgamma and dbeta to be sums.
+    rows = max(2, family.smallest_rows) if rows is None else rows
     rng = np.random.default_rng(rng)
     with np.errstate(all="ignore"):
         form = format_of(parse(dtype))
         parts = family.build(form, (rows, n), rng)
-        # What is about none of these is drawn.
+        # Parts that the family does not make are drawn.
         drawn = {
             "gamma": 1 + 0.1 * rng.standard_normal(n),
             "beta": 0.1 * rng.standard_normal(n),
@@ -191,7 +189,7 @@ def _dy_is_y(f: Format, shape: Shape, rng: Random, eps: float = 1e-5) -> Parts:
 
 def _cancelling_beta(f: Format, shape: Shape, rng: Random) -> Parts:
     x, gamma = rng.standard_normal(shape), 1 + 0.1 * rng.standard_normal(shape[1])
-    # Of the first row: the others cancel less.
+    # xhat of the first row: the others cancel less.
     return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, f) * _xhat(x, f, 1e-5)[0]}
 
 

@@ -32,15 +32,11 @@ def plain_forward(
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     with np.errstate(all="ignore"):
-        wide = x.astype(dtype)
+        centered = x.astype(dtype)
         if kind == "layer":
-            mean = wide.mean(axis=-1, keepdims=True)
-            var = ((wide - mean) ** 2).mean(axis=-1, keepdims=True)
-            rstd = 1 / np.sqrt(var + dtype(eps))
-            xhat = (wide - mean) * rstd
-        else:
-            rstd = 1 / np.sqrt((wide**2).mean(axis=-1, keepdims=True) + dtype(eps))
-            xhat = wide * rstd
+            centered = centered - centered.mean(axis=-1, keepdims=True)
+        rstd = 1 / np.sqrt((centered**2).mean(axis=-1, keepdims=True) + dtype(eps))
+        xhat = centered * rstd
         y = xhat if gamma is None else gamma.astype(dtype) * xhat
         if beta is not None:
             y = y + beta.astype(dtype)
@@ -57,10 +53,8 @@ def plain_backward(
         g = wide if gamma is None else gamma.astype(xhat.dtype) * wide
         along = (g * xhat).mean(axis=-1, keepdims=True)
         if kind == "layer":
-            dx = rstd * (g - g.mean(axis=-1, keepdims=True) - xhat * along)
-        else:
-            dx = rstd * (g - xhat * along)
+            g = g - g.mean(axis=-1, keepdims=True)
         rows = tuple(range(dy.ndim - 1))
-        sums = (wide * xhat).sum(axis=rows), wide.sum(axis=rows)
-        dgamma, dbeta = (v.astype(dy.dtype) for v in sums)
-        return dx.astype(dy.dtype), dgamma, dbeta
+        dx = (rstd * (g - xhat * along)).astype(dy.dtype)
+        dgamma, dbeta = (wide * xhat).sum(axis=rows), wide.sum(axis=rows)
+        return dx, dgamma.astype(dy.dtype), dbeta.astype(dy.dtype)

@@ -1,10 +1,11 @@
 """
-Floating-point operations and bytes of three programs, forward and backward, as formulas.
+Floating-point operations and bytes of a layer or RMS norm, as formulas of rows, n and s.
 
-`_plain`, `_reference` and `_fused` count a program each, and derive its formulas, from rows, n and s,
-the bytes of an element of x, gamma, beta and dy alike. A flop is an addition, subtraction,
-multiplication, division or square root of reals; a fused multiply-add is two. What is done once per
-row (a division, a root) is left out of the flops: it is a part 1/n.
+Three programs are counted: the plain formula in NumPy, the reference, and the fused CPU kernel. They do
+the same algebra. What tells them apart is how often each byte is moved. s is the bytes of an element of
+x, gamma, beta and dy alike. A flop is an addition, subtraction, multiplication, division or square root
+of reals; a fused multiply-add is two. Work done once per row (a division, a root) is left out of the
+flops: it is a part 1/n.
 """
 
 from collections.abc import Callable
@@ -31,11 +32,6 @@ class Cost(NamedTuple):
     moved: int
     held: int
 
-    @property
-    def intensity(self) -> float:
-        """Floating-point operations per byte moved."""
-        return self.flops / self.moved
-
 
 def count_cost(
     program: str, direction: str, matrix: tuple[int, int], dtype: Any, kind: str = "layer"
@@ -61,11 +57,6 @@ def count_cost(
     Cost
         Flops, bytes moved and bytes held.
 
-    Raises
-    ------
-    TypeError
-        If the dtype is none of the four.
-
     Examples
     --------
     >>> from stablenorm.cost import count_cost
@@ -73,8 +64,8 @@ def count_cost(
     >>> cost.moved == 1000 * (8 * 768 + 24) + 8 * 768
     True
     """
-    rows, n = matrix
-    return PROGRAMS[program](rows, n, _itemsize(dtype), kind)[DIRECTIONS.index(direction)]
+    both = PROGRAMS[program](*matrix, _itemsize(dtype), kind == "layer")
+    return both[DIRECTIONS.index(direction)]
 
 
 def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict[str, int]:
@@ -90,10 +81,10 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
     ('x itself, mean and rstd', 24000)
     """
     rows, n = matrix
-    s = _itemsize(dtype)
+    s, is_layer = _itemsize(dtype), kind == "layer"
     word = 16 if s == 8 else 8
     return {
-        "x itself, mean and rstd" if kind == "layer" else "x itself and rstd": _statistics(s, kind)
+        "x itself, mean and rstd" if is_layer else "x itself and rstd": _statistics(s, is_layer)
         * rows,
         "xhat and rstd, as accurate as the results": word * rows * n + word * rows,
         "xhat and rstd, as plain NumPy keeps them": (rows * n + rows) * max(s, 4),
@@ -101,57 +92,53 @@ def count_kept(matrix: tuple[int, int], dtype: Any, kind: str = "layer") -> dict
     }
 
 
-def _plain(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
+# The passes of the two-pass formula: flops, and elements moved in the dtype of x and in the
+# arithmetic's. RMS norm is without the passes of True.
+_FORWARD = (
+    ("x in the arithmetic's precision", 0, 1, 1, False),
+    ("sum of x", 1, 0, 1, True),
+    ("x - mean", 1, 0, 2, True),
+    ("its square", 1, 0, 2, False),
+    ("sum of the squares", 1, 0, 1, False),
+    ("x - mean, once more", 1, 0, 2, True),
+    ("times rstd: xhat", 1, 0, 2, False),
+    ("times gamma", 1, 0, 2, False),
+    ("plus beta", 1, 0, 2, False),
+    ("rounded to the dtype of x", 0, 1, 1, False),
+)
+_BACKWARD = (
+    ("dy in the arithmetic's precision", 0, 1, 1, False),
+    ("g = gamma * dy", 1, 0, 2, False),
+    ("g * xhat, which the forward kept", 1, 0, 3, False),
+    ("its sum over the row", 1, 0, 1, False),
+    ("sum of g over the row", 1, 0, 1, True),
+    ("g - mean(g)", 1, 0, 2, True),
+    ("xhat * mean(g * xhat)", 1, 0, 2, False),
+    ("their difference", 1, 0, 3, False),
+    ("times rstd: dx", 1, 0, 2, False),
+    ("dy * xhat", 1, 0, 3, False),
+    ("dgamma: its sum over the rows", 1, 0, 1, False),
+    ("dbeta: sum of dy over the rows", 1, 0, 1, False),
+    ("dx rounded to the dtype of x", 0, 1, 1, False),
+)
+
+
+def _plain(rows: int, n: int, s: int, is_layer: bool) -> tuple[Cost, Cost]:
     """
     Count the two-pass formula: NumPy operations on whole arrays, each a pass over memory.
 
-    It computes in c bytes per element: 8 for float64, else 4. Per element of x:
-
-    ======================================  =====  ============
-    pass                                    flops  bytes
-    ======================================  =====  ============
-    x in the arithmetic's precision         0      s + c
-    sum of x                                1      c
-    x - mean                                1      2 c
-    its square                              1      2 c
-    sum of the squares                      1      c
-    x - mean, once more                     1      2 c
-    times rstd: xhat                        1      2 c
-    times gamma                             1      2 c
-    plus beta                               1      2 c
-    rounded to the dtype of x               0      c + s
-    all of the forward                      8      2 s + 16 c
-    dy in the arithmetic's precision        0      s + c
-    g = gamma * dy                          1      2 c
-    g * xhat, which the forward kept        1      3 c
-    its sum over the row                    1      c
-    sum of g over the row                   1      c
-    g - mean(g)                             1      2 c
-    xhat * mean(g * xhat)                   1      2 c
-    their difference                        1      3 c
-    times rstd: dx                          1      2 c
-    dy * xhat                               1      3 c
-    dgamma: its sum over the rows           1      c
-    dbeta: sum of dy over the rows          1      c
-    dx rounded to the dtype of x            0      c + s
-    all of the backward                     11     2 s + 23 c
-    ======================================  =====  ============
-
-    Four arrays live at the addition of beta: x in c, xhat, gamma * xhat and the sum; and four while
-    dx is formed: dy in c, g, and two of the terms.
-
-    RMS norm has neither the sum of x nor x - mean, twice, nor the sum of g and g - mean(g): 5 flops and
-    2 s + 11 c bytes, and 9 flops and 2 s + 20 c bytes.
+    It computes in c bytes per element: 8 for float64, else 4. Four arrays live at the addition of beta:
+    x in c, xhat, gamma * xhat and the sum; and four while dx is formed: dy in c, g, and two of the terms.
     """
-    c, size, is_layer = max(s, 4), rows * n, kind == "layer"
-    (ahead, passes), (back, back_passes) = ((8, 16), (11, 23)) if is_layer else ((5, 11), (9, 20))
-    return (
-        Cost(ahead * size, (2 * s + passes * c) * size, 4 * c * size),
-        Cost(back * size, (2 * s + back_passes * c) * size, 4 * c * size),
-    )
+    c, size, costs = max(s, 4), rows * n, []
+    for table in (_FORWARD, _BACKWARD):
+        passes = [row[1:4] for row in table if is_layer or not row[4]]
+        flops, of_x, wide = map(sum, zip(*passes, strict=True))
+        costs.append(Cost(flops * size, (of_x * s + wide * c) * size, 4 * c * size))
+    return costs[0], costs[1]
 
 
-def _reference(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
+def _reference(rows: int, n: int, s: int, is_layer: bool) -> tuple[Cost, Cost]:
     """
     Count the reference, which takes blocks of rows that stay in the second-level cache.
 
@@ -166,13 +153,13 @@ def _reference(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
     forward and 6 backward, on pairs 14 and 21.
     """
     flops, blocks = ((184, 288), (14, 21)) if s == 8 else ((9, 14), (3, 6))
-    if kind == "rms":
+    if not is_layer:
         flops, blocks = ((104, 208), (12, 19)) if s == 8 else ((5, 10), blocks)
     block = 8 * min(max(1, _BLOCK // n), rows) * n
-    return _least(rows, n, s, kind, flops, (blocks[0] * block, blocks[1] * block))
+    return _least(rows, n, s, is_layer, flops, (blocks[0] * block, blocks[1] * block))
 
 
-def _fused(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
+def _fused(rows: int, n: int, s: int, is_layer: bool) -> tuple[Cost, Cost]:
     """
     Count the fused CPU kernel: a row is read from memory once and then found in the caches.
 
@@ -186,12 +173,12 @@ def _fused(rows: int, n: int, s: int, kind: str) -> tuple[Cost, Cost]:
 
     Held are the results. Partial sums over rows, at most 4 MiB, are left out.
     """
-    flops = {"layer": ((9, 18), (60, 104)), "rms": ((5, 11), (29, 66))}[kind][s == 8]
-    return _least(rows, n, s, kind, flops, (0, 0))
+    flops = (((5, 11), (29, 66)), ((9, 18), (60, 104)))[is_layer][s == 8]
+    return _least(rows, n, s, is_layer, flops, (0, 0))
 
 
 def _least(
-    rows: int, n: int, s: int, kind: str, flops: tuple[int, int], temporary: tuple[int, int]
+    rows: int, n: int, s: int, is_layer: bool, flops: tuple[int, int], temporary: tuple[int, int]
 ) -> tuple[Cost, Cost]:
     """
     Count a forward and a backward that move no byte more than they must.
@@ -199,23 +186,23 @@ def _least(
     Forward: x in, y and statistics out, gamma and beta in. Backward: dy and x in, dx out, statistics
     and gamma in, dgamma and dbeta out.
     """
-    size, statistics, columns = s * rows * n, _statistics(s, kind) * rows, s * n
+    size, statistics, columns = s * rows * n, _statistics(s, is_layer) * rows, s * n
     moved = 2 * size + statistics + 2 * columns, 3 * size + statistics + 3 * columns
     held = size + statistics + temporary[0], size + 2 * columns + temporary[1]
     forward, backward = map(Cost, (each * rows * n for each in flops), moved, held)
     return forward, backward
 
 
-PROGRAMS: dict[str, Callable[[int, int, int, str], tuple[Cost, Cost]]] = {
+PROGRAMS: dict[str, Callable[[int, int, int, bool], tuple[Cost, Cost]]] = {
     "plain NumPy": _plain,
     "reference": _reference,
     "fused CPU kernel": _fused,
 }
 
 
-def _statistics(s: int, kind: str) -> int:
+def _statistics(s: int, is_layer: bool) -> int:
     """Bytes per row of the mean (two words, none of RMS norm) and rstd (one word, of float64 data two)."""
-    return (16 if s == 8 else 8) + 16 * (kind == "layer")
+    return (16 if s == 8 else 8) + 16 * is_layer
 
 
 def _itemsize(dtype: Any) -> int:

@@ -1,12 +1,18 @@
 """What is known of a layer norm, in sections: the terminal and the page print the same ones."""
 
+import itertools
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-from stablenorm.cost import Measured, Roofline, count_kept
-from stablenorm.diagnosis import Diagnosis
+import numpy as np
+
+from stablenorm.cli.findings import Findings, Output
+from stablenorm.cli.page import INK
+from stablenorm.cost import DIRECTIONS, PROGRAMS, count_cost, count_kept
+from stablenorm.diagnosis import Diagnosis, diagnose
 from stablenorm.diagnosis.results import method_rows, sentences
-from stablenorm.report import figures
-from stablenorm.report.findings import Findings
+from stablenorm.figures import COLORS
 from stablenorm.text import Section, Table, grouped, number, quantity, shape_text
 from stablenorm.types import Array
 
@@ -18,6 +24,22 @@ _CONTRACTS = {
 }
 
 
+# Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
+_LEAST = 1e-3
+
+
+def tell(findings: Findings) -> tuple[Section, ...]:
+    """Return all sections."""
+    x, eps, kind = findings.problem.x, findings.problem.eps, findings.problem.kind
+    matrix = x.size // x.shape[-1], x.shape[-1]
+    return (
+        _accuracy(findings),
+        _losses(diagnose(x, eps, kind=kind)),
+        _gradients(findings),
+        _cost(matrix, str(x.dtype), kind),
+    )
+
+
 def worst(errors: Array) -> float:
     """Return the largest of them, 0 of none."""
     return float(errors.max(initial=0.0))
@@ -27,11 +49,11 @@ def _verdict(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
-def accuracy_section(findings: Findings) -> Section:
+def _accuracy(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
     outputs, rows = findings.outputs, []
     for name, output in outputs.items():
-        array, passed = output.array, _verdict(findings.keeps(output))
+        array, passed = output.array, _verdict(output.passed)
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
@@ -42,21 +64,43 @@ def accuracy_section(findings: Findings) -> Section:
     which = "all" if findings.oracle_rows == findings.rows else f"{findings.oracle_rows} of"
     return Section(
         "Accuracy",
-        f'Rounding "{findings.rounding}". Misrounded: {wrong}.',
+        f'Rounding "{findings.problem.rounding}". Misrounded: {wrong}.',
         (Table("Against the exact result", columns, rows),),
         f"Exact results for {which} {findings.rows} rows, in integers; dgamma and dbeta are judged as "
         "sums over these rows. Misrounded: not the exact element rounded to nearest, ties to even. "
         "ulp: units in the last place of the output's dtype; a correctly rounded element is within "
-        f"0.5. Plain formula: the worst ulp of {'two passes' if findings.kind == 'layer' else 'one pass'} in "
+        f"0.5. Plain formula: the worst ulp of {'two passes' if findings.problem.kind == 'layer' else 'one pass'} in "
         "float32 (float64 for float64). "
-        f"The contract: {_CONTRACTS[findings.rounding]}.",
-        partial(figures.draw_errors, outputs=outputs),
+        f"The contract: {_CONTRACTS[findings.problem.rounding]}.",
+        partial(_draw_errors, outputs=outputs),
         "The share of elements whose error is at least as large as the horizontal axis says. At the "
         "right edge, elements are NaN or infinite and should not be.",
     )
 
 
-def losses_section(found: Diagnosis) -> Section:
+def _draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
+    """Draw, of each output, the share of elements with at least a given error."""
+    # Where NaN and inf are drawn: beyond all numbers.
+    errors = [each for one in outputs.values() for each in (one.error, one.plain_error)]
+    beyond = 100 * max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
+    at = np.geomspace(_LEAST, beyond, 400)
+    lines = -(-len(outputs) // 2)
+    figure.set_figheight(3.2 * lines)
+    for place, (name, output) in enumerate(outputs.items(), 1):
+        axes = figure.add_subplot(lines, 2, place)
+        for array, color, style, label in (
+            (output.error, COLORS[0], "-", "stablenorm"),
+            (output.plain_error, COLORS[1], "--", "plain formula"),
+        ):
+            ordered = np.sort(np.where(np.isfinite(array), array, beyond), axis=None)
+            share = 100 * (1 - np.searchsorted(ordered, at) / ordered.size)
+            axes.loglog(at, np.maximum(share, 1e-9), style, color=color, lw=2, label=label)
+        axes.axvline(0.5, color=INK, lw=1, ls=":", label="0.5 ulp")
+        axes.set(xlim=(_LEAST, beyond), ylim=(1e-3, 150), title=name)
+        axes.set(xlabel="error, ulp", ylabel="elements, %")
+
+
+def _losses(found: Diagnosis) -> Section:
     """Tell how many bits common methods lose, and on which rows."""
     columns = ("method", "median row", "worst row", "rows losing 4 or more")
     hardest = [(one.advice,) for one in found.worst[:6]]
@@ -74,7 +118,7 @@ def losses_section(found: Diagnosis) -> Section:
     )
 
 
-def gradients_section(findings: Findings) -> Section:
+def _gradients(findings: Findings) -> Section:
     """Tell what finite differences, the closed form and identities say."""
     heading, report = "Gradient check", findings.gradients
     if report is None:
@@ -97,48 +141,33 @@ def gradients_section(findings: Findings) -> Section:
             Table("Against finite differences", columns, rows),
             Table("Identities of the rows", ("identity", "worst error", "bound", ""), identities),
         ),
-        f"check_{findings.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
+        f"check_{findings.problem.kind}_norm in float64, on some of the rows, with {report.forward_calls} calls. The "
         "bound is the estimated error of the difference plus the rounding of the backward. Would have "
         "seen: the smallest relative error that no compared element could have hidden.",
     )
 
 
-def cost_section(measured: Measured) -> Section:
-    """Tell flops, bytes and times of the programs, and the roofline of this machine."""
-    rows, n = measured.matrix
-    counted, timed = [], []
-    for line in measured.lines:
-        name, cost, seconds = f"{line.program}, {line.direction}", line.cost, line.measured.median
+def _cost(matrix: tuple[int, int], dtype: str, kind: str) -> Section:
+    """Tell flops and bytes of three programs, and the bytes between forward and backward."""
+    rows, n = matrix
+    counted = []
+    for program, direction in itertools.product(PROGRAMS, DIRECTIONS):
+        cost = count_cost(program, direction, matrix, dtype, kind)
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
-        counted.append((name, *per_element, quantity(cost.held, "B")))
-        times = (quantity(each, "s") for each in (line.predicted, seconds))
-        timed.append((name, *times, number(seconds / line.predicted)))
-    kept = count_kept(measured.matrix, measured.dtype, measured.kind)
-    kept_rows = [(what, quantity(size, "B")) for what, size in kept.items()]
-    columns = ("", "flops per element", "bytes moved per element", "held")
-    about = f"{rows} rows of {n}, {measured.dtype}" + ", RMS norm" * (measured.kind == "rms")
-    spread = max(line.measured.high / line.measured.low for line in measured.lines)
+        counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
+    kept = count_kept(matrix, dtype, kind)
+    columns = ("program", "flops per element", "bytes moved per element", "held")
     return Section(
-        "Cost and time",
-        f"On {shape_text(measured.matrix)} elements of {measured.dtype} the fused forward takes "
-        f"{timed[-2][-1]} times, the fused backward {timed[-1][-1]} times as long as the roofline of "
-        "this machine allows.",
+        "Cost",
+        "Flops and bytes of three programs that do the same algebra, by formulas.",
         (
-            Table(f"Counted: {about}", columns, counted),
-            Table(f"Measured: {about}", ("", "roofline", "measured", "ratio"), timed),
-            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept_rows),
+            Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
+            Table(
+                "Kept from forward to backward, beside x",
+                ("what", "bytes"),
+                [(what, quantity(size, "B")) for what, size in kept.items()],
+            ),
         ),
-        "Times are medians of interleaved calls on random numbers; the quartiles of a time are at "
-        f"most a factor {number(spread)} apart. Roofline: the longer of moved / copy and flops / "
-        f"arithmetic. Of the fused kernel: {_rates(measured.all_threads)} Of the others: "
-        f"{_rates(measured.one_thread)}",
-        partial(figures.draw_costs, measured=measured),
-        "Flops per second, over flops per byte moved: the copy (the slope) and the arithmetic (the "
-        "level part) of this machine bound every program. Filled: forward, hollow: backward.",
+        "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
+        "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
     )
-
-
-def _rates(roofline: Roofline) -> str:
-    threads = f"{roofline.threads} thread{'s' * (roofline.threads > 1)}"
-    copy, flops = quantity(roofline.copy, "B/s"), quantity(roofline.flops, "flop/s")
-    return f"{threads}, copy {copy}, arithmetic {flops} in float64."

@@ -1,37 +1,22 @@
 """
-Fixed inputs, and digests of what is made of them: two machines compare a few lines of text.
+Fixed inputs, with digests of their results, or with an element that lies next to a midpoint.
 
-The inputs are made of integers, so that any language can make the same floats. Array number a of input
-number m (x, gamma, beta, dy; both counted from 0) takes its elements, row by row, from SplitMix64
-(Steele, Lea and Flood, OOPSLA 2014) seeded with 4 m + a. Of each 64-bit output z, the p + 1 upper bits
-less ``2**p`` are an integer k, where p is the number of bits of the dtype's significand: 11, 8, 24 or
-53. An element is ``k 2**(1 - p)``, between -2 and 2, and eps is 1e-5. But where the name of an input
-begins with another word than "plain", x is
-
-========= =========================================================================
-offset    ``2**(p - 1) + z mod 8``: the mean has all but three of the bits
-last-bit  ``1 + (z mod 2) 2**(1 - p)``, eps 0
-tiny      ``z mod 16`` times the smallest subnormal, eps 0: dx overflows
-exponents ``k 2**(e - p)`` with ``e = emin + 1 + z mod (emax - emin)``
-signs     1, -1, 1, ..., eps 0: y is a sum of two floats, often a tie
-pairs     as in "plain", but row 1 is row 0 again, with the opposite dy
-constant  3
-========= =========================================================================
-
-A name goes on with the dtype, or those of x, of gamma and beta, and of dy; then rows and n.
+The page "Hard inputs, mistakes, the oracle" of the documentation says how both are made.
 """
 
 import hashlib
+import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format
+from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, parse
 from stablenorm.testing.families import Case
 from stablenorm.types import Array
 
+_HERE = Path(__file__).parent
 _FORMATS = {"f16": FLOAT16, "bf16": BFLOAT16, "f32": FLOAT32, "f64": FLOAT64}
 
 
@@ -63,7 +48,7 @@ def published_digests() -> dict[str, tuple[str, ...]]:
     ('24b4164b4b5e', '7695a30fde0a', '15ec7bf0b507', '35276260bebb')
     """
     # A line for each input; new ones go to the end, as their numbers are part of what they are.
-    lines = Path(__file__).with_suffix(".txt").read_text("utf-8").splitlines()
+    lines = (_HERE / "digests.txt").read_text("utf-8").splitlines()
     return {line[:27].rstrip(): tuple(line[28:].split()) for line in lines}
 
 
@@ -89,12 +74,11 @@ def _make(seed: int, kind: str, dtypes: str, shape: str) -> Case:
     of_x, of_gamma, of_dy = (_FORMATS[name] for name in (3 * dtypes.split("/"))[:3])
     rows, n = map(int, shape.split("x"))
     z, p, emin = _splitmix(seed, rows, n), of_x.digits, of_x.emin
-    exponents = (z % (of_x.emax - emin)).astype(np.int64) + emin + 1
     x = {
         "offset": 2.0 ** (p - 1) + z % 8,
         "last-bit": 1 + 2.0 ** (1 - p) * (z % 2),
         "tiny": np.ldexp(z % 16, emin - p + 1),
-        "exponents": _plain(z, of_x, exponents),
+        "exponents": _plain(z, of_x, (z % (of_x.emax - emin)).astype(np.int64) + emin + 1),
         "signs": np.resize([1.0, -1.0], (rows, n)),
         "constant": np.full((rows, n), 3.0),
     }.get(kind, _plain(z, of_x))
@@ -121,3 +105,54 @@ def _plain(z: Array, form: Format, exponent: Any = 1) -> Array:
     k = (z >> 63 - form.digits).astype(np.int64) - 2**form.digits
     scaled: Array = np.ldexp(k.astype(np.float64), exponent - form.digits)
     return scaled
+
+
+class NearMidpoint(NamedTuple):
+    """
+    An input of a layer norm, and one element of an output that lies next to a midpoint.
+
+    `x` and `dy` are (rows, n), `gamma` and `beta` (n,). The element of `output` ("y", "dx", "dgamma"
+    or "dbeta") at the index `where` is `expected` if rounded correctly, ties to even. The exact value
+    lies `distance` ulp above the midpoint, or below it if negative; 0.0 is a tie.
+    """
+
+    x: Array
+    gamma: Array
+    beta: Array
+    eps: float
+    dy: Array
+    output: str
+    where: tuple[int, ...]
+    expected: Any
+    distance: float
+
+
+def near_midpoints() -> list[NearMidpoint]:
+    """
+    Return the elements that are kept: of all four outputs, in all four dtypes, and in mixtures.
+
+    Elements of the same input follow one another and share its arrays.
+
+    Examples
+    --------
+    >>> from stablenorm import layer_norm
+    >>> from stablenorm.testing import near_midpoints
+    >>> found = [each for each in near_midpoints() if each.output == "y"]
+    >>> actual = [layer_norm(*each[:4], backend="numpy")[each.where] for each in found]
+    >>> any(y != each.expected for y, each in zip(actual, found))  # 0.501 ulp is not 0.5
+    True
+    """
+
+    def _read(dtype: str, shape: Any, numbers: str) -> Array:
+        array = np.array([float.fromhex(number) for number in numbers.split()])
+        return array.astype(parse(dtype)).reshape(shape)
+
+    found = []
+    for kept in json.loads((_HERE / "midpoints.json").read_text("utf-8")):
+        x, gamma, beta, dy = (_read(*kept[name]) for name in ("x", "gamma", "beta", "dy"))
+        made_as = {"y": x, "dx": x, "dgamma": gamma, "dbeta": beta}
+        case = x, gamma, beta, float.fromhex(kept["eps"]), dy
+        for output, where, expected, distance in kept["elements"]:
+            value = _read(made_as[output].dtype.name, (), expected)[()]
+            found.append(NearMidpoint(*case, output, tuple(where), value, distance))
+    return found

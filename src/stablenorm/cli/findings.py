@@ -1,4 +1,4 @@
-"""The main job: compute a layer or RMS norm and its gradients, and check every one of them."""
+"""The main job: check every number of a layer or RMS norm and of its gradients."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,13 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.api import FUNCTIONS
-from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.oracle import ContractResult, exact_layer_norm, exact_rms_norm
+from stablenorm.cli.problem import NORMS, OUTPUTS, Problem, compute
 from stablenorm.testing.plain import plain_backward, plain_forward
 from stablenorm.types import Array
-
-OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 # About a second for the oracle, at 5 to 15 us an element and output.
 _ORACLE_ELEMENTS = 50_000
@@ -20,91 +16,54 @@ _ORACLE_ELEMENTS = 50_000
 _CHECK_ELEMENTS = 4_096
 
 
-# By the kind of the norm: forward, backward, oracle, check.
-NORMS: dict[str, Any] = {
-    "layer": (*FUNCTIONS["layer"], exact_layer_norm, check_layer_norm),
-    "rms": (*FUNCTIONS["rms"], exact_rms_norm, check_rms_norm),
-}
-
-
-class Problem(NamedTuple):
-    """One norm to compute, and where it comes from."""
-
-    source: str
-    x: Array
-    gamma: Array | None
-    beta: Array | None
-    eps: float
-    dy: Array
-    dy_origin: str
-    rounding: str = "fast"
-    kind: str = "layer"
-
-
 class Output(NamedTuple):
-    """What is known of one output; `error` are the ulp errors of the rows looked at."""
+    """
+    One output: errors in ulp of the rows looked at, and how many elements are not the nearest.
+
+    It passes if it keeps what its rounding promises.
+    """
 
     array: Array
-    contract: ContractResult
     error: Array
     plain_error: Array
-
-    @property
-    def misrounded(self) -> int:
-        """How many elements of the rows looked at are not the exact ones rounded to nearest."""
-        return round(self.contract.misrounded * self.error.size)
+    misrounded: int
+    passed: bool
 
 
 class Findings(NamedTuple):
-    """What was found about the results of one layer norm."""
+    """Everything known about the results of one norm."""
 
+    problem: Problem
     outputs: dict[str, Output]
     oracle_rows: int
     rows: int
-    rounding: str
     # None if an output overflows: what could be compared is gone.
     gradients: Any
-    kind: str
 
     @property
     def passed(self) -> bool:
         """Whether no check failed."""
-        return all(map(self.keeps, self.outputs.values())) and (
-            self.gradients is None or self.gradients.verdict != "FAIL"
-        )
-
-    def keeps(self, output: Output) -> bool:
-        """Whether an output keeps what its rounding promises."""
-        return output.contract.passed and (self.rounding == "fast" or not output.misrounded)
-
-
-def compute(problem: Problem) -> dict[str, Array]:
-    """Return y, dx and, where there are parameters, dgamma and dbeta."""
-    x, gamma, beta = problem.x, problem.gamma, problem.beta
-    forward, backward, *_ = NORMS[problem.kind]
-    y, cache = forward(x, gamma, beta, problem.eps, rounding=problem.rounding)
-    results = (y, *backward(problem.dy, cache))
-    return {name: array for name, array in zip(OUTPUTS, results, strict=True) if array is not None}
+        is_wrong = self.gradients is not None and self.gradients.verdict == "FAIL"
+        return not is_wrong and all(output.passed for output in self.outputs.values())
 
 
 def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], None]) -> Findings:
     """Check `results`; `step` is told what each of the two steps does."""
     n = problem.x.shape[-1]
     matrix = problem._replace(x=problem.x.reshape(-1, n), dy=problem.dy.reshape(-1, n))
-    rows, parameters = len(matrix.x), (problem.gamma, problem.beta)
+    rows, gradients = len(matrix.x), None
     step("exact results")
     sample = _sample(rows, _ORACLE_ELEMENTS // n)
     outputs = _judge(matrix, sample, results)
     step("gradient check")
-    gradients = None
     if all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         # In float64, where finite differences see most.
-        few = (matrix.x[_sample(rows, _CHECK_ELEMENTS // n)], *parameters)
-        x, gamma, beta = (None if each is None else each.astype(np.float64) for each in few)
+        few = matrix.x[_sample(rows, _CHECK_ELEMENTS // n)], problem.gamma, problem.beta
+        arrays = (None if each is None else each.astype(np.float64) for each in few)
         forward, backward, _, check = NORMS[problem.kind]
         forward = partial(forward, rounding=problem.rounding)
-        gradients = check(forward, backward, x, gamma, beta, problem.eps, rng=0)
-    return Findings(outputs, len(sample), rows, problem.rounding, gradients, problem.kind)
+        gradients = check(forward, backward, *arrays, problem.eps, rng=0)
+    return Findings(problem, outputs, len(sample), rows, gradients)
 
 
 def _sample(rows: int, most: int) -> Array:
@@ -126,7 +85,9 @@ def _judge(matrix: Problem, sample: Array, results: dict[str, Array]) -> dict[st
     y, cache = plain_forward(part.x, part.gamma, part.beta, part.eps, part.kind)
     plain = dict(zip(OUTPUTS, (y, *plain_backward(part.dy, cache, part.kind)), strict=True))
     plain_errors = exact.ulp_errors(**{k: plain[k].astype(a.dtype) for k, a in judged.items()})
-    return {
-        name: Output(array, contract[name], errors[name], plain_errors[name])
-        for name, array in results.items()
-    }
+    outputs = {}
+    for name, array in results.items():
+        wrong = round(contract[name].misrounded * errors[name].size)
+        passed = contract[name].passed and (part.rounding == "fast" or not wrong)
+        outputs[name] = Output(array, errors[name], plain_errors[name], wrong, passed)
+    return outputs

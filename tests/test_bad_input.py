@@ -1,0 +1,201 @@
+"""Input that no command can use, as one table: each is one line and status 2, at once, in little memory."""
+
+import io
+import json
+import os
+import struct
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+from checked_files import shown
+
+from stablenorm.cli import main
+
+pytestmark = pytest.mark.usefixtures("plain_terminal")
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
+
+
+class Bomb:
+    """What would write a file when unpickled."""
+
+    def __reduce__(self):
+        return (open, ("exploded", "w"))
+
+
+def npy(shape, dtype="<f4", data=b""):
+    file = io.BytesIO()
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    return file.getvalue() + data
+
+
+def whole(array):
+    return npy(array.shape, array.dtype.str, array.tobytes())
+
+
+def npz(**members):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name.replace("ESC", "\x1b[2J\n") + ".npy", content)
+    return file.getvalue()
+
+
+def saved(**arrays):
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays)
+    return file.getvalue()
+
+
+def flipped():
+    raw = bytearray(saved(h=np.random.default_rng(0).random((20, 20))))
+    raw[len(raw) // 2] ^= 255
+    return bytes(raw)
+
+
+def huge(name):
+    """Return an archive of some kilobytes in which one member is 256 MB of zeros."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("x.npy", whole(X))
+        with archive.open(f"{name}.npy", "w", force_zip64=True) as stream:
+            stream.write(npy((1 << 26,)))
+            for _ in range(16):
+                stream.write(bytes(1 << 24))
+    return file.getvalue()
+
+
+def tensors(data=bytes(64), **entries):
+    """Return a .safetensors file of {name: (shape, begin, end)} or, with a dtype, four of these."""
+    keys = "shape", "begin", "end", "dtype"
+    given = {
+        name: dict(zip(keys, (*entry, "F32"), strict=False)) for name, entry in entries.items()
+    }
+    header = json.dumps({
+        name: {"dtype": e["dtype"], "shape": e["shape"], "data_offsets": [e["begin"], e["end"]]}
+        for name, e in given.items()
+    }).encode()  # fmt: skip
+    return struct.pack("<Q", len(header)) + header + data
+
+
+FOUR = "must be float16, bfloat16, float32 or float64"
+LONG = 300 * "a"
+RUNS = b"open('ran', 'w').close()"
+TWO = {"a[b]ESC": whole(X), "c": whole(X)}
+# The file and what is in it, the command, words of the line.
+TABLE = [
+    # Files that are not what they seem.
+    ("x.npy", lambda: npy((0, 2**70)), "diagnose x.npy", "shape (0, 1180591620717411303424)"),
+    ("x.npy", lambda: npy((0, 2**62)), "diagnose x.npy", "shape (0, 4611686018427387904) of float32"),
+    ("x.st", lambda: tensors(x=([0, 2**62], 0, 0)), "diagnose x.st", "shape (0, 46116860184273879"),
+    ("x.npy", lambda: whole(X)[:-8], "diagnose x.npy",
+     "must hold 128 bytes of data, as its header says, got fewer: truncated"),
+    ("x.npz", flipped, "diagnose x.npz", "damaged one"),
+    ("x.st", lambda: tensors(x=([2, 4.7], 0, 32)), "diagnose x.st", "damaged"),
+    ("x.st", lambda: tensors(x=([2, 5], 0, 32)), "diagnose x.st", "the place of x does not fit its"),
+    ("x.st", lambda: tensors(x=([2, 4], 0, 32), y=([2, 4], 16, 48)), "diagnose x.st",
+     "the places of two tensors overlap"),
+    ("x.st", lambda: tensors(q=([8], 0, 8, "F8_E4M3")), "diagnose x.st", FOUR),
+    ("x.bin", lambda: bytes(range(1, 200)), "diagnose x.bin",
+     "must be an .npy, .npz or .safetensors file, got another"),
+    ("x.npz", lambda: npz(**TWO), "diagnose x.npz", "holds 2 arrays"),
+    ("x.npz", lambda: npz(**TWO), "diagnose x.npz --member no",
+     "holds 2 arrays: choose one with --member NAME, got no"),
+    ("x.npz", lambda: npz(aESC=whole(X.astype(int))), "diagnose x.npz", r"a\x1b[2J\n in x.npz must be"),
+    ("x.npz", lambda: npz(**TWO), "run x.npz", r"got a[b]\x1b[2J\n, c"),
+    ("x.npz", lambda: huge("eps"), "diagnose x.npz",
+     "eps in x.npz must be one number, got shape (67108864,)"),
+    ("x.npz", lambda: huge("gamma"), "run x.npz",
+     "gamma must have shape (8,) to match x, got (67108864,) in x.npz"),
+    ("x.npz", lambda: saved(x=np.array([Bomb()])), "run x.npz", "must hold plain numbers, got pickled"),
+    # Arrays that have no norm, or none that can be checked.
+    ("x.npy", lambda: whole(X.astype(int)), "diagnose x.npy", f"{FOUR}, got int64"),
+    ("x.npy", lambda: whole(X[:, :0]), "diagnose x.npy",
+     "x must have at least one element along axis 1, got shape (4, 0)"),
+    ("x.npz", lambda: saved(dy=X), "run x.npz", "must hold an array named x, got dy"),
+    ("x.npz", lambda: saved(x=np.eye(3, dtype=int)), "run x.npz", "x must be float16"),
+    ("x.npz", lambda: saved(x=X, dy=X.astype(int)), "run x.npz", "dy must be float16"),
+    ("x.npz", lambda: saved(x=X, gamma=X[0, :4]), "run x.npz", "gamma must have shape (8,)"),
+    ("x.npz", lambda: saved(x=X, dy=X[:2]), "run x.npz", "dy must have shape (4, 8)"),
+    ("x.npz", lambda: saved(x=np.float32(1)), "run x.npz", "axis must name axes of x"),
+    ("x.npz", lambda: saved(x=X[:0]), "run x.npz", "x must have at least one row"),
+    ("x.npz", lambda: saved(x=X[:, :0]), "run x.npz", "at least one element along axis"),
+    ("x.npz", lambda: saved(x=X * np.nan), "run x.npz --html p.html",
+     "must be finite to be checked, got nan at [0, 0]; stablenorm diagnose"),
+    ("x.npz", lambda: saved(x=X, eps=-1.0), "run x.npz", "eps must be finite and >= 0, got -1.0"),
+    ("x.npz", lambda: saved(x=X, eps=[1.0, 2.0]), "run x.npz", "must be one number"),
+    ("x.npz", lambda: saved(x=0 * X, eps=0.0), "run x.npz",
+     "eps must be > 0 where a row of x is constant"),
+    ("x.npz", lambda: saved(x=0 * X), "run x.npz --kind rms --eps 0",
+     "where a row of x is zero, got 0 and row 0"),
+    # Names and options.
+    ("x", bytes, "run missing.npz", "must be an .npy, .npz or .safetensors file, got missing.npz"),
+    ("x.npy", lambda: whole(X), "diagnose x.npy --axis 3", "axis must name axes of x, which has 2 dim"),
+    ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 1", "at least one axis, each once"),
+    ("x", bytes, "diagnose --eps nan", "eps must be finite and >= 0, got nan"),
+    ("x", bytes, "diagnose --top -2", "--top: must be >= 0, got -2"),
+    ("x", bytes, "run --eps inf", "eps must be finite and >= 0, got inf"),
+    ("x", bytes, "run --eps abc", "--eps: could not convert string to float: 'abc'; see"),
+    ("x", bytes, "run --seed -1", "--seed: must be >= 0, got -1; see stablenorm run --help"),
+    ("x", bytes, "run --seed a", "--seed: invalid int value: 'a'; see stablenorm run --help"),
+    ("x", bytes, "run --colour", "unrecognized arguments: --colour; see stablenorm --help"),
+    ("x", bytes, "run --out no/o.npz", "in an existing, writable directory, got no/o.npz"),
+    ("x", bytes, "run --out out.txt", "--out must be a .npz file, got out.txt"),
+    ("x", bytes, f"run --out {LONG}.npz", "File name too long"),
+    ("x.npz", lambda: saved(x=X), "run x.npz --out ./x.npz", "--out must not be the file that is read"),
+    ("x.htm", lambda: saved(x=X), "run x.htm --html x.htm", "--html must not be the file that is read"),
+    ("x", bytes, "run --html page.png", "must be a .html or .htm file"),
+    ("x", bytes, "run --html there.html", "must be a new name, got the directory there.html; remove"),
+    ("x", bytes, "bench --shape 3 0", "--shape: must be >= 1, got 0"),
+    ("x", bytes, "bench --shape 1000000 1000000", "--shape must fit in memory, got 1000000 1000000"),
+    ("x", bytes, "bench --backend fast", "invalid choice: 'fast'"),
+    ("x", bytes, "check x.py", "FILE must be a Python file, named *.py, got x.py, which is not there"),
+    ("x", bytes, "check .", "FILE must be a Python file, named *.py, got ., a directory"),
+    ("b.ipynb", bytes, "check b.ipynb", "FILE must be a Python file, named *.py, got b.ipynb"),
+    ("x.py", lambda: RUNS, "check x.py --shape 3 0", "--shape: must be >= 1, got 0"),
+    ("x.py", lambda: RUNS, "check x.py --shape 999999999 9999", "--shape must fit in memory"),
+    ("x.py", lambda: RUNS, "check x.py --eps nan", "eps must be finite and >= 0, got nan"),
+    ("x", bytes, "check", "arguments are required"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "command", "words"), TABLE, ids=[f"{row[2]}: {row[3]}" for row in TABLE]
+)
+def test_bad_input_is_one_line(name, content, command, words, tmp_path, capsys):
+    (tmp_path / name).write_bytes(content())
+    (tmp_path / "there.html").mkdir()
+    before = sorted(tmp_path.iterdir())
+    tracemalloc.start()
+    try:
+        assert main(command.split()) == 2
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+    out, err = shown(capsys)
+    assert words in err, err
+    assert err.startswith("stablenorm: ")
+    assert err.count("\n") == 1
+    # The members to choose from are listed.
+    assert bool(out) == ("holds 2 arrays" in words) == ("a[b]" in out and "4 x 8" in out)
+    assert "\x1b" not in out + err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", ["diagnose", "check"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path: path.symlink_to("/dev/null"), "a device"),
+        (os.mkfifo, "a pipe"),
+        (lambda path: path.symlink_to(path), "a link that leads to itself"),
+        (lambda path: path.mkdir(), "a directory"),
+    ],
+)
+def test_what_is_no_file_is_named(command, make, words, tmp_path, capsys):
+    make(tmp_path / "x.py")
+    assert main([command, "x.py"]) == 2
+    assert words in shown(capsys)[1]
