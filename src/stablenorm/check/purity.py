@@ -74,10 +74,9 @@ class CallRules:
         """
         Return what the rounding errors measured in the backward may add to its bounds, flat.
 
-        They do not show in the size of a gradient whose terms cancel (that of a softmax near 0 and
-        1, say). Measured is how far multiples of dy are from giving multiples of the gradients: the
-        root mean square along the last axis, since a single element may be lucky. Never more than
-        rounding can explain: a backward that keeps float32 inside must not excuse itself.
+        They do not show in the size of a gradient whose terms cancel, that of a saturated softmax
+        say. Measured is how far multiples of dy are from giving multiples of the gradients, by the
+        RMS along the last axis, and at most what rounding can explain.
         """
         try:
             first, *more = self._pulls(self._dy * factor for factor in (1, *_FACTORS))

@@ -150,7 +150,13 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
     """Return an instance for rows of n; UserError says what was tried."""
-    options = {name: 1e-5 for name in parameters(class_) if role_of(name) == "eps"}
+    # A class may want its parameters by name; bias=True, which has a default, is something else.
+    wanted = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
+    options = {
+        name: wanted[role_of(name)]
+        for name, needed in parameters(class_).items()
+        if role_of(name) in wanted and (needed or role_of(name) == "eps")
+    }
     said = []
     for arguments in ((n,), ((n,),), ()):
         try:
