@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable
@@ -34,7 +35,7 @@ from stablenorm.check.results import (
     GradientReport,
     Identity,
 )
-from stablenorm.check.roles import ARGUMENTS, by_roles
+from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
 from stablenorm.types import check_eps
 
@@ -167,7 +168,10 @@ def _check(
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     x, gamma, beta, eps = given
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    forward, backward, takes = by_roles(forward, backward)
+    takes: tuple[str, ...] = PARAMETERS
+    # Arguments are given by their order to a function without a signature or known names.
+    with contextlib.suppress(TypeError, ValueError):
+        forward, backward, takes = adapt(forward, backward)
     if x is None:
         x = rng.standard_normal((4, 8))
         signs = rng.permutation([1.0, -1.0] * 4)

@@ -1,6 +1,6 @@
 """Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
 
-import inspect
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from stablenorm.check.operation import copies
 from stablenorm.check.roles import (
     NAMES,
     PARAMETERS,
-    by_role,
-    forward_roles,
+    adapt,
     gradient_role,
     gradients_by_role,
     key_of,
     parameters,
     role_of,
+    spelled,
 )
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.types import Array
@@ -51,31 +51,23 @@ def adapt_functions(
     """Find both functions in the file and give them the usual form; ValueError if that cannot be."""
     name, forward = file.find(forward_name, "forward", kind)
     _, backward = file.find(backward_name, "backward", kind)
-    spelled = [f"{each.__name__}{inspect.signature(each)}" for each in (forward, backward)]
-    roles, usual = forward_roles(forward), by_role(forward)
-    takes = tuple(role for role in PARAMETERS if role in roles.values())
-    required = [name for name, needed in parameters(backward).items() if needed]
-    if len(required) != 2:
-        msg = f"the backward must take (dy, cache), got {spelled[1]}"
-        raise ValueError(msg)
-    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
-    signature = inspect.signature(backward)
 
-    def call_forward(*args: Any) -> tuple[Any, Any]:
-        result = usual(*args)
+    @functools.wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
-        return result[0], result[1] if len(result) == 2 else tuple(result[1:])
+        return result
 
-    def call_backward(dy: Array, cache: Any) -> _Gradients:
-        given = dict(zip(order, (dy, cache), strict=True))
-        # In the order of the signature: by place or by name, as the function wants each.
-        bound = inspect.BoundArguments(signature, {name: given[name] for name in required})
-        returned = backward(*bound.args, **bound.kwargs)
+    @functools.wraps(backward)
+    def pull(*args: Any, **options: Any) -> Any:
+        returned = backward(*args, **options)
         return _complete(gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    return Norm(call_forward, call_backward, takes, ", ".join(spelled), kind or _kind_of(name))
+    usual_forward, usual_backward, takes = adapt(call, pull)
+    signature = f"{spelled(forward)}, {spelled(backward)}"
+    return Norm(usual_forward, usual_backward, takes, signature, kind or _kind_of(name))
 
 
 def _complete(
