@@ -17,6 +17,7 @@ from typing import Any
 
 from agreement import DisagreementError
 from cases import Result, Spread, make_cases, measure_case
+from deviations import deviations
 from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
 from speed_page import page, readme_block
@@ -73,6 +74,7 @@ def print_kept() -> None:
 def measure() -> dict[str, Any]:
     """Measure every case, those that need jemalloc in a process of its own."""
     run, results = time_cases(kept=False)
+    run["deviations"] = deviations()
     library = ctypes.util.find_library("jemalloc")
     if library is None:
         run["kept"] = "jemalloc was not found; on Debian: apt-get install libjemalloc2"

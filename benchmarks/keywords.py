@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
-from page import DOCS, digits, keep, medians, origin, origin_line, put, seconds, table
+from page import DOCS, ROOT, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
 from stablenorm.timing import make_problem, use_threads
@@ -48,33 +48,67 @@ def residual(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
 
 
 def others() -> list[tuple[Any, ...]]:
-    """Time the other keywords beside the plain call, forward and backward in one."""
+    """Time each keyword, the same thing written around the plain call, and the plain call; both ways in one."""
     x, gamma, beta, dy, *_ = make_problem(SAMPLES, "float32")
-    rows = np.ones((*SAMPLES[:2], 1), bool)
+    counts = np.ones(SAMPLES[:2], bool)
     # Padding: of each sample, a quarter at its end.
-    rows[:, 3 * SAMPLES[1] // 4 :] = False
+    counts[:, 3 * SAMPLES[1] // 4 :] = False
     scales, shifts = (np.repeat(p[None, None], SAMPLES[0], axis=0) for p in (gamma, beta))
+    olds = [np.zeros_like(gamma), np.zeros_like(beta)]
 
     def both(*parameters: Any, sums: Any = None, **keywords: Any) -> Callable[[], Any]:
-        return lambda: sn.layer_norm_backward(
-            dy, sn.layer_norm_forward(x, *parameters, **keywords)[1], sum_axes=sums
-        )
+        def run() -> Any:
+            _, cache = sn.layer_norm_forward(x, *parameters, **keywords)
+            return sn.layer_norm_backward(dy, cache, sum_axes=sums)
+
+        return run
+
+    def by_samples() -> None:
+        """Loop over the samples."""
+        for i in range(SAMPLES[0]):
+            _, cache = sn.layer_norm_forward(x[i], scales[i, 0], shifts[i, 0])
+            sn.layer_norm_backward(dy[i], cache)
+
+    def by_rows() -> None:
+        """Gather the rows that count, and put the results back."""
+        y, dx = np.zeros_like(x), np.zeros_like(x)
+        y[counts], cache = sn.layer_norm_forward(x[counts], gamma, beta)
+        dx[counts] = sn.layer_norm_backward(dy[counts], cache).dx
+
+    def accumulated() -> None:
+        _, cache = sn.layer_norm_forward(x, gamma, beta)
+        sn.layer_norm_backward(dy, cache, out=(None, *olds), accumulate=True)
+
+    def added() -> None:
+        """Add afterwards, which rounds twice."""
+        _, cache = sn.layer_norm_forward(x, gamma, beta)
+        found: Any = sn.layer_norm_backward(dy, cache)
+        for old, total in zip(olds, found[1:], strict=True):
+            np.add(old, total, out=old)
 
     _, cache = sn.layer_norm_forward(x, gamma, beta)
     plain, pull = both(gamma, beta), lambda: sn.layer_norm_backward(dy, cache)
-    calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-        "`gamma_offset=1.0`": (both(gamma, beta, gamma_offset=1.0), plain),
-        "gamma and beta per sample": (both(scales, shifts), plain),
-        "`sum_axes=1`": (both(gamma, beta, sums=1), plain),
-        "`where=`, a quarter of the rows is padding": (both(gamma, beta, where=rows), plain),
-        "`where=`, elements": (both(gamma, beta, where=x > -1), plain),
-        "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), pull),
-        "`layer_norm_double_backward`, beside the backward": (
-            lambda: sn.layer_norm_double_backward(x, dy, cache),
-            pull,
+    calls: dict[str, tuple[Any, Any, Any]] = {
+        "`gamma_offset=1.0`": (
+            both(gamma, beta, gamma_offset=1.0), both(gamma + 1, beta), plain,
         ),
-    }
-    return [(name, *medians({"it": it, "plain": base})) for name, (it, base) in calls.items()]
+        "gamma and beta per sample": (both(scales, shifts), by_samples, plain),
+        "`sum_axes=1`": (both(gamma, beta, sums=1), by_samples, plain),
+        "`where=`, a quarter of the rows is padding": (
+            both(gamma, beta, where=counts[..., None]), by_rows, plain,
+        ),
+        "`accumulate=True`": (accumulated, added, plain),
+        "`where=`, elements": (both(gamma, beta, where=x > -1), None, plain),
+        "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), None, pull),
+        "`layer_norm_double_backward`, beside the backward": (
+            lambda: sn.layer_norm_double_backward(x, dy, cache), None, pull,
+        ),
+    }  # fmt: skip
+    found = []
+    for name, (it, around, base) in calls.items():
+        times = medians({"it": it, "plain": base} | ({"around": around} if around else {}))
+        found.append((name, *times[:2], times[2] if around else None))
+    return found
 
 
 def measure() -> dict[str, Any]:
@@ -93,7 +127,7 @@ def page(found: dict[str, Any]) -> str:
         (tuple(shape), way, seconds(together), digits(apart / together, 3))
         for shape, way, apart, together in found["residual"]
     ]
-    rest = [(name, seconds(it), digits(it / plain)) for name, it, plain in found["others"]]
+    rest = _others_table(found)
     return f"""Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
 
 ### Residuals
@@ -104,15 +138,45 @@ The time of NumPy's addition and the call, over that of the call with `residual=
 
 ### The other keywords
 
-Forward and backward of {SAMPLES}, over the time of the plain call.
+Forward and backward of {SAMPLES}: over the time of the plain call; and the time of the same thing written around plain
+calls, over it.
 
-{table(("what", "time", "over the plain call"), rest)}
+{rest}
 
 {origin_line("make keywords", found["origin"])}
 """
 
 
+def _others_table(found: dict[str, Any]) -> str:
+    lines = [
+        (name, seconds(it), digits(it / plain), "-" if around is None else digits(around / it))
+        for name, it, plain, around in found["others"]
+    ]
+    return table(("what", "time", "over the plain call", "around plain calls, over it"), lines)
+
+
+def developers_table(found: dict[str, Any]) -> str:
+    """The table of CONTRIBUTING.md: what is in a kernel, and what is written around the plain call."""
+    lines = [
+        (f"{direction} of {tuple(shape)}: `{name}`", digits(apart / together, 3), "in the kernels")
+        for (shape, direction, together, apart), name in (
+            (line, "residual" if line[1] == "forward" else "dsum")
+            for line in found["residual"]
+            if tuple(line[0]) == BEYOND[-1]
+        )
+    ]
+    for name, it, _, around in found["others"]:
+        inside = (
+            "in the kernels: tiles of samples"
+            if "sample" in name or "sum_axes" in name
+            else "`functional`"
+        )
+        if around is not None:
+            lines.append((name, digits(around / it, 3), inside))
+    return table(("feature", "around plain calls, over it", "where it is"), lines)
+
+
 if __name__ == "__main__":
-    put(
-        DOCS / "evidence" / "performance.md", {"keywords": page(keep("keywords", __doc__, measure))}
-    )
+    kept = keep("keywords", __doc__, measure)
+    put(DOCS / "evidence" / "performance.md", {"keywords": page(kept)})
+    put(ROOT / "CONTRIBUTING.md", {"keywords": developers_table(kept)})

@@ -22,7 +22,7 @@ from stablenorm.timing import make_problem
 
 # 1 GiB of float32, in chunks of 64 and of 8 MiB.
 N, ROWS, CHUNK_ROWS = 1024, 2**18, (2**14, 2**11)
-# What a process keeps of the memory of results: of new memory, the system's pages took up to ten times
+# Bytes that a process keeps for later results: of new memory, the system's pages took up to ten times
 # as long as the call, and no two calls the same.
 IDLE = 6 * 2**30
 ONE, BOTH = "forward", "forward and backward"
@@ -39,7 +39,7 @@ def results(x: Any, gamma: Any, beta: Any, dy: Any, direction: str, eps: float) 
 def calls() -> list[tuple[Any, ...]]:
     """Return the bytes of a chunk, direction, threads, and seconds: whole, in a loop, and by Dask."""
     x, gamma, beta, dy, *_ = make_problem((ROWS, N), "float32")
-    # What is still known to a scheduler is not computed again: each call has an eps of its own.
+    # A scheduler does not compute again what it still knows: each call has an eps of its own.
     eps = (1e-5 * (1 + i * 1e-6) for i in itertools.count())
     set_idle_limit(IDLE)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cases import BEYOND, CALL, IN_CACHE, OURS_OUT, TORCH_CALL, Result, Spread
+from deviations import deviations_table
 from page import byte_words, digits, origin_line, seconds, table, unit_of
 from peers import OURS
 
@@ -47,6 +48,12 @@ def page(run: dict[str, Any], results: Sequence[Result]) -> str:
 {BEYOND_TEXT}
 
 {_shape_tables(shapes, BEYOND)}
+
+## Calls that deviate from the plain one
+
+{deviations_table(run["deviations"])}
+
+*Each beside the plain call that stands next to it, or that a user would write instead, in turns.*
 
 ## Both on an allocator that keeps its pages
 

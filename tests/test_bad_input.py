@@ -19,7 +19,7 @@ X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 
 
 class Bomb:
-    """What would write a file when unpickled."""
+    """An object that would write a file when unpickled."""
 
     def __reduce__(self):
         return (open, ("exploded", "w"))

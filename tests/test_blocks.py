@@ -106,3 +106,26 @@ def test_masks_and_derivatives_have_the_bits_of_rows(rng, backend):
         ddy, dx, dgamma = layer_norm_double_backward(tx, dy, cache)
         wanted = layer_norm_double_backward(as_rows(tx), as_rows(dy), same)
         assert_same([as_rows(ddy), as_rows(dx), dgamma], wanted)
+
+
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.usefixtures("small_blocks")
+def test_sums_read_dy_before_dx_is_written_over_it(rng, axis, rounding, accumulate):
+    """Of extreme rows, and of columns that are ties."""
+    pytest.importorskip("stablenorm.native", exc_type=ImportError)
+    x = np.tile(np.array([1.0, -1.0, 1.0, -1.0]), (600, 1))
+    x[7] *= 2.0**300
+    dy = np.zeros((600, 4))
+    dy[0], dy[599] = 1 + 2.0**-52, 2.0**-53
+    dy[7] = rng.integers(1, 9, 4) * 2.0**-53
+    if axis == 1:
+        x, dy = (np.ascontiguousarray(each.reshape(-1, 20, 4).swapaxes(1, 2)) for each in (x, dy))
+    gamma = np.ones(4)
+    _, cache = layer_norm_forward(x, gamma, gamma, 0.0, axis=axis, rounding=rounding)
+    old = [np.full(4, 0.0), np.full(4, 0.0)]
+    expected = layer_norm_backward(dy, cache, out=(None, *old), accumulate=accumulate)
+    expected = [each.copy() for each in expected]
+    again = [np.full(4, 0.0), np.full(4, 0.0)]
+    assert_same(layer_norm_backward(dy, cache, out=(dy, *again), accumulate=accumulate), expected)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-# Those of Okabe and Ito.
+# The palette of Okabe and Ito.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 

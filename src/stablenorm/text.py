@@ -1,4 +1,4 @@
-"""What all reports do alike: sections, tables, numbers, lines of a width, plain data, JSON."""
+"""Text of all reports: sections, tables, numbers, lines of a width, plain data, JSON."""
 
 import json
 import math

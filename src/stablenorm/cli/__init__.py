@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import stablenorm
-from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, InputError, add_option
+from stablenorm.cli.parts import EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_PIPE, TABLE, InputError
 from stablenorm.text import printable
 
-# Modules of this folder, in the order of --help. Each has SUMMARY, ABOUT and EXAMPLES, the help of its
-# OPTIONS, their CHANGES to the table of `parts`, and run().
+# Modules of this folder, in the order of --help. Each has SUMMARY, ABOUT, EXAMPLES, run() and OPTIONS: the
+# help of each, with changes to its row in the table of `parts` if there are any.
 _COMMANDS = "run", "diagnose", "check", "bench"
 
 
@@ -70,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
     except (InputError, ImportError) as error:
         return _say(error)
     except ValueError as error:
-        # Of the environment: said by the kernels as they are loaded, whichever command does so.
+        # The kernels refuse a variable of the environment when they are loaded, by any command.
         if not str(error).startswith("STABLENORM_"):
             raise
         return _say(error)
@@ -110,6 +110,7 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
             formatter_class=_Help,
         )
         command.set_defaults(job=module.run)
-        for option, about in module.OPTIONS.items():
-            add_option(command, option, about, **module.CHANGES.get(option, {}))
+        for option, given in module.OPTIONS.items():
+            about, changes = (given, {}) if isinstance(given, str) else given
+            command.add_argument(option, help=about, **TABLE[option] | changes)
     return parser

@@ -23,7 +23,7 @@ from stablenorm.timing import (
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
 _ROUNDS = 15
-# What is known of each line of the table: the median of its seconds, their quartiles, ...
+# Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
 _ROW = (
     *("shape", "dtype", "direction", "backend", "rounding", "outputs"),
     *("seconds", "quartiles", "bytes_per_second", "of_copy"),
@@ -50,6 +50,7 @@ exit status: 0 done, 2 it cannot be run (one line says why).
 """
 
 
+_REPEATED = {"action": "append", "default": None}
 _SEVERAL = "may be given several times; default: "
 SUMMARY = "time forward and backward on your shapes, beside a copy of memory"
 ABOUT = (
@@ -57,16 +58,14 @@ ABOUT = (
     "fraction of the speed of a copy they reach. The last axis is normalized."
 )
 OPTIONS = {
-    "--shape": f"of x; {_SEVERAL}32 512 768",
-    "--dtype": f"{_SEVERAL}float32",
-    "--backend": f"{_SEVERAL}all that can be loaded",
-    "--rounding": f"{_SEVERAL}fast; nearest by numpy takes much longer",
+    "--shape": (f"of x; {_SEVERAL}32 512 768", _REPEATED),
+    "--dtype": (f"{_SEVERAL}float32", _REPEATED),
+    "--backend": (f"{_SEVERAL}all that can be loaded", _REPEATED),
+    "--rounding": (f"{_SEVERAL}fast; nearest by numpy takes much longer", _REPEATED),
     "--kind": "of the norm; default: layer",
     "--threads": "default: as in any call",
     "--json": "write all figures to this file",
 }
-_REPEATED = "--shape", "--dtype", "--backend", "--rounding"
-CHANGES: dict[str, Any] = {name: {"action": "append"} for name in _REPEATED}
 
 
 def run(arguments: argparse.Namespace) -> int:

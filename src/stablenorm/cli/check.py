@@ -2,7 +2,6 @@
 
 import argparse
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -31,8 +30,8 @@ what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
-The kind of the norm follows the name: rms_norm_forward, class RMSNorm. gamma and beta
-may be missing.
+The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
+gamma and beta may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
 order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
@@ -56,24 +55,21 @@ ABOUT = (
     "mistakes, and the smallest error that would have been seen."
 )
 OPTIONS = {
-    "file": "its code is run",
+    "file": ("its code is run", {"nargs": None, "metavar": "FILE.py"}),
     "--forward": "default: layer_norm_forward, rms_norm_forward, ln_forward or forward",
     "--backward": "default: layer_norm_backward, rms_norm_backward, ln_backward or backward",
     "--class": "with forward(x) and backward(dy); default: the only one there is",
-    "--kind": "of the norm; default: what its name says, or layer",
+    "--kind": ("of the norm; default: what its name says, or layer", {"default": None}),
     "--gamma-offset": "what the forward itself adds to gamma; default: 0",
     "--shape": "of x; default: 2 3 8 or 6 8, what the code is made for",
-    "--dtype": "of x, gamma, beta; default: float64, which sees most",
-    "--eps": "passed to the forward; default: 1e-5",
+    "--dtype": (
+        "of x, gamma, beta; default: float64, which sees most",
+        {"choices": ("float64", "float32"), "default": "float64"},
+    ),
+    "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
     "--seed": "of the data; default: 0",
     "--json": "write all figures to this file",
     "--plot": "draw error against step into this file",
-}
-CHANGES: dict[str, Any] = {
-    "file": {"nargs": None, "metavar": "FILE.py"},
-    "--kind": {"default": None},
-    "--dtype": {"choices": ("float64", "float32"), "default": "float64"},
-    "--eps": {"default": 1e-5},
 }
 
 

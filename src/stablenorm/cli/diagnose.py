@@ -53,7 +53,6 @@ OPTIONS = {
     "--json": "write all figures to this file",
     "--plot": "draw the losses into this file",
 }
-CHANGES: dict[str, Any] = {}
 
 
 def run(arguments: argparse.Namespace) -> int:

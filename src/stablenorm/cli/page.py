@@ -54,7 +54,7 @@ def _as_svg(draw: Callable[[Any], None], label: str) -> str:
 
     # The salt makes the ids of what is referred to, so that no two pictures share one.
     with mpl.rc_context(_STYLE | {"svg.hashsalt": label}):
-        # Of 720 units by 360, which the page makes pixels; where there are fewer, it scrolls.
+        # The page makes the 720 units of a width pixels, and scrolls where there are fewer.
         figure = new_figure(10, 5)
         draw(figure)
         for axes in figure.axes:

@@ -1,4 +1,4 @@
-"""What the commands share: options and their checks, files written whole, tables, lines, progress."""
+"""Parts of all commands: options and their checks, files written whole, tables, lines, progress."""
 
 import argparse
 import errno
@@ -42,7 +42,7 @@ _REDRAWN_S = 0.5
 
 
 class InputError(Exception):
-    """What the user gave cannot be used; the text is the one line to show."""
+    """Input that cannot be used; the text is the one line to show."""
 
 
 # ---- options ----
@@ -57,7 +57,7 @@ def at_least(least: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(msg)
         return int(text)
 
-    # What argparse calls it, if it is no int.
+    # The name by which argparse calls it, if the text is no int.
     read.__name__ = "int"
     return read
 
@@ -93,8 +93,8 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
     return {"type": check, "metavar": f"FILE{suffixes[0]}"}
 
 
-# What argparse is told of an option, whichever command has it; a command adds the help.
-_OPTIONS: dict[str, dict[str, Any]] = {
+# Options by name, as argparse takes them; a command adds the help.
+TABLE: dict[str, dict[str, Any]] = {
     "file": {"nargs": "?", "type": Path, "metavar": "FILE"},
     "--forward": {"metavar": "NAME"},
     "--backward": {"metavar": "NAME"},
@@ -107,7 +107,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--eps": {"type": _eps},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
-    "--rounding": {"choices": ROUNDINGS},
+    "--rounding": {"choices": ROUNDINGS, "default": "fast"},
     "--threads": {"type": at_least(1), "metavar": "N"},
     "--seed": {"type": at_least(0), "default": 0},
     "--top": {"type": at_least(0), "default": 10, "metavar": "K"},
@@ -119,17 +119,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_option(parser: argparse.ArgumentParser, name: str, about: str, **more: Any) -> None:
-    """Add an option of the table to a command."""
-    parser.add_argument(name, help=about, **_OPTIONS[name] | more)
-
-
 def what_is(path: Path) -> str:
     """Say what stands in the place of a file."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        # What leads to itself, a name too long, a folder that may not be read.
+        # A link to itself, a name too long, a folder that may not be read.
         known = {errno.ENOENT: "which is not there", errno.ELOOP: "a link that leads to itself"}
         return known.get(error.errno or 0, f"{error.strerror}".lower())
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}

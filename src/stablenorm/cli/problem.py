@@ -54,7 +54,7 @@ def compute_problem(arguments: argparse.Namespace) -> tuple[Problem, dict[str, A
         problem = problem._replace(rounding=arguments.rounding, kind=arguments.kind)
         results = compute(problem)
     except (TypeError, ValueError) as error:
-        # What the package refuses is the user's input, said in the package's words.
+        # The package refuses the user's input in its own words.
         raise InputError(str(error)) from None
     if msg := _objection(problem):
         raise InputError(msg)

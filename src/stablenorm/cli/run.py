@@ -1,7 +1,6 @@
 """`stablenorm run`: compute, and check every number."""
 
 import argparse
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,6 @@ OPTIONS = {
     "--html": "write the same on a page, with pictures, for a browser",
     "--digests": "compare digests of correctly rounded results with those published; nothing else",
 }
-CHANGES: dict[str, Any] = {"--rounding": {"default": "fast"}}
 
 
 def run(arguments: argparse.Namespace) -> int:

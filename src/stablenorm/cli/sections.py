@@ -1,4 +1,4 @@
-"""What is known of a layer norm, in sections: the terminal and the page print the same ones."""
+"""Findings about a norm, told in sections: the terminal and the page show the same ones."""
 
 import itertools
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ def _accuracy(findings: Findings) -> Section:
 
 def _draw_errors(figure: Any, outputs: Mapping[str, Output]) -> None:
     """Draw, of each output, the share of elements with at least a given error."""
-    # Where NaN and inf are drawn: beyond all numbers.
+    # NaN and inf are drawn here: beyond all numbers.
     errors = [each for one in outputs.values() for each in (one.error, one.plain_error)]
     beyond = 100 * max(float(e.max(initial=1.0, where=np.isfinite(e))) for e in errors)
     at = np.geomspace(_LEAST, beyond, 400)

@@ -192,7 +192,13 @@ def _run_parts(
         return [_run_part(operation, backend, call, layout, each) for each in parts]
     is_cut = len(parts) > 1 and parts[0].samples is None
     if call.sums == "rounded" and (is_cut or old is not None):
-        _round_parts(backend, call, layout, parts, old)
+        if not _reads_again(call):
+            _round_parts(backend, call, layout, parts, old)
+            return []
+        # The sums come first: dx is written over dy.
+        _round_parts(backend, call._replace(dx=None), layout, parts, old)
+        for each in parts:
+            _run_part(operation, backend, call._replace(dgamma=None, dbeta=None), layout, each)
     elif call.sums == "exact" and is_cut:
         _merge_exact(backend, call, layout, parts)
     else:

@@ -145,13 +145,6 @@ def _finish_backward(
     dy, x, dsum = _as_matrix(dy), _as_matrix(x), None if dsum is None else _as_matrix(dsum)
     n, count = x.shape[1], len(x) // samples
     rows = np.flatnonzero(marks) if marks is not None else np.empty(0, int)
-    dx: Any = out.dx
-    for one, part in _samples_of(norm, rows, len(x), samples) if dx is not None else ():
-        found = np.empty((len(part), n), x.dtype)
-        added = None if dsum is None else dsum[part]
-        some = Backward(dy[part], x[part], one, kept.of_rows(part), found, dsum=added)
-        reference.backward(some)
-        _as_matrix(dx)[part] = found
     for i in range(samples):
         own = slice(i * count, (i + 1) * count)
         dgamma, dbeta = (None if each is None else each.reshape(samples, n)[i] for each in out[1:])
@@ -164,6 +157,14 @@ def _finish_backward(
                 _add_extreme(call, extreme, partial.reshape(samples, 2, n, 4)[i], columns)
         if columns is not None and columns.any():
             _finish_columns(call, columns)
+    # The sums come first: dx may be written over dy.
+    dx: Any = out.dx
+    for one, part in _samples_of(norm, rows, len(x), samples) if dx is not None else ():
+        found = np.empty((len(part), n), x.dtype)
+        added = None if dsum is None else dsum[part]
+        some = Backward(dy[part], x[part], one, kept.of_rows(part), found, dsum=added)
+        reference.backward(some)
+        _as_matrix(dx)[part] = found
 
 
 def _add_extreme(call: Backward, rows: Array, others: Array, open_: Any) -> None:

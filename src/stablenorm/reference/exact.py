@@ -162,12 +162,12 @@ def _rounded(
     found = []
     for number, term in zip(offsets, factors, strict=True):
         factor, number = term << shift, number << places  # noqa: PLW2901
-        low = number + factor * root.floor
-        high = low + factor
-        value = None
-        if not root.whole:
-            value = _round(*((low, high) if factor > 0 else (high, low)), least, form)
-        if value is None:
+        if root.whole:
+            quotient, rest = divmod(factor << root.bits, root.whole)
+            low, high = number + quotient, number + quotient + (rest != 0)
+        else:
+            low, high = sorted((number + factor * root.floor, number + factor * (root.floor + 1)))
+        if (value := _round(low, high, least, form)) is None:
             value = _nearest(number, [(factor << root.bits, root)], least, form)
         found.append(value)
     return np.array(found).astype(dtype)

@@ -107,8 +107,9 @@ def _infinite(call: Backward, i: int, columns: Array) -> Array:
                 for k in np.flatnonzero((infinite != 0).any(axis=1)).tolist():
                     infinite[k] *= np.array(exact.signs(defined[k], norm))[columns]
                     infinite[k, dy[rows][k, columns] == 0] = 0.0
-            total += np.where(np.isnan(infinite), np.nan, infinite).sum(axis=0)
-    return total
+            total += infinite.sum(axis=0)
+    # There is one NaN.
+    return np.where(np.isnan(total), np.nan, total)
 
 
 def _exact(
