@@ -269,14 +269,24 @@ class Candidate:
         y, cache = self.forward(case)
         with np.errstate(all="ignore"):
             gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
-        found = {"y": judged(case, "y", y, case.x)}
+        made: dict[float, Expected] = {}
+
+        def judged(name: str, actual: Array, argument: Array) -> Judged:
+            # The coarsest dtype of the output, its argument, x and dy.
+            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
+            expected = made[u] = made.get(u) or Expected(case, u)
+            bounds = expected.bounds_of(name, actual.dtype)
+            wide = actual.astype(np.float64).reshape(bounds.value.shape)
+            return Judged(name, wide, expected, bounds, actual.shape)
+
+        found = {"y": judged("y", y, case.x)}
         for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
             if gradient is not None and argument is not None:
                 array = np.array(gradient)
                 if not is_supported(array.dtype) or array.shape != argument.shape:
                     msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
                     raise FaultError(msg)
-                found[name] = judged(case, name, array, argument)
+                found[name] = judged(name, array, argument)
         return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:
@@ -302,12 +312,3 @@ class Candidate:
         written = float(f"{found:.3g}")
         same = abs(found - case.eps) <= 1e-3 * case.eps
         return (case.eps if same or written < 0 else written), False
-
-
-def judged(case: Case, name: str, actual: Array, argument: Array) -> Judged:
-    """Compare one output with the closed form, by the coarsest dtype of it, x, dy and the argument."""
-    u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
-    expected = Expected(case, u)
-    bounds = expected.bounds_of(name, actual.dtype)
-    wide = actual.astype(np.float64).reshape(bounds.value.shape)
-    return Judged(name, wide, expected, bounds, actual.shape)

@@ -7,7 +7,7 @@ known name by their order.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,24 +113,32 @@ def adapt(
     if len(required) != 2:
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
-    is_cache_first = key_of(required[0]) in NAMES["cache"]
-    signatures = inspect.signature(forward), inspect.signature(backward)
+    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
+    call_forward, call_backward = _named(forward, roles), _named(backward, required)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
         given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps}
-        given["settings"] = dict.fromkeys(NAMES["eps"], eps)
-        # By place or by name, as the function wants each.
-        named = inspect.BoundArguments(signatures[0], {n: given[r] for n, r in roles.items()})
-        result = forward(*named.args, **named.kwargs)
+        if "settings" in roles.values():
+            given["settings"] = dict.fromkeys(NAMES["eps"], eps)
+        result = call_forward({name: given[role] for name, role in roles.items()})
         if isinstance(result, (tuple, list)) and len(result) > 2:
             return result[0], tuple(result[1:])
         return result
 
     def pull(dy: Any, cache: Any) -> Any:
-        given = (cache, dy) if is_cache_first else (dy, cache)
-        named = inspect.BoundArguments(signatures[1], dict(zip(required, given, strict=True)))
-        returned = backward(*named.args, **named.kwargs)
+        returned = call_backward(dict(zip(order, (dy, cache), strict=True)))
         found = gradients_by_role(returned, takes)
         return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
 
     return call, pull, takes
+
+
+def _named(function: Callable[..., Any], names: Iterable[str]) -> Callable[[dict[str, Any]], Any]:
+    """Return the function of its arguments by name; those that it wants by place are given so."""
+    held = inspect.signature(function).parameters
+    placed = [name for name in names if held[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+
+    def call(given: dict[str, Any]) -> Any:
+        return function(*[given.pop(name) for name in placed], **given)
+
+    return call
