@@ -109,12 +109,12 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
-            places = _places(instance, role) if value is not None else []
-            if places and (shape := np.shape(places[0].value)):
+            if value is not None and (places := _places(instance, role)):
                 # In the shape that the class gave it; one array wherever it held one.
-                value = np.array(value).reshape(shape)  # noqa: PLW2901
-            for place in places:
-                place.put(value)
+                shape = np.shape(places[0].value)
+                given = np.array(value).reshape(shape) if shape else value
+                for place in places:
+                    place.put(given)
         return file.guard(instance.forward)(x), instance
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
@@ -170,27 +170,27 @@ def _attributes(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in held if not callable(value)}
 
 
-def _members(instance: Any, what: str) -> Iterator[_Member]:
-    """Yield what a list, tuple or dict of the parameters, or of the gradients, holds."""
+def _members(instance: Any, what: str, order: Sequence[str]) -> Iterator[_Member]:
+    """Yield what a dict of the parameters or gradients holds, or a list or tuple in an order."""
     attributes = _attributes(instance)
-    for name, held in attributes.items():
-        if key_of(name) in NAMES[what] and isinstance(held, dict):
+    for held in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
+        if isinstance(held, dict):
             yield from (_Member(str(k), v, partial(held.__setitem__, k)) for k, v in held.items())
-        elif key_of(name) in NAMES[what] and isinstance(held, (list, tuple)):
-            for i, (role, value) in enumerate(zip(PARAMETERS, held, strict=False)):
+        elif isinstance(held, (list, tuple)):
+            for i, (role, value) in enumerate(zip(order, held, strict=False)):
                 # A parameter that is an attribute as well is called like that.
                 same = (n for n, other in attributes.items() if other is value and role_of(n))
-                put = held.__setitem__ if isinstance(held, list) else None
-                yield _Member(
-                    next(same, role), value, partial(put, i) if put else partial(np.copyto, value)
-                )
+                put: Any = partial(np.copyto, value)
+                if isinstance(held, list):
+                    put = partial(held.__setitem__, i)
+                yield _Member(next(same, role), value, put)
 
 
 def _places(instance: Any, role: str) -> list[_Member]:
     """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
     held = [_Member(n, v, partial(setattr, instance, n)) for n, v in _attributes(instance).items()]
-    held += _members(instance, "parameters")
+    held += _members(instance, "parameters", PARAMETERS)
     known = {key: i for i, key in enumerate(NAMES[role])}
     found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
     found.sort(key=lambda each: known[key_of(each.name)])
@@ -199,15 +199,9 @@ def _places(instance: Any, role: str) -> list[_Member]:
 
 def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return by role the gradients in attributes and in lists and dicts of them."""
-    order = [role_of(each.name) for each in _members(instance, "parameters")]
+    order = [role_of(each.name) for each in _members(instance, "parameters", PARAMETERS)]
     order = order if set(order) == set(takes) else list(takes)
-    found = {}
-    for name, held in _attributes(instance).items():
-        if role := gradient_role(name):
-            found[role] = held
-        elif key_of(name) in NAMES["gradients"] and isinstance(held, (list, tuple)):
-            found |= dict(zip(order, held, strict=False))
-    for name, value, _ in _members(instance, "gradients"):
-        if role := gradient_role(name) or role_of(name):
-            found.setdefault(role, value)
-    return found
+    held = _members(instance, "gradients", order)
+    found = {gradient_role(name) or role_of(name): value for name, value, _ in held}
+    attributes = _attributes(instance).items()
+    return found | {gradient_role(name): each for name, each in attributes if each is not None}
