@@ -126,8 +126,8 @@ class CallRules:
         args, dy, cache = copies(self._loss.args), self._loss.cotangent(), None
         if what == "backward":
             cache = self._operation.forward(args)[1]
-        held = {"dy": dy, **dict(zip(self._spans, args, strict=True)), "the cache": cache}
-        arrays = [(name, a, a.tobytes()) for name, h in held.items() for a in _arrays_in(h)]
+        held = [("dy", dy), *zip(self._spans, args, strict=True), ("the cache", cache)]
+        arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
         if what == "backward":
             self._operation.gradients(dy, cache, args)
         else:
