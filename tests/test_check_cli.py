@@ -84,7 +84,8 @@ class LayerNorm:
 """,
     "in attributes, a shape, eps to be given": """
 class LayerNorm:
-    def __init__(self, normalized_shape, epsilon):
+    def __init__(self, normalized_shape, epsilon, bias=True):
+        assert bias is True
         assert len(normalized_shape) == 1
         self.weight, self.bias = np.ones(normalized_shape), np.zeros(normalized_shape)
         self.epsilon, self.g = epsilon, None
@@ -126,6 +127,18 @@ class LayerNorm:
         dx, self.dgamma, self.dbeta = grads(dy, *self.held, self.gamma)
         return dx
 """,
+    "made of its parameters, lists": """
+class LayerNorm:
+    def __init__(self, gamma, beta):
+        self.params, self.grads = [gamma, beta], [np.zeros_like(gamma), np.zeros_like(beta)]
+    def forward(self, x):
+        gamma, beta = self.params
+        y, self.cache = norm(x, gamma, beta, 1e-7)
+        return y
+    def backward(self, dout):
+        dx, self.grads[0][...], self.grads[1][...] = grads(dout, *self.cache)
+        return dx
+""",
 }
 STYLES = FUNCTIONS | CLASSES
 
@@ -137,7 +150,7 @@ def test_right_code_of_any_style_passes(style, capsys):
     out, err = shown(capsys)
     # What the file prints is not among what the check does.
     assert out.startswith("mine.py: ")
-    assert ("(8).forward(x), .backward(dy)" in out) == (style in CLASSES)
+    assert (".forward(x), .backward(dy)" in out) == (style in CLASSES)
     assert "PASS" in out
     assert "FAIL" not in out
     assert err == "stablenorm: running the code of mine.py\n"

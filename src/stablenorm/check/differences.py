@@ -8,12 +8,9 @@ two arrays is exact. L itself is never formed: <u, y+ - y-> is, since the subtra
 is exact (Sterbenz).
 
 The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
-that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). The bound of an entry is
-
-    disagreement with its two parents + sum |weight| * noise / step
-
-with the weights of the secants that it is made of, and noise that is measured. The entry of least
-bound is returned. The second term keeps an accidental agreement from being taken for accuracy.
+that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). An entry's bound is its disagreement with
+its two parents + sum |weight| * noise / step, with the weights of the secants that it is made of, and
+noise that is measured, lest an accidental agreement be taken for accuracy. The least bound wins.
 
 A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
 has a status. "smooth": the bound can be believed, since it is small beside the magnitudes that the
@@ -40,9 +37,8 @@ from stablenorm.check.operation import (
 from stablenorm.check.results import TINIEST, Secant, excess_of
 from stablenorm.types import Array
 
-# In units of the argument's scale. A quarter is the largest step at which the series in step^2
-# of such maps as a normalization still converges fast; with 2^-9 the plain secant has a
-# truncation error of 4e-6, below which only the extrapolated entries matter.
+# In units of the argument's scale. At a quarter, the series in step^2 of a normalization still
+# converges fast; at 2^-9 the plain secant has a truncation error of 4e-6.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
 # Steps too long for the function (a kink nearby, a scale that misleads) are divided by 2^8, the
 # length of the tableau, up to three times: at 2^-33 of the scale, the rounding of float64 leaves a
@@ -53,12 +49,10 @@ _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
 _SETTLED = 2.0**-7
 # Noise, relative to what carries it: an eighth is 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
-# Points on the line on which noise is measured: x and 8 more leave 4 differences of order 5 and
-# 3 of order 6.
-_POINTS, _ORDERS = 9, (5, 6)
-# Their distance, in units of scale: the fifth difference of a smooth function is then 2^-55 of it,
-# out of sight below float64, and the distance is an ulp of a float16.
-_SPACING = 2.0**-11
+# Points on the line on which noise is measured leave 4 differences of order 5 and 3 of order 6. At
+# this distance, in units of scale, the fifth difference of a smooth function is 2^-55 of it, out of
+# sight below float64, and the distance is an ulp of a float16.
+_POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
 # The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
 # unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
 # x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
@@ -107,8 +101,7 @@ class Estimate(NamedTuple):
         """
         Whether secants change more, by more than their noise, though steps have become shorter.
 
-        A smooth function's change with step^2, to less than 0.4 from one step to the next. Past a
-        kink at the distance d they go with 1 - d / step: the nearer the step comes to d, the more.
+        Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
         """
         steps = list(pairwise(self.curve))
         changes = [abs(b.numeric - a.numeric) for a, b in steps]
@@ -167,11 +160,9 @@ class Comparer:
         Compare one element, given by its flat index, or along random signs for all (None).
 
         With shorter steps, if need be. A wrong gradient differs at all steps from one and the same
-        numeric derivative. Steps that reach a kink see a mean of slopes, and shorter ones, which
-        do not reach it, another one, outside of both bounds. Then the shorter ones are right: a
-        kink in their reach is in that of the longer ones too. But they may say FAIL only if steps
-        shorter still agree. Short steps have wide bounds; so that they agree with the backward
-        excuses nothing as long as they agree with the long steps as well.
+        numeric derivative. Steps that reach past a kink see a mean of slopes, and shorter ones
+        another, outside of both bounds: they are right, but may say FAIL only if steps shorter still
+        agree. Short steps have wide bounds, so they excuse nothing that long steps agree with.
         """
         where = slice(None) if place is None else place
         scale = self.span[where]
@@ -231,8 +222,8 @@ class Comparer:
                 continue
             row, *ends = found
             moved = ends[0] != ends[1]
-            # Outputs that moved before and now stand still: the step is below the resolution of the
-            # forward (float16 inside, say), and a derivative of zero would be an artefact.
+            # Outputs that moved now stand still: the step is below the resolution of the forward
+            # (float16 inside, say), and a derivative of zero would be an artefact.
             if reach.any() and not moved.any():
                 break
             # The first step goes farthest: later ones seldom move an output that it did not.
@@ -270,8 +261,7 @@ class Comparer:
         minus = rounded(x - (rounded(x + step * scale) - x))
         plus = rounded(x + (x - minus))
         taken = plus - minus
-        # Rounding x may take the step off by a sixteenth: more, and the tableau, which believes in
-        # one direction, has nothing to gain from it.
+        # The tableau believes in one direction: rounding x may take it off by a sixteenth.
         if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
         y_plus, y_minus = (loss.output(self.position, where, end) for end in (plus, minus))
@@ -295,14 +285,12 @@ class Comparer:
         Return samples of the rounding noise of every output element.
 
         All elements of the argument move at once, by random multiples of their ulp, so that every
-        rounding in the forward is drawn anew; the samples then serve all directions. Twice:
-
-        - along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33
-          (2011) 1292): high differences of y on equidistant points remove what is smooth and leave
-          noise of a known multiple. The points are far enough apart to see float16 inside;
-        - at random integer combinations of a few tiny moves: what is orthogonal to every linear
-          effect of theirs is noise. The line alone misses a rounding now and then: equal moves leave
-          that of a sum of 8 elements as it is if they add up to a multiple of 8 ulp.
+        rounding in the forward is drawn anew. Along a line, in the manner of ECNoise (J. J. More and
+        S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), high differences of y on equidistant points
+        leave noise of a known multiple; the points are far enough apart to see float16 inside. At
+        random integer combinations of a few tiny moves, the part orthogonal to every linear effect
+        is noise. The line alone misses roundings: equal moves that add up to a multiple of 8 ulp
+        leave that of a sum of 8 elements as it is.
         """
         loss, rng, x, scale = self.loss, self.rng, flat(self._x), self.span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
@@ -319,8 +307,7 @@ class Comparer:
         def outputs(offsets: Array) -> Array:
             values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
-            # An output that is not finite near x has no noise to speak of: its bound will be
-            # infinite, by the floor that `_bound_noise` takes from y, or by the secants.
+            # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
 
         table = outputs(np.arange(_POINTS)[:, None] * moves(_SPACING, 1))
@@ -331,8 +318,7 @@ class Comparer:
         linear = np.column_stack([np.ones(_RUNS), design])
         noise_only = np.linalg.qr(linear, mode="complete").Q[:, linear.shape[1] :]
         samples.append(noise_only.T @ outputs(design @ moves(_TINY, _MOVES)))
-        # Seven differences can all be small; those of all outputs together cannot. The median, so
-        # that one ill-conditioned row does not speak for the others.
+        # The median of all outputs: one ill-conditioned row must not speak for the others.
         sigma = np.sqrt(np.max([np.mean(np.square(each), axis=0) for each in samples], axis=0))
         size = np.abs(loss.u * loss.y)
         relative = float(np.median(sigma[size > 0] / size[size > 0])) if (size > 0).any() else 0.0
@@ -377,8 +363,8 @@ def _status(
     small = small and abs(after - before) <= 0.25 * max(after, before)
     if small and strayed <= reach:
         return "kink" if bent else "smooth"
-    # Nothing but rounding is left (a derivative that is zero, a forward in float16). That it is
-    # rounding shows in its size: steps too long for the function "measure" a noise of all of y.
+    # Nothing but rounding is left (a derivative that is zero, a forward in float16), as its size
+    # shows: steps too long for the function "measure" a noise of all of y.
     little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
     near = not bent and strayed <= reach + 2 * noise / last.step
     return "rounding" if (small or little) and near else "no limit"

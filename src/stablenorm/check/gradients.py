@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -61,11 +62,9 @@ def check_gradients(
         (softmax, every normalization) is left behind by such a step.
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
-    probes : int, default: 3
-        Random directions, through all elements at once, for arguments that are sampled.
-    max_elements : int, default: 64
-        An argument of at most this many elements is checked in all of them, a larger one in 12
-        (first, last, ends of blocks, extremes, random) and by probes.
+    probes, max_elements : int, default: 3 and 64
+        An argument of at most `max_elements` is checked in all of them, a larger one in 12 (first,
+        last, ends of blocks, extremes, random) and along `probes` random directions.
     progress : callable, optional
         Called as ``progress(done, total)``, in derivatives.
 
@@ -85,10 +84,9 @@ def check_gradients(
 
     Raises
     ------
-    TypeError
-        If an argument does not have one of the four floating dtypes.
-    ValueError
-        If `args` is empty or not finite, or `names` or `scales` do not match it.
+    TypeError, ValueError
+        If an argument does not have one of the four floating dtypes; if `args` is empty or not
+        finite, or `names` or `scales` do not match it.
 
     See Also
     --------
@@ -182,11 +180,10 @@ def _check(
         form = str(fault)
     results, sound = {}, {}
     for position, (label, gradient) in enumerate(zip(spans, gradients, strict=True)):
-        refused = _refused(label, loss.args[position], gradient, form)
-        if refused is None:
-            sound[label] = loss.settled(position, np.asarray(gradient))
-        else:
+        if refused := _refused(label, loss.args[position], gradient, form):
             results[label] = refused
+        else:
+            sound[label] = loss.settled(position, np.asarray(gradient))
     rules = CallRules(loss, spans, sound, rng)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
@@ -194,21 +191,20 @@ def _check(
         return [_not_checked(label, message) for label in spans], findings
 
     allowances, work = rules.allowances(), []
-    for position, label in enumerate(spans):
+    for position, (label, span) in enumerate(spans.items()):
         if label in sound:
             array, gradient = np.asarray(loss.args[position]), sound[label]
-            given = loss, position, spans[label], gradient, allowances[label], rng
             places: list[int | None] = [*sample(array, gradient, max_elements, rng)]
             places += [None] * (probes if len(places) < array.size else 0)
-            work += [(label, Comparer(*given), places)]
-    done, total = 0, sum(len(places) for *_, places in work)
+            comparer = Comparer(loss, position, span, gradient, allowances[label], rng)
+            work.append((label, comparer, places))
+    done, total = count(1), sum(len(places) for *_, places in work)
     for label, comparer, places in work:
         found: list[Estimate] = []
         for place in places:
             found.append(comparer.compare(place))
-            done += 1
             if progress is not None:
-                progress(done, total)
+                progress(next(done), total)
         results[label] = judge(label, comparer, found)
         findings += kinks(label, found, comparer.shape)
     if message := loss.operation.overwritten:
@@ -244,11 +240,11 @@ def _fault(array: Array, gradient: Any) -> str:
     if gradient.shape != array.shape:
         shapes = f"{array.shape}, that of its argument, got {gradient.shape}"
         return f"the gradient must have shape {shapes}"
-    if np.isfinite(gradient).all():
+    places = [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]
+    if not places:
         return ""
-    wrong = np.argwhere(~np.isfinite(gradient))
-    place = tuple(map(int, wrong[0]))
-    return f"the gradient must be finite, got {gradient[place]} at {place} ({len(wrong)} such)"
+    first = f"{gradient[places[0]]} at {places[0]}"
+    return f"the gradient must be finite, got {first} ({len(places)} such)"
 
 
 def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, Array | None]:
@@ -296,14 +292,11 @@ def _check_scales(
 
 def _default_scale(array: Array) -> Array:
     """Return the standard deviation along the last axis; where that is 0, the next best."""
-    if array.size == 0:
-        return np.ones(())
-    values = np.atleast_1d(array.astype(np.float64))
     # Divided by the largest magnitude, lest squares overflow or vanish.
-    largest = float(np.abs(values).max()) or 1.0
-    values /= largest
-    scale: Array = values.std(axis=-1, keepdims=True)
+    largest = float(np.max(np.abs(array), initial=0.0)) or 1.0
+    values = np.atleast_1d(array.astype(np.float64)) / largest
+    scale: Array = values.std(axis=-1, keepdims=True) if array.size else np.ones(1)
     # No spread, but for rounding: that of the whole array, or else its magnitude.
-    for fallback in (float(values.std()), 1.0):
+    for fallback in (float(values.std()) if array.size else 1.0, 1.0):
         scale = np.where(scale > 2.0**-50, scale, fallback)
-    return (scale * largest).reshape(array.shape[:-1] + (1,) * min(array.ndim, 1))
+    return scale * largest if array.ndim else scale[0] * largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable
@@ -28,14 +29,15 @@ from stablenorm.check.identities import row_identities
 from stablenorm.check.operation import Backward, FaultError, Operation
 from stablenorm.check.results import (
     ArgumentResult,
+    ArgumentVerdict,
     Finding,
     FindingVerdict,
     GradientReport,
     Identity,
 )
-from stablenorm.check.roles import ARGUMENTS, by_roles
+from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
-from stablenorm.types import Array, check_eps
+from stablenorm.types import check_eps
 
 # By output, what the closed form says of it on each set of data; identities, diagnosis.
 Seen = tuple[dict[str, list[Judged]], tuple[Identity, ...], tuple[str, ...]]
@@ -77,19 +79,16 @@ def check_layer_norm(
     backward : callable
         ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict of them; None for what is not to be
         checked.
-    x : array, optional
-        Input, (..., n). Default: (4, 8), float64, random; then gamma and beta too, unless given:
-        gamma of both signs and different from 1, beta different from 0. Not modified.
-    gamma, beta : array, optional
-        Scale and shift, (n,). With `x` given, None is passed on as None.
+    x, gamma, beta : array, optional
+        Input, (..., n), and scale and shift, (n,). Not modified. Default: x of (4, 8), float64,
+        random; then gamma and beta too, unless given: gamma of both signs and different from 1, beta
+        different from 0. With `x` given, None is passed on as None.
     eps : float, default: 1e-5
         Passed on, finite and >= 0.
     gamma_offset : float, default: 0
         What the forward itself adds to gamma: 1 where gamma is stored less one. It is not passed on.
-    rng : int or numpy.random.Generator, optional
-        For the default data and for everything random in the check.
-    probes, max_elements, progress : int, int and callable
-        As for `check_gradients`.
+    rng, probes, max_elements, progress : optional
+        As for `check_gradients`; `rng` is for the default data as well.
 
     Returns
     -------
@@ -145,19 +144,7 @@ def check_rms_norm(
     """
     Check an RMS normalization over the last axis, and name what is wrong with it.
 
-    Parameters
-    ----------
-    forward, backward : callable
-        As for `check_layer_norm`, and so are all the rest and the `options`.
-
-    Returns
-    -------
-    GradientReport
-        As of `check_layer_norm`.
-
-    See Also
-    --------
-    check_layer_norm : Its arguments are described there.
+    The parameters are those of `check_layer_norm`, and `options` its keywords.
 
     Examples
     --------
@@ -181,7 +168,10 @@ def _check(
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     x, gamma, beta, eps = given
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    forward, backward, takes = by_roles(forward, backward)
+    takes: tuple[str, ...] = PARAMETERS
+    # Arguments are given by their order to a function without a signature or known names.
+    with contextlib.suppress(TypeError, ValueError):
+        forward, backward, takes = adapt(forward, backward)
     if x is None:
         x = rng.standard_normal((4, 8))
         signs = rng.permutation([1.0, -1.0] * 4)
@@ -305,42 +295,35 @@ def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     """Let the closed form decide where it can; elsewhere what finite differences say stays."""
     if not result.checked or not judged:
         return result
-    right = judged[0]
-    wrong = next((each for each in judged if each.wrong), None)
-    if wrong is not None:
-        if result.verdict != "FAIL":
-            message = "seen by the closed form, too small for finite differences"
-            result = _worst(result, wrong, wrong.bounds.careless, "FAIL", message)
-        bad = wrong.excess(wrong.bounds.careless) > 1
-        return replace(result, pattern=name_pattern(bad.reshape(wrong.shape)))
+    each = next((each for each in judged if each.wrong), judged[0])
+    z = each.excess(each.bounds.careless if each.wrong else each.bounds.plain)
+    pattern = name_pattern((z > 1).reshape(each.shape)) if each.wrong else ""
     # Under an offset that leaves x no digits, nothing is known of the right gradient either.
-    if not all(each.right for each in judged) or not np.isfinite(right.resolution):
+    known = each.wrong or (all(one.right for one in judged) and np.isfinite(each.resolution))
+    if not known:
         return result
-    if result.verdict == "PASS":
-        return replace(result, resolution=min(result.resolution, right.resolution))
-    # Right to rounding, and so is y: the noise of differences speaks against it.
-    return _worst(result, right, right.bounds.plain, "PASS")
-
-
-def _worst(
-    result: ArgumentResult, judged: Judged, bound: Array, verdict: Any, message: str = ""
-) -> ArgumentResult:
-    """Return a result that tells of the element that is worst beside the closed form."""
-    z = judged.excess(bound)
+    verdict: ArgumentVerdict = "FAIL" if each.wrong else "PASS"
+    if result.verdict == verdict:
+        seen = result.resolution if each.wrong else min(result.resolution, each.resolution)
+        return replace(result, pattern=pattern, resolution=seen)
+    # The noise of differences speaks against a right gradient, or hides that it is wrong.
+    message = each.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))
-    return replace(
-        result,
-        verdict=verdict,
-        message=message,
-        pattern="",
+    return ArgumentResult(
+        result.name,
+        verdict,
         checked=z.size,
+        total=result.total,
+        probes=result.probes,
         failing=int(np.sum(z > 1)),
-        index=place_of(place, judged.shape),
-        actual=float(judged.actual.flat[place]),
-        numeric=float(judged.bounds.value.flat[place]),
-        bound_numeric=float(judged.bounds.plain.flat[place]),
+        index=place_of(place, each.shape),
+        actual=float(each.actual.flat[place]),
+        numeric=float(each.bounds.value.flat[place]),
+        bound_numeric=float(each.bounds.plain.flat[place]),
         bound_actual=0.0,
-        resolution=judged.resolution,
+        resolution=each.resolution,
+        message=message * each.wrong,
         method="closed form",
-        curve=(),
+        pattern=pattern,
+        differences=result.differences,
     )

@@ -152,22 +152,15 @@ class Loss:
         return self.u.reshape(self.shape).astype(self.dtype)
 
     def settled(self, position: int, gradient: Array) -> Array:
-        """
-        Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy.
-
-        A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
-        """
+        """Copy a gradient, rounded to the coarsest dtype of it, of its argument and of dy."""
+        # A float64 scalar of NumPy makes float64 of all that it meets, and adds no digit to it.
         dtypes = gradient.dtype, np.asarray(self.args[position]).dtype, self.dtype
         with np.errstate(over="ignore"):
             rounded: Array = gradient.astype(max(dtypes, key=unit_roundoff))
         return rounded if np.isfinite(rounded).all() else gradient.copy()
 
     def output(self, position: int, where: Any, values: Array) -> Array:
-        """
-        Return y, flat float64, with the entries `where` of one argument set to `values`.
-
-        NaN where there is none: the forward raises there, or returns something else.
-        """
+        """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
         args = copies(self.args)
         moved = args[position] = np.array(args[position], order="C")
         moved.reshape(-1)[where] = values.astype(moved.dtype)

@@ -33,6 +33,7 @@ _RUNS = 3
 _DEPTH = 4
 # No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = np.array([3, 5, 7, 11])
+_OF = "the gradient of "
 
 # By argument; those that cannot be compared are left out.
 Gradients = dict[str, Array]
@@ -74,10 +75,9 @@ class CallRules:
         """
         Return what the rounding errors measured in the backward may add to its bounds, flat.
 
-        They do not show in the size of a gradient whose terms cancel (that of a softmax near 0 and
-        1, say). Measured is how far multiples of dy are from giving multiples of the gradients: the
-        root mean square along the last axis, since a single element may be lucky. Never more than
-        rounding can explain: a backward that keeps float32 inside must not excuse itself.
+        They do not show in the size of a gradient whose terms cancel, that of a saturated softmax
+        say. Measured is how far multiples of dy are from giving multiples of the gradients, by the
+        RMS along the last axis, and at most what rounding can explain.
         """
         try:
             first, *more = self._pulls(self._dy * factor for factor in (1, *_FACTORS))
@@ -113,10 +113,10 @@ class CallRules:
             returned, found = self._operation.gradients(given, cache, self._loss.args), {}
             for position, name in enumerate(self._spans):
                 if name in self._gradients:
-                    array = as_array(f"the gradient of {name}", returned[position])
+                    array = as_array(f"{_OF}{name}", returned[position])
                     found[name] = self._loss.settled(position, array)
                     if array.shape != (shape := self._gradients[name].shape):
-                        msg = f"the gradient of {name} had shape {shape}, then came {array.shape}"
+                        msg = f"{_OF}{name} had shape {shape}, then came {array.shape}"
                         raise FaultError(msg)
             runs.append(found)
         return runs
@@ -126,8 +126,8 @@ class CallRules:
         args, dy, cache = copies(self._loss.args), self._loss.cotangent(), None
         if what == "backward":
             cache = self._operation.forward(args)[1]
-        held = {"dy": dy, **dict(zip(self._spans, args, strict=True)), "the cache": cache}
-        arrays = [(name, a, a.tobytes()) for name, h in held.items() for a in _arrays_in(h)]
+        held = [("dy", dy), *zip(self._spans, args, strict=True), ("the cache", cache)]
+        arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
         if what == "backward":
             self._operation.gradients(dy, cache, args)
         else:
@@ -136,11 +136,11 @@ class CallRules:
         return f"the {what} modifies {', '.join(changed)}" if changed else ""
 
     def _forward_repeats(self) -> str:
-        runs = (self._forward()[0] for _ in range(1, _RUNS))
-        return next(filter(None, (_apart("y", self._loss.y_as_returned, y) for y in runs)), "")
+        runs = [{"y": self._forward()[0]} for _ in range(1, _RUNS)]
+        return _differ("", {"y": self._loss.y_as_returned}, *runs)
 
     def _repeats(self) -> str:
-        return _differ(*self._pulls([self._dy] * _RUNS))
+        return _differ(_OF, *self._pulls([self._dy] * _RUNS))
 
     def _linear(self) -> str:
         dy, other = self._dy, draw(self._dy.size, self._rng)
@@ -155,7 +155,7 @@ class CallRules:
             # Any order of summation, and terms that cancel.
             bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(name)
             sides = flat(total), np.where(far, flat(total), made)
-            if said := _apart(f"the gradient of {name}", *sides, bound):
+            if said := _apart(f"{_OF}{name}", *sides, bound):
                 return said
         return ""
 
@@ -190,7 +190,7 @@ class CallRules:
     def _is_off(self, cache: Any) -> bool:
         """Tell whether a backward through `cache` does not give the gradients that it gave at first."""
         try:
-            return bool(_differ(self._gradients, *self._pulls([self._dy], cache)))
+            return bool(_differ(_OF, self._gradients, *self._pulls([self._dy], cache)))
         except FaultError:
             return True
 
@@ -223,9 +223,9 @@ def _bound(a: Array) -> float:
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _differ(first: Gradients, *more: Gradients) -> str:
-    """Say which gradients of the same call differ, and how far."""
-    said = (_apart(f"the gradient of {n}", a, g[n]) for n, a in first.items() for g in more)
+def _differ(what: str, first: Gradients, *more: Gradients) -> str:
+    """Say which results of the same call differ, and how far."""
+    said = (_apart(f"{what}{n}", a, each[n]) for n, a in first.items() for each in more)
     return next(filter(None, said), "")
 
 

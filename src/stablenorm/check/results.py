@@ -264,7 +264,7 @@ class GradientReport:
         calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
         # Below a second, the time interests nobody, and equal checks give equal texts.
         lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
-        indented = [lines[0], *(f"  {line}" for line in lines[1:])]
+        indented = "\n  ".join(lines).splitlines()
         return "\n".join(part for line in indented for part in wrapped(line))
 
     def _headline(self) -> str:
@@ -279,17 +279,16 @@ class GradientReport:
             layers = self._layers().items()
             names = [layer for layer, seen in layers if verdict in (f.verdict for f in seen)]
             about = "" if names else "nothing was compared"
-        return (
-            f"{verdict}: {about}{' and '.join(filter(None, [', '.join(names[:-1]), *names[-1:]]))}"
-        )
+        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+        return f"{verdict}: {about}{listed}"
 
     def _layers(self) -> dict[str, list[Finding]]:
         """Return by layer all that it saw."""
         found: dict[str, list[Finding]] = {}
         for i in self.identities:
-            message = f"off by {i.error:.2e}, bound {i.bound:.2e}"
-            each = Finding("identities", i.name, "PASS" if i.passed else "FAIL", message)
-            found.setdefault("identities", []).append(each)
+            off = f"off by {i.error:.2e}, bound {i.bound:.2e}"
+            each = Finding("identities", i.name, "PASS" if i.passed else "FAIL", off)
+            found.setdefault(each.layer, []).append(each)
         for each in self.findings:
             found.setdefault(each.layer, []).append(each)
         return found

@@ -7,7 +7,7 @@ known name by their order.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,11 @@ def parameters(function: Callable[..., Any]) -> dict[str, bool]:
     return {name: p.default is p.empty for name, p in held.items() if p.kind not in stars}
 
 
+def spelled(function: Callable[..., Any]) -> str:
+    """Write how a function is called."""
+    return f"{getattr(function, '__name__', 'a function')}{inspect.signature(function)}"
+
+
 def forward_roles(function: Callable[..., Any]) -> dict[str, str]:
     """Return what each parameter is for; those of unknown name get the roles left, in order."""
     held = parameters(function)
@@ -75,9 +80,7 @@ def forward_roles(function: Callable[..., Any]) -> dict[str, str]:
     unknown = [name for name, needed in held.items() if needed and name not in roles]
     roles |= dict(zip(unknown, left, strict=False))
     if len(unknown) > len(left) or "x" not in roles.values():
-        wanted = "the forward must take (x, gamma, beta, eps)"
-        name = getattr(function, "__name__", "a function")
-        msg = f"{wanted}, got {name}{inspect.signature(function)}"
+        msg = f"the forward must take (x, gamma, beta, eps), got {spelled(function)}"
         raise ValueError(msg)
     return roles
 
@@ -96,36 +99,46 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
-def by_role(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same forward, to be called with x, gamma, beta and eps in this order."""
-    roles, signature = forward_roles(function), inspect.signature(function)
-
-    def forward(*args: Any) -> Any:
-        given = dict(zip(ARGUMENTS, args, strict=True))
-        given["settings"] = dict.fromkeys(NAMES["eps"], given["eps"])
-        named = {name: given[role] for name, role in roles.items()}
-        # By place or by name, as the function wants each.
-        bound = inspect.BoundArguments(signature, named)
-        return function(*bound.args, **bound.kwargs)
-
-    return forward
-
-
-def by_roles(
+def adapt(
     forward: Callable[..., Any], backward: Callable[..., Any]
 ) -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
-    """Return both functions in the usual form, and which parameters the norm takes."""
-    try:
-        roles = forward_roles(forward).values()
-        takes = tuple(role for role in PARAMETERS if role in roles)
-        forward = by_role(forward)
-    # Without a signature, or known names, arguments are given by their order.
-    except (TypeError, ValueError):
-        return forward, backward, PARAMETERS
+    """
+    Return ``forward(x, gamma, beta, eps)``, ``backward(dy, cache)``, and which parameters there are.
+
+    ValueError or TypeError says why the functions cannot be called so.
+    """
+    roles = forward_roles(forward)
+    takes = tuple(role for role in PARAMETERS if role in roles.values())
+    required = [name for name, needed in parameters(backward).items() if needed]
+    if len(required) != 2:
+        msg = f"the backward must take (dy, cache), got {spelled(backward)}"
+        raise ValueError(msg)
+    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
+    call_forward, call_backward = _named(forward, roles), _named(backward, required)
+
+    def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
+        given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps}
+        if "settings" in roles.values():
+            given["settings"] = dict.fromkeys(NAMES["eps"], eps)
+        result = call_forward({name: given[role] for name, role in roles.items()})
+        if isinstance(result, (tuple, list)) and len(result) > 2:
+            return result[0], tuple(result[1:])
+        return result
 
     def pull(dy: Any, cache: Any) -> Any:
-        returned = backward(dy, cache)
+        returned = call_backward(dict(zip(order, (dy, cache), strict=True)))
         found = gradients_by_role(returned, takes)
         return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
 
-    return forward, pull, takes
+    return call, pull, takes
+
+
+def _named(function: Callable[..., Any], names: Iterable[str]) -> Callable[[dict[str, Any]], Any]:
+    """Return the function of its arguments by name; those that it wants by place are given so."""
+    held = inspect.signature(function).parameters
+    placed = [name for name in names if held[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+
+    def call(given: dict[str, Any]) -> Any:
+        return function(*[given.pop(name) for name in placed], **given)
+
+    return call

@@ -1,6 +1,6 @@
 """Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
 
-import inspect
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from stablenorm.check.operation import copies
 from stablenorm.check.roles import (
     NAMES,
     PARAMETERS,
-    by_role,
-    forward_roles,
+    adapt,
     gradient_role,
     gradients_by_role,
     key_of,
     parameters,
     role_of,
+    spelled,
 )
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.types import Array
@@ -51,31 +51,23 @@ def adapt_functions(
     """Find both functions in the file and give them the usual form; ValueError if that cannot be."""
     name, forward = file.find(forward_name, "forward", kind)
     _, backward = file.find(backward_name, "backward", kind)
-    spelled = [f"{each.__name__}{inspect.signature(each)}" for each in (forward, backward)]
-    roles, usual = forward_roles(forward), by_role(forward)
-    takes = tuple(role for role in PARAMETERS if role in roles.values())
-    required = [name for name, needed in parameters(backward).items() if needed]
-    if len(required) != 2:
-        msg = f"the backward must take (dy, cache), got {spelled[1]}"
-        raise ValueError(msg)
-    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
-    signature = inspect.signature(backward)
 
-    def call_forward(*args: Any) -> tuple[Any, Any]:
-        result = usual(*args)
+    @functools.wraps(forward)
+    def call(*args: Any, **options: Any) -> Any:
+        result = forward(*args, **options)
         if not isinstance(result, (tuple, list)) or len(result) < 2:
             msg = f"the forward must return y, cache, got {type(result).__name__}"
             raise UserError(msg)
-        return result[0], result[1] if len(result) == 2 else tuple(result[1:])
+        return result
 
-    def call_backward(dy: Array, cache: Any) -> _Gradients:
-        given = dict(zip(order, (dy, cache), strict=True))
-        # In the order of the signature: by place or by name, as the function wants each.
-        bound = inspect.BoundArguments(signature, {name: given[name] for name in required})
-        returned = backward(*bound.args, **bound.kwargs)
+    @functools.wraps(backward)
+    def pull(*args: Any, **options: Any) -> Any:
+        returned = backward(*args, **options)
         return _complete(gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    return Norm(call_forward, call_backward, takes, ", ".join(spelled), kind or _kind_of(name))
+    usual_forward, usual_backward, takes = adapt(call, pull)
+    signature = f"{spelled(forward)}, {spelled(backward)}"
+    return Norm(usual_forward, usual_backward, takes, signature, kind or _kind_of(name))
 
 
 def _complete(
@@ -117,12 +109,12 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
-            places = _places(instance, role) if value is not None else []
-            if places and (shape := np.shape(places[0].value)):
+            if value is not None and (places := _places(instance, role)):
                 # In the shape that the class gave it; one array wherever it held one.
-                value = np.array(value).reshape(shape)  # noqa: PLW2901
-            for place in places:
-                place.put(value)
+                shape = np.shape(places[0].value)
+                given = np.array(value).reshape(shape) if shape else value
+                for place in places:
+                    place.put(given)
         return file.guard(instance.forward)(x), instance
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
@@ -150,7 +142,13 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
 
 def _make(file: UserFile, class_: type, n: int) -> Any:
     """Return an instance for rows of n; UserError says what was tried."""
-    options = {name: 1e-5 for name in parameters(class_) if role_of(name) == "eps"}
+    # A class may want its parameters by name; bias=True, which has a default, is something else.
+    wanted = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
+    options = {
+        name: wanted[role_of(name)]
+        for name, needed in parameters(class_).items()
+        if role_of(name) in wanted and (needed or role_of(name) == "eps")
+    }
     said = []
     for arguments in ((n,), ((n,),), ()):
         try:
@@ -172,27 +170,27 @@ def _attributes(instance: Any) -> dict[str, Any]:
     return {name: value for name, value in held if not callable(value)}
 
 
-def _members(instance: Any, what: str) -> Iterator[_Member]:
-    """Yield what a list, tuple or dict of the parameters, or of the gradients, holds."""
+def _members(instance: Any, what: str, order: Sequence[str]) -> Iterator[_Member]:
+    """Yield what a dict of the parameters or gradients holds, or a list or tuple in an order."""
     attributes = _attributes(instance)
-    for name, held in attributes.items():
-        if key_of(name) in NAMES[what] and isinstance(held, dict):
+    for held in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
+        if isinstance(held, dict):
             yield from (_Member(str(k), v, partial(held.__setitem__, k)) for k, v in held.items())
-        elif key_of(name) in NAMES[what] and isinstance(held, (list, tuple)):
-            for i, (role, value) in enumerate(zip(PARAMETERS, held, strict=False)):
+        elif isinstance(held, (list, tuple)):
+            for i, (role, value) in enumerate(zip(order, held, strict=False)):
                 # A parameter that is an attribute as well is called like that.
                 same = (n for n, other in attributes.items() if other is value and role_of(n))
-                put = held.__setitem__ if isinstance(held, list) else None
-                yield _Member(
-                    next(same, role), value, partial(put, i) if put else partial(np.copyto, value)
-                )
+                put: Any = partial(np.copyto, value)
+                if isinstance(held, list):
+                    put = partial(held.__setitem__, i)
+                yield _Member(next(same, role), value, put)
 
 
 def _places(instance: Any, role: str) -> list[_Member]:
     """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
     held = [_Member(n, v, partial(setattr, instance, n)) for n, v in _attributes(instance).items()]
-    held += _members(instance, "parameters")
+    held += _members(instance, "parameters", PARAMETERS)
     known = {key: i for i, key in enumerate(NAMES[role])}
     found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
     found.sort(key=lambda each: known[key_of(each.name)])
@@ -201,15 +199,9 @@ def _places(instance: Any, role: str) -> list[_Member]:
 
 def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return by role the gradients in attributes and in lists and dicts of them."""
-    order = [role_of(each.name) for each in _members(instance, "parameters")]
+    order = [role_of(each.name) for each in _members(instance, "parameters", PARAMETERS)]
     order = order if set(order) == set(takes) else list(takes)
-    found = {}
-    for name, held in _attributes(instance).items():
-        if role := gradient_role(name):
-            found[role] = held
-        elif key_of(name) in NAMES["gradients"] and isinstance(held, (list, tuple)):
-            found |= dict(zip(order, held, strict=False))
-    for name, value, _ in _members(instance, "gradients"):
-        if role := gradient_role(name) or role_of(name):
-            found.setdefault(role, value)
-    return found
+    held = _members(instance, "gradients", order)
+    found = {gradient_role(name) or role_of(name): value for name, value, _ in held}
+    attributes = _attributes(instance).items()
+    return found | {gradient_role(name): each for name, each in attributes if each is not None}
