@@ -46,12 +46,14 @@ def run_plain(operation: str, backend: str, call: Any, layout: Layout, old: Any 
     """
     count, samples = layout.shape[0], layout.samples
     if call.where is None or operation not in ("forward", "backward"):
-        seen = _view(call, layout) if old is None else None
-        if seen is not None:
+        seen = _view(call, layout)
+        if seen is not None and old is None:
             return run(operation, backend, seen._replace(samples=samples) if samples > 1 else seen)
         cut = None if samples == 1 else slice(0, samples)
         every = Part(slice(0, count), call.where is not None, samples=cut)
-        blocks = list(_blocks(operation, backend, call, layout, every))
+        blocks = [every]
+        if seen is None:
+            blocks = list(_blocks(operation, backend, call, layout, every))
         found = _run_parts(operation, backend, call, layout, blocks, old)
         return joined(found) if found[:1] != [None] and found else None
     axes = layout.order[layout.leading :]
