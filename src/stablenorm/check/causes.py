@@ -42,8 +42,16 @@ class Change(NamedTuple):
     norms: tuple[str, ...] = ("layer", "rms")
 
 
+def _without_offset(of: Expected) -> Array:
+    return of.gamma - of.case.gamma_offset
+
+
 def _per_less(of: Expected) -> float:
     return of.n / max(of.n - 1, 1)
+
+
+def _outside(of: Expected) -> Array:
+    return np.asarray(1 / (of.var**0.5 + of.eps))
 
 
 def _of_layer_norm(of: Expected) -> dict[str, Array]:
@@ -63,22 +71,15 @@ def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     return times
 
 
-_LAYER, _RMS = ("layer",), ("rms",)
+_LAYER, _RMS, _BOTH = ("layer",), ("rms",), ("layer", "rms")
 _BIASED = "rstd", "the variance is divided by n - 1 in {}"
 _CENTERED = "the mean of x is subtracted in {}"
 STATISTICS: tuple[Change, ...] = (
     Change(*_BIASED, lambda e: (e.var * _per_less(e) + e.eps) ** -0.5, _LAYER),
     Change(*_BIASED, lambda e: ((e.var + e.eps) * _per_less(e)) ** -0.5, _LAYER),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change(
-        "rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: 1 / (e.var**0.5 + e.eps), _LAYER
-    ),
-    Change(
-        "rstd",
-        "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}",
-        lambda e: 1 / (e.var**0.5 + e.eps),
-        _RMS,
-    ),
+    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, _LAYER),
+    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, _RMS),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
@@ -96,20 +97,15 @@ STATISTICS: tuple[Change, ...] = (
             norms,
         )
         for narrow in (FLOAT32, BFLOAT16, FLOAT16)
-        for kind, name, norms in (("rstd", "rstd", _LAYER + _RMS), ("mean", "the mean", _LAYER))
+        for kind, name, norms in (("rstd", "rstd", _BOTH), ("mean", "the mean", _LAYER))
     ),
-    Change(
-        "scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.case.gamma_offset
-    ),
+    Change("scale", "gamma_offset is not added to gamma in {}", _without_offset),
 )
 CHANGES: tuple[Change, ...] = (
     *STATISTICS,
     *(
         Change(f"term {place}", f"{term} {words}", value, norms)
-        for place, term, norms in (
-            (0, "the mean of g", _LAYER),
-            (1, "the xhat term", _LAYER + _RMS),
-        )
+        for place, term, norms in ((0, "the mean of g", _LAYER), (1, "the xhat term", _BOTH))
         for words, value in (
             ("is missing from {}", 0.0),
             ("is subtracted twice in {}", 2.0),
