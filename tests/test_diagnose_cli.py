@@ -99,7 +99,8 @@ def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     status, out, err = run(capsys, "--dtype", "float16")
     assert (status, err) == (0, "")
-    assert max(map(len, out.splitlines())) <= 60
+    # A path is one word, as long as the checkout's.
+    assert all(len(line) <= 60 for line in out.splitlines() if " " in line.strip())
     assert "E[x^2] - E[x]^2" in " ".join(out.split())
 
 

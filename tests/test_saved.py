@@ -1,4 +1,4 @@
-"""What a forward keeps: the statistics that a `Cache` shows, how it prints."""
+"""The statistics that a `Cache` shows, against the exact ones, and how it prints."""
 
 import pickle
 from fractions import Fraction

@@ -94,6 +94,7 @@ class DoubleBackward(NamedTuple):
 # The fields that hold arrays of the shape of x, those that are read and those that are written.
 READ = frozenset({"x", "dy", "residual", "dsum", "where", "tx", "ddx"})
 WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
+_SUMS = "dgamma", "dbeta"
 
 Call = TypeVar("Call", bound=Any)
 
@@ -128,9 +129,7 @@ def sample(call: Call, i: int) -> Call:
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
     found = change(call, lambda array: array[rows], lambda array: array[rows], rows)
-    sums = {name: part(getattr(call, name, None), i) for name in ("dgamma", "dbeta")}
-    if not isinstance(call, Backward):
-        sums = {}
+    sums = {name: part(getattr(call, name), i) for name in _SUMS if name in call._fields}
     return found._replace(norm=call.norm.sample(i), samples=1, **sums)  # type: ignore[no-any-return]
 
 

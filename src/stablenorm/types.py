@@ -70,7 +70,7 @@ class Statistics(NamedTuple):
     # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
     # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500.
     exponent: Array | None = None
-    # Of rounding="nearest" alone: the root mean square of xhat, or of (x - k) * rstd for a k near the
+    # Kernels' alone, for rounding="nearest": the root mean square of xhat, or of (x - k) * rstd for a k near the
     # mean, which is no less; 0 of constant rows, NaN of rows that have no layer norm.
     spread: Array | None = None
     # uint8, of kernels of float64: the rows that they leave to the reference; None where there are none.

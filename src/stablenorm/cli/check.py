@@ -35,7 +35,7 @@ gamma and beta may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
 order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
-fixed inside the forward is found, and said. What the file prints is not shown.
+fixed inside the forward is found, and said. The file's own output is not shown.
 
 A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
 bias), or members of params; their gradients are returned, or stored in attributes (dgamma,

@@ -32,26 +32,15 @@ def forward(
 ) -> tuple[Array, Any]:
     """Return y and the cache, None without `keep`; then y may overwrite x."""
     if backend is None or backend == "native":
-        kernels = plain("forward")
-        found: tuple[Array, Any] | None = kernels(
+        found: tuple[Array, Any] | None = plain("forward")(
             x, norm, axis, out, backend, keep, residual, where, threads
         )
         if found is not None:
             return found
         if type(x) is np.ndarray and x.ndim and where is None:
-            # The usual axis and eps in other words; rows with gaps, if a copy is small.
-            axes, few = normalize_axes(axis, x.ndim), x.nbytes <= BLOCK and x.dtype.isnative
-            if axes == (x.ndim - 1,):
-                same = norm._replace(eps=check_eps(norm.eps))
-                rows = np.ascontiguousarray(x) if few and out is None else x
-                found = kernels(rows, same, -1, out, backend, keep, residual, where, threads)
-                if found is not None:
-                    cache = found[1]
-                    return (
-                        found
-                        if rows is x or not keep or residual is not None
-                        else (found[0], cache._replace(x=x))
-                    )
+            found = _reworded(x, norm, axis, out, keep, residual, threads)
+            if found is not None:
+                return found
     name = choose_cuda(backend) if on_cuda_device(x) else choose(backend)
     arrays = arrays_of(name)
     x = arrays.convert("x", x)
@@ -78,6 +67,24 @@ def forward(
         return y, None
     kept = x if total is None else total
     return y, _new(Cache, (kept, norm, axes, statistics, name, where))
+
+
+def _reworded(
+    x: Array, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, threads: int | None
+) -> tuple[Array, Any] | None:
+    """Try the kernels with the usual axis and eps in place of other words, and with a copy of a small x with gaps."""
+    if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
+        return None
+    norm, rows = norm._replace(eps=check_eps(norm.eps)), x
+    if out is None is residual and x.nbytes <= BLOCK and x.dtype.isnative:
+        rows = np.ascontiguousarray(x)
+    found: tuple[Array, Any] | None = plain("forward")(
+        rows, norm, -1, out, None, keep, residual, None, threads
+    )
+    if found is None or rows is x or not keep:
+        return found
+    # The cache refers to x, not to the copy.
+    return found[0], found[1]._replace(x=x)
 
 
 def _do(call: Forward, axes: tuple[int, ...], name: str) -> Any:

@@ -55,7 +55,7 @@ def run_plain(operation: str, backend: str, call: Any, layout: Layout, old: Any 
         if seen is None:
             blocks = list(_blocks(operation, backend, call, layout, every))
         found = _run_parts(operation, backend, call, layout, blocks, old)
-        return joined(found) if found[:1] != [None] and found else None
+        return joined(found) if isinstance(call, Forward) and call.keep else None
     axes = layout.order[layout.leading :]
     whole, some = call.where.all(axis=axes, keepdims=True), call.where.any(axis=axes, keepdims=True)
     rows_of = [each.transpose(layout.order).reshape(samples, -1) for each in (whole, some & ~whole)]

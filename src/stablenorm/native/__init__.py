@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from stablenorm import memory, reference
-from stablenorm.call import Backward, Forward
+from stablenorm.call import Backward, Forward, sample
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.threads import get_num_threads
-from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics
+from stablenorm.types import NAMES, Array, Cache, Gradients, Norm, Statistics, joined
 
 try:
     from stablenorm import _core
@@ -68,7 +68,8 @@ def forward(call: Forward) -> Any:
         return found[1].statistics if keep else None
     if samples > 1:
         # A gamma of extreme size is one sample's matter.
-        return NotImplemented
+        each = [forward(sample(call, i)) for i in range(samples)]
+        return joined(each) if keep else None
     kept = reference.forward(call)
     # A backward takes double-double statistics for those of float64 data.
     return (
@@ -94,6 +95,12 @@ def backward(call: Backward) -> Any:
         call.dy, cache, call.norm.kind, wanted, out, call.dsum, None, None, None, False,
         call.threads, call.plan_rows, call.samples,
     )  # fmt: skip
+    if found is None and call.samples > 1:
+        for i in range(call.samples):
+            one = sample(call, i)
+            if backward(one) is NotImplemented:
+                reference.backward(one)
+        return None
     if found is None:
         return NotImplemented
     for total, part in zip(sums, made, strict=True):
@@ -145,17 +152,20 @@ def _finish_backward(
     dy, x, dsum = _as_matrix(dy), _as_matrix(x), None if dsum is None else _as_matrix(dsum)
     n, count = x.shape[1], len(x) // samples
     rows = np.flatnonzero(marks) if marks is not None else np.empty(0, int)
-    for i in range(samples):
+    touched = np.zeros(samples, bool)
+    for left in (marks, open_):
+        if left is not None:
+            touched |= left.reshape(samples, -1).any(axis=1)
+    for i in np.flatnonzero(touched).tolist():
         own = slice(i * count, (i + 1) * count)
         dgamma, dbeta = (None if each is None else each.reshape(samples, n)[i] for each in out[1:])
         one = norm if samples == 1 else norm.sample(i)
         call = Backward(dy[own], x[own], one, kept.of_rows(own), None, dgamma, dbeta)
         columns = None if open_ is None else open_.reshape(samples, 2, n)[i]
-        if rows.size and partial is not None:
-            extreme = np.flatnonzero(marks[own] == _EXTREME)
-            if extreme.size:
-                _add_extreme(call, extreme, partial.reshape(samples, 2, n, 4)[i], columns)
-        if columns is not None and columns.any():
+        extreme = np.flatnonzero(marks[own] == _EXTREME) if marks is not None else rows
+        if extreme.size and partial is not None:
+            _add_extreme(call, extreme, partial.reshape(samples, 2, n, 4)[i], columns)
+        if columns is not None:
             _finish_columns(call, columns)
     # The sums come first: dx may be written over dy.
     dx: Any = out.dx
@@ -187,12 +197,13 @@ def _add_extreme(call: Backward, rows: Array, others: Array, open_: Any) -> None
 
 
 def _finish_columns(call: Backward, open_: Array) -> None:
-    """Round the open columns of dgamma and dbeta correctly: in double-double, then by the reference."""
-    columns = np.flatnonzero(open_.any(axis=0))
-    found = reference.nearest.columns_of_sums(call, columns)
-    for total, values in zip((call.dgamma, call.dbeta), found, strict=True):
-        if total is not None:
-            total[columns] = values
+    """Round the open columns of dgamma and of dbeta correctly, with integers."""
+    for i, name in enumerate(("dgamma", "dbeta")):
+        total, columns = getattr(call, name), np.flatnonzero(open_[i])
+        if total is not None and columns.size:
+            # Integers take a microsecond an element: the other sum is left alone.
+            alone: Any = {"dgamma": None, "dbeta": None, name: total}
+            total[columns] = reference.nearest.columns_of_sums(call._replace(**alone), columns)[i]
 
 
 def _samples_of(norm: Norm, rows: Array, count: int, samples: int) -> Any:

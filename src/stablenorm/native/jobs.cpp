@@ -81,11 +81,7 @@ struct DefaultControl {
 #endif
 };
 
-bool any_extreme(const Call& c) {
-    bool found = false;
-    for (Index i = 0; c.marks && i < c.rows; i++) found |= c.marks[i] == 1;
-    return found;
-}
+bool any_extreme(const Call& c) { return c.marks && memchr(c.marks, 1, (size_t)c.rows); }
 
 void finish_columns(const Call& c, int which, Index start) {
     Index stop = least(start + COLUMNS, c.n);

@@ -1,5 +1,5 @@
-// What Python calls. A call of plain rows, of whatever keywords the kernels have, is done here; any other is declined
-// with None, and `functional` makes it plain. Rows and columns that kernels leave are finished by the functions of
+// Functions that Python calls. Calls of plain rows, with the keywords that kernels have, are done here; others are
+// declined with None, and `functional` makes it plain. Rows and columns that kernels leave are finished by the functions of
 // `native/__init__.py` before the call returns.
 #include "arrays.h"
 
@@ -255,7 +255,7 @@ bool is_room_for_sums(PyObject* object, PyObject* like, const Call& c, std::init
     return (c.samples > 1 || type == PARTIAL || PyArray_NDIM(a) == 1) && !overlaps(a, others);
 }
 
-// Which of x, gamma and beta a tuple names; false if it has anything else.
+// Sees which of x, gamma and beta a tuple names; false if it has anything else.
 bool see_names(PyObject* names, bool (&wanted)[3]) {
     const char* known[] = {"x", "gamma", "beta"};
     if (!PyTuple_Check(names)) return false;

@@ -175,7 +175,7 @@ def _plain_affine(xhat: Any, scale: Any, shift: Any) -> Array:
 def add(x: Array, residual: Array, total: Array) -> None:
     """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
     with np.errstate(all="ignore"):
-        # Not result_type: float16 and bfloat16 have none.
+        # np.result_type knows no common type of float16 and bfloat16.
         if np.can_cast(x.dtype, total.dtype) and np.can_cast(residual.dtype, total.dtype):
             # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
             np.add(x, residual, out=total, dtype=total.dtype)

@@ -144,7 +144,7 @@ def dx_row(
     g = list(map(mul, scale, cotangent))
     total = sum(g) if norm.kind == "layer" else 0
     inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
-    # Of (n g - total) V - (n X - row.total) inner, what is the same for all.
+    # The part of (n g - total) V - (n X - row.total) inner that all elements share.
     same = row.total * inner - total * radicand
     along, inner = n * radicand, n * inner
     factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]

@@ -32,7 +32,7 @@ def forward(call: Forward) -> Statistics:
             for i, row in _defined(x[rows], norm):
                 result[i] = exact.y_row(row, scale, shift, norm, x.dtype)
                 if not finite.all():
-                    # Of an infinite gamma, the sign of xhat counts.
+                    # The sign of xhat decides that of an infinite product.
                     sign = np.where(np.isinf(gamma), exact.signs(row, norm), 0.0)
                     extended = np.where(np.isfinite(gamma), 0.0, gamma) * sign + beta
                     result[i, ~finite] = np.where(np.isnan(extended), np.nan, extended)[~finite]
@@ -103,10 +103,9 @@ def _infinite(call: Backward, i: int, columns: Array) -> Array:
                 defined = dict(_defined(x[rows], norm))
                 if len(defined) < len(infinite):
                     return np.full(len(columns), np.nan)
-                # Of an infinite dy, the sign of xhat counts.
+                # The sign of xhat decides that of an infinite product.
                 for k in np.flatnonzero((infinite != 0).any(axis=1)).tolist():
                     infinite[k] *= np.array(exact.signs(defined[k], norm))[columns]
-                    infinite[k, dy[rows][k, columns] == 0] = 0.0
             total += infinite.sum(axis=0)
     # There is one NaN.
     return np.where(np.isnan(total), np.nan, total)
