@@ -51,7 +51,7 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     Call c;
     c.rms = rms, c.nearest = nearest, c.wide = type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
     Bytes x = elements(random, rows * n, type, scale), dy = elements(random, rows * n, type, scale % 3), y(x.size()), dx(x.size());
-    Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, undecided((size_t)(2 * n));
+    Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, uncertified((size_t)(2 * n)), partial((size_t)(48 * n));
     std::vector<double> words((size_t)(6 * rows));
     Bytes marks((size_t)rows);
     double** places[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread};
@@ -65,13 +65,13 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     c.gamma = (char*)gamma.data(), c.beta = (char*)beta.data(), c.gamma_type = c.beta_type = type;
     jobs::plan(c);
     int state = jobs::run(c, threads);
-    for (uint8_t& mark : marks) mark = mark == 1;
+    for (uint8_t& mark : marks) mark = 0;
     c.backward = true, c.beta = nullptr, c.y = rows_of(dx, type, n), c.dy = rows_of(dy, type, n);
     for (int i = 0; i < 2; i++) c.sums_out[i] = (char*)sums[i].data(), c.sums_type[i] = type;
-    for (int i = 0; i < 2 && nearest; i++) c.undecided[i] = undecided.data() + i * n;
+    for (int i = 0; i < 2; i++) c.uncertified[i] = uncertified.data() + i * n, c.partial[i] = (double*)partial.data() + 3 * i * n;
     jobs::plan(c);
     state = 4 * state + jobs::run(c, threads);
-    for (Bytes* each : {&y, &dx, &sums[0], &sums[1], &undecided, &marks}) add_to(digest, each->data(), each->size());
+    for (Bytes* each : {&y, &dx, &sums[0], &sums[1], &uncertified, &marks}) add_to(digest, each->data(), each->size());
     add_to(digest, words.data(), words.size() * sizeof(double)), add_to(digest, &state, sizeof state);
 }
 

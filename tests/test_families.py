@@ -120,6 +120,11 @@ FEATURES = {
 OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, drstd"}
 
 
+# jvp and the double backward have no integers: such rows of float64 are NaN (test_second_order.py).
+SECOND_ORDER = [title for title, each in FEATURES.items() if each.given in (tangents, cotangents)]
+OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
+
+
 def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=tuple(DTYPES)):
     """Return what exists of these families, dtypes and lengths, as parameters."""
     return [
@@ -128,6 +133,7 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=tuple(DTYPES)):
         for dtype in dtypes
         for n in lengths
         if FAMILIES[name].applies(DTYPES[dtype], n)
+        and not (title in SECOND_ORDER and dtype == "float64" and name in OUT_OF_RANGE)
     ]
 
 

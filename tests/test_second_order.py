@@ -51,6 +51,21 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     assert_contract(exact, {"ddy": p.jvp()})
 
 
+def test_rows_out_of_range_are_nan_and_others_as_they_are(rng):
+    """Pairs cannot hold such a row; a wrong number would look like a right one."""
+    tx, x, dy = rng.standard_normal((3, 4, 9))
+    few = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    x[1:3] *= np.array([[1e250], [1e-250]])
+    found = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    assert np.isnan(found[1:3]).all()
+    np.testing.assert_array_equal(found[[0, 3]], few[[0, 3]])
+    ddy, dx, dgamma = layer_norm_double_backward(tx, dy, layer_norm_forward(x, np.ones(9))[1])
+    assert np.isnan(ddy[1:3]).all()
+    assert np.isnan(dx[1:3]).all()
+    assert np.isfinite(dx[[0, 3]]).all()
+    assert np.isnan(dgamma).all()
+
+
 def test_axes_layouts_and_backends_agree(rng, backend):
     x, dy, tx = np.moveaxis(rng.standard_normal((3, 4, 5, 6)), 1, -1)
     gamma, tgamma = rng.standard_normal((2, 5, 4))

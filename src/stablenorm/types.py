@@ -47,8 +47,8 @@ class Norm(NamedTuple):
 
 class Statistics(NamedTuple):
     """
-    Per row, what the backward needs of the forward: 24 to 32 bytes, up to 44 for hard float64 rows.
-    RMS norm has no mean: 8 to 16 bytes, up to 20. `spread` is 8 more.
+    Per row, what the backward needs of the forward: 24 bytes, 40 of float64 rows.
+    RMS norm has no mean: 8 or 16 bytes. `spread` is 8 more.
 
     The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
     ``rstd (+ rstd_lo)``; each array has one float64 per row.
@@ -62,19 +62,16 @@ class Statistics(NamedTuple):
     mean: Any
     mean_lo: Any
     rstd: Array
-    # Float64 data only: the second word of rstd.
+    # Float64 data only: the second word of rstd. NaN of rows out of the range of pairs: their mean and rstd are the
+    # exact ones, rounded.
     rstd_lo: Array | None = None
-    # Only where a float64 row is so far off zero, against its spread, that mean_lo needs a
-    # second word as well.
+    # Float64 data only: the second word of mean_lo.
     mean_tail: Array | None = None
-    # int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by, only where
-    # what they are kept in cannot hold them: of float64 rows beyond about 2**500 or below 2**-500.
-    exponent: Array | None = None
     # Kernels' alone, for rounding="nearest": the root mean square of xhat, or of (x - k) * rstd for a k near the
     # mean, which is no less; 0 of constant rows, NaN of rows that have no layer norm.
     spread: Array | None = None
-    # uint8, of kernels of float64: the rows that they leave to the reference; None where there are none.
-    extreme: Array | None = None
+    # CUDA's alone, int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by.
+    exponent: Array | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,17 +87,8 @@ def joined(found: list[Statistics]) -> Statistics:
     """Return the statistics of all rows, given those of parts that follow one another."""
     if len(found) == 1:
         return found[0]
-    words: list[Any] = []
-    for each in zip(*found, strict=True):
-        some = next((word for word in each if word is not None), None)
-        # A word that the rows of a part do not need is 0.
-        full = [
-            np.zeros((len(one.rstd), *some.shape[1:]), some.dtype) if word is None else word
-            for one, word in zip(found, each, strict=True)
-            if some is not None
-        ]
-        words.append(None if some is None else np.concatenate(full))
-    return Statistics._make(words)
+    words = zip(*found, strict=True)
+    return Statistics._make(None if each[0] is None else np.concatenate(each) for each in words)
 
 
 # Of the gradients, in their order.
@@ -176,12 +164,12 @@ class Cache(NamedTuple):
     def _of_rows(self, kept: Statistics, first: Any, words: tuple[Any, Any], which: int) -> Array:
         """Return ``first + (words[0] + words[1]) * 2**exponent`` in one float64 per row."""
         low, lower = words
-        exponent = kept.exponent
         with np.errstate(all="ignore"):
             if lower is not None:
-                low = low + lower
-            if exponent is not None:
-                low = np.ldexp(low, exponent[:, which])
+                # NaN of rows out of range, which have one word.
+                low = low + np.where(np.isnan(lower), 0.0, lower)
+            if kept.exponent is not None:
+                low = np.ldexp(low, kept.exponent[:, which])
             total: Array = first + low
         lengths = enumerate(self.x.shape)
         return total.reshape([1 if i in self.axis else length for i, length in lengths])

@@ -252,20 +252,22 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
 def decided(values: Array, open_: Array, exact: Array) -> Array:
     """Return what `partial.rounded` did, with the exact sums over all rows where that was left open."""
     result, roots = values.copy(), dict[int, Root]()
-    result[open_] = [each.rounded(values.dtype, roots) for each in exact[open_]]
+    result[open_] = [
+        each if isinstance(each, float) else each.rounded(values.dtype, roots)
+        for each in exact[open_]
+    ]
     return result
 
 
 def _exactly(values: Array) -> Array:
     """Return numbers as partial sums without errors."""
-    total = as_partial(values.astype(np.float64))
-    total["error"] = 0.0
-    return total
+    return as_partial(values.astype(np.float64), 0.0, 0.0)
 
 
 def _with_old(exact: Array, open_: Array, old: Array) -> Array:
-    """Return exact sums with the old values of open columns, which are finite, added."""
+    """Return exact sums with the old values of uncertified columns added."""
     found = exact.copy()
     for place in zip(*np.nonzero(open_), strict=True):
-        found[place] += ExactSum.of_numbers(old[place].astype(np.float64).reshape(1))
+        number = old[place].astype(np.float64)
+        found[place] += ExactSum.of_numbers(number[None]) if np.isfinite(number) else float(number)
     return found

@@ -179,18 +179,18 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
 
 // Whether dx of a row, where it is in doubt, may round to something else.
 template <bool LAYER, bool CENTER, class T, class To>
-APART bool is_open(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts) {
+APART bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts) {
     Projected<LAYER, CENTER, true> row(of);
-    bool open = false;
+    bool differ = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
         Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);
-        open |= differs<To>(v, bounds_of_dx<LAYER>(of.of_dx, v, (LAYER ? at - row.mean : at) * row.rstd), some);
+        differ |= differs<To>(v, bounds_of_dx<LAYER>(of.of_dx, v, (LAYER ? at - row.mean : at) * row.rstd), some);
         store(dx + j, v, some);
     }
-    return open;
+    return differ;
 }
 
 }  // namespace

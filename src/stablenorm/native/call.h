@@ -5,12 +5,12 @@
 
 using Index = std::ptrdiff_t;
 
-// What is beyond these is extreme: no product of three numbers between them, nor its last 106 bits, leaves the range of
-// float64.
+// Products of three numbers between these, and their last 106 bits, stay in the range of float64. Rows that leave them are
+// out of range.
 constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
 
 enum Type { F32, BF16, F16, F64, PARTIAL };
-constexpr Index BYTES[] = {4, 2, 2, 8, 32};
+constexpr Index BYTES[] = {4, 2, 2, 8, 24};
 constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number is less than so many of its last
 
 // Plain rows: the elements of a row lie one behind the other, the rows `stride` bytes apart.
@@ -40,6 +40,9 @@ struct Arena {
     }
 };
 
+// Marks of a row: integers do it; its terms are not in the sums over rows.
+constexpr uint8_t UNCERTIFIED = 1, UNSUMMED = 2;
+
 struct Call {
     // y: y or dx. plus: residual or dsum. source: what the residual is added to; x then takes the sum.
     Rows x, y, dy, source, plus;
@@ -53,18 +56,17 @@ struct Call {
     // In double-double; every result is the exact one, rounded.
     bool rms = false, backward = false, wide = false, nearest = false;
 
-    // One float64 for each row. Of pairs: low parts, tails, and a mark of rows that are left alone; of nearest:
-    // rms(xhat) or more, and a mark of rows in which something is left open.
+    // One float64 for each row. Pairs have low parts and tails; nearest has rms(xhat) or more. Both mark rows: UNCERTIFIED,
+    // UNSUMMED.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
     double *rstd_low = nullptr, *tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;
 
     // The sums over rows, [0] dgamma and [1] dbeta; partial sums of "fast" are added to those that are there. Per column,
-    // whether it is undecided. Where rows were marked, the sums over the others go to `partial` instead.
+    // whether it is uncertified. Where rows are UNSUMMED, the sums over the others go to `partial` instead.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
-    uint8_t* undecided[2] = {nullptr, nullptr};
-    const uint8_t* wanted = nullptr;  // if given, of both, whether a column is; pairs alone
+    uint8_t* uncertified[2] = {nullptr, nullptr};
     double* partial[2] = {nullptr, nullptr};
 
     // How it is done. Shape and dtypes alone decide the tiles: so no bit depends on the number of threads.
@@ -101,6 +103,7 @@ struct Own {
     double *x[2], *dy[2];              // rows that are lifted, of this group and the next
     double *addend;                    // a row that is added
     double *part;                      // the sums of some rows
+    double *zeros;                     // a row in the place of one that is summed in pairs
     double *xhat;                      // pairs, of each row of a group
     double *kept;                      // what the sums of 16 bits leave for dx, of this group and the next
     double *high, *low, *size;         // a row of results
@@ -108,7 +111,8 @@ struct Own {
     Own(const Call& c, Arena& arena) {
         Index p = c.apart(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
-        addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 4 * p : 0);
+        addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 6 * p : 0);
+        zeros = arena.take(c.backward && c.nearest && !c.wide ? p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 16 * p : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
@@ -119,7 +123,7 @@ struct Own {
 struct Kernels {
     const char* name;
     Index alignment;  // bytes, of rows that are written past the caches
-    // Gamma and beta in float64; false, and the call is not for pairs, if they are of extreme size.
+    // Gamma and beta in float64; false if they are out of range.
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);
     // Whether a float64 row has no finite number beyond LARGEST.

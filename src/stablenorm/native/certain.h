@@ -51,6 +51,10 @@ template <bool LAYER> INLINE Errors errors_of_xhat(double size, double square, d
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
+// A row that errs by more is done in pairs, lest its error be that of all rows in a bound of dgamma. Rows of data have some
+// 2**-48; 16 times that is left for rows that lie off zero in a tile of others.
+constexpr double HARD = 0x1p-44;
+
 // Registers of a sum that are added one after the other; sums of such are added in pairs, sums of pairs in pairs, and so
 // on. The backward has six sums to put aside after each run: runs of 16 instead of 8 save 3 % of its time.
 constexpr Index RUN = 8, RUN_BACK = 16;

@@ -37,7 +37,7 @@ inline void widen(const char* from, Type type, double neutral, double* to, Index
 inline bool fits(const double* v, Index n) { return pairs::range_of(v, n).low <= LARGEST; }
 
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
-inline bool is_moderate(const double* v, Index n, double least) {
+inline bool is_within(const double* v, Index n, double least) {
     Pair<double> range = pairs::range_of(v, n);
     return !(range.high < least) && range.low <= LARGEST;
 }
@@ -63,9 +63,10 @@ inline bool prepare(const Call& c) {
         bool moderate = c.gamma_type != F64 || fits(gamma, c.n);
         return moderate && (c.beta_type != F64 || c.backward || fits(beta, c.n));
     }
-    // Of narrow types, all finite numbers are.
-    bool moderate = c.wide ? is_moderate(c.wide_gamma, c.n, SMALLEST) : is_moderate(c.backward ? gamma : sizes, c.n, 0);
-    return moderate && (c.backward || ((!c.wide || is_moderate(beta, c.n, 0)) && (c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST))));
+    // All finite numbers of narrow types are in range.
+    bool within = c.wide ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);
+    if (!within || c.backward) return within;
+    return (!c.wide || is_within(beta, c.n, 0)) && (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
 }
 
 // ---- sums ----
@@ -85,8 +86,8 @@ inline void add_up(const double* part, double* total, Index count) {
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
     // Of tiles of one part, low parts are 0.
-    bool deep = c.wide || c.tile_rows > (c.nearest ? PART_OF<true> : PART_OF<false>);
-    const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 4 * start : nullptr;
+    bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
+    const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 3 * start : nullptr;
     if (c.tiles == 1 && !carried) {
         double* sums = c.sums + start;
         of.high = sums + 2 * which * p, of.low = deep ? of.high + p : ZEROS, of.size = sums + sizes * p, of.other = sums + 5 * p;
@@ -95,7 +96,7 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     memset(of.room, 0, sizeof of.room);
     double *high = of.room[0], *low = of.room[1];
     of.high = high, of.low = low, of.size = of.room[2], of.other = of.room[3];
-    for (Index j = 0; carried && j < count; j++) high[j] = carried[4 * j], low[j] = carried[4 * j + 1];
+    for (Index j = 0; carried && j < count; j++) high[j] = carried[3 * j], low[j] = carried[3 * j + 1];
     for (Index tile = 0; tile < c.tiles; tile++) {
         const double* sums = c.sums + c.sums_per_tile() * tile + start;
         merge_columns(sums + 2 * which * p, high, low, count);
@@ -110,8 +111,25 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Bounds of the errors of sums of pairs.
+// What the bounds of all columns of a narrow sum share. Of dbeta all is additions.
+inline Errors worst_of(const Call& c, int which) {
+    if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
+    Errors worst = {0, 0};
+    for (Index tile = 0; tile < c.tiles; tile++)
+        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
+    return worst;
+}
+
+// Bounds of the errors of sums, of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
+    if (!c.wide) {
+        Errors worst = worst_of(c, which);
+        for (Index j = 0; j < count; j += 8) {
+            Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
+            store(of.error + j, fma(spread<8>(0x1p-51), magnitude(load<8>(of.low + j)), bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows)));
+        }
+        return;
+    }
     double most = 0, last = 0, rows = (double)(c.tiles * c.tile_rows);
     for (Index tile = 0; tile < c.tiles; tile++)
         most = larger(most, c.ranges[2 * tile]), last = larger(last, c.ranges[2 * tile + 1]);
@@ -126,38 +144,48 @@ struct Close {
     Lanes<8> error;
 };
 
-// dgamma or dbeta of up to 8 columns once more, in pairs: dgamma by the errors of each row, not the worst of all.
-inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
+// dgamma or dbeta of up to 8 columns once more, exactly but for the rounding of terms: each row has the error of its
+// statistics, not the worst of all rows. DEEP: statistics are made anew, in pairs.
+template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
     using N = Lanes<8>;
     constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
     double chain = chain_of(c.n, L, RUN);
+    N bound = spread<8>(sums_bound(c.n, 0, 0));
     Pair<N> sum = {};
     N size = {};
     auto add = [&](Pair<N> term) INLINED {
-        Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low);
-        sum = {next.high, rest.high + term.low};
-        return rest.low;
+        Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low), last = two_sum(rest.high, term.low);
+        sum = {next.high, last.high};
+        return magnitude(rest.low) + magnitude(last.low);
     };
-    of_type(c.dy.type, [&](auto* kind) {
-        std::remove_pointer_t<decltype(kind)> some[2][TOGETHER][8] = {};
+    of_type(c.x.type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        T some[2][TOGETHER][8] = {};
         for (Index top = 0; top < c.rows; top += TOGETHER) {
             Index rows = c.rows - top < TOGETHER ? c.rows - top : TOGETHER;
             for (Index i = 0; i < rows; i++) {
-                const auto *dy = (decltype(kind))row_of(c.dy, top + i) + start, *x = (decltype(kind))row_of(c.x, top + i) + start;
+                const T *dy = (T*)row_of(c.dy, top + i) + start, *x = (T*)row_of(c.x, top + i) + start;
                 for (Index k = 0; k < count; k++) some[0][i][k] = dy[columns[k]];
                 for (Index k = 0; which == 0 && k < count; k++) some[1][i][k] = x[columns[k]];
             }
             for (Index i = 0; i < rows; i++) {
-                N d = load<8>(some[0][i]);
+                N d = load<8>(some[0][i]), v = load<8>(some[1][i]);
                 if (which == 1) {
-                    size = size + magnitude(add({d, N{}}));
-                    continue;
+                    size = size + add({d, N{}});
+                } else if constexpr (DEEP) {
+                    pairs::Stats of;
+                    const T* x = (T*)row_of(c.x, top + i);
+                    pairs::statistics<LAYER>(&x, c, 1, of);
+                    pairs::Row row = {spread<8>(-of.mean[0]), spread<8>(-of.rest[0]), spread<8>(-of.tail[0]), {spread<8>(of.rstd[0]), spread<8>(of.rstd_low[0])}};
+                    Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
+                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(spread<8>(of.spread[0]), v)));
+                } else {
+                    double mean = LAYER ? c.mean[top + i] : 0, rest = LAYER ? c.rest[top + i] : 0, rstd = c.rstd[top + i];
+                    Errors of = errors_again<LAYER>(c, top + i, 0, chain);
+                    N xhat = fma(v - spread<8>(mean), spread<8>(rstd), spread<8>(-rest * rstd));
+                    add(two_product(d, xhat));
+                    size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
                 }
-                double mean = c.rms ? 0 : c.mean[top + i], rest = c.rms ? 0 : c.rest[top + i], rstd = c.rstd[top + i];
-                Errors of = (c.rms ? errors_again<false> : errors_again<true>)(c, top + i, 0, chain);
-                N xhat = fma(load<8>(some[1][i]) - spread<8>(mean), spread<8>(rstd), spread<8>(-rest * rstd));
-                add(two_product(d, xhat));
-                size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
             }
             // As exactly: after a cancellation the low part may be the larger.
             sum = two_sum(sum.high, sum.low);
@@ -166,33 +194,23 @@ inline Close sum_closely(const Call& c, int which, Index start, const Index* col
     return {sum, size};
 }
 
-// These columns rounded where that is certain: dbeta where its sum as a pair is exact, as that of few narrow numbers
-// mostly is, which are often midpoints.
-template <class To> void round_closely(const Call& c, int which, Index start, const Index* columns, Index count, To* out, uint8_t* undecided) {
-    Close of = sum_closely(c, which, start, columns, count);
+// Rounds columns that are summed closely, where they are certified: dbeta where its sum as a pair is exact, as that of few
+// narrow numbers mostly is, which are often midpoints.
+template <class To> void round_closely(const Close& of, int which, const Index* columns, Index count, To* out, uint8_t* uncertified) {
     double high[8], low[8], error[8];
     store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
     To found[8];
-    uint8_t open[8];
-    round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, open);
+    uint8_t differ[8];
+    round_pairs(found, high, low, which == 0 ? error : nullptr, 1.02, 8, differ);
     for (Index k = 0; k < count; k++) {
-        bool certain = which == 0 ? !open[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
-        if (certain) out[columns[k]] = found[k], undecided[columns[k]] = 0;
+        bool certain = which == 0 ? !differ[k] && error[k] < __builtin_inf() && magnitude(high[k]) < __builtin_inf() : error[k] == 0;
+        if (certain) out[columns[k]] = found[k], uncertified[columns[k]] = 0;
     }
 }
 
-// What the bounds of all columns of a narrow sum share. Of dbeta all is additions.
-inline Errors worst_of(const Call& c, int which) {
-    if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
-    Errors worst = {0, 0};
-    for (Index tile = 0; tile < c.tiles; tile++)
-        worst = {larger(worst.a, c.ranges[2 * tile]), larger(worst.b, c.ranges[2 * tile + 1])};
-    return worst;
-}
-
 // Rounds sums where that is certain: by a bound of 128 columns, of which 16 each have the largest that it is made of,
-// since roots take longer than all else; then each by its own; then once more.
-template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* undecided) {
+// since roots take longer than all else; then each by its own; then single columns, summed closely.
+template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
     using N = Lanes<8>;
     constexpr Index ALIKE = 128;
     constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
@@ -205,7 +223,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
     };
     auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
     auto other_of = [&](Index j) INLINED { return which == 0 ? magnitude(load<8>(of.other + j)) : N{}; };
-    Index open[COLUMNS], found = 0;
+    Index left[COLUMNS], found = 0;
     for (Index start = 0, stop; start < count; start = stop) {
         N size = {}, other = {};
         stop = count - start < ALIKE ? count : start + ALIKE;
@@ -219,7 +237,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
                 N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + within);
                 return midpoints_between<To>(a + all, a - all);
             };
-            memset(undecided + j, 0, (size_t)some);
+            memset(uncertified + j, 0, (size_t)some);
             if (some == 8) store(out + j, a + spread<8>(0.0));
             else store(out + j, a + spread<8>(0.0), some);
             if (__builtin_expect(!any(doubts(error)), 1)) continue;
@@ -228,51 +246,61 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
             double errors[8];
             bool small = false;
             write(each, doubts(own)), store(errors, own);
-            for (Index k = 0; k < some; k++) undecided[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
+            for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
             // The smallest numbers have fewer digits: what they round to is looked at.
-            if (small) round_pairs(out + j, of.high + j, of.low + j, errors, 1.0, some, undecided + j);
+            if (small) round_pairs(out + j, of.high + j, of.low + j, errors, 1.0, some, uncertified + j);
             for (Index k = j; k < j + some; k++)
-                if (undecided[k]) open[found++] = k;
+                if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
         }
     }
-    // Many columns of dgamma are quicker in pairs.
-    if (which == 0 && found > count / 16) return;
-    for (Index k = 0; k < found; k += 8) round_closely(c, which, first, open + k, found - k < 8 ? found - k : 8, out, undecided);
+    auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
+    for (auto how : {shallow, deep}) {
+        if (which == 1 && how == deep) break;
+        for (Index k = 0; k < found; k += 8) {
+            Index some = found - k < 8 ? found - k : 8;
+            round_closely(how(c, which, first, left + k, some), which, left + k, some, out, uncertified);
+        }
+        Index still = 0;
+        for (Index k = 0; k < found; k++)
+            if (uncertified[left[k]]) left[still++] = left[k];
+        found = still;
+    }
 }
 
-// Unrounded, as sums that are merged with others: four words, of which the last is an integer 0.
+// Unrounded, as sums that are merged with others.
 inline void put_partial(const Block& of, bool bounded, Index count, double* out) {
-    for (Index j = 0; j < count; j++, out += 4) {
+    for (Index j = 0; j < count; j++, out += 3) {
         Pair<double> sum = two_sum(of.high[j], of.low[j]);
         bool finite = magnitude(sum.high) < __builtin_inf();
         out[0] = sum.high, out[1] = finite ? sum.low : 0, out[2] = !finite ? 0 : bounded ? of.error[j] : __builtin_nan("");
-        out[3] = 0;
     }
 }
 
-inline void finish(const Call& c, int which, Index start, Index stop, bool marked) {
+inline void finish(const Call& c, int which, Index start, Index stop, bool unsummed) {
     Block of;
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
-    if (c.nearest && c.wide) find_errors(c, which, start, count, of);
-    bool partial = c.sums_type[which] == PARTIAL;
-    if (marked || partial) {
-        double* out = marked ? c.partial[which] : (double*)c.sums_out[which];
-        return put_partial(of, c.nearest && c.wide, count, out + 4 * start);
+    bool partial = unsummed || c.sums_type[which] == PARTIAL;
+    if (c.nearest && (c.wide || partial)) find_errors(c, which, start, count, of);
+    if (partial) {
+        double* out = unsummed ? c.partial[which] : (double*)c.sums_out[which];
+        return put_partial(of, c.nearest, count, out + 3 * start);
     }
     of_type(c.sums_type[which], [&](auto* kind) {
-        auto* out = (decltype(kind))c.sums_out[which] + start;
-        if (!c.nearest) return of.low == ZEROS ? convert(of.high, out, count) : (void)round_pairs(out, of.high, of.low, nullptr, 0, count);
-        uint8_t* undecided = c.undecided[which] + start;
         using To = std::remove_pointer_t<decltype(kind)>;
-        int64_t is_nan = 0;
+        To* out = (To*)c.sums_out[which] + start;
+        if (!c.nearest && of.low == ZEROS) return convert(of.high, out, count);
+        uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Float16 are multiples of 2**-24 below 2**16, of which fewer than 2**50 add up exactly, as pairs.
         bool exact = which == 1 && c.dy.type == F16 && !c.wide;
-        if (c.wide || exact) round_pairs(out, of.high, of.low, exact ? nullptr : of.error, 1.0, count, undecided);
-        else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, undecided);
-        // There is one NaN: such columns are done again.
-        for (Index j = 0; j < count; j++) is_nan |= of.high[j] != of.high[j];
-        for (Index j = 0; is_nan && j < count; j++) undecided[j] |= of.high[j] != of.high[j];
+        if (!c.nearest || c.wide || exact) round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
+        else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, uncertified);
+        // In pairs a NaN comes from a row with NaN; there is one. Of float64, integers tell what is not finite.
+        const double nan = __builtin_nan("");
+        for (Index j = 0; j < count; j++) {
+            if (c.wide && of.high[j] != of.high[j]) convert(&nan, out + j, 1), c.nearest && (uncertified[j] = 0);
+            if (c.nearest && !c.wide) uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
+        }
     });
 }
 

@@ -131,7 +131,7 @@ template <class To> struct ToCertain {
     static constexpr bool WHOLE = true;
     To* at;
     double bound;
-    Words<P, WIDEST> open = {};
+    Words<P, WIDEST> uncertified = {};
     INLINE void operator()(Index j, Index some, Wide v, N size) {
         N error = spread<P>(bound) * size, s = v.high + v.low;
         Words<P, WIDEST> now;
@@ -147,7 +147,7 @@ template <class To> struct ToCertain {
         }
         if (some == P) store(at + j, s);
         else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
-        for (int i = 0; i < N::REGISTERS_OF; i++) open.v[i] |= now.v[i];
+        for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= now.v[i];
     }
 };
 
@@ -155,12 +155,12 @@ template <class To> struct ToCertain {
 
 // ---- rounding ----
 
-// Rounds pairs, each known to within bound * size, once; returns whether an element is left undecided, and says
-// of which in `each` if that is given. Without sizes none is.
+// Rounds pairs, each known to within bound * size, once; returns whether an element is uncertified, and says
+// which in `each` if that is given. Without sizes none is.
 template <class T>
 APART bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
     using N = pairs::N;
-    bool undecided = false;
+    bool uncertified = false;
     auto rounded = [](N a, N b) INLINED {
         Pair<N> sum = two_sum(a, b);
         // Zero gets the sign of plus.
@@ -170,7 +170,7 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
     auto round = [&](Index j, auto some) INLINED {
         N a = load<8>(high + j), b = load<8>(low + j);
         T upper[8], lower[8];
-        bool open = false;
+        bool differ = false;
         if (size) {
             // The low part has been rounded itself; so is its sum with the bound.
             N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
@@ -178,16 +178,16 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
             b = b + error;
         }
         store(upper, rounded(a, b));
-        if (size) open = memcmp(lower, upper, sizeof(T) * (size_t)some) != 0, undecided |= open;
+        if (size) differ = memcmp(lower, upper, sizeof(T) * (size_t)some) != 0, uncertified |= differ;
         if (each) memset(each + j, 0, (size_t)some);
-        for (Index k = 0; each && open && k < some; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
+        for (Index k = 0; each && differ && k < some; k++) each[j + k] = memcmp(lower + k, upper + k, sizeof(T)) != 0;
         memcpy(out + j, upper, sizeof(T) * (size_t)some);
     };
     Index j = 0;
     // A length that the compiler knows is no call.
     for (; j + 8 <= n; j += 8) round(j, std::integral_constant<Index, 8>());
     if (j < n) round(j, n - j);
-    return undecided;
+    return uncertified;
 }
 
 // Adds a row to results in pairs; without a low part, in float64. There is one NaN, and of an infinite sum no
@@ -200,8 +200,8 @@ APART inline void add_row(const double* plus, double* high, double* low, Index n
     }
 }
 
-// Adds what is to be added to a row of results, rounds them once and writes them to row i; returns whether one is
-// undecided. What is not in pairs is in own.high.
+// Adds dsum to a row of results, rounds them once and writes them to row i; returns whether one is uncertified.
+// Results that are no pairs are in own.high.
 APART inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
     double* low = c.wide ? own.low : nullptr;
     if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, low, c.n);

@@ -81,12 +81,11 @@ struct DefaultControl {
 #endif
 };
 
-bool any_extreme(const Call& c) { return c.marks && memchr(c.marks, 1, (size_t)c.rows); }
+bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
 
 void finish_columns(const Call& c, int which, Index start) {
     Index stop = least(start + COLUMNS, c.n);
-    bool marked = any_extreme(c);
-    if (c.sums_out[which] && (!marked || c.partial[which])) kernels->finish(c, which, start, stop, marked);
+    if (c.sums_out[which]) kernels->finish(c, which, start, stop, any_unsummed(c));
 }
 
 // Samples from `first` on, whose tiles and sums are done together.
@@ -107,8 +106,8 @@ Call sample_of(const Batch& batch, Index i, int thread) {
     for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, row * 8);
     further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
     for (int k = 0; k < 2; k++) {
-        further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.undecided[k], sample * 2 * c.n);
-        further(c.partial[k], sample * 8 * c.n * 8);
+        further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.uncertified[k], sample * 2 * c.n);
+        further(c.partial[k], sample * 6 * c.n * 8);
     }
     Arena room{c.own + c.own_size * thread + c.own_parameters, 0};
     c.lay_out_parameters(room);
@@ -172,38 +171,7 @@ void run_parts(const Call& c, Index first, Index samples, int threads) {
     pool::run(samples * finish_parts(c), tiles * c.n < SHARED ? 1 : threads, false, finish_work, &batch);
 }
 
-// Dgamma and dbeta of the columns that are undecided, in pairs; these need the statistics of all rows again.
-bool sum_again(Call c, int threads) {
-    size_t n = (size_t)c.n, rows = (size_t)c.rows;
-    char* memory = (char*)memory::take(2 * n * sizeof(double) + 4 * n + rows);
-    if (!memory) return false;
-    char* found = memory;
-    uint8_t *wanted = (uint8_t*)found + 2 * n * sizeof(double), *open = wanted + 2 * n;
-    Call again = c;
-    again.samples = 1, again.wide = again.staged = true, again.y.data = nullptr, again.wanted = wanted, again.marks = open + 2 * n;
-    memset(open, 0, 2 * n + rows);
-    for (int i = 0; i < 2; i++) {
-        memcpy(wanted + i * n, c.undecided[i], n);
-        if (c.sums_out[i]) again.sums_out[i] = found + i * n * sizeof(double);
-        again.undecided[i] = open + i * n, again.partial[i] = nullptr;
-    }
-    run_parts(again, 0, 1, threads);
-    // With an extreme row they stay undecided.
-    for (int i = 0; i < 2 && !any_extreme(again); i++)
-        for (size_t j = 0, bytes = (size_t)BYTES[c.sums_type[i]]; j < n && c.sums_out[i]; j++)
-            if (wanted[i * n + j]) memcpy(c.sums_out[i] + j * bytes, again.sums_out[i] + j * bytes, bytes), c.undecided[i][j] = again.undecided[i][j];
-    memory::give(memory);
-    return true;
-}
-
-bool is_any_open(const Call& c) {
-    uint8_t found = 0;
-    const uint8_t *of_dgamma = c.undecided[0], *of_dbeta = c.undecided[1];
-    for (Index j = 0, n = c.summing() && c.nearest ? c.n : 0; j < n; j++) found |= of_dgamma[j] | of_dbeta[j];
-    return found;
-}
-
-// Whether kernels can do all samples: gamma and beta of pairs, or of float64, may be of extreme size.
+// Whether kernels can do all samples: gamma and beta of pairs, or of float64, may be out of range.
 bool can_prepare(const Call& c) {
     if (c.samples > 1 && !c.pairs() && c.gamma_type != F64 && c.beta_type != F64) return true;
     if (c.samples == 1) return kernels->prepare(c);
@@ -212,15 +180,13 @@ bool can_prepare(const Call& c) {
     return true;
 }
 
-// Float64 dy beside narrower data: float64 holds its products unless they are huge.
-bool is_moderate(const Call& c) {
-    bool moderate = true;
-    if (c.wide || !c.backward || c.dy.type != F64) return true;
-    for (Index i = 0; i < c.samples * c.rows; i++) moderate &= kernels->is_moderate((const double*)row_of(c.dy, i), c.n);
-    return moderate;
-}
-
 }  // namespace
+
+bool has_huge_dy(const Call& c) {
+    bool huge = false;
+    for (Index i = 0; c.dy.type == F64 && i < c.samples * c.rows; i++) huge |= !kernels->is_moderate((const double*)row_of(c.dy, i), c.n);
+    return huge;
+}
 
 void plan(Call& c) {
     Index rows = c.plan_rows ? c.plan_rows : c.rows;
@@ -246,14 +212,10 @@ State run(Call& c, int threads) {
     threads = c.samples * c.rows * c.n * (c.wide ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     DefaultControl control;
-    State state = is_moderate(c) && can_prepare(c) ? DONE : DECLINED;
+    State state = can_prepare(c) ? DONE : DECLINED;
     for (Index first = 0, some, most = batch_of(c); first < c.samples && state == DONE; first += some) {
         some = least(most, c.samples - first);
         run_parts(c, first, some, threads);
-        for (Index i = 0; i < some && c.nearest && !c.wide; i++) {
-            Call sample = c.samples == 1 ? c : sample_of({c, first}, i, 0);
-            if (is_any_open(sample) && !(kernels->prepare(sample), sum_again(sample, threads))) state = NO_MEMORY;
-        }
     }
     memory::give(scratch);
     return state;

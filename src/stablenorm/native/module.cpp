@@ -21,7 +21,7 @@ struct {
 struct {
     Py_ssize_t x, norm, axis, statistics, backend, where;
 } of_cache;
-enum Word { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, SPREAD, EXPONENT, EXTREME, WORDS };
+enum Word { MEAN, MEAN_LO, RSTD, RSTD_LO, MEAN_TAIL, SPREAD, EXPONENT, WORDS };
 constexpr Index FLOAT_WORDS = EXPONENT;
 Py_ssize_t of_statistics[WORDS];
 
@@ -43,7 +43,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
     default_limit = Py_NewRef(args[DEFAULT_LIMIT]);
     bool found = find_fields(NORM, {"gamma", "beta", "eps", "kind", "gamma_offset", "rounding"}, &of_norm.gamma) &&
                  find_fields(CACHE, {"x", "norm", "axis", "statistics", "backend", "where"}, &of_cache.x) &&
-                 find_fields(STATISTICS, {"mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "spread", "exponent", "extreme"}, of_statistics);
+                 find_fields(STATISTICS, {"mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "spread", "exponent"}, of_statistics);
     return found ? Py_NewRef(Py_None) : nullptr;
 }
 
@@ -137,7 +137,7 @@ struct Words {
     }
 };
 
-// Whether all is done but for marked rows and open columns; if not, and without an exception, nothing is.
+// Whether all is done but for marked rows and uncertified columns; if not, and without an exception, nothing is.
 bool run(Call& c, PyObject* threads) {
     Index elements = c.samples * c.rows * c.n;
     int count = 1;
@@ -198,12 +198,12 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!marks || !kept) return nullptr;
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();
-    // The third word of a mean is dropped where no row needs it.
-    if (keep && c.tail && !has_any(c.tail, c.samples * c.rows)) PyTuple_SetItem(kept, of_statistics[MEAN_TAIL], Py_NewRef(Py_None));
     if (keep) kept = own(as_named(STATISTICS, Py_NewRef(kept)));
     PyObject* source = c.plus.data ? total : args[X];
-    if (kept && has_any(c.marks, c.samples * c.rows))
-        kept = own(PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, args[OF_NORM], kept, marks, c.samples));
+    if (kept && has_any(c.marks, c.samples * c.rows)) {
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_FORWARD], "OOOOOn", source, y, args[OF_NORM], kept, marks, c.samples);
+        if (!own(done)) return nullptr;
+    }
     if (!kept) return nullptr;
     if (!keep) return PyTuple_Pack(2, y, Py_None);
     PyObject *values[] = {source, args[OF_NORM], own(Py_BuildValue("(i)", PyArray_NDIM(x) - 1)), kept, own(PyUnicode_FromString("native")), Py_None};
@@ -216,7 +216,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // ---- backward ----
 
-// The statistics of a cache of a forward of plain rows; marks are those of rows that it found to be extreme.
+// The statistics of a cache of a forward of plain rows.
 bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     if (!is_a(of, CACHE) || is_given(field(of, of_cache.where)) || !is_word(field(of, of_cache.backend), "native")) return false;
     PyObject *x = field(of, of_cache.x), *axes = field(of, of_cache.axis), *kept = field(of, of_cache.statistics);
@@ -226,7 +226,7 @@ bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     Words words(c);
     for (int i = 0; is_last && i < FLOAT_WORDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(kept, of_statistics[i]);
-        if (!words.places[i] || (i == MEAN_TAIL && !is_given((PyObject*)word))) continue;
+        if (!words.places[i]) continue;
         bool whole = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
         if (!whole || PyArray_SIZE(word) != rows) return false;
         *words.places[i] = (double*)PyArray_DATA(word);
@@ -234,16 +234,10 @@ bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     return is_last;
 }
 
-void mark_rows(const Call& c, PyObject* kept) {
-    PyObject *extreme = field(kept, of_statistics[EXTREME]), *exponent = field(kept, of_statistics[EXPONENT]);
-    const uint8_t* found = is_given(extreme) ? (uint8_t*)PyArray_DATA((PyArrayObject*)extreme) : nullptr;
-    const int16_t* powers = is_given(exponent) ? (int16_t*)PyArray_DATA((PyArrayObject*)exponent) : nullptr;
-    for (Index i = 0, rows = c.samples * c.rows; i < rows; i++) {
-        bool is_marked = !(c.rstd[i] <= LARGEST) || (c.mean && !(__builtin_fabs(c.mean[i]) < __builtin_inf())) || (found && found[i]);
-        // x that is tiny under eps, in a forward that was all the reference's.
-        is_marked |= c.spread && c.spread[i] > 0 && c.spread[i] < SMALLEST;
-        c.marks[i] = is_marked || (powers && (powers[2 * i] || powers[2 * i + 1]));
-    }
+// Marks the rows that the forward found out of range: they have no rstd_lo.
+void mark_rows(const Call& c) {
+    for (Index i = 0, rows = c.samples * c.rows; i < rows; i++)
+        c.marks[i] = c.rstd_low && c.rstd_low[i] != c.rstd_low[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
 }
 
 // Whether an array can take sums over rows: of the type of gamma or beta, or partial sums.
@@ -300,27 +294,26 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!results[i]) return nullptr;
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
-    PyObject *none = Py_None, *marks = none, *open = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
+    if (jobs::has_huge_dy(c)) c.wide = true;
+    PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
-    if (c.nearest) open = own(new_vector(columns, NPY_UINT8, c.undecided[0]));
+    if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
     c.y.type = c.x.type;
     if (is_given(results[0])) see_rows(results[0], c.y);
     for (int i = 0; i < 2; i++) {
         if (!is_given(results[1 + i])) continue;
         c.sums_out[i] = PyArray_BYTES((PyArrayObject*)results[1 + i]), type_of((PyArrayObject*)results[1 + i], c.sums_type[i]);
     }
-    if (c.pairs() && c.summing()) partial = own(new_vector(4 * columns, NPY_DOUBLE, c.partial[0]));
-    if (!marks || !open || !partial) return nullptr;
-    if (c.partial[0]) c.partial[1] = c.partial[0] + 4 * c.n;
-    if (c.nearest) memset(c.undecided[0], 0, (size_t)columns), c.undecided[1] = c.undecided[0] + c.n;
-    if (c.pairs()) mark_rows(c, kept);
-    // Narrow kernels know no marks.
-    c.wide = c.wide || has_any(c.marks, rows);
+    if (c.pairs() && c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
+    if (!marks || !uncertified || !partial) return nullptr;
+    if (c.partial[0]) c.partial[1] = c.partial[0] + 3 * c.n;
+    if (c.pairs()) memset(c.uncertified[0], 0, (size_t)columns), c.uncertified[1] = c.uncertified[0] + c.n;
+    if (c.pairs()) mark_rows(c);
     jobs::plan(c);
     if (!run(c, args[THREADS])) return declined();
     PyObject* gradients = own(as_named(GRADIENTS, PyTuple_Pack(3, results[0], results[1], results[2])));
-    if (gradients && (has_any(c.marks, rows) || has_any(c.undecided[0], columns))) {
-        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, kept, gradients, args[DSUM], marks, open, partial, c.samples);
+    if (gradients && (has_any(c.marks, rows) || has_any(c.uncertified[0], columns))) {
+        PyObject* done = PyObject_CallFunction(given_once[FINISH_BACKWARD], "OOOOOOOOOn", dy, x, norm, kept, gradients, args[DSUM], marks, uncertified, partial, c.samples);
         if (!own(done)) return nullptr;
     }
     return gradients ? Py_NewRef(gradients) : nullptr;

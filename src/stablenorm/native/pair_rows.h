@@ -9,7 +9,7 @@
 // The high part of a sum loses nothing, and the low part gathers what rounding takes from it. As that grows it
 // loses digits of its own: so the pair is made anew every DEPTH columns of a lane.
 //
-// Pairs have the range of float64. Rows that could leave it are extreme: they are marked and left alone.
+// Pairs have the range of float64. Rows that could leave it are marked, for integers.
 //
 // Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold with
 // H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
@@ -46,7 +46,7 @@ INLINE void store_pair(double* p, Index apart, Wide a) { store(p, a.high), store
 
 struct Stats {
     double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
-    double square[GROUP], v[GROUP], spread[GROUP], far[GROUP], off[GROUP];  // off > 0: of a bad guess
+    double square[GROUP], v[GROUP], spread[GROUP], off[GROUP];  // off > 0: of a bad guess
 };
 
 // Of each row, the lanes of one register that are left of a sum and of a sum of squares or products.
@@ -124,10 +124,6 @@ APART inline void settle(const double* k, const Sums& sums, Index n, double eps,
     store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
     store(of.off, d.high * d.high - (var.high + var.high)), store(vars, var.high);
     for (int r = 0; r < GROUP; r++) {
-        // mean|x - mean| is at least sqrt(var / n): the tail is kept where it exceeds 2**-100 of that, a quarter
-        // of what the contract allows.
-        of.tail[r] = of.tail[r] * of.tail[r] * 0x1p200 * (double)n > vars[r] ? of.tail[r] : 0;
-        of.far[r] = of.mean[r] * of.mean[r] * (double)n > 0x1p10 * vars[r];
         // The root mean square of xhat, or a little more.
         of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
     }
@@ -147,10 +143,10 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
     if (again) settle(k, sums, n, eps, of);  // the others as before
 }
 
-// Whether the arithmetic of pairs is not for a row. A square of 0 may be one that has vanished.
-template <class T> INLINE bool is_extreme(const Stats& of, int r, const T* x, Index n, bool layer) {
-    double square = of.square[r];
-    if (!(of.v[r] > 0) || !(square <= LARGEST * LARGEST)) return true;
+// Whether squares of a row leave the range of pairs. A square of 0 may be one that has vanished.
+template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* x, Index n, bool layer) {
+    double square = of.square[r], v = of.v[r];
+    if (!(v >= SMALLEST * SMALLEST && v <= LARGEST * LARGEST && square <= LARGEST * LARGEST)) return true;
     if (square >= SMALLEST * SMALLEST) return false;
     double same = layer ? number(x) : 0;
     for (Index j = 0; j < n; j++)
@@ -164,10 +160,9 @@ struct Row {
     Wide rstd;
 };
 
-template <bool LAYER, bool FAR> INLINE Wide xhat_of(N v, const Row& row) {
+template <bool LAYER> INLINE Wide xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
     Wide c = two_sum(v, row.mean);
-    if (!FAR) return Wide{c.high, c.low + row.rest} * row.rstd;
     // |rest| is at most half an ulp of the mean: c is 0, or no smaller.
     Wide d = fast_two_sum(c.high, row.rest);
     return Wide{d.high, (d.low + c.low) + row.tail} * row.rstd;
@@ -189,14 +184,14 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 }
 
 // y of row r of a group, as finish.h has it for `Out`: each element with its size, of which a bound is a multiple.
-template <bool LAYER, bool FAR, class Out>
+template <bool LAYER, class Out>
 APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
     constexpr bool WHOLE = Out::WHOLE;
     Row row = {spread<P>(-of.mean[r]), spread<P>(-of.rest[r]), spread<P>(-of.tail[r]),
                {spread<P>(of.rstd[r]), spread<P>(of.rstd_low[r])}};
     N spread_of = spread<P>(of.spread[r]);
     auto value = [&](N v, Index j, Index some) INLINED {
-        Wide h = xhat_of<LAYER, FAR>(v, row);
+        Wide h = xhat_of<LAYER>(v, row);
         N u = load<P>(given.gamma + j);
         Wide scaled = h * u;
         if (WHOLE) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
@@ -252,7 +247,7 @@ APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index
     return least < 0 && most > 0 ? Pair<double>{0, 0} : m;
 }
 
-// All rows are taken for far ones: that costs little here. xhat goes to h, the sums along the row to row r of `along`, those over rows are added to `over`.
+// xhat goes to h, the sums along the row to row r of `along`, those over rows are added to `over`.
 template <bool LAYER, bool SHIFT, bool WHOLE>
 APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
     Row row = {spread<P>(-of.mean), spread<P>(-of.rest), spread<P>(-of.tail), spread_pair(of.rstd)};
@@ -262,7 +257,7 @@ APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, 
     Index apart = over.apart;
     const double *dy = of.dy, *x = of.x;
     auto add = [&](N d, N v, Index j, Index some) INLINED {
-        Wide xhat = xhat_of<LAYER, true>(v, row), g = g_of<WHOLE>(d, j, given);
+        Wide xhat = xhat_of<LAYER>(v, row), g = g_of<WHOLE>(d, j, given);
         store_pair(h + j, apart, xhat);
         if (SHIFT) g = g + m;
         if (SHIFT && some < P) g = {first(g.high, some), first(g.low, some)};

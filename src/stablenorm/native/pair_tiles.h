@@ -1,4 +1,4 @@
-// Tiles of rows in double-double: of float64, and of rounding="nearest" where float64 leaves something open.
+// Tiles of rows in double-double: of float64, and of rounding="nearest" where float64 results are uncertified.
 #pragma once
 #include <initializer_list>
 
@@ -18,15 +18,19 @@ bool is_spoiled(const double* x, Index n) {
     return spoiled;
 }
 
-// Writes NaN for all that a row has; then nothing is left to do.
+// Writes NaN into a row of results.
+APART inline void spoil_results(const Call& c, const Own& own, Index i) {
+    for (Index j = 0; j < c.n; j++) own.high[j] = __builtin_nan("");
+    if (c.y.data) of_type(c.y.type, [&](auto* kind) { convert(own.high, (decltype(kind))row_of(c.y, i), c.n); });
+}
+
+// A forward's row with NaN or infinity: all of it is NaN.
 APART inline void spoil_row(const Call& c, const Own& own, Index i) {
     for (double* word : {c.mean, c.rest, c.rstd, c.spread})
         if (word) word[i] = __builtin_nan("");
     for (double* word : {c.tail, c.rstd_low})
         if (word) word[i] = 0;
-    c.marks[i] = 0;
-    for (Index j = 0; j < c.n; j++) own.high[j] = __builtin_nan("");
-    if (c.y.data) of_type(c.y.type, [&](auto* kind) { convert(own.high, (decltype(kind))row_of(c.y, i), c.n); });
+    spoil_results(c, own, i);
 }
 
 template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
@@ -40,28 +44,28 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
             if (c.rstd) c.rstd[i] = of.rstd[r];
             if (c.rstd_low) c.rstd_low[i] = of.rstd_low[r];
             if (c.spread) c.spread[i] = of.spread[r];
-            c.marks[i] = is_extreme(of, r, x[r], c.n, LAYER) ? EXTREME : 0;
-            if (c.marks[i] && is_spoiled(x[r], c.n)) {
-                spoil_row(c, own, i);
-                continue;
+            c.marks[i] = 0;
+            if (is_out_of_range(of, r, x[r], c.n, LAYER)) {
+                if (is_spoiled(x[r], c.n)) {
+                    spoil_row(c, own, i);
+                    continue;
+                }
+                c.marks[i] = UNCERTIFIED;
+                if (c.rstd_low) c.rstd[i] = 0, c.rstd_low[i] = __builtin_nan("");
             }
             if (c.marks[i] || !c.y.data) continue;
-            auto write = [&](auto out) {
-                using Out = decltype(out);
-                auto how = LAYER && of.far[r] != 0 ? write_y<LAYER, LAYER, Out> : write_y<LAYER, false, Out>;
-                return how(x[r], out, c.n, of, r, given);
-            };
-            if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNDECIDED;
+            auto write = [&](auto out) { return write_y<LAYER>(x[r], out, c.n, of, r, given); };
+            if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNCERTIFIED;
         }
     });
 }
 
-// Writes a row to where and as what it is wanted; tells whether an element is undecided.
+// Writes a row to where and as what it is wanted; tells whether an element is uncertified.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
     bool certain = c.nearest && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
         using To = std::remove_pointer_t<decltype(kind)>;
-        return !any(write(ToCertain<To>{(To*)row_of(c.y, i), bound}).open);
+        return !any(write(ToCertain<To>{(To*)row_of(c.y, i), bound}).uncertified);
     });
     if (certain) return false;
     write(ToPairs{results_of(own)});
@@ -74,48 +78,29 @@ INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
-// The columns whose sums are wanted, if these are few.
-struct Chosen {
-    Index *columns, count = 0;
-    Chosen(const Call& c, double* room) : columns((Index*)room) {
-        for (Index j = 0; c.wanted && j < c.n; j++)
-            if (c.wanted[j] | c.wanted[c.n + j]) columns[count++] = j;
-        // One by one, an element takes as long as eight.
-        if (count > c.n / 8) count = 0;
-    }
-    // Those of a row.
-    const double* operator()(const Rows& a, Index i, double* room) const {
-        of_type(a.type, [&](auto* kind) {
-            auto* row = (decltype(kind))row_of(a, i);
-            for (Index k = 0; k < count; k++) room[k] = number(row + columns[k]);
-        });
-        return room;
-    }
-};
-
-// The row's words; false, and a mark, if it is extreme.
-template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, const Chosen& chosen, double* of_tile, Back& of) {
+// Takes a row's words; false, and marks, if it is out of range. Rows with NaN are as good as others.
+template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
+    c.marks[i] = UNCERTIFIED | UNSUMMED;
     Index apart = r * c.apart();
-    auto row = [&](const Rows& a, double* room) { return chosen.count ? chosen(a, i, room) : row_as<double>(c, a, i, room); };
-    of.dy = row(c.dy, own.dy[0] + apart);
-    Pair<double> range = range_of(of.dy, chosen.count ? chosen.count : c.n);
-    if (range.high < SMALLEST || !(range.low <= LARGEST)) return c.marks[i] = EXTREME, false;
-    if (of_tile) add_range(c, range, of_tile);
-    of.x = row(c.x, own.x[0] + apart), of.m = {0, 0};
+    of.dy = row_as<double>(c, c.dy, i, own.dy[0] + apart);
+    Pair<double> range = range_of(of.dy, c.n);
+    if (range.high < SMALLEST || !(range.low <= LARGEST)) return false;
+    of.x = row_as<double>(c, c.x, i, own.x[0] + apart), of.m = {0, 0};
     if (c.rstd_low) {
         of.rstd = {c.rstd[i], c.rstd_low[i]}, of.spread = c.spread ? c.spread[i] : 0;
-        if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail ? c.tail[i] : 0;
+        if (LAYER) of.mean = c.mean[i], of.rest = c.rest[i], of.tail = c.tail[i];
     } else {
         Stats found;
-        auto see = [&](const auto* x) { return statistics<LAYER>(&x, c, 1, found), is_extreme(found, 0, x, c.n, LAYER); };
-        bool extreme = of_type(c.x.type, [&](auto* kind) { return see((decltype(kind))row_of(c.x, i)); });
-        if (extreme) return c.marks[i] = EXTREME, false;
+        statistics<LAYER>(&of.x, c, 1, found);
+        if (is_spoiled(of.x, c.n)) found.rstd[0] = __builtin_nan("");
+        else if (is_out_of_range(found, 0, of.x, c.n, LAYER)) return false;
         of.rstd = {found.rstd[0], found.rstd_low[0]}, of.spread = found.spread[0];
         of.mean = found.mean[0], of.rest = found.rest[0], of.tail = found.tail[0];
     }
-    if (LAYER && !chosen.count) of.m = pivot(of.dy, parameters_of(c), c.n);
-    return true;
+    if (of_tile) add_range(c, range, of_tile);
+    if (LAYER) of.m = pivot(of.dy, parameters_of(c), c.n);
+    return c.marks[i] = 0, true;
 }
 
 template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, const Back& of, const double* h) {
@@ -124,13 +109,12 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
         auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
         return how(of, out, c.n, parameters_of(c), h, c.apart());
     };
-    if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNDECIDED;
+    if (of.rstd.high != of.rstd.high) return spoil_results(c, own, i);
+    if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNCERTIFIED;
 }
 
 template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
     Index p = c.apart(), held = 0;
-    Chosen chosen(c, own.size);
-    Index n = chosen.count ? chosen.count : c.n;
     Columns over = {sums, p, c.nearest};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
     bool exact = c.gamma_offset == 0;  // low parts of gamma are 0
@@ -141,18 +125,15 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
         int count = 0;
         for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
             Back& of = rows[count];
-            if (!begin_row<LAYER>(c, own, i, count, chosen, range, of)) continue;
+            if (!begin_row<LAYER>(c, own, i, count, range, of)) continue;
             auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;
-            pull_row(of, n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
+            pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
             at[count++] = i;
         }
         settle(along, c.n, rows, count, exact);
         for (int r = 0; r < count && c.y.data; r++) write_row<LAYER>(c, own, at[r], rows[r], own.xhat + 2 * r * p);
-        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, n), held = 0;
+        if (over.at && ((held += count) > PART - c.step || top + c.step >= tile.stop)) settle_columns(over, c.n), held = 0;
     }
-    // To their places, the last first.
-    for (Index k = chosen.count - 1; k >= 0; k--)
-        for (int which = 0; which < 6; which++) sums[which * p + chosen.columns[k]] = sums[which * p + k];
 }
 
 }  // namespace pairs

@@ -154,7 +154,7 @@ struct Parameters {
     const double *gamma, *beta, *sizes;
 };
 
-// The registers of a row that are in doubt, by their first columns.
+// The registers of a row whose elements the bound of the row does not certify, by their first columns.
 struct Doubts {
     Index *at, count;
 };
@@ -231,19 +231,19 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
 
 // Whether y of row r, where it is in doubt, may round to something else.
 template <bool LAYER, class T, class To>
-APART bool is_open(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
+APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
     constexpr int Y = Y_OF<T>;
     Affine<LAYER, true, Y> row(of, r);
-    bool open = false;
+    bool differ = false;
     for (Index i = 0; i < doubts.count; i++) {
         Index j = doubts.at[i], some = n - j < Y ? n - j : Y;
         Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
         // Zero gets the sign of plus.
         Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + spread<Y>(0.0);
-        open |= differs<To>(v, bounds_of_y(errors, v, scale, shift), some);
+        differ |= differs<To>(v, bounds_of_y(errors, v, scale, shift), some);
         store(y + j, v, some);
     }
-    return open;
+    return differ;
 }
 
 }  // namespace

@@ -5,18 +5,20 @@ namespace {
 
 // ---- forward ----
 
-// The rows of a tile that are left open one more time, as `once` does some in pairs.
+// Does the uncertified rows of a tile once more: `once` does some in pairs, given whether they are not in the sums.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
-    if (!memchr(c.marks + tile.first, UNDECIDED, (size_t)(tile.stop - tile.first))) return;
+    if (!memchr(c.marks + tile.first, UNCERTIFIED, (size_t)(tile.stop - tile.first)) && !memchr(c.marks + tile.first, UNCERTIFIED | UNSUMMED, (size_t)(tile.stop - tile.first))) return;
     Call alone = c;
     alone.wide = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // The statistics stay.
     alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
-    for (Index i = tile.first, stop; i < tile.stop; i = stop + 1) {
-        for (stop = i; stop < tile.stop && c.marks[stop]; stop++) c.marks[stop] = 0;
-        if (i < stop) once(alone, Tile{i, stop});
-        // What follows need not be kept apart: of the sums, all columns that such a row spoils are left open.
-        for (Index k = i; k < stop && c.backward; k++) c.marks[k] = c.marks[k] ? UNDECIDED : 0;
+    for (Index i = tile.first, stop; i < tile.stop; i = stop) {
+        uint8_t mark = c.marks[i];
+        for (stop = i + 1; stop < tile.stop && c.marks[stop] == mark && mark != (UNCERTIFIED | UNSUMMED);) stop++;
+        if (!mark) continue;
+        memset(c.marks + i, 0, (size_t)(stop - i));
+        once(alone, Tile{i, stop}, mark & UNSUMMED);
+        for (Index k = i; k < stop; k++) c.marks[k] &= mark;
     }
 }
 
@@ -38,10 +40,10 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
                 double d = of.d[r] * of.rstd[r];
-                // Of each, y is centered first.
+                // is_uncertified() centers x first: its bound has no M.
                 errors[r] = errors_of_xhat<LAYER>(size, d * d, 0, chain);
                 bounds[r] = bound_of_y(near ? errors_of_xhat<LAYER>(size, d * d, m_of(r), chain) : errors[r], size, c.n);
-                c.marks[i] = errors[r].a < 1 ? 0 : UNDECIDED;
+                c.marks[i] = errors[r].a < 1 ? 0 : UNCERTIFIED;
                 if (c.spread) c.spread[i] = size;
             }
             if (!c.y.data) continue;  // the statistics alone are wanted
@@ -62,13 +64,25 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
             (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, doubts, bounds + r);
             for (int k = r; NEAREST && k < r + together; k++)
-                if (!c.marks[top + k] && is_open<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNDECIDED;
+                if (!c.marks[top + k] && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNCERTIFIED;
         }
     });
-    if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::forward<LAYER>(alone, own, row); });
+    if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool) { pairs::forward<LAYER>(alone, own, rows); });
 }
 
 // ---- backward ----
+
+// Does a row in pairs, and adds its terms to the sums of a tile of float64.
+template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
+    Index p = c.apart();
+    double range[2], *part = own.part;
+    pairs::backward<LAYER, true>(c, own, row, part, range);
+    if (c.marks[row.first] & UNSUMMED) return;
+    for (Index which : {0, 2})
+        for (Index word : {0, 1}) merge_columns(part + (which + word) * p, sums + which * p, sums + (which + 1) * p, c.n);
+    // Bounds of float64's size, which exceed those of pairs by far.
+    for (Index j = 0; j < c.n; j++) sums[4 * p + j] += part[5 * p + j] * part[5 * p + j], sums[5 * p + j] += 1;
+}
 
 template <int R, class T, bool LAYER, bool CENTER, bool NEAREST>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
@@ -84,7 +98,13 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
             if (!NEAREST) continue;
             of.errors = errors_again<LAYER>(c, i + r, CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
-            worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
+            if (__builtin_expect(of.errors.a < HARD && of.errors.b < HARD, 1)) {
+                worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
+                continue;
+            }
+            // Zeros in its place add nothing to the sums.
+            memset(own.zeros, 0, (size_t)c.n * sizeof(double)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
+            of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.apart()};
         }
         auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
         pull_rows(rows[which], c.n, c.wide_gamma, sums);
@@ -96,6 +116,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
         else if (top + 2 * R <= part.stop) begin(top + R, 1 - now);
         for (int r = 0; r < R && c.y.data; r++) {
             const Back<T>& of = rows[now][r];
+            if (NEAREST && c.marks[top + r]) continue;
             if (c.staged) {
                 write_dx<LAYER, CENTER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
                 finish_row(c, own, top + r, 0);
@@ -106,14 +127,13 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             T* dx = (T*)row_of(c.y, top + r);
             bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
             if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
-                memset(dx, 0, (size_t)c.n * sizeof(T)), c.marks[top + r] = 0;
+                memset(dx, 0, (size_t)c.n * sizeof(T));
                 continue;
             }
             Doubts doubts = {(Index*)own.size, 0};
             write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts);
             if (!NEAREST) continue;
-            bool open = !bounded || is_open<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, doubts);
-            c.marks[top + r] = open ? UNDECIDED : 0;
+            if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, doubts)) c.marks[top + r] = UNCERTIFIED;
             }
         }
     }
@@ -138,7 +158,7 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
         // The sums of the first part are the tile's own; those of others are added to these with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
         Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
-        for (Index low = p; c.tile_rows > most && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
+        for (Index low = p; (NEAREST || c.tile_rows > most) && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
         for (Index top = tile.first; top < tile.stop; top += most) {
             if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
             backward_rows<T, LAYER, CENTER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
@@ -148,7 +168,10 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
         }
         c.ranges[2 * number] = worst.a + (double)at_most(most, c.tile_rows) * U, c.ranges[2 * number + 1] = worst.b;
     }
-    if (NEAREST && c.y.data) do_again(c, tile, [&](const Call& alone, Tile row) { pairs::backward<LAYER, true>(alone, own, row, nullptr, nullptr); });
+    if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool unsummed) {
+        if (unsummed && c.summing()) add_row_in_pairs<LAYER>(alone, own, rows, c.sums + c.sums_per_tile() * number);
+        else pairs::backward<LAYER, true>(alone, own, rows, nullptr, nullptr);
+    });
 }
 
 // ---- one instruction set ----
@@ -165,7 +188,7 @@ void do_wide(const Call& c, Index number, int thread) {
 
 template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int thread) {
     auto back = c.nearest ? backward<T, LAYER, LAYER, true> : backward<T, LAYER, LAYER, false>;
-    // As its first row is, so are mostly those of a tile.
+    // Rows of a tile are usually alike: let the first decide.
     Index first = tile_of(c, number).first;
     if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first])) back = backward<T, LAYER, false, true>;
     auto ahead = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;

@@ -28,9 +28,6 @@ constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
 INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
-// The mark of a row that is left alone; of one that is not, but of which an element is undecided.
-constexpr uint8_t EXTREME = 1, UNDECIDED = 2;
-
 // Row i of x in `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);

@@ -1,16 +1,18 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
 
-Samples are taken apart here, and residuals added; `equations` or `nearest` does the rest.
+Samples are taken apart here, and residuals added. `equations` does the rest, and `uncertified` what `equations` cannot:
+rows that are out of range, and with rounding="nearest" all.
 """
 
-from typing import Any
+import numpy as np
 
-from stablenorm.call import Backward, Forward, sample
-from stablenorm.reference import equations, nearest
-from stablenorm.reference.equations import project
+from stablenorm.call import Backward, Forward, change, sample
+from stablenorm.reference import equations, uncertified
+from stablenorm.reference.equations import SMALLEST, exceeds_range, project
+from stablenorm.reference.partial import PARTIAL
 from stablenorm.reference.tangents import double_backward, jvp
-from stablenorm.types import Statistics, joined
+from stablenorm.types import Array, Statistics, joined
 
 __all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
@@ -22,17 +24,50 @@ def forward(call: Forward) -> Statistics:
     if call.residual is not None:
         equations.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
-    statistics: Statistics = _of(call).forward(call)
-    return statistics
+    every = _needs_integers(call, call.norm.beta)
+    kept = equations.forward(call._replace(y=None) if every else call)
+    rows = np.arange(len(call.x))
+    if not every:
+        low = kept.rstd_lo
+        rows = rows[:0] if low is None else np.flatnonzero(np.isnan(low) & ~np.isnan(kept.rstd))
+    uncertified.finish_forward(call, rows, kept)
+    return kept
 
 
 def backward(call: Backward) -> None:
     """Do a backward: write the gradients that are wanted."""
-    if call.samples == 1:
-        _of(call).backward(call)
+    if call.samples > 1:
+        for i in range(call.samples):
+            backward(sample(call, i))
         return
-    for i in range(call.samples):
-        backward(sample(call, i))
+    sums, n = (call.dgamma, call.dbeta), call.x.shape[1]
+    if call.sums == "exact":
+        for k, result in enumerate(sums):
+            if result is not None:
+                wanted = np.flatnonzero(result.astype(bool))
+                for j, total in uncertified.exact_sums(call, k, wanted):
+                    result[j] = total
+        return
+    if _needs_integers(call):
+        uncertified.finish_backward(call, np.arange(len(call.x)), np.ones((2, n), bool))
+        return
+    out = equations.out_of_range(call)
+    if not out.any():
+        equations.backward(call)
+        return
+    inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
+    some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
+    partial = [None if each is None else np.zeros(each.shape, PARTIAL) for each in sums]
+    if call.sums == "pairs":
+        partial = [None if each is None else each.copy() for each in sums]
+    summed = some._replace(dx=None, dgamma=partial[0], dbeta=partial[1], sums="pairs")
+    equations.backward(summed)
+    # The sums come first: dx may be written over dy.
+    uncertified.finish_backward(call._replace(dx=None), rows, None, rows, partial)
+    if call.dx is not None:
+        equations.backward(some._replace(dgamma=None, dbeta=None))
+        call.dx[inside] = some.dx
+        uncertified.finish_backward(call._replace(dgamma=None, dbeta=None), rows, None)
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
@@ -40,5 +75,16 @@ def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
     return 1
 
 
-def _of(call: Any) -> Any:
-    return nearest if call.norm.rounding == "nearest" else equations
+def _needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
+    """Tell whether integers do all rows: for rounding="nearest", or for gamma or beta out of range."""
+    norm = call.norm
+    if norm.rounding == "nearest":
+        return True
+    if call.x.dtype == np.float64:
+        gamma = norm.gamma
+        if gamma is not None and norm.gamma_offset:
+            gamma = gamma.astype(np.float64) + norm.gamma_offset
+        return exceeds_range(gamma, least=SMALLEST) or exceeds_range(beta)
+    # float64 holds the products of narrower numbers, and leaves their infinities as they are.
+    some = (each for each in (norm.gamma, beta) if each is not None and each.dtype == np.float64)
+    return exceeds_range(*some)

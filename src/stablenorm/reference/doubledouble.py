@@ -1,13 +1,9 @@
 """
-Double-double numbers with an exponent: ``(hi + lo) * 2**exponent``, elementwise on arrays.
+Double-double numbers, ``hi + lo``, elementwise on arrays: about 106 significant bits.
 
-About 106 significant bits at any magnitude, for float64 data, whose statistics and gradients
-float64 itself cannot round correctly. `Wide` has just the operators that the equations of
-`reference` use, so that these are written once for float64 and for `Wide`.
-
-The exponent is 0, or an int32 array that broadcasts against `hi`. It is there for range alone:
-squares of 1e200, the product of a subnormal with 1e300, the sum of 768 largest floats. Data of
-ordinary size never carries one.
+Float64 itself cannot round the statistics and gradients of float64 data correctly. `Pair` has just the operators that
+the equations of `reference` use, so that these are written once for float64 and for `Pair`. Pairs have the range of
+float64: `equations.out_of_range` finds the rows that could leave it.
 
 Error-free sums and products are those of Dekker (1971) and Knuth; the operations on pairs and
 their bounds, with u = 2**-53 (addition 3 u**2, product 5 u**2 relative), follow Joldes, Muller
@@ -22,13 +18,6 @@ import numpy as np
 
 from stablenorm.reference.rounding import round_sum_to
 from stablenorm.types import Array
-
-# Between these powers of two no product of three elements, nor its last 106 bits, leaves the
-# range of float64: 3 * 200 + 3 * 53 + 106 < 1022.
-_MODERATE = 200
-
-# Below every exponent that a sum or product of float64 can have: what zero gets.
-_NOTHING = -1 << 20
 
 # Dekker's constant, 2**27 + 1.
 _SPLITTER = 134217729.0
@@ -63,78 +52,48 @@ def two_prod(a: Array, b: Array) -> tuple[Array, Array]:
     return product, error
 
 
-class Wide:
-    """``(hi + lo) * 2**exponent``, elementwise; immutable by convention."""
+class Pair:
+    """``hi + lo``, elementwise; immutable by convention."""
 
-    __slots__ = ("exponent", "hi", "lo")
+    __slots__ = ("hi", "lo")
 
     # An ndarray on the left must leave the operation to us.
     __array_ufunc__ = None
 
-    def __init__(self, hi: Array, lo: Array, exponent: Array | int = 0) -> None:
-        self.hi, self.lo, self.exponent = hi, lo, exponent
+    def __init__(self, hi: Array, lo: Array) -> None:
+        self.hi, self.lo = hi, lo
 
     @classmethod
-    def exactly(cls, value: Array | float) -> Wide:
-        """Lift float64 `value`, exactly; give it exponents only if one element needs them."""
+    def exactly(cls, value: Array | float) -> Pair:
+        """Lift float64 `value`, exactly."""
         value = np.asarray(value, dtype=np.float64)
-        mantissa, exponent = np.frexp(value)
-        if np.abs(exponent).max(initial=0) <= _MODERATE:
-            return cls(value, np.zeros_like(value))
-        return cls(mantissa, np.zeros_like(value), exponent.astype(np.int32))
+        return cls(value, np.zeros_like(value))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """As of an array."""
         return self.hi.shape
 
-    def __neg__(self) -> Wide:
-        return Wide(-self.hi, -self.lo, self.exponent)
+    def __neg__(self) -> Pair:
+        return Pair(-self.hi, -self.lo)
 
-    def __add__(self, other: Wide) -> Wide:
-        a, b = self, other
-        exponent: Array | int = 0
-        if not (isinstance(a.exponent, int) and isinstance(b.exponent, int)):
-            exponent = np.maximum(a.magnitude(), b.magnitude())
-            a, b = a.scaled_to(exponent), b.scaled_to(exponent)
-        hi, error = two_sum(a.hi, b.hi)
-        lo, lo_error = two_sum(a.lo, b.lo)
+    def __add__(self, other: Pair) -> Pair:
+        hi, error = two_sum(self.hi, other.hi)
+        lo, lo_error = two_sum(self.lo, other.lo)
         hi, error = _fast_two_sum(hi, error + lo)
-        hi, lo = _fast_two_sum(hi, error + lo_error)
-        return Wide(hi, lo, exponent)
+        return Pair(*_fast_two_sum(hi, error + lo_error))
 
-    def __sub__(self, other: Wide) -> Wide:
+    def __sub__(self, other: Pair) -> Pair:
         return self + -other
 
-    def __mul__(self, other: Wide) -> Wide:
+    def __mul__(self, other: Pair) -> Pair:
         hi, error = two_prod(self.hi, other.hi)
-        hi, lo = _fast_two_sum(hi, error + (self.hi * other.lo + self.lo * other.hi))
-        return Wide(hi, lo, self.exponent + other.exponent)
+        return Pair(*_fast_two_sum(hi, error + (self.hi * other.lo + self.lo * other.hi)))
 
-    def __getitem__(self, index: Any) -> Wide:
-        exponent = self.exponent
-        if not isinstance(exponent, int):
-            exponent = np.broadcast_to(exponent, self.hi.shape)[index]
-        return Wide(self.hi[index], self.lo[index], exponent)
+    def __getitem__(self, index: Any) -> Pair:
+        return Pair(self.hi[index], self.lo[index])
 
-    def magnitude(self) -> Array:
-        """Return each element's binary exponent, far below all others for zero."""
-        exponent = np.frexp(self.hi)[1] + np.asarray(self.exponent, dtype=np.int32)
-        return np.where(self.hi == 0, _NOTHING, exponent).astype(np.int32)
-
-    def scaled_to(self, exponent: Array | int) -> Wide:
-        """Return the same numbers carried with `exponent`; bits far below it are lost."""
-        shift = self.exponent - np.asarray(exponent, dtype=np.int32)
-        return Wide(np.ldexp(self.hi, shift), np.ldexp(self.lo, shift), exponent)
-
-    def moderate(self) -> Wide:
-        """Return the same numbers, carried so that a product of three of them stays in range."""
-        exponent = np.frexp(self.hi)[1]
-        if np.abs(exponent).max(initial=0) <= _MODERATE:
-            return self
-        return self.scaled_to(self.exponent + exponent)
-
-    def mean(self, count: Any = None) -> Wide:
+    def mean(self, count: Any = None) -> Pair:
         """
         Average over the last axis, kept as an axis of length 1, by a tree of fixed shape.
 
@@ -142,17 +101,14 @@ class Wide:
         """
         return self._sum(axis=-1).divided(self.hi.shape[-1] if count is None else count)
 
-    def sum_rows(self) -> Wide:
+    def sum_rows(self) -> Pair:
         """Sum over the first axis, kept as an axis of length 1, by a tree of fixed shape."""
         total = self._sum(axis=0)
-        # Of one row that is the row itself, a view of dy: dx may be written over it.
-        return Wide(total.hi.copy(), total.lo, total.exponent)
+        # The sum of one row is a view of that row, of dy: dx may be written over it.
+        return Pair(total.hi.copy(), total.lo)
 
-    def _sum(self, axis: int) -> Wide:
+    def _sum(self, axis: int) -> Pair:
         total = self
-        if not isinstance(self.exponent, int):
-            total = self.scaled_to(self.magnitude().max(axis=axis, keepdims=True))
-        exponent, total = total.exponent, Wide(total.hi, total.lo)
         while (width := total.hi.shape[axis]) > 1:
             half = (width + 1) // 2
             first, second, rest = (
@@ -162,49 +118,33 @@ class Wide:
             pairs = total[first] + total[second]
             if width % 2:
                 middle = total[rest]
-                pairs = Wide(
+                pairs = Pair(
                     np.concatenate([pairs.hi, middle.hi], axis),
                     np.concatenate([pairs.lo, middle.lo], axis),
                 )
             total = pairs
-        return Wide(total.hi, total.lo, exponent)
+        return total
 
-    def divided(self, count: Any) -> Wide:
+    def divided(self, count: Any) -> Pair:
         """Divide by integers."""
         divisor = np.asarray(count, np.float64)
         quotient = self.hi / divisor
         product, error = two_prod(quotient, divisor)
         rest = ((self.hi - product) - error) + self.lo
-        return Wide(*_fast_two_sum(quotient, rest / divisor), self.exponent)
+        return Pair(*_fast_two_sum(quotient, rest / divisor))
 
-    def rsqrt(self) -> Wide:
+    def rsqrt(self) -> Pair:
         """Return ``self**-0.5``, of 0 infinity; one Newton step, of second order, from float64's own."""
-        none = self.hi == 0
-        half = np.where(none, 0, (self.magnitude() + 1) // 2)
-        v = self.scaled_to(2 * half)
-        v.exponent = 0
-        start = 1.0 / np.sqrt(v.hi)
-        one = Wide(np.ones_like(start), np.zeros_like(start))
+        start = 1.0 / np.sqrt(self.hi)
+        one = Pair.exactly(np.ones_like(start))
         # delta = 1 - v start**2 is about 2**-52; start * (1 + delta/2 + 3/8 delta**2) has
         # an error of order delta**3.
-        delta = one - v * Wide(*two_prod(start, start))
-        correction = Wide(0.5 * delta.hi, 0.5 * delta.lo + 0.375 * delta.hi * delta.hi)
-        root = Wide(start, np.zeros_like(start)) * (one + correction)
-        root.hi[none], root.lo[none] = np.inf, 0.0
-        exponent = -half
-        if np.abs(exponent).max(initial=0) <= _MODERATE:
-            return Wide(np.ldexp(root.hi, exponent), np.ldexp(root.lo, exponent))
-        return Wide(root.hi, root.lo, exponent)
+        delta = one - self * Pair(*two_prod(start, start))
+        correction = Pair(0.5 * delta.hi, 0.5 * delta.lo + 0.375 * delta.hi * delta.hi)
+        root = Pair.exactly(start) * (one + correction)
+        none = self.hi == 0
+        return Pair(np.where(none, np.inf, root.hi), np.where(none, 0.0, root.lo))
 
     def round_to(self, dtype: np.dtype[Any]) -> Array:
         """Round once to `dtype`."""
-        return round_sum_to(self.hi, self.lo, self.exponent, dtype)
-
-    def round_within(self, error: Wide, dtype: np.dtype[Any]) -> tuple[Array, Array, Array]:
-        """Round the numbers that are `error` below and above; return where they differ, too."""
-        zero = np.zeros_like(error.hi)
-        # Not -error: of an exact -0, 0.0 - error makes a 0.
-        low = (self + Wide(0.0 - error.hi, zero, error.exponent)).round_to(dtype)
-        high = (self + Wide(error.hi, zero, error.exponent)).round_to(dtype)
-        bits = f"u{dtype.itemsize}"
-        return low, high, low.view(bits) != high.view(bits)
+        return round_sum_to(self.hi, self.lo, dtype)

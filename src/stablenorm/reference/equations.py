@@ -42,14 +42,14 @@ shape the code:
 Precision
 ---------
 x of float16, bfloat16 and float32 is computed in float64 and rounded once. For an x of float64, the same lines run
-on `Wide`, double-double numbers with an exponent, so that squares of 1e200 and of subnormals are ordinary numbers; and
-where a float64 array beside a narrower x holds numbers beyond 2**200. In both, the mean is corrected by the
+on `Pair`, double-double numbers. In both, the mean is corrected by the
 mean of what is left after subtracting it. That makes constant rows exact and keeps the error of rows
 that differ in their last bit only within the contract: docs/explanation/error-analysis.md.
+Rows whose products could leave the range of float64 are `out_of_range`; `uncertified` does them with integers.
 
 Memory
 ------
-The forward keeps the mean and rstd of each row (`Statistics`), 24 bytes, or 32 to 44 with float64
+The forward keeps the mean and rstd of each row (`Statistics`), 24 bytes, or 40 with float64
 data. The backward rebuilds xhat from x and repeats none of the forward's reductions. To keep xhat
 instead would take 8 bytes per element: docs/explanation/complexity.md. The rows are taken in blocks of
 `_BLOCK` elements, so that temporaries are a few blocks, whatever the size of x. Sums over rows go
@@ -62,7 +62,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.call import Backward, Forward
-from stablenorm.reference.doubledouble import Wide
+from stablenorm.reference.doubledouble import Pair
 from stablenorm.reference.partial import as_partial, merged
 from stablenorm.reference.rounding import round_to
 from stablenorm.types import Array, Norm, Statistics
@@ -72,20 +72,14 @@ from stablenorm.types import Array, Norm, Statistics
 # 2 to 140 % (float32, (8192, 768), Intel Xeon, 2026-11-21).
 _BLOCK = 1 << 15
 
-# Products of a number up to this one and of three narrower ones are within the range of float64.
-_LARGEST = 2.0**200
-
-# A power of two that float64 holds together with the 106 bits below it.
-_HELD = 500
-
-# The word below mean_lo is kept only if it is above 2**-100 of the mean magnitude of x - mean,
-# a quarter of what the contract allows (2**-98).
-_TAIL_BITS = 100
+# Products of three numbers within these, and their last 106 bits, stay in the range of float64:
+# 3 * 200 + 3 * 53 + 106 < 1022.
+LARGEST, SMALLEST = 2.0**200, 2.0**-200
 
 
 def _mean(v: Any, count: Any = None) -> Any:
     """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
-    if isinstance(v, Wide):
+    if isinstance(v, Pair):
         return v.mean(count)
     return np.add.reduce(v, axis=-1, keepdims=True) / (v.shape[-1] if count is None else count)
 
@@ -130,46 +124,62 @@ def affine(xhat: Any, scale: Any, shift: Any) -> Any:
 
 def forward(call: Forward) -> Statistics:
     """
-    Normalize the rows of x into y (which may be x itself); return the statistics.
+    Normalize the rows of x into y (which may be x itself, or None); return the statistics.
 
-    With a mask, only elements for which it is True count, at least one of each row.
+    With a mask, only elements for which it is True count, at least one of each row. No y is written of rows that are
+    out of range; their rstd_lo is NaN.
     """
     x, norm, y = call[:3]
-    wide = needs_pairs(x, norm.gamma, norm.beta)
-    lift = _lifter(wide)
+    lift = _lifter(x)
     scale, shift, eps = _scale(norm, lift), _parameter(norm.beta, lift), lift(np.float64(norm.eps))
-    keep = _Keeper(x.shape[0], x.shape[1], wide, norm.kind)
-    infinite = _infinite(scale, shift) if wide else None
+    kept = _new_statistics(len(x), norm.kind, x.dtype == np.float64)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(call.where, rows, x.shape[1])
             found = normalized(lift(x[rows]), eps, lift, norm.kind, counting.mean)
-            keep(rows, found)
+            _keep(kept, rows, found)
+            left = np.zeros(len(x[rows]), bool)
+            if kept.rstd_lo is not None:
+                left = _leaves_range(found, eps, x[rows], norm.kind, counting)
+                kept.rstd[rows][left], kept.rstd_lo[rows][left] = 0.0, np.nan
             if y is not None:
-                result = affine(found.xhat, scale, shift)
-                block = _round(counting.only(result), y.dtype)
-                if infinite is not None:
-                    block[:, infinite] = counting.only(_plain_affine(found.xhat, scale, shift))[
-                        :, infinite
-                    ]
-                y[rows] = block
-    return keep.statistics
+                result = _round(counting.only(affine(found.xhat, scale, shift)), y.dtype)
+                # y may be x itself, which the others need.
+                np.copyto(y[rows], result, where=~left[:, None])
+    return kept
 
 
-def _infinite(scale: Any, shift: Any) -> Any:
-    """Return which columns have an infinite gamma or beta, of which a low part would be NaN; None if none has."""
-    given = [~np.isfinite(each.hi) for each in (scale, shift) if each is not None]
-    found = np.any(given, axis=0).ravel() if given else np.False_
-    return found if found.any() else None
+def _leaves_range(found: Normalized, eps: Any, x: Array, kind: str, counting: "_Counting") -> Array:
+    """Tell which rows of pairs, NaN and infinity aside, have squares that leave the range."""
+    var, v = found.var.hi[:, 0], (found.var + eps).hi[:, 0]
+    within = (v >= SMALLEST**2) & (v <= LARGEST**2) & ((var >= SMALLEST**2) | (var == 0))
+    # A square of 0 may have vanished.
+    x = counting.only(x)
+    for i in np.flatnonzero(within & (var == 0)).tolist():
+        some = x[i] if counting.where is None else x[i][counting.where[i]]
+        within[i] = (some == (some[0] if kind == "layer" else 0)).all()
+    return ~within & np.isfinite(x).all(axis=1)
 
 
-def _plain_affine(xhat: Any, scale: Any, shift: Any) -> Array:
-    """Scale and shift what pairs are in float64, in extended reals."""
-    plain = (
-        None if each is None else np.ldexp(each.hi, each.exponent) for each in (xhat, scale, shift)
-    )
-    result: Array = affine(*plain)
-    return result
+def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
+    """Tell whether a number, infinity included, is beyond LARGEST, or nearer to 0 than `least`."""
+    sizes = (np.abs(each) for each in arrays if each is not None)
+    return any(bool(((size > LARGEST) | ((size < least) & (size != 0))).any()) for size in sizes)
+
+
+def out_of_range(call: Backward) -> Array:
+    """Tell which rows of a backward could leave the range of float64."""
+    dy, kept = call.dy, call.statistics
+    if dy.dtype != np.float64 and kept.rstd_lo is None:
+        return np.zeros(len(dy), bool)
+    size = np.abs(dy.astype(np.float64))
+    found = size > LARGEST
+    if kept.rstd_lo is not None:
+        found |= (size < SMALLEST) & (size != 0)
+    if call.where is not None:
+        found &= call.where
+    rows: Array = found.any(axis=1)
+    return rows if kept.rstd_lo is None else rows | (np.isnan(kept.rstd_lo) & ~np.isnan(kept.rstd))
 
 
 def add(x: Array, residual: Array, total: Array) -> None:
@@ -182,7 +192,7 @@ def add(x: Array, residual: Array, total: Array) -> None:
             return
         step = max(1, _BLOCK * len(x) // max(x.size, 1))
         for rows in (slice(start, start + step) for start in range(0, len(x), step)):
-            both = Wide.exactly(x[rows]) + Wide.exactly(residual[rows])
+            both = Pair.exactly(x[rows]) + Pair.exactly(residual[rows])
             total[rows] = both.round_to(total.dtype)
 
 
@@ -193,8 +203,7 @@ def backward(call: Backward) -> None:
     dx may be dy itself: each block of dy is read to the end before it is written.
     """
     dy, x, norm, statistics, dx_rows, dgamma, dbeta, dsum = call[:8]
-    wide = needs_pairs(x, dy, norm.gamma)
-    lift = _lifter(wide)
+    lift = _lifter(x)
     scale = _scale(norm, lift)
     sum_dgamma, sum_dbeta = _RowSum(), _RowSum()
     with np.errstate(all="ignore"):
@@ -202,7 +211,7 @@ def backward(call: Backward) -> None:
             counting = _Counting(call.where, rows, x.shape[1])
             cotangent = lift(dy[rows])
             if dx_rows is not None or dgamma is not None:
-                xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+                xhat, rstd = _rebuild(lift(x[rows]), statistics, rows)
             if dgamma is not None:
                 sum_dgamma.add(counting.only(cotangent * xhat))
             if dbeta is not None:
@@ -225,21 +234,13 @@ def backward(call: Backward) -> None:
                 total.put(result, pairs=call.sums == "pairs")
 
 
-# ---- arithmetic: the same words for float64 and for Wide ----
+# ---- arithmetic: the same words for float64 and for Pair ----
 
 
-def needs_pairs(x: Array, *others: Array | None) -> bool:
-    """Tell whether float64 has too few digits for x, or too small a range for float64 arrays beside it."""
+def _lifter(x: Array) -> Callable[[Any], Any]:
+    """Return what turns an array into the numbers to calculate with, exactly: the dtype of x decides."""
     if x.dtype == np.float64:
-        return True
-    some = (each for each in others if each is not None and each.dtype == np.float64)
-    return any(bool((np.abs(each) > _LARGEST).any()) for each in some)
-
-
-def _lifter(wide: bool) -> Callable[[Any], Any]:
-    """Return what turns an array into the numbers to calculate with, exactly."""
-    if wide:
-        return Wide.exactly
+        return Pair.exactly
     # A copy always, since blocks are calculated in place; in C order, since NumPy's pairwise
     # sums give other bits on other layouts.
     return lambda array: np.asarray(array).astype(np.float64, order="C")
@@ -256,11 +257,11 @@ def _scale(norm: Norm, lift: Callable[[Any], Any]) -> Any:
 
 def _rsqrt(v: Any) -> Any:
     # inf - inf = NaN: an infinite RMS row becomes NaN.
-    return v.rsqrt() if isinstance(v, Wide) else 1.0 / np.sqrt(v) + (v - v)
+    return v.rsqrt() if isinstance(v, Pair) else 1.0 / np.sqrt(v) + (v - v)
 
 
 def _round(v: Any, dtype: np.dtype[Any]) -> Array:
-    return v.round_to(dtype) if isinstance(v, Wide) else round_to(v, dtype)
+    return v.round_to(dtype) if isinstance(v, Pair) else round_to(v, dtype)
 
 
 def _center(
@@ -283,29 +284,21 @@ def _center(
     return centered, mean, mean_lo
 
 
-def _rebuild(x: Any, statistics: Statistics, rows: slice, wide: bool) -> tuple[Any, Any]:
+def _rebuild(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:
     """Return xhat and rstd of some rows from x and the statistics."""
-    if not wide:
-        rstd = statistics.rstd[rows, None]
-        if statistics.mean is not None:
-            x -= statistics.mean[rows, None]
-            x -= statistics.mean_lo[rows, None]
+    mean, mean_lo, rstd, rstd_lo, tail = (
+        None if word is None else word[rows, None] for word in statistics[:5]
+    )
+    if not isinstance(x, Pair):
+        if mean is not None:
+            x -= mean
+            x -= mean_lo
         x *= rstd
         return x, rstd
-    zero = np.zeros_like(statistics.rstd[rows, None])
-    tail, rstd_lo = (
-        zero if part is None else part[rows, None]
-        for part in (statistics.mean_tail, statistics.rstd_lo)
-    )
-    exponent: tuple[Any, Any] = (0, 0)
-    if statistics.exponent is not None:
-        both = statistics.exponent[rows].astype(np.int32)
-        exponent = both[:, :1], both[:, 1:]
-    # As x is carried: else xhat would have parts of extreme size, and products of three overflow.
-    scale = Wide(statistics.rstd[rows, None], rstd_lo, exponent[1]).moderate()
-    if statistics.mean is not None:
-        low = Wide(statistics.mean_lo[rows, None], tail, exponent[0])
-        x = x - Wide.exactly(statistics.mean[rows, None]) - low
+    zero = np.zeros_like(rstd)
+    scale = Pair(rstd, zero if rstd_lo is None else rstd_lo)
+    if mean is not None:
+        x = x - Pair(mean, zero) - Pair(mean_lo, zero if tail is None else tail)
     return x * scale, scale
 
 
@@ -322,18 +315,18 @@ class _Counting:
     """Which elements of some rows count: all, or those for which `where` is True."""
 
     def __init__(self, where: Any, rows: slice, n: int) -> None:
-        self._where = None if where is None else where[rows]
+        self.where = None if where is None else where[rows]
         self._count: Any = n
-        if self._where is not None:
-            self._count = np.count_nonzero(self._where, axis=-1, keepdims=True)
+        if self.where is not None:
+            self._count = np.count_nonzero(self.where, axis=-1, keepdims=True)
 
     def only(self, v: Any) -> Any:
         """Return `v`, 0 in the place of elements that do not count, whatever they are."""
-        if self._where is None:
+        if self.where is None:
             return v
-        if isinstance(v, Wide):
-            return Wide(self.only(v.hi), self.only(v.lo), v.exponent)
-        return np.where(self._where, v, 0.0)
+        if isinstance(v, Pair):
+            return Pair(self.only(v.hi), self.only(v.lo))
+        return np.where(self.where, v, 0.0)
 
     def mean(self, v: Any) -> Any:
         """Return the mean of each row over what counts."""
@@ -341,56 +334,25 @@ class _Counting:
 
     def share(self, column: Any) -> Any:
         """Return one number for each row, divided by the number of elements that count."""
-        return column.divided(self._count) if isinstance(column, Wide) else column / self._count
+        return column.divided(self._count) if isinstance(column, Pair) else column / self._count
 
 
-class _Keeper:
-    """Collects the statistics of all rows."""
-
-    def __init__(self, rows: int, n: int, wide: bool, kind: str) -> None:
-        self._n = n
-        mean, mean_lo = np.empty((2, rows)) if kind == "layer" else (None, None)
-        self._kept = Statistics(mean, mean_lo, np.empty(rows), np.empty(rows) if wide else None)
-        self._tail, self._exponent = np.zeros(rows), np.zeros((rows, 2), np.int16)
-
-    def __call__(self, rows: slice, found: Normalized) -> None:
-        kept, (_, mean, mean_lo, var, rstd) = self._kept, found
-        if kept.rstd_lo is None:
-            kept.rstd[rows] = rstd[:, 0]
-        else:
-            kept.rstd[rows], kept.rstd_lo[rows], self._exponent[rows, 1] = _folded(rstd)
-        if kept.mean is None:
-            return
-        kept.mean[rows] = mean[:, 0]
-        if kept.rstd_lo is None:
-            kept.mean_lo[rows] = mean_lo[:, 0]
-            return
-        kept.mean_lo[rows], tail, self._exponent[rows, 0] = _folded(mean_lo)
-        self._tail[rows] = np.where(self._matters(mean_lo, var), tail, 0.0)
-
-    @property
-    def statistics(self) -> Statistics:
-        """Third words and exponents only where a row needs them."""
-        return self._kept._replace(
-            mean_tail=self._tail if self._tail.any() else None,
-            exponent=self._exponent if self._exponent.any() else None,
-        )
-
-    def _matters(self, mean_lo: Wide, var: Wide) -> Array:
-        """Tell where the second word of mean_lo is more than the contract can lose."""
-        tail = Wide(mean_lo.lo, np.zeros_like(mean_lo.lo), mean_lo.exponent).magnitude()
-        # mean|x - mean| >= sqrt(var / n), by (sum|c|)**2 >= sum(c**2).
-        spread = (var.magnitude() - int(self._n).bit_length()) // 2 - 1
-        return (tail > spread - _TAIL_BITS)[:, 0]
+def _new_statistics(rows: int, kind: str, pairs: bool) -> Statistics:
+    mean, mean_lo, tail = np.empty((3, rows)) if kind == "layer" else (None, None, None)
+    low = np.empty(rows) if pairs else None
+    return Statistics(mean, mean_lo, np.empty(rows), low, tail if pairs else None)
 
 
-def _folded(v: Wide) -> tuple[Array, Array, Array]:
-    """Return the words of a column `v`, and the exponents that float64 cannot absorb."""
-    magnitude = v.magnitude()
-    far = np.abs(magnitude) > _HELD
-    kept = np.where(far & (v.hi != 0), magnitude, 0).astype(np.int32)
-    v = v.scaled_to(kept)
-    return v.hi[:, 0], v.lo[:, 0], kept[:, 0]
+def _keep(kept: Statistics, rows: slice, found: Normalized) -> None:
+    """Write the statistics of some rows."""
+    words: list[Any] = [found.mean, found.mean_lo, found.rstd, None, None]
+    if isinstance(found.rstd, Pair):
+        words[2:4] = found.rstd.hi, found.rstd.lo
+        if found.mean is not None:
+            words[1], words[4] = found.mean_lo.hi, found.mean_lo.lo
+    for word, column in zip(kept, words, strict=False):
+        if column is not None:
+            word[rows] = column[:, 0]  # type: ignore[index]
 
 
 class _RowSum:
@@ -416,7 +378,9 @@ class _RowSum:
         """Write the sum of all, rounded once; or add it to the partial sums in `result`."""
         if pairs:
             if self._partial:
-                result[...] = merged(result, as_partial(self.total()).reshape(result.shape))
+                total = self.total()
+                words = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
+                result[...] = merged(result, as_partial(*words, np.nan).reshape(result.shape))
             return
         found = _round(self.total(), result.dtype) if self._partial else np.zeros((), result.dtype)
         result[...] = found.reshape(result.shape if found.ndim else ())
@@ -430,7 +394,7 @@ class _RowSum:
 
 
 def _sum_rows(block: Any) -> Any:
-    if isinstance(block, Wide):
+    if isinstance(block, Pair):
         return block.sum_rows()
     while (rows := len(block)) > 1:
         half = (rows + 1) // 2

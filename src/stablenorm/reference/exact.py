@@ -1,5 +1,5 @@
 r"""
-Elements of y, dx, dgamma and dbeta in integers, rounded once: the lowest rung of rounding to nearest.
+Rows of y and dx, and columns of dgamma and dbeta, in integers, each element rounded once: the lowest rung.
 
 A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. With
 
@@ -14,7 +14,7 @@ where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G)
 set to 0. So every element is a rational number, beta, plus integers times powers of two over square
 roots of integers: one of y and dx, one for each row of dgamma.
 
-Each root is enclosed by one integer square root. If both ends of the sum round alike, that
+An integer square root encloses each root. If both ends of the sum round alike, that
 is the element. If not, terms whose radicands differ by the square of a rational are merged. Square
 roots of integers of which no two do so are linearly independent over the rationals (Besicovitch,
 J. London Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational and no tie, nor zero:
@@ -35,9 +35,6 @@ from stablenorm.types import Array, Norm
 
 # Bits of a root: enough for everything but ties and exact results.
 _BITS = 256
-
-# A power of two that float64 holds together with the 106 bits below it.
-_HELD = 500
 
 # For `_kind`: 30 of them, so that among 2**15 radicands hardly two are compared in vain.
 _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
@@ -101,11 +98,10 @@ class Row:
     __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
 
     def __init__(self, x: Array, norm: Norm, keep: bool = True) -> None:
-        eps = norm.eps
         self.integers, self.scale = _integers(x)
         self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
         squares = sum(map(mul, self.integers, self.integers))
-        numerator, denominator = eps.as_integer_ratio()
+        numerator, denominator = norm.eps.as_integer_ratio()
         t = 1 - denominator.bit_length()
         self.q = min(self.scale, t // 2) if numerator else self.scale
         self.shift = self.scale - self.q
@@ -116,14 +112,20 @@ class Row:
             self.integers = []
 
 
-# ---- elements of a row ----
+# ---- rows ----
 
 
-def signs(x: Array, norm: Norm) -> list[int]:
+def statistics(x: Array, norm: Norm) -> tuple[float, float]:
+    """Return the mean, 0 of RMS norm, and rstd of a row, each rounded once to float64."""
+    row, form = Row(x, norm), format_of(np.dtype(np.float64))
+    mean = _nearest(0, [(row.total, _root(row.n**2))], row.scale, form)
+    return mean, _nearest(0, [(row.n, _root(row.radicand))], -row.q, form)
+
+
+def signs(x: Array, norm: Norm) -> Array:
     """Return the signs of xhat: -1, 0 or 1."""
     row = Row(x, norm)
-    centered = (row.n * integer - row.total for integer in row.integers)
-    return [(c > 0) - (c < 0) for c in centered]
+    return np.array([np.sign(row.n * integer - row.total) for integer in row.integers], float)
 
 
 def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
@@ -131,44 +133,59 @@ def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any])
     row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
     n, total = row.n, row.total
     factors = [g * (n * integer - total) for g, integer in zip(scale, row.integers, strict=True)]
-    return _rounded(beta, factors, row.radicand, exponent + row.shift, dtype)
+    return _rounded(beta, factors, _root(row.radicand), exponent + row.shift, dtype)
 
 
 def dx_row(
-    dy: Array, x: Array, gamma: Array, norm: Norm, dtype: np.dtype[Any], dsum: Array
+    dy: Array, x: Array, gamma: Array, norm: Norm, dtype: np.dtype[Any], added: tuple[Any, ...]
 ) -> Array:
-    """Return dx of a row with dsum added, rounded once."""
+    """Return dx of a row, rounded once, with what is `added` to it: dsum, dmean / n and that of drstd."""
     row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
-    n, radicand, integers = row.n, row.radicand, row.integers
+    n, radicand, integers, (dsum, dmean, drstd) = row.n, row.radicand, row.integers, added
     cotangent, r = _integers(dy)
     g = list(map(mul, scale, cotangent))
     total = sum(g) if norm.kind == "layer" else 0
     inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
     # The part of (n g - total) V - (n X - row.total) inner that all elements share.
     same = row.total * inner - total * radicand
-    along, inner = n * radicand, n * inner
+    along, inner, unit = n * radicand, n * inner, r + exponent - row.q
     factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
-    return _rounded(dsum, factors, radicand**3, r + exponent - row.q, dtype)
+    if drstd:
+        # drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3)
+        ((number, place),) = _pairs(np.array([drstd]))
+        place += row.shift - 2 * row.q
+        places, unit = (unit, place), min(unit, place)
+        number = number * n << place - unit
+        factors = [
+            (factor << places[0] - unit) - number * (n * integer - row.total)
+            for factor, integer in zip(factors, integers, strict=True)
+        ]
+    ((number, place),) = _pairs(np.array([dmean]))
+    mean = (number, place, _root(n * n)) if dmean else None
+    return _rounded(dsum, factors, _root(radicand**3), unit, dtype, mean)
 
 
 def _rounded(
-    offset: Array, factors: list[int], radicand: int, unit: int, dtype: np.dtype[Any]
+    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = None
 ) -> Array:
-    """Round ``offset + factor * 2**unit / sqrt(radicand)``, each once."""
+    """Round ``offset + factor * root * 2**unit``, each once; `more`: one factor, unit and root for all."""
     offsets, place = _integers(offset)
-    root, form = _root(radicand), format_of(dtype)
-    least = min(unit - root.bits, place)
-    shift, places = unit - root.bits - least, place - least
+    form, bits = format_of(dtype), root.bits
+    least = min(unit - bits, place, more[1] if more else place)
+    shift, places, shared = unit - bits - least, place - least, []
+    if more:
+        shared = [(more[0] << more[1] - least, more[2])]
     found = []
     for number, term in zip(offsets, factors, strict=True):
         factor, number = term << shift, number << places  # noqa: PLW2901
         if root.whole:
-            quotient, rest = divmod(factor << root.bits, root.whole)
+            quotient, rest = divmod(factor << bits, root.whole)
             low, high = number + quotient, number + quotient + (rest != 0)
         else:
             low, high = sorted((number + factor * root.floor, number + factor * (root.floor + 1)))
-        if (value := _round(low, high, least, form)) is None:
-            value = _nearest(number, [(factor << root.bits, root)], least, form)
+        value = None if shared else _round(low, high, least, form)
+        if value is None:
+            value = _nearest(number, [(factor << bits, root), *shared], least, form)
         found.append(value)
     return np.array(found).astype(dtype)
 
@@ -210,7 +227,10 @@ class ExactSum:
                 terms[row.radicand] = terms.get(row.radicand, 0) + term
         return cls(unit, 0, terms)
 
-    def __add__(self, other: "ExactSum") -> "ExactSum":
+    def __add__(self, other: "ExactSum | float") -> "ExactSum | float":
+        if not isinstance(other, ExactSum):
+            # A sum that is not finite.
+            return other
         unit = min(self.unit, other.unit)
         here, there = self.unit - unit, other.unit - unit
         terms = {radicand: factor << here for radicand, factor in self.terms.items()}
@@ -218,24 +238,19 @@ class ExactSum:
             terms[radicand] = terms.get(radicand, 0) + (factor << there)
         return ExactSum(unit, (self.offset << here) + (other.offset << there), terms)
 
-    def partial(self) -> tuple[float, float, float, int]:
-        """Return the sum as `partial` has it: two words, a bound of what they leave out, and an exponent."""
-        terms = [(factor, _root(radicand)) for radicand, factor in self.terms.items() if factor]
-        low, high, unit = _enclosed(self.offset, terms, self.unit)
-        size = max(abs(low), abs(high)).bit_length() + unit
-        # Beyond these, float64 may not hold the words.
-        exponent = size if abs(size) > _HELD else 0
-        scaled, float64 = self.scaled(-exponent), np.dtype(np.float64)
-        first = scaled.rounded(float64, {})
-        rest = scaled + ExactSum.of_numbers(np.array([-first]))
-        second = rest.rounded(float64, {})
-        last = rest + ExactSum.of_numbers(np.array([-second]))
-        is_exact = not last.offset and not any(last.terms.values())
-        return first, second, 0.0 if is_exact else max(abs(first) * 2.0**-104, 2.0**-1000), exponent
+    __radd__ = __add__
 
-    def scaled(self, exponent: int) -> "ExactSum":
-        """Return the sum times ``2**exponent``."""
-        return ExactSum(self.unit + exponent, self.offset, self.terms)
+    def words(self) -> tuple[float, float, float]:
+        """Return the sum as `partial` has it: two words, and a bound of what they leave out."""
+        float64 = np.dtype(np.float64)
+        first = self.rounded(float64, {})
+        if math.isinf(first):
+            return first, 0.0, 0.0
+        rest: Any = self + ExactSum.of_numbers(np.array([-first]))
+        second = rest.rounded(float64, {})
+        last: Any = rest + ExactSum.of_numbers(np.array([-second]))
+        is_exact = not last.offset and not any(last.terms.values())
+        return first, second, 0.0 if is_exact else abs(first) * 2.0**-104 + 2.0**-1070
 
     def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
         """Return the sum rounded to `dtype`; `roots` gathers those that other sums may have as well."""

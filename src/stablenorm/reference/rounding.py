@@ -23,19 +23,9 @@ def round_to(value: Array, dtype: np.dtype[Any]) -> Array:
     return value.astype(dtype, copy=False)
 
 
-def round_sum_to(hi: Array, lo: Array, exponent: Array | int, dtype: np.dtype[Any]) -> Array:
-    """Round ``(hi + lo) * 2**exponent`` once to `dtype`; `hi` is the sum rounded to float64."""
-    if dtype.type is not np.float64:
-        odd = _sum_to_odd(hi, lo)
-        # What ldexp loses to float64's own range is far beyond the range of a narrower type.
-        return round_to(odd if _is_zero(exponent) else np.ldexp(odd, exponent), dtype)
-    if _is_zero(exponent):
-        return hi
-    return np.ldexp(_off_midpoint(hi, lo, exponent), exponent)
-
-
-def _is_zero(exponent: Array | int) -> bool:
-    return isinstance(exponent, int) and exponent == 0
+def round_sum_to(hi: Array, lo: Array, dtype: np.dtype[Any]) -> Array:
+    """Round ``hi + lo`` once to `dtype`; `hi` is the sum rounded to float64."""
+    return hi if dtype.type is np.float64 else round_to(_sum_to_odd(hi, lo), dtype)
 
 
 def _sum_to_odd(hi: Array, lo: Array) -> Array:
@@ -44,22 +34,6 @@ def _sum_to_odd(hi: Array, lo: Array) -> Array:
     inexact = (lo != 0) & np.isfinite(hi)
     toward = np.copysign(np.inf, lo)
     return np.where(even & inexact, np.nextafter(hi, toward), hi)
-
-
-def _off_midpoint(hi: Array, lo: Array, exponent: Array | int) -> Array:
-    """
-    Move `hi` off a midpoint of the subnormal grid, to the side on which `lo` is.
-
-    Only there is ``ldexp(hi, exponent)`` a second rounding that can go wrong: a `hi` that lies
-    exactly between two subnormals would go to the even one, whatever `lo` says.
-    """
-    rounded = np.ldexp(hi, exponent)
-    lost = hi - np.ldexp(rounded, np.negative(exponent))
-    # Half of the smallest subnormal, 2**-1074, in the scale of `hi`.
-    half = np.ldexp(1.0, -1075 - np.asarray(exponent))
-    # Nothing lost is no midpoint: `half` itself underflows to 0 where results are normal.
-    midpoint = (lost != 0) & (np.abs(lost) == half) & (lo != 0) & np.isfinite(rounded)
-    return np.where(midpoint, np.nextafter(hi, np.copysign(np.inf, lo)), hi)
 
 
 def _to_odd_float32(value: Array) -> Array:

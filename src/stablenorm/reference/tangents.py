@@ -14,6 +14,8 @@ ddbeta of what it makes, and with ``g = scale * dy``::
     dx     = J (ddgamma * dy) - rstd * (mean(g * xhat) * J ddx
                                         + mean(ddx * xhat) * J g + xhat * mean(ddx * J g))
 
+Results of float64 rows that are out of range, beyond about 2**200 or below 2**-200, are NaN.
+
 docs/explanation/derivation.md derives these lines, D21, D29 and D30. The precision, the blocks and
 the sums are those of `stablenorm.reference.equations`.
 """
@@ -34,7 +36,6 @@ from stablenorm.reference.equations import (
     _round,
     _RowSum,
     _scale,
-    needs_pairs,
     project,
 )
 
@@ -48,13 +49,12 @@ def jvp(call: Jvp) -> None:
     ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
     """
     tx, x, norm, statistics, tgamma, tbeta, ty, where = call
-    wide = needs_pairs(x, tx, norm.gamma, tgamma, tbeta)
-    lift = _lifter(wide)
+    lift = _lifter(x)
     parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
-            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows)
             moved = _jacobian(lift(tx[rows]), xhat, rstd, norm.kind, counting.mean)
             ty[rows] = _round(counting.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
@@ -68,14 +68,13 @@ def double_backward(call: DoubleBackward) -> None:
     (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
     """
     ddx, dy, x, norm, statistics, ddgamma, ddbeta, ddy, dx, dgamma, where = call
-    wide = needs_pairs(x, ddx, dy, norm.gamma, ddgamma, ddbeta)
-    lift = _lifter(wide)
+    lift = _lifter(x)
     scale, *of_xhat = _scale(norm, lift), _parameter(ddgamma, lift), _parameter(ddbeta, lift)
     sum_dgamma = _RowSum()
     with np.errstate(all="ignore"):
         for rows in _blocks(x.shape):
             counting = _Counting(where, rows, x.shape[1])
-            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows, wide)
+            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows)
             mean, only = counting.mean, counting.only
             jacobian = partial(_jacobian, xhat=xhat, rstd=rstd, kind=norm.kind, mean=mean)
             cotangent, tangent = lift(dy[rows]), lift(ddx[rows])

@@ -1,0 +1,204 @@
+"""
+Rows and columns of a call that float64 and pairs cannot certify, done with integers: about a microsecond an element.
+
+With ``rounding="nearest"``, kernels leave elements here whose bound has a midpoint within, ties above all; the NumPy
+backend leaves all. With any rounding, both leave the rows that are out of the range of pairs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from stablenorm.call import Backward, Forward
+from stablenorm.reference import exact
+from stablenorm.reference.equations import _BLOCK, _blocks
+from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
+from stablenorm.types import Array, Norm, Statistics
+
+_FLOAT64 = np.dtype(np.float64)
+
+
+@np.errstate(all="ignore")
+def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
+    """Write y of these rows, and the statistics of those that are out of range: they have no rstd_lo."""
+    norm, y = call.norm, call.y
+    for i in rows.tolist():
+        some, (row,) = _counted(call, i, call.x)
+        if y is not None:
+            gamma = _parameter(norm.gamma, 1, some, row)
+            y[i] = 0
+            y[i, some] = _affine(row, gamma, _parameter(norm.beta, 0, some, row), norm, y.dtype)
+        if kept is None or kept.rstd_lo is None:
+            continue
+        if np.isnan(kept.rstd[i]) or not np.isnan(kept.rstd_lo[i]):
+            continue
+        mean, kept.rstd[i] = row[0], np.inf
+        if _has_norm(row, norm):
+            mean, kept.rstd[i] = exact.statistics(row, norm)
+        for word, value in zip(
+            (kept.mean, kept.mean_lo, kept.mean_tail), (mean, 0.0, 0.0), strict=True
+        ):
+            if word is not None:
+                word[i] = value
+
+
+@np.errstate(all="ignore")
+def finish_backward(
+    call: Backward, rows: Array, columns: Any, unsummed: Array | None = None, partial: Any = None
+) -> None:
+    """
+    Write dx of some rows, and the `columns` of dgamma and dbeta that are uncertified, two rows of bool.
+
+    `partial` are the sums over all rows but those that are `unsummed`, if there are any; then all columns are written.
+    """
+    # The sums come first: dx may be written over dy.
+    for k, total in enumerate((call.dgamma, call.dbeta)):
+        if total is None:
+            continue
+        uncertified = None if columns is None else columns[k]
+        if unsummed is not None:
+            part = _with_rows(call, k, unsummed, partial[k])
+            if total.dtype == PARTIAL:
+                total[...] = part
+                continue
+            total[...], uncertified = rounded(part, total.dtype)
+            # Terms of rows out of range may have vanished.
+            uncertified = uncertified | (part["high"] == 0)
+        roots = dict[int, exact.Root]()
+        for j, value in exact_sums(call, k, np.flatnonzero(uncertified)):
+            if total.dtype == PARTIAL:
+                words = (value, 0.0, 0.0) if isinstance(value, float) else value.words()
+                total[j] = merged(total[j : j + 1], np.array([words], PARTIAL))[0]
+            else:
+                total[j] = value if isinstance(value, float) else value.rounded(total.dtype, roots)
+    if call.dx is not None:
+        for i in rows.tolist():
+            _write_dx(call, i)
+
+
+def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array:
+    """Add the terms of some rows to partial sums, dgamma (0) or dbeta (1)."""
+    norm = call.norm._replace(gamma_offset=0.0)
+    for i in rows.tolist():
+        some, (row, dy) = _counted(call, i, call.x, call.dy)
+        high, low = np.zeros((2, call.x.shape[1]))
+        if which == 1:
+            high[some] = dy
+        else:
+            # dy xhat in two words: y with dy in the place of gamma, and the rest of it.
+            first = _affine(row, dy, np.zeros(len(row)), norm, _FLOAT64)
+            high[some] = first
+            low[some] = _affine(row, dy, -first, norm, _FLOAT64)
+        error = np.abs(high) * 2.0**-104 + 2.0**-1070 if which == 0 else 0.0
+        partial = merged(partial, as_partial(high, low, error))
+    return partial
+
+
+def _write_dx(call: Backward, i: int) -> None:
+    norm = call.norm
+    some, (row, dy) = _counted(call, i, call.x, call.dy)
+    gamma = _parameter(norm.gamma, 1, some, row)
+    dx = np.zeros(call.x.shape[1]) if call.dsum is None else call.dsum[i].astype(np.float64)
+    extra = (0.0 if each is None else each[i] for each in (call.dmean, call.drstd))
+    added = [_split(each) for each in (dx[some], *extra)]
+    dx = dx.astype(call.dx.dtype)
+    if _has_norm(row, norm) and np.isfinite(gamma).all() and np.isfinite(dy).all():
+        finite, infinite = zip(*added, strict=True)
+        result = exact.dx_row(dy, row, gamma, norm, dx.dtype, finite)
+        extended = infinite[0] + infinite[1]
+        if infinite[2]:
+            extended = extended - infinite[2] * exact.signs(row, norm)
+        dx[some] = np.where(extended == 0, result, extended)
+    else:
+        dx[some] = np.nan
+    call.dx[i] = dx
+
+
+def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int, Any]]:
+    """Yield columns of dgamma (0) or dbeta (1), and their exact sums; a float where that is not finite."""
+    dy, x = call[:2]
+    known: list[exact.Row] = []
+    has_norm = _have_norms(call) if which == 0 and columns.size else np.ones(len(x), bool)
+    step = max(1, _BLOCK // max(len(x), 1))
+    for some in (columns[start : start + step] for start in range(0, len(columns), step)):
+        counted = True if call.where is None else call.where[:, some]
+        values, extended = _split(np.where(counted, dy[:, some].astype(np.float64), 0.0))
+        if which == 0:
+            for i in np.flatnonzero((extended != 0).any(axis=1) & has_norm).tolist():
+                extended[i] *= _signs(call, i)[some]
+            extended[~has_norm] = np.nan
+            extended = np.where(counted, extended, 0.0)
+        total = extended.sum(axis=0)
+        if which == 0 and not known and (total == 0).any():
+            rows = (
+                _counted(call, i, x)[1][0] if ok else np.zeros(1) for i, ok in enumerate(has_norm)
+            )
+            known = [exact.Row(row, call.norm, keep=False) for row in rows]
+        others = np.where(counted, x[:, some].astype(np.float64), 0.0)
+        for k, j in enumerate(some.tolist()):
+            if total[k] != 0:
+                # There is one NaN.
+                yield j, np.nan if np.isnan(total[k]) else float(total[k])
+            elif which == 1:
+                yield j, exact.ExactSum.of_numbers(values[:, k])
+            else:
+                yield j, exact.ExactSum.of_products(values[:, k], others[:, k], known)
+
+
+# ---- one row ----
+
+
+def _counted(call: Any, i: int, *arrays: Array) -> tuple[Any, list[Array]]:
+    """Return the columns of a row that count, and these of the arrays in float64."""
+    some = slice(None) if call.where is None else call.where[i]
+    return some, [each[i, some].astype(np.float64) for each in arrays]
+
+
+def _parameter(parameter: Array | None, default: float, some: Any, row: Array) -> Array:
+    if parameter is None:
+        return np.full(len(row), float(default))
+    return parameter.ravel()[some].astype(np.float64)
+
+
+def _has_norm(row: Array, norm: Norm) -> bool:
+    """Tell whether all is finite, and not of zero variance with eps = 0."""
+    same = row[0] if norm.kind == "layer" else 0.0
+    return bool(np.isfinite(row).all() and (norm.eps != 0 or (row != same).any()))
+
+
+def _have_norms(call: Backward) -> Array:
+    if call.where is None and call.norm.eps != 0:
+        return np.concatenate(
+            [np.isfinite(call.x[rows]).all(axis=1) for rows in _blocks(call.x.shape)]
+        )
+    every = (_counted(call, i, call.x)[1][0] for i in range(len(call.x)))
+    return np.fromiter((_has_norm(row, call.norm) for row in every), bool, len(call.x))
+
+
+def _affine(row: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
+    """Return y of a row; infinite gamma and beta, and NaN, as in extended reals."""
+    if not _has_norm(row, norm):
+        return np.full(len(row), np.nan, dtype)
+    (scale, far), (shift, away) = _split(gamma), _split(beta)
+    result = exact.y_row(row, scale, shift, norm, dtype)
+    if far.any() or away.any():
+        # The sign of xhat decides that of an infinite product; 0 * inf is NaN, of which there is one.
+        extended = np.where(far == 0, 0.0, far * exact.signs(row, norm)) + away
+        odd = (far != 0) | (away != 0)
+        result[odd] = np.where(np.isnan(extended), np.nan, extended)[odd]
+    return result
+
+
+def _signs(call: Backward, i: int) -> Array:
+    """Return the signs of xhat of a row, 0 in the place of elements that do not count."""
+    signs = np.zeros(call.x.shape[1])
+    some, (row,) = _counted(call, i, call.x)
+    signs[some] = exact.signs(row, call.norm)
+    return signs
+
+
+def _split(values: Any) -> tuple[Array, Array]:
+    """Return what is finite and what is not, zeros between."""
+    finite = np.isfinite(values)
+    return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
