@@ -23,10 +23,9 @@ bool forward(const double* x, Index n, double k, const double* given, double eps
     statistics<LAYER>(&x, c, 1, of);
     const double* row[] = {of.mean, of.rest, of.tail, of.rstd, of.rstd_low, of.spread};
     for (int i = 0; i < 6; i++) words[6 + i] = row[i][0];
-    auto write = LAYER && of.far[0] != 0 ? write_y<LAYER, LAYER, ToPairs> : write_y<LAYER, false, ToPairs>;
-    write(x, {{y, y + apart, y + 2 * apart}}, n, of, 0, {given, given + apart, given + 2 * apart});
+    write_y<LAYER>(x, ToPairs{{y, y + apart, y + 2 * apart}}, n, of, 0, {given, given + apart, given + 2 * apart});
     for (Index j = 0; j < n; j++) y[2 * apart + j] *= row_bound(n);
-    return is_extreme(of, 0, x, n, LAYER);
+    return is_out_of_range(of, 0, x, n, LAYER);
 }
 
 // One row of a tile: what is done of it is added to `sums`.
@@ -90,7 +89,7 @@ void backward(const float* dy, const float* x, Index n, const Call& c, const Sta
 }
 
 // dgamma and dbeta of 8 columns at a time: high and low parts, and bounds. Words of each row: rms(xhat), mean, rest, rstd.
-void closely(bool rms, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
+void closely(bool rms, bool deep, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
     Call c;
     c.rms = rms, c.rows = rows, c.n = n, c.eps = eps;
     c.spread = words, c.mean = words + rows, c.rest = words + 2 * rows, c.rstd = words + 3 * rows;
@@ -102,7 +101,8 @@ void closely(bool rms, const float* dy, const float* x, Index rows, Index n, dou
     const Index columns[] = {0, 1, 2, 3, 4, 5, 6, 7};
     for (Index j = 0; j < n; j += 8)
         for (int which = 0; which < 2; which++) {
-            Close of = sum_closely(c, which, j, columns, n - j < 8 ? n - j : 8);
+            auto how = deep ? rms ? sum_closely<false, true> : sum_closely<true, true> : rms ? sum_closely<false, false> : sum_closely<true, false>;
+            Close of = how(c, which, j, columns, n - j < 8 ? n - j : 8);
             double* at = sums + 3 * which * apart + j;
             store(at, of.sum.high), store(at + apart, of.sum.low), store(at + 2 * apart, spread<8>(1.02) * of.error);
         }
@@ -212,8 +212,8 @@ void doubts_of(int layer, int half, const float* dy, const float* x, Index n, co
 void at_midpoints_of(int layer, const float* dy, const float* x, Index n, const double* gamma, Index* tried, Index* wrong) {
     (layer ? narrow::at_midpoints<true> : narrow::at_midpoints<false>)(dy, x, n, gamma, tried, wrong);
 }
-void sum_closely_of(int layer, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
-    narrow::closely(!layer, dy, x, rows, n, eps, words, apart, sums);
+void sum_closely_of(int layer, int deep, const float* dy, const float* x, Index rows, Index n, double eps, double* words, Index apart, double* sums) {
+    narrow::closely(!layer, deep, dy, x, rows, n, eps, words, apart, sums);
 }
 double sum_bound(double a, double b, double of_dy, double of_xhat, double rows) { return bound_of_sum({a, b}, spread<8>(of_dy), spread<8>(of_xhat), rows).v[0][0]; }
 void settle_sums(double* sums, Index apart, Index n) { pairs::settle_columns({sums, apart, true}, n); }

@@ -193,7 +193,7 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
     given, sums, rated = np.zeros((6, apart)), np.zeros((4, apart)), {}
     given[0, :n], given[2, :n], given[3] = gamma, beta, 1.0
     exact_gamma, exact_beta, worst = exactly(gamma), exactly(beta), np.zeros(2)
-    terms, kept, close = [], np.zeros((4, rows)), np.zeros((2, 3, apart))
+    terms, kept = [], np.zeros((4, rows))
 
     def see(name, error, bound):
         rated[name] = max(rated.get(name, 0.0), largest(error, exactly(bound)))
@@ -220,7 +220,9 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
         worst = np.maximum(worst, words[1:3])
         kept[:, i] = words[[0, 6, 7, 8]]
     worst[0] += min(rows, 32) * U
-    steps.sum_closely_of(*given_to(layer, dy, x, rows, n, eps, kept, apart, close))
+    closely = np.zeros((2, 2, 3, apart))
+    for deep in (0, 1):
+        steps.sum_closely_of(*given_to(layer, deep, dy, x, rows, n, eps, kept, apart, closely[deep]))
     for which, name in enumerate(("dgamma", "dbeta")):
         of_sums = worst if which == 0 else (0.0, min(rows, 32) * U)
         squares = [map(float, sums[k, :n]) for k in (2, 3)]
@@ -230,12 +232,13 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
         ]
         exact = np.sum([each[which] for each in terms], axis=0)
         see(name, abs(exactly(sums[which, :n]) - exact), np.array(bounds))
-        high, low, bound = close[which, :, :n]
-        error = abs(exactly(high) + exactly(low) - exact)
-        if which == 0:
-            see("dgamma, closely", error, bound)
-        else:
-            assert (error[bound == 0] == 0).all()
+        for close, title in zip(closely, ("dgamma, closely", "dgamma, in pairs"), strict=True):
+            high, low, bound = close[which, :, :n]
+            error = abs(exactly(high) + exactly(low) - exact)
+            if which == 0:
+                see(title, error, bound)
+            else:
+                assert (error[bound == 0] == 0).all()
     return rated
 
 
@@ -274,7 +277,8 @@ def test_no_input_breaks_a_bound_of_float64(kind, far, rng, steps):
                 worst[name] = max(share, worst.get(name, 0.0))
     assert max(worst.values()) < 1, worst
     # Nor are they idle.
-    assert min(worst.values()) > 0.02, worst
+    idle = {name for name, share in worst.items() if not share > 0.02}
+    assert idle <= {"dgamma, in pairs"}, worst
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])

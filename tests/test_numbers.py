@@ -58,18 +58,13 @@ def test_sums_of_two_round_once(dtype):
     hi = np.concatenate([hi, np.array([1.0, 1.5, 3.0, 5.0, 2.0**52 + 1, 2.0**52 + 0.5])])
     hi = np.repeat(hi, 3)
     lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
-    for exponent in (0, 3, -1074, -1075, -1060, -1050, 900):
-        shift = np.full(hi.shape, exponent, np.int32) if exponent else 0
-        with np.errstate(all="ignore"):
-            actual = round_sum_to(hi, lo, shift, dtype).astype(np.float64)
-        expected = [
-            to_nearest((Fraction(float(h)) + Fraction(float(t))) * Fraction(2) ** exponent, dtype)
-            for h, t in zip(hi, lo, strict=True)
-        ]
-        np.testing.assert_array_equal(actual, expected, err_msg=f"exponent {exponent}")
-
-
-# ---- bounds ----
+    with np.errstate(all="ignore"):
+        actual = round_sum_to(hi, lo, dtype).astype(np.float64)
+    expected = [
+        to_nearest(Fraction(float(h)) + Fraction(float(t)), dtype)
+        for h, t in zip(hi, lo, strict=True)
+    ]
+    np.testing.assert_array_equal(actual, expected)
 
 
 # ---- sums of parts ----
@@ -77,10 +72,8 @@ def test_sums_of_two_round_once(dtype):
 
 def fraction(part):
     """Return the value and the error of one element."""
-    unit = Fraction(2) ** int(part["exponent"])
-    return (Fraction(float(part["high"])) + Fraction(float(part["low"]))) * unit, Fraction(
-        float(part["error"])
-    ) * unit
+    high, low, error = (Fraction(float(part[name])) for name in ("high", "low", "error"))
+    return high + low, error
 
 
 def some_parts(rng, count):
@@ -91,7 +84,6 @@ def some_parts(rng, count):
         parts["high"] * 2.0 ** rng.integers(-80, -54, count) * rng.choice([0, 1, -1], count)
     )
     parts["error"] = 2.0 ** rng.integers(-110, 5, count) * rng.choice([0, 1], count)
-    parts["exponent"] = rng.integers(-1, 2, count) * rng.choice([0, 1, 900, 3000], count)
     return parts
 
 
@@ -120,20 +112,20 @@ def test_an_error_that_nobody_knows_stays_unknown(rng):
     total = merged(a, b)
     assert np.isnan(total["error"]).all()
     a["error"] = 0
-    for word in ("high", "low", "exponent"):
+    for word in ("high", "low"):
         assert total[word].tobytes() == merged(a, b)[word].tobytes()
     assert not rounded(total, np.dtype("f4"))[1].any()
 
 
 def test_an_infinite_error_leaves_all_open(dtype):
-    parts = np.array([(1.0, 0.0, np.inf, 0), (np.inf, 0.0, 0.0, 0), (1.0, 0.0, 0.0, 0)], PARTIAL)
-    exact = np.array([(2.0, 0.0, 0.0, 1)] * 3, PARTIAL)
-    assert rounded(merged(parts, exact), np.dtype(dtype))[1].tolist() == [True, False, False]
+    parts = np.array([(1.0, 0.0, np.inf), (np.inf, 0.0, 0.0), (1.0, 0.0, 0.0)], PARTIAL)
+    exact = np.array([(2.0, 0.0, 0.0)] * 3, PARTIAL)
+    # An infinite sum may have left float64's range only in between.
+    assert rounded(merged(parts, exact), np.dtype(dtype))[1].tolist() == [True, True, False]
 
 
 def test_rounded_decides_what_the_error_allows(dtype, rng):
     parts = some_parts(rng, 600)
-    parts["exponent"] = rng.choice([0, 0, -1, -140, -1074], 600)
     # Midpoints, and next to them.
     parts["high"] %= 2.0**12
     parts["low"] = (

@@ -201,8 +201,8 @@ PROGRAMS: dict[str, Callable[[int, int, int, bool], tuple[Cost, Cost]]] = {
 
 
 def _statistics(s: int, is_layer: bool) -> int:
-    """Bytes per row of the mean (two words, none of RMS norm) and rstd (one word, of float64 data two)."""
-    return (16 if s == 8 else 8) + 16 * is_layer
+    """Bytes per row: two words of the mean and one of rstd, one more each of float64 data; no mean of RMS norm."""
+    return (8 + 16 * is_layer) + (8 + 8 * is_layer) * (s == 8)
 
 
 def _itemsize(dtype: Any) -> int:

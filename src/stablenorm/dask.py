@@ -279,7 +279,7 @@ def backward(
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
     for i, parameter in enumerate(norm[:2]):
         given = NAMES[i + 1] in asked and parameter is not None
-        found.append(_sum(made, i, of_dy, block, norm.rounding == "nearest") if given else None)
+        found.append(_sum(made, i, of_dy, block) if given else None)
     return Gradients(*found)
 
 
@@ -289,25 +289,23 @@ def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradie
     return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
 
 
-def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...], nearest: bool) -> Array:
+def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...]) -> Array:
     """
     Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`.
 
-    Columns that rounding to nearest leaves undecided are asked of each block again, as exact sums.
+    Uncertified columns are asked of each block again, as exact sums.
     """
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), sums.merged, parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    exact: Operand = None, None
-    if nearest:
-        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
-        exact = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
+    asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
+    exact = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
     return of_blocks(renamed(made, what), _decided, found, exact, dtype=like.dtype)
 
 
 def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
-    """Return the exact sums over a block of the columns that are undecided."""
+    """Return the exact sums over a block of the columns that are uncertified."""
     columns: list[Any] = [None, None]
     columns[i] = found[1]
     return functional_backward.exact_sums(dy, _filled(*block), columns, threads_of_task())[i]

@@ -269,5 +269,8 @@ def _with_old(exact: Array, open_: Array, old: Array) -> Array:
     found = exact.copy()
     for place in zip(*np.nonzero(open_), strict=True):
         number = old[place].astype(np.float64)
+        if np.isnan(number):
+            # There is one NaN.
+            number = np.nan
         found[place] += ExactSum.of_numbers(number[None]) if np.isfinite(number) else float(number)
     return found

@@ -163,7 +163,7 @@ def _leaves_range(found: Normalized, eps: Any, x: Array, kind: str, counting: "_
 
 def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
     """Tell whether a number, infinity included, is beyond LARGEST, or nearer to 0 than `least`."""
-    sizes = (np.abs(each) for each in arrays if each is not None)
+    sizes = (np.abs(each.astype(np.float64)) for each in arrays if each is not None)
     return any(bool(((size > LARGEST) | ((size < least) & (size != 0))).any()) for size in sizes)
 
 
@@ -172,14 +172,12 @@ def out_of_range(call: Backward) -> Array:
     dy, kept = call.dy, call.statistics
     if dy.dtype != np.float64 and kept.rstd_lo is None:
         return np.zeros(len(dy), bool)
-    size = np.abs(dy.astype(np.float64))
-    found = size > LARGEST
-    if kept.rstd_lo is not None:
-        found |= (size < SMALLEST) & (size != 0)
-    if call.where is not None:
-        found &= call.where
-    rows: Array = found.any(axis=1)
-    return rows if kept.rstd_lo is None else rows | (np.isnan(kept.rstd_lo) & ~np.isnan(kept.rstd))
+    out = np.zeros(len(dy), bool)
+    least = 0.0 if kept.rstd_lo is None else SMALLEST
+    for rows in _blocks(dy.shape):
+        size = np.abs(_Counting(call.where, rows, dy.shape[1]).only(dy[rows].astype(np.float64)))
+        out[rows] = ((size > LARGEST) | ((size < least) & (size != 0))).any(axis=1)
+    return out if kept.rstd_lo is None else out | (np.isnan(kept.rstd_lo) & ~np.isnan(kept.rstd))
 
 
 def add(x: Array, residual: Array, total: Array) -> None:
