@@ -222,7 +222,9 @@ def rate_narrow(steps, kind, far, x, dy, gamma, beta, eps):
     worst[0] += min(rows, 32) * U
     closely = np.zeros((2, 2, 3, apart))
     for deep in (0, 1):
-        steps.sum_closely_of(*given_to(layer, deep, dy, x, rows, n, eps, kept, apart, closely[deep]))
+        steps.sum_closely_of(
+            *given_to(layer, deep, dy, x, rows, n, eps, kept, apart, closely[deep])
+        )
     for which, name in enumerate(("dgamma", "dbeta")):
         of_sums = worst if which == 0 else (0.0, min(rows, 32) * U)
         squares = [map(float, sums[k, :n]) for k in (2, 3)]

@@ -16,7 +16,7 @@ from stablenorm.backends import implementation, run
 from stablenorm.call import WRITTEN, Backward, Forward, change, part
 from stablenorm.functional.layout import Layout
 from stablenorm.reference.equations import add
-from stablenorm.reference.exact import ExactSum, Root
+from stablenorm.reference.exact import ExactSum, Root, round_sum
 from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Statistics, joined
 
@@ -252,10 +252,7 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
 def decided(values: Array, open_: Array, exact: Array) -> Array:
     """Return what `partial.rounded` did, with the exact sums over all rows where that was left open."""
     result, roots = values.copy(), dict[int, Root]()
-    result[open_] = [
-        each if isinstance(each, float) else each.rounded(values.dtype, roots)
-        for each in exact[open_]
-    ]
+    result[open_] = [round_sum(each, values.dtype, roots) for each in exact[open_]]
     return result
 
 
@@ -269,8 +266,5 @@ def _with_old(exact: Array, open_: Array, old: Array) -> Array:
     found = exact.copy()
     for place in zip(*np.nonzero(open_), strict=True):
         number = old[place].astype(np.float64)
-        if np.isnan(number):
-            # There is one NaN.
-            number = np.nan
         found[place] += ExactSum.of_numbers(number[None]) if np.isfinite(number) else float(number)
     return found

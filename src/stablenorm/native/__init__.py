@@ -124,11 +124,13 @@ def _finish_backward(
 ) -> None:  # fmt: skip
     """Write dx of the marked rows, add the rows that are not in the sums, and write the uncertified columns."""
     n = x.shape[-1]
-    dy, x, dx, dsum = (None if each is None else _as_matrix(each) for each in (dy, x, out.dx, dsum))
-    sums = out[1:]
+    like_x = (dy, x, out.dx, dsum)
+    rows_of: Any = [None if each is None else _as_matrix(each) for each in like_x]
+    sums: Any = out[1:]
     if samples > 1:
         sums = [None if each is None else each.reshape(samples, n) for each in sums]
-    call = Backward(dy, x, norm, kept, dx, *sums, dsum, samples=samples)
+    of_dy, of_x, of_dx, of_dsum = rows_of
+    call = Backward(of_dy, of_x, norm, kept, of_dx, sums[0], sums[1], of_dsum, samples=samples)
     of_sample, columns = marks.reshape(samples, -1), columns.reshape(samples, 2, n)
     for i in np.flatnonzero(of_sample.any(axis=1) | columns.any(axis=(1, 2))).tolist():
         rows, unsummed = np.flatnonzero(of_sample[i]), np.flatnonzero(of_sample[i] & _UNSUMMED)

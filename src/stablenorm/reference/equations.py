@@ -158,7 +158,8 @@ def _leaves_range(found: Normalized, eps: Any, x: Array, kind: str, counting: "_
     for i in np.flatnonzero(within & (var == 0)).tolist():
         some = x[i] if counting.where is None else x[i][counting.where[i]]
         within[i] = (some == (some[0] if kind == "layer" else 0)).all()
-    return ~within & np.isfinite(x).all(axis=1)
+    left: Array = ~within & np.isfinite(x).all(axis=1)
+    return left
 
 
 def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
@@ -284,9 +285,8 @@ def _center(
 
 def _rebuild(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:
     """Return xhat and rstd of some rows from x and the statistics."""
-    mean, mean_lo, rstd, rstd_lo, tail = (
-        None if word is None else word[rows, None] for word in statistics[:5]
-    )
+    words: list[Any] = [None if word is None else word[rows, None] for word in statistics[:5]]
+    mean, mean_lo, rstd, rstd_lo, tail = words
     if not isinstance(x, Pair):
         if mean is not None:
             x -= mean
@@ -350,7 +350,7 @@ def _keep(kept: Statistics, rows: slice, found: Normalized) -> None:
             words[1], words[4] = found.mean_lo.hi, found.mean_lo.lo
     for word, column in zip(kept, words, strict=False):
         if column is not None:
-            word[rows] = column[:, 0]  # type: ignore[index]
+            word[rows] = column[:, 0]
 
 
 class _RowSum:
@@ -377,8 +377,9 @@ class _RowSum:
         if pairs:
             if self._partial:
                 total = self.total()
-                words = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
-                result[...] = merged(result, as_partial(*words, np.nan).reshape(result.shape))
+                high, low = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
+                part = as_partial(high, low, np.nan)
+                result[...] = merged(result, part.reshape(result.shape))
             return
         found = _round(self.total(), result.dtype) if self._partial else np.zeros((), result.dtype)
         result[...] = found.reshape(result.shape if found.ndim else ())

@@ -265,6 +265,13 @@ class ExactSum:
 # ---- rounding ----
 
 
+def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+    """Round a sum; one that is not finite is a float. There is one NaN."""
+    if isinstance(total, ExactSum):
+        return total.rounded(dtype, roots)
+    return math.nan if math.isnan(total) else float(total)
+
+
 def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
     """Round the sum of `offset` and `terms`, times ``2**unit``, to a format."""
     found = _round(*_enclosed(offset, terms, unit), form)

@@ -44,10 +44,10 @@ def merged(*parts: Array) -> Array:
 
     They are added in their order. A sum that is not finite is as in float64.
     """
-    if parts[0].dtype == object:
-        exact: Array = functools.reduce(operator.add, parts)
-        return exact
     with np.errstate(all="ignore"):
+        if parts[0].dtype == object:
+            exact: Array = functools.reduce(operator.add, parts)
+            return exact
         words: list[Sequence[Array]] = [[part[name] for name in _WORDS] for part in parts]
         return as_partial(*functools.reduce(_sum, words))
 

@@ -56,7 +56,7 @@ def finish_backward(
     for k, total in enumerate((call.dgamma, call.dbeta)):
         if total is None:
             continue
-        uncertified = None if columns is None else columns[k]
+        uncertified: Any = None if columns is None else columns[k]
         if unsummed is not None:
             part = _with_rows(call, k, unsummed, partial[k])
             if total.dtype == PARTIAL:
@@ -71,7 +71,7 @@ def finish_backward(
                 words = (value, 0.0, 0.0) if isinstance(value, float) else value.words()
                 total[j] = merged(total[j : j + 1], np.array([words], PARTIAL))[0]
             else:
-                total[j] = value if isinstance(value, float) else value.rounded(total.dtype, roots)
+                total[j] = exact.round_sum(value, total.dtype, roots)
     if call.dx is not None:
         for i in rows.tolist():
             _write_dx(call, i)
@@ -138,8 +138,7 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
         others = np.where(counted, x[:, some].astype(np.float64), 0.0)
         for k, j in enumerate(some.tolist()):
             if total[k] != 0:
-                # There is one NaN.
-                yield j, np.nan if np.isnan(total[k]) else float(total[k])
+                yield j, float(total[k])
             elif which == 1:
                 yield j, exact.ExactSum.of_numbers(values[:, k])
             else:
@@ -158,7 +157,8 @@ def _counted(call: Any, i: int, *arrays: Array) -> tuple[Any, list[Array]]:
 def _parameter(parameter: Array | None, default: float, some: Any, row: Array) -> Array:
     if parameter is None:
         return np.full(len(row), float(default))
-    return parameter.ravel()[some].astype(np.float64)
+    values: Array = parameter.ravel()[some].astype(np.float64)
+    return values
 
 
 def _has_norm(row: Array, norm: Norm) -> bool:
@@ -169,9 +169,8 @@ def _has_norm(row: Array, norm: Norm) -> bool:
 
 def _have_norms(call: Backward) -> Array:
     if call.where is None and call.norm.eps != 0:
-        return np.concatenate(
-            [np.isfinite(call.x[rows]).all(axis=1) for rows in _blocks(call.x.shape)]
-        )
+        blocks = [slice(0), *_blocks(call.x.shape)]
+        return np.concatenate([np.isfinite(call.x[rows]).all(axis=1) for rows in blocks])
     every = (_counted(call, i, call.x)[1][0] for i in range(len(call.x)))
     return np.fromiter((_has_norm(row, call.norm) for row in every), bool, len(call.x))
 
