@@ -33,8 +33,8 @@ import numpy as np
 from stablenorm.formats import Format, format_of
 from stablenorm.types import Array, Norm
 
-# Bits of a root: enough for everything but ties and exact results.
-_BITS = 256
+# Bits of a root, and of factors: enough for everything but ties and exact results.
+_BITS, _FIRST = 256, 400
 
 # For `_kind`: 30 of them, so that among 2**15 radicands hardly two are compared in vain.
 _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
@@ -170,22 +170,26 @@ def _rounded(
 ) -> Array:
     """Round ``offset + factor * root * 2**unit``, each once; `more`: one factor, unit and root for all."""
     offsets, place = _integers(offset)
-    form, bits = format_of(dtype), root.bits
-    least = min(unit - bits, place, more[1] if more else place)
-    shift, places, shared = unit - bits - least, place - least, []
-    if more:
-        shared = [(more[0] << more[1] - least, more[2])]
-    found = []
-    for number, term in zip(offsets, factors, strict=True):
-        factor, number = term << shift, number << places  # noqa: PLW2901
-        if root.whole:
-            quotient, rest = divmod(factor << bits, root.whole)
-            low, high = number + quotient, number + quotient + (rest != 0)
+    form, bits, shared = format_of(dtype), root.bits, [] if more is None else [more]
+    # The first bits of factors decide nearly always, and numbers out of range have thousands.
+    cut = max(max(map(int.bit_length, factors), default=0) - _FIRST, 0)
+    least = min(unit + cut - bits, place)
+    shift, places, found = unit + cut - bits - least, place - least, []
+    for number, factor in zip(offsets, factors, strict=True):
+        low = factor >> cut
+        high = low + (cut > 0)
+        if root.whole and not cut:
+            low, rest = divmod(low << bits, root.whole)
+            high = low + (rest != 0)
+        elif low >= 0:
+            low, high = low * root.floor, high * (root.floor + 1)
         else:
-            low, high = sorted((number + factor * root.floor, number + factor * (root.floor + 1)))
-        value = None if shared else _round(low, high, least, form)
+            low, high = low * (root.floor + 1), high * root.floor
+        both, value = number << places, None
+        if not shared:
+            value = _round(both + (low << shift), both + (high << shift), least, form)
         if value is None:
-            value = _nearest(number, [(factor << bits, root), *shared], least, form)
+            value = _nearest_sum(number, place, [(factor, unit, root), *shared], form)
         found.append(value)
     return np.array(found).astype(dtype)
 
@@ -270,6 +274,13 @@ def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Ro
     if isinstance(total, ExactSum):
         return total.rounded(dtype, roots)
     return math.nan if math.isnan(total) else float(total)
+
+
+def _nearest_sum(number: int, place: int, terms: list[tuple[int, int, Root]], form: Format) -> float:
+    """Round ``number * 2**place`` and factors times powers of two over roots, added up."""
+    least = min(place, *(unit for _, unit, _ in terms))
+    shifted = [(factor << unit - least, root) for factor, unit, root in terms]
+    return _nearest(number << place - least, shifted, least, form)
 
 
 def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
