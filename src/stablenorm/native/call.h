@@ -111,7 +111,7 @@ struct Own {
     Own(const Call& c, Arena& arena) {
         Index p = c.apart(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
-        addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? 6 * p : 0);
+        addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? (c.nearest ? 6 : 4) * p : 0);
         zeros = arena.take(c.backward && c.nearest && !c.wide ? p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
         kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 16 * p : 0);

@@ -126,7 +126,10 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
         Errors worst = worst_of(c, which);
         for (Index j = 0; j < count; j += 8) {
             Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
-            store(of.error + j, fma(spread<8>(0x1p-51), magnitude(load<8>(of.low + j)), bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows)));
+            Lanes<8> error = bound_of_sum(worst, magnitude(load<8>(of.size + j)), other, (double)c.rows);
+            // NaN certifies nothing; columns of zeros stay certain.
+            for (auto& e : error.v) e = e < __builtin_inf() ? e > 0 ? e + LEAST_BOUND : e : Register<double, WIDEST>{} + __builtin_inf();
+            store(of.error + j, error);
         }
         return;
     }
@@ -208,50 +211,28 @@ template <class To> void round_closely(const Close& of, int which, const Index* 
     }
 }
 
-// Rounds sums where that is certain: by a bound of 128 columns, of which 16 each have the largest that it is made of,
-// since roots take longer than all else; then each by its own; then single columns, summed closely.
+// Rounds sums, each by its own bound; then single columns that this leaves uncertified, summed closely.
 template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
     using N = Lanes<8>;
-    constexpr Index ALIKE = 128;
     constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
-    Errors worst = worst_of(c, which);
-    auto bound = [&](N size, N other) INLINED {
-        N error = bound_of_sum(worst, size, other, (double)c.rows);
-        // What has no bound, NaN too, is certain of nothing.
-        for (auto& e : error.v) e = e < __builtin_inf() ? e : Register<double, WIDEST>{} + __builtin_inf();
-        return error;
-    };
-    auto size_of = [&](Index j) INLINED { return magnitude(load<8>(of.size + j)); };
-    auto other_of = [&](Index j) INLINED { return which == 0 ? magnitude(load<8>(of.other + j)) : N{}; };
     Index left[COLUMNS], found = 0;
-    for (Index start = 0, stop; start < count; start = stop) {
-        N size = {}, other = {};
-        stop = count - start < ALIKE ? count : start + ALIKE;
-        for (Index j = start; j < stop; j += 8) size = larger(size, size_of(j)), other = larger(other, other_of(j));
-        N error = bound(size, other);
-        for (auto& e : error.v) e = e > 0 ? e + LEAST_BOUND : e;  // columns of zeros stay certain
-        for (Index j = start; j < stop; j += 8) {
-            Index some = stop - j < 8 ? stop - j : 8;
-            N a = load<8>(of.high + j), b = load<8>(of.low + j);
-            auto doubts = [&](N within) INLINED {
-                N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + within);
-                return midpoints_between<To>(a + all, a - all);
-            };
-            memset(uncertified + j, 0, (size_t)some);
-            if (some == 8) store(out + j, a + spread<8>(0.0));
-            else store(out + j, a + spread<8>(0.0), some);
-            if (__builtin_expect(!any(doubts(error)), 1)) continue;
-            N own = bound(size_of(j), other_of(j));
-            int64_t each[8];
-            double errors[8];
-            bool small = false;
-            write(each, doubts(own)), store(errors, own);
-            for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
-            // The smallest numbers have fewer digits: what they round to is looked at.
-            if (small) round_pairs(out + j, of.high + j, of.low + j, errors, 1.0, some, uncertified + j);
-            for (Index k = j; k < j + some; k++)
-                if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
-        }
+    for (Index j = 0; j < count; j += 8) {
+        Index some = count - j < 8 ? count - j : 8;
+        N a = load<8>(of.high + j), b = load<8>(of.low + j);
+        N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
+        auto differ = midpoints_between<To>(a + all, a - all);
+        memset(uncertified + j, 0, (size_t)some);
+        if (some == 8) store(out + j, a + spread<8>(0.0));
+        else store(out + j, a + spread<8>(0.0), some);
+        if (__builtin_expect(!any(differ), 1)) continue;
+        int64_t each[8];
+        bool small = false;
+        write(each, differ);
+        for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
+        // The smallest numbers have fewer digits: what they round to is looked at.
+        if (small) round_pairs(out + j, of.high + j, of.low + j, of.error + j, 1.0, some, uncertified + j);
+        for (Index k = j; k < j + some; k++)
+            if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
     }
     auto shallow = c.rms ? sum_closely<false, false> : sum_closely<true, false>, deep = c.rms ? sum_closely<false, true> : sum_closely<true, true>;
     for (auto how : {shallow, deep}) {
@@ -281,7 +262,7 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
     Index count = stop - start;
     add_tiles(c, which, start, count, of);
     bool partial = unsummed || c.sums_type[which] == PARTIAL;
-    if (c.nearest && (c.wide || partial)) find_errors(c, which, start, count, of);
+    if (c.nearest) find_errors(c, which, start, count, of);
     if (partial) {
         double* out = unsummed ? c.partial[which] : (double*)c.sums_out[which];
         return put_partial(of, c.nearest, count, out + 3 * start);

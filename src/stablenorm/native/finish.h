@@ -67,18 +67,6 @@ template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W>
     return high;
 }
 
-// Where a number known to within `error`, whose high + low is s in float64, may round to a narrower To otherwise than
-// s: it may be an ulp from s, s is a midpoint of To, or s is below To's normal numbers, whose midpoints are elsewhere.
-// Midpoints are float64: what is less than an ulp from s lies on the same side of them as s.
-template <class To, int L, int W> INLINE Words<L, W> in_doubt(Lanes<L, W> s, Lanes<L, W> low, Lanes<L, W> error) {
-    constexpr int64_t half = 1LL << (52 - DIGITS<To>), mask = 2 * half - 1;
-    constexpr double normal = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
-    Lanes<L, W> size = magnitude(s), room = fma(spread<L, W>(4.0), magnitude(low), spread<L, W>(0x1p54) * error);
-    Words<L, W> bits = bits_of(s);
-    EACH bits.v[i] = ~(room.v[i] <= size.v[i]) | (size.v[i] < normal) | ((bits.v[i] & mask) == half);
-    return bits;
-}
-
 // ---- what is done with rows of pairs ----
 
 namespace pairs {
@@ -110,8 +98,8 @@ struct Results {
     double *high, *low, *size;
 };
 
-// What is done with results: rounded to float64, by the way; kept as they are; or rounded to a To, each known to
-// within `bound` times its size, where that is certain.
+// Sinks of results: rounded to float64, by the way; kept as they are; or rounded to float64, each known to within `bound`
+// times its size, which may leave one uncertified.
 struct ToFloat64 {
     static constexpr bool WHOLE = false;
     double* at;
@@ -127,27 +115,21 @@ struct ToPairs {
         store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
     }
 };
-template <class To> struct ToCertain {
+struct ToCertain {
     static constexpr bool WHOLE = true;
-    To* at;
+    double* at;
     double bound;
     Words<P, WIDEST> uncertified = {};
     INLINE void operator()(Index j, Index some, Wide v, N size) {
-        N error = spread<P>(bound) * size, s = v.high + v.low;
-        Words<P, WIDEST> now;
-        if constexpr (sizeof(To) == 8) {
-            // The low part has been rounded itself; so is its sum with the bound.
-            error = fma(spread<P>(0x1p-52), magnitude(v.low), error), s = v.high + (v.low + error);
-            now = bits_of(s);
-            Words<P, WIDEST> least = bits_of(v.high + (v.low - error));
-            for (int i = 0; i < N::REGISTERS_OF; i++) now.v[i] ^= least.v[i];
-            s = s + spread<P>(0.0);  // zero gets the sign of plus
-        } else {
-            now = in_doubt<To>(s, v.low, error);
-        }
-        if (some == P) store(at + j, s);
-        else store(at + j, s, some), now = bits_of(first(read<N>(&now), some));
-        for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= now.v[i];
+        // The low part has been rounded itself; so is its sum with the bound.
+        N error = fma(spread<P>(0x1p-52), magnitude(v.low), spread<P>(bound) * size);
+        N most = v.high + (v.low + error), least = v.high + (v.low - error);
+        if (some < P) most = first(most, some), least = first(least, some);
+        Words<P, WIDEST> a = bits_of(most), b = bits_of(least);
+        for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= a.v[i] ^ b.v[i];
+        // Zero gets the sign of plus.
+        if (some == P) store(at + j, most + spread<P>(0.0));
+        else store(at + j, most + spread<P>(0.0), some);
     }
 };
 

@@ -294,7 +294,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!results[i]) return nullptr;
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
-    if (jobs::has_huge_dy(c)) c.wide = true;
+    if (!c.wide) c.wide = jobs::has_huge_dy(c);
     PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
     if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));

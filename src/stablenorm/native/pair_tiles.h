@@ -63,11 +63,7 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
 // Writes a row to where and as what it is wanted; tells whether an element is uncertified.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
-    bool certain = c.nearest && !(c.backward && c.plus.data) && of_type(c.y.type, [&](auto* kind) {
-        using To = std::remove_pointer_t<decltype(kind)>;
-        return !any(write(ToCertain<To>{(To*)row_of(c.y, i), bound}).uncertified);
-    });
-    if (certain) return false;
+    if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified)) return false;
     write(ToPairs{results_of(own)});
     return finish_row(c, own, i, bound);
 }
