@@ -10,6 +10,7 @@ from stablenorm.arrays import Arrays, is_plain
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward
 from stablenorm.functional.checks import (
+    are_rooms,
     asked_names,
     check_cache,
     check_sum_axes,
@@ -43,11 +44,12 @@ def backward(
     threads: int | None = None,
 ) -> Gradients:
     """Return the requested gradients."""
-    found: Gradients | None = plain("backward")(
-        dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
-    )
-    if found is not None:
-        return found
+    if out is None or are_rooms(out, dy, cache, dsum):
+        found: Gradients | None = plain("backward")(
+            dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads
+        )
+        if found is not None:
+            return found
     check_cache(cache, dy, kind)
     arrays, (x, norm, axes, _, name, _) = arrays_of(cache.backend), cache
     # A plain dy is in host memory: none for a cache that is on a device.

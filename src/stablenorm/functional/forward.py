@@ -8,7 +8,13 @@ from numpy.typing import ArrayLike
 from stablenorm.arrays import normalize_axes, on_cuda_device
 from stablenorm.backends import arrays_of, choose, choose_cuda, plain, run
 from stablenorm.call import Forward
-from stablenorm.functional.checks import checked_norm, of_shape, refuse_cuda, refuse_overlap
+from stablenorm.functional.checks import (
+    checked_norm,
+    is_room,
+    of_shape,
+    refuse_cuda,
+    refuse_overlap,
+)
 from stablenorm.functional.layout import layout_of, lead_of
 from stablenorm.functional.masks import check_where
 from stablenorm.functional.plain import BLOCK, run_plain
@@ -31,7 +37,9 @@ def forward(
     threads: int | None = None,
 ) -> tuple[Array, Any]:
     """Return y and the cache, None without `keep`; then y may overwrite x."""
-    if backend is None or backend == "native":
+    if (backend is None or backend == "native") and (
+        out is None or _is_room(out, x, norm, keep, residual)
+    ):
         found: tuple[Array, Any] | None = plain("forward")(
             x, norm, axis, out, backend, keep, residual, where, threads
         )
@@ -67,6 +75,12 @@ def forward(
         return y, None
     kept = x if total is None else total
     return y, _new(Cache, (kept, norm, axes, statistics, name, where))
+
+
+def _is_room(out: Any, x: Any, norm: Norm, keep: bool, residual: Any) -> bool:
+    """Tell at once whether kernels may write y; it may be x itself where that is not needed any more."""
+    is_over = out is x and norm.rounding == "fast" and not (keep and residual is None)
+    return is_room(out, x, norm.gamma, norm.beta, residual, None if is_over else x)
 
 
 def _reworded(

@@ -94,10 +94,11 @@ def _view(call: Any, layout: Layout) -> Any:
 
 
 def _reads_again(call: Any) -> bool:
-    """Tell whether uncertified rows may be read after a result has been written over them."""
-    if call.norm.rounding != "nearest":
+    """Tell whether uncertified rows, or dy for sums that are, may be read after a result has been written over them."""
+    is_backward = isinstance(call, Backward)
+    if call.norm.rounding != "nearest" and not (is_backward and call.x.dtype == np.float64):
         return False
-    pair = (call.x, call.y) if isinstance(call, Forward) else (call.dy, call.dx)
+    pair = (call.dy, call.dx) if is_backward else (call.x, call.y)
     return pair[1] is not None and np.may_share_memory(*pair)
 
 

@@ -60,43 +60,11 @@ bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
     return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
 }
 
-// The bytes from the first element to behind the last.
-struct Extent {
-    char *first, *end;
-    explicit Extent(PyArrayObject* a) : first(PyArray_BYTES(a)), end(first + PyArray_ITEMSIZE(a)) {
-        for (int k = 0; k < PyArray_NDIM(a); k++) {
-            Index reach = (PyArray_DIM(a, k) - 1) * PyArray_STRIDE(a, k);
-            (reach < 0 ? first : end) += reach;
-        }
-    }
-};
-
-bool overlaps(PyArrayObject* a, std::initializer_list<PyObject*> others) {
-    Extent mine(a);
-    for (PyObject* each : others) {
-        if (!is_given(each)) continue;
-        Extent other((PyArrayObject*)each);
-        if (mine.first < other.end && other.first < mine.end) return true;
-    }
-    return false;
-}
-
-// Whether an array can take a result of the shape of another: of floats without gaps within rows, in memory of its own.
-bool is_room(PyObject* object, PyArrayObject* like, std::initializer_list<PyObject*> others) {
-    Rows rows;
-    if (!see_rows(object, rows) || !PyArray_ISWRITEABLE((PyArrayObject*)object)) return false;
+// Whether an array can take results as plain rows, none of which is another's; the caller has checked its shape and memory.
+bool see_room(PyObject* object, Rows& rows) {
+    if (!see_rows(object, rows)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
-    if (PyArray_TYPE(a) != PyArray_TYPE(like) || !have_one_shape(a, like)) return false;
-    Index bytes = last_length(a) * BYTES[rows.type];
-    if (rows.stride < bytes && PyArray_SIZE(a) > last_length(a)) return false;
-    return !overlaps(a, others);
-}
-
-bool are_same_elements(PyObject* one, PyObject* other) {
-    PyArrayObject *a = (PyArrayObject*)one, *b = (PyArrayObject*)other;
-    size_t bytes = (size_t)PyArray_NDIM(a) * sizeof(npy_intp);
-    return PyArray_BYTES(a) == PyArray_BYTES(b) && PyArray_TYPE(a) == PyArray_TYPE(b) && have_one_shape(a, b) &&
-           !memcmp(PyArray_STRIDES(a), PyArray_STRIDES(b), bytes);
+    return rows.stride >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
 }
 
 // ---- memory of large results: NumPy's own way to bring it along ----

@@ -126,8 +126,8 @@ struct Kernels {
     // Gamma and beta in float64; false if they are out of range.
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);
-    // Whether a float64 row has no finite number beyond LARGEST.
-    bool (*is_moderate)(const double* row, Index n);
+    // Whether all float64 of a row are 0 or between `least` and LARGEST in size.
+    bool (*is_within)(const double* row, Index n, double least);
     // Adds up the tiles' sums of some columns, [0] dgamma or [1] dbeta, and rounds them.
     void (*finish)(const Call&, int which, Index start, Index stop, bool marked);
 };

@@ -33,9 +33,6 @@ inline void widen(const char* from, Type type, double neutral, double* to, Index
     memset(to + n, 0, (size_t)(padded(n) - n) * sizeof(double));
 }
 
-// Whether float64 holds the products of these and of narrower numbers: none is beyond LARGEST, infinity included.
-inline bool fits(const double* v, Index n) { return pairs::range_of(v, n).low <= LARGEST; }
-
 // Whether all are 0 or between `least` and the largest in size. NaN is neither.
 inline bool is_within(const double* v, Index n, double least) {
     Pair<double> range = pairs::range_of(v, n);
@@ -60,8 +57,8 @@ inline bool prepare(const Call& c) {
     }
     // Float64 beside narrower data: float64 holds their products unless they are huge.
     if (!c.pairs()) {
-        bool moderate = c.gamma_type != F64 || fits(gamma, c.n);
-        return moderate && (c.beta_type != F64 || c.backward || fits(beta, c.n));
+        bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
+        return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
     // All finite numbers of narrow types are in range.
     bool within = c.wide ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);

@@ -56,18 +56,6 @@ Index forward_rows(Index rows, Index n) {
     return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
 }
 
-}  // namespace
-
-Index backward_rows(Index rows, Index n, bool nearest) {
-    Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
-    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
-    Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
-    Index each = most((rows + tiles - 1) / tiles, 1);
-    return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
-}
-
-namespace {
-
 // Rounding to nearest, subnormals as they are, whatever the calling thread is set to.
 struct DefaultControl {
 #if defined(__x86_64__) || defined(_M_X64)
@@ -82,11 +70,6 @@ struct DefaultControl {
 };
 
 bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
-
-void finish_columns(const Call& c, int which, Index start) {
-    Index stop = least(start + COLUMNS, c.n);
-    if (c.sums_out[which]) kernels->finish(c, which, start, stop, any_unsummed(c));
-}
 
 // Samples from `first` on, whose tiles and sums are done together.
 struct Batch {
@@ -118,7 +101,10 @@ Call sample_of(const Batch& batch, Index i, int thread) {
 
 Index finish_parts(const Call& c) { return c.summing() ? (c.n + COLUMNS - 1) / COLUMNS * 2 : 0; }
 
-void finish_part(const Call& c, Index part) { finish_columns(c, (int)(part % 2), part / 2 * COLUMNS); }
+void finish_part(const Call& c, Index part) {
+    Index which = part % 2, start = part / 2 * COLUMNS;
+    if (c.sums_out[which]) kernels->finish(c, (int)which, start, least(start + COLUMNS, c.n), any_unsummed(c));
+}
 
 void tile_work(void* data, Index number, int thread) {
     DefaultControl control;
@@ -180,11 +166,29 @@ bool can_prepare(const Call& c) {
     return true;
 }
 
+#if defined(__x86_64__) || defined(_M_X64)
+bool has_v3() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_v4() {
+    return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+}
+#endif
+
 }  // namespace
+
+Index backward_rows(Index rows, Index n, bool nearest) {
+    Index limit = most(least(SUMS / n, MOST_TILES), FEWEST_TILES);
+    Index few = least(least(rows * n / LEAST_BACKWARD_TILE, rows / (nearest ? 2 * LEAST_ROWS : LEAST_ROWS)), FEW);
+    Index tiles = least(most(most(rows * n / BACKWARD_TILE, few), 1), limit);
+    Index each = most((rows + tiles - 1) / tiles, 1);
+    return (each + ROWS_TOGETHER - 1) / ROWS_TOGETHER * ROWS_TOGETHER;
+}
 
 bool has_huge_dy(const Call& c) {
     bool huge = false;
-    for (Index i = 0; c.dy.type == F64 && i < c.samples * c.rows; i++) huge |= !kernels->is_moderate((const double*)row_of(c.dy, i), c.n);
+    for (Index i = 0; c.dy.type == F64 && i < c.samples * c.rows; i++) huge |= !kernels->is_within((const double*)row_of(c.dy, i), c.n, 0);
     return huge;
 }
 
@@ -222,18 +226,6 @@ State run(Call& c, int threads) {
 }
 
 // ---- which kernels ----
-
-namespace {
-#if defined(__x86_64__) || defined(_M_X64)
-bool has_v3() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-bool has_v4() {
-    return has_v3() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
-}
-#endif
-}  // namespace
 
 const Kernels* const* available() {
     static const Kernels* found[4];

@@ -67,11 +67,6 @@ bool is_a(PyObject* object, int type) { return Py_TYPE(object) == (PyTypeObject*
 bool is_word(PyObject* object, const char* word) {
     return PyUnicode_CheckExact(object) && PyUnicode_CompareWithASCIIString(object, word) == 0;
 }
-bool are_none(PyObject* const* objects, std::initializer_list<int> places) {
-    for (int i : places)
-        if (is_given(objects[i])) return false;
-    return true;
-}
 template <class T> bool has_any(const T* v, Index count) {
     bool any = false;
     for (Index i = 0; v && i < count; i++) any |= v[i] != 0;
@@ -178,14 +173,8 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (!jobs::kernels || !is_last || is_given(args[WHERE]) || !see_x(args[X], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
     if (!see_norm(args[OF_NORM], c) || !see_like_x(args[RESIDUAL], args[X], c.plus)) return declined();
     PyArrayObject* x = (PyArrayObject*)args[X];
-    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None, *residual = args[RESIDUAL];
-    PyObject *gamma = field(args[OF_NORM], of_norm.gamma), *beta = field(args[OF_NORM], of_norm.beta);
-    if (is_given(total) && !is_room(total, x, {args[X], gamma, beta, residual, out})) return declined();
-    if (is_given(out) && !is_room(out, x, {args[X], gamma, beta, residual})) {
-        // y may be written over x where x is not needed any more.
-        bool over = (!keep || c.plus.data) && !c.nearest && PyArray_Check(out) && are_same_elements(out, args[X]);
-        if (!over || !is_room(out, x, {gamma, beta, residual})) return declined();
-    }
+    PyObject *out = args[OUT], *total = is_more ? args[TOTAL] : Py_None;
+    if (is_given(out) && !see_room(out, c.y)) return declined();
     Owned own;
     PyObject* y = own(result_like(out, x));
     if (c.plus.data) total = own(result_like(total, x));
@@ -240,13 +229,10 @@ void mark_rows(const Call& c) {
         c.marks[i] = c.rstd_low && c.rstd_low[i] != c.rstd_low[i] && c.rstd[i] == c.rstd[i] ? UNCERTIFIED | UNSUMMED : 0;
 }
 
-// Whether an array can take sums over rows: of the type of gamma or beta, or partial sums.
-bool is_room_for_sums(PyObject* object, PyObject* like, const Call& c, std::initializer_list<PyObject*> others) {
-    Type type;
+// Whether an array can take sums over rows, one behind the other.
+bool see_sums(PyObject* object, char*& data, Type& type) {
     PyArrayObject* a = (PyArrayObject*)object;
-    if (!is_of_floats(object, type) || !PyArray_IS_C_CONTIGUOUS(a) || !PyArray_ISWRITEABLE(a) || PyArray_SIZE(a) != c.samples * c.n) return false;
-    if (type != PARTIAL && is_given(like) && PyArray_TYPE(a) != PyArray_TYPE((PyArrayObject*)like)) return false;
-    return (c.samples > 1 || type == PARTIAL || PyArray_NDIM(a) == 1) && !overlaps(a, others);
+    return is_of_floats(object, type) && PyArray_IS_C_CONTIGUOUS(a) && (data = PyArray_BYTES(a));
 }
 
 // Sees which of x, gamma and beta a tuple names; false if it has anything else.
@@ -268,7 +254,8 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Call c;
     c.backward = true;
     bool is_more = count == ALL, wanted[3] = {};
-    if (!jobs::kernels || args[ACCUMULATE] != Py_False || !are_none(args, {SUM_AXES, DMEAN, DRSTD}) || !see_names(args[WRT], wanted)) return declined();
+    if (is_given(args[SUM_AXES]) || is_given(args[DMEAN]) || is_given(args[DRSTD])) return declined();
+    if (!jobs::kernels || args[ACCUMULATE] != Py_False || !see_names(args[WRT], wanted)) return declined();
     if (!see_cache(args[OF_CACHE], args[KIND], is_more ? args[SAMPLES] : nullptr, c)) return PyErr_Clear(), declined();
     PyObject *x = field(args[OF_CACHE], of_cache.x), *norm = field(args[OF_CACHE], of_cache.norm), *out = args[OUT], *dy = args[DY];
     if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
@@ -283,13 +270,6 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         // A room for what is not wanted is for `functional` to judge.
         if (is_given(given) && !wanted[i]) return declined();
         if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
-        std::initializer_list<PyObject*> others = {x, likes[1], dy, args[DSUM], results[0], results[1]};
-        if (is_given(given) && i > 0 && !is_room_for_sums(given, likes[i], c, others)) return declined();
-        if (is_given(given) && i == 0 && !is_room(given, (PyArrayObject*)x, others)) {
-            // dx may be written over dy where dy is not needed any more.
-            bool over = !c.nearest && PyArray_Check(given) && are_same_elements(given, dy);
-            if (!over || !is_room(given, (PyArrayObject*)x, {x, likes[1], args[DSUM]})) return declined();
-        }
         results[i] = own(result_like(given, (PyArrayObject*)likes[i]));
         if (!results[i]) return nullptr;
     }
@@ -299,11 +279,9 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
     if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));
     c.y.type = c.x.type;
-    if (is_given(results[0])) see_rows(results[0], c.y);
-    for (int i = 0; i < 2; i++) {
-        if (!is_given(results[1 + i])) continue;
-        c.sums_out[i] = PyArray_BYTES((PyArrayObject*)results[1 + i]), type_of((PyArrayObject*)results[1 + i], c.sums_type[i]);
-    }
+    if (is_given(results[0]) && !see_room(results[0], c.y)) return declined();
+    for (int i = 0; i < 2; i++)
+        if (is_given(results[1 + i]) && !see_sums(results[1 + i], c.sums_out[i], c.sums_type[i])) return declined();
     if (c.pairs() && c.summing()) partial = own(new_vector(3 * columns, NPY_DOUBLE, c.partial[0]));
     if (!marks || !uncertified || !partial) return nullptr;
     if (c.partial[0]) c.partial[1] = c.partial[0] + 3 * c.n;

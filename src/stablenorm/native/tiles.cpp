@@ -216,4 +216,4 @@ void do_tile(const Call& c, Index tile, int thread) {
 #define NAME kernels_x86_64_v3
 #define INSTRUCTIONS "x86-64-v3"
 #endif
-extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, fits, finish};
+extern const Kernels NAME = {INSTRUCTIONS, 16, prepare, do_tile, is_within, finish};

@@ -276,7 +276,9 @@ def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Ro
     return math.nan if math.isnan(total) else float(total)
 
 
-def _nearest_sum(number: int, place: int, terms: list[tuple[int, int, Root]], form: Format) -> float:
+def _nearest_sum(
+    number: int, place: int, terms: list[tuple[int, int, Root]], form: Format
+) -> float:
     """Round ``number * 2**place`` and factors times powers of two over roots, added up."""
     least = min(place, *(unit for _, unit, _ in terms))
     shifted = [(factor << unit - least, root) for factor, unit, root in terms]
