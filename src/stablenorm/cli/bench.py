@@ -80,11 +80,12 @@ def run(arguments: argparse.Namespace) -> int:
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
     threads = use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
-        step("copy")
+    cases = list(itertools.product(shapes, dtypes))
+    with parts.progress_bar("copy") as progress:
+        progress(0, 1 + len(cases))
         copy = measure_copy(threads)
-        for shape, dtype in itertools.product(shapes, dtypes):
-            step(f"{shape_text(shape)} {dtype}")
+        for done, (shape, dtype) in enumerate(cases, 1):
+            progress(done, 1 + len(cases), f"{shape_text(shape)} {dtype}")
             rows += _measure(make_problem(shape, dtype), ways, copy, arguments.kind)
     content = {
         "kind": arguments.kind,

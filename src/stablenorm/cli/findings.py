@@ -47,15 +47,17 @@ class Findings(NamedTuple):
         return not is_wrong and all(output.passed for output in self.outputs.values())
 
 
-def inspect(problem: Problem, results: dict[str, Array], step: Callable[[str], None]) -> Findings:
-    """Check `results`; `step` is told what each of the two steps does."""
+def inspect(
+    problem: Problem, results: dict[str, Array], progress: Callable[[int, int, str], None]
+) -> Findings:
+    """Check `results`; `progress` is told of the first two steps of three."""
     n = problem.x.shape[-1]
     matrix = problem._replace(x=problem.x.reshape(-1, n), dy=problem.dy.reshape(-1, n))
     rows, gradients = len(matrix.x), None
-    step("exact results")
+    progress(0, 3, "exact results")
     sample = _sample(rows, _ORACLE_ELEMENTS // n)
     outputs = _judge(matrix, sample, results)
-    step("gradient check")
+    progress(1, 3, "gradient check")
     if all(np.isfinite(array.astype(np.float64)).all() for array in results.values()):
         # In float64, where finite differences see most.
         few = matrix.x[_sample(rows, _CHECK_ELEMENTS // n)], problem.gamma, problem.beta

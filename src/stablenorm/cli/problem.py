@@ -9,10 +9,10 @@ import numpy as np
 from stablenorm.api import FUNCTIONS
 from stablenorm.check import check_layer_norm, check_rms_norm
 from stablenorm.cli import parts
-from stablenorm.cli.files import BUNDLED, list_members, load, load_beside, load_number
+from stablenorm.cli.files import BUNDLED, list_members, read_eps
 from stablenorm.cli.parts import InputError
 from stablenorm.oracle import exact_layer_norm, exact_rms_norm
-from stablenorm.text import printable
+from stablenorm.text import printable, shape_text
 from stablenorm.types import Array
 
 OUTPUTS = ("y", "dx", "dgamma", "dbeta")
@@ -78,19 +78,19 @@ def _read(path: Path | None, eps: float | None, seed: int) -> Problem:
     # x, dy, y and dx at least.
     what = "x must fit in memory, with y, dx and dy, to be checked"
     parts.check_memory(what, 4 * members["x"].nbytes, "save fewer rows")
-    arrays = {"x": load(members["x"])}
-    shapes = dict.fromkeys(("gamma", "beta"), arrays["x"].shape[-1:]) | {"dy": arrays["x"].shape}
-    for name in shapes.keys() & members.keys():
-        arrays[name] = load_beside(name, members[name], shapes[name])
-    if eps is None:
-        eps = load_number(members["eps"]) if "eps" in members else 1e-5
-    x, dy, origin = arrays["x"], arrays.get("dy"), "dy of the file"
+    x = members["x"].load()
+    arrays = {}
+    for name, shape in (("gamma", x.shape[-1:]), ("beta", x.shape[-1:]), ("dy", x.shape)):
+        if name in members:
+            arrays[name] = members[name].load(shape)
+    dy, origin = arrays.get("dy"), "dy of the file"
     if dy is None:
         origin = f"dy not given: random N(0, 1), seed {seed}"
         dy = np.random.default_rng(seed).standard_normal(x.shape).astype(x.dtype)
     if unknown := sorted(members.keys() - {*_INPUTS, "eps"}):
         origin += f"; not used: {', '.join(unknown)}"
-    return Problem(source, x, arrays.get("gamma"), arrays.get("beta"), eps, dy, origin)
+    gamma, beta, eps = arrays.get("gamma"), arrays.get("beta"), read_eps(members, eps)
+    return Problem(source, x, gamma, beta, eps, dy, origin)
 
 
 def _objection(problem: Problem) -> str:
@@ -104,7 +104,7 @@ def _objection(problem: Problem) -> str:
             end = "stablenorm diagnose names such rows"
             return f"{name} must be finite to be checked, got {value}; {end}"
     if x.size == 0:
-        return f"x must have at least one row, got shape {x.shape}"
+        return f"x must have at least one row, got {shape_text(x.shape)}"
     is_layer = problem.kind == "layer"
     undefined = np.flatnonzero((x == (x[..., :1] if is_layer else 0)).all(axis=-1))
     if problem.eps == 0 and undefined.size:

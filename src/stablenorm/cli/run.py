@@ -1,6 +1,7 @@
 """`stablenorm run`: compute, and check every number."""
 
 import argparse
+import itertools
 
 import numpy as np
 
@@ -60,10 +61,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    # The two steps of `inspect`, and the diagnosis.
-    with parts.step_bar(3) as step:
-        findings = inspect(problem, results, step)
-        step("diagnosis")
+    with parts.progress_bar("") as progress:
+        findings = inspect(problem, results, progress)
+        progress(2, 3, "diagnosis")
         sections = tell(findings)
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
@@ -75,7 +75,12 @@ def run(arguments: argparse.Namespace) -> int:
         content = make_page(title, about, f"{_abstract(findings)} {verdict}", sections)
         parts.write_whole(page, lambda file: file.write(content))
     parts.print_lines(f": {about}", bold=problem.source)
-    parts.print_sections(*sections)
+    for table in itertools.chain.from_iterable(section.tables for section in sections):
+        parts.print_table(table)
+    # How the numbers were obtained is below all of them.
+    for section in sections:
+        notes = section.notes and f"\n{section.notes}"
+        parts.print_lines(f" {section.text}{notes}", bold=f"{section.heading}.")
     parts.print_lines(verdict)
     if page:
         parts.print_lines(f"The page: {page.as_uri()}")
