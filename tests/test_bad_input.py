@@ -1,4 +1,4 @@
-"""Input that no command can use, as one table: each is one line and status 2, at once, in little memory."""
+"""Files of every kind, whole and damaged, and options that no command can use: one line, status 2."""
 
 import io
 import json
@@ -6,11 +6,14 @@ import os
 import struct
 import tracemalloc
 import zipfile
+from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from checked_files import shown
 
+from stablenorm import diagnose
 from stablenorm.cli import main
 
 pytestmark = pytest.mark.usefixtures("plain_terminal")
@@ -79,6 +82,49 @@ def tensors(data=bytes(64), **entries):
         for name, e in given.items()
     }).encode()  # fmt: skip
     return struct.pack("<Q", len(header)) + header + data
+
+
+def found_in(*arguments):
+    """Diagnose a file, and return what was written as JSON."""
+    assert main(["diagnose", *map(str, arguments), "--json", "found.json"]) == 0
+    return json.loads(Path("found.json").read_text())
+
+
+def expected(x, **options):
+    return json.loads(diagnose(x, **options).to_json())
+
+
+def test_every_kind_of_file_says_what_the_array_says():
+    x = (3 + np.random.default_rng(0).standard_normal((6, 5, 32))).astype(np.float32)
+    bf = x.astype(ml_dtypes.bfloat16)
+    stored = {"c.npy": x, "f.npy": np.asfortranarray(x), "big.npy": x.astype(">f4"), "bf.npy": bf}
+    for name, array in stored.items():
+        np.save(name, array)
+    np.savez("one.npz", h=x)
+    np.savez("x.npz", x=x, g=x[0], eps=1e-3)
+    Path("more.npz").write_bytes(saved(a=x, b=x[0], c=bf))
+    places = {"w": (x.shape, 0, bf.nbytes, "BF16"), "v": (x.shape, bf.nbytes, 3 * bf.nbytes)}
+    Path("m.st").write_bytes(tensors(bf.tobytes() + x.tobytes(), **places))
+    for arguments, array, options in (
+        *((name, each, {}) for name, each in stored.items()),
+        ("one.npz", x, {}),
+        ("x.npz", x, {"eps": 1e-3}),
+        ("x.npz --eps 0 --top 2", x, {"eps": 0.0, "top": 2}),
+        ("more.npz --member a", x, {}),
+        ("more.npz --member c", bf, {}),
+        ("m.st --member w", bf, {}),
+        ("c.npy --axis 1", x, {"axis": 1}),
+        ("more.npz --member a --axis 0 2", x, {"axis": (0, 2)}),
+        ("m.st --member v --axis 0 2", x, {"axis": (0, 2)}),
+    ):
+        assert found_in(*arguments.split()) == expected(array, **options), arguments
+
+
+def test_files_of_the_safetensors_package_are_read():
+    package = pytest.importorskip("safetensors.numpy")
+    package.save_file({"x": X}, "x.safetensors")
+    assert found_in("x.safetensors") == expected(X)
+    assert main(["run", "x.safetensors"]) == 0
 
 
 FOUR = "must be float16, bfloat16, float32 or float64"

@@ -1,4 +1,4 @@
-"""`stablenorm run`: the main job, every bad input, nothing half-written."""
+"""`stablenorm run` and `diagnose`: false alarms, missed mistakes, half-written files, narrow terminals."""
 
 import re
 import subprocess
@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import stablenorm.cli.diagnose as diagnosing
 import stablenorm.cli.findings as job
 from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
-from stablenorm.cli import problem as reading
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -64,8 +64,8 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
         return compute(_problem)
 
-    compute = reading.compute
-    monkeypatch.setattr(reading, "compute", warn)
+    compute = job.compute
+    monkeypatch.setattr(job, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 
@@ -174,3 +174,26 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["diagnose", "--dtype", "float16"]) == 0
+    out, err = capsys.readouterr()
+    # A path is one word, as long as the checkout's.
+    assert (err, [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()]) == (
+        "",
+        [],
+    )
+    assert "E[x^2] - E[x]^2" in " ".join(out.split())
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(diagnosing, "diagnose", interrupted)
+    path = save(tmp_path, x=X)
+    assert main(["diagnose", path, "--json", "found.json"]) == 130
+    assert capsys.readouterr() == ("", "stablenorm: interrupted\n")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.npz"]

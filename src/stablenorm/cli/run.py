@@ -7,9 +7,8 @@ import numpy as np
 
 from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
-from stablenorm.cli.findings import Findings, inspect
+from stablenorm.cli.findings import Findings, compute_problem, inspect
 from stablenorm.cli.page import make_page
-from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.sections import tell, worst
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.text import number, shape_text
