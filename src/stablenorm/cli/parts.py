@@ -3,6 +3,7 @@
 import argparse
 import errno
 import importlib.util
+import io
 import math
 import os
 import platform
@@ -215,7 +216,10 @@ def print_table(table: Table) -> None:
             printed.add_section()
         else:
             printed.add_row(*(Text(text.printable(cell)) for cell in row))
-    Console(width=columns()).print(printed)
+    # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
+    shown = io.StringIO()
+    Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
+    print(shown.getvalue(), end="")
 
 
 # ---- progress ----
