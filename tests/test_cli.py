@@ -1,4 +1,4 @@
-"""`stablenorm run`: the main job, every bad input, nothing half-written."""
+"""`stablenorm run`, `diagnose`: false alarms, missed mistakes, half-written files, 60 columns."""
 
 import re
 import subprocess
@@ -12,7 +12,6 @@ import pytest
 import stablenorm.cli.findings as job
 from stablenorm import Gradients, layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.cli import main
-from stablenorm.cli import problem as reading
 from stablenorm.testing import near_midpoints
 
 X = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
@@ -27,17 +26,13 @@ def save(tmp_path, **arrays):
     return "in.npz"
 
 
-def test_bundled_data_passes(capsys):
-    assert main(["run"]) == 0
-    assert capsys.readouterr().out.endswith("All checks passed.\n")
-
-
-def test_an_rms_norm_is_checked_as_one(capsys):
-    assert main(["run", "--kind", "rms"]) == 0
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_bundled_data_passes(kind, capsys):
+    assert main(["run", "--kind", kind]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    for words in (", RMS norm;", "check_rms_norm in float64", "All checks passed."):
-        assert words in out
-    assert "sum(dx) = 0" not in out
+    assert out.endswith("All checks passed.")
+    assert f"check_{kind}_norm in float64" in out
+    assert (", RMS norm;" in out, "sum(dx) = 0" in out) == (kind == "rms", kind == "layer")
 
 
 def test_arrays_that_are_not_used_are_named(tmp_path, capsys):
@@ -64,8 +59,8 @@ def test_a_warning_is_one_line(tmp_path, capsys, monkeypatch):
         warnings.warn("gamma should be float32", RuntimeWarning, stacklevel=2)
         return compute(_problem)
 
-    compute = reading.compute
-    monkeypatch.setattr(reading, "compute", warn)
+    compute = job.compute
+    monkeypatch.setattr(job, "compute", warn)
     assert main(["run", save(tmp_path, x=X)]) == 0
     assert capsys.readouterr().err == "stablenorm: gamma should be float32\n"
 
@@ -76,9 +71,10 @@ FULL = "stablenorm: No space left on device\n"
 @pytest.mark.parametrize(
     ("where", "status", "words"),
     [
-        # Once 1, that of a failed check; a shell says 141 of what SIGPIPE ends. Nobody reads a line.
+        # Once 1, that of a failed check; a shell says 141 of what SIGPIPE ends.
         ("run | true", 141, ""),
         ("run --digests | true", 141, ""),
+        ("--version | true", 141, ""),
         ("run >&-", 0, ""),
         ("run >/dev/full", 2, FULL),
         ("run --digests >/dev/full", 2, FULL),
@@ -87,7 +83,9 @@ FULL = "stablenorm: No space left on device\n"
 def test_output_that_goes_nowhere(where, status, words):
     if "/dev/full" in where and not Path("/dev/full").exists():
         pytest.skip("a disk that is full is Linux's")
-    script = f"{sys.executable} -m stablenorm {where}; exit ${{PIPESTATUS[0]}}"
+    # Buffered, as for users: Rich met the broken pipe in a table, and exited with 1.
+    python = f"env -u PYTHONUNBUFFERED {sys.executable}"
+    script = f"{python} -m stablenorm {where}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", words)
 
@@ -106,7 +104,8 @@ def test_an_interrupted_out_leaves_what_was_there(tmp_path, capsys, monkeypatch,
     assert status == (130 if error is KeyboardInterrupt else 2)
     assert (tmp_path / "out.npz").read_bytes() == b"older"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.npz", "out.npz"]
-    assert capsys.readouterr().err.count("\n") == 1
+    reason = "interrupted" if error is KeyboardInterrupt else "No space left on device"
+    assert capsys.readouterr().err == f"stablenorm: {reason}\n"
 
 
 def test_the_other_byte_order_is_the_same_numbers(tmp_path, capsys):
@@ -174,3 +173,15 @@ def test_help_teaches_and_fits_a_terminal(command, capsys, monkeypatch):
     assert "exit status:" in shown
     assert ("THE CODE OF THE FILE IS RUN" in shown) == (command == "check")
     assert [line for line in shown.splitlines() if len(line) > 80] == []
+
+
+def test_the_bundled_data_is_diagnosed_in_60_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["diagnose", "--dtype", "float16"]) == 0
+    out, err = capsys.readouterr()
+    # A path is one word, as long as the checkout's.
+    assert (err, [line for line in out.splitlines() if len(line) > 60 and " " in line.strip()]) == (
+        "",
+        [],
+    )
+    assert "E[x^2] - E[x]^2" in " ".join(out.split())

@@ -11,11 +11,10 @@ from xml.etree import ElementTree as ET
 import numpy as np
 import pytest
 
-from stablenorm import backends, cost
+from stablenorm import backends, cost, timing
 from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS
-from stablenorm.cli import bench, main
-from stablenorm.cli import problem as reading
+from stablenorm.cli import findings, main
 from stablenorm.cost import count_cost, count_kept
 from stablenorm.memory import get_idle_limit, set_idle_limit
 from stablenorm.testing.plain import plain_backward, plain_forward
@@ -35,8 +34,8 @@ def call_once(calls, **_):
 @pytest.fixture
 def untimed(monkeypatch):
     """The commands, not their figures."""
-    monkeypatch.setattr(bench, "measure_interleaved", call_once)
-    monkeypatch.setattr(bench, "measure_copy", partial(measure_copy, nbytes=2**16))
+    monkeypatch.setattr(timing, "measure_interleaved", call_once)
+    monkeypatch.setattr(timing, "measure_copy", partial(measure_copy, nbytes=2**16))
     monkeypatch.setattr(backends, "_default", lambda: "numpy")
 
 
@@ -114,13 +113,13 @@ def test_a_page_is_whole_and_fetches_nothing(capsys):
 
 
 def test_a_failed_check_is_said_and_is_the_exit_status(monkeypatch, capsys):
-    compute = reading.compute
+    compute = findings.compute
 
     def spoiled(problem):
         results = compute(problem)
         return results | {"y": results["y"] + np.float32(1e-3)}
 
-    monkeypatch.setattr(reading, "compute", spoiled)
+    monkeypatch.setattr(findings, "compute", spoiled)
     np.savez("in.npz", x=X)
     assert main(["run", "in.npz", "--html", "page.html"]) == 1
     assert "A CHECK FAILED" in capsys.readouterr().out

@@ -56,8 +56,8 @@ def quantity(value: float, unit: str) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape as a product."""
-    return " x ".join(map(str, shape))
+    """Write a shape as a product; that of a number, which has no axes, as "()"."""
+    return " x ".join(map(str, shape)) or "()"
 
 
 def prose(text: str) -> str:

@@ -41,50 +41,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-    except SystemExit as stop:
-        # After --help and --version.
-        status = int(stop.code or 0)
+    except (Exception, KeyboardInterrupt, SystemExit) as error:  # noqa: BLE001 - raised if unknown
+        status = _answer(error)
     try:
         print(end="", flush=True)
     except OSError as error:
         # Nothing is left to be written when Python flushes its streams at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        is_closed = isinstance(error, BrokenPipeError)
-        return EXIT_PIPE if is_closed else status or _say(f"{error.strerror}")
+        return EXIT_PIPE if isinstance(error, BrokenPipeError) else status or _answer(error)
     return status
 
 
 def _run(argv: Sequence[str]) -> int:
-    """Run the command, and say in a line what stops it."""
     # The other commands are not imported: all of them take as long as NumPy, a tenth of a second.
     parser = _parser([name for name in _COMMANDS if name in argv[:1]] or _COMMANDS)
-    try:
-        arguments = parser.parse_args(argv)
-        if arguments.command is None:
-            parser.print_help(sys.stderr)
-            return EXIT_BAD_INPUT
-        with warnings.catch_warnings():
-            # In a line, as everything else that is not a result; the place in our code helps nobody.
-            warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
-            return int(arguments.job(arguments))
-    except (InputError, ImportError) as error:
-        return _say(error)
-    except ValueError as error:
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_BAD_INPUT
+    with warnings.catch_warnings():
+        # In a line, as everything else that is not a result; the place in our code helps nobody.
+        warnings.showwarning = lambda message, *_, **__: _say(message)  # type: ignore[assignment]
+        return int(arguments.job(arguments))
+
+
+def _answer(error: BaseException) -> int:
+    """Return the exit status of a command that this ended, and say in a line why."""
+    match error:
+        case SystemExit():
+            # After --help and --version.
+            return int(error.code or 0)
+        case BrokenPipeError():
+            return EXIT_PIPE
+        case KeyboardInterrupt():
+            _say(error if error.args else "interrupted")
+            return EXIT_INTERRUPTED
+        case MemoryError():
+            return _say(f"x must fit in memory, got: {error}")
+        case OSError():
+            # A name too long, a full disk behind stdout: the system's reason says it all.
+            where = f" ({error.filename})" if error.filename else ""
+            return _say(f"{error.strerror or error}{where}")
+        case InputError() | ImportError():
+            return _say(error)
         # The kernels refuse a variable of the environment when they are loaded, by any command.
-        if not str(error).startswith("STABLENORM_"):
-            raise
-        return _say(error)
-    except MemoryError as error:
-        return _say(f"x must fit in memory, got: {error}")
-    except BrokenPipeError:
-        return EXIT_PIPE
-    except OSError as error:
-        # A name too long, a full disk behind stdout: the system's reason says it all.
-        where = f" ({error.filename})" if error.filename else ""
-        return _say(f"{error.strerror or error}{where}")
-    except KeyboardInterrupt as interrupt:
-        _say(interrupt if interrupt.args else "interrupted")
-        return EXIT_INTERRUPTED
+        case ValueError() if str(error).startswith("STABLENORM_"):
+            return _say(error)
+    raise error
 
 
 def _say(words: object) -> int:
@@ -102,13 +105,8 @@ def _parser(names: Sequence[str] = _COMMANDS) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in names:
         module = importlib.import_module(f"stablenorm.cli.{name}")
-        command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=module.ABOUT,
-            epilog=module.EXAMPLES,
-            formatter_class=_Help,
-        )
+        texts = {"help": module.SUMMARY, "description": module.ABOUT, "epilog": module.EXAMPLES}
+        command = commands.add_parser(name, formatter_class=_Help, **texts)
         command.set_defaults(job=module.run)
         for option, given in module.OPTIONS.items():
             about, changes = (given, {}) if isinstance(given, str) else given

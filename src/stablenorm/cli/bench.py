@@ -5,20 +5,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from stablenorm import timing
 from stablenorm.backends import choose
 from stablenorm.cli import parts
 from stablenorm.formats import parse
 from stablenorm.text import Table, quantity, shape_text
-from stablenorm.timing import (
-    PASSES,
-    Problem,
-    make_candidates,
-    make_problem,
-    measure_copy,
-    measure_interleaved,
-    usable_backends,
-    use_threads,
-)  # fmt: skip
 
 # Seconds for one candidate, all its rounds together: a table of two backends is done in a minute.
 _LIMIT = 2.0
@@ -76,23 +67,19 @@ def run(arguments: argparse.Namespace) -> int:
         # x, dy, y, dx; a fresh y or dx; what is drawn.
         parts.check_shape(shape, 7 * max(parse(dtype).itemsize for dtype in dtypes))
     # A backend that is named twice is one backend.
-    backends = dict.fromkeys(map(choose, arguments.backend or usable_backends()))
+    backends = dict.fromkeys(map(choose, arguments.backend or timing.usable_backends()))
     ways = list(itertools.product(backends, dict.fromkeys(arguments.rounding or ["fast"])))
-    threads = use_threads(arguments.threads)
+    threads = timing.use_threads(arguments.threads)
     rows: list[dict[str, Any]] = []
-    with parts.step_bar(1 + len(shapes) * len(dtypes)) as step:
-        step("copy")
-        copy = measure_copy(threads)
-        for shape, dtype in itertools.product(shapes, dtypes):
-            step(f"{shape_text(shape)} {dtype}")
-            rows += _measure(make_problem(shape, dtype), ways, copy, arguments.kind)
-    content = {
-        "kind": arguments.kind,
-        "rows": rows,
-        "copy_bytes_per_second": copy,
-        "threads": threads,
-    }
-    parts.write_json(arguments.json, content)
+    cases = list(itertools.product(shapes, dtypes))
+    with parts.progress_bar("copy") as progress:
+        progress(0, 1 + len(cases))
+        copy = timing.measure_copy(threads)
+        for done, (shape, dtype) in enumerate(cases, 1):
+            progress(done, 1 + len(cases), f"{shape_text(shape)} {dtype}")
+            rows += _measure(timing.make_problem(shape, dtype), ways, copy, arguments.kind)
+    held = {"kind": arguments.kind, "rows": rows, "copy_bytes_per_second": copy, "threads": threads}
+    parts.write_json(arguments.json, held)
     _print(rows)
     note = f"{threads} threads; a copy of 256 MiB moves {copy / 1e9:.1f} GB/s here."
     parts.print_lines(f"{note} What the columns are: stablenorm bench --help.")
@@ -100,17 +87,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(
-    problem: Problem, ways: Sequence[tuple[str, str]], copy: float, kind: str
+    problem: timing.Problem, ways: Sequence[tuple[str, str]], copy: float, kind: str
 ) -> Iterator[dict[str, Any]]:
     """Time backends and roundings on one problem, interleaved: medians, with their quartiles."""
-    x, candidates = problem.x, {way: make_candidates(problem, *way, kind) for way in ways}
-    for direction, arrays in PASSES.items():
+    x, candidates = problem.x, {way: timing.make_candidates(problem, *way, kind) for way in ways}
+    for direction, arrays in timing.PASSES.items():
         calls = {
             f"{' '.join(way)} {outputs}": call
             for way in ways
             for outputs, call in candidates[way][direction].items()
         }
-        timings = measure_interleaved(calls, rounds=_ROUNDS, least=1, limit=_LIMIT * len(calls))
+        timings = timing.measure_interleaved(
+            calls, rounds=_ROUNDS, least=1, limit=_LIMIT * len(calls)
+        )
         for name, t in timings.items():
             speed = arrays * x.nbytes / t.median
             about = x.shape, str(x.dtype), direction, *name.split()
@@ -122,14 +111,13 @@ def _measure(
 def _print(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table: one part for each problem and direction, which are said once."""
     cells: list[tuple[str, ...] | None] = []
-    said = ""
-    for row in rows:
-        about = f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
-        cells += [None] if said not in ("", about) else []
-        backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
-        which = "" if said == about else about, backend, row["outputs"]
-        speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
-        cells.append((*which, quantity(row["seconds"], "s"), *speed))
-        said = about
+    named = lambda row: f"{shape_text(row['shape'])} {row['dtype']} {row['direction']}"
+    for name, group in itertools.groupby(rows, named):
+        cells += [None] if cells else []
+        for about, row in zip(itertools.chain([name], itertools.repeat("")), group, strict=False):
+            backend = row["backend"] + ", nearest" * (row["rounding"] == "nearest")
+            speed = f"{row['bytes_per_second'] / 1e9:.2f}", f"{row['of_copy']:.2f}"
+            time = quantity(row["seconds"], "s")
+            cells.append((about, backend, row["outputs"], time, *speed))
     columns = ("x", "backend", "outputs", "time", "GB/s", "of copy")
     parts.print_table(Table("Medians of interleaved calls", columns, cells))

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import importlib.util
+import io
 import math
 import os
 import platform
@@ -10,10 +11,10 @@ import secrets
 import shutil
 import stat
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ import stablenorm
 from stablenorm import text
 from stablenorm.backends import BACKENDS
 from stablenorm.formats import DTYPES
-from stablenorm.text import Section, Table
+from stablenorm.text import Table, shape_text
 from stablenorm.timing import ROUNDINGS
-from stablenorm.types import check_eps
+from stablenorm.types import check_count, check_eps
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INCONCLUSIVE, EXIT_INTERRUPTED, EXIT_PIPE = 1, 2, 3, 130, 141
 
@@ -48,25 +49,23 @@ class InputError(Exception):
 # ---- options ----
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return what reads an int and refuses one that is too small."""
+def _number(kind: type, check: Callable[[Any], Any]) -> Callable[[str], Any]:
+    """Return the function that reads a number and has `check` refuse it in its own words."""
 
-    def read(text: str) -> int:
-        if int(text) < least:
-            msg = f"must be >= {least}, got {text}"
-            raise argparse.ArgumentTypeError(msg)
-        return int(text)
+    def read(text: str) -> Any:
+        value = kind(text)
+        try:
+            return check(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-    # The name by which argparse calls it, if the text is no int.
-    read.__name__ = "int"
+    # The name by which argparse calls it, if the text is no number.
+    read.__name__ = kind.__name__
     return read
 
 
-def _eps(text: str) -> float:
-    try:
-        return check_eps(float(text))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _at_least(least: int) -> Callable[[str], int]:
+    return _number(int, partial(check_count, "the number", least=least))
 
 
 def _written(name: str, *suffixes: str) -> dict[str, Any]:
@@ -76,16 +75,16 @@ def _written(name: str, *suffixes: str) -> dict[str, Any]:
         """Refuse a file that could not be written or drawn, before any work is done for it."""
         # The user's code, if any is run, may change the directory.
         path = Path(text).absolute()
-        msg = ""
+        missing = [each for each in _NEEDED.get(name, ()) if importlib.util.find_spec(each) is None]
+        msg = f'{name} needs {" and ".join(missing)}: pip install "stablenorm[plot]"' * bool(
+            missing
+        )
         if path.suffix.lower() not in suffixes:
             msg = f"{name} must be a {' or '.join(suffixes)} file, got {text}"
         elif path.is_dir():
             msg = f"{name} must be a new name, got the directory {text}; remove it first"
         elif not os.access(path.parent, os.W_OK):
             msg = f"{name} must be a file in an existing, writable directory, got {text}"
-        for module in _NEEDED.get(name, ()):
-            if importlib.util.find_spec(module) is None:
-                msg = f'{module} is needed for {name}: pip install "stablenorm[plot]"'
         if msg:
             raise InputError(msg)
         return path
@@ -102,15 +101,15 @@ TABLE: dict[str, dict[str, Any]] = {
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
     "--member": {"metavar": "NAME"},
     "--axis": {"nargs": "+", "type": int, "default": [-1], "metavar": "K"},
-    "--shape": {"nargs": "+", "type": at_least(1), "metavar": "N"},
+    "--shape": {"nargs": "+", "type": _at_least(1), "metavar": "N"},
     "--dtype": {"choices": DTYPES},
-    "--eps": {"type": _eps},
+    "--eps": {"type": _number(float, check_eps)},
     "--gamma-offset": {"type": float, "default": 0.0},
     "--backend": {"choices": tuple(BACKENDS)},
     "--rounding": {"choices": ROUNDINGS, "default": "fast"},
-    "--threads": {"type": at_least(1), "metavar": "N"},
-    "--seed": {"type": at_least(0), "default": 0},
-    "--top": {"type": at_least(0), "default": 10, "metavar": "K"},
+    "--threads": {"type": _at_least(1), "metavar": "N"},
+    "--seed": {"type": _at_least(0), "default": 0},
+    "--top": {"type": _at_least(0), "default": 10, "metavar": "K"},
     "--digests": {"action": "store_true"},
     "--out": _written("--out", ".npz"),
     "--html": _written("--html", ".html", ".htm"),
@@ -135,14 +134,13 @@ def check_memory(what: str, needed: int, cure: str) -> None:
     """Refuse what does not fit in memory: the system would end the process, not warn."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
-        takes = f"which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB"
-        msg = f"{what}, {takes}; {cure}"
+        msg = f"{what}, which takes {needed / 1e9:.1f} GB, of {there / 1e9:.1f} GB; {cure}"
         raise InputError(msg)
 
 
 def check_shape(shape: Sequence[int], bytes_per_element: int) -> None:
     """Refuse a ``--shape`` that does not fit in memory."""
-    what = f"--shape must fit in memory, got {' '.join(map(str, shape))}"
+    what = f"--shape must fit in memory, got {shape_text(shape)}"
     check_memory(what, bytes_per_element * math.prod(shape), "take fewer rows")
 
 
@@ -173,13 +171,9 @@ def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
     """Write figures as JSON, with what they were measured on, if they were asked for."""
-    origin = {
-        "stablenorm": stablenorm.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-    }
+    versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}
+    machine = {"python": platform.python_version(), "machine": platform.machine()}
+    origin = {**versions, **machine, "cpus": os.cpu_count()}
     written = text.to_json(text.plain(origin | content)).encode()
     write_whole(path, lambda file: file.write(written))
 
@@ -197,56 +191,35 @@ def _is_terminal(stream: Any) -> bool:
     return stream is not None and stream.isatty()
 
 
-def print_sections(*sections: Section) -> None:
-    """Print what sections say: their tables, and below all of them how the numbers were obtained."""
-    for section in sections:
-        for table in section.tables:
-            print_table(table)
-    for section in sections:
-        print_lines(f" {section.text}", *filter(None, [section.notes]), bold=f"{section.heading}.")
-
-
 def print_lines(*lines: str, bold: str = "") -> None:
     """Print plain text, a paragraph per line; no word is broken: an address could not be clicked."""
-    bold, width = text.printable(bold), columns()
+    bold = text.printable(bold)
     paragraphs = (bold + text.printable("\n".join(lines))).split("\n")
-    options: Any = {"break_long_words": False, "break_on_hyphens": False}
-    shown = "\n".join("\n".join(textwrap.wrap(p, width, **options)) for p in paragraphs)
-    if (
-        bold
-        and shown.startswith(bold)
-        and _is_terminal(sys.stdout)
-        and "NO_COLOR" not in os.environ
-    ):
-        shown = f"\x1b[1m{bold}\x1b[0m{shown.removeprefix(bold)}"
+    shown = "\n".join("\n".join(text.wrapped(each, columns())) for each in paragraphs)
+    if bold and _is_terminal(sys.stdout) and "NO_COLOR" not in os.environ:
+        shown = shown.replace(bold, f"\x1b[1m{bold}\x1b[0m", 1)
     print(shown)
 
 
 def print_table(table: Table) -> None:
     """Print rows of cells below their columns, the first one flush left."""
     # No rules between columns, which cost two of three characters of what is between the words.
-    printed = RichTable(
-        title=table.title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for i, column in enumerate(table.columns):
-        printed.add_column(
-            column,
-            justify="left" if i == 0 else "right",
-            overflow="fold",
-            # No word is cut in two while there are spaces to break at.
-            min_width=max((len(word) for word in column.split()), default=0),
-        )
+    look: Any = {"box": box.SIMPLE_HEAD, "pad_edge": False, "padding": (0, 1, 0, 0)}
+    printed = RichTable(title=table.title, title_justify="left", title_style="bold", **look)
+    for column in table.columns:
+        # No word is cut in two while there are spaces to break at.
+        longest = max(map(len, column.split()), default=0)
+        printed.add_column(column, justify="right", overflow="fold", min_width=longest)
+    printed.columns[0].justify = "left"
     for row in table.rows:
         if row is None:
             printed.add_section()
         else:
             printed.add_row(*(Text(text.printable(cell)) for cell in row))
-    Console(width=columns()).print(printed)
+    # Printed here: Rich itself ends the process with 1, a failed check's status, if a pipe is closed.
+    shown = io.StringIO()
+    Console(file=shown, width=columns(), force_terminal=_is_terminal(sys.stdout)).print(printed)
+    print(shown.getvalue(), end="")
 
 
 # ---- progress ----
@@ -271,11 +244,3 @@ def progress_bar(what: str) -> Iterator[Callable[..., None]]:
         if due:
             stream.write("\r\x1b[K")
             stream.flush()
-
-
-@contextmanager
-def step_bar(total: int) -> Iterator[Callable[[str], None]]:
-    """Give the function that is told what each of so many steps does when it begins."""
-    done = iter(range(total + 1))
-    with progress_bar("") as progress:
-        yield lambda what: progress(next(done), total, what)

@@ -1,14 +1,14 @@
 """`stablenorm run`: compute, and check every number."""
 
 import argparse
+import itertools
 
 import numpy as np
 
 from stablenorm.api import layer_norm_backward, layer_norm_forward
 from stablenorm.cli import parts
-from stablenorm.cli.findings import Findings, inspect
+from stablenorm.cli.findings import Findings, compute_problem, inspect
 from stablenorm.cli.page import make_page
-from stablenorm.cli.problem import compute_problem
 from stablenorm.cli.sections import tell, worst
 from stablenorm.testing import digest, digest_inputs, published_digests
 from stablenorm.text import number, shape_text
@@ -60,10 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
             raise parts.InputError(msg)
     problem, results = compute_problem(arguments)
     parts.write_whole(out, lambda file: np.savez(file, **results))  # type: ignore[arg-type]
-    # The two steps of `inspect`, and the diagnosis.
-    with parts.step_bar(3) as step:
-        findings = inspect(problem, results, step)
-        step("diagnosis")
+    with parts.progress_bar("") as progress:
+        findings = inspect(problem, results, progress)
+        progress(2, 3, "diagnosis")
         sections = tell(findings)
     judged = findings.gradients is not None and findings.gradients.verdict != "INCONCLUSIVE"
     verdict = "All checks passed." if judged else "No check failed."
@@ -75,7 +74,12 @@ def run(arguments: argparse.Namespace) -> int:
         content = make_page(title, about, f"{_abstract(findings)} {verdict}", sections)
         parts.write_whole(page, lambda file: file.write(content))
     parts.print_lines(f": {about}", bold=problem.source)
-    parts.print_sections(*sections)
+    for table in itertools.chain.from_iterable(section.tables for section in sections):
+        parts.print_table(table)
+    # How the numbers were obtained is below all of them.
+    for section in sections:
+        notes = section.notes and f"\n{section.notes}"
+        parts.print_lines(f" {section.text}{notes}", bold=f"{section.heading}.")
     parts.print_lines(verdict)
     if page:
         parts.print_lines(f"The page: {page.as_uri()}")

@@ -16,14 +16,12 @@ from stablenorm.figures import COLORS
 from stablenorm.text import Section, Table, grouped, number, quantity, shape_text
 from stablenorm.types import Array
 
-# By the rounding, what is promised.
+# The promises of each rounding.
 _CONTRACTS = {
     "fast": "0.501 ulp (float64: 0.75 for dx, 0.51 for dgamma and dbeta), but for an element that "
     "cancels almost completely",
     "nearest": "none is misrounded",
 }
-
-
 # Below this, in ulp, an element counts as exact; a logarithmic axis must start somewhere.
 _LEAST = 1e-3
 
@@ -31,13 +29,9 @@ _LEAST = 1e-3
 def tell(findings: Findings) -> tuple[Section, ...]:
     """Return all sections."""
     x, eps, kind = findings.problem.x, findings.problem.eps, findings.problem.kind
-    matrix = x.size // x.shape[-1], x.shape[-1]
-    return (
-        _accuracy(findings),
-        _losses(diagnose(x, eps, kind=kind)),
-        _gradients(findings),
-        _cost(matrix, str(x.dtype), kind),
-    )
+    cost = _cost((x.size // x.shape[-1], x.shape[-1]), str(x.dtype), kind)
+    losses = _losses(diagnose(x, eps, kind=kind))
+    return _accuracy(findings), losses, _gradients(findings), cost
 
 
 def worst(errors: Array) -> float:
@@ -155,18 +149,14 @@ def _cost(matrix: tuple[int, int], dtype: str, kind: str) -> Section:
         cost = count_cost(program, direction, matrix, dtype, kind)
         per_element = (number(each / (rows * n)) for each in (cost.flops, cost.moved))
         counted.append((f"{program}, {direction}", *per_element, quantity(cost.held, "B")))
-    kept = count_kept(matrix, dtype, kind)
+    kept = [(k, quantity(size, "B")) for k, size in count_kept(matrix, dtype, kind).items()]
     columns = ("program", "flops per element", "bytes moved per element", "held")
     return Section(
         "Cost",
         "Flops and bytes of three programs that do the same algebra, by formulas.",
         (
             Table(f"Counted: {rows} rows of {n}, {dtype}", columns, counted),
-            Table(
-                "Kept from forward to backward, beside x",
-                ("what", "bytes"),
-                [(what, quantity(size, "B")) for what, size in kept.items()],
-            ),
+            Table("Kept from forward to backward, beside x", ("what", "bytes"), kept),
         ),
         "Flops: + - * / and square roots; a fused multiply-add is two. Moved: what memory must move where "
         "arrays are beyond the caches. Held: new bytes at the worst moment, results included.",
