@@ -183,16 +183,18 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     p = format_of(dtype).digits
     # Constant rows have none.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    powers = (np.frexp(np.maximum(v, 1.0))[1] - 1 for v in (y, dx))
+    # Elements that differ at all do so by 2**-53 of their size, so that no row of less than 2**20
+    # elements has a condition number beyond 2**63.
+    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
     lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),
         dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
         {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
-        # Elements that differ at all do so by 2**-53 of their size, so that no row of less than 2**20
-        # elements has a condition number beyond 2**63.
-        *(_counts(each, 63) for each in powers),
-        *(float(v.max(initial=0.0)) for v in (y, dx)),
+        of_y,
+        of_dx,
+        float(y.max(initial=0.0)),
+        float(dx.max(initial=0.0)),
     )
 
 

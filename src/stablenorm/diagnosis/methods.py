@@ -10,6 +10,7 @@ sum to zero, so the RMS error over the row is exactly ``hypot((mean_hat - mean) 
 The RMS decides, in the units of `stablenorm.diagnose`: the worst element is a draw from the tail.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ METHODS = {
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
 # stands for var, in an RMS norm for mean(x^2). In a row of fewer than 8 elements, one has most of the
 # variance for no special reason.
-_MARKS = (
+_MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
     ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN",
      lambda s: (s.std == 0) & (s.eps == 0)),
