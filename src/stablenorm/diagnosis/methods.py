@@ -150,12 +150,12 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
         total = np.zeros_like(squares)
         centered_squares = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype)
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
-    wide, scale = x.astype(np.float64), np.ones(len(x))
-    if x.dtype == np.float64:
+    scale, is_narrow = np.ones(len(x)), x.dtype == np.float32
+    if not is_narrow:
         # To about 1, by a power of two: squares of float64 would overflow or underflow.
         power = np.frexp(np.maximum(highest, -lowest))[1]
         scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
-        wide *= scale[:, None]
+    wide = x.astype(np.float64) if is_narrow else x * scale[:, None]
     mean = is_layer * np.einsum("ij->i", wide) / n
     wide -= mean[:, None]
     mean_lo = is_layer * np.einsum("ij->i", wide) / n
