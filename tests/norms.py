@@ -75,7 +75,7 @@ def bits(array):
 
 
 def assert_same(found, expected, where=None):
-    """Of pairs of arrays, or of None, the dtype and every bit."""
+    """Compare pairs of arrays, or of None: the dtype and every bit."""
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None), where
         if one is not None:
@@ -89,7 +89,7 @@ def assert_contract(exact, found, where=None):
 
 
 def assert_nearest(exact, found, where=None):
-    """Of zeros the sign too."""
+    """Compare every bit, also the sign of zeros."""
     for name, array in found.items():
         wrong = np.argwhere(bits(array) != bits(exact.rounded(name, array.dtype)))
         assert not wrong.size, (name, array.dtype, len(wrong), wrong[0], where)

@@ -1,4 +1,4 @@
-"""The oracle against plain rational arithmetic, of all it takes; wrong answers and arguments it must reject."""
+"""The oracle: broken by a value, a verdict or an S that rational arithmetic does not have."""
 
 import math
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from norms import FINITE, NORMS
+from norms import NORMS
 from rationals import (
     BFLOAT16,
     DTYPES,
@@ -22,7 +22,6 @@ from rationals import (
 )
 
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
-from stablenorm.testing.families import make_case
 
 KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
 
@@ -221,8 +220,10 @@ def test_an_element_that_cancels_passes_by_the_second_term_and_only_just(rng):
     assert result.misrounded == 1
     assert 0 < result.worst_excess < 2**-5
     assert result.passed
-    # An error of 2**-45 of S is eight times too much.
-    plain[0, 7] = np.abs(xhat[0, 7]) * 4 * 2**-45
+    # S is 2 |xhat| + mean|xhat|, to float64; an error of 1.5 c S is too much.
+    size = 2 * np.abs(xhat[0, 7]) + np.abs(xhat).mean()
+    plain[0, 7] = 1.5 * size * 2**-48
+    assert exact.check_contract(y=plain)["y"].worst_excess == pytest.approx(1.5, rel=1e-3)
     assert not exact.check_contract(y=plain)["y"].passed
 
 
@@ -236,6 +237,10 @@ def test_an_exact_zero_far_from_the_smallest_float_is_held_by_the_second_term():
     # n = 1: xhat is 0, S too, and nothing is forgiven.
     assert bad["dgamma"].worst_excess == math.inf
     assert exact.check_contract(dbeta=np.array([1e-28]))["dbeta"].passed
+    # Narrower data is promised sums as float64 arithmetic gives them, whatever their dtype.
+    narrow = exact_layer_norm(np.ones((4, 1), np.float32), dy=dy)
+    sums = narrow.check_contract(dbeta=np.zeros(1), dgamma=np.zeros(1))
+    assert {each.limit_ulp for each in sums.values()} == {0.501}
 
 
 def test_a_row_without_variance_and_eps_must_be_nan():
@@ -263,30 +268,29 @@ STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
 
 def slope(function, point, direction):
     """The central difference of a function of a list."""
-    ends = [
-        function([v + side * STEP * t for v, t in zip(point, direction, strict=True)])
-        for side in (1, -1)
-    ]
-    return (ends[0] - ends[1]) / (2 * STEP)
+    steps = [STEP * t for t in direction]
+    ends = ([v + side * t for v, t in zip(point, steps, strict=True)] for side in (1, -1))
+    after, before = map(function, ends)
+    return (after - before) / (2 * STEP)
 
 
-def unit(n, i):
-    return [Fraction(k == i) for k in range(n)]
+def gradient(function, point):
+    """The slopes along each axis, in three parts as the point has them."""
+    size = len(point)
+    slopes = [slope(function, point, [k == i for k in range(size)]) for i in range(size)]
+    return [slopes[i : i + size // 3] for i in range(0, size, size // 3)]
 
 
 def hold(exact, expected, rows, sums):
     """Hold each element against what is expected of the rows; `sums` start with what is given."""
-    sums = {name: fractions(start) for name, start in sums.items()}
+    wanted = {(name, i): Fraction(v) for name, start in sums.items() for i, v in enumerate(start)}
     for r in range(rows):
         for name, values in expected(r).items():
-            if name in sums:
-                sums[name] = [a + b for a, b in zip(sums[name], values, strict=True)]
-                continue
             for i, value in enumerate(values):
-                assert abs(exact.value(name, (r, i), 400) - value) < CLOSE
-    for name, values in sums.items():
-        for i, value in enumerate(values):
-            assert abs(exact.value(name, (i,), 400) - value) < CLOSE
+                place = (name, i) if name in sums else (name, r, i)
+                wanted[place] = wanted.get(place, 0) + value
+    for (name, *index), value in wanted.items():
+        assert abs(exact.value(name, tuple(index), 400) - value) < CLOSE
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -321,14 +325,9 @@ def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng
             pulled = dot([Fraction(d[r, 0]) for d in statistics], others)
             return dot(fractions(dy[r]), y) + pulled + dot(fractions(dsum[r]), v[:n])
 
-        slopes = [slope(loss, state, unit(3 * n, i)) for i in range(3 * n)]
-        return {
-            "y": forward(state)[0],
-            "ty": [slope(lambda v, i=i: forward(v)[0][i], state, tangents) for i in range(n)],
-            "dx": slopes[:n],
-            "dgamma": slopes[n : 2 * n],
-            "dbeta": slopes[2 * n :],
-        }
+        found = dict(zip(("dx", "dgamma", "dbeta"), gradient(loss, state), strict=True))
+        ty = [slope(lambda v, i=i: forward(v)[0][i], state, tangents) for i in range(n)]
+        return found | {"y": forward(state)[0], "ty": ty}
 
     hold(exact, expected, rows, {"dgamma": old_dgamma, "dbeta": old_dbeta})
 
@@ -351,8 +350,7 @@ def test_double_backward_is_the_difference_of_the_backward(kind, rng):
             return dot(fractions(ddx[r]), dx) + sums
 
         state = [*fractions(x[r]), *scale, *fractions(dy[r])]
-        slopes = [slope(loss, state, unit(3 * n, i)) for i in range(3 * n)]
-        return {"dx": slopes[:n], "dgamma": slopes[n : 2 * n], "ddy": slopes[2 * n :]}
+        return dict(zip(("dx", "dgamma", "ddy"), gradient(loss, state), strict=True))
 
     hold(exact, expected, rows, {"dgamma": np.zeros(n)})
     # Without the cotangents of the sums, and as arrays: rounded once.
@@ -383,25 +381,6 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     for tail, ulps in ((2.0**-60, 1), (0.0, 0)):
         exact = exact_layer_norm(one, residual=np.array([[2.0**-8 + tail, 0.0]]))
         assert float(exact.x[0, 0]) == 1 + ulps * 2.0**-7
-
-
-def test_the_sum_of_gamma_and_its_offset_is_exact():
-    # 1 + 2**-60 is 1 in every dtype; beta takes the 1 away.
-    x, gamma = np.array([[-1.0, 1.0]]), np.full(2, 2.0**-60)
-    exact = exact_rms_norm(x, gamma, np.array([1.0, -1.0]), 0.0, gamma_offset=1.0)
-    np.testing.assert_array_equal(exact.rounded("y", np.float32), [[-(2.0**-60), 2.0**-60]])
-
-
-def test_what_is_accumulated_is_rounded_once():
-    # float16 at 2048 has steps of 2: 2049 is a tie, and 2**-20 decides it.
-    dy = np.array([[1.0], [2.0**-20]])
-    old = np.array([2048.0], np.float16)
-    exact = exact_rms_norm(np.ones((2, 1)), eps=0.0, dy=dy, accumulate=(old, old))
-    for name in ("dgamma", "dbeta"):
-        assert exact.rounded(name, np.float16) == 2050
-        assert exact.check_contract(**{name: old})[name].misrounded == 1
-    alone = exact_rms_norm(np.ones((2, 1)), eps=0.0, dy=dy, accumulate=(None, old))
-    assert alone.rounded("dgamma", np.float16) == 1
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -436,19 +415,6 @@ def test_the_second_term_has_the_magnitudes_of_all_that_is_added(kind, dtype, rn
             assert result.worst_excess == pytest.approx(
                 2.0 ** (40 + digits) / size[index], rel=1e-9
             )
-
-
-@pytest.mark.parametrize("family", FINITE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_hard_families_are_those_of_the_formula(kind, family):
-    case = make_case(family, "float32", n := 10)
-    exact = KINDS[kind](*case)
-    expected = textbook(*case, kind)
-    for name in ("y", "dx"):
-        for i, value in enumerate(expected[name]):
-            actual = exact.value(name, divmod(i, n))
-            # Terms are products of at most six floats, below 1e240: 80 digits of dx are right.
-            assert abs(actual - value) <= abs(value) / 10**60 + Fraction(1, 10**80)
 
 
 HUGE, EXACT = np.full((2, 3), 1e308), exact_layer_norm(np.array([[1.0, 2.0, 4.0]]))

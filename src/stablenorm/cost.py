@@ -22,7 +22,7 @@ _BLOCK = 1 << 15
 
 class Cost(NamedTuple):
     """
-    What one forward or one backward does.
+    The work of one forward or one backward.
 
     `moved` is the bytes that memory must read and write where the arrays are larger than the
     caches; `held` is the new bytes held at the worst moment, results included.

@@ -95,7 +95,7 @@ def get_idle_limit() -> int:
     """
     Return how many bytes of large results may be kept while nobody uses them.
 
-    What `set_idle_limit` was given; before that 512 MiB, or if that is less a sixteenth of the memory
+    The number that `set_idle_limit` was given; before that 512 MiB, or if less a sixteenth of the memory
     of the machine, of the container, or of the limit of the Dask worker that this process is.
     """
     return default_limit() if _limit is None else _limit

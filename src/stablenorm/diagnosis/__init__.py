@@ -1,11 +1,11 @@
-"""`diagnose`: what a layer or RMS norm would lose on given data, row by row and in all."""
+"""`diagnose` says how much a layer or RMS norm would lose on given data, row by row and in all."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,15 @@ from stablenorm.types import Array, check_count, check_eps
 
 __all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose", "diagnose_blocks"]
 
-# Elements of a block, the work of one thread at a time: some 3 ms, ten times what it takes to
-# predict from the statistics of a block whatever its size.
+# Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
 BLOCK = 1 << 19
 
 # Condition numbers are counted by powers of two up to this one: elements that differ at all do so by
 # 2**-53 of their size, so that no row of less than 2**20 elements has a larger one.
 _POWERS = 63
 
-# Less the rank, the number, and the row.
+# The negative rank, the number, and the row.
 _Ranked = tuple[float, int, Row]
-
-# The method whose loss says how bad a row is: an RMS norm loses most in float16, the last one.
-_DECIDING = {"layer": 0, "rms": -1}
 
 
 def diagnose(
@@ -84,15 +80,15 @@ def diagnose(
     normal)``, between 0 and p, the precision of the dtype. A constant row, whose y is 0, is
     measured against 1. gamma and beta are left out.
 
-    The methods compute in float32, or in float64 for float64 data, their sums in the order of
-    vectorized code, several running sums. In another order a method loses about as much, seldom two
-    bits more or less; in a plain loop it loses more. The condition number bounds them all. "Saved" is y
-    as a backward rebuilds it from a mean and an rstd rounded to that format.
+    The methods compute in float32, or in float64 for float64 data, with several running sums, as
+    vectorized code does. In another order a method seldom loses two bits more or less; in a plain loop
+    it loses more. The condition number bounds them all. "Saved" is y as a backward rebuilds it from a
+    mean and an rstd rounded to that format.
 
     The condition number of y is ``rms(x) / std``. That of dx, ``rms(x) std / (var + eps)``, is for
     a cotangent at right angles to 1 and xhat, which a random one of more than two elements nearly
-    is. Those of RMS norm are at most 1: without a mean nothing cancels. What it loses, it loses where
-    x^2 is held in too narrow a format: in float16 the square of 256 overflows.
+    is. Those of RMS norm are at most 1: without a mean nothing cancels. It loses bits where x^2 is held
+    in too narrow a format: in float16 the square of 256 overflows.
 
     Examples
     --------
@@ -135,10 +131,11 @@ def diagnose_blocks(
     """
     n = math.prod(shape[i] for i in axis)
     measure = partial(measure_rows, dtype=dtype, eps=eps, kind=kind)
-    nothing = measure(np.empty((0, n), dtype))
-    summary, kept, worst = _summarize(nothing, dtype, kind), [nothing], list[_Ranked]()
-    for block, found in _measured(blocks, measure):
-        worst = _worst(worst, summary.rows, block, found, dtype, top, kind)
+    kept, worst = [measure(np.empty((0, n), dtype))], list[_Ranked]()
+    summary = _summarize(kept[0], dtype, kind)
+    for block, future in _submitted(blocks, measure):
+        found = future.result()
+        worst = _worst(worst, summary.rows, block.astype(dtype, copy=False), found, top, kind)
         summary = _together(summary, _summarize(found, dtype, kind))
         if keep_rows:
             kept.append(found)
@@ -147,44 +144,37 @@ def diagnose_blocks(
     return Diagnosis(shape, dtype.name, axis, n, eps, summary, of_rows, per_row, kind)
 
 
-def _measured(
-    blocks: Iterable[Array], measure: Callable[[Array], PerRow]
-) -> Iterator[tuple[Array, PerRow]]:
-    """Yield each block and what is known of its rows, in order."""
+def _submitted(blocks: Iterable[Array], measure: Callable[[Array], PerRow]) -> Iterator[Any]:
+    """Yield each block and the future of its rows, in order."""
     # Two for each thread: one at work, one that waits.
-    pending, threads = deque[tuple[Array, Future[PerRow]]](), get_num_threads()
+    pending, threads = deque[Any](), get_num_threads()
     with ThreadPoolExecutor(threads) as pool:
-        try:
-            for block in blocks:
-                pending.append((block, pool.submit(measure, block)))
-                if len(pending) > 2 * threads:
-                    done, future = pending.popleft()
-                    yield done, future.result()
-            for done, future in pending:
-                yield done, future.result()
-        finally:
-            # After an interrupt or an error, nobody waits for the others.
-            pool.shutdown(cancel_futures=True)
+        for block in blocks:
+            pending.append((block, pool.submit(measure, block)))
+            if len(pending) > 2 * threads:
+                yield pending.popleft()
+        yield from pending
 
 
 def _worst(
-    before: list[_Ranked], start: int, block: Array, found: PerRow, dtype: Any, top: int, kind: str
+    before: list[_Ranked], start: int, block: Array, found: PerRow, top: int, kind: str
 ) -> list[_Ranked]:
     """Return the rows of the highest rank, of `before` and of a block whose first row is number `start`."""
     has = dict(zip(SPECIAL[kind], found.marks, strict=True))
-    # Bits first; the condition number, which constant rows do not have, counts less than a bit.
+    # Bits of the two-pass first, in an RMS norm those of float16, which loses most; the condition
+    # number, which constant rows do not have, counts less than a bit.
     some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
-    rank = np.rint(found.lost[_DECIDING[kind]].astype(np.float64)) + 1.0 - 1.0 / some
+    bits = found.lost[0 if kind == "layer" else -1].astype(np.float64)
+    rank = np.rint(bits) + 1.0 - 1.0 / some
     # Rows that have no y at all come before any number of bits.
     rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
     least = -before[-1][0] if before and len(before) == top else -1.0
     # A stable sort keeps the first ones of equals.
     candidates = np.argsort(-rank, kind="stable")[:top]
-    with np.errstate(over="ignore"):
-        new = [
-            (-rank[i], start + i, describe_row(start + i, block[i].astype(dtype), found, i, kind))
-            for i in candidates[rank[candidates] > least].tolist()
-        ]
+    new = [
+        (-rank[i], start + i, describe_row(start + i, block[i], found, i, kind))
+        for i in candidates[rank[candidates] > least].tolist()
+    ]
     return sorted([*before, *new])[:top]
 
 
@@ -193,20 +183,23 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     p = format_of(dtype).digits
     # Constant rows have none.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
+    # Elements that differ at all do so by 2**-53 of their size, so that no row of less than 2**20
+    # elements has a condition number beyond 2**63.
+    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
     lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),
         dict(zip(SPECIAL[kind], np.count_nonzero(found.marks, axis=1).tolist(), strict=True)),
         {name: _counts(np.rint(bits[~np.isnan(bits)]), p) for name, bits in lost},
-        _counts(np.frexp(np.maximum(y, 1.0))[1] - 1, _POWERS),
-        _counts(np.frexp(np.maximum(dx, 1.0))[1] - 1, _POWERS),
+        of_y,
+        of_dx,
         float(y.max(initial=0.0)),
         float(dx.max(initial=0.0)),
     )
 
 
 def _counts(values: Array, last: int) -> Array:
-    """Return how often 0, 1, ..., last occur; what is larger counts with the last."""
+    """Return how often 0, 1, ..., last occur; larger values count with the last."""
     return np.bincount(np.minimum(values, last).astype(np.intp), minlength=last + 1)
 
 

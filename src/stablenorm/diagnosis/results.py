@@ -1,4 +1,4 @@
-"""A `Diagnosis`, and how it is shown: sentences, text, plain data, a picture."""
+"""A `Diagnosis`, shown as sentences, text, plain data, or a picture."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,33 +11,30 @@ from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
 from stablenorm.types import Array
 
-# The sentence about a row names these two methods.
+# The sentence about a row names these two methods; the others are near one of these, or keep less.
 _TOLD = {
-    "layer": {"a {working} two-pass": "two-pass", "E[x^2] - E[x]^2": "one-pass"},
-    "rms": {"mean(x^2) in {working}": "one-pass", "in float16": "float16"},
+    "layer": {"two-pass": "a {working} two-pass", "one-pass": "E[x^2] - E[x]^2"},
+    "rms": {"one-pass": "mean(x^2) in {working}", "float16": "in float16"},
 }
-
-# A row's |mean| / std is mentioned from here on: it costs two bits.
-_OFFSET = 4.0
 
 
 @dataclass(frozen=True)
 class Row:
     """
-    One row, and what would become of it.
+    One row, and its losses.
 
     Attributes
     ----------
     index : int
-        Among the rows, counted in C order over the axes that are not normalized.
+        Its number, counted in C order over the axes that are not normalized.
     mean, std : float
-        Of the row; NaN if it is not finite. Of kind "rms": 0, and the root mean square.
+        NaN if the row is not finite. For kind "rms": 0, and the root mean square.
     condition_y, condition_dx : float
         How many times larger a relative error of x is in y and in dx.
     lost : dict of str to float
         Bits of y lost by each method, as in `Diagnosis.methods`.
     marks : tuple of str
-        What is special about it, as in `Summary.marks`.
+        Its peculiarities, as in `Summary.marks`.
     advice : str
         The same in a sentence.
     """
@@ -61,14 +58,14 @@ class Summary(NamedTuple):
     rows : int
         How many.
     marks : dict of str to int
-        For each thing that can be special about a row, how many are.
+        For each peculiarity of rows, how many have it.
     lost : dict of str to array
         For each method, how many rows lose 0, 1, ..., p bits, rounded.
     condition_y, condition_dx : array
         How many rows have a condition number in [2^k, 2^(k+1)); below 1 counts as k = 0.
         Constant rows are not counted: theirs is infinite for y.
     largest_condition_y, largest_condition_dx : float
-        Of all rows that have a finite one.
+        The largest finite ones.
     """
 
     rows: int
@@ -83,16 +80,14 @@ class Summary(NamedTuple):
 @dataclass(frozen=True)
 class Diagnosis:
     """
-    What a norm would lose on given data; made by `stablenorm.diagnose`.
+    The losses of a norm on given data; made by `stablenorm.diagnose`.
 
     Attributes
     ----------
-    shape : tuple of int
-        Of the data.
+    shape, axis : tuple of int
+        Shape of the data, and the axes normalized together.
     dtype : str
         The dtype that it was judged as.
-    axis : tuple of int
-        The axes normalized together.
     n : int
         Elements of a row.
     eps : float
@@ -100,8 +95,8 @@ class Diagnosis:
     summary : Summary
         All rows together.
     worst : tuple of Row
-        The rows that a two-pass loses most on, the worst first; before them those that have no
-        layer norm: not finite, or constant with eps 0.
+        The rows that a two-pass (in an RMS norm, float16) loses most on, the worst first; before
+        them those that have no y: not finite, or constant with eps 0.
     per_row : PerRow or None
         Numbers of every row; None for a file, whose rows may be too many.
     kind : str
@@ -125,9 +120,8 @@ class Diagnosis:
 
     @property
     def methods(self) -> dict[str, str]:
-        """What each method is, by its name."""
-        working = working_format(parse(self.dtype)).dtype.name
-        return {name: title.format(working=working) for name, title in METHODS[self.kind].items()}
+        """A description of each method, by its name."""
+        return _filled(METHODS[self.kind], parse(self.dtype))
 
     def as_dict(self) -> dict[str, Any]:
         """
@@ -136,8 +130,8 @@ class Diagnosis:
         Returns
         -------
         dict
-            The attributes by name, with `bits` and `methods`. What JSON has no number for is a
-            string, "nan", "inf" or "-inf".
+            The attributes by name, with `bits` and `methods`. Numbers that JSON lacks are strings:
+            "nan", "inf" or "-inf".
         """
         names = "shape", "dtype", "axis", "n", "eps", "kind", "bits", "methods", "summary", "worst"
         result: dict[str, Any] = plain({name: getattr(self, name) for name in names})
@@ -176,52 +170,51 @@ class Diagnosis:
         return "\n".join(lines_of(self, 100))
 
 
-# ---- one row ----
+def _filled(texts: dict[str, str], dtype: np.dtype[Any]) -> dict[str, str]:
+    """Return the texts with the name of the dtype that layer norms of such data are computed in."""
+    working = working_format(dtype).dtype.name
+    return {name: text.replace("{working}", working) for name, text in texts.items()}
+
+
+def _counted(rows: int) -> str:
+    return f"{rows} row{'s' * (rows != 1)}"
 
 
 def describe_row(index: int, x: Array, found: PerRow, place: int, kind: str) -> Row:
     """Return what is known of row `index`, with elements `x`, which `found` has at `place`."""
     mean, std, of_y, of_dx = (float(each[place]) for each in found[:4])
-    meanings, is_layer = SPECIAL[kind], kind == "layer"
+    meanings = _filled(SPECIAL[kind], x.dtype)
     lost = dict(zip(METHODS[kind], map(float, found.lost[:, place]), strict=True))
     marks = tuple(name for name, has in zip(meanings, found.marks[:, place], strict=True) if has)
     if "not finite" in marks:
         places = np.flatnonzero(~np.isfinite(x))
         said = [f"not finite: {places.size} of {x.size} elements, the first at {places[0]}"]
     else:
-        working = working_format(x.dtype).dtype.name
         # An undefined row is constant as well, but its y is not beta.
         told = ("undefined",) if "undefined" in marks else marks
-        said = [f"{mark} ({meanings[mark].format(working=working)})" for mark in told]
-        if not said or abs(mean) >= _OFFSET * std > 0:
-            size = f"|mean|/std = {abs(mean) / std:.2g}" if is_layer else f"rms = {std:.2g}"
-            said.insert(0, size)
+        said = [f"{mark} ({meanings[mark]})" for mark in told]
+        # |mean| / std is mentioned from 4 on: it costs two bits.
+        if not said or abs(mean) >= 4.0 * std > 0:
+            ratio = f"|mean|/std = {abs(mean) / std:.2g}"
+            said.insert(0, ratio if kind == "layer" else f"rms = {std:.2g}")
         if "undefined" not in marks:
-            # The other methods are near one of these, or keep less.
-            (one, first), (two, second) = _TOLD[kind].items()
-            one, bits = one.format(working=working), format_of(x.dtype).digits
-            said.append(
-                f"{one} loses {round(lost[first])} of {bits} bits of y, {two} {round(lost[second])}"
-            )
-    advice = f"row {index}: {'; '.join(said)}"
-    return Row(index, mean, std, of_y, of_dx, lost, marks, advice)
-
-
-# ---- all rows: text and tables ----
+            (first, one), (second, two) = _filled(_TOLD[kind], x.dtype).items()
+            losses = f"{round(lost[first])} of {format_of(x.dtype).digits} bits of y"
+            said.append(f"{one} loses {losses}, {two} {round(lost[second])}")
+    return Row(index, mean, std, of_y, of_dx, lost, marks, f"row {index}: {'; '.join(said)}")
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    count, kind = diagnosis.summary.rows, ", RMS norm" * (diagnosis.kind == "rms")
     data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
-    return f"{data}: {count} row{'s' * (count != 1)} of {diagnosis.n}, eps {diagnosis.eps:g}{kind}"
+    rows = f"{_counted(diagnosis.summary.rows)} of {diagnosis.n}, eps {diagnosis.eps:g}"
+    return f"{data}: {rows}{', RMS norm' * (diagnosis.kind == 'rms')}"
 
 
 def sentences(diagnosis: Diagnosis) -> list[str]:
     """Return one sentence for each thing worth knowing about all rows together."""
-    summary = diagnosis.summary
+    summary, said = diagnosis.summary, []
     if not summary.rows:
         return ["no rows: nothing to say"]
-    said = []
     if summary.condition_y.any():
         y, dx = summary.largest_condition_y, summary.largest_condition_dx
         # The median is known to a power of two.
@@ -231,12 +224,12 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
             f"condition number of y: at most {of_y:.2g} in the median row, {y:.2g} in the worst; "
             f"of dx: {of_dx:.2g}, {dx:.2g}"
         )
-    working = working_format(parse(diagnosis.dtype)).dtype.name
-    for name, meaning in SPECIAL[diagnosis.kind].items():
-        if count := summary.marks[name]:
-            rows = f"{count} row" + "s" * (count != 1)
-            said.append(f"{name}: {rows} ({meaning.format(working=working)})")
-    return said
+    meanings, marks = _filled(SPECIAL[diagnosis.kind], parse(diagnosis.dtype)), summary.marks
+    return said + [
+        f"{name}: {_counted(marks[name])} ({meaning})"
+        for name, meaning in meanings.items()
+        if marks[name]
+    ]
 
 
 def _median(counts: Array) -> int:
@@ -246,14 +239,15 @@ def _median(counts: Array) -> int:
 
 def method_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str, str]]:
     """Return, for each method, its title, the median and the worst loss, and rows losing 4 bits."""
-    summary, rows = diagnosis.summary, []
-    for name, title in diagnosis.methods.items():
-        counts = summary.lost[name]
-        if not counts.any():
-            rows.append((title, "-", "-", "-"))
-            continue
-        several = f"{counts[4:].sum() / counts.sum():.1%}"
-        rows.append((title, str(_median(counts)), str(np.flatnonzero(counts)[-1]), several))
+    rows = []
+    for title, counts in zip(
+        diagnosis.methods.values(), diagnosis.summary.lost.values(), strict=True
+    ):
+        cells = "-", "-", "-"
+        if counts.any():
+            several = f"{counts[4:].sum() / counts.sum():.1%}"
+            cells = str(_median(counts)), str(np.flatnonzero(counts)[-1]), several
+        rows.append((title, *cells))
     return rows
 
 
@@ -262,9 +256,8 @@ def lines_of(diagnosis: Diagnosis, width: int) -> list[str]:
     lines = [_headline(diagnosis), *(f"  {sentence}" for sentence in sentences(diagnosis))]
     if diagnosis.summary.rows:
         lines.append(f"  bits of y lost, of {diagnosis.bits}: median row, worst row, rows losing 4")
-        rows = method_rows(diagnosis)
-        longest = max(len(title) for title, *_ in rows)
-        for title, median, worst, several in rows:
+        longest = max(map(len, diagnosis.methods.values()))
+        for title, median, worst, several in method_rows(diagnosis):
             lines.append(f"    {title:{longest}} {median:>4} {worst:>4} {several:>9}")
         lines += ["  worst rows:", *(f"    {row.advice}" for row in diagnosis.worst)]
     return [part for line in lines for part in wrapped(line, width)]

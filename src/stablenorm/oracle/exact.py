@@ -174,15 +174,13 @@ class ExactNorm:
         >>> exact.check_contract(y=exact.rounded("y", np.float32))["y"].passed
         True
         """
-        judged = self._judge(arrays)
         # Sums over rows of narrower data are promised no more digits than float64 arithmetic gives them.
         narrow = {"dgamma", "dbeta"} if self.x.dtype != np.float64 else set()
-        return {
-            name: _hold(
-                self._inputs, name, each, fmt is rounding.FORMATS["float64"] and name not in narrow
-            )
-            for name, fmt, each in judged
-        }
+        found = {}
+        for name, fmt, judged in self._judge(arrays):
+            in_pairs = fmt is rounding.FORMATS["float64"] and name not in narrow
+            found[name] = _hold(self._inputs, name, judged, in_pairs)
+        return found
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of a quantity."""

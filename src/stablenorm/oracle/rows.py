@@ -174,7 +174,7 @@ DOUBLE_BACKWARD = {
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """
-    What the quantities are made of, all float64.
+    The data that quantities are made of, all float64.
 
     `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
     all rows share, and under the names of summed quantities what is added to those.
