@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import FaultError, Operation, copies, tiniest, unit_roundoff
+from stablenorm.check.operation import (
+    FaultError,
+    Operation,
+    copies,
+    described,
+    shape_words,
+    tiniest,
+    unit_roundoff,
+)
 from stablenorm.formats import is_supported
 from stablenorm.types import Array
 
@@ -260,7 +268,7 @@ class Candidate:
         with np.errstate(all="ignore"):
             y, cache = self._operation.forward(copies(case[:3]), case.eps)
         if y.shape != case.x.shape:
-            msg = f"the forward returns y of shape {y.shape}"
+            msg = f"the forward returns y of shape {shape_words(y.shape)}"
             raise FaultError(msg)
         return y, cache
 
@@ -284,7 +292,7 @@ class Candidate:
             if gradient is not None and argument is not None:
                 array = np.array(gradient)
                 if not is_supported(array.dtype) or array.shape != argument.shape:
-                    msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
+                    msg = f"the backward returns {described(name, array)}, not {shape_words(argument.shape)}"
                     raise FaultError(msg)
                 found[name] = judged(name, array, argument)
         return found

@@ -24,9 +24,9 @@ from stablenorm.check.closed_form import (
     unit,
 )
 from stablenorm.check.compare import name_pattern, place_of
-from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients, described
+from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.identities import row_identities
-from stablenorm.check.operation import Backward, FaultError, Operation
+from stablenorm.check.operation import Backward, FaultError, Operation, described
 from stablenorm.check.results import (
     ArgumentResult,
     ArgumentVerdict,
