@@ -409,7 +409,7 @@ def test_shapes_are_written_as_products():
     shapes = iter([(3, 4)])
     moved = check(lambda x: (np.sin(x).reshape(next(shapes, (1, 3, 4))), x))
     assert "y has shape 3 x 4, then 1 x 3 x 4" in str(moved)
-    grown = check_layer_norm(forward, lambda dy, c: (backward(dy, c)[0], dy, dy), data(0)[0])
+    grown = check_layer_norm(forward, lambda dy, c: (backward(dy, c)[0], dy, dy), *data(0))
     assert "got 4 x 8" in str(grown)
     assert "(4, 8)" not in str(grown)
     assert check(*2 * (lambda *a: (a[0] * 2, 0),), [np.array(3.0)]).about == "x () float64, seed 0"

@@ -309,12 +309,10 @@ def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))
-    return ArgumentResult(
-        result.name,
-        verdict,
+    return replace(
+        result,
+        verdict=verdict,
         checked=z.size,
-        total=result.total,
-        probes=result.probes,
         failing=int(np.sum(z > 1)),
         index=place_of(place, each.shape),
         actual=float(each.actual.flat[place]),
@@ -325,5 +323,5 @@ def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
         message=message * each.wrong,
         method="closed form",
         pattern=pattern,
-        differences=result.differences,
+        curve=(),
     )
