@@ -19,7 +19,7 @@ from stablenorm.check.operation import (
     Operation,
     as_array,
     described,
-    shape_words,
+    require_shape,
 )
 from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
@@ -238,13 +238,9 @@ def _fault(array: Array, gradient: Any) -> str:
     """Say what is wrong with a gradient, without comparing its values; empty if nothing is."""
     try:
         gradient = as_array("the gradient", gradient)
+        require_shape("the gradient", gradient, array.shape)
     except FaultError as fault:
         return str(fault)
-    if gradient.shape != array.shape:
-        shapes = (
-            f"{shape_words(array.shape)}, that of its argument, got {shape_words(gradient.shape)}"
-        )
-        return f"the gradient must have shape {shapes}"
     places = [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]
     if not places:
         return ""

@@ -127,9 +127,9 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options = {"gamma_offset": gamma_offset, "rng": rng, "probes": probes}
-    options |= {"max_elements": max_elements, "progress": progress}
-    return _check("layer", forward, backward, (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("layer", forward, backward, given, gamma_offset, rng, **options)
 
 
 def check_rms_norm(
@@ -160,7 +160,6 @@ def _check(
     forward: Callable[..., Any],
     backward: Backward,
     given: tuple[Any, ...],
-    *,
     gamma_offset: float = 0.0,
     rng: Any = None,
     **options: Any,

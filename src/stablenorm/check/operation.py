@@ -138,6 +138,13 @@ def as_array(name: str, value: Any) -> Array:
     return array
 
 
+def require_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    """Raise FaultError unless an array has that shape."""
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape_words(shape)}, got {shape_words(array.shape)}"
+        raise FaultError(msg)
+
+
 def copies(args: Sequence[Array | None]) -> list[Array | None]:
     """Copy each array: what a function does to its arguments must not reach the next call."""
     return [None if a is None else a.copy() for a in args]
@@ -173,10 +180,8 @@ class Loss:
         moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:
             y, _ = self.operation.forward(args)
-            if y.shape == self.shape:
-                return flat(y)
-            shapes = f"{shape_words(self.shape)}, then {shape_words(y.shape)}"
-            self.faults.setdefault(False, f"y has shape {shapes}")
+            require_shape("y", y, self.shape)
+            return flat(y)
         except FaultError as fault:
             self.faults.setdefault(fault.raised, str(fault))
         return np.full(self.y.size, np.nan)

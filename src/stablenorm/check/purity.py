@@ -22,8 +22,8 @@ from stablenorm.check.operation import (
     copies,
     draw,
     flat,
+    require_shape,
     rms,
-    shape_words,
     unit_roundoff,
 )
 from stablenorm.check.results import TINIEST, Finding
@@ -120,8 +120,7 @@ class CallRules:
                 if name in self._gradients:
                     array = as_array(f"{_OF}{name}", returned[position])
                     found[name] = self._loss.settled(position, array)
-                    if said := _reshaped(f"{_OF}{name}", self._gradients[name], array):
-                        raise FaultError(said)
+                    require_shape(f"{_OF}{name}", array, self._gradients[name].shape)
             runs.append(found)
         return runs
 
@@ -227,8 +226,7 @@ def _differ(what: str, first: Gradients, *more: Gradients) -> str:
 
 def _apart(name: str, first: Array, other: Array, bound: float | None = None) -> str:
     """Say how far two results are apart, if by more than rounding explains."""
-    if said := _reshaped(name, first, other):
-        return said
+    require_shape(name, other, first.shape)
     bound = _bound(first) if bound is None else bound
     a, b = flat(other), flat(first)
     # NaN where only one of them is NaN.
@@ -237,9 +235,3 @@ def _apart(name: str, first: Array, other: Array, bound: float | None = None) ->
     if largest <= bound:
         return ""
     return f"{name} differs by {largest / bound:.2g} times what rounding explains"
-
-
-def _reshaped(name: str, first: Array, other: Array) -> str:
-    """Say that a result had another shape the first time; empty if it had not."""
-    shapes = f"{shape_words(first.shape)}, then {shape_words(other.shape)}"
-    return f"{name} has shape {shapes}" if other.shape != first.shape else ""
