@@ -123,6 +123,14 @@ def test_the_cache_is_small(rng, name, most):
     assert layer_norm_forward(x)[1].statistics.nbytes <= most * 100
 
 
+def test_an_axis_of_none_is_all_axes(rng):
+    x = rng.standard_normal((2, 3, 4))
+    y, cache = layer_norm_forward(x, axis=None)
+    expected, every = layer_norm_forward(x, axis=(0, 1, 2))
+    np.testing.assert_array_equal(y, expected)
+    np.testing.assert_array_equal(*(layer_norm_backward(x, c).dx for c in (cache, every)))
+
+
 def test_layer_holds_what_it_says(rng, dtype):
     norm = LayerNorm((3, 4), axis=(1, 2), dtype=dtype)
     x = rng.standard_normal((2, 3, 4)).astype(dtype)

@@ -24,6 +24,7 @@ from stablenorm.check import (
     Secant,
     assert_gradients,
     check_gradients,
+    check_layer_norm,
     gradients,
 )
 from stablenorm.check.closed_form import Case, Expected
@@ -375,7 +376,7 @@ BAD_BACKWARDS = [
     (lambda *_: None, "got NoneType"),
     (lambda dy, x: {"x": dy * np.cos(x)}, "got dict"),
     (lambda dy, x: cosine(dy, x) * 2, "must return 1 gradients, one for each argument, got 2"),
-    (lambda dy, x: (dy[0] * np.cos(x[0]),), "must have shape (3, 4)"),
+    (lambda dy, x: (dy[0] * np.cos(x[0]),), "the gradient must have shape 3 x 4, got 4"),
     (lambda dy, _: (dy * np.nan,), "must be finite, got nan at (0, 0) (12 such)"),
     (lambda *_: ("no",), "must be float16"),
     (lambda *_: ([[1], [1, 2]],), "must be an array, got list"),
@@ -402,6 +403,16 @@ def test_a_forward_that_raises_near_x_is_left_out_there():
     assert report.passed, str(report)
     assert found(report, "called near").verdict == "NOTE"
     assert check(root, lambda dy, x: (dy / np.sqrt(x),), args).verdict == "FAIL"
+
+
+def test_shapes_are_written_as_products():
+    shapes = iter([(3, 4)])
+    moved = check(lambda x: (np.sin(x).reshape(next(shapes, (1, 3, 4))), x))
+    assert "y must have shape 3 x 4, got 1 x 3 x 4" in str(moved)
+    grown = check_layer_norm(forward, lambda dy, c: (backward(dy, c)[0], dy, dy), *data(0))
+    assert "got 4 x 8" in str(grown)
+    assert "(4, 8)" not in str(grown)
+    assert check(*2 * (lambda *a: (a[0] * 2, 0),), [np.array(3.0)]).about == "x () float64, seed 0"
 
 
 def test_a_scalar_y_and_arguments_without_axes_or_elements():

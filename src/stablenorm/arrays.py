@@ -180,12 +180,12 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Array:
 # ---- what `axis` means: any array seen as (rows, n) ----
 
 
-def normalize_axes(axis: int | tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """Return `axis` as a sorted tuple of distinct axes in ``range(ndim)``."""
+def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
+    """Return `axis`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
     if type(axis) is int and axis == -1 and ndim:
         # What nearly everybody asks for, at a twentieth of the time of what follows.
         return (ndim - 1,)
-    given = axis if isinstance(axis, tuple) else (axis,)
+    given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     try:
         axes = sorted(normalize_axis_index(operator.index(one), ndim) for one in given)
     except TypeError:

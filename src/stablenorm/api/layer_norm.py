@@ -45,8 +45,8 @@ def layer_norm(
         Default: 1 and 0.
     eps : float, default: 1e-5
         Added to the variance before the square root. Finite and >= 0.
-    axis : int or tuple of int, default: -1
-        The axes normalized together.
+    axis : int, tuple of int or None, default: -1
+        The axes normalized together; None: all, as in NumPy.
     out : array, optional
         Where to write the result; of the shape and dtype of `x`. It may be `x` itself.
     backend : {"native", "numpy", "cuda"}, optional

@@ -12,8 +12,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import FaultError, Operation, copies, tiniest, unit_roundoff
-from stablenorm.formats import is_supported
+from stablenorm.check.operation import (
+    FaultError,
+    Operation,
+    as_array,
+    copies,
+    require_shape,
+    tiniest,
+    unit_roundoff,
+)
 from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
@@ -259,9 +266,7 @@ class Candidate:
         """Return y and cache; FaultError if y is not one for this case."""
         with np.errstate(all="ignore"):
             y, cache = self._operation.forward(copies(case[:3]), case.eps)
-        if y.shape != case.x.shape:
-            msg = f"the forward returns y of shape {y.shape}"
-            raise FaultError(msg)
+        require_shape("the y of the forward", y, case.x.shape)
         return y, cache
 
     def judge(self, case: Case) -> dict[str, Judged]:
@@ -282,10 +287,8 @@ class Candidate:
         found = {"y": judged("y", y, case.x)}
         for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
             if gradient is not None and argument is not None:
-                array = np.array(gradient)
-                if not is_supported(array.dtype) or array.shape != argument.shape:
-                    msg = f"the backward returns {name} of shape {array.shape}, dtype {array.dtype}"
-                    raise FaultError(msg)
+                array = as_array(name, gradient)
+                require_shape(name, array, argument.shape)
                 found[name] = judged(name, array, argument)
         return found
 

@@ -11,11 +11,19 @@ import numpy as np
 
 from stablenorm.check.compare import judge, kinks, sample
 from stablenorm.check.differences import Comparer, Estimate
-from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
+from stablenorm.check.operation import (
+    Backward,
+    FaultError,
+    Forward,
+    Loss,
+    Operation,
+    as_array,
+    described,
+    require_shape,
+)
 from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
 from stablenorm.formats import check_dtype
-from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Progress = Callable[[int, int], object]
@@ -141,11 +149,6 @@ def check_gradients(
     )
 
 
-def described(name: str, array: Array) -> str:
-    """Name an array with its shape and dtype."""
-    return f"{name} {shape_text(array.shape) or 'of no axes'} {array.dtype}"
-
-
 def assert_gradients(
     forward: Forward, backward: Backward, args: Sequence[Any], **options: Any
 ) -> None:
@@ -235,11 +238,9 @@ def _fault(array: Array, gradient: Any) -> str:
     """Say what is wrong with a gradient, without comparing its values; empty if nothing is."""
     try:
         gradient = as_array("the gradient", gradient)
+        require_shape("the gradient", gradient, array.shape)
     except FaultError as fault:
         return str(fault)
-    if gradient.shape != array.shape:
-        shapes = f"{array.shape}, that of its argument, got {gradient.shape}"
-        return f"the gradient must have shape {shapes}"
     places = [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]
     if not places:
         return ""
@@ -292,11 +293,13 @@ def _check_scales(
 
 def _default_scale(array: Array) -> Array:
     """Return the standard deviation along the last axis; where that is 0, the next best."""
+    if not array.size:
+        return np.ones(1)
     # Divided by the largest magnitude, lest squares overflow or vanish.
-    largest = float(np.max(np.abs(array), initial=0.0)) or 1.0
+    largest = float(np.max(np.abs(array))) or 1.0
     values = np.atleast_1d(array.astype(np.float64)) / largest
-    scale: Array = values.std(axis=-1, keepdims=True) if array.size else np.ones(1)
+    scale = values.std(axis=-1, keepdims=True)
     # No spread, but for rounding: that of the whole array, or else its magnitude.
-    for fallback in (float(values.std()) if array.size else 1.0, 1.0):
+    for fallback in (float(values.std()), 1.0):
         scale = np.where(scale > 2.0**-50, scale, fallback)
-    return scale * largest if array.ndim else scale[0] * largest
+    return np.asarray(scale * largest if array.ndim else scale[0] * largest)

@@ -24,9 +24,9 @@ from stablenorm.check.closed_form import (
     unit,
 )
 from stablenorm.check.compare import name_pattern, place_of
-from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients, described
+from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.identities import row_identities
-from stablenorm.check.operation import Backward, FaultError, Operation
+from stablenorm.check.operation import Backward, FaultError, Operation, described
 from stablenorm.check.results import (
     ArgumentResult,
     ArgumentVerdict,
@@ -127,9 +127,9 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options = {"gamma_offset": gamma_offset, "rng": rng, "probes": probes}
-    options |= {"max_elements": max_elements, "progress": progress}
-    return _check("layer", forward, backward, (x, gamma, beta, eps), **options)
+    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
+    given = x, gamma, beta, eps
+    return _check("layer", forward, backward, given, gamma_offset, rng, **options)
 
 
 def check_rms_norm(
@@ -160,7 +160,6 @@ def _check(
     forward: Callable[..., Any],
     backward: Backward,
     given: tuple[Any, ...],
-    *,
     gamma_offset: float = 0.0,
     rng: Any = None,
     **options: Any,
@@ -309,12 +308,10 @@ def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
     place = int(np.argmax(z))
-    return ArgumentResult(
-        result.name,
-        verdict,
+    return replace(
+        result,
+        verdict=verdict,
         checked=z.size,
-        total=result.total,
-        probes=result.probes,
         failing=int(np.sum(z > 1)),
         index=place_of(place, each.shape),
         actual=float(each.actual.flat[place]),
@@ -325,5 +322,5 @@ def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
         message=message * each.wrong,
         method="closed form",
         pattern=pattern,
-        differences=result.differences,
+        curve=(),
     )

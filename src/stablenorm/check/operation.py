@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.formats import check_dtype, format_of
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 Forward = Callable[..., Any]
@@ -21,6 +22,16 @@ def unit_roundoff(dtype: np.dtype[Any]) -> float:
 def tiniest(dtype: np.dtype[Any]) -> float:
     """Return the smallest positive number of `dtype`."""
     return float(np.nextafter(dtype.type(0), dtype.type(1)))
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """Write a shape as a product, () for that of a scalar."""
+    return shape_text(shape) or "()"
+
+
+def described(name: str, array: Array) -> str:
+    """Name an array with its shape and dtype."""
+    return f"{name} {shape_words(array.shape)} {array.dtype}"
 
 
 def flat(a: Array) -> Array:
@@ -57,9 +68,8 @@ class FaultError(Exception):
 
 def _one_line(error: Exception) -> str:
     """Describe an exception: its type and its message, which may have many lines."""
-    text, name = " ".join(str(error).split()), type(error).__name__
     # 160 characters, with the words before them, are two lines of a terminal.
-    return f"{name}: {text[:160]}" if text else name
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -95,14 +105,13 @@ class Operation:
         """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
-        msg = ""
         if not isinstance(returned, (tuple, list)):
             kind = type(returned).__name__
             msg = f"backward must return a tuple, NamedTuple or list of gradients, got {kind}"
-        elif len(returned) != len(args):
+            raise FaultError(msg)
+        if len(returned) != len(args):
             wanted = f"{len(args)} gradients, one for each argument"
             msg = f"backward must return {wanted}, got {len(returned)}"
-        if msg:
             raise FaultError(msg)
         both = enumerate(returned)
         return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
@@ -129,6 +138,13 @@ def as_array(name: str, value: Any) -> Array:
     return array
 
 
+def require_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
+    """Raise FaultError unless an array has that shape."""
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape_words(shape)}, got {shape_words(array.shape)}"
+        raise FaultError(msg)
+
+
 def copies(args: Sequence[Array | None]) -> list[Array | None]:
     """Copy each array: what a function does to its arguments must not reach the next call."""
     return [None if a is None else a.copy() for a in args]
@@ -140,9 +156,7 @@ class Loss:
     def __init__(self, operation: Operation, args: list[Array | None], rng: np.random.Generator):
         self.args, self.operation = args, operation
         y, self.cache = operation.forward(copies(args))
-        self.shape, self.dtype = y.shape, y.dtype
-        # A forward that returns a view of its input, or a buffer of its own, may change it.
-        self.y_as_returned = y.copy()
+        self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), draw(y.size, rng)
         # By whether it was raised, the first fault near x: such a point is left out.
         self.faults: dict[bool, str] = {}
@@ -166,9 +180,8 @@ class Loss:
         moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:
             y, _ = self.operation.forward(args)
-            if y.shape == self.shape:
-                return flat(y)
-            self.faults.setdefault(False, f"y has shape {self.shape}, then {y.shape}")
+            require_shape("y", y, self.shape)
+            return flat(y)
         except FaultError as fault:
             self.faults.setdefault(fault.raised, str(fault))
         return np.full(self.y.size, np.nan)

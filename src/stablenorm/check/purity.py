@@ -6,7 +6,9 @@ one `Finding`, whose message is one line, also where the functions raise.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,10 @@ from stablenorm.check.operation import (
     copies,
     draw,
     flat,
+    require_shape,
     rms,
     unit_roundoff,
-)  # fmt: skip
+)
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -34,6 +37,8 @@ _DEPTH = 4
 # No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = np.array([3, 5, 7, 11])
 _OF = "the gradient of "
+_OVERWRITTEN = "results, and the cache, are overwritten by the next call"
+_UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
 
 # By argument; those that cannot be compared are left out.
 Gradients = dict[str, Array]
@@ -48,12 +53,12 @@ class CallRules:
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
-        # Each returns the words for what is wrong.
-        rules = {
-            "the forward leaves its arguments alone": lambda: self._modified("forward"),
+        # A rule returns the words for what is wrong.
+        rules: dict[str, Callable[[], str]] = {
+            "the forward leaves its arguments alone": partial(self._modified, "forward"),
             "the forward is deterministic": self._forward_repeats,
-            "the backward leaves dy, the cache and the arguments alone": lambda: self._modified(
-                "backward"
+            "the backward leaves dy, the cache and the arguments alone": partial(
+                self._modified, "backward"
             ),
             "the backward is deterministic, and a cache can be used twice": self._repeats,
             "the backward is linear in dy": self._linear,
@@ -89,7 +94,7 @@ class CallRules:
             runs, wide = np.array([flat(each[name]) for each in more]), np.atleast_1d(a)
             apart = np.nan_to_num((runs.T / _FACTORS).T - flat(first[name]), posinf=0, neginf=0)
             measured = rms(rms(apart, 0).reshape(wide.shape), -1)
-            # Less the rounding of the gradient itself, twice drawn, which is in the bound already.
+            # The bound has the rounding of the gradient itself already, drawn twice here.
             own = 1.5 * unit_roundoff(a.dtype) * rms(wide.astype(np.float64), -1)
             # Few samples may be 16 times too small.
             allowed = np.minimum(16 * np.maximum(measured - own, 0), self._explained(name))
@@ -115,17 +120,14 @@ class CallRules:
                 if name in self._gradients:
                     array = as_array(f"{_OF}{name}", returned[position])
                     found[name] = self._loss.settled(position, array)
-                    if array.shape != (shape := self._gradients[name].shape):
-                        msg = f"{_OF}{name} had shape {shape}, then came {array.shape}"
-                        raise FaultError(msg)
+                    require_shape(f"{_OF}{name}", array, self._gradients[name].shape)
             runs.append(found)
         return runs
 
     def _modified(self, what: str) -> str:
         """Say which arrays a call modifies."""
-        args, dy, cache = copies(self._loss.args), self._loss.cotangent(), None
-        if what == "backward":
-            cache = self._operation.forward(args)[1]
+        args, dy = copies(self._loss.args), self._loss.cotangent()
+        cache = self._operation.forward(args)[1] if what == "backward" else None
         held = [("dy", dy), *zip(self._spans, args, strict=True), ("the cache", cache)]
         arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
         if what == "backward":
@@ -171,20 +173,13 @@ class CallRules:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
                 by = span * self._rng.uniform(-0.25, 0.25, span.shape)
                 moved[i] = (a + by.reshape(a.shape)).astype(a.dtype)
-        try:
+        # Nothing can be asked where the operation is not defined.
+        with suppress(FaultError):
             self._operation.forward(moved)
-        except FaultError:
-            # Nothing can be asked where the operation is not defined.
-            return ""
-        if self._is_off(cache):
-            words = "results, and the cache, are overwritten by the next call"
-            if copied is None:
-                words = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
-            elif self._is_off(copied):
-                return (
-                    "it returns the gradients of the latest forward, whose cache it was not given"
-                )
-            self._operation.overwritten = words
+            if self._is_off(cache):
+                if copied is not None and self._is_off(copied):
+                    return "it returns the gradients of the latest forward, whose cache it was not given"
+                self._operation.overwritten = _OVERWRITTEN if copied is not None else _UNKNOWN
         return ""
 
     def _is_off(self, cache: Any) -> bool:
@@ -231,8 +226,7 @@ def _differ(what: str, first: Gradients, *more: Gradients) -> str:
 
 def _apart(name: str, first: Array, other: Array, bound: float | None = None) -> str:
     """Say how far two results are apart, if by more than rounding explains."""
-    if other.shape != first.shape:
-        return f"{name} has shape {first.shape}, then {other.shape}"
+    require_shape(name, other, first.shape)
     bound = _bound(first) if bound is None else bound
     a, b = flat(other), flat(first)
     # NaN where only one of them is NaN.

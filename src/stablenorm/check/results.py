@@ -24,15 +24,6 @@ def excess_of(difference: float, bound: float) -> float:
     return abs(float(difference)) / max(float(bound), TINIEST)
 
 
-class Identity(NamedTuple):
-    """An equation that exact gradients satisfy: the residual of its worst row, and the bound there."""
-
-    name: str
-    error: float
-    bound: float
-    passed: bool
-
-
 class Finding(NamedTuple):
     """
     One thing that was looked at beside the derivatives: by which layer of the check, and its result.
@@ -46,6 +37,21 @@ class Finding(NamedTuple):
     name: str
     verdict: FindingVerdict
     message: str = ""
+
+
+class Identity(NamedTuple):
+    """An equation that exact gradients satisfy: the residual of its worst row, and the bound there."""
+
+    name: str
+    error: float
+    bound: float
+    passed: bool
+
+    @property
+    def finding(self) -> Finding:
+        """The same as one of the findings."""
+        off = f"off by {self.error:.2e}, bound {self.bound:.2e}"
+        return Finding("identities", self.name, "PASS" if self.passed else "FAIL", off)
 
 
 class Difference(NamedTuple):
@@ -78,7 +84,7 @@ class ArgumentResult:
     Attributes
     ----------
     verdict : {"PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"}
-        NOT CHECKED: the argument or its gradient is None.
+        The last: the argument or its gradient is None.
     checked, total, probes, failing : int
         Elements compared one by one, and of how many; random directions besides, each through all
         elements at once; how many of both differ by more than both bounds.
@@ -132,23 +138,21 @@ class ArgumentResult:
 
     def __str__(self) -> str:
         """Give one line; for what failed, or is not known, two more with the worst element."""
-        message = f": {self.message}" if self.message else ""
+        message = f": {self.message}" * bool(self.message)
+        line = f"{self.name}: {self.verdict}" + f" ({self.pattern})" * bool(self.pattern)
         if not self.judged:
-            return f"{self.name}: {self.verdict}{message}"
-        pattern = f" ({self.pattern})" if self.pattern else ""
-        compared = f"{self.checked} of {self.total} elements"
-        compared += f" and {self.probes} probes" * (self.probes > 0)
-        compared += f", {self.failing} differ" * (self.failing > 0)
-        compared += f", by {self.method}" * (self.method != "secants")
-        seen = f"resolution {self.resolution:.1e}{message}"
-        first = f"{self.name}: {self.verdict}{pattern}: {compared}, {seen}"
+            return line + message
+        line += f": {self.checked} of {self.total} elements"
+        line += f" and {self.probes} probes" * (self.probes > 0)
+        line += f", {self.failing} differ" * (self.failing > 0)
+        line += f", by {self.method}" * (self.method != "secants")
+        line += f", resolution {self.resolution:.1e}{message}"
         if self.verdict == "PASS":
-            return first
+            return line
         place = "along a probe" if self.index is None else f"at {list(self.index)}"
-        difference = f"differ by {abs(self.actual - self.numeric):.2e}, z = {self.z:.3g}"
-        bounds = f"backward {self.bound_actual:.2e}, numeric {self.bound_numeric:.2e}"
-        values = f"backward {self.actual:.17g}, numeric {self.numeric:.17g}"
-        return f"{first}\n    {place}: {values}\n    {difference}; bounds: {bounds}"
+        line += f"\n    {place}: backward {self.actual:.17g}, numeric {self.numeric:.17g}\n    "
+        line += f"differ by {abs(self.actual - self.numeric):.2e}, z = {self.z:.3g}; bounds: "
+        return line + f"backward {self.bound_actual:.2e}, numeric {self.bound_numeric:.2e}"
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,7 @@ class GradientReport:
     @property
     def verdict(self) -> Verdict:
         """FAIL if anything is wrong, PASS if all that was compared is right and fine enough."""
-        verdicts: list[str] = [result.verdict for result in self.arguments]
-        verdicts += [f.verdict for seen in self._layers().values() for f in seen]
+        verdicts = {r.verdict for r in self.arguments} | {f.verdict for f in self._seen()}
         if "FAIL" in verdicts:
             return "FAIL"
         # A check in which nothing was compared has shown nothing.
@@ -208,9 +211,8 @@ class GradientReport:
         `verdict`, `passed`, `resolution` are among them, and `z` where there is one. What JSON has
         no number for is a string that float() reads: "nan", "inf".
         """
-        held = {"verdict": self.verdict, "passed": self.passed, "resolution": self.resolution}
-        result: dict[str, Any] = plain(held | vars(self))
-        return result
+        held = {name: getattr(self, name) for name in ("verdict", "passed", "resolution")}
+        return dict(plain(held | vars(self)))
 
     def to_json(self, path: Any = None) -> str:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
@@ -256,7 +258,8 @@ class GradientReport:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
         lines = [self._headline(), *self.diagnosis, *self.about.splitlines()]
         lines += [line for each in self.arguments for line in str(each).splitlines()]
-        for layer, seen in self._layers().items():
+        for layer in dict.fromkeys(each.layer for each in self._seen()):
+            seen = [each for each in self._seen() if each.layer == layer]
             counts = Counter(each.verdict for each in seen)
             lines.append(f"{layer}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
             shown = (each for each in seen if each.verdict != "PASS")
@@ -269,26 +272,17 @@ class GradientReport:
 
     def _headline(self) -> str:
         """Return the verdict and what it is about."""
-        verdict = self.verdict
-        if verdict == "PASS":
+        if (verdict := self.verdict) == "PASS":
             seen = f": an error of {self.resolution:.1e}, relative, would have been seen"
             return "PASS" + seen * math.isfinite(self.resolution)
         names = [each.name for each in self.arguments if each.verdict == verdict]
         about = "wrong gradient of " if verdict == "FAIL" else "no verdict on the gradient of "
         if not names:
-            layers = self._layers().items()
-            names = [layer for layer, seen in layers if verdict in (f.verdict for f in seen)]
+            names = list(dict.fromkeys(f.layer for f in self._seen() if f.verdict == verdict))
             about = "" if names else "nothing was compared"
         listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         return f"{verdict}: {about}{listed}"
 
-    def _layers(self) -> dict[str, list[Finding]]:
-        """Return by layer all that it saw."""
-        found: dict[str, list[Finding]] = {}
-        for i in self.identities:
-            off = f"off by {i.error:.2e}, bound {i.bound:.2e}"
-            each = Finding("identities", i.name, "PASS" if i.passed else "FAIL", off)
-            found.setdefault(each.layer, []).append(each)
-        for each in self.findings:
-            found.setdefault(each.layer, []).append(each)
-        return found
+    def _seen(self) -> list[Finding]:
+        """Return identities and findings alike."""
+        return [*(each.finding for each in self.identities), *self.findings]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import copies
+from stablenorm.check.operation import copies, shape_words
 from stablenorm.check.roles import (
     NAMES,
     PARAMETERS,
@@ -83,7 +83,7 @@ def _complete(
             is_as_long = len(returned) == 1 + len(takes)
             what += f" of {len(returned)}" + f": no {', '.join(missing)}" * is_as_long
         elif isinstance(returned, np.ndarray):
-            what = f"one array of shape {returned.shape}"
+            what = f"one array of shape {shape_words(returned.shape)}"
         msg = f"the backward must return {wanted}, got {what}"
         raise UserError(msg)
     return found["x"], found.get("gamma"), found.get("beta")
