@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from stablenorm import get_num_threads, set_num_threads
 from stablenorm.backends import BACKENDS
 
 try:
@@ -51,6 +52,15 @@ def dtype(request):
 @pytest.fixture
 def rng():
     return np.random.default_rng(20260229)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    """So many threads for a test; afterwards as many as before."""
+    before = get_num_threads()
+    set_num_threads(request.param)
+    yield
+    set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,6 @@ import pytest
 from interpreter import python
 from norms import assert_same, compute
 
-from stablenorm import get_num_threads, set_num_threads
-
 pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
 # Enough to be shared by threads.
@@ -68,14 +66,6 @@ def control(request):
     control.library.fesetenv(before)
 
 
-@pytest.fixture(params=[1, 2])
-def threads(request):
-    before = get_num_threads()
-    set_num_threads(request.param)
-    yield
-    set_num_threads(before)
-
-
 F2, BF, F4, F8 = (np.dtype(t) for t in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64))
 
 
@@ -118,13 +108,13 @@ def test_not_a_bit_differs(control, rng, x_dtype, dtype, eps, shape):
 
 STARTED = """
 import numpy as np
-import test_control_word as t
+import stablenorm, test_control_word as t
 case = t.hostile(np.random.default_rng(0), t.MANY, t.F4, t.F4)
-t.set_num_threads(1)
+stablenorm.set_num_threads(1)
 expected = t.compute(case).values()
 control = t.Control()
 control.set_bits(t.PLACE[{which}])
-t.set_num_threads(3)
+stablenorm.set_num_threads(3)
 for _ in range(20):
     t.assert_same(t.compute(case).values(), expected)
 """

@@ -1,10 +1,11 @@
-"""What single keywords do beside the table of test_families.py: regressions, and what is refused."""
+"""Single keywords beside the table of test_families.py: broken by old values, masks, samples, wrong arguments."""
 
+import tracemalloc
 from functools import partial
 
 import numpy as np
 import pytest
-from norms import NORMS, SECOND_ORDER, assert_right
+from norms import NORMS, SECOND_ORDER, assert_contract, assert_right, assert_same, draw
 
 from stablenorm import (
     check_gradients,
@@ -18,7 +19,7 @@ from stablenorm import (
 from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
 
-X = np.ones((4, 8), np.float32)
+X, X3 = np.ones((4, 8), np.float32), np.ones((2, 3, 4), np.float32)
 
 
 def add(dy, cache, old):
@@ -52,14 +53,14 @@ def test_an_old_value_that_is_not_finite_spoils_its_column_alone(rng, rounding, 
 # ---- residual and dsum ----
 
 
-def test_a_sum_of_two_dtypes_is_rounded_once():
+def test_a_sum_of_two_dtypes_is_rounded_once(backend):
     """1 + 2^-8 is a midpoint of bfloat16, which float64 would reach from 2^-130 above it."""
     x = np.array([2.0**-130, -(2.0**-130), 3.0]).astype(bfloat16)
     residual = np.array([1 + 2.0**-8, 1 + 2.0**-8, 5.0], np.float32)
-    _, cache = layer_norm_forward(x, residual=residual)
+    _, cache = layer_norm_forward(x, residual=residual, backend=backend)
     assert cache.x.astype(float).tolist() == [1 + 2.0**-7, 1.0, 8.0]
     x, wide = np.array([1.0, 0.5, 2.0], np.float32), np.array([2.0**-24 + 2.0**-70, 0.0, 1.0])
-    _, cache = layer_norm_forward(x, residual=wide)
+    _, cache = layer_norm_forward(x, residual=wide, backend=backend)
     assert (cache.x.dtype, cache.x[0]) == (np.float32, 1 + 2.0**-23)
 
 
@@ -157,6 +158,147 @@ def test_finite_differences_find_every_gradient(kind, rng):
         assert report.verdict == "PASS", report
 
 
+# ---- where, dmean, drstd ----
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
+    x, dy, dsum = (
+        np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]]),
+        np.ones((2, 3)),
+        np.full((2, 3), 0.1),
+    )
+    where = np.array([[True, True, False], [True, True, True]])
+    forward, backward, _ = NORMS[kind]
+    exact = NORMS[kind][2](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
+    y, cache = forward(x, np.ones(3), np.ones(3), 0.0, where=where, backend=backend)
+    found = backward(dy, cache, dsum=dsum)._asdict() | {"y": y}
+    assert y[0, 2] == 0.0
+    assert found["dx"][0, 2] == 0.1
+    assert_contract(exact, found)
+    y[0, 2] = np.nan
+    assert not exact.check_contract(y=y)["y"].passed
+
+
+@pytest.mark.parametrize("power", [-480, -300, 400, 480])
+def test_gradients_by_the_statistics_of_extreme_rows(rng, power, backend):
+    """Powers of two change no bit; at 2^-400, the products of drstd were NaN."""
+    x, dy = rng.standard_normal((2, 3, 7))
+    dmean, drstd = rng.standard_normal((2, 3, 1))
+    found = []
+    for unit in (1.0, 2.0**power):
+        _, cache = layer_norm_forward(x * unit, eps=0.0, backend=backend)
+        by_rstd = drstd * unit * unit
+        found.append(layer_norm_backward(dy * unit, cache, dmean=dmean, drstd=by_rstd).dx)
+    np.testing.assert_array_equal(*found)
+
+
+def test_the_mask_may_change_after_the_forward(rng, backend):
+    x, gamma, beta, dy = draw(rng, (8, 9))
+    for where in (rng.random((8, 1)) < 0.5, rng.random((8, 9)) < 0.5):
+        cache = layer_norm_forward(x, gamma, beta, where=where, backend=backend)[1]
+        before = layer_norm_backward(dy, cache)
+        where[...] = ~where
+        assert_same(layer_norm_backward(dy, cache), before)
+
+
+def test_a_mask_and_a_residual(rng, backend):
+    """The sum is for the next residual: it is there in rows that do not count, whatever they hold."""
+    x, gamma, beta, dy = draw(rng, (8, 9))
+    where = np.arange(8)[:, None] % 3 > 0
+    x[0], x[3], dy[0], dy[3] = np.inf, 3e38, -np.inf, 3e38
+    y, cache = layer_norm_forward(x, gamma, beta, residual=dy, where=where, backend=backend)
+    with np.errstate(all="ignore"):
+        total = x + dy
+    expected = layer_norm(total, gamma, beta, where=where, backend=backend)
+    assert_same((cache.x, y), (total, expected))
+    dx = layer_norm_backward(dy, cache, dsum=x).dx
+    rows = where[:, 0]
+    alone = layer_norm_forward(total[rows], gamma, beta, backend=backend)[1]
+    of_rows = layer_norm_backward(dy[rows], alone, dsum=x[rows]).dx
+    assert_same((dx[rows], dx[::3]), (of_rows, x[::3]))
+
+
+# ---- gamma and beta with leading axes, sum_axes: the bits of one ordinary call for each part ----
+
+
+def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
+    x, dy = rng.standard_normal((2, 3, 5, 8), np.float32)
+    gamma, beta = rng.standard_normal((3, 1, 8), np.float32), np.zeros(8, np.float32)
+    _, cache = layer_norm_forward(x, gamma, beta)
+    expected = layer_norm_backward(dy.copy(), cache, sum_axes=1)
+    out = np.empty((8, 6), np.float32).T[::2]
+    found = layer_norm_backward(dy, cache, sum_axes=1, out=(dy, out, None))
+    assert found.dx is dy
+    assert found.dgamma is out
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # Sums that cannot be seen as (parts, n).
+    room = None, None, np.empty((3, 10, 8), np.float32)[:, ::2]
+    only = layer_norm_backward(dy, cache, sum_axes=(), wrt="beta", out=room)
+    assert only.dx is only.dgamma is None
+    assert only.dbeta is room[2]
+    np.testing.assert_array_equal(only.dbeta, dy)
+
+
+@pytest.mark.parametrize("threads", [1], indirect=True)
+@pytest.mark.usefixtures("threads")
+def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
+    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
+    gamma = rng.standard_normal((4, 1, 1024), np.float32)
+    # The first at a whole line, and each one float more apart than they are long.
+    room = np.empty(4 * 2**20 + 20, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
+    y, cache = layer_norm_forward(x, gamma)
+    np.testing.assert_array_equal(layer_norm(x, gamma, out=out), y)
+    expected = layer_norm_backward(dy, cache)
+    found = layer_norm_backward(dy, cache, out=(out, None, None))
+    assert_same(found, expected)
+
+
+# Rows of four tiles, the last one short; samples of a row; rows shorter than a vector; few samples.
+@pytest.mark.parametrize("shape", [(5, 75, 512), (300, 1, 300), (4, 3, 5), (3, 514, 512)])
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.usefixtures("threads")
+def test_samples_dealt_out_to_threads(rng, in_place, rounding, shape):
+    of_x = np.float16 if shape[1] == 1 else np.float32
+    x, dy = rng.standard_normal((2, *shape)).astype(of_x)
+    gamma, beta = rng.standard_normal((2, shape[0], 1, shape[2])).astype(np.float32)
+    some = range(0, shape[0], max(1, shape[0] // 5))
+    expected = []
+    for one in some:
+        y, cache = layer_norm_forward(x[one], gamma[one, 0], beta[one, 0], rounding=rounding)
+        expected.append((y, cache.mean, cache.rstd, *layer_norm_backward(dy[one], cache)))
+    out = x.copy() if in_place else None
+    y = layer_norm(x if out is None else out, gamma, beta, rounding=rounding, out=out)
+    again, cache = layer_norm_forward(x, gamma, beta, rounding=rounding)
+    assert again.tobytes() == y.tobytes()
+    out = (dy, None, None) if in_place else None
+    found = y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache, out=out)
+    for one, each in zip(some, expected, strict=True):
+        for whole, part in zip(found, each, strict=True):
+            assert whole[one].tobytes() == part.tobytes()
+
+
+def test_hard_rows_of_one_sample_are_its_own(rng, backend):
+    """Exponents, third words: of some samples alone. Of dy, found when dgamma has been added to."""
+    x, dy = rng.standard_normal((2, 4, 2, 8))
+    x[1] *= 1e300
+    x[2] = 1e15 + np.arange(8) * 0.125
+    dy[2, 1] *= 1e300
+    gamma, old = rng.standard_normal((2, 4, 1, 8))
+    y, cache = layer_norm_forward(x, gamma, backend=backend)
+    how = {"wrt": ("x", "gamma"), "accumulate": True}
+    found = layer_norm_backward(dy, cache, out=(None, old.copy(), None), **how)
+    for i in range(4):
+        expected, part = layer_norm_forward(x[i], gamma[i, 0], backend=backend)
+        alone = layer_norm_backward(dy[i], part, out=(None, old[i, 0].copy(), None), **how)
+        assert_same((y[i], cache.mean[i], cache.rstd[i]), (expected, part.mean, part.rstd))
+        assert_same((found.dx[i], found.dgamma[i, 0]), alone[:2])
+
+
 # ---- what is refused ----
 
 ONES = layer_norm_forward(X, X[0], X[0], backend="numpy")[1]
@@ -188,3 +330,74 @@ REFUSED = [
 def test_what_does_not_fit_is_refused(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+NEAREST = 'use rounding="fast"'
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "bool, got int64; .* where=mask != 0", {"where": np.ones((2, 3, 1), int)}),
+        (TypeError, "a plain array, got a masked one", {"where": np.ma.array(X3 > 0, mask=X3 > 0)}),
+        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)", {"where": X3[0, :, :3] > 0}),
+        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(5, 2, 3, 4\)", {"where": np.ones((5, *X3.shape), bool)}),
+        (ValueError, NEAREST, {"where": np.arange(4) > 1, "rounding": "nearest"}),
+    ],
+)  # fmt: skip
+def test_masks_that_are_refused(error, message, call, backend):
+    with pytest.raises(error, match=message):
+        layer_norm(X3, backend=backend, **call)
+
+
+def test_statistics_that_are_refused():
+    fast, nearest = (layer_norm_forward(X3, rounding=each)[1] for each in ("fast", "nearest"))
+    with pytest.raises(ValueError, match=r"dmean must have shape \(2, 3, 1\), that of cache\.rstd"):
+        layer_norm_backward(X3, fast, dmean=np.ones((2, 3)))
+    with pytest.raises(TypeError, match=r"drstd must be float16, .* got int64"):
+        layer_norm_backward(X3, fast, drstd=np.ones((2, 3, 1), int))
+    for name in ("dmean", "drstd"):
+        with pytest.raises(ValueError, match=NEAREST):
+            layer_norm_backward(X3, nearest, **{name: np.ones((2, 3, 1))})
+
+
+def test_a_mask_costs_no_copy_of_x(rng):
+    """A few blocks and numbers of rows, however many rows count."""
+    x = rng.standard_normal((65536, 512), np.float32)
+    y, where = np.empty_like(x), rng.random((65536, 1)) < 0.5
+    layer_norm(x, out=y, where=where)
+    tracemalloc.start()
+    layer_norm(x, out=y, where=where)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < x.nbytes / 8
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((5, 4), r"gamma must have shape \(4,\) to match x.* over axis 2, or that after axes that "),
+        ((5, 4), r" that broadcast against \(2, 3\), got \(5, 4\)"),
+        ((1, 2, 3, 4), r"broadcast against \(2, 3\), got \(1, 2, 3, 4\)"),
+        ((2, 3, 1), r"gamma must have shape \(4,\) to match x normalized over axis 2, got \(2, 3, 1\)"),
+    ],
+)  # fmt: skip
+def test_leading_axes_that_do_not_broadcast_are_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        layer_norm(X3, np.ones(shape, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("sum_axes", "error", "message"),
+    [
+        (2, ValueError, r"sum_axes must name axes of x.*not what is normalized, axis 2; got 2"),
+        (3, ValueError, "which has 3 dimensions.*got 3"),
+        ((0, -3), ValueError, "each once"),
+        ("a", TypeError, "sum_axes must be an int or a tuple of ints, got 'a'"),
+        (0, ValueError, "sum_axes must name no axis along which gamma varies, got 0"),
+    ],
+)
+def test_wrong_sum_axes_are_refused(sum_axes, error, message):
+    _, cache = layer_norm_forward(X3, np.ones((2, 1, 4), np.float32))
+    with pytest.raises(error, match=message):
+        layer_norm_backward(X3, cache, sum_axes=sum_axes)

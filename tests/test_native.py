@@ -1,17 +1,18 @@
 """The kernels in C++: the same bits by all instruction sets and numbers of threads, memory, what is left to others."""
 
-import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from interpreter import python, run_python
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.threads import get_num_threads
+from stablenorm.types import Cache, Norm, Statistics
 
 native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
@@ -96,29 +97,6 @@ def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
                 assert results(case, rounding) == expected, (instructions, threads, rows, n)
 
 
-@pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("extreme", [None, np.nan, 2.0**300])
-@pytest.mark.parametrize("dtypes", MIXTURES, ids="-".join)
-def test_the_plain_call_gives_what_every_other_gives(rng, dtypes, extreme, rounding):
-    """One with an axis named goes by way of a record."""
-    x, dy, gamma, beta = make(rng, 21, 37, dtypes)
-    x[5] = 2.0**14  # a mean of three words: the next row's
-    x[6] = x[5] + x[6] / 2**12
-    if extreme is not None and dtypes[0] == "float64":
-        x[3, 4] = dy[8, 0] = extreme
-    y, cache = layer_norm_forward(x, gamma, beta, rounding=rounding)
-    other, same = layer_norm_forward(x, gamma, beta, rounding=rounding, axis=1)
-    expected = [*same.statistics, other, *layer_norm_backward(dy, same, wrt=["x", "gamma", "beta"])]
-    out = [np.full_like(each, np.nan) for each in (y, x, gamma, beta)]
-    into = layer_norm_forward(x, gamma, beta, rounding=rounding, out=out[0])[0]
-    assert into is out[0]
-    assert layer_norm_backward(dy, cache, out=tuple(out[1:])).dbeta is out[3]
-    for made in ([y, *layer_norm_backward(dy, cache)], out):
-        for one, two in zip([*cache.statistics, *made], expected, strict=True):
-            assert (one is None) == (two is None)
-            assert one is None or (one.dtype, one.tobytes()) == (two.dtype, two.tobytes())
-
-
 def test_arm64_gives_the_same_bits(tmp_path):
     """kernels.txt is what x86-64 prints, as `make sanitize` sees."""
     compiler, emulator = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64")
@@ -177,25 +155,15 @@ def test_results_that_are_written_close_to_what_is_read_have_the_same_bits(dtype
             assert out.tobytes() == dx.tobytes()
 
 
-def run(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_the_instructions_of_the_environment_are_used_or_refused():
     code = "import stablenorm.native"
     for name in native.INSTRUCTIONS:
-        assert run(code, STABLENORM_INSTRUCTIONS=name).returncode == 0
-    refused = run(code, STABLENORM_INSTRUCTIONS="mmx").stderr.splitlines()[-1]
+        assert run_python(code, STABLENORM_INSTRUCTIONS=name).returncode == 0
+    refused = run_python(code, STABLENORM_INSTRUCTIONS="mmx").stderr.splitlines()[-1]
     known = ", ".join(native.INSTRUCTIONS)
     said = f"STABLENORM_INSTRUCTIONS must be one of {known}, got 'mmx'"
     assert refused == f"ValueError: {said}"
-    command = run(
+    command = run_python(
         "from stablenorm.cli import main; raise SystemExit(main(['run']))",
         STABLENORM_INSTRUCTIONS="mmx",
     )
@@ -207,7 +175,7 @@ def test_where_it_is_not_built_it_says_so():
         "import sys; sys.modules['stablenorm._core'] = None\n"
         "import numpy, stablenorm; stablenorm.layer_norm(numpy.ones((2, 3)), backend='native')"
     )
-    message = run(code).stderr.splitlines()[-1]
+    message = run_python(code).stderr.splitlines()[-1]
     assert message.startswith("ImportError: stablenorm's kernels in C++ are not built (")
     assert message.endswith("install a wheel, or a C++17 compiler and then stablenorm")
 
@@ -243,3 +211,35 @@ def test_the_sum_with_a_residual_is_kept_whatever_out_is(rng):
         x, residual=residual, rounding="nearest", out=out, backend="native"
     )
     np.testing.assert_array_equal(cache.x, x + residual)
+
+
+RECORDS = {"NORM": Norm, "CACHE": Cache, "STATISTICS": Statistics}
+WITHOUT = """
+from collections import namedtuple
+from stablenorm import memory, native
+from stablenorm.types import NAMES, Cache, Gradients, Norm, Statistics
+
+others = Gradients, NAMES, native.get_num_threads, native._finish_forward, native._finish_backward
+records = [Norm, Cache, Statistics]
+for i, record in enumerate(records):
+    for field in record._fields:
+        short = namedtuple("Short", [each for each in record._fields if each != field])
+        try:
+            native._core.prepare(*records[:i], short, *records[i + 1 :], *others, memory.default_limit)
+        except ValueError:
+            continue
+        print(record.__name__, field)
+native._core.prepare(*records, *others, memory.default_limit)
+"""
+
+
+def test_the_fields_that_the_kernels_look_for_are_those_of_the_records():
+    """By name: a field that is added, removed or renamed on one side only is found here."""
+    source = (NATIVE / "module.cpp").read_text("utf-8")
+    sought = re.findall(r"find_fields\((\w+), \{(.*?)\}", source)
+    found = {name: set(re.findall(r'"(\w+)"', fields)) for name, fields in sought}
+    assert found == {name: set(record._fields) for name, record in RECORDS.items()}
+
+
+def test_a_record_without_a_field_is_refused():
+    assert python(WITHOUT) == ""

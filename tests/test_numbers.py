@@ -1,5 +1,6 @@
-"""The numbers that all is computed in: rounded once, summed by parts."""
+"""Roundings and sums of parts: broken by a second rounding, a midpoint, a bound that is too small."""
 
+import math
 from fractions import Fraction
 
 import ml_dtypes
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 from rationals import nearest
 
+from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.backends import BACKENDS
 from stablenorm.reference.partial import PARTIAL, merged, rounded
 from stablenorm.reference.rounding import round_sum_to, round_to
 
@@ -14,21 +17,16 @@ from stablenorm.reference.rounding import round_sum_to, round_to
 
 
 def to_nearest(value, dtype):
-    """Round a Fraction to nearest even by comparing with the neighbours of a first guess."""
-    info = ml_dtypes.finfo(dtype)
-    if value == 0:
+    """Round a Fraction to a multiple of the last place, half to even as Python does."""
+    info, size = ml_dtypes.finfo(dtype), abs(value)
+    if not value:
         return 0.0
-    exponent = max(floor_log2(abs(value)), int(info.minexp)) - int(info.nmant)
-    unit = Fraction(2) ** exponent
-    steps = round(value / unit)  # Python rounds a Fraction half to even
-    rounded = steps * unit
-    largest = Fraction(float(info.max))
-    return float("inf") * (1 if value > 0 else -1) if abs(rounded) > largest else float(rounded)
-
-
-def floor_log2(value):
-    guess = value.numerator.bit_length() - value.denominator.bit_length()
-    return guess if Fraction(2) ** guess <= value else guess - 1
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()
+    exponent -= Fraction(2) ** exponent > size
+    unit = Fraction(2) ** (max(exponent, int(info.minexp)) - int(info.nmant))
+    found = round(value / unit) * unit
+    beyond = math.inf if value > 0 else -math.inf
+    return beyond if abs(found) > Fraction(float(info.max)) else float(found)
 
 
 def midpoints(dtype):
@@ -41,21 +39,12 @@ def midpoints(dtype):
     return np.concatenate([ones, -ones, tiny, np.minimum(edge, np.finfo(np.float64).max)])
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-def test_no_double_rounding_around_midpoints(name):
-    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-    at = midpoints(dtype)
-    values = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf)])
-    with np.errstate(all="ignore"):
-        actual = round_to(values, dtype).astype(np.float64)
-    expected = [to_nearest(Fraction(float(v)), dtype) for v in values]
-    np.testing.assert_array_equal(actual, expected)
-
-
 def test_sums_of_two_round_once(dtype):
     """The second word decides at a midpoint of the first, with and without subnormals."""
-    hi = midpoints(np.dtype(np.float32) if dtype == np.float64 else dtype)
-    hi = np.concatenate([hi, np.array([1.0, 1.5, 3.0, 5.0, 2.0**52 + 1, 2.0**52 + 0.5])])
+    at = midpoints(np.dtype(np.float32) if dtype == np.float64 else dtype)
+    some = np.array([1.0, 1.5, 3.0, 5.0, 2.0**52 + 1, 2.0**52 + 0.5])
+    with np.errstate(over="ignore"):
+        hi = np.concatenate([at, np.nextafter(at, np.inf), np.nextafter(at, -np.inf), some])
     hi = np.repeat(hi, 3)
     lo = np.tile([-1.0, 0.0, 1.0], len(hi) // 3) * np.abs(hi) * 2.0**-60
     with np.errstate(all="ignore"):
@@ -65,6 +54,61 @@ def test_sums_of_two_round_once(dtype):
         for h, t in zip(hi, lo, strict=True)
     ]
     np.testing.assert_array_equal(actual, expected)
+
+
+# ---- each conversion of the kernels from and to 16 bits, against round_to ----
+
+NATIVE = pytest.mark.skipif("native" not in BACKENDS, reason="conversions are those of the kernels")
+SIXTEEN = pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+WIDE = pytest.mark.parametrize("wide", [np.float32, np.float64])
+
+
+def every(dtype):
+    """Return all that has 16 bits."""
+    return np.arange(2**16, dtype=np.uint16).view(dtype)
+
+
+@NATIVE
+@SIXTEEN
+@WIDE
+def test_from_16_bits(dtype, wide):
+    """dbeta of one row is dy, of a dtype that holds it."""
+    values = every(dtype)
+    x = np.resize(np.array([0, 1], dtype), (1, values.size))
+    _, cache = layer_norm_forward(x, beta=np.zeros(values.size, wide), backend="native")
+    with np.errstate(all="ignore"):
+        found = layer_norm_backward(values[None], cache, wrt="beta").dbeta
+        expected = values.astype(wide) + wide(0)
+    np.testing.assert_array_equal(found, expected)
+    number = ~np.isnan(expected)
+    assert found[number].tobytes() == expected[number].tobytes()
+
+
+@NATIVE
+@SIXTEEN
+@WIDE
+def test_to_16_bits(dtype, wide):
+    """y of a constant row is beta, rounded: about each number and each midpoint, and far outside."""
+    with np.errstate(all="ignore"):
+        finite = np.abs(every(dtype).astype(wide))
+    finite = np.unique(finite[np.isfinite(finite)])
+    # Behind the last the middle alone, which is the first that rounds to infinity.
+    half = np.append(np.diff(finite), finite[-1] - finite[-2]) / 2
+    middle = finite + half
+    near = np.concatenate([finite, middle, finite + half / 2, middle + half / 2])
+    with np.errstate(all="ignore"):
+        beside = [np.nextafter(near, wide(end)) for end in (np.inf, -np.inf)]
+        tiny = 0.0, 5e-324, 2.0**-1022, float(finite[1]) / 4, 1e-50
+        far = np.array([*tiny, 3.4e38, 1e39, 1.7e308, np.inf, np.nan]).astype(wide)
+        beta = np.concatenate([near, *beside, far])
+        beta = np.concatenate([beta, -beta])
+        expected = round_to(beta.astype(np.float64) + 0.0, np.dtype(dtype))
+    found = layer_norm(np.ones((1, beta.size), dtype), beta=beta, backend="native")[0]
+    nan = np.isnan(beta)
+    assert np.isnan(found[nan].astype(wide)).all()
+    wrong = (found.view(np.uint16) != expected.view(np.uint16)) & ~nan
+    assert not wrong.any(), (beta[wrong][:5], found[wrong][:5])
+    assert beta.size > 2**18
 
 
 # ---- sums of parts ----
