@@ -19,6 +19,7 @@ from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
+from stablenorm.formats import FORMATS
 from stablenorm.types import Statistics
 
 __all__ = ["CudaWorkspace", "check_usable"]
@@ -38,15 +39,13 @@ def forward(call: Forward) -> Statistics:
     x, (gamma, beta, eps, *_), y = call[:3]
     with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
-        pairs = _any_float64(x, gamma, beta)
-        statistics = _new_statistics(cupy, rows, pairs)
+        statistics = _new_statistics(cupy, rows, x.dtype.itemsize == 8)
         if rows == 0:
             return statistics
         source = arrays.matrix(cupy, "x", x, read=True)
         target = arrays.matrix(cupy, "out", y, read=False)
-        scale, shift = (arrays.flat(cupy, *each) for each in (("gamma", gamma), ("beta", beta)))
-        dtypes = (getattr(a, "dtype", None) for a in (x, None, gamma, beta))
-        kernel = _choose_kernel(n, *dtypes, pairs)
+        scale, shift = arrays.flat(cupy, "gamma", gamma), arrays.flat(cupy, "beta", beta)
+        kernel = _kernel(device, n, x.dtype, None, gamma, beta)
         values = _places(x=source, out=target, gamma=scale, beta=shift, **statistics._asdict())
         _launch(device, kernel, -(-rows // kernel.slots), False, rows=rows, n=n, eps=eps, **values)
         arrays.put_back(cupy, target, y)
@@ -67,11 +66,9 @@ def backward(call: Backward) -> None:
                 total[...] = 0
         if rows == 0 or (dx is None and not wanted):
             return
-        pairs = _any_float64(x, dy, gamma, *wanted.values()) or statistics.rstd_lo is not None
         # beta itself is no argument of the backward: its dtype is that of dbeta.
-        dtypes = (getattr(a, "dtype", None) for a in (x, dy, gamma, dbeta))
-        kernel = _choose_kernel(n, *dtypes, pairs)
-        chunks = cut(rows, kernel.slots)
+        kernel = _kernel(device, n, x.dtype, dy.dtype, gamma, dbeta)
+        chunks = cut(rows, kernel)
         target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
         sources = [arrays.matrix(cupy, *each, read=True) for each in (("x", x), ("dy", dy))]
         # A strided dgamma or dbeta is written to memory of its own first.
@@ -84,7 +81,7 @@ def backward(call: Backward) -> None:
         values = _places(**given, **statistics._asdict())
         if wanted:
             nbytes = 2 * n * chunks.number * kernel.number_bytes
-            room = workspace.room(cupy, device, nbytes, arrays.capturing(cupy))
+            room = workspace.room(cupy, device, nbytes)
             values |= _places(**room)
         sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
         # Blocks wait for one another only where all are promised to run at once.
@@ -96,10 +93,20 @@ def backward(call: Backward) -> None:
                 total[...] = made[name].reshape(total.shape)
 
 
+def _kernel(device: int, n: int, x: Any, dy: Any, gamma: Any, beta: Any) -> Kernel:
+    """Return the kernel for rows of `n`, dtypes of x and dy, arrays gamma and beta."""
+    dtypes = x, dy, getattr(gamma, "dtype", None), getattr(beta, "dtype", None)
+    return _choose_kernel(n, *dtypes, driver.read_facts(device).shared)
+
+
 def _launch(device: int, kernel: Kernel, work: int, barrier: bool, **values: Any) -> None:
     """Launch once, at most a block for each piece of `work`."""
     function = driver.load(device, kernel)
-    grid = min(work, driver.count_resident(device, function, kernel))
+    grid = min(work, driver.count_resident(device, kernel))
+    size = FORMATS[kernel.x].dtype.itemsize
+    strides = (values.get(f"{name}_stride", 0) * size for name in ("x", "dy", "out"))
+    places = (values.get(name, 0) for name in ("x", "dy", "out"))
+    values["aligned"] = not any(each % 16 for each in (*places, *strides))
     try:
         parameters = pack_parameters(barrier=barrier, **values)
         driver.launch(function, kernel, grid, parameters, barrier)
@@ -134,11 +141,6 @@ def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
             "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
         )
         raise MemoryError(msg) from error
-
-
-def _any_float64(*given: Any) -> bool:
-    """Tell whether pairs are needed: a look at the sizes of float64 elements would wait for the device."""
-    return any(each is not None and each.dtype == np.float64 for each in given)
 
 
 def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from stablenorm.cuda.arrays import capturing
 from stablenorm.cuda.driver import import_cupy
 
 # Streams whose counters are kept: more than a program has at once. The stream is kept with them,
@@ -98,11 +99,11 @@ class CudaWorkspace:
         return int(self._pieces[-1].nbytes) if self._pieces else 0
 
 
-def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> dict[str, Any]:
+def room(cupy: Any, device: int, nbytes: int) -> dict[str, Any]:
     """Return arrays for `nbytes` of partial sums and for the counter of a launch."""
     work: CudaWorkspace | None = getattr(_entered, "work", None)
     held = 0 if work is None else work._largest
-    if capturing and nbytes > held:
+    if nbytes > held and capturing(cupy):
         msg = (
             f"while a CUDA graph is captured, the partial sums need {nbytes} bytes that outlive the "
             f"call, and {'there is no workspace' if work is None else f'the workspace has {held}'}: "
