@@ -127,11 +127,12 @@ struct Pipeline {
             for (int left = (int)(rest < p.chunk_rows ? rest : p.chunk_rows); left > 0; --left) {
                 barrier_wait(&full[s], parity);
                 barrier_wait(&ready[s], parity);
-                const Record r = records[s];
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
                     // The last vectors of a short row are looked at, and left alone.
                     const int q = v * ROW_THREADS + threadIdx.x, seen = q < ROW_VECTORS ? q : 0;
+                    // Read again for each vector: kept, it would take ten registers too many.
+                    const Record r = records[s];
                     const Vector<X> x = stage(s, 0)[seen], dy = stage(s, 1)[seen];
                     if (v == VECTORS - 1) {
                         // Orders the reads of this warp before its arrival.

@@ -26,8 +26,8 @@ _BLOCK = 256
 # two sums over rows for each column in half of the registers of a multiprocessor.
 _LONGEST, _LONGEST_BACKWARD = 16384, 4096
 
-# Vectors of a row from which on the backward takes warps of several kinds: below, a warp holds a row.
-_LONG = 97
+# Longest rows that a warp holds in the backward, 16 elements a lane; beyond, it has warps of three kinds.
+_SHORT = 512
 
 # Elements of a thread beside its sums over rows: with 8, at most 80 registers.
 _ELEMENTS = 8
@@ -107,7 +107,7 @@ def choose_kernel(
     if x.itemsize < 8 and dy in (None, x) and n <= longest:
         vector = _VECTOR_BYTES // x.itemsize
         count = -(-n // vector)
-        plan = _forward if dy is None else _warps if count >= _LONG else _short
+        plan = _forward if dy is None else _warps if n > _SHORT else _short
         found = plan(kernel._replace(n=n), count, vector, shared)
     return found or _general(kernel, n, x)
 
