@@ -19,7 +19,6 @@ from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
 from stablenorm.cuda.workspace import CudaWorkspace
-from stablenorm.formats import FORMATS
 from stablenorm.types import Statistics
 
 __all__ = ["CudaWorkspace", "check_usable"]
@@ -30,6 +29,9 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
 # The names of the runtime and of the driver for it.
 _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
+
+# Copies of 16 bytes need addresses that are multiples of it.
+_VECTOR_BYTES = 16
 
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
@@ -45,9 +47,10 @@ def forward(call: Forward) -> Statistics:
         source = arrays.matrix(cupy, "x", x, read=True)
         target = arrays.matrix(cupy, "out", y, read=False)
         scale, shift = arrays.flat(cupy, "gamma", gamma), arrays.flat(cupy, "beta", beta)
-        kernel = _kernel(device, n, x.dtype, None, gamma, beta)
         values = _places(x=source, out=target, gamma=scale, beta=shift, **statistics._asdict())
-        _launch(device, kernel, -(-rows // kernel.slots), False, rows=rows, n=n, eps=eps, **values)
+        values |= {"rows": rows, "n": n, "eps": eps}
+        kernel = _kernel(device, values, x.dtype, None, gamma, beta)
+        _launch(device, kernel, -(-rows // kernel.slots), False, values)
         arrays.put_back(cupy, target, y)
         return statistics
 
@@ -66,9 +69,6 @@ def backward(call: Backward) -> None:
                 total[...] = 0
         if rows == 0 or (dx is None and not wanted):
             return
-        # beta itself is no argument of the backward: its dtype is that of dbeta.
-        kernel = _kernel(device, n, x.dtype, dy.dtype, gamma, dbeta)
-        chunks = cut(rows, kernel)
         target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
         sources = [arrays.matrix(cupy, *each, read=True) for each in (("x", x), ("dy", dy))]
         # A strided dgamma or dbeta is written to memory of its own first.
@@ -78,35 +78,38 @@ def backward(call: Backward) -> None:
         }
         scale = arrays.flat(cupy, "gamma", gamma)
         given = {"x": sources[0], "dy": sources[1], "out": target, "gamma": scale, **made}
-        values = _places(**given, **statistics._asdict())
+        values = _places(**given, **statistics._asdict()) | {"rows": rows, "n": n}
+        # beta itself is no argument of the backward: its dtype is that of dbeta.
+        kernel = _kernel(device, values, x.dtype, dy.dtype, gamma, dbeta)
+        chunks = cut(rows, kernel)
+        values |= {"chunks": chunks.number, "chunk_rows": chunks.rows}
         if wanted:
             nbytes = 2 * n * chunks.number * kernel.number_bytes
             room = workspace.room(cupy, device, nbytes)
             values |= _places(**room)
-        sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
         # Blocks wait for one another only where all are promised to run at once.
         barrier = bool(wanted) and driver.read_facts(device).cooperative
-        _launch(device, kernel, chunks.number, barrier, **sizes, **values)
+        _launch(device, kernel, chunks.number, barrier, values)
         arrays.put_back(cupy, target, dx)
         for name, total in wanted.items():
             if made[name] is not total:
                 total[...] = made[name].reshape(total.shape)
 
 
-def _kernel(device: int, n: int, x: Any, dy: Any, gamma: Any, beta: Any) -> Kernel:
-    """Return the kernel for rows of `n`, dtypes of x and dy, arrays gamma and beta."""
+def _kernel(device: int, values: dict[str, int], x: Any, dy: Any, gamma: Any, beta: Any) -> Kernel:
+    """Return the kernel for these places and strides, dtypes of x and dy, arrays gamma and beta."""
+    find = values.get
+    places = values["x"] | find("dy", 0) | find("out", 0)
+    strides = values["x_stride"] | find("dy_stride", 0) | find("out_stride", 0)
+    aligned = (places | strides * x.itemsize) % _VECTOR_BYTES == 0
     dtypes = x, dy, getattr(gamma, "dtype", None), getattr(beta, "dtype", None)
-    return _choose_kernel(n, *dtypes, driver.read_facts(device).shared)
+    return _choose_kernel(values["n"], *dtypes, driver.read_facts(device).shared, aligned)
 
 
-def _launch(device: int, kernel: Kernel, work: int, barrier: bool, **values: Any) -> None:
+def _launch(device: int, kernel: Kernel, work: int, barrier: bool, values: dict[str, Any]) -> None:
     """Launch once, at most a block for each piece of `work`."""
     function = driver.load(device, kernel)
     grid = min(work, driver.count_resident(device, kernel))
-    size = FORMATS[kernel.x].dtype.itemsize
-    strides = (values.get(f"{name}_stride", 0) * size for name in ("x", "dy", "out"))
-    places = (values.get(name, 0) for name in ("x", "dy", "out"))
-    values["aligned"] = not any(each % 16 for each in (*places, *strides))
     try:
         parameters = pack_parameters(barrier=barrier, **values)
         driver.launch(function, kernel, grid, parameters, barrier)
@@ -160,7 +163,7 @@ def _places(**found: Any) -> dict[str, int]:
     values: dict[str, int] = {}
     for name, array in found.items():
         if isinstance(array, arrays.Matrix):
-            values |= {name: array.pointer, f"{name}_stride": array.stride}
+            values[name], values[name + "_stride"] = array.pointer, array.stride
         elif array is not None:
             values[name] = int(array.data.ptr)
     return values

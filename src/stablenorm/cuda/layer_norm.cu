@@ -13,6 +13,7 @@
 //   LN_LEAST_BLOCKS blocks that are to fit a multiprocessor
 //   LN_VECTORS      fast kernels: 16-byte vectors of x that a thread has
 //   LN_STAGES       fast kernels: rows that are on their way, which decides no bit
+//   LN_ALIGNED      fast kernels: 1 if all rows begin at multiples of 16 bytes, which decides none either
 // Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of
 // blocks up to the chunks (backward); if `barrier` is set all of them must be resident (cooperative
 // launch).
@@ -47,8 +48,7 @@ struct Parameters {
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
     long long chunks;
     double eps;
-    int barrier;          // 1: all blocks add up the chunks; 0: the last one does
-    int aligned;          // 1: all rows begin at multiples of 16 bytes; asked by fast kernels alone
+    long long barrier;    // 1: all blocks add up the chunks; 0: the last one does
 };
 
 #include "layer_norm_device.cuh"

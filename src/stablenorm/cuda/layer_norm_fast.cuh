@@ -11,6 +11,8 @@ constexpr int VECTORS = LN_VECTORS;
 constexpr int ELEMENTS = VECTORS * VECTOR;
 constexpr int COLUMNS = ROW_THREADS * ELEMENTS;
 constexpr int STAGES = LN_STAGES;
+// Whether all rows begin at multiples of 16 bytes.
+constexpr bool ALIGNED = LN_ALIGNED;
 constexpr double INVERSE = 1.0 / N;
 
 struct __align__(16) Two { double a, b; };
@@ -42,20 +44,23 @@ INLINE double inverse_root(double v) {
 
 // ---- how rows arrive ----
 
-// Ask for elements [0, count) at `from`, and zeros behind them. `aligned`: for a whole vector at once.
-INLINE void fetch(Vector<X>* to, const X* from, int count, bool aligned) {
-    if (aligned) return copy_async(to, from, count * (int)sizeof(X));
+// Ask for elements [0, count) at `from`, and zeros behind them.
+INLINE void fetch(Vector<X>* to, const X* from, int count) {
+    if constexpr (ALIGNED) {
+        copy_async(to, from, count * (int)sizeof(X));
+    } else {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-        if (i >= count) to->e[i] = X{};
-        else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
-        else to->e[i] = from[i];
+        for (int i = 0; i < VECTOR; ++i) {
+            if (i >= count) to->e[i] = X{};
+            else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
+            else to->e[i] = from[i];
+        }
     }
 }
 
 // Store a vector past the caches: nobody reads it soon.
-INLINE void put(X* to, const Vector<X>& v, int count, bool aligned) {
-    if (aligned && count == VECTOR)
+INLINE void put(X* to, const Vector<X>& v, int count) {
+    if (ALIGNED && count == VECTOR)
         return __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i)

@@ -96,7 +96,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
         for (int v = 0; v < VECTORS; ++v) {
             const int count = asked < p.rows ? elements(v) : 0;
             const X* from = p.x + (count ? asked * p.x_stride + column(v) : 0);
-            fetch(&stages[(stage * VECTORS + v) * BLOCK], from, count, p.aligned);
+            fetch(&stages[(stage * VECTORS + v) * BLOCK], from, count);
         }
         commit_copies();
         asked += step;
@@ -151,7 +151,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i)
                 round_into(y.e[i], fma((held[v * VECTOR + i] - d) * rstd, gamma[i], beta[i]));
-            put(p.out + at * p.out_stride + column(v), y, count, p.aligned);
+            put(p.out + at * p.out_stride + column(v), y, count);
         }
     }
 }

@@ -51,8 +51,8 @@ struct ShortRows {
         for (int v = 0; v < VECTORS; ++v) {
             const int count = asked.row < p.rows ? elements(v) : 0;
             const long long row = count ? asked.row : 0, col = count ? column(v) : 0;
-            fetch(stage(s, 0, v), p.x + row * p.x_stride + col, count, p.aligned);
-            fetch(stage(s, 1, v), p.dy + row * p.dy_stride + col, count, p.aligned);
+            fetch(stage(s, 0, v), p.x + row * p.x_stride + col, count);
+            fetch(stage(s, 1, v), p.dy + row * p.dy_stride + col, count);
         }
         commit_copies();
         asked.advance();
@@ -150,7 +150,7 @@ INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
                 round_into(dx.e[i], fma(-c, slope, g) * row.rstd);
             });
             if (p.out && here < p.rows)
-                put(p.out + here * p.out_stride + column(v), dx, elements(v), p.aligned);
+                put(p.out + here * p.out_stride + column(v), dx, elements(v));
         }
         rows.ask(s, asked);
         s = after;

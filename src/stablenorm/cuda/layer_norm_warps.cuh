@@ -31,31 +31,32 @@ struct Pipeline {
 
     INLINE void ask(int warp) const {
         const int lane = threadIdx.x % WARP;
-        const bool bulk = HAS_BULK && WHOLE && p.aligned;
+        constexpr bool BULK = HAS_BULK && WHOLE && ALIGNED;
         for (int turn = warp; turn < turns; turn += ASKING_WARPS) {
             const int s = turn % STAGES, round = turn / STAGES;
             if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);
             const X *x = p.x + row_of(turn) * p.x_stride, *dy = p.dy + row_of(turn) * p.dy_stride;
             Vector<X>* to = stages + s * 2 * ROW_VECTORS;
-            if (bulk && lane == 0) {
+            if constexpr (BULK) {
                 constexpr int BYTES = N * (int)sizeof(X);
+                if (lane != 0) continue;
                 barrier_expect(&full[s], 2 * BYTES);
                 copy_bulk(to, x, BYTES, &full[s]);
                 copy_bulk(to + ROW_VECTORS, dy, BYTES, &full[s]);
+            } else {
+                for (int q = lane; q < ROW_VECTORS; q += WARP) {
+                    const int rest = N - q * VECTOR, count = rest < VECTOR ? rest : VECTOR;
+                    fetch(to + q, x + q * VECTOR, count);
+                    fetch(to + ROW_VECTORS + q, dy + q * VECTOR, count);
+                }
+                commit_copies();
+                wait_copies<0>();
+                barrier_arrive(&full[s]);
             }
-            if (bulk) continue;
-            for (int q = lane; q < ROW_VECTORS; q += WARP) {
-                const int rest = N - q * VECTOR, count = rest < VECTOR ? rest : VECTOR;
-                fetch(to + q, x + q * VECTOR, count, p.aligned);
-                fetch(to + ROW_VECTORS + q, dy + q * VECTOR, count, p.aligned);
-            }
-            commit_copies();
-            wait_copies<0>();
-            barrier_arrive(&full[s]);
         }
     }
 
-    // The sum over a row of what f(q, i) makes of element i of vector q, 4 sums at a time.
+    // Call f for each vector of a row that this lane has.
     template <class F> INLINE void for_each_vector(F f) const {
 #pragma unroll 1
         for (int q = threadIdx.x % WARP; q < ROW_VECTORS; q += WARP) f(q);
@@ -134,11 +135,10 @@ struct Pipeline {
                     // Read again for each vector: kept, it would take ten registers too many.
                     const Record r = records[s];
                     const Vector<X> x = stage(s, 0)[seen], dy = stage(s, 1)[seen];
-                    if (v == VECTORS - 1) {
-                        // Orders the reads of this warp before its arrival.
-                        __syncwarp();
-                        if (threadIdx.x % WARP == 0) barrier_arrive(&empty[s]);
-                    }
+                    // Orders the reads of this warp before its arrival, and keeps the compiler from loading all
+                    // vectors at once, which takes more registers than there are.
+                    __syncwarp();
+                    if (v == VECTORS - 1 && threadIdx.x % WARP == 0) barrier_arrive(&empty[s]);
                     Vector<X> dx;
 #pragma unroll
                     for (int i = 0; i < VECTOR; ++i) {
@@ -149,7 +149,7 @@ struct Pipeline {
                         const double g = fma(d, gamma[place(seen, i, ROW_VECTORS)], -r.mean_g);
                         round_into(dx.e[i], fma(-c, r.slope, g) * r.rstd);
                     }
-                    if (p.out) put(out + v * ROW_THREADS * VECTOR, dx, elements(v), p.aligned);
+                    if (p.out) put(out + v * ROW_THREADS * VECTOR, dx, elements(v));
                 }
                 if (++s == STAGES) s = 0, parity ^= 1;
                 out += p.out_stride;
@@ -178,7 +178,7 @@ INLINE void warps_chunks(const Parameters& p, unsigned char* shared) {
     for (int at = threadIdx.x; at < ROOM; at += LN_THREADS)
         small_gamma[at] = at >= N ? 0.0f : p.gamma ? (float)lift(p.gamma[at]) : 1.0f;
     if (threadIdx.x < STAGES) {
-        barrier_init(&line.full[threadIdx.x], HAS_BULK && WHOLE && p.aligned ? 1 : WARP);
+        barrier_init(&line.full[threadIdx.x], HAS_BULK && WHOLE && ALIGNED ? 1 : WARP);
         barrier_init(&line.ready[threadIdx.x], 1);
         barrier_init(&line.empty[threadIdx.x], ROW_WARPS);
         show_barriers();

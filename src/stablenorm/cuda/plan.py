@@ -57,8 +57,9 @@ class Kernel(NamedTuple):
     # Threads of a row, and rows that a block has in hand at a time.
     row_threads: int = _BLOCK
     slots: int = 1
-    # 16-byte vectors of x that a thread has.
+    # 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
     vectors: int = 1
+    aligned: bool = False
     # Warps that find row sums, beside the threads of the row.
     row_warps: int = 0
     # Rows on their way.
@@ -98,8 +99,13 @@ def choose_kernel(
     gamma: Dtype | None,
     beta: Dtype | None,
     shared: int = 227 << 10,
+    aligned: bool = True,
 ) -> Kernel:
-    """Return how to compile for rows of `n`, for blocks of `shared` bytes. A forward has no `dy`."""
+    """
+    Return how to compile for rows of `n`. A forward has no `dy`.
+
+    A block may have `shared` bytes of shared memory; rows that are `aligned` begin at multiples of 16 bytes.
+    """
     codes = (_CODES[x if each is None else each] for each in (x, dy, gamma, beta))
     kernel = Kernel(dy is None, *codes)
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
@@ -108,7 +114,7 @@ def choose_kernel(
         vector = _VECTOR_BYTES // x.itemsize
         count = -(-n // vector)
         plan = _forward if dy is None else _warps if n > _SHORT else _short
-        found = plan(kernel._replace(n=n), count, vector, shared)
+        found = plan(kernel._replace(n=n, aligned=aligned), count, vector, shared)
     return found or _general(kernel, n, x)
 
 
@@ -205,12 +211,14 @@ PARAMETERS = {
     **dict.fromkeys(("partials", "counter"), "Q"),
     **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows", "chunks"), "q"),
     "eps": "d",
-    **dict.fromkeys(("barrier", "aligned"), "i"),
+    "barrier": "q",
 }
 FORMAT = "<" + "".join(PARAMETERS.values())
+_pack = struct.Struct(FORMAT).pack
+_NOTHING = dict.fromkeys(PARAMETERS, 0)
 
 
 def pack_parameters(**values: float) -> bytes:
     """Return the bytes of the one argument of a kernel; what `values` lacks is 0."""
     # struct refuses one too many, if `values` has an unknown name.
-    return struct.pack(FORMAT, *(dict.fromkeys(PARAMETERS, 0) | values).values())
+    return _pack(*(_NOTHING | values).values())
