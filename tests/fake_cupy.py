@@ -208,7 +208,9 @@ def put_device(
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
-    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 1, shared, cooperative))
+    monkeypatch.setattr(
+        driver, "read_facts", lambda _: driver.Facts((9, 0), 1, shared, cooperative)
+    )
     monkeypatch.setattr(driver, "load", load)
     monkeypatch.setattr(driver, "count_resident", lambda *_: resident)
     monkeypatch.setattr(driver, "launch", launch)

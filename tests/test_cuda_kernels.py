@@ -140,7 +140,10 @@ def test_same_bits(name, use):
     """Nor does the shim find a race, or a barrier or a fence left out (test_host_shim.py)."""
     rows, n, dtype = INVARIANT[name]
     kernel = choose_kernel(n, *[DTYPES[dtype]] * 4)
-    assert (bool(kernel.n), bool(kernel.row_warps)) == (dtype != "float64", "kinds" in name or "odd" in name)
+    assert (bool(kernel.n), bool(kernel.row_warps)) == (
+        dtype != "float64",
+        "kinds" in name or "odd" in name,
+    )
     assert cut(rows, kernel).number >= 3
     use()
     case = ordinary(rows, n, DTYPES[dtype])

@@ -47,7 +47,9 @@ def forward(call: Forward) -> Statistics:
         source = arrays.matrix(cupy, "x", x, read=True)
         target = arrays.matrix(cupy, "out", y, read=False)
         scale, shift = arrays.flat(cupy, "gamma", gamma), arrays.flat(cupy, "beta", beta)
-        values = _places(x=source, out=target, gamma=scale, beta=shift, **statistics._asdict())
+        values: dict[str, Any] = _places(
+            x=source, out=target, gamma=scale, beta=shift, **statistics._asdict()
+        )
         values |= {"rows": rows, "n": n, "eps": eps}
         kernel = _kernel(device, values, x.dtype, None, gamma, beta)
         _launch(device, kernel, -(-rows // kernel.slots), False, values)

@@ -12,7 +12,6 @@ import numpy as np
 from stablenorm.cuda import compile as compiling
 from stablenorm.cuda.plan import Kernel
 
-
 # CUDA's number of CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 _MOST_SHARED = 8
 

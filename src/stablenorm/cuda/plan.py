@@ -106,8 +106,10 @@ def choose_kernel(
 
     A block may have `shared` bytes of shared memory; rows that are `aligned` begin at multiples of 16 bytes.
     """
-    codes = (_CODES[x if each is None else each] for each in (x, dy, gamma, beta))
-    kernel = Kernel(dy is None, *codes)
+    of_x, of_dy, of_gamma, of_beta = (
+        _CODES[x if each is None else each] for each in (x, dy, gamma, beta)
+    )
+    kernel = Kernel(dy is None, of_x, of_dy, of_gamma, of_beta)
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
     found = None
     if x.itemsize < 8 and dy in (None, x) and n <= longest:
@@ -118,7 +120,9 @@ def choose_kernel(
     return found or _general(kernel, n, x)
 
 
-def _staged(kernel: Kernel, fixed: int, stage: int, most: int, least: int, shared: int) -> Kernel | None:
+def _staged(
+    kernel: Kernel, fixed: int, stage: int, most: int, least: int, shared: int
+) -> Kernel | None:
     """Return a kernel with as many stages as fit beside `fixed` bytes; None if there are too few."""
     limit = (shared + _RESERVED) // kernel.least_blocks - _RESERVED
     stages = min(most, (limit - fixed) // stage)
@@ -165,10 +169,11 @@ def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | Non
     found = _staged(kernel, fixed, stage, 16, 1, shared)
     if found is None:
         return None
-    # Each stage belongs to one row warp. Odd rows take as many to ask for them; 24 warps in all leave 80
-    # registers a thread.
-    odd = kernel.n % vector != 0
-    warps = min(found.stages, 4 if odd or blocks == 2 else 8, 23 - threads // _WARP)
+    # Each stage belongs to one row warp. Odd rows take as many to ask for them. 20 warps leave 96 registers a
+    # thread, 24 leave 80.
+    odd, columns = kernel.n % vector != 0, threads // _WARP
+    most = 4 if odd or blocks == 2 else 19 - columns if columns < 16 else 7
+    warps = min(found.stages, 8, most)
     stages, asking = found.stages // warps * warps, warps if odd else 1
     return found._replace(
         row_warps=warps,
@@ -209,7 +214,9 @@ PARAMETERS = {
     **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
     **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
     **dict.fromkeys(("partials", "counter"), "Q"),
-    **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows", "chunks"), "q"),
+    **dict.fromkeys(
+        ("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows", "chunks"), "q"
+    ),
     "eps": "d",
     "barrier": "q",
 }
