@@ -249,7 +249,7 @@ def compiler(monkeypatch):
     driver.load.cache_clear()
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
-    driver.count_resident.cache_clear()
+    driver._fitting.cache_clear()
     monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10, True))
 
 

@@ -94,12 +94,16 @@ def load(device: int, kernel: Kernel) -> Any:
     return function
 
 
-@functools.lru_cache(1024)
 def count_resident(device: int, kernel: Kernel) -> int:
     """Return how many blocks of a kernel the device holds at once."""
+    return _fitting(device, kernel) * read_facts(device).multiprocessors
+
+
+@functools.cache
+def _fitting(device: int, kernel: Kernel) -> int:
+    """Return how many blocks of a kernel fit a multiprocessor."""
     ask = import_cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-    each = int(ask(load(device, kernel).ptr, kernel.threads, kernel.shared_bytes))
-    return each * read_facts(device).multiprocessors
+    return int(ask(load(device, kernel).ptr, kernel.threads, kernel.shared_bytes))
 
 
 def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool) -> None:
