@@ -3,6 +3,8 @@
 import ctypes
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -100,6 +102,69 @@ def test_registers_and_instructions(n, x, dy, architecture):
         # Through the cache that all multiprocessors share: a block may hold stale partial sums
         # in its own.
         assert re.search(r"ld\.global\.cg\S*", compiled.ptx)
+
+
+# ---- instructions an element, in the loops over rows ----
+
+
+def nvdisasm():
+    """Return the disassembler, of a toolkit or of the package nvidia-cuda-nvdisasm; None if there is none."""
+    places = (Path(each) for each in sys.path if each)
+    packaged = (found for each in places for found in each.glob("nvidia/*/bin/nvdisasm"))
+    return shutil.which("nvdisasm") or next(packaged, None)
+
+
+def inner_loops(code, path):
+    """Return the instructions of each loop without another in it."""
+    path.write_bytes(code)
+    listed = subprocess.run([nvdisasm(), "-c", path], capture_output=True, text=True, check=True)
+    labels, lines, loops = {}, [], []
+    for line in listed.stdout.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            lines.append(line)
+            target = re.search(r"BRA.*\((\.L_x_\d+)\)", line)
+            if target and target[1] in labels:
+                loops.append((labels[target[1]], len(lines)))
+    inner = [one for one in loops if not any(one[0] <= a and b < one[1] for a, b in loops)]
+    return [lines[begin:end] for begin, end in inner]
+
+
+@pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed")
+def test_instructions_an_element(tmp_path):
+    n, lane = 4096, 32
+    # Rows whose first element is a good guess of their mean: nearly all.
+    again = b"const bool again = d * d > 8.0 * var;"
+    texts = dict(sources())
+    assert again in texts["layer_norm_forward.cuh"]
+    texts["layer_norm_forward.cuh"] = texts["layer_norm_forward.cuh"].replace(
+        again, b"const bool again = false;"
+    )
+
+    def count(kernel, name):
+        words = "--gpu-architecture=sm_90", *OPTIONS, *kernel.defines
+        with compile_.compiled(texts, words) as read:
+            loops = inner_loops(read("CUBIN"), tmp_path / name)
+        return [
+            (len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop))
+            for loop in loops
+        ]
+
+    # Of a forward the loop that converts all elements of a thread, twice.
+    rows = [
+        length
+        for length, conversions, _ in count(choose_kernel(n, BF16, None, BF16, BF16), "forward")
+        if conversions >= 2 * lane
+    ]
+    assert rows
+    assert max(rows) <= 20 * lane
+    # Of a backward the guess, in float32; the row sums and the columns, which convert a vector of 8
+    # elements twice, and three times.
+    loops = count(choose_kernel(n, BF16, BF16, BF16, BF16), "backward")
+    hot = [length for length, conversions, guess in loops if guess or conversions in {16, 24}]
+    assert len(hot) == 3
+    assert sum(hot) <= 32 * 8
 
 
 # ---- kept on disk ----

@@ -126,7 +126,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
         double d = over(sum.a), var = fma(-d, d, over(sum.b)), base_d = 0.0;
         const bool again = d * d > 8.0 * var;
         // The lanes of a warp stay together, for what they exchange.
-        if (ROW_THREADS < WARP ? __any_sync(ALL_LANES, again) : again) {
+        if (__builtin_expect(ROW_THREADS < WARP ? __any_sync(ALL_LANES, again) : again, 0)) {
             base_d = again ? d : 0.0;
             sum = moments(held, base_d);
             exchange.begin(sum.a, sum.b);
