@@ -101,6 +101,18 @@ def test_gamma_and_beta_have_their_own_dtypes(gamma_dtype, beta_dtype):
     assert_same(both(case, np.asarray), both(case))
 
 
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("scale", [1.0, 2.0**250, 2.0**400])
+def test_the_dtype_of_x_chooses_the_arithmetic(scale):
+    """Whatever that of the others, whose products may have any size up to 2**850."""
+    x, gamma, beta, eps, dy = ordinary(9, 40, np.dtype(np.float64))
+    case = x.astype(np.float32), gamma * scale, beta, eps, dy * scale
+    # A dtype equals None for NumPy where it is float64: a dy of it was once taken for none.
+    for dtype in (np.float64, np.float32):
+        given = (*case[:4], (dy * scale if dtype == np.float64 else dy).astype(dtype))
+        assert_contract(exact_layer_norm(*given), both(given))
+
+
 # ---- what must not change a bit ----
 
 

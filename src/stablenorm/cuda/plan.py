@@ -112,7 +112,7 @@ def choose_kernel(
     kernel = Kernel(dy is None, of_x, of_dy, of_gamma, of_beta)
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
     found = None
-    if x.itemsize < 8 and dy in (None, x) and n <= longest:
+    if x.itemsize < 8 and (dy is None or dy == x) and n <= longest:
         vector = _VECTOR_BYTES // x.itemsize
         count = -(-n // vector)
         plan = _forward if dy is None else _warps if n > _SHORT else _short
