@@ -1,7 +1,7 @@
 """
 On a CUDA device: the kernels' times beside PyTorch, torch.compile and Liger-Kernel: `make gpu`.
 
-First every output is checked (gpu_checks.py). Keeps benchmarks/results/gpu.json, and writes the
+First every output is checked (gpu_checks.py), seven problems under compute-sanitizer where it is. Keeps benchmarks/results/gpu.json, and writes the
 measurements of docs/how-to/gpu.md; with `--render` from the file alone. Exit status 1 if a check
 failed, 2 if there is no CUDA device.
 """
@@ -11,9 +11,12 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +31,15 @@ from stablenorm.timing import PASSES
 
 SHAPES = (
     (8192, 1024), (8192, 4096), (4096, 8192), (65_536, 768), (1024, 65_536), (8192, 4095),
-    (16, 4096), (1_000_000, 64),
+    (16, 4096), (1_000_000, 64), (16_384, 2048),
 )  # fmt: skip
-WARM_UPS, REPEATS = 25, 100
+WARM_UPS, REPEATS = 10, 50
+# Clocks that the device spins for before a call is timed: longer than the host takes to ask for one.
+CLOCKS = 1_000_000
+SPIN = """
+extern "C" __global__ void spin(long long clocks) {
+    for (const long long begin = clock64(); clock64() - begin < clocks;) {}
+}"""
 
 Call = Callable[[], Any]
 # Given a problem with arrays of CuPy's and a direction, the call to time. A forward returns y, or a
@@ -70,6 +79,8 @@ def _torch(torch: Any) -> Callable[..., Any]:
 
 
 def _compiled(torch: Any) -> Callable[..., Any]:
+    # Beyond its limit of recompilations it falls back to eager, in silence.
+    torch._dynamo.config.recompile_limit = 1000
     compiled: Callable[..., Any] = torch.compile(_torch(torch), dynamic=False)
     return compiled
 
@@ -90,10 +101,13 @@ def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]
     for name in list(candidates) * WARM_UPS:
         next(turns[name])()
     begin, end = (cupy.cuda.Event() for _ in range(2))
+    spin = cupy.RawKernel(SPIN, "spin")
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for name in list(candidates) * REPEATS:
         call = next(turns[name])
         cupy.cuda.Device().synchronize()
+        # The call waits behind it, so that its time holds nothing of the host's.
+        spin((1,), (1,), (np.int64(CLOCKS),))
         begin.record()
         call()
         end.record()
@@ -103,10 +117,24 @@ def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]
 
 
 def measure_ceiling(cupy: Any) -> float:
-    """Return the bytes per second of reading two arrays and writing one, 1 GiB each."""
+    """Return the bytes per second of PyTorch's sum of two arrays, or else of a copy, 1 GiB each."""
     a, b, c = (cupy.ones(2**28, np.float32) for _ in range(3))
-    add = cupy.ElementwiseKernel("float32 a, float32 b", "float32 c", "c = a + b", "triad")
-    return 3 * 2**30 / time_calls(cupy, {"triad": [lambda: add(a, b, c)]})["triad"]
+    try:
+        torch: Any = importlib.import_module("torch")
+        first, second, out = map(torch.from_dlpack, (a, b, c))
+    except (ImportError, RuntimeError, BufferError):
+        return 2 * 2**30 / time_calls(cupy, {"copy": [lambda: cupy.copyto(c, a)]})["copy"]
+    calls = {"sum": [lambda: torch.add(first, second, out=out)]}
+    return 3 * 2**30 / time_calls(cupy, calls)["sum"]
+
+
+def sanitize() -> None:
+    """Run a few problems under memcheck and racecheck, where compute-sanitizer is installed."""
+    for tool in ("memcheck", "racecheck"):
+        if program := shutil.which("compute-sanitizer"):
+            script = str(Path(__file__).with_name("gpu_checks.py"))
+            options = ["--tool", tool, "--error-exitcode", "1", sys.executable, script, "--few"]
+            subprocess.run([program, *options], check=True)
 
 
 def bench(cupy: Any) -> tuple[list[list[Any]], dict[str, str]]:
@@ -156,6 +184,7 @@ def eager(held: Case, direction: str) -> Call:
 def measure() -> dict[str, Any]:
     """Check, then return all that the page holds."""
     cupy = check_all()
+    sanitize()
     device = cupy.cuda.Device()
     name = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
     versions = {"CuPy": cupy.__version__, "driver": str(cupy.cuda.runtime.driverGetVersion())}
@@ -183,7 +212,7 @@ def page(found: dict[str, Any]) -> str:
     text = [
         f"Ran on {found['device']}: all checks passed. " + origin_line("make gpu", found["origin"]),
         f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
-        f"The ceiling is {ceiling / 1e9:.0f} GB/s: two reads and one write in the same run.",
+        f"The ceiling is {ceiling / 1e9:.0f} GB/s, of a sum or a copy of arrays of 1 GiB in the same run.",
         "The last columns are a peer's time over ours in a graph.",
         table(["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers], lines),
         *(f"Not timed: {peer}: {why}" for peer, why in list(found["missing"].items())[:5]),

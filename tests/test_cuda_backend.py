@@ -22,7 +22,7 @@ from stablenorm.cuda.plan import choose_kernel
 # The bits of the CPU, without compiling anything.
 host_forward = functools.partial(layer_norm_forward, backend="numpy")
 F32 = np.dtype(np.float32)
-KERNEL = choose_kernel(6, F32, None, F32, F32, pairs=False)
+KERNEL = choose_kernel(6, F32, None, F32, F32)
 
 
 def forward_of_ones(shape=(300, 33), device=0):
@@ -249,7 +249,8 @@ def compiler(monkeypatch):
     driver.load.cache_clear()
     monkeypatch.setattr(driver.compiling, "nvrtc_version", lambda: (13, 5))
     monkeypatch.setattr(driver.compiling, "cubin", lambda *asked: asked)
-    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, True))
+    driver._fitting.cache_clear()
+    monkeypatch.setattr(driver, "read_facts", lambda _: driver.Facts((9, 0), 132, 227 << 10, True))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -261,15 +262,18 @@ def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(c
 
 @pytest.mark.usefixtures("compiler")
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
-    loaded, called, asked = [], [], []
+    loaded, called, asked, set_ = [], [], [], []
     function = lambda *arguments, **options: called.append((arguments, options))
     function.ptr = 77
     module = types.SimpleNamespace(load=loaded.append, get_function=lambda _: function)
     cupy.cuda.Module = lambda: module
     cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *a: (asked.append(a), 2)[1]
+    cupy.cuda.driver.funcSetAttribute = lambda *a: set_.append(a)
     assert driver.load(0, KERNEL) is driver.load(0, KERNEL) is function
+    # The attribute is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+    assert set_ == [(77, 8, KERNEL.shared_bytes)]
     assert loaded == [(KERNEL.defines, (9, 0))]
-    assert driver.count_resident(0, function, KERNEL) == 2 * 132
+    assert driver.count_resident(0, KERNEL) == driver.count_resident(0, KERNEL) == 2 * 132
     assert asked == [(77, 256, KERNEL.shared_bytes)]
     driver.launch(function, KERNEL, 3, b"abcdefgh", True)
     (((grid, block, (value,), shared), options),) = called

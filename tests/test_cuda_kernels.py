@@ -1,12 +1,14 @@
 """layer_norm.cu on the host: contract, bits, bounds, races and schedules, without a GPU."""
 
 import fake_cupy as fake
+import host_shim
 import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import both, on_device
 from norms import assert_contract
 
+from stablenorm.cuda import plan
 from stablenorm.cuda.plan import choose_kernel, cut
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.families import FAMILIES, make_case
@@ -15,10 +17,11 @@ pytestmark = fake.needs_shim
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {"bfloat16": BF16}
-# Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp,
-# warps. Of few families: columns in a loop, and float16, other than bfloat16 in conversions alone.
-LENGTHS = {"bfloat16": (129,), "float32": (5, 129), "float64": (129,)}
-LENGTHS_OF_FEW = {"float16": (129,), "float32": (4099,), "float64": (1027,)}
+# Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp, warps of
+# three kinds. Of few families: odd rows by such warps, longer ones, and float16, other than bfloat16 in
+# conversions alone.
+LENGTHS = {"bfloat16": (129, 784), "float32": (5, 129), "float64": (129,)}
+LENGTHS_OF_FEW = {"float16": (129,), "float32": (1027, 4099), "float64": (1027,)}
 # A cheap one for each way of losing digits in a long sum, and the ends of the range.
 FEW = ("F01", "F03", "F07", "F14", "F16", "F27")
 # Made to cancel: there the second term of the contract decides the last bits.
@@ -98,6 +101,18 @@ def test_gamma_and_beta_have_their_own_dtypes(gamma_dtype, beta_dtype):
     assert_same(both(case, np.asarray), both(case))
 
 
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("scale", [1.0, 2.0**250, 2.0**400])
+def test_the_dtype_of_x_chooses_the_arithmetic(scale):
+    """Whatever that of the others, whose products may have any size up to 2**850."""
+    x, gamma, beta, eps, dy = ordinary(9, 40, np.dtype(np.float64))
+    case = x.astype(np.float32), gamma * scale, beta, eps, dy * scale
+    # A dtype equals None for NumPy where it is float64: a dy of it was once taken for none.
+    for dtype in (np.float64, np.float32):
+        given = (*case[:4], (dy * scale if dtype == np.float64 else dy).astype(dtype))
+        assert_contract(exact_layer_norm(*given), both(given))
+
+
 # ---- what must not change a bit ----
 
 
@@ -120,11 +135,14 @@ SETTINGS = {
     "the last block adds up": ({"resident": 1000, "cooperative": False, "seed": 4}, on_device),
     "the last of three blocks": ({"resident": 3, "cooperative": False, "seed": 5}, on_device),
     "strided, misaligned": ({"resident": 2, "seed": 8}, strided),
+    "little shared memory": ({"shared": 99 << 10, "seed": 6}, on_device),
+    "no copies of whole rows": ({"defines": ("-DSHIM_BULK=0",), "seed": 7}, on_device),
 }
 INVARIANT = {
-    "a few lanes a row": (300, 5, "float32"),
-    "warps a row": (131, 129, "float32"),
-    "a block a row": (40, 1000, "float32"),
+    "a few lanes a row": (800, 5, "float32"),
+    "a warp a row": (131, 129, "float32"),
+    "warps of three kinds": (40, 1000, "float32"),
+    "odd rows by such warps": (9, 1027, "bfloat16"),
     "columns in a loop": (33, 1027, "float64"),
 }
 
@@ -133,9 +151,12 @@ INVARIANT = {
 def test_same_bits(name, use):
     """Nor does the shim find a race, or a barrier or a fence left out (test_host_shim.py)."""
     rows, n, dtype = INVARIANT[name]
-    kernel = choose_kernel(n, *[DTYPES[dtype]] * 4, pairs=dtype == "float64")
-    assert (kernel.vectors == 0) == (name == "columns in a loop")
-    assert cut(rows, kernel.slots).number >= 3
+    kernel = choose_kernel(n, *[DTYPES[dtype]] * 4)
+    assert (bool(kernel.n), bool(kernel.row_warps)) == (
+        dtype != "float64",
+        "kinds" in name or "odd" in name,
+    )
+    assert cut(rows, kernel).number >= 3
     use()
     case = ordinary(rows, n, DTYPES[dtype])
     expected = both(case)
@@ -160,10 +181,49 @@ def test_what_is_not_finite_stays_in_its_row(value, n):
     assert actual["dbeta"].tobytes() == clean["dbeta"].tobytes()
 
 
-def test_rows_in_registers_are_read_once(launches):
+def test_rows_are_read_once(launches):
     case = ordinary(40, 1000, DTYPES["float32"])
     both(case)
     forward, backward = (launch.traffic for launch in launches)
-    loaded = [forward["x"], backward["x"], backward["dy"]]
-    assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 3
+    loaded = [backward["x"], backward["dy"]]
+    assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 2
+    # In the forward every thread of a row asks for its first element as well.
+    firsts = 40 * launches[0].kernel.row_threads * 4
+    assert forward["x"].loaded == case[0].nbytes + firsts
     assert forward["out"].stored == backward["out"].stored == case[0].nbytes
+
+
+# ---- faults, planted in the kernels: each is seen ----
+
+OWNERS = 'static_assert(STAGES % ROW_SUM_WARPS == 0 && STAGES % ASKING_WARPS == 0, "a stage has one owner of each kind");'
+FAULTS = {
+    "a stage of a forward read before its turn": (129, [("wait_copies<STAGES - 1>();\n        double held", "double held")]),
+    "a stage of a backward read before its turn": (129, [("wait_copies<STAGES - 2>();", "")]),
+    "a full stage not awaited": (1000, [("barrier_wait(&full[s], turn / STAGES & 1);", "")]),
+    "row sums not awaited": (1000, [("barrier_wait(&ready[s], parity);", "")]),
+    "an empty stage not awaited": (1000, [("if (round > 0) barrier_wait(&empty[s], (round - 1) & 1);", "")]),
+    "no multiple of the row warps": (1000, [("STAGES = LN_STAGES;", "STAGES = LN_STAGES - 1;"), (OWNERS, "")]),
+    "a chunk flushed early": (129, [("const bool ends = at.advance();", "const bool ends = at.advance() || at.left == 1;")]),
+    "a predicate dropped at the tail of a forward": (129, [("e = i < count ? e - center : 0.0;", "e = e - center;")]),
+    "a predicate dropped at the tail of a backward": (129, [("i < count ? row.centered(lift(x.e[i])) : 0.0", "row.centered(lift(x.e[i]))")]),
+    "a predicate dropped at the tail of row sums": (1027, [("const bool there = WHOLE || q * VECTOR + i < N;", "const bool there = true;")]),
+    "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n                    if (v", "if (v")]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, use, monkeypatch):
+    n, edits = FAULTS[fault]
+    case = ordinary(150 if n == 129 else 70, n, DTYPES["float32"])
+    # Few chunks, so that they have several rows, and little memory, so that stages are used again soon.
+    monkeypatch.setattr(plan, "_CHUNKS", 2)
+    expected = both(case, np.asarray)
+    edited = "layer_norm_forward" if "of a forward" in fault else "layer_norm_backward"
+
+    def run():
+        for seed in range(4):
+            use(edits=edits, edited=edited, resident=2, seed=seed, shared=99 << 10)
+            assert_same(expected, both(case))
+
+    with pytest.raises((AssertionError, host_shim.LaunchError)):
+        run()

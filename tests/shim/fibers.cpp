@@ -4,7 +4,10 @@
 // place of the sanitizers' own, so every access to memory is seen here before it is made. It must
 // lie in a tensor handed over (byte by byte), be aligned, and not read what nobody wrote; and it must
 // be ordered after the accesses of other threads to the same four bytes, if one of the two is a write:
-// - threads of a block are ordered by __syncthreads and by nothing else: not by shuffles;
+// - threads of a block are ordered by __syncthreads, those of a warp by __syncwarp, and who waits at a barrier in
+//   shared memory after who arrived there; by nothing else, not by shuffles;
+// - where a copy is on its way, nobody may look: it arrives when its thread waits for it, or, if it has a
+//   barrier, late and out of order;
 // - blocks are ordered by a fence before an atomic operation in the one, and a fence after a later
 //   atomic operation in the other. What passes then is what the block did before its last
 //   __syncthreads. Atomic operations alone order nothing. There is one word for them in a grid.
@@ -13,6 +16,8 @@
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
+#include <cstring>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -40,15 +45,31 @@ struct Region {
     std::uint64_t loaded, stored;
 };
 
-// Who touched four bytes last: block, thread (or one of these), barriers of the block before.
-constexpr int NOBODY = -1, SEVERAL = -2;
+// Who touched four bytes: block, thread, its own time then, and barriers of the block before.
 struct Touch {
-    int block = NOBODY, thread = NOBODY;
-    unsigned epoch = 0;
+    int block = -1, thread = -1;
+    unsigned time = 0, epoch = 0;
 };
-struct Shadow { Touch write, read; };
+struct Shadow {
+    Touch write;
+    std::vector<Touch> reads;
+    bool flying = false;
+};
+
+// Of each thread of a block, the time up to which another one has seen what it did.
+using Past = std::vector<unsigned>;
 
 struct Block;
+struct Fiber;
+struct Meeting;
+struct Copy {
+    Fiber* fiber;
+    unsigned char* to;
+    const unsigned char* from;
+    int bytes, room, group;
+    Meeting* meeting;
+};
+
 struct Fiber {
     Block* block;
     unsigned thread;
@@ -59,14 +80,31 @@ struct Fiber {
     const char* wait = "";
     int line = 0, lanes = 0;
     double value = 0;
+    std::shared_ptr<const Past> past;
+    unsigned time = 1;
+    // Copies without a barrier; how many groups of them it has closed.
+    std::vector<Copy> copies;
+    int groups = 0;
     // Numbers of atomic operations: of its latest, and of that whose past it sees since a fence. And
     // whether a fence has made the next one a release.
     unsigned latest = 0, acquired = 0;
     bool releases = false;
 };
 
+// Phases are counted; `seen` is what those who arrived have done and seen.
+struct Meeting {
+    int count = 0, missing = 0;
+    long bytes = 0;
+    unsigned phase = 0;
+    Past arriving, seen;
+    std::vector<Fiber*> waiting;
+};
+
 struct Block {
     unsigned index, alive;
+    std::map<const void*, Meeting> meetings;
+    // Those with one.
+    std::vector<Copy> copies;
     std::unique_ptr<unsigned char[]> stacks, memory;
     std::vector<Fiber> fibers;
     // How many threads wait: of all, and of each warp.
@@ -110,29 +148,53 @@ template <class... Values> [[noreturn]] void fail(const char* format, Values... 
 
 bool is_ordered(const Touch& other) {
     const Block* block = current->block;
-    if (other.thread == NOBODY) return true;
+    if (other.thread < 0) return true;
     if (other.block == int(block->index))
-        return other.thread == int(current->thread) || other.epoch < block->epoch;
-    if (other.block == SEVERAL) return false;
+        return other.thread == int(current->thread) ||
+               (current->past && other.time <= (*current->past)[std::size_t(other.thread)]);
     const auto& past = released[std::size_t(other.block)];
     return other.epoch < past.size() &&
            past[other.epoch] <= std::max(block->acquired, current->acquired);
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
-    if (!write && shadow.write.thread == NOBODY)
+    if (shadow.flying)
+        fail("%s byte %zu of %s, where a copy is on its way", write ? "writes" : "reads", byte, where);
+    if (!write && shadow.write.thread < 0)
         fail("reads byte %zu of %s, which nobody wrote", byte, where);
     const bool wrote = !is_ordered(shadow.write);
-    if (wrote || (write && !is_ordered(shadow.read)))
+    const auto reader = std::find_if(shadow.reads.begin(), shadow.reads.end(),
+                                     [](const Touch& each) { return !is_ordered(each); });
+    if (wrote || (write && reader != shadow.reads.end()))
         fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
-             where, (wrote ? shadow.write : shadow.read).block, wrote ? "wrote" : "read");
-    Touch now{int(current->block->index), int(current->thread), current->block->epoch};
-    // Reads that are not ordered among themselves are remembered together.
-    if (!write && !is_ordered(shadow.read)) {
-        now.thread = SEVERAL;
-        if (shadow.read.block != now.block) now.block = SEVERAL;
+             where, wrote ? shadow.write.block : reader->block, wrote ? "wrote" : "read");
+    const Touch now{int(current->block->index), int(current->thread), current->time,
+                    current->block->epoch};
+    if (write) {
+        shadow.write = now;
+        shadow.reads.clear();
+        return;
     }
-    shadow = write ? Shadow{now, Touch()} : Shadow{shadow.write, now};
+    // Earlier reads that are ordered before this one need no memory.
+    auto& reads = shadow.reads;
+    reads.erase(std::remove_if(reads.begin(), reads.end(), is_ordered), reads.end());
+    reads.push_back(now);
+}
+
+// Add to `past` what a thread has seen and done.
+void merge(Past& past, const Past* other, const Fiber& fiber) {
+    past.resize(launch.threads);
+    for (std::size_t i = 0; other && i < past.size(); ++i) past[i] = std::max(past[i], (*other)[i]);
+    past[fiber.thread] = std::max(past[fiber.thread], fiber.time);
+}
+
+// Let threads that met see what all of them have seen and done.
+void share(Fiber* begin, Fiber* end) {
+    auto all = std::make_shared<Past>();
+    const Past* last = nullptr;
+    for (Fiber* each = begin; each < end; last = (each++)->past.get())
+        merge(*all, each->past.get() == last ? nullptr : each->past.get(), *each);
+    for (Fiber* each = begin; each < end; ++each) each->past = all, ++each->time;
 }
 
 // ---- every access ----
@@ -217,6 +279,45 @@ template <class F> double meet(unsigned warp, const char* what, int line, int la
     return current->value;
 }
 
+// ---- copies and barriers in shared memory ----
+
+Shadow* shadow_of(Block* block, const void* at) {
+    return &block->shadow[(Address(at) - block->shared.begin) / 4];
+}
+
+void check_phase(Meeting& meeting) {
+    if (meeting.missing || meeting.bytes) return;
+    meeting.missing = meeting.count;
+    meeting.seen = meeting.arriving;
+    ++meeting.phase;
+    runnable.insert(runnable.end(), meeting.waiting.begin(), meeting.waiting.end());
+    meeting.waiting.clear();
+    idle = 0;
+}
+
+void land(const Copy& copy) {
+    Block* block = copy.fiber->block;
+    std::memcpy(copy.to, copy.from, std::size_t(copy.bytes));
+    std::memset(copy.to + copy.bytes, 0, std::size_t(copy.room - copy.bytes));
+    for (Shadow* each = shadow_of(block, copy.to); each < shadow_of(block, copy.to + copy.room - 1) + 1; ++each)
+        each->flying = false;
+    if (!copy.meeting) return;
+    copy.meeting->bytes -= copy.bytes;
+    check_phase(*copy.meeting);
+}
+
+// Land one of the copies that have a barrier, now and then.
+void land_some(std::vector<std::unique_ptr<Block>>& alive) {
+    for (auto& block : alive) {
+        auto& copies = block->copies;
+        if (copies.empty() || (!runnable.empty() && draw() % 64)) continue;
+        const std::size_t chosen = draw() % copies.size();
+        const Copy copy = copies[chosen];
+        copies.erase(copies.begin() + long(chosen));
+        land(copy);
+    }
+}
+
 std::unique_ptr<Block> start_block(unsigned index) {
     auto block = std::make_unique<Block>();
     block->index = index;
@@ -256,6 +357,7 @@ bool shim_syncthreads(bool value, int line) {
             any |= each.value != 0;
         }
         for (Fiber& each : block->fibers) each.value = any;
+        share(block->fibers.data(), block->fibers.data() + launch.threads);
         ++block->epoch;
     });
 }
@@ -266,6 +368,72 @@ double shim_exchange(double value, unsigned mask, int lanes, int line) {
         for (int lane = 0; lane < 32; ++lane)
             if (lane < (lane ^ lanes)) std::swap(warp[lane].value, warp[lane ^ lanes].value);
     });
+}
+
+void shim_syncwarp(int line) {
+    meet(1 + current->thread / 32, "__syncwarp", line, 0, 0, [](Fiber* warp) { share(warp, warp + 32); });
+}
+
+bool shim_any(bool value, int line) {
+    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) {
+        const bool any = std::any_of(warp, warp + 32, [](const Fiber& each) { return each.value != 0; });
+        for (Fiber* each = warp; each < warp + 32; ++each) each->value = any;
+    });
+}
+
+void shim_copy(void* to, const void* from, int bytes, int room, unsigned long long* barrier) {
+    const Address both = Address(to) | (bytes ? Address(from) : 0);
+    if (both % std::size_t(room < 16 ? room : 16)) fail("a copy between misaligned addresses");
+    if (bytes) access(Address(from), std::size_t(bytes), false);
+    access(Address(to), std::size_t(room), true);
+    Block* block = current->block;
+    Meeting* meeting = barrier ? &block->meetings.at(barrier) : nullptr;
+    (meeting ? block->copies : current->copies).push_back({current, static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from),
+                             bytes, room, current->groups, meeting});
+    std::memset(to, 0xff, std::size_t(room));
+    for (int at = 0; at < room; at += 4) shadow_of(block, static_cast<char*>(to) + at)->flying = true;
+    // Who sees the phase over sees the copy.
+    if (meeting) merge(meeting->arriving, nullptr, *current), ++current->time;
+}
+
+void shim_commit() { ++current->groups; }
+
+void shim_wait_copies(int left) {
+    auto& copies = current->copies;
+    const auto is_due = [&](const Copy& copy) { return copy.group < current->groups - left; };
+    for (const Copy& copy : copies)
+        if (is_due(copy)) land(copy);
+    copies.erase(std::remove_if(copies.begin(), copies.end(), is_due), copies.end());
+}
+
+void shim_barrier_init(unsigned long long* barrier, int count) {
+    access(Address(barrier), 8, true);
+    Meeting& meeting = current->block->meetings[barrier] = Meeting();
+    meeting.count = meeting.missing = count;
+}
+
+void shim_barrier_arrive(unsigned long long* barrier, int bytes) {
+    access(Address(barrier), 8, false);
+    Meeting& meeting = current->block->meetings.at(barrier);
+    merge(meeting.arriving, current->past.get(), *current);
+    ++current->time;
+    meeting.bytes += bytes;
+    if (--meeting.missing < 0) fail("more arrivals at a barrier than it was made for");
+    check_phase(meeting);
+}
+
+void shim_barrier_wait(unsigned long long* barrier, int parity, int line) {
+    access(Address(barrier), 8, false);
+    Meeting& meeting = current->block->meetings.at(barrier);
+    // Nothing but the parity: a thread that is two phases away is told wrong, as on the device.
+    while (int(meeting.phase & 1) == parity) {
+        current->wait = "a barrier in shared memory", current->line = line;
+        meeting.waiting.push_back(current);
+        to_scheduler();
+    }
+    Past seen = meeting.seen;
+    merge(seen, current->past.get(), *current);
+    current->past = std::make_shared<Past>(std::move(seen));
 }
 
 void shim_fence() {
@@ -330,7 +498,12 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     while (!failed) {
         for (; !to_come.empty() && alive.size() < limit; to_come.pop_back())
             alive.push_back(start_block(to_come.back()));
-        if (runnable.empty()) break;
+        land_some(alive);
+        if (runnable.empty()) {
+            const auto flies = [](const auto& block) { return !block->copies.empty(); };
+            if (std::any_of(alive.begin(), alive.end(), flies)) continue;
+            break;
+        }
         if (!eager) std::swap(runnable[draw() % runnable.size()], runnable.back());
         current = runnable.back();
         runnable.pop_back();
@@ -345,7 +518,7 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
         auto& fibers = alive[0]->fibers;
         current = &*std::find_if(fibers.begin(), fibers.end(), [](Fiber& f) { return !f.done; });
         if (!_setjmp(scheduler))
-            fail("waits at %s, line %d, and others have returned", current->wait, current->line);
+            fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
     }
     current = nullptr;
     runnable.clear();

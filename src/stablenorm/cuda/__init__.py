@@ -30,6 +30,9 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 # The names of the runtime and of the driver for it.
 _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
+# Copies of 16 bytes need addresses that are multiples of it.
+_VECTOR_BYTES = 16
+
 _choose_kernel = functools.lru_cache(1024)(choose_kernel)
 
 
@@ -38,17 +41,18 @@ def forward(call: Forward) -> Statistics:
     x, (gamma, beta, eps, *_), y = call[:3]
     with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
-        pairs = _any_float64(x, gamma, beta)
-        statistics = _new_statistics(cupy, rows, pairs)
+        statistics = _new_statistics(cupy, rows, x.dtype.itemsize == 8)
         if rows == 0:
             return statistics
         source = arrays.matrix(cupy, "x", x, read=True)
         target = arrays.matrix(cupy, "out", y, read=False)
-        scale, shift = (arrays.flat(cupy, *each) for each in (("gamma", gamma), ("beta", beta)))
-        dtypes = (getattr(a, "dtype", None) for a in (x, None, gamma, beta))
-        kernel = _choose_kernel(n, *dtypes, pairs)
-        values = _places(x=source, out=target, gamma=scale, beta=shift, **statistics._asdict())
-        _launch(device, kernel, -(-rows // kernel.slots), False, rows=rows, n=n, eps=eps, **values)
+        scale, shift = arrays.flat(cupy, "gamma", gamma), arrays.flat(cupy, "beta", beta)
+        values: dict[str, Any] = _places(
+            x=source, out=target, gamma=scale, beta=shift, **statistics._asdict()
+        )
+        values |= {"rows": rows, "n": n, "eps": eps}
+        kernel = _kernel(device, values, x.dtype, None, gamma, beta)
+        _launch(device, kernel, -(-rows // kernel.slots), False, values)
         arrays.put_back(cupy, target, y)
         return statistics
 
@@ -67,11 +71,6 @@ def backward(call: Backward) -> None:
                 total[...] = 0
         if rows == 0 or (dx is None and not wanted):
             return
-        pairs = _any_float64(x, dy, gamma, *wanted.values()) or statistics.rstd_lo is not None
-        # beta itself is no argument of the backward: its dtype is that of dbeta.
-        dtypes = (getattr(a, "dtype", None) for a in (x, dy, gamma, dbeta))
-        kernel = _choose_kernel(n, *dtypes, pairs)
-        chunks = cut(rows, kernel.slots)
         target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
         sources = [arrays.matrix(cupy, *each, read=True) for each in (("x", x), ("dy", dy))]
         # A strided dgamma or dbeta is written to memory of its own first.
@@ -81,25 +80,38 @@ def backward(call: Backward) -> None:
         }
         scale = arrays.flat(cupy, "gamma", gamma)
         given = {"x": sources[0], "dy": sources[1], "out": target, "gamma": scale, **made}
-        values = _places(**given, **statistics._asdict())
+        values = _places(**given, **statistics._asdict()) | {"rows": rows, "n": n}
+        # beta itself is no argument of the backward: its dtype is that of dbeta.
+        kernel = _kernel(device, values, x.dtype, dy.dtype, gamma, dbeta)
+        chunks = cut(rows, kernel)
+        values |= {"chunks": chunks.number, "chunk_rows": chunks.rows}
         if wanted:
             nbytes = 2 * n * chunks.number * kernel.number_bytes
-            room = workspace.room(cupy, device, nbytes, arrays.capturing(cupy))
+            room = workspace.room(cupy, device, nbytes)
             values |= _places(**room)
-        sizes = {"rows": rows, "n": n, "chunks": chunks.number, "chunk_rows": chunks.rows}
         # Blocks wait for one another only where all are promised to run at once.
         barrier = bool(wanted) and driver.read_facts(device).cooperative
-        _launch(device, kernel, chunks.number, barrier, **sizes, **values)
+        _launch(device, kernel, chunks.number, barrier, values)
         arrays.put_back(cupy, target, dx)
         for name, total in wanted.items():
             if made[name] is not total:
                 total[...] = made[name].reshape(total.shape)
 
 
-def _launch(device: int, kernel: Kernel, work: int, barrier: bool, **values: Any) -> None:
+def _kernel(device: int, values: dict[str, int], x: Any, dy: Any, gamma: Any, beta: Any) -> Kernel:
+    """Return the kernel for these places and strides, dtypes of x and dy, arrays gamma and beta."""
+    find = values.get
+    places = values["x"] | find("dy", 0) | find("out", 0)
+    strides = values["x_stride"] | find("dy_stride", 0) | find("out_stride", 0)
+    aligned = (places | strides * x.itemsize) % _VECTOR_BYTES == 0
+    dtypes = x, dy, getattr(gamma, "dtype", None), getattr(beta, "dtype", None)
+    return _choose_kernel(values["n"], *dtypes, driver.read_facts(device).shared, aligned)
+
+
+def _launch(device: int, kernel: Kernel, work: int, barrier: bool, values: dict[str, Any]) -> None:
     """Launch once, at most a block for each piece of `work`."""
     function = driver.load(device, kernel)
-    grid = min(work, driver.count_resident(device, function, kernel))
+    grid = min(work, driver.count_resident(device, kernel))
     try:
         parameters = pack_parameters(barrier=barrier, **values)
         driver.launch(function, kernel, grid, parameters, barrier)
@@ -136,11 +148,6 @@ def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
         raise MemoryError(msg) from error
 
 
-def _any_float64(*given: Any) -> bool:
-    """Tell whether pairs are needed: a look at the sizes of float64 elements would wait for the device."""
-    return any(each is not None and each.dtype == np.float64 for each in given)
-
-
 def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
     numbers = cupy.empty((5 if pairs else 3, rows), np.float64)
     words = Statistics(numbers[0], numbers[1], numbers[2])
@@ -158,7 +165,7 @@ def _places(**found: Any) -> dict[str, int]:
     values: dict[str, int] = {}
     for name, array in found.items():
         if isinstance(array, arrays.Matrix):
-            values |= {name: array.pointer, f"{name}_stride": array.stride}
+            values[name], values[name + "_stride"] = array.pointer, array.stride
         elif array is not None:
             values[name] = int(array.data.ptr)
     return values

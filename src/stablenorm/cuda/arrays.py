@@ -68,6 +68,10 @@ def _ghost(array: Any) -> Array:
 
 def overlap(a: Any, b: Any) -> bool:
     """Tell whether `a` and `b` share memory; where that is too hard to decide, whether they may."""
+    if a.flags.c_contiguous and b.flags.c_contiguous:
+        # Nearly all are, and their addresses tell it, at a tenth of the time.
+        first, second = a.data.ptr, b.data.ptr
+        return bool(first < second + b.nbytes and second < first + a.nbytes)
     return host.overlap(_ghost(a), _ghost(b))
 
 
@@ -113,6 +117,9 @@ def _imported(name: str, value: Any) -> Any:
 
 def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
     """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
+    array, axes = folded
+    if array.flags.c_contiguous and axes[0] == array.ndim - len(axes):
+        return Matrix(array.data.ptr, folded.shape[1])
     seen, itemsize = _ghost(folded.array), folded.dtype.itemsize
     seen = np.moveaxis(seen, folded.axes, range(seen.ndim - len(folded.axes), seen.ndim)).view()
     # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)

@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# The compiler may change no operation. These are its defaults but for the contraction to fma.
-OPTIONS = ("--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true")
+# The compiler may change no operation. These are its defaults but for the contraction to fma; and for
+# functions without an annotation, lambdas among them, which NVRTC 13.0 takes for the host's.
+OPTIONS = (
+    "--std=c++17", "--ftz=false", "--fmad=false", "--prec-div=true", "--prec-sqrt=true",
+    "--device-as-default-execution-space",
+)  # fmt: skip
 
 _FOLDER = Path(__file__).parent
 

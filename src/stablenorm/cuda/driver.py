@@ -12,12 +12,20 @@ import numpy as np
 from stablenorm.cuda import compile as compiling
 from stablenorm.cuda.plan import Kernel
 
+# CUDA's number of CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+_MOST_SHARED = 8
+
+# Asynchronous copies and barriers in shared memory came with it.
+_OLDEST = (8, 0)
+
 
 class Facts(NamedTuple):
     """What decides how kernels are compiled for a device and launched on it."""
 
     capability: tuple[int, int]
     multiprocessors: int
+    # Bytes that a block may have of shared memory.
+    shared: int
     # Whether all blocks of a launch can be promised to run at once.
     cooperative: bool
 
@@ -51,10 +59,15 @@ def read_facts(device: int) -> Facts:
     """Ask a device."""
     about = import_cupy().cuda.Device(device)
     # CuPy spells it "90", or "100" for 10.0.
-    capability, attributes = about.compute_capability, about.attributes
+    name, attributes = about.compute_capability, about.attributes
+    capability = int(name[:-1]), int(name[-1])
+    if capability < _OLDEST:
+        msg = f"x must be on a device of compute capability 8.0 or later, got {name[:-1]}.{name[-1]}; pass x.get()"
+        raise RuntimeError(msg)
     return Facts(
-        (int(capability[:-1]), int(capability[-1])),
+        capability,
         attributes["MultiProcessorCount"],
+        attributes["MaxSharedMemoryPerBlockOptin"],
         bool(attributes["CooperativeLaunch"]),
     )
 
@@ -75,19 +88,27 @@ def load(device: int, kernel: Kernel) -> Any:
     # Not RawModule, which keeps modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
     module.load(compiling.cubin(kernel.defines, read_facts(device).capability))
-    return module.get_function(kernel.entry)
+    function = module.get_function(kernel.entry)
+    # Beyond 48 KiB a kernel must be allowed its shared memory.
+    cupy.cuda.driver.funcSetAttribute(function.ptr, _MOST_SHARED, kernel.shared_bytes)
+    return function
 
 
-def count_resident(device: int, function: Any, kernel: Kernel) -> int:
+def count_resident(device: int, kernel: Kernel) -> int:
     """Return how many blocks of a kernel the device holds at once."""
+    return _fitting(device, kernel) * read_facts(device).multiprocessors
+
+
+@functools.cache
+def _fitting(device: int, kernel: Kernel) -> int:
+    """Return how many blocks of a kernel fit a multiprocessor."""
     ask = import_cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-    each = int(ask(function.ptr, kernel.block, kernel.shared_bytes))
-    return each * read_facts(device).multiprocessors
+    return int(ask(load(device, kernel).ptr, kernel.threads, kernel.shared_bytes))
 
 
 def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool) -> None:
     """Launch on the current stream."""
     # CuPy passes a NumPy array of one element by value.
     value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
-    sizes = (grid,), (kernel.block,), (value,), kernel.shared_bytes
+    sizes = (grid,), (kernel.threads,), (value,), kernel.shared_bytes
     function(*sizes, enable_cooperative_groups=cooperative)

@@ -4,23 +4,27 @@
 // definitions (plan.py chooses them):
 //   LN_FORWARD      1: layer_norm_forward is compiled; 0: layer_norm_backward
 //   LN_X, LN_DY, LN_GAMMA, LN_BETA   dtype of x (of y and dx too), of dy, of gamma and dgamma, of beta
-//                   and dbeta: 0 float16, 1 bfloat16, 2 float32, 3 float64
-//   LN_PAIRS        0: float64 arithmetic, for data of 16 and 32 bits; 1: pairs of float64, as soon
-//                   as float64 takes part
+//                   and dbeta: 0 float16, 1 bfloat16, 2 float32, 3 float64. That of x chooses the
+//                   arithmetic: pairs of float64 for float64, float64 for the others
+//   LN_N            elements of a row, for the fast kernels; 0: the general ones, for any n
 //   LN_ROW_THREADS, LN_SLOTS   threads of a row; rows that a block has in hand at a time
-//   LN_VECTORS      16-byte vectors of x that a thread holds in registers; 0: any n, columns in
-//                   a loop, one row at a time, read again for each pass
+//   LN_ROW_WARPS    warps that find row sums, beside the ROW_THREADS; 0: there are none
+//   LN_THREADS      threads of a block
 //   LN_LEAST_BLOCKS blocks that are to fit a multiprocessor
+//   LN_VECTORS      fast kernels: 16-byte vectors of x that a thread has
+//   LN_STAGES       fast kernels: rows that are on their way, which decides no bit
+//   LN_ALIGNED      fast kernels: 1 if all rows begin at multiples of 16 bytes, which decides none either
 // Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of
 // blocks up to the chunks (backward); if `barrier` is set all of them must be resident (cooperative
 // launch).
 //
-// With LN_PAIRS the rows of x and eps are scaled, whatever their size; gamma, dy and their products
-// must be zero or between 2**-850 and 2**850, or low words are lost (below) and sums overflow (above).
+// The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
+// or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
 //
 // Where __CUDA_ARCH__ is not defined, it needs half_to_float and float_to_half, which are instructions of
-// the device.
+// the device, and what is in layer_norm_device.cuh.
 
+#define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
 
 // The fields of PARAMETERS in plan.py, in the same order. Strides are in elements.
@@ -35,41 +39,42 @@ struct Parameters {
     double* mean;         // (rows) each: written by the forward, read by the backward
     double* mean_lo;
     double* rstd;
-    double* rstd_lo;      // these three with LN_PAIRS only; null in a backward whose forward was
-    double* mean_tail;    //     without
+    double* rstd_lo;      // these three with LN_PAIRS only
+    double* mean_tail;
     short* exponent;      // (rows, 2), powers of two of mean_lo and of rstd
     Number* partials;     // (chunks, 2, n): dgamma, dbeta of each chunk; null if neither is wanted
     unsigned* counter;    // zero before first use; left fit for the next launch
     long long rows, n, x_stride, dy_stride, out_stride;
     long long chunk_rows; // chunk k is rows [k * chunk_rows, (k + 1) * chunk_rows)
+    long long chunks;
     double eps;
-    int chunks;
-    int barrier;          // 1: all blocks add up the chunks; 0: the last one does
+    long long barrier;    // 1: all blocks add up the chunks; 0: the last one does
 };
 
+#include "layer_norm_device.cuh"
 #include "layer_norm_memory.cuh"
 #include "layer_norm_rows.cuh"
+#if LN_N
+#include "layer_norm_fast.cuh"
+#endif
 
 #if LN_FORWARD
 
-extern "C" __global__ void __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
-layer_norm_forward(const Parameters p) {
-    extern __shared__ __align__(16) unsigned char shared[];
+#if LN_N
+#include "layer_norm_forward.cuh"
+#else
+INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    const Parameter<Gamma> gamma = {p.gamma, (Index)p.n, 1.0};
+    const Parameter<Gamma> gamma = {p.gamma, p.n, 1.0};
     // -0 changes nothing, not even -0.
-    const Parameter<Beta> beta = {p.beta, (Index)p.n, -0.0};
+    const Parameter<Beta> beta = {p.beta, p.n, -0.0};
     const long long first = (long long)blockIdx.x * SLOTS, step = (long long)gridDim.x * SLOTS;
     long long at = first + slot();
-    Columns<X> next;
-    next.open(p.x + at * p.x_stride, at < p.rows ? p.n : 0);
     // As many turns for every thread of the block, rows past the end empty: barriers are legal.
     for (long long base = first; base < p.rows; base += step, at += step) {
-        const Columns<X> x = next;
-        next.open(p.x + (at + step) * p.x_stride, at + step < p.rows ? p.n : 0);
+        const Columns<X> x = {p.x + at * p.x_stride, at < p.rows ? p.n : 0};
         const Row row = statistics(x, p, reduction);
         if (x.n > 0 && row_thread() == 0) keep(row, p, at);
-#pragma unroll
         for (Index v = 0; v < vectors_of(p.n); ++v) {
             const int count = count_of(v, x.n);
             Vector<X> y = {};
@@ -80,28 +85,37 @@ layer_norm_forward(const Parameters p) {
         }
     }
 }
+#endif
+
+extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
+layer_norm_forward(const Parameters p) {
+    extern __shared__ __align__(128) unsigned char shared[];
+    forward_rows(p, shared);
+}
 
 #else
 
-#include "layer_norm_chunks.cuh"
 #include "layer_norm_sums.cuh"
+#if LN_N && LN_ROW_WARPS
+#include "layer_norm_warps.cuh"
+#elif LN_N
+#include "layer_norm_short.cuh"
+#else
+#include "layer_norm_chunks.cuh"
+#endif
 
-extern "C" __global__ void __launch_bounds__(BLOCK, LN_LEAST_BLOCKS)
+extern "C" __global__ void __launch_bounds__(LN_THREADS, LN_LEAST_BLOCKS)
 layer_norm_backward(const Parameters p) {
-    extern __shared__ __align__(16) unsigned char shared[];
-    Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    // What the chunks need lies behind the two turns of a number for each warp.
-    unsigned char* rest = shared + 2 * WARPS * sizeof(Number);
-    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
-        const long long first = chunk * p.chunk_rows;
-        const long long stop = first + p.chunk_rows < p.rows ? first + p.chunk_rows : p.rows;
-        if (RESIDENT)
-            resident_chunk(p, chunk, first, stop, reduction, reinterpret_cast<Number*>(rest));
-        else
-            generic_chunk(p, chunk, first, stop, reduction, reinterpret_cast<Projection*>(rest));
-    }
+    extern __shared__ __align__(128) unsigned char shared[];
+#if LN_N && LN_ROW_WARPS
+    warps_chunks(p, shared);
+#elif LN_N
+    short_chunks(p, shared);
+#else
+    general_chunks(p, shared);
+#endif
     if (p.partials == nullptr || !blocks_met(p)) return;
-    finish(p, p.barrier ? blockIdx.x : 0, p.barrier ? gridDim.x : 1);
+    finish(p, p.barrier ? blockIdx.x : 0, p.barrier ? gridDim.x : 1, reinterpret_cast<Wide*>(shared));
 }
 
 #endif

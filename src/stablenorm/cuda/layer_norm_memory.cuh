@@ -8,16 +8,7 @@ constexpr int BLOCK = ROW_THREADS * SLOTS;
 constexpr int WARPS = BLOCK / WARP;
 constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(X);
-// Whether a row is held in registers, or its columns are read in a loop for each pass.
-constexpr bool RESIDENT = LN_VECTORS > 0;
-constexpr int VECTORS = RESIDENT ? LN_VECTORS : 1;
-constexpr int COLUMNS = ROW_THREADS * VECTORS * VECTOR;
-// Columns of rows that fit registers are counted in 32 bits, offsets always in 64.
-#if LN_VECTORS
-using Index = int;
-#else
 using Index = long long;
-#endif
 
 // ---- vectors ----
 
@@ -63,25 +54,15 @@ INLINE int count_of(Index v, Index n) {
 }
 
 INLINE Index vectors_of(long long n) {
-    return RESIDENT ? VECTORS : (Index)((n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR));
+    return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR);
 }
 
 // A row of x or dy; of no elements if it is past the end.
 template <class T> struct Columns {
     const T* row;
     Index n;
-    Vector<T> held[VECTORS];
 
-    INLINE void open(const T* from, Index length) {
-        row = from;
-        n = length;
-#pragma unroll
-        for (int v = 0; RESIDENT && v < VECTORS; ++v) held[v] = load(row + column(v), count_of(v, n));
-    }
-
-    INLINE Vector<T> at(Index v) const {
-        return RESIDENT ? held[v] : load(row + column(v), count_of(v, n));
-    }
+    INLINE Vector<T> at(Index v) const { return load(row + column(v), count_of(v, n)); }
 };
 
 // gamma or beta, or `neutral` where there is none.
@@ -99,19 +80,25 @@ template <class T> struct Parameter {
     }
 };
 
-// Call f(i, element i of each of `vectors`) for i from `first` up to `count`. A recursion: compilers
-// for devices from 10.0 on leave the loop a loop, whose vectors then lie in memory.
-template <int first = 0, class F, class... Vectors>
+// Call f(i, element i of each of `vectors`) for i from `first` up to `count`, without a question for each if
+// the vectors are full. A recursion: compilers for devices from 10.0 on leave the loop a loop, whose vectors
+// then lie in memory.
+template <bool full, int first = 0, class F, class... Vectors>
 INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (first < count) f(first, lift(vectors.e[first])...);
-    if constexpr (first + 1 < VECTOR) for_each_of<first + 1>(count, f, vectors...);
+    if (full || first < count) f(first, lift(vectors.e[first])...);
+    if constexpr (first + 1 < VECTOR) for_each_of<full, first + 1>(count, f, vectors...);
+}
+
+template <class F, class... Vectors>
+INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
+    if (count == VECTOR) for_each_of<true>(count, f, vectors...);
+    else for_each_of<false>(count, f, vectors...);
 }
 
 // The same for all vectors that this thread has of a row of n: of `sources`, which are Columns or
 // Parameters. What is past the end of a row is never looked at: it would be 0 * NaN.
 template <class F, class... Sources>
 INLINE void for_each(Index n, F f, const Sources&... sources) {
-#pragma unroll
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);
 }
 

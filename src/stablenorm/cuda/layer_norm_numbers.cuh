@@ -96,13 +96,31 @@ INLINE Wide over_n(Wide sum, double n) {
 
 // ---- elements as float64 ----
 
-#ifdef __CUDA_ARCH__
+// Devices from 9.0 on convert between float64 and 16 bits by one instruction, which rounds once.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define LN_DIRECT 1
+INLINE double lift(Float16 v) {
+    double result;
+    asm("cvt.f64.f16 %0, %1;" : "=d"(result) : "h"(v.bits));
+    return result;
+}
+INLINE double lift(Bfloat16 v) {
+    double result;
+    asm("cvt.f64.bf16 %0, %1;" : "=d"(result) : "h"(v.bits));
+    return result;
+}
+INLINE void round_into(Float16& out, double v) {
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
+}
+INLINE void round_into(Bfloat16& out, double v) {
+    asm("cvt.rn.bf16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
+}
+#elif defined(__CUDA_ARCH__)
 INLINE float half_to_float(unsigned short bits) {
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
     return result;
 }
-
 INLINE unsigned short float_to_half(float v) {
     unsigned short bits;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
@@ -110,8 +128,15 @@ INLINE unsigned short float_to_half(float v) {
 }
 #endif
 
-INLINE double lift(Float16 v) { return half_to_float(v.bits); }
-INLINE double lift(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+INLINE float small(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
+INLINE float small(float v) { return v; }
+#ifdef LN_DIRECT
+INLINE float small(Float16 v) { return (float)lift(v); }
+#else
+INLINE float small(Float16 v) { return half_to_float(v.bits); }
+INLINE double lift(Float16 v) { return small(v); }
+INLINE double lift(Bfloat16 v) { return small(v); }
+#endif
 INLINE double lift(float v) { return v; }
 INLINE double lift(double v) { return v; }
 
@@ -130,6 +155,7 @@ INLINE double odd_sum(Wide v) {
     return even && v.low != 0.0 && is_finite(v.high) ? neighbor(v.high, v.low) : v.high;
 }
 
+#ifndef LN_DIRECT
 INLINE unsigned short bfloat16_bits(float v) {
     const unsigned bits = __float_as_uint(v);
     // The carry of a NaN with all bits set would make it a zero.
@@ -139,6 +165,7 @@ INLINE unsigned short bfloat16_bits(float v) {
 
 INLINE void round_into(Float16& out, double v) { out.bits = float_to_half(odd_float(v)); }
 INLINE void round_into(Bfloat16& out, double v) { out.bits = bfloat16_bits(odd_float(v)); }
+#endif
 INLINE void round_into(float& out, double v) { out = __double2float_rn(v); }
 INLINE void round_into(double& out, double v) { out = v; }
 

@@ -101,8 +101,6 @@ INLINE Row kept(const Parameters& p, long long at) {
     row.rest = number(p.mean_lo[at]);
     row.rstd = number(p.rstd[at]);
 #if LN_PAIRS
-    // A forward in float64, of narrower data whose dy is float64, has kept three words of a row.
-    if (p.exponent == nullptr) return row;
     row.exponent = p.exponent[2 * at];
     row.rstd_exponent = p.exponent[2 * at + 1];
     row.mean = raised(row, row.mean);

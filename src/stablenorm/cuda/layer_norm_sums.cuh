@@ -31,17 +31,33 @@ INLINE bool blocks_met(const Parameters& p) {
     return __syncthreads_or(met);
 }
 
-// Add up the chunks, in order, as block `block` of `blocks`: they share the columns. What is added to
-// what depends on the chunks alone.
-INLINE void finish(const Parameters& p, unsigned block, unsigned blocks) {
-    const long long step = (long long)blocks * BLOCK;
-    for (long long at = (long long)block * BLOCK + threadIdx.x; at < 2 * p.n; at += step) {
+// Add up the chunks as block `block` of `blocks`: they share the columns. Eight warps share 32 columns, and
+// each of them every eighth chunk; so what is added to what depends on the chunks alone. `sums` is
+// (warps of the block, 32) in shared memory.
+INLINE void finish(const Parameters& p, unsigned block, unsigned blocks, Wide* sums) {
+    constexpr int SHARES = 8, SETS = LN_THREADS / WARP / SHARES;
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const int share = warp % SHARES, set = warp / SHARES;
+    const long long step = (long long)blocks * SETS * WARP;
+    // As many turns for every thread of the block: barriers are legal.
+    for (long long base = (long long)block * SETS * WARP; base < 2 * p.n; base += step) {
+        const long long at = base + set * WARP + lane;
+        const bool there = set < SETS && at < 2 * p.n;
         Wide sum = {0.0, 0.0};
-        // Loads in flight: a latency of the cache, some 300 clocks, for 16 of them.
-#pragma unroll 16
-        for (int chunk = 0; chunk < p.chunks; ++chunk)
+        // Loads in flight: a latency of the cache, some 300 clocks, for 8 of them.
+#pragma unroll 8
+        for (long long chunk = share; there && chunk < p.chunks; chunk += SHARES)
             sum = sum + load_shared(p.partials + chunk * 2 * p.n + at);
-        if (at < p.n && p.dgamma) round_scaled(p.dgamma[at], sum, -DGAMMA_SCALE);
-        if (at >= p.n && p.dbeta) round_scaled(p.dbeta[at - p.n], sum, 0);
+        sums[threadIdx.x] = sum;
+        // Orders the shares before they are added up.
+        __syncthreads();
+        for (int other = 1; there && share == 0 && other < SHARES; ++other)
+            sum = sum + sums[threadIdx.x + other * WARP];
+        if (there && share == 0) {
+            if (at < p.n && p.dgamma) round_scaled(p.dgamma[at], sum, -DGAMMA_SCALE);
+            if (at >= p.n && p.dbeta) round_scaled(p.dbeta[at - p.n], sum, 0);
+        }
+        // Orders these reads before the next shares are written.
+        __syncthreads();
     }
 }

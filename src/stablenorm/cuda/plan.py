@@ -1,9 +1,9 @@
 """
-How `layer_norm.cu` is compiled and launched for given data: arithmetic, threads, chunks, memory.
+How `layer_norm.cu` is compiled and launched for given data: which kernel, threads, chunks, memory.
 
 Everything that decides a bit of a result is a function of the dtypes, rows and n: never of the device,
-of alignment or of what else runs. The grid, and who adds up the partial sums, depend on the device
-and change no bit.
+of alignment or of what else runs. The grid, the rows on their way, and who adds up the partial sums
+depend on the device and change no bit.
 """
 
 import struct
@@ -20,28 +20,31 @@ _CODES = {each.dtype: code for code, each in enumerate(FORMATS)}
 
 _VECTOR_BYTES = 16
 _WARP = 32
+_BLOCK = 256
 
-# Threads of a block where several rows share it, or one row that they can hold in one vector each;
-# and of the longest rows.
-_BLOCK, _LONGEST_BLOCK = 256, 512
+# Longest rows of the fast kernels: in the forward, 32 elements for each of 512 threads; in the backward,
+# two sums over rows for each column in half of the registers of a multiprocessor.
+_LONGEST, _LONGEST_BACKWARD = 16384, 4096
 
-# Elements of x and of dy that a thread holds at once, by bytes of an element. One vector more and
-# the compiler spills at 128 registers a thread, in the backward (tests/test_cuda_compile.py).
-_ELEMENTS = {2: 8, 4: 8, 8: 2}
+# Longest rows that a warp holds in the backward, 16 elements a lane; beyond, it has warps of three kinds.
+_SHORT = 512
 
-# Chunks of the backward: two blocks on each of 128 multiprocessors (132 on an H100: 97 % busy).
-_CHUNKS = 256
+# Elements of a thread beside its sums over rows: with 8, at most 80 registers.
+_ELEMENTS = 8
 
-# Rows of a chunk at least, so that writing the partial sums stays below a tenth of the traffic;
-# and at most, for each row slot, so that a plain float64 sum errs by at most 2**-46 of its terms.
-_LEAST_ROWS, _MOST_ROWS_PER_SLOT = 16, 128
+# Chunks of the backward for each block of a multiprocessor: with 132 of them, 97 % are busy.
+_CHUNKS = 128
 
-# And at most in all, so that the projections of a chunk fit shared memory.
-_MOST_ROWS = 512
+# Rows of a chunk at most, for each slot of a block, so that a plain float64 sum errs by at most 2**-46 of
+# its terms; and at most otherwise, so that the row sums of a chunk fit shared memory.
+_MOST_ROWS_PER_SLOT, _MOST_ROWS = 128, 512
+
+# Shared memory of a multiprocessor that CUDA keeps for each block.
+_RESERVED = 1024
 
 
 class Kernel(NamedTuple):
-    """What `layer_norm.cu` is compiled for: each field is the definition LN_ and its name."""
+    """Compile-time configuration of `layer_norm.cu`: each field is the definition LN_ and its name."""
 
     forward: bool
     # Codes of dtypes. `dy` is that of x in a forward.
@@ -49,15 +52,22 @@ class Kernel(NamedTuple):
     dy: int
     gamma: int
     beta: int
-    # Pairs of float64 instead of float64.
-    pairs: bool
+    # Elements of a row; 0: the general kernel, for any number.
+    n: int = 0
     # Threads of a row, and rows that a block has in hand at a time.
-    row_threads: int
-    slots: int
-    # 16-byte vectors of x that a thread holds; 0: columns in a loop.
-    vectors: int
+    row_threads: int = _BLOCK
+    slots: int = 1
+    # 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
+    vectors: int = 1
+    aligned: bool = False
+    # Warps that find row sums, beside the threads of the row.
+    row_warps: int = 0
+    # Rows on their way.
+    stages: int = 0
+    threads: int = _BLOCK
     # Blocks that are to fit a multiprocessor.
-    least_blocks: int
+    least_blocks: int = 2
+    shared_bytes: int = 0
 
     @property
     def entry(self) -> str:
@@ -70,29 +80,9 @@ class Kernel(NamedTuple):
         return tuple(f"-DLN_{name.upper()}={value:d}" for name, value in self._asdict().items())
 
     @property
-    def block(self) -> int:
-        """Threads of a block."""
-        return self.row_threads * self.slots
-
-    @property
-    def columns(self) -> int:
-        """Columns that a row's threads hold."""
-        return self.row_threads * self.vectors * (_VECTOR_BYTES // FORMATS[self.x].dtype.itemsize)
-
-    @property
     def number_bytes(self) -> int:
-        """Bytes of a sum."""
-        return 16 if self.pairs else 8
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory of a block: less than the 48 KiB that every device grants."""
-        # Two turns of a sum for each warp; the sums of the row slots, or two projections of a row.
-        numbers = 2 * (self.block // _WARP)
-        if not self.forward:
-            slots = self.slots * self.columns if self.slots > 1 else 0
-            numbers += slots if self.vectors else 2 * _MOST_ROWS
-        return numbers * self.number_bytes
+        """Bytes of a sum: pairs for float64, else float64."""
+        return 16 if FORMATS[self.x].dtype.itemsize == 8 else 8
 
 
 class Chunks(NamedTuple):
@@ -103,42 +93,120 @@ class Chunks(NamedTuple):
 
 
 def choose_kernel(
-    n: int, x: Dtype, dy: Dtype | None, gamma: Dtype | None, beta: Dtype | None, pairs: bool
+    n: int,
+    x: Dtype,
+    dy: Dtype | None,
+    gamma: Dtype | None,
+    beta: Dtype | None,
+    shared: int = 227 << 10,
+    aligned: bool = True,
 ) -> Kernel:
-    """Return how to compile for rows of `n` elements. A forward has no `dy`."""
-    vector, most = _VECTOR_BYTES // x.itemsize, _ELEMENTS[x.itemsize] * x.itemsize // _VECTOR_BYTES
-    mixed = dy not in (None, x) or pairs != (x.itemsize == 8)
-    if mixed or n > _LONGEST_BLOCK * most * vector:
-        # Mixed dtypes, which are rare, are left to the path that takes anything.
-        threads, vectors = _BLOCK, 0
-    elif n <= _WARP * vector:
-        threads, vectors = 1, 1
-        while threads * vector < n:
-            threads *= 2
-    else:
-        vectors = 1 if n <= _BLOCK * vector else most
-        threads = _WARP * -(-n // (_WARP * vectors * vector))
-    slots = max(1, _BLOCK // threads)
-    # Two blocks of 256 or one of 512 on a multiprocessor: 128 registers a thread. Pairs of float64
-    # for a vector of eight 16-bit elements take more.
-    crowded = pairs and x.itemsize == 2
-    least_blocks = 1 if crowded else max(1, _LONGEST_BLOCK // (threads * slots))
+    """
+    Return how to compile for rows of `n`. A forward has no `dy`.
 
-    def code(dtype: Dtype | None) -> int:
-        return _CODES[x if dtype is None else dtype]
-
-    codes = code(x), code(dy), code(gamma), code(beta)
-    return Kernel(dy is None, *codes, pairs, threads, slots, vectors, least_blocks)
+    A block may have `shared` bytes of shared memory; rows that are `aligned` begin at multiples of 16 bytes.
+    """
+    of_x, of_dy, of_gamma, of_beta = (
+        _CODES[x if each is None else each] for each in (x, dy, gamma, beta)
+    )
+    kernel = Kernel(dy is None, of_x, of_dy, of_gamma, of_beta)
+    longest = _LONGEST if dy is None else _LONGEST_BACKWARD
+    found = None
+    if x.itemsize < 8 and (dy is None or dy == x) and n <= longest:
+        vector = _VECTOR_BYTES // x.itemsize
+        count = -(-n // vector)
+        plan = _forward if dy is None else _warps if n > _SHORT else _short
+        found = plan(kernel._replace(n=n, aligned=aligned), count, vector, shared)
+    return found or _general(kernel, n, x)
 
 
-def cut(rows: int, slots: int) -> Chunks:
-    """Cut `rows` into chunks for a kernel that has `slots` rows in hand."""
-    most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * slots)
+def _staged(
+    kernel: Kernel, fixed: int, stage: int, most: int, least: int, shared: int
+) -> Kernel | None:
+    """Return a kernel with as many stages as fit beside `fixed` bytes; None if there are too few."""
+    limit = (shared + _RESERVED) // kernel.least_blocks - _RESERVED
+    stages = min(most, (limit - fixed) // stage)
+    if stages < least and kernel.least_blocks > 1:
+        # A device with little shared memory holds fewer blocks, with the same bits.
+        stages = min(most, (shared - fixed) // stage)
+    if stages < least:
+        return None
+    return kernel._replace(stages=stages, shared_bytes=fixed + stages * stage)
+
+
+def _forward(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+    # Few threads, many elements each, several rows a block: latencies hide behind other rows.
+    threads = min(512, _lanes(-(-count // (4 if count > 64 else 2))))
+    vectors = -(-count // threads)
+    slots = max(1, (_BLOCK if threads <= 64 else 2 * _BLOCK) // threads)
+    block = threads * slots
+    tables = 16 * threads * vectors * vector if kernel.n <= 4096 else 0
+    kernel = kernel._replace(
+        row_threads=threads, slots=slots, vectors=vectors, threads=block, least_blocks=1
+    )
+    fixed, stage = tables + block + 8 * slots, _VECTOR_BYTES * vectors * block
+    return _staged(kernel, fixed, stage, max(1, min(4, (96 << 10) // stage)), 1, shared)
+
+
+def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+    threads = min(_WARP, _lanes(-(-count * vector // _ELEMENTS)))
+    vectors = -(-count // threads)
+    blocks = 2 if vectors * vector <= _ELEMENTS else 1
+    kernel = kernel._replace(
+        row_threads=threads, slots=_BLOCK // threads, vectors=vectors, least_blocks=blocks
+    )
+    fixed = 16 * threads * vectors * vector
+    return _staged(kernel, fixed, 2 * _VECTOR_BYTES * vectors * _BLOCK, 4, 2, shared)
+
+
+def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
+    vectors = _ELEMENTS // vector
+    threads = _lanes(-(-count // vectors))
+    blocks = 2 if threads <= 128 else 1
+    kernel = kernel._replace(row_threads=threads, vectors=vectors, least_blocks=blocks)
+    # gamma in float64 and float32; of a stage x and dy, a record of 48 bytes and three barriers.
+    fixed, stage = 12 * count * vector, 2 * _VECTOR_BYTES * count + 48 + 24
+    found = _staged(kernel, fixed, stage, 16, 1, shared)
+    if found is None:
+        return None
+    # Each stage belongs to one row warp. Odd rows take as many to ask for them. 20 warps leave 96 registers a
+    # thread, 24 leave 80.
+    odd, columns = kernel.n % vector != 0, threads // _WARP
+    most = 4 if odd or blocks == 2 else 19 - columns if columns < 16 else 7
+    warps = min(found.stages, 8, most)
+    stages, asking = found.stages // warps * warps, warps if odd else 1
+    return found._replace(
+        row_warps=warps,
+        stages=stages,
+        threads=threads + _WARP * (warps + asking),
+        shared_bytes=fixed + stages * stage,
+    )
+
+
+def _general(kernel: Kernel, n: int, x: Dtype) -> Kernel:
+    vector = _VECTOR_BYTES // x.itemsize
+    if n <= 4 * _WARP * vector:
+        kernel = kernel._replace(row_threads=_WARP, slots=_BLOCK // _WARP)
+    # Two turns of a sum for each warp; the sums of the slots, and two row sums of each row of a chunk.
+    numbers = 2 * (_BLOCK // _WARP)
+    if not kernel.forward:
+        numbers += 2 * _MOST_ROWS + kernel.slots * kernel.row_threads * vector * (kernel.slots > 1)
+    return kernel._replace(shared_bytes=numbers * kernel.number_bytes)
+
+
+def _lanes(threads: int) -> int:
+    """Round up to whole warps, or below a warp to a power of two."""
+    return -(-threads // _WARP) * _WARP if threads > _WARP // 2 else 1 << (threads - 1).bit_length()
+
+
+def cut(rows: int, kernel: Kernel) -> Chunks:
+    """Cut `rows` into chunks."""
+    most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
+    number = _CHUNKS * kernel.least_blocks
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
-    waves = max(1, -(-rows // (_CHUNKS * most)))
-    least = max(_LEAST_ROWS, -(-rows // (_CHUNKS * waves)))
-    size = -(-least // slots) * slots
-    return Chunks(max(1, -(-rows // size)), size)
+    waves = max(1, -(-rows // (number * most)))
+    size = -(-rows // (number * waves * kernel.slots)) * kernel.slots
+    return Chunks(-(-rows // size), size)
 
 
 # struct Parameters of layer_norm.cu, field by field.
@@ -146,14 +214,18 @@ PARAMETERS = {
     **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
     **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
     **dict.fromkeys(("partials", "counter"), "Q"),
-    **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows"), "q"),
+    **dict.fromkeys(
+        ("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows", "chunks"), "q"
+    ),
     "eps": "d",
-    **dict.fromkeys(("chunks", "barrier"), "i"),
+    "barrier": "q",
 }
 FORMAT = "<" + "".join(PARAMETERS.values())
+_pack = struct.Struct(FORMAT).pack
+_NOTHING = dict.fromkeys(PARAMETERS, 0)
 
 
 def pack_parameters(**values: float) -> bytes:
     """Return the bytes of the one argument of a kernel; what `values` lacks is 0."""
     # struct refuses one too many, if `values` has an unknown name.
-    return struct.pack(FORMAT, *(dict.fromkeys(PARAMETERS, 0) | values).values())
+    return _pack(*(_NOTHING | values).values())

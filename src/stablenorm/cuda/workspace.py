@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from stablenorm.cuda.arrays import capturing
 from stablenorm.cuda.driver import import_cupy
 
 # Streams whose counters are kept: more than a program has at once. The stream is kept with them,
@@ -44,13 +45,6 @@ class CudaWorkspace:
     -----
     It must live as long as every graph captured with it, and belongs to one device. Calls and
     graphs that share one must not run at the same time on two streams: give each its own.
-
-    Examples
-    --------
-    >>> from stablenorm.cuda import CudaWorkspace
-    >>> work = CudaWorkspace()
-    >>> work.nbytes
-    0
     """
 
     def __init__(self) -> None:
@@ -58,10 +52,6 @@ class CudaWorkspace:
         # there still.
         self._pieces: list[Any] = []
         self._before: list[CudaWorkspace | None] = []
-
-    def __repr__(self) -> str:
-        """Return how much this workspace holds."""
-        return f"<CudaWorkspace of {self.nbytes} bytes>"
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +75,7 @@ class CudaWorkspace:
                 f"x is on {device}; make one for each"
             )
             raise ValueError(msg)
-        if nbytes > self._largest:
+        if nbytes > _largest(self):
             if not self._pieces:
                 self._pieces.append(cupy.zeros(1, np.uint32))
                 # Zero before any stream uses it: a graph is replayed on one of its own.
@@ -93,16 +83,16 @@ class CudaWorkspace:
             self._pieces.append(cupy.empty(nbytes, np.uint8))
         return {"partials": self._pieces[-1], "counter": self._pieces[0]}
 
-    @property
-    def _largest(self) -> int:
-        return int(self._pieces[-1].nbytes) if self._pieces else 0
+
+def _largest(work: CudaWorkspace | None) -> int:
+    return int(work._pieces[-1].nbytes) if work is not None and work._pieces else 0
 
 
-def room(cupy: Any, device: int, nbytes: int, capturing: bool) -> dict[str, Any]:
+def room(cupy: Any, device: int, nbytes: int) -> dict[str, Any]:
     """Return arrays for `nbytes` of partial sums and for the counter of a launch."""
     work: CudaWorkspace | None = getattr(_entered, "work", None)
-    held = 0 if work is None else work._largest
-    if capturing and nbytes > held:
+    held = _largest(work)
+    if nbytes > held and capturing(cupy):
         msg = (
             f"while a CUDA graph is captured, the partial sums need {nbytes} bytes that outlive the "
             f"call, and {'there is no workspace' if work is None else f'the workspace has {held}'}: "

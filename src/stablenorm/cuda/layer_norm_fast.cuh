@@ -1,0 +1,101 @@
+// Rows of LN_N elements for the fast kernels of layer_norm.cu: how they arrive, and sums of two numbers along them.
+//
+// Arithmetic is float64, x and dy have 16 or 32 bits. The elements of a thread depend on N alone, not on
+// how rows arrive.
+
+constexpr int N = LN_N;
+// Whether all vectors of a row are full; how many there are.
+constexpr bool WHOLE = N % VECTOR == 0;
+constexpr int ROW_VECTORS = (N + VECTOR - 1) / VECTOR;
+constexpr int VECTORS = LN_VECTORS;
+constexpr int ELEMENTS = VECTORS * VECTOR;
+constexpr int COLUMNS = ROW_THREADS * ELEMENTS;
+constexpr int STAGES = LN_STAGES;
+// Whether all rows begin at multiples of 16 bytes.
+constexpr bool ALIGNED = LN_ALIGNED;
+constexpr double INVERSE = 1.0 / N;
+
+struct __align__(16) Two { double a, b; };
+
+// Elements of vector v of this thread. No question where the row is long enough for all threads.
+INLINE int elements(int v) {
+    if ((v + 1) * ROW_THREADS * VECTOR <= N) return VECTOR;
+    return WHOLE ? (column(v) < N ? VECTOR : 0) : count_of(v, N);
+}
+
+// Sum / N, rounded to nearest for almost all sums; exact where the quotient is a float64.
+INLINE double over(double sum) {
+    const double quotient = sum * INVERSE;
+    return fma(fma(-quotient, (double)N, sum), INVERSE, quotient);
+}
+
+// v**-0.5, without what differs between devices: a guess from the bits, off by 3.4 % at most, and three
+// steps of third order, which leave 1e-4, 3e-12, 0.
+INLINE double inverse_root(double v) {
+    if (!(v > 0x1p-900 && v < 0x1p900)) return 1.0 / root(v);
+    double r = __longlong_as_double(0x5fe6eb50c7b537a9ll - (__double_as_longlong(v) >> 1));
+#pragma unroll
+    for (int step = 0; step < 3; ++step) {
+        const double e = fma(-v * r, r, 1.0);
+        r = fma(r * e, fma(e, 0.375, 0.5), r);
+    }
+    return r;
+}
+
+// ---- how rows arrive ----
+
+// Ask for elements [0, count) at `from`, and zeros behind them.
+INLINE void fetch(Vector<X>* to, const X* from, int count) {
+    if constexpr (ALIGNED) {
+        copy_async(to, from, count * (int)sizeof(X));
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR; ++i) {
+            if (i >= count) to->e[i] = X{};
+            else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
+            else to->e[i] = from[i];
+        }
+    }
+}
+
+// Store a vector past the caches: nobody reads it soon.
+INLINE void put(X* to, const Vector<X>& v, int count) {
+    if (ALIGNED && count == VECTOR)
+        return __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i)
+        if (i < count) to[i] = v.e[i];
+}
+
+// ---- gamma and beta as float64 in shared memory ----
+
+// Where element i of vector q of a row of `width` vectors is: no two lanes meet in a bank.
+INLINE int place(int q, int i, int width) { return (i / 2 * width + q) * 2 + i % 2; }
+
+// Widen one of gamma and beta, or `neutral` where there is none, to a table of `width` vectors; past the
+// end of a row it is 0.
+template <class T> INLINE void widen(double* table, const T* from, double neutral, int width) {
+    for (int at = threadIdx.x; at < width * VECTOR; at += LN_THREADS) {
+        const int q = at / VECTOR, i = at % VECTOR;
+        table[place(q, i, width)] = at >= N ? 0.0 : from ? lift(from[at]) : neutral;
+    }
+}
+
+// Elements i and i + 1 of vector q.
+INLINE Two two_of(const double* table, int q, int i, int width) {
+    return *reinterpret_cast<const Two*>(&table[place(q, i, width)]);
+}
+
+// ---- sums of two numbers ----
+
+// Over the lanes of a row; all of them get both. The first step hands one half of the lanes a, the other b.
+INLINE Two over_lanes(double a, double b) {
+    constexpr int LANES = ROW_THREADS < WARP && LN_ROW_WARPS == 0 ? ROW_THREADS : WARP;
+    if (LANES == 1) return {a, b};
+    const bool second = threadIdx.x & (LANES / 2);
+    double v = (second ? b : a) + exchanged(second ? a : b, LANES / 2);
+#pragma unroll
+    for (int lanes = LANES / 4; lanes > 0; lanes /= 2) v = v + exchanged(v, lanes);
+    const double other = exchanged(v, LANES / 2);
+    return second ? Two{other, v} : Two{v, other};
+}
