@@ -34,7 +34,7 @@ from stablenorm.formats import Format, format_of
 from stablenorm.types import Array, Norm
 
 # Bits of a root, and of factors: enough for everything but ties and exact results.
-_BITS, _FIRST = 256, 400
+_BITS, _FIRST = 128, 192
 
 # For `_kind`: 30 of them, so that among 2**15 radicands hardly two are compared in vain.
 _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
