@@ -192,7 +192,7 @@ of all four results differed in a bit.
 
 Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
 kind, and each [family](accuracy.md). Slow are those of which rows are done once more, and slower those of which
-double-double leaves something undecided.
+double-double leaves elements uncertified.
 
 {table(("x", "dtype", "time", "rows per second"), kinds)}
 

@@ -48,7 +48,8 @@ def layer_norm_jvp(
     Each element is within ``0.501 ulp + c * S``, with the c of y. S is
     ``|gamma| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``, where T(v) is
     ``rstd (|v| + mean|v| + (|xhat| + mean|xhat|) mean|(v - mean(v)) xhat|)``; for RMS norm both are
-    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0.
+    without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0. Rows of float64
+    beyond about 2**200, or below 2**-200, get NaN: their products leave the range of float64.
 
     The kernels of the backward compute it. For masks, rows that are not contiguous, and
     float64 tangents of what else is narrower, the reference in NumPy does, far more slowly.
@@ -136,6 +137,7 @@ def layer_norm_double_backward(
 
     Notes
     -----
+    Rows of float64 out of range get NaN, as in `layer_norm_jvp`.
     Each element is within ``0.501 ulp + c * S`` (float64: 0.75 ulp for dx, 0.51 for dgamma), with the
     c of y, and for dgamma that of `layer_norm_backward`'s. With T as in `layer_norm_jvp`, ``g =
     gamma * dy``, and g' and ddx' for g and ddx less their means, S is

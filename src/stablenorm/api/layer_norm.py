@@ -167,7 +167,7 @@ def layer_norm_forward(
         The result, of the shape and dtype of `x`.
     cache : Cache
         For `layer_norm_backward`, lazy if `x` is: `x` and `gamma` by reference, and per row the mean and the
-        reciprocal standard deviation, 24 bytes (32 to 44 with float64 data; 8 more with
+        reciprocal standard deviation, 24 bytes (40 with float64 data; 8 more with
         ``rounding="nearest"``).
 
     Raises
