@@ -331,7 +331,7 @@ def check(call):
                 if array is not None:
                     assert_same_bits(expected[name], array[i])
             if call.mask is None and len(case[0]):
-                # Of the same rows, those of one plain call.
+                # Statistics are those of one plain call of the same rows.
                 named = {name: keywords.get(name) for name in ("gamma_offset", "residual")}
                 _, kept = NORMS[call.kind][0](*case[:4], **how, **named)
                 for name in ("mean", "rstd"):

@@ -123,4 +123,4 @@ for _ in range(20):
 @pytest.mark.parametrize("which", [1, 2])
 def test_helpers_that_such_a_thread_starts(which):
     """A thread begins with the control word of the one that starts it."""
-    python(STARTED.format(which=which))
+    assert python(STARTED.format(which=which)) == ""

@@ -151,7 +151,7 @@ def test_instructions_an_element(tmp_path):
             for loop in loops
         ]
 
-    # Of a forward the loop that converts all elements of a thread, twice.
+    # The loop of a forward converts all elements of a thread, twice.
     rows = [
         length
         for length, conversions, _ in count(choose_kernel(n, BF16, None, BF16, BF16), "forward")
@@ -159,7 +159,7 @@ def test_instructions_an_element(tmp_path):
     ]
     assert rows
     assert max(rows) <= 20 * lane
-    # Of a backward the guess, in float32; the row sums and the columns, which convert a vector of 8
+    # A backward has the guess, in float32; the row sums and the columns, which convert a vector of 8
     # elements twice, and three times.
     loops = count(choose_kernel(n, BF16, BF16, BF16, BF16), "backward")
     hot = [length for length, conversions, guess in loops if guess or conversions in {16, 24}]

@@ -38,7 +38,7 @@ LENGTHS = (
     3000,
 )
 LENGTHS += (4095, 4096, 4097, 8192, 16_384, 16_385, 65_536, 1 << 20)
-# Of compute capability 9.0; of 8.6 and 12.0, which have the least.
+# Shared memory of compute capability 9.0; of 8.6 and 12.0, which have the least.
 SHARED = 227 << 10, 99 << 10
 KERNELS = [
     (n, shared, choose_kernel(n, x, dy, x, x, shared))

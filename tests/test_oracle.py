@@ -61,7 +61,7 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, rng):
                     assert error == pytest.approx(float(difference), rel=4 * 2**-52)
 
 
-def hold_y(exact, y, errors, misrounded=None, rtol=0.0):
+def assert_y(exact, y, errors, misrounded=None, rtol=0.0):
     """Hold the errors of a row of y, in ulp, and the fraction that is misrounded; return the verdict."""
     np.testing.assert_allclose(exact.ulp_errors(y=y[None])["y"], [errors], rtol)
     result = exact.check_contract(y=y[None])["y"]
@@ -78,8 +78,8 @@ def test_a_tie_goes_to_even(sign, shift):
     exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.full(2, shift), beta, 0.0)
     even = sign * np.array([2048.0, 2052.0], np.float16)
     np.testing.assert_array_equal(exact.rounded("y", np.float16), [even])
-    assert hold_y(exact, even, [0.5, 0.5], 0)
-    assert hold_y(exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1)
+    assert assert_y(exact, even, [0.5, 0.5], 0)
+    assert assert_y(exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])
@@ -90,7 +90,7 @@ def test_the_smallest_term_decides_a_near_tie(sign, eps):
     exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), gamma, np.full(3, 2049.0), eps)
     expected = [2050.0, 2050.0, 2048.0] if sign < 0 else [2048.0, 2048.0, 2050.0]
     np.testing.assert_array_equal(exact.rounded("y", np.float16)[0], expected)
-    hold_y(
+    assert_y(
         exact, np.full(3, 2048.0, np.float16), [0.5] * 3, np.mean([v != 2048.0 for v in expected])
     )
 
@@ -98,10 +98,10 @@ def test_the_smallest_term_decides_a_near_tie(sign, eps):
 def test_the_ulp_at_a_power_of_two_and_just_below_it():
     exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), np.full(3, -(2.0**-1000)), np.ones(3))
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
-    hold_y(exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0])
+    assert_y(exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0])
     # And at a power of two, the coarser: y is -1, 1, which no enclosure of rstd = 2/3 ends at.
     exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
-    hold_y(exact, np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0])
+    assert_y(exact, np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0])
 
 
 @pytest.mark.parametrize(
@@ -155,8 +155,8 @@ def test_the_ulp_is_never_below_the_smallest_subnormal(dtype):
     # y = -+ tiny / sqrt(2): an error of 0.29 from the nearest, 0.71 from zero.
     right, far = np.array([-tiny, tiny]), math.sqrt(0.5)
     np.testing.assert_array_equal(exact.rounded("y", dtype), [right])
-    assert hold_y(exact, right, [1 - far, 1 - far], 0, 1e-15)
-    assert not hold_y(exact, np.zeros(2, dtype), [far, far], 1, 1e-15)
+    assert assert_y(exact, right, [1 - far, 1 - far], 0, 1e-15)
+    assert not assert_y(exact, np.zeros(2, dtype), [far, far], 1, 1e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,15 +173,15 @@ def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
 
     exact = of(1 / 4, 1 / 2)
     np.testing.assert_array_equal(exact.rounded("y", dtype).astype(float), [[top, math.inf]])
-    hold_y(exact, inf, [math.inf, 0.5], 0.5)
-    hold_y(exact, -inf, [math.inf] * 2, 1)
-    hold_y(exact, np.full_like(inf, np.nan), [math.inf] * 2, 1)
-    hold_y(exact, exact.rounded("y", dtype)[0], [0.25, 0.5], 0)
+    assert_y(exact, inf, [math.inf, 0.5], 0.5)
+    assert_y(exact, -inf, [math.inf] * 2, 1)
+    assert_y(exact, np.full_like(inf, np.nan), [math.inf] * 2, 1)
+    assert_y(exact, exact.rounded("y", dtype)[0], [0.25, 0.5], 0)
     assert exact.check_contract(y=finite[None])["y"].misrounded == 0.5
     below = of(1 / 4, 1 / 2 * (1 - 2.0**-50))
     np.testing.assert_array_equal(below.rounded("y", dtype).astype(float), top)
     # Above the range the grid of the last binade goes on.
-    hold_y(of(1 / 4, 1), finite, [0.25, 1.0])
+    assert_y(of(1 / 4, 1), finite, [0.25, 1.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

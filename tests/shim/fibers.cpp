@@ -45,7 +45,7 @@ struct Region {
     std::uint64_t loaded, stored;
 };
 
-// Who touched four bytes: block, thread, its own time then, and barriers of the block before.
+// The last touch of four bytes: block, thread, its own time then, and barriers of the block before.
 struct Touch {
     int block = -1, thread = -1;
     unsigned time = 0, epoch = 0;
@@ -56,7 +56,7 @@ struct Shadow {
     bool flying = false;
 };
 
-// Of each thread of a block, the time up to which another one has seen what it did.
+// The time of each thread of a block up to which another one has seen what it did.
 using Past = std::vector<unsigned>;
 
 struct Block;
@@ -392,7 +392,7 @@ void shim_copy(void* to, const void* from, int bytes, int room, unsigned long lo
                              bytes, room, current->groups, meeting});
     std::memset(to, 0xff, std::size_t(room));
     for (int at = 0; at < room; at += 4) shadow_of(block, static_cast<char*>(to) + at)->flying = true;
-    // Who sees the phase over sees the copy.
+    // A thread that sees the phase over sees the copy.
     if (meeting) merge(meeting->arriving, nullptr, *current), ++current->time;
 }
 

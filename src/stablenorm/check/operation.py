@@ -24,14 +24,9 @@ def tiniest(dtype: np.dtype[Any]) -> float:
     return float(np.nextafter(dtype.type(0), dtype.type(1)))
 
 
-def shape_words(shape: Sequence[int]) -> str:
-    """Write a shape as a product, () for that of a scalar."""
-    return shape_text(shape) or "()"
-
-
 def described(name: str, array: Array) -> str:
     """Name an array with its shape and dtype."""
-    return f"{name} {shape_words(array.shape)} {array.dtype}"
+    return f"{name} {shape_text(array.shape)} {array.dtype}"
 
 
 def flat(a: Array) -> Array:
@@ -141,7 +136,7 @@ def as_array(name: str, value: Any) -> Array:
 def require_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
     """Raise FaultError unless an array has that shape."""
     if array.shape != shape:
-        msg = f"{name} must have shape {shape_words(shape)}, got {shape_words(array.shape)}"
+        msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
 
 

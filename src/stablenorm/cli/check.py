@@ -6,11 +6,11 @@ import warnings
 import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
-from stablenorm.check.operation import shape_words
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
 from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
 from stablenorm.formats import parse
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 # 48 elements: all are compared. The lengths differ, lest one axis be taken for another.
@@ -164,7 +164,7 @@ def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int,
             wrong, refused[shape] = line_of(error), error
         if not wrong:
             return shape, notes
-        notes.append(f"not for x of shape {shape_words(shape)}: {wrong}")
+        notes.append(f"not for x of shape {shape_text(shape)}: {wrong}")
     # Wrong shapes, or a backward that raises, are for the check to judge.
     for shape in shapes:
         if shape not in refused:
@@ -186,6 +186,6 @@ def _objection(norm: Norm, data: _Data, eps: float) -> str:
     for name, array, actual in zip(names, (data[0], *data), (y, *gradients), strict=True):
         if array is not None and actual is not None and np.shape(actual) != array.shape:
             cure = "; sum over all axes but the last" * (name in ("dgamma", "dbeta"))
-            came, wanted = shape_words(np.shape(actual)), shape_words(array.shape)
+            came, wanted = shape_text(np.shape(actual)), shape_text(array.shape)
             return f"{name} has shape {came}, not {wanted}{cure}"
     return ""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import copies, shape_words
+from stablenorm.check.operation import copies
 from stablenorm.check.roles import (
     NAMES,
     PARAMETERS,
@@ -20,6 +20,7 @@ from stablenorm.check.roles import (
     spelled,
 )
 from stablenorm.cli.user_file import UserError, UserFile, line_of
+from stablenorm.text import shape_text
 from stablenorm.types import Array
 
 _Gradients = tuple[Any, Any, Any]
@@ -83,7 +84,7 @@ def _complete(
             is_as_long = len(returned) == 1 + len(takes)
             what += f" of {len(returned)}" + f": no {', '.join(missing)}" * is_as_long
         elif isinstance(returned, np.ndarray):
-            what = f"one array of shape {shape_words(returned.shape)}"
+            what = f"one array of shape {shape_text(returned.shape)}"
         msg = f"the backward must return {wanted}, got {what}"
         raise UserError(msg)
     return found["x"], found.get("gamma"), found.get("beta")

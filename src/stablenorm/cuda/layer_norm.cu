@@ -70,7 +70,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     const Parameter<Beta> beta = {p.beta, p.n, -0.0};
     const long long first = (long long)blockIdx.x * SLOTS, step = (long long)gridDim.x * SLOTS;
     long long at = first + slot();
-    // As many turns for every thread of the block, rows past the end empty: barriers are legal.
+    // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
     for (long long base = first; base < p.rows; base += step, at += step) {
         const Columns<X> x = {p.x + at * p.x_stride, at < p.rows ? p.n : 0};
         const Row row = statistics(x, p, reduction);

@@ -77,7 +77,7 @@ INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
 // whole row would not fit registers. `projections` is (chunk_rows) in shared memory.
 INLINE void general_chunk(const Parameters& p, long long chunk, long long first, long long stop,
                           Reduction& reduction, Projection* projections, Number* combined) {
-    // As many turns for every thread of the block, rows past the end empty: barriers are legal.
+    // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
     for (long long base = first; base < stop && p.out != nullptr; base += SLOTS) {
         const long long at = base + slot();
         const Projection of = project(p, RowInHand(p, at, stop), reduction);

@@ -69,7 +69,7 @@ INLINE void put(X* to, const Vector<X>& v, int count) {
 
 // ---- gamma and beta as float64 in shared memory ----
 
-// Where element i of vector q of a row of `width` vectors is: no two lanes meet in a bank.
+// Place of element i of vector q in a row of `width` vectors: no two lanes meet in a bank.
 INLINE int place(int q, int i, int width) { return (i / 2 * width + q) * 2 + i % 2; }
 
 // Widen one of gamma and beta, or `neutral` where there is none, to a table of `width` vectors; past the

@@ -105,7 +105,7 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     for (int stage = 0; stage < STAGES; ++stage) ask(stage);
     double next = at < p.rows ? lift(p.x[at * p.x_stride]) : 0.0;
     int stage = 0;
-    // As many turns for every thread of the block, rows past the end all 0.
+    // Every thread of the block takes as many turns, rows past the end all 0.
     for (long long base = begin; base < p.rows; base += step, at += step) {
         const double k = next;
         if (at + step < p.rows) next = lift(p.x[(at + step) * p.x_stride]);

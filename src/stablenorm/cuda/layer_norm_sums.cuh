@@ -39,7 +39,7 @@ INLINE void finish(const Parameters& p, unsigned block, unsigned blocks, Wide* s
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     const int share = warp % SHARES, set = warp / SHARES;
     const long long step = (long long)blocks * SETS * WARP;
-    // As many turns for every thread of the block: barriers are legal.
+    // Every thread of the block takes as many turns: barriers are legal.
     for (long long base = (long long)block * SETS * WARP; base < 2 * p.n; base += step) {
         const long long at = base + set * WARP + lane;
         const bool there = set < SETS && at < 2 * p.n;

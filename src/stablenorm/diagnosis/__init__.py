@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from stablenorm.formats import check_dtype, format_of, parse
 from stablenorm.threads import get_num_threads
 from stablenorm.types import Array, check_count, check_eps
 
-__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose", "diagnose_blocks"]
+__all__ = ["Diagnosis", "PerRow", "Row", "Summary", "diagnose"]
 
 # Elements of a block, the work of one thread at a time: some 3 ms, ten times the fixed cost of a block.
 BLOCK = 1 << 19
@@ -113,35 +112,20 @@ def diagnose(
     check_dtype("dtype", np.empty(0, judged))
     eps, top = check_eps(eps), check_count("top", top, least=0)
     rows = as_rows(array, axes)
-    step = max(1, BLOCK // rows.shape[1])
+    n = rows.shape[1]
+    step = max(1, BLOCK // n)
     blocks = (rows[start : start + step] for start in range(0, rows.shape[0], step))
-    return diagnose_blocks(blocks, array.shape, judged, axes, eps, top, kind, keep_rows=True)
-
-
-def diagnose_blocks(
-    blocks: Iterable[Array], shape: tuple[int, ...], dtype: np.dtype[Any], axis: tuple[int, ...],
-    eps: float, top: int, kind: str, *, keep_rows: bool = False,
-) -> Diagnosis:  # fmt: skip
-    """
-    Diagnose data that comes in blocks of rows, on as many threads as `get_num_threads` says.
-
-    The blocks are (rows, n) each, in order, of any of the four dtypes; two per thread are held at a
-    time. `shape` and `axis` are of the whole data, `dtype` is what it is judged as. The numbers of
-    every row, which `keep_rows` asks for, take about 65 bytes each.
-    """
-    n = math.prod(shape[i] for i in axis)
-    measure = partial(measure_rows, dtype=dtype, eps=eps, kind=kind)
-    kept, worst = [measure(np.empty((0, n), dtype))], list[_Ranked]()
-    summary = _summarize(kept[0], dtype, kind)
+    measure = partial(measure_rows, dtype=judged, eps=eps, kind=kind)
+    kept, worst = [measure(np.empty((0, n), judged))], list[_Ranked]()
+    summary = _summarize(kept[0], judged, kind)
     for block, future in _submitted(blocks, measure):
         found = future.result()
-        worst = _worst(worst, summary.rows, block.astype(dtype, copy=False), found, top, kind)
-        summary = _together(summary, _summarize(found, dtype, kind))
-        if keep_rows:
-            kept.append(found)
-    rows = (np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
-    per_row, of_rows = PerRow._make(rows) if keep_rows else None, tuple(row for *_, row in worst)
-    return Diagnosis(shape, dtype.name, axis, n, eps, summary, of_rows, per_row, kind)
+        worst = _worst(worst, summary.rows, block.astype(judged, copy=False), found, top, kind)
+        summary = _together(summary, _summarize(found, judged, kind))
+        kept.append(found)
+    per_row = PerRow._make(np.concatenate(parts, axis=-1) for parts in zip(*kept, strict=True))
+    of_rows = tuple(row for *_, row in worst)
+    return Diagnosis(array.shape, judged.name, axes, n, eps, summary, of_rows, per_row, kind)
 
 
 def _submitted(blocks: Iterable[Array], measure: Callable[[Array], PerRow]) -> Iterator[Any]:

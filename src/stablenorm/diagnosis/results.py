@@ -97,8 +97,8 @@ class Diagnosis:
     worst : tuple of Row
         The rows that a two-pass (in an RMS norm, float16) loses most on, the worst first; before
         them those that have no y: not finite, or constant with eps 0.
-    per_row : PerRow or None
-        Numbers of every row; None for a file, whose rows may be too many.
+    per_row : PerRow
+        Numbers of every row, about 65 bytes each.
     kind : str
         "layer" or "rms".
     """
@@ -110,7 +110,7 @@ class Diagnosis:
     eps: float
     summary: Summary
     worst: tuple[Row, ...]
-    per_row: PerRow | None = None
+    per_row: PerRow
     kind: str = "layer"
 
     @property

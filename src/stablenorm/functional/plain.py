@@ -241,19 +241,19 @@ def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part]
         exact: list[Any] = [None if each is None else each.astype(object) for each in asked]
         again = call._replace(dx=None, dgamma=exact[0], dbeta=exact[1], sums="exact")
         _run_parts("backward", backend, again, layout, parts)
-        for k, open_ in enumerate(asked):
-            if open_ is not None:
-                added = exact[k] if old is None else _with_old(exact[k], open_, old[k])
-                values[k] = decided(values[k], open_, added)
+        for k, uncertified in enumerate(asked):
+            if uncertified is not None:
+                added = exact[k] if old is None else _with_old(exact[k], uncertified, old[k])
+                values[k] = decided(values[k], uncertified, added)
     for result, value in zip(results, values, strict=True):
         if result is not None:
             result[...] = value
 
 
-def decided(values: Array, open_: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, with the exact sums over all rows where that was left open."""
+def decided(values: Array, uncertified: Array, exact: Array) -> Array:
+    """Return what `partial.rounded` did, with the exact sums over all rows where that is uncertified."""
     result, roots = values.copy(), dict[int, Root]()
-    result[open_] = [round_sum(each, values.dtype, roots) for each in exact[open_]]
+    result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
     return result
 
 
@@ -262,10 +262,10 @@ def _exactly(values: Array) -> Array:
     return as_partial(values.astype(np.float64), 0.0, 0.0)
 
 
-def _with_old(exact: Array, open_: Array, old: Array) -> Array:
+def _with_old(exact: Array, uncertified: Array, old: Array) -> Array:
     """Return exact sums with the old values of uncertified columns added."""
     found = exact.copy()
-    for place in zip(*np.nonzero(open_), strict=True):
+    for place in zip(*np.nonzero(uncertified), strict=True):
         number = old[place].astype(np.float64)
         found[place] += ExactSum.of_numbers(number[None]) if np.isfinite(number) else float(number)
     return found

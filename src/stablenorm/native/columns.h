@@ -52,7 +52,7 @@ inline bool prepare(const Call& c) {
     double* __restrict sizes = c.sizes;
     for (Index j = 0, stop = c.apart(); sizes && j < stop; j++) {
         double size = magnitude(gamma[j]) + magnitude(beta[j]);
-        // What 2**-52 of it at least bounds is LEAST_BOUND at least.
+        // A bound of at least 2**-52 times this is at least LEAST_BOUND.
         sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
     }
     // Float64 beside narrower data: float64 holds their products unless they are huge.
@@ -82,7 +82,7 @@ inline void add_up(const double* part, double* total, Index count) {
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
-    // Of tiles of one part, low parts are 0.
+    // Low parts of tiles of one part are 0.
     bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
     const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 3 * start : nullptr;
     if (c.tiles == 1 && !carried) {
@@ -108,7 +108,7 @@ inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// What the bounds of all columns of a narrow sum share. Of dbeta all is additions.
+// Errors of terms, the worst of all rows; those of dbeta are of additions alone.
 inline Errors worst_of(const Call& c, int which) {
     if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
     Errors worst = {0, 0};
@@ -187,7 +187,7 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
                 }
             }
-            // As exactly: after a cancellation the low part may be the larger.
+            // The low part may be the larger after a cancellation.
             sum = two_sum(sum.high, sum.low);
         }
     });

@@ -7,7 +7,6 @@ namespace {
 
 // Does the uncertified rows of a tile once more: `once` does some in pairs, given whether they are not in the sums.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
-    if (!memchr(c.marks + tile.first, UNCERTIFIED, (size_t)(tile.stop - tile.first)) && !memchr(c.marks + tile.first, UNCERTIFIED | UNSUMMED, (size_t)(tile.stop - tile.first))) return;
     Call alone = c;
     alone.wide = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // The statistics stay.

@@ -57,9 +57,10 @@ def backward(call: Backward) -> None:
         return
     inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
     some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
-    partial = [None if each is None else np.zeros(each.shape, PARTIAL) for each in sums]
-    if call.sums == "pairs":
-        partial = [None if each is None else each.copy() for each in sums]
+    is_partial = call.sums == "pairs"
+    partial = [
+        each if each is None or is_partial else np.zeros(each.shape, PARTIAL) for each in sums
+    ]
     summed = some._replace(dx=None, dgamma=partial[0], dbeta=partial[1], sums="pairs")
     equations.backward(summed)
     # The sums come first: dx may be written over dy.

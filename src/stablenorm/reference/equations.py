@@ -293,10 +293,9 @@ def _rebuild(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:
             x -= mean_lo
         x *= rstd
         return x, rstd
-    zero = np.zeros_like(rstd)
-    scale = Pair(rstd, zero if rstd_lo is None else rstd_lo)
+    scale = Pair(rstd, rstd_lo)
     if mean is not None:
-        x = x - Pair(mean, zero) - Pair(mean_lo, zero if tail is None else tail)
+        x = x - Pair.exactly(mean) - Pair(mean_lo, tail)
     return x * scale, scale
 
 

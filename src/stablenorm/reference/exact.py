@@ -154,10 +154,10 @@ def dx_row(
         # drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3)
         ((number, place),) = _pairs(np.array([drstd]))
         place += row.shift - 2 * row.q
-        places, unit = (unit, place), min(unit, place)
+        before, unit = unit, min(unit, place)
         number = number * n << place - unit
         factors = [
-            (factor << places[0] - unit) - number * (n * integer - row.total)
+            (factor << before - unit) - number * (n * integer - row.total)
             for factor, integer in zip(factors, integers, strict=True)
         ]
     ((number, place),) = _pairs(np.array([dmean]))
@@ -316,7 +316,7 @@ def _enclosed(offset: int, terms: Sequence[Term], unit: int) -> tuple[int, int, 
 
 
 def _round(low: int, high: int, unit: int, form: Format) -> float | None:
-    """Round what is enclosed to a format, ties to even; None where that is open."""
+    """Round what is enclosed to a format, ties to even; None where that is uncertified."""
     negative = low + high < 0
     if negative:
         low, high = -high, -low
@@ -331,7 +331,7 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
         same, sharp = high >> places == halves, halves << places == low
     else:
         halves, same, sharp = low << -places, low == high, True
-    # On a midpoint, the lower end leaves open whether all is a tie.
+    # On a midpoint, the lower end cannot tell whether all is a tie.
     if not same or (sharp and halves & 1 and low < high):
         return None
     steps = halves >> 1 if sharp and halves & 3 == 1 else halves + 1 >> 1
