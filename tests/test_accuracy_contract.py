@@ -11,7 +11,7 @@ from rationals import magnitudes
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
 from stablenorm.call import Forward
-from stablenorm.reference import equations
+from stablenorm.reference import blocks, equations
 from stablenorm.testing import FAMILIES, make_case
 from stablenorm.types import Norm
 
@@ -36,15 +36,15 @@ def before_rounding(case):
     """Return the outputs of the reference as the float64 that it rounds, and S of each."""
     x, gamma, beta, eps, dy = case
     y = np.empty(x.shape)
-    statistics = equations.forward(Forward(x, Norm(gamma, beta, eps), y))
-    xhat, rstd = equations._rebuild(x.astype(np.float64), statistics, slice(None))
+    statistics = blocks.forward(Forward(x, Norm(gamma, beta, eps), y))
+    xhat, rstd = blocks.rebuilt(x.astype(np.float64), statistics, slice(None))
     gamma, beta, dy = (a.astype(np.float64) for a in (gamma, beta, dy))
     g = gamma * dy
     found = {
         "y": y,
-        "dx": rstd * equations.project(g, xhat),
-        "dgamma": equations._sum_rows(dy * xhat)[0],
-        "dbeta": equations._sum_rows(dy)[0],
+        "dx": rstd * equations.project(g, xhat, "layer", equations.row_mean),
+        "dgamma": blocks.sum_rows(dy * xhat)[0],
+        "dbeta": blocks.sum_rows(dy)[0],
     }
 
     given = x.astype(np.float64), gamma, beta.astype(np.float64), eps, dy

@@ -16,7 +16,7 @@ import numpy as np
 from stablenorm.formats import check_dtype, parse
 
 DIRECTIONS = ("forward", "backward")
-# Elements of a block of the reference, `reference.equations._BLOCK`.
+# Elements of a block of the reference, `reference.blocks.BLOCK`.
 _BLOCK = 1 << 15
 
 

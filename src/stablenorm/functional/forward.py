@@ -18,7 +18,7 @@ from stablenorm.functional.checks import (
 from stablenorm.functional.layout import layout_of, lead_of
 from stablenorm.functional.masks import check_where
 from stablenorm.functional.plain import BLOCK, run_plain
-from stablenorm.reference.equations import add
+from stablenorm.reference.blocks import add
 from stablenorm.types import Array, Cache, Norm, check_eps
 
 # As NamedTuples make themselves, in half the time.

@@ -15,7 +15,7 @@ from stablenorm import memory
 from stablenorm.backends import implementation, run
 from stablenorm.call import WRITTEN, Backward, Forward, change, part
 from stablenorm.functional.layout import Layout
-from stablenorm.reference.equations import add
+from stablenorm.reference.blocks import add
 from stablenorm.reference.exact import ExactSum, Root, round_sum
 from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Statistics, joined

@@ -1,20 +1,20 @@
 """
 The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
 
-Samples are taken apart here, and residuals added. `equations` does the rest, and `uncertified` what `equations` cannot:
-rows that are out of range, and with rounding="nearest" all.
+Samples are taken apart here, and residuals added. `blocks` does the rest by `equations`, and `uncertified` does rows
+that are out of range, and with rounding="nearest" all, with integers.
 """
 
 import numpy as np
 
 from stablenorm.call import Backward, Forward, change, sample
-from stablenorm.reference import equations, uncertified
-from stablenorm.reference.equations import SMALLEST, exceeds_range, project
+from stablenorm.reference import blocks, uncertified
+from stablenorm.reference.blocks import SMALLEST, exceeds_range
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.reference.tangents import double_backward, jvp
 from stablenorm.types import Array, Statistics, joined
 
-__all__ = ["backward", "double_backward", "forward", "jvp", "project"]
+__all__ = ["backward", "double_backward", "forward", "jvp"]
 
 
 def forward(call: Forward) -> Statistics:
@@ -22,10 +22,10 @@ def forward(call: Forward) -> Statistics:
     if call.samples > 1:
         return joined([forward(sample(call, i)) for i in range(call.samples)])
     if call.residual is not None:
-        equations.add(call.x, call.residual, call.total)
+        blocks.add(call.x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
     every = _needs_integers(call, call.norm.beta)
-    kept = equations.forward(call._replace(y=None) if every else call)
+    kept = blocks.forward(call._replace(y=None) if every else call)
     rows = np.arange(len(call.x))
     if not every:
         low = kept.rstd_lo
@@ -51,9 +51,9 @@ def backward(call: Backward) -> None:
     if _needs_integers(call):
         uncertified.finish_backward(call, np.arange(len(call.x)), np.ones((2, n), bool))
         return
-    out = equations.out_of_range(call)
+    out = blocks.out_of_range(call)
     if not out.any():
-        equations.backward(call)
+        blocks.backward(call)
         return
     inside, rows = np.flatnonzero(~out), np.flatnonzero(out)
     some = change(call, lambda array: array[inside], lambda array: array[inside], inside)
@@ -62,11 +62,11 @@ def backward(call: Backward) -> None:
         each if each is None or is_partial else np.zeros(each.shape, PARTIAL) for each in sums
     ]
     summed = some._replace(dx=None, dgamma=partial[0], dbeta=partial[1], sums="pairs")
-    equations.backward(summed)
+    blocks.backward(summed)
     # The sums come first: dx may be written over dy.
     uncertified.finish_backward(call._replace(dx=None), rows, None, rows, partial)
     if call.dx is not None:
-        equations.backward(some._replace(dgamma=None, dbeta=None))
+        blocks.backward(some._replace(dgamma=None, dbeta=None))
         call.dx[inside] = some.dx
         uncertified.finish_backward(call._replace(dgamma=None, dbeta=None), rows, None)
 

@@ -1,5 +1,5 @@
 r"""
-Rows of y and dx, and columns of dgamma and dbeta, in integers, each element rounded once: the lowest rung.
+Rows of y and dx, and columns of dgamma and dbeta, by integers, each element rounded once: the lowest rung.
 
 A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. With
 
@@ -10,15 +10,15 @@ A row is integers X times ``2**scale``, and eps an integer E times ``2**t``. Wit
     xhat = C 2**(scale - q) / sqrt(V)
     dx   = ((n G - sum(G)) V - C sum(G C) 4**(scale - q)) 2**(r - q) / sqrt(V**3)
 
-where ``g = gamma * dy = G 2**r``. RMS norm is the same with sum(X) and sum(G)
-set to 0. So every element is a rational number, beta, plus integers times powers of two over square
-roots of integers: one of y and dx, one for each row of dgamma.
+where ``g = gamma * dy = G 2**r``. For RMS norm, sum(X) and sum(G) are 0. So every element is a
+rational number plus integers times powers of two over square roots of integers: one root for y and
+dx, one for each row of dgamma.
 
-An integer square root encloses each root. If both ends of the sum round alike, that
-is the element. If not, terms whose radicands differ by the square of a rational are merged. Square
-roots of integers of which no two do so are linearly independent over the rationals (Besicovitch,
-J. London Math. Soc. 15 (1940) 3). So what is left is a rational, or irrational and no tie, nor zero:
-more bits decide it.
+An integer square root encloses each root. If both ends of the enclosure round alike, that is the
+element. If not, terms whose radicands differ by the square of a rational are merged. Square roots of
+integers of which no two do so are linearly independent over the rationals (Besicovitch, J. London
+Math. Soc. 15 (1940) 3). So the merged sum is rational, and compared exactly, or irrational, and no
+tie: more bits decide it.
 """
 
 import dataclasses
@@ -33,10 +33,10 @@ import numpy as np
 from stablenorm.formats import Format, format_of
 from stablenorm.types import Array, Norm
 
-# Bits of a root, and of factors: enough for everything but ties and exact results.
+# Bits of a root and of a factor at first: enough for everything but ties and exact results.
 _BITS, _FIRST = 128, 192
 
-# For `_kind`: 30 of them, so that among 2**15 radicands hardly two are compared in vain.
+# Primes for `_kind`: by 30 of them, hardly two of 2**15 radicands are compared in vain.
 _PRIMES = [p for p in range(3, 128, 2) if all(p % d for d in range(3, p, 2))]
 
 
@@ -67,18 +67,11 @@ def _root(radicand: int, bits: int = _BITS) -> Root:
 # ---- float64 numbers as integers ----
 
 
-def _pairs(values: Array) -> list[tuple[int, int]]:
-    """Return an integer and an exponent of two for each number."""
-    mantissa, exponent = np.frexp(values)
-    whole = np.ldexp(mantissa, 53).astype(np.int64)
-    return list(zip(whole.tolist(), (exponent - 53).tolist(), strict=True))
-
-
 def _integers(values: Array) -> tuple[list[int], int]:
     """Return integers and one exponent of two for all."""
     mantissa, exponent = np.frexp(values)
     whole = np.ldexp(mantissa, 53).astype(np.int64)
-    # Without the zeros that all of them end in: short integers are quicker.
+    # Strip the zero bits that all of them end in: short integers are quicker.
     every = int(np.bitwise_or.reduce(whole))
     zeros = max((every & -every).bit_length() - 1, 0)
     least = exponent[whole != 0].min(initial=2000)
@@ -150,31 +143,31 @@ def dx_row(
     same = row.total * inner - total * radicand
     along, inner, unit = n * radicand, n * inner, r + exponent - row.q
     factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
+    root = _root(radicand**3)
     if drstd:
-        # drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3)
-        ((number, place),) = _pairs(np.array([drstd]))
+        # The term drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3) has the same root.
+        (number,), place = _integers(np.array([drstd]))
         place += row.shift - 2 * row.q
-        before, unit = unit, min(unit, place)
-        number = number * n << place - unit
-        factors = [
-            (factor << before - unit) - number * (n * integer - row.total)
-            for factor, integer in zip(factors, integers, strict=True)
-        ]
-    ((number, place),) = _pairs(np.array([dmean]))
-    mean = (number, place, _root(n * n)) if dmean else None
-    return _rounded(dsum, factors, _root(radicand**3), unit, dtype, mean)
+        least = min(unit, place)
+        number = number * n << place - least
+        both = zip(factors, integers, strict=True)
+        factors = [(f << unit - least) - number * (n * integer - row.total) for f, integer in both]
+        unit = least
+    (number,), place = _integers(np.array([dmean]))
+    mean = [(number, place, _root(n * n))] if dmean else []
+    return _rounded(dsum, factors, root, unit, dtype, mean)
 
 
 def _rounded(
-    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = None
+    offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = ()
 ) -> Array:
-    """Round ``offset + factor * root * 2**unit``, each once; `more`: one factor, unit and root for all."""
+    """Round ``offset + factor * root * 2**unit``, each once; `more`: terms that all elements share."""
     offsets, place = _integers(offset)
-    form, bits, shared = format_of(dtype), root.bits, [] if more is None else [more]
-    # The first bits of factors decide nearly always, and numbers out of range have thousands.
+    form, bits = format_of(dtype), root.bits
+    # The first bits of factors nearly always decide; numbers out of range have thousands.
     cut = max(max(map(int.bit_length, factors), default=0) - _FIRST, 0)
     least = min(unit + cut - bits, place)
-    shift, places, found = unit + cut - bits - least, place - least, []
+    shift, places, rounded = unit + cut - bits - least, place - least, []
     for number, factor in zip(offsets, factors, strict=True):
         low = factor >> cut
         high = low + (cut > 0)
@@ -186,12 +179,15 @@ def _rounded(
         else:
             low, high = low * (root.floor + 1), high * root.floor
         both, value = number << places, None
-        if not shared:
+        if not more:
             value = _round(both + (low << shift), both + (high << shift), least, form)
         if value is None:
-            value = _nearest_sum(number, place, [(factor, unit, root), *shared], form)
-        found.append(value)
-    return np.array(found).astype(dtype)
+            terms = [(factor, unit, root), *more]
+            lowest = min(place, *(each for _, each, _ in terms))
+            shifted = [(f << each - lowest, one) for f, each, one in terms]
+            value = _nearest(number << place - lowest, shifted, lowest, form)
+        rounded.append(value)
+    return np.array(rounded).astype(dtype)
 
 
 # ---- sums over rows ----
@@ -200,9 +196,9 @@ def _rounded(
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExactSum:
     """
-    A sum over some rows, ``2**unit`` times `offset` and each factor over the root of its radicand.
+    A sum over rows: ``2**unit`` times `offset` plus each factor over the square root of its radicand.
 
-    `terms` has the factors by radicand. Those over other rows can be added.
+    `terms` maps radicands to factors. Sums over different rows can be added.
     """
 
     unit: int
@@ -218,46 +214,34 @@ class ExactSum:
     @classmethod
     def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
         """Return dgamma of one column of some rows."""
-        pairs = _pairs(dy)
-        shifts = [exponent + row.shift for (_, exponent), row in zip(pairs, rows, strict=True)]
+        (factors, exponent), (values, scale) = _integers(dy), _integers(x)
+        shifts = [exponent + row.shift for row in rows]
         unit = min(shifts, default=0)
         # Rows of the same numbers have the same root.
         terms: dict[int, int] = {}
-        both = zip(pairs, _pairs(x), rows, shifts, strict=True)
-        for (factor, _), (integer, exponent), row, shift in both:
-            places = exponent - row.scale
-            value = integer << places if places >= 0 else integer >> -places
-            if term := factor * (row.n * value - row.total) << shift - unit:
+        for factor, value, row, shift in zip(factors, values, rows, shifts, strict=True):
+            places = scale - row.scale
+            integer = value << places if places >= 0 else value >> -places
+            if term := factor * (row.n * integer - row.total) << shift - unit:
                 terms[row.radicand] = terms.get(row.radicand, 0) + term
         return cls(unit, 0, terms)
 
     def __add__(self, other: "ExactSum | float") -> "ExactSum | float":
         if not isinstance(other, ExactSum):
-            # A sum that is not finite.
+            # `other` is infinite or NaN.
             return other
-        unit = min(self.unit, other.unit)
-        here, there = self.unit - unit, other.unit - unit
-        terms = {radicand: factor << here for radicand, factor in self.terms.items()}
-        for radicand, factor in other.terms.items():
-            terms[radicand] = terms.get(radicand, 0) + (factor << there)
-        return ExactSum(unit, (self.offset << here) + (other.offset << there), terms)
+        unit, offset, terms = min(self.unit, other.unit), 0, dict[int, int]()
+        for part in (self, other):
+            places = part.unit - unit
+            offset += part.offset << places
+            for radicand, factor in part.terms.items():
+                terms[radicand] = terms.get(radicand, 0) + (factor << places)
+        return ExactSum(unit, offset, terms)
 
     __radd__ = __add__
 
-    def words(self) -> tuple[float, float, float]:
-        """Return the sum as `partial` has it: two words, and a bound of what they leave out."""
-        float64 = np.dtype(np.float64)
-        first = self.rounded(float64, {})
-        if math.isinf(first):
-            return first, 0.0, 0.0
-        rest: Any = self + ExactSum.of_numbers(np.array([-first]))
-        second = rest.rounded(float64, {})
-        last: Any = rest + ExactSum.of_numbers(np.array([-second]))
-        is_exact = not last.offset and not any(last.terms.values())
-        return first, second, 0.0 if is_exact else abs(first) * 2.0**-104 + 2.0**-1070
-
     def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-        """Return the sum rounded to `dtype`; `roots` gathers those that other sums may have as well."""
+        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
         terms = []
         for radicand, factor in self.terms.items():
             if factor:
@@ -270,33 +254,22 @@ class ExactSum:
 
 
 def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-    """Round a sum; one that is not finite is a float. There is one NaN."""
+    """Round a sum; infinite sums and NaN are floats. There is one NaN."""
     if isinstance(total, ExactSum):
         return total.rounded(dtype, roots)
     return math.nan if math.isnan(total) else float(total)
 
 
-def _nearest_sum(
-    number: int, place: int, terms: list[tuple[int, int, Root]], form: Format
-) -> float:
-    """Round ``number * 2**place`` and factors times powers of two over roots, added up."""
-    least = min(place, *(unit for _, unit, _ in terms))
-    shifted = [(factor << unit - least, root) for factor, unit, root in terms]
-    return _nearest(number << place - least, shifted, least, form)
-
-
 def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
     """Round the sum of `offset` and `terms`, times ``2**unit``, to a format."""
-    found = _round(*_enclosed(offset, terms, unit), form)
-    if found is not None:
-        return found
-    offset, merged, unit = _merged(offset, terms, unit)
-    bits = _BITS
-    while True:
+    bits, merged = _BITS, None
+    while (value := _round(*_enclosed(offset, terms, unit), form)) is None:
+        if merged is None:
+            offset, merged, unit = _merged(offset, terms, unit)
+        else:
+            bits *= 2
         terms = [(factor, _root(radicand, bits)) for factor, radicand in merged]
-        if (found := _round(*_enclosed(offset, terms, unit), form)) is not None:
-            return found
-        bits *= 2
+    return value
 
 
 def _enclosed(offset: int, terms: Sequence[Term], unit: int) -> tuple[int, int, int]:
@@ -316,13 +289,13 @@ def _enclosed(offset: int, terms: Sequence[Term], unit: int) -> tuple[int, int, 
 
 
 def _round(low: int, high: int, unit: int, form: Format) -> float | None:
-    """Round what is enclosed to a format, ties to even; None where that is uncertified."""
+    """Round an enclosed number to a format, ties to even; None if the ends round differently."""
     negative = low + high < 0
     if negative:
         low, high = -high, -low
     if low < 0 or low == 0 < high:
         return None
-    # Of the grid at the lower end, which is no coarser than that at the upper.
+    # The grid at the lower end is no coarser than that at the upper.
     top = low.bit_length() + unit
     ulp = (top if top > form.emin else form.emin + 1) - form.digits
     places = ulp - 1 - unit
@@ -331,11 +304,11 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
         same, sharp = high >> places == halves, halves << places == low
     else:
         halves, same, sharp = low << -places, low == high, True
-    # On a midpoint, the lower end cannot tell whether all is a tie.
+    # A lower end on a midpoint leaves open whether the number is a tie.
     if not same or (sharp and halves & 1 and low < high):
         return None
     steps = halves >> 1 if sharp and halves & 3 == 1 else halves + 1 >> 1
-    # A zero is one whatever its unit.
+    # Zero is finite whatever its unit.
     finite = not steps or steps.bit_length() + ulp <= form.emax + 1
     value = math.ldexp(steps, ulp) if finite else math.inf
     return -value if negative else value
@@ -344,7 +317,7 @@ def _round(low: int, high: int, unit: int, form: Format) -> float | None:
 def _merged(
     offset: int, terms: Sequence[Term], unit: int
 ) -> tuple[int, list[tuple[int, int]], int]:
-    """Return the sum with what is dyadic in the offset, and with radicands that are independent."""
+    """Return the sum with its dyadic part in the offset, and with independent radicands."""
     rational = Fraction(offset)
     kinds: dict[tuple[int, ...], dict[int, Fraction]] = {}
     for factor, (radicand, _, _, whole) in terms:
@@ -368,18 +341,18 @@ def _merged(
     ]
     offset, divisor = rational.as_integer_ratio()
     if divisor & (divisor - 1):
-        # No tie either.
+        # A rational that is not dyadic is no tie either.
         return 0, [*merged, (offset, divisor**2)], unit
     places = divisor.bit_length() - 1
     return offset, [(factor << places, radicand) for factor, radicand in merged], unit - places
 
 
 def _kind(radicand: int) -> tuple[int, ...]:
-    """Return what is the same for all radicands that differ by the square of a rational."""
-    found = []
+    """Return an invariant of all radicands that differ by the square of a rational."""
+    residues = []
     for p in _PRIMES:
         while radicand % (p * p) == 0:
             radicand //= p * p
         # Euler's criterion: 1 of squares modulo p, p - 1 of others.
-        found.append(pow(radicand, p // 2, p))
-    return tuple(found)
+        residues.append(pow(radicand, p // 2, p))
+    return tuple(residues)

@@ -17,7 +17,7 @@ ddbeta of what it makes, and with ``g = scale * dy``::
 Results of float64 rows that are out of range, beyond about 2**200 or below 2**-200, are NaN.
 
 docs/explanation/derivation.md derives these lines, D21, D29 and D30. The precision, the blocks and
-the sums are those of `stablenorm.reference.equations`.
+the sums are those of `stablenorm.reference.blocks`.
 """
 
 from collections.abc import Callable
@@ -27,17 +27,16 @@ from typing import Any
 import numpy as np
 
 from stablenorm.call import DoubleBackward, Jvp
-from stablenorm.reference.equations import (
-    _blocks,
-    _Counting,
-    _lifter,
-    _parameter,
-    _rebuild,
-    _round,
-    _RowSum,
-    _scale,
-    project,
+from stablenorm.reference.blocks import (
+    Counted,
+    RowSum,
+    blocks,
+    lifter,
+    parameter,
+    rebuilt,
+    scale_of,
 )
+from stablenorm.reference.equations import project, rounded
 
 
 def jvp(call: Jvp) -> None:
@@ -49,14 +48,14 @@ def jvp(call: Jvp) -> None:
     ``|scale| T(tx) + |tgamma| (|xhat| + mean|xhat|) + |tbeta|``.
     """
     tx, x, norm, statistics, tgamma, tbeta, ty, where = call
-    lift = _lifter(x)
-    parameters = _scale(norm, lift), _parameter(tgamma, lift), _parameter(tbeta, lift)
+    lift = lifter(x)
+    parameters = scale_of(norm, lift), parameter(tgamma, lift), parameter(tbeta, lift)
     with np.errstate(all="ignore"):
-        for rows in _blocks(x.shape):
-            counting = _Counting(where, rows, x.shape[1])
-            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows)
-            moved = _jacobian(lift(tx[rows]), xhat, rstd, norm.kind, counting.mean)
-            ty[rows] = _round(counting.only(_pushed(moved, xhat, *parameters)), ty.dtype)
+        for rows in blocks(x.shape):
+            counted = Counted(where, rows, x.shape[1])
+            xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+            moved = _jacobian(lift(tx[rows]), xhat, rstd, norm.kind, counted.mean)
+            ty[rows] = rounded(counted.only(_pushed(moved, xhat, *parameters)), ty.dtype)
 
 
 def double_backward(call: DoubleBackward) -> None:
@@ -68,19 +67,19 @@ def double_backward(call: DoubleBackward) -> None:
     (|xhat| + mean|xhat|) mean(|ddx'| T(g)))``, g' and ddx' centered.
     """
     ddx, dy, x, norm, statistics, ddgamma, ddbeta, ddy, dx, dgamma, where = call
-    lift = _lifter(x)
-    scale, *of_xhat = _scale(norm, lift), _parameter(ddgamma, lift), _parameter(ddbeta, lift)
-    sum_dgamma = _RowSum()
+    lift = lifter(x)
+    scale, *of_xhat = scale_of(norm, lift), parameter(ddgamma, lift), parameter(ddbeta, lift)
+    sum_dgamma = RowSum()
     with np.errstate(all="ignore"):
-        for rows in _blocks(x.shape):
-            counting = _Counting(where, rows, x.shape[1])
-            xhat, rstd = _rebuild(lift(x[rows]), statistics, rows)
-            mean, only = counting.mean, counting.only
+        for rows in blocks(x.shape):
+            counted = Counted(where, rows, x.shape[1])
+            xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+            mean, only = counted.mean, counted.only
             jacobian = partial(_jacobian, xhat=xhat, rstd=rstd, kind=norm.kind, mean=mean)
             cotangent, tangent = lift(dy[rows]), lift(ddx[rows])
             g = cotangent if scale is None else cotangent * scale
             pushed, pulled = jacobian(tangent), jacobian(g)
-            ddy[rows] = _round(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
+            ddy[rows] = rounded(only(_pushed(pushed, xhat, scale, *of_xhat)), ddy.dtype)
             if dgamma is not None:
                 sum_dgamma.add(only(cotangent * pushed))
             if norm.kind == "layer":
@@ -90,7 +89,7 @@ def double_backward(call: DoubleBackward) -> None:
             total = -(rstd * (bent + xhat * mean(tangent * pulled)))
             if of_xhat[0] is not None:
                 total = total + jacobian(cotangent * of_xhat[0])
-            dx[rows] = _round(only(total), dx.dtype)
+            dx[rows] = rounded(only(total), dx.dtype)
         if dgamma is not None:
             sum_dgamma.put(dgamma)
 

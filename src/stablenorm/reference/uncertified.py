@@ -12,7 +12,7 @@ import numpy as np
 
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import exact
-from stablenorm.reference.equations import _BLOCK, _blocks
+from stablenorm.reference.blocks import BLOCK, blocks
 from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
 from stablenorm.types import Array, Norm, Statistics
 
@@ -65,13 +65,13 @@ def finish_backward(
             total[...], uncertified = rounded(part, total.dtype)
             # Terms of rows out of range may have vanished.
             uncertified = uncertified | (part["high"] == 0)
+        elif total.dtype == PARTIAL:
+            # The caller merges these, finds them uncertified, and asks for exact sums.
+            total["error"][uncertified] = np.inf
+            continue
         roots = dict[int, exact.Root]()
         for j, value in exact_sums(call, k, np.flatnonzero(uncertified)):
-            if total.dtype == PARTIAL:
-                words = (value, 0.0, 0.0) if isinstance(value, float) else value.words()
-                total[j] = merged(total[j : j + 1], np.array([words], PARTIAL))[0]
-            else:
-                total[j] = exact.round_sum(value, total.dtype, roots)
+            total[j] = exact.round_sum(value, total.dtype, roots)
     if call.dx is not None:
         for i in rows.tolist():
             _write_dx(call, i)
@@ -120,7 +120,7 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
     dy, x = call[:2]
     known: list[exact.Row] = []
     has_norm = _have_norms(call) if which == 0 and columns.size else np.ones(len(x), bool)
-    step = max(1, _BLOCK // max(len(x), 1))
+    step = max(1, BLOCK // max(len(x), 1))
     for some in (columns[start : start + step] for start in range(0, len(columns), step)):
         counted = True if call.where is None else call.where[:, some]
         values, extended = _split(np.where(counted, dy[:, some].astype(np.float64), 0.0))
@@ -169,8 +169,8 @@ def _has_norm(row: Array, norm: Norm) -> bool:
 
 def _have_norms(call: Backward) -> Array:
     if call.where is None and call.norm.eps != 0:
-        blocks = [slice(0), *_blocks(call.x.shape)]
-        return np.concatenate([np.isfinite(call.x[rows]).all(axis=1) for rows in blocks])
+        parts = [slice(0), *blocks(call.x.shape)]
+        return np.concatenate([np.isfinite(call.x[rows]).all(axis=1) for rows in parts])
     every = (_counted(call, i, call.x)[1][0] for i in range(len(call.x)))
     return np.fromiter((_has_norm(row, call.norm) for row in every), bool, len(call.x))
 

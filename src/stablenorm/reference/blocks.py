@@ -1,0 +1,281 @@
+"""
+The equations on calls: blocks of rows, masks, statistics, sums over rows, and the rows that are out of range.
+
+The backward makes xhat anew from x and repeats none of the forward's reductions; to keep xhat instead would take 8 bytes
+an element (docs/explanation/complexity.md). Rows are taken in blocks of `BLOCK` elements, so that temporaries are a few
+blocks, whatever the size of x. Sums over rows go through a tree whose shape depends on (rows, n) alone.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from stablenorm.call import Backward, Forward
+from stablenorm.reference import equations
+from stablenorm.reference.doubledouble import Pair
+from stablenorm.reference.equations import restore, rounded, row_mean
+from stablenorm.reference.partial import as_partial, merged
+from stablenorm.types import Array, Norm, Statistics
+
+# Elements of a block: 256 KiB in float64, so that the five or so temporaries of the backward fit
+# a 1 to 2 MiB second-level cache. The fastest of 2**11 to 2**18 forward and backward together, by
+# 2 to 140 % (float32, (8192, 768), Intel Xeon, 2026-11-21).
+BLOCK = 1 << 15
+
+# Products of three numbers within these, and their last 106 bits, stay in the range of float64:
+# 3 * 200 + 3 * 53 + 106 < 1022.
+LARGEST, SMALLEST = 2.0**200, 2.0**-200
+
+Lift = Callable[[Any], Any]
+
+
+def forward(call: Forward) -> Statistics:
+    """
+    Normalize the rows of x into y (which may be x itself, or None); return the statistics.
+
+    With a mask, only elements for which it is True count, at least one of each row. Rows that are out of range get no y,
+    and NaN as rstd_lo.
+    """
+    x, norm, y = call[:3]
+    lift = lifter(x)
+    scale, shift, eps = scale_of(norm, lift), parameter(norm.beta, lift), lift(np.float64(norm.eps))
+    kept = _new_statistics(len(x), norm.kind, x.dtype == np.float64)
+    with np.errstate(all="ignore"):
+        for rows in blocks(x.shape):
+            counted = Counted(call.where, rows, x.shape[1])
+            wide, words, var = equations.forward(
+                lift(x[rows]), eps, scale, shift, norm.kind, counted.mean
+            )
+            _keep(kept, rows, words)
+            out = np.zeros(len(x[rows]), bool)
+            if kept.rstd_lo is not None:
+                out = _squares_leave_range(var, eps, x[rows], norm.kind, counted)
+                kept.rstd[rows][out], kept.rstd_lo[rows][out] = 0.0, np.nan
+            if y is not None:
+                # y may be x itself, which integers need for rows out of range.
+                result = rounded(counted.only(wide), y.dtype)
+                np.copyto(y[rows], result, where=~out[:, None])
+    return kept
+
+
+def backward(call: Backward) -> None:
+    """
+    Pull dy back through `forward`, into those of dx, dgamma and dbeta that are not None.
+
+    dx may be dy itself: each block of dy is read to the end before it is written.
+    """
+    dy, x, norm, statistics, dx_rows, dgamma, dbeta, dsum = call[:8]
+    lift = lifter(x)
+    scale = scale_of(norm, lift)
+    sum_dgamma, sum_dbeta = RowSum(), RowSum()
+    with np.errstate(all="ignore"):
+        for rows in blocks(dy.shape):
+            counted = Counted(call.where, rows, x.shape[1])
+            cotangent = lift(dy[rows])
+            if dx_rows is not None or dgamma is not None:
+                xhat, rstd = rebuilt(lift(x[rows]), statistics, rows)
+            if dgamma is not None:
+                sum_dgamma.add(counted.only(cotangent * xhat))
+            if dbeta is not None:
+                sum_dbeta.add(counted.only(cotangent))
+            if dx_rows is not None:
+                dx = equations.backward(cotangent, xhat, rstd, scale, norm.kind, counted.mean)
+                if call.drstd is not None:
+                    share = counted.share(lift(call.drstd[rows, None]))
+                    # In this order a product overflows only where dx does: |xhat| / n < 1.
+                    dx = dx - share * xhat * rstd * rstd
+                if call.dmean is not None:
+                    dx = dx + counted.share(lift(call.dmean[rows, None]))
+                dx = counted.only(dx)
+                if dsum is not None:
+                    dx = dx + lift(dsum[rows])
+                dx_rows[rows] = rounded(dx, dx_rows.dtype)
+        for total, result in ((sum_dgamma, dgamma), (sum_dbeta, dbeta)):
+            if result is not None:
+                total.put(result, pairs=call.sums == "pairs")
+
+
+def add(x: Array, residual: Array, total: Array) -> None:
+    """Write ``x + residual``, rounded once, into `total`; arrays of one shape, of any layout."""
+    with np.errstate(all="ignore"):
+        # np.result_type knows no common type of float16 and bfloat16.
+        if np.can_cast(x.dtype, total.dtype) and np.can_cast(residual.dtype, total.dtype):
+            # One rounding, for 16 bits by way of float32: 24 bits are 2 * 11 + 2.
+            np.add(x, residual, out=total, dtype=total.dtype)
+            return
+        step = max(1, BLOCK * len(x) // max(x.size, 1))
+        for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+            both = Pair.exactly(x[rows]) + Pair.exactly(residual[rows])
+            total[rows] = both.round_to(total.dtype)
+
+
+# ---- range: the rows and parameters whose products could leave that of float64 ----
+
+
+def exceeds_range(*arrays: Array | None, least: float = 0.0) -> bool:
+    """Tell whether a number, infinity included, is beyond LARGEST, or nearer to 0 than `least`."""
+    return any(bool(_outside(each, least).any()) for each in arrays if each is not None)
+
+
+def out_of_range(call: Backward) -> Array:
+    """Tell which rows of a backward could leave the range of float64."""
+    dy, kept = call.dy, call.statistics
+    out, pairs = np.zeros(len(dy), bool), kept.rstd_lo is not None
+    if dy.dtype == np.float64 or pairs:
+        for rows in blocks(dy.shape):
+            counted = Counted(call.where, rows, dy.shape[1])
+            out[rows] = _outside(counted.only(dy[rows]), SMALLEST if pairs else 0.0).any(axis=1)
+    return out | (np.isnan(kept.rstd_lo) & ~np.isnan(kept.rstd)) if pairs else out  # type: ignore[arg-type]
+
+
+def _outside(values: Array, least: float) -> Array:
+    size = np.abs(values.astype(np.float64))
+    outside: Array = (size > LARGEST) | ((size < least) & (size != 0))
+    return outside
+
+
+def _squares_leave_range(var: Any, eps: Any, x: Array, kind: str, counted: "Counted") -> Array:
+    """Tell which rows of pairs have squares that leave the range; rows with NaN or infinity have none."""
+    size, v = var.hi[:, 0], (var + eps).hi[:, 0]
+    within = (v >= SMALLEST**2) & (v <= LARGEST**2) & ((size >= SMALLEST**2) | (size == 0))
+    # A square of 0 may have vanished.
+    x = counted.only(x)
+    for i in np.flatnonzero(within & (size == 0)).tolist():
+        some = x[i] if counted.where is None else x[i][counted.where[i]]
+        within[i] = (some == (some[0] if kind == "layer" else 0)).all()
+    outside: Array = ~within & np.isfinite(x).all(axis=1)
+    return outside
+
+
+# ---- from arrays to float64 or pairs ----
+
+
+def lifter(x: Array) -> Lift:
+    """Return what turns an array into the numbers to calculate with, exactly: the dtype of x decides."""
+    if x.dtype == np.float64:
+        return Pair.exactly
+    # Copy always: blocks are calculated in place. In C order: NumPy's pairwise sums give other bits on other layouts.
+    return lambda array: np.asarray(array).astype(np.float64, order="C")
+
+
+def parameter(array: Array | None, lift: Lift) -> Any:
+    """Return gamma, beta or a tangent of these as a row, None as None."""
+    return None if array is None else lift(array.reshape(1, -1))
+
+
+def scale_of(norm: Norm, lift: Lift) -> Any:
+    """Return gamma, with its offset, as a row."""
+    scale = parameter(norm.gamma, lift)
+    return scale + lift(np.float64(norm.gamma_offset)) if norm.gamma_offset else scale
+
+
+def blocks(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Return the slices of rows that are done together."""
+    rows, n = shape
+    step = max(1, BLOCK // max(n, 1))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows if n else 0, step))
+
+
+class Counted:
+    """The elements of some rows that count: all, or those for which `where` is True."""
+
+    def __init__(self, where: Any, rows: slice, n: int) -> None:
+        self.where, self._count = None, n
+        if where is not None:
+            self.where = where[rows]
+            self._count = np.count_nonzero(self.where, axis=-1, keepdims=True)
+
+    def only(self, v: Any) -> Any:
+        """Return `v`, 0 in the place of elements that do not count, whatever they are."""
+        if self.where is None:
+            return v
+        if isinstance(v, Pair):
+            return Pair(self.only(v.hi), self.only(v.lo))
+        return np.where(self.where, v, np.zeros((), v.dtype))
+
+    def mean(self, v: Any) -> Any:
+        """Return the mean of each row over the elements that count."""
+        return row_mean(self.only(v), self._count)
+
+    def share(self, column: Any) -> Any:
+        """Return one number for each row, divided by the number of elements that count."""
+        return column.divided(self._count) if isinstance(column, Pair) else column / self._count
+
+
+# ---- statistics ----
+
+
+def _new_statistics(rows: int, kind: str, pairs: bool) -> Statistics:
+    mean, mean_lo, tail = np.empty((3, rows)) if kind == "layer" else (None, None, None)
+    low = np.empty(rows) if pairs else None
+    return Statistics(mean, mean_lo, np.empty(rows), low, tail if pairs else None)
+
+
+def _keep(kept: Statistics, rows: slice, words: tuple[Any, Any, Any]) -> None:
+    """Write the mean, mean_lo and rstd of some rows, pairs as two words."""
+    mean, mean_lo, rstd = words
+    columns = [mean, mean_lo, rstd, None, None]
+    if isinstance(rstd, Pair):
+        low, tail = (None, None) if mean is None else (mean_lo.hi, mean_lo.lo)
+        columns = [mean, low, rstd.hi, rstd.lo, tail]
+    for word, column in zip(kept, columns, strict=False):
+        if column is not None:
+            word[rows] = column[:, 0]
+
+
+def rebuilt(x: Any, statistics: Statistics, rows: slice) -> tuple[Any, Any]:
+    """Return xhat and rstd of some rows from x and the statistics."""
+    words: list[Any] = [None if word is None else word[rows, None] for word in statistics[:5]]
+    mean, mean_lo, rstd, rstd_lo, tail = words
+    if isinstance(x, Pair):
+        rstd, mean_lo = Pair(rstd, rstd_lo), Pair(mean_lo, tail)
+    return restore(x, mean, mean_lo, rstd), rstd
+
+
+# ---- sums over rows ----
+
+
+class RowSum:
+    """
+    Sums rows by pairs, in an order that depends on (rows, n) alone.
+
+    Blocks are summed by halves; partial sums of equally many blocks are added as soon as there
+    are two, as in a binary counter, so that log2(blocks) of them are held at a time and the
+    error grows like log2(rows), not like rows as with ``sum(axis=0)``.
+    """
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, Any]] = []
+
+    def add(self, block: Any) -> None:
+        """Add a block of rows."""
+        total, count = sum_rows(block), 1
+        while self._partial and self._partial[-1][0] == count:
+            total = self._partial.pop()[1] + total
+            count *= 2
+        self._partial.append((count, total))
+
+    def put(self, result: Array, pairs: bool = False) -> None:
+        """Write the sum of all, rounded once; or add it to the partial sums in `result`."""
+        total = self._partial[-1][1] if self._partial else np.zeros((1, 1))
+        for _, other in reversed(self._partial[:-1]):
+            total = other + total
+        if not pairs:
+            value = rounded(total, result.dtype)
+            result[...] = value.reshape(result.shape if self._partial else ())
+        elif self._partial:
+            high, low = (total.hi, total.lo) if isinstance(total, Pair) else (total, 0.0)
+            result[...] = merged(result, as_partial(high, low, np.nan).reshape(result.shape))
+
+
+def sum_rows(block: Any) -> Any:
+    """Sum the rows of a block by halves, to one row."""
+    if isinstance(block, Pair):
+        return block.sum_rows()
+    while (rows := len(block)) > 1:
+        half = (rows + 1) // 2
+        pairs = block[:half].copy()
+        pairs[: rows - half] += block[half:]
+        block = pairs
+    return block
