@@ -54,7 +54,7 @@ class Backward(NamedTuple):
     # As in `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
     # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta; or
-    # "exact": these have True where an exact sum is wanted, and get it.
+    # "exact": exact sums are added to those of the columns that do not hold 0.
     sums: str = "rounded"
     samples: int = 1
     threads: int | None = None

@@ -23,7 +23,7 @@ from stablenorm.functional.checks import (
 from stablenorm.functional.combinations import CUDA, NEAREST, refuse
 from stablenorm.functional.layout import Lead, layout_of, lead_of
 from stablenorm.functional.plain import run_plain
-from stablenorm.reference.exact import ExactSum
+from stablenorm.reference.exact import NOTHING
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.types import NAMES, Array, Cache, Gradients
 
@@ -91,11 +91,9 @@ def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool
     """
     ndim, axes = call.x.ndim, cache.axis
     if not call.x.size:
-        # Sums over no rows; old values and partial sums are there.
+        # A sum over no rows is 0; old values, partial sums and exact sums stay.
         for total in (call.dgamma, call.dbeta):
-            if total is not None and call.sums == "exact":
-                total[total != 0] = ExactSum.of_numbers(np.zeros(0))
-            elif total is not None and call.sums == "rounded" and not accumulate:
+            if total is not None and call.sums == "rounded" and not accumulate:
                 total[...] = np.zeros((), total.dtype)
         return
     of_gamma, of_beta = (lead_of(each, ndim, axes) for each in call.norm[:2])
@@ -167,7 +165,7 @@ def exact_sums(
     `columns` are two arrays of bool, or None; the sums, which `partial.merged` takes too, arrays of objects of
     these shapes. Where no column is wanted, nothing is computed.
     """
-    sums = [None if each is None else each.astype(object) for each in columns]
+    sums = [None if each is None else np.where(each, NOTHING, 0) for each in columns]
     if any(each is not None and each.any() for each in columns):
         _sums(dy, cache, False, sums, "exact", None, threads)
     return sums[0], sums[1]

@@ -16,8 +16,8 @@ from stablenorm.backends import implementation, run
 from stablenorm.call import WRITTEN, Backward, Forward, change, part
 from stablenorm.functional.layout import Layout
 from stablenorm.reference.blocks import add
-from stablenorm.reference.exact import ExactSum, Root, round_sum
-from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
+from stablenorm.reference.exact import NOTHING, ExactSum, Root, round_sum
+from stablenorm.reference.partial import as_partial, rounded
 from stablenorm.types import Array, Statistics, joined
 
 # Bytes of an array that are copied at a time, or the rows of a tile or sample if these are more: what a cache holds.
@@ -191,81 +191,54 @@ def _run_parts(
     operation: str, backend: str, call: Any, layout: Layout, parts: list[Part], old: Any = None
 ) -> list[Any]:
     """Do all parts; return what each returns."""
-    if not isinstance(call, Backward):
-        return [_run_part(operation, backend, call, layout, each) for each in parts]
     is_cut = len(parts) > 1 and parts[0].samples is None
-    if call.sums == "rounded" and (is_cut or old is not None):
+    if isinstance(call, Backward) and call.sums == "rounded" and (is_cut or old is not None):
         if not _reads_again(call):
             _round_parts(backend, call, layout, parts, old)
             return []
         # The sums come first: dx is written over dy.
         _round_parts(backend, call._replace(dx=None), layout, parts, old)
-        for each in parts:
-            _run_part(operation, backend, call._replace(dgamma=None, dbeta=None), layout, each)
-    elif call.sums == "exact" and is_cut:
-        _merge_exact(backend, call, layout, parts)
-    else:
-        for each in parts:
-            _run_part(operation, backend, call, layout, each)
-    return []
-
-
-def _merge_exact(backend: str, call: Backward, layout: Layout, parts: list[Part]) -> None:
-    """Do the parts of a call for exact sums, each into objects of its own, and add these up."""
-    wanted = call.dgamma, call.dbeta
-    found = []
-    for each in parts:
-        sums = [None if one is None else one.copy() for one in wanted]
-        some = call._replace(dgamma=sums[0], dbeta=sums[1])
-        _run_part("backward", backend, some, layout, each)
-        found.append(sums)
-    for result, *sums in zip(wanted, *found, strict=True):
-        if result is not None:
-            result[...] = merged(*sums)
+        call = call._replace(dgamma=None, dbeta=None)
+    return [_run_part(operation, backend, call, layout, each) for each in parts]
 
 
 def _round_parts(backend: str, call: Backward, layout: Layout, parts: list[Part], old: Any) -> None:
-    """Do the parts, add up their sums and the old values, and round once."""
+    """Do the parts, which add their sums to the old values, and round once."""
     results = call.dgamma, call.dbeta
-    sums: list[Any] = [None if r is None else np.zeros(r.shape, PARTIAL) for r in results]
+    olds: Any = old or (None, None)
+    sums: list[Any] = [None, None]
+    values, exact = sums.copy(), sums.copy()
+    for k, result in enumerate(results):
+        if result is not None:
+            start = np.zeros(result.shape) if old is None else olds[k].astype(np.float64)
+            sums[k] = as_partial(start, 0.0, 0.0)
     some = call._replace(dgamma=sums[0], dbeta=sums[1], sums="pairs")
     _run_parts("backward", backend, some, layout, parts)
-    values: list[Any] = [None, None]
-    asked: list[Any] = [None, None]
-    for k, (result, total) in enumerate(zip(results, sums, strict=True)):
-        if result is None:
-            continue
-        both = total if old is None else merged(total, _exactly(old[k]))
-        values[k], asked[k] = rounded(both, result.dtype)
-    if any(each is not None and each.any() for each in asked):
-        exact: list[Any] = [None if each is None else each.astype(object) for each in asked]
+    for k, result in enumerate(results):
+        if result is not None:
+            values[k], asked = rounded(sums[k], result.dtype)
+            exact[k] = _exact_start(asked, olds[k])
+    if any(each is not None and each.any() for each in exact):
         again = call._replace(dx=None, dgamma=exact[0], dbeta=exact[1], sums="exact")
         _run_parts("backward", backend, again, layout, parts)
-        for k, uncertified in enumerate(asked):
-            if uncertified is not None:
-                added = exact[k] if old is None else _with_old(exact[k], uncertified, old[k])
-                values[k] = decided(values[k], uncertified, added)
-    for result, value in zip(results, values, strict=True):
+    for k, result in enumerate(results):
         if result is not None:
-            result[...] = value
+            result[...] = decided(values[k], exact[k] != 0, exact[k])
+
+
+def _exact_start(uncertified: Array, old: Array | None) -> Array:
+    """Return objects: 0 for a certified column; for others the exact old value, to which sums are added."""
+    start: Array = np.where(uncertified, NOTHING, 0)
+    if old is not None:
+        for place in zip(*np.nonzero(uncertified), strict=True):
+            number = old[place].astype(np.float64)
+            is_finite = np.isfinite(number)
+            start[place] = ExactSum.of_numbers(number[None]) if is_finite else float(number)
+    return start
 
 
 def decided(values: Array, uncertified: Array, exact: Array) -> Array:
-    """Return what `partial.rounded` did, with the exact sums over all rows where that is uncertified."""
+    """Return what `partial.rounded` did, uncertified columns by their exact sums over all rows."""
     result, roots = values.copy(), dict[int, Root]()
     result[uncertified] = [round_sum(each, values.dtype, roots) for each in exact[uncertified]]
     return result
-
-
-def _exactly(values: Array) -> Array:
-    """Return numbers as partial sums without errors."""
-    return as_partial(values.astype(np.float64), 0.0, 0.0)
-
-
-def _with_old(exact: Array, uncertified: Array, old: Array) -> Array:
-    """Return exact sums with the old values of uncertified columns added."""
-    found = exact.copy()
-    for place in zip(*np.nonzero(uncertified), strict=True):
-        number = old[place].astype(np.float64)
-        found[place] += ExactSum.of_numbers(number[None]) if np.isfinite(number) else float(number)
-    return found

@@ -43,10 +43,9 @@ def backward(call: Backward) -> None:
     sums, n = (call.dgamma, call.dbeta), call.x.shape[1]
     if call.sums == "exact":
         for k, result in enumerate(sums):
-            if result is not None:
-                wanted = np.flatnonzero(result.astype(bool))
-                for j, total in uncertified.exact_sums(call, k, wanted):
-                    result[j] = total
+            columns = np.flatnonzero(() if result is None else result != 0)
+            for j, total in uncertified.exact_sums(call, k, columns):
+                result[j] = result[j] + total
         return
     if _needs_integers(call):
         uncertified.finish_backward(call, np.arange(len(call.x)), np.ones((2, n), bool))

@@ -250,6 +250,9 @@ class ExactSum:
         return _nearest(self.offset, terms, self.unit, format_of(dtype))
 
 
+NOTHING: Any = ExactSum(0, 0, {})
+
+
 # ---- rounding ----
 
 
