@@ -35,7 +35,7 @@ bool type_of(PyArrayObject* a, Type& type) {
     return same && (bfloat16 = number, type = BF16, true);
 }
 
-// An array with elements that is NumPy's own, of floats in this machine's byte order.
+// True for an array of NumPy's own class with elements, of floats in this machine's byte order.
 bool is_of_floats(PyObject* object, Type& type) {
     if (!PyArray_CheckExact(object)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
@@ -44,7 +44,7 @@ bool is_of_floats(PyObject* object, Type& type) {
 
 Index last_length(PyArrayObject* a) { return PyArray_DIM(a, PyArray_NDIM(a) - 1); }
 
-// Sees an array as plain rows, if it is one of any dimensions without gaps, or of two with rows without gaps.
+// Sees an array as plain rows: one without gaps, or one of two dimensions with rows without gaps.
 bool see_rows(PyObject* object, Rows& rows) {
     if (!is_of_floats(object, rows.type) || rows.type == PARTIAL) return false;
     PyArrayObject* a = (PyArrayObject*)object;
@@ -60,16 +60,16 @@ bool have_one_shape(PyArrayObject* a, PyArrayObject* b) {
     return ndim == PyArray_NDIM(b) && !memcmp(PyArray_DIMS(a), PyArray_DIMS(b), (size_t)ndim * sizeof(npy_intp));
 }
 
-// Whether an array can take results as plain rows, none of which is another's; the caller has checked its shape and memory.
+// Whether an array can take results as distinct plain rows; the caller has checked its shape and memory.
 bool see_room(PyObject* object, Rows& rows) {
     if (!see_rows(object, rows)) return false;
     PyArrayObject* a = (PyArrayObject*)object;
     return rows.stride >= last_length(a) * BYTES[rows.type] || PyArray_SIZE(a) == last_length(a);
 }
 
-// ---- memory of large results: NumPy's own way to bring it along ----
+// ---- memory of large results, by NumPy's own interface for it ----
 
-// Below, NumPy's cache and malloc do as well.
+// Smaller results are as quick by NumPy's cache and malloc.
 constexpr Index LARGE = 1 << 20;
 
 void* handler_malloc(void*, size_t size) { return memory::take(size); }
@@ -82,7 +82,7 @@ void handler_free(void*, void* old, size_t) { memory::give(old); }
 PyDataMem_Handler handler = {"stablenorm", 1, {nullptr, handler_malloc, handler_calloc, handler_realloc, handler_free}};
 PyObject* capsule;
 
-// Asked at the first large result how many bytes may be kept: a worker of Dask has its own limit by then.
+// Tells the bytes that may be kept; called at the first large result, when a worker of Dask has set its own limit.
 PyObject* default_limit;
 
 bool set_limit(PyObject* value) {
@@ -92,7 +92,7 @@ bool set_limit(PyObject* value) {
     return memory::set_limit(limit), true;
 }
 
-// A new array, a large one in recycled memory: it keeps the handler, and gives its memory to that when it goes.
+// Makes an array; a large one is in recycled memory, which its handler takes back when it goes.
 PyObject* new_array(PyArray_Descr* descr, int ndim, const npy_intp* shape) {
     Index elements = 1;
     for (int k = 0; k < ndim; k++) elements *= shape[k];
@@ -113,12 +113,12 @@ PyObject* new_array(PyArray_Descr* descr, int ndim, const npy_intp* shape) {
     return array;
 }
 
-// A result: the array that was given for it, or a new one like another.
+// Returns the user's array for a result, or a new one like another.
 PyObject* result_like(PyObject* given, PyArrayObject* like) {
     return is_given(given) ? Py_NewRef(given) : new_array(PyArray_DESCR(like), PyArray_NDIM(like), PyArray_DIMS(like));
 }
 
-// A new vector of a number for each row or column.
+// Makes a vector of one number for each row or column.
 template <class T> PyObject* new_vector(npy_intp count, int type, T*& data) {
     PyObject* made = PyArray_SimpleNew(1, &count, type);
     if (made) data = (T*)PyArray_DATA((PyArrayObject*)made);

@@ -1,13 +1,15 @@
-// The backward of rows.h: R rows at a time, which share what is read of gamma and of the sums over rows.
+// The backward of rows.h: R rows at a time, which share the loads of gamma and of the sums over rows. Pass 1, `pull`, sums
+// along the rows and over them; pass 2, `write_dx`, writes dx.
 #pragma once
 #include "rows.h"
 
 namespace {
 
-// Lanes of each row of the backward: two rows, with their sums and constants, then fit 16 registers. On an
-// AVX2 machine, n = 1024: 1.90 10^9/s; with eight lanes 1.58, or one row at a time 1.70.
+// Lanes of a row of the backward: two rows, with their sums and constants, fit 16 registers. AVX2, n = 1024: 1.90 10^9
+// elements a second; with eight lanes 1.58, or one row at a time 1.70.
 constexpr int B = 4;
 
+// m: the smallest of four g.
 template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n) {
     Index s = n < 4 ? 0 : n / 4;
     T some[4] = {dy[0], dy[s], dy[2 * s], dy[3 * s]};
@@ -18,12 +20,12 @@ template <class T> INLINE double pivot(const T* dy, const double* gamma, Index n
     return std::fabs(a) < std::fabs(b) ? a : b;
 }
 
-// A row of the backward, and the means of g - m and of its product with xhat. NEAREST: the errors of xhat, and rms(xhat) or
-// more; rms(g - m) or more, the errors of dx, and a bound of all of them.
+// A row of the backward. plain, slope: A and B, the means of g - m and of its product with xhat. NEAREST: the errors of xhat,
+// `spread` >= rms(xhat), `size` >= rms(g - m), the errors of dx, and a bound for all dx of the row.
 template <class T> struct Back {
     const T *dy, *x;
     double mean, rest, rstd, m;
-    double *centered = nullptr, *g = nullptr;  // x, or CENTER x - mean, and g - m, where KEPT
+    double *centered = nullptr, *g = nullptr;  // if KEPT: x, or CENTER x - mean, and g - m
     double plain = 0, slope = 0;
     Errors errors = {};
     double spread = 0, size = 0;
@@ -31,22 +33,23 @@ template <class T> struct Back {
     double bound = 0;
 };
 
-// Whether the sums leave x - mean and g - m in memory for dx. To make them again from 16 bits takes longer: backward of
-// n = 64 to 16384 on Zen 4, 0.77 to 0.95 of the time; of float32 0.9 up to n = 128, 1.0 to 1.4 up to 512.
+// Whether pass 1 leaves x - mean and g - m in memory for pass 2. Types of 16 bits take longer to convert again: backward of
+// n = 64 to 16384 on Zen 4, 0.77 to 0.95 of the time. Float32: 0.9 up to n = 128, 1.0 to 1.4 up to 512.
 template <class T> constexpr bool KEPT = sizeof(T) == 2;
 
-// Vectors of sums over rows: of the gradients and, NEAREST, of the squares of dy and xhat, which bound their errors.
+// Sums over rows: the gradients and, NEAREST, the squares of dy and xhat, which bound their errors.
 struct Sums {
     double *dgamma, *dbeta, *of_dy, *of_xhat;
 };
 
-// Rows whose dgamma and dbeta are summed plainly, so that their chains of additions are short.
+// Rows of a partial sum of dgamma and dbeta. Shorter chains of additions give a smaller error bound.
 template <bool NEAREST> constexpr Index PART_OF = NEAREST ? 32 : 64;
 
-// Rows at a time: of 16 registers two fill all, of 32 four.
+// Rows at a time: two fill 16 registers, four 32.
 template <bool NEAREST> constexpr int ROWS_OF_DX = NEAREST && WIDEST == 8 ? 4 : 2;
 
-// Some columns of a row. Of what is rounded correctly no bit depends on the order of sums, nor on how wide registers are.
+// Columns that are done at once. NEAREST takes the widest register: correctly rounded results do not depend on the order of
+// the sums.
 template <bool NEAREST> constexpr int FEW = NEAREST && (WIDEST > B) ? WIDEST : B;
 template <bool NEAREST> using Few = Lanes<FEW<NEAREST>, NEAREST ? WIDEST : AT_MOST_FOUR>;
 
@@ -55,7 +58,7 @@ template <int R, class N> struct Constants {
     double *centered[R], *g[R];
 };
 
-// Some columns of R rows, or the first `some` of them, go to the sums along the rows and over them, which FIRST begins.
+// Adds some columns of R rows, SOME: the first `some` of them, to the sums along the rows and over them; FIRST begins these.
 template <bool SOME, bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T, class N = Few<NEAREST>>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
                          const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
@@ -82,8 +85,8 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
     if (NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
 }
 
-// The sums along R rows; dy and dy * xhat are added to those over rows. What depends on a row is in local
-// variables, since for all that the compiler knows a store to dgamma may change it: 0.46 against 0.66.
+// Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows. Row constants are local copies: the compiler
+// cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
 template <bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T>
 APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
     using N = Few<NEAREST>;
@@ -130,7 +133,7 @@ APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums ove
     }
 }
 
-// dx, of some columns of a row: rstd * (g - m) + (x - mean) * p + q, or x * p + q. NEAREST: less a bound of its error.
+// Computes dx of some columns of a row: rstd * (g - m) + (x - mean) * p + q, or with x * p. NEAREST: dx less a bound.
 template <bool LAYER, bool CENTER, bool NEAREST> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
@@ -144,19 +147,19 @@ template <bool LAYER, bool CENTER, bool NEAREST> struct Projected {
     }
 };
 
-// The errors of xhat again, by what the forward kept: sqrt(q), and with it D**2.
+// The errors of xhat from the statistics: `spread` is sqrt(q), which gives D**2.
 template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double m, double chain) {
     double size = c.spread[i], rstd = c.rstd[i], square = size * size - 1 + c.eps * rstd * rstd;
     return errors_of_xhat<LAYER>(size, larger(square, 0) + 0x1p-40, m, chain);
 }
 
-// NEAREST: the list of doubts is to be filled.
+// Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `doubts`.
 template <bool LAYER, bool CENTER, bool PAST, bool NEAREST, class T, class To>
 APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Doubts* doubts = nullptr) {
     Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Doubts found = {NEAREST ? doubts->at : nullptr, 0};
-    // If what is as much more rounds as this does, so does all between; but for a midpoint, which rounds to even.
+    // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
     Lanes<L> both = spread<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINED {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
@@ -165,7 +168,7 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     };
     Index count = n / L, step = is_behind(dx, dy) || is_behind(dx, x) ? -L : L, j = step > 0 ? 0 : (count - 1) * L;
     for (Index k = 0; k < count; k++, j += step) {
-        ask_for(dy + j + ahead), ask_for(x + j + ahead);
+        prefetch(dy + j + ahead), prefetch(x + j + ahead);
         Lanes<L> v = at(j, L);
         if (NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
         store<PAST>(dx + j, NEAREST ? beside_midpoints(v) : v);
@@ -177,7 +180,7 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
     if (NEAREST) *doubts = found;
 }
 
-// Whether dx of a row, where it is in doubt, may round to something else.
+// Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, bool CENTER, class T, class To>
 APART bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts) {
     Projected<LAYER, CENTER, true> row(of);

@@ -1,19 +1,19 @@
-// What the parts share: the arrays of a call, how its rows are dealt out, and its scratch memory.
+// The record of a call: its arrays, how its rows are dealt out, and its scratch memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 
 using Index = std::ptrdiff_t;
 
-// Products of three numbers between these, and their last 106 bits, stay in the range of float64. Rows that leave them are
-// out of range.
+// Products of three numbers within [SMALLEST, LARGEST], and their last 106 bits, stay in the range of float64. Rows with
+// other numbers are out of range.
 constexpr double LARGEST = 0x1p200, SMALLEST = 0x1p-200;
 
 enum Type { F32, BF16, F16, F64, PARTIAL };
 constexpr Index BYTES[] = {4, 2, 2, 8, 24};
-constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number is less than so many of its last
+constexpr double LAST_BITS[] = {0x1p24, 0x1p8, 0x1p11, 0x1p53, 0x1p53};  // a number over its last bit is less
 
-// Plain rows: the elements of a row lie one behind the other, the rows `stride` bytes apart.
+// Plain rows: elements of unit stride, rows `stride` bytes apart.
 struct Rows {
     char* data = nullptr;
     Type type = F32;
@@ -21,14 +21,14 @@ struct Rows {
 };
 inline char* row_of(const Rows& a, Index i) { return a.data + i * a.stride; }
 
-// Float64 from one vector to the next: whole lines, and no multiple of 4096 bytes, where a load waits for an
-// unrelated store.
+// Length of a scratch vector, in float64: whole cache lines, and no multiple of 4096 bytes, at which loads would wait for
+// unrelated stores.
 inline Index padded(Index n) {
     Index lines = (n + 15) / 16 * 16 + 16;
     return lines + (lines % 512 == 0 ? 16 : 0);
 }
 
-// Gives out pieces of memory; of none, it counts how many float64 are needed.
+// Hands out pieces of memory; without memory, counts the float64 that are needed.
 struct Arena {
     double* memory = nullptr;
     Index used = 0;
@@ -40,52 +40,51 @@ struct Arena {
     }
 };
 
-// Marks of a row: integers do it; its terms are not in the sums over rows.
+// Marks of a row. UNCERTIFIED: integers do it. UNSUMMED: the sums over rows lack its terms.
 constexpr uint8_t UNCERTIFIED = 1, UNSUMMED = 2;
 
 struct Call {
-    // y: y or dx. plus: residual or dsum. source: what the residual is added to; x then takes the sum.
+    // y: y or dx. plus: residual or dsum. source: the x to which the residual is added; x takes the sum.
     Rows x, y, dy, source, plus;
     // Samples have a gamma, a beta and sums of their own; `rows` are those of one sample.
     Index samples = 1, rows = 0, n = 0;
-    Index plan_rows = 0;  // rows of the whole call, of which this one may be a block; they decide the tiles
+    Index plan_rows = 0;  // rows of the whole call, which decide the tiles; this call may be a block of it
     const char *gamma = nullptr, *beta = nullptr;
     Type gamma_type = F32, beta_type = F32;
     Index gamma_stride = 0, beta_stride = 0;  // bytes from one sample to the next
     double eps = 0, gamma_offset = 0;
-    // In double-double; every result is the exact one, rounded.
+    // wide: in double-double. nearest: every result is the exact one, rounded.
     bool rms = false, backward = false, wide = false, nearest = false;
 
-    // One float64 for each row. Pairs have low parts and tails; nearest has rms(xhat) or more. Both mark rows: UNCERTIFIED,
-    // UNSUMMED.
+    // The statistics, one float64 a row: pairs have low parts and tails, nearest a spread >= rms(xhat). Both mark rows.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
     double *rstd_low = nullptr, *tail = nullptr, *spread = nullptr;
     uint8_t* marks = nullptr;
 
-    // The sums over rows, [0] dgamma and [1] dbeta; partial sums of "fast" are added to those that are there. Per column,
-    // whether it is uncertified. Where rows are UNSUMMED, the sums over the others go to `partial` instead.
+    // The sums over rows, [0] dgamma and [1] dbeta, and which columns are uncertified. Partial sums of "fast" are added to
+    // the old ones. If rows are UNSUMMED, the sums over the others go to `partial`.
     char* sums_out[2] = {nullptr, nullptr};
     Type sums_type[2] = {F64, F64};
     uint8_t* uncertified[2] = {nullptr, nullptr};
     double* partial[2] = {nullptr, nullptr};
 
-    // How it is done. Shape and dtypes alone decide the tiles: so no bit depends on the number of threads.
+    // The plan. Shape and dtypes alone decide the tiles: no bit depends on the number of threads.
     Index tile_rows = 1, tiles = 1, step = 1;
-    bool past = false, ahead = false;  // results go past the caches; rows to come are asked for
-    bool staged = false;  // results go through a scratch row, where they are added to and rounded
+    bool past = false, ahead = false;  // non-temporal stores; prefetches
+    bool staged = false;               // results go through a scratch row, where they are added to and rounded
 
-    // Scratch memory of all threads: vectors of float64, and of each tile its sums and the range of its dy.
+    // Scratch memory that threads share: the parameters in float64; the sums of each tile, and the range of its dy.
     double *wide_gamma = nullptr, *gamma_low = nullptr, *wide_beta = nullptr, *sizes = nullptr;
     double *sums = nullptr, *ranges = nullptr;
     double* own = nullptr;
-    Index own_size = 0, own_parameters = 0;  // of one thread; where those of its sample begin
+    Index own_size = 0, own_parameters = 0;  // float64 of one thread; where the parameters of its sample begin
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
     Index apart() const { return padded(n); }
-    // Some rows may be done in pairs.
+    // Whether some rows may be done in pairs.
     bool pairs() const { return wide || nearest; }
-    // Dgamma, its low part, dbeta and its low part; for nearest, the sizes of both or, not in pairs, the squares of dy
-    // and xhat.
+    // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors: sizes in pairs, the
+    // squares of dy and xhat in float64.
     Index sums_per_tile() const { return (nearest ? 6 : 4) * apart(); }
 
     void lay_out_parameters(Arena& arena) {
@@ -93,20 +92,20 @@ struct Call {
         wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
         sizes = nearest && !backward ? arena.take(p) : nullptr;
     }
-    void lay_out_sums(Arena& arena, Index tiles_together) {
-        if (summing()) sums = arena.take(sums_per_tile() * tiles_together), ranges = arena.take(2 * tiles_together);
+    void lay_out_sums(Arena& arena) {
+        if (summing()) sums = arena.take(sums_per_tile() * tiles), ranges = arena.take(2 * tiles);
     }
 };
 
-// The float64 that each thread has for itself.
+// Scratch memory of one thread.
 struct Own {
-    double *x[2], *dy[2];              // rows that are lifted, of this group and the next
-    double *addend;                    // a row that is added
-    double *part;                      // the sums of some rows
-    double *zeros;                     // a row in the place of one that is summed in pairs
-    double *xhat;                      // pairs, of each row of a group
-    double *kept;                      // what the sums of 16 bits leave for dx, of this group and the next
-    double *high, *low, *size;         // a row of results
+    double *x[2], *dy[2];       // rows that are lifted, for this group and the next
+    double *addend;             // a row that is added
+    double *part;               // the sums of some rows
+    double *zeros;              // a row of zeros, in the place of a hard row
+    double *xhat;               // pairs, for each row of a group
+    double *kept;               // x - mean and g - m of types of 16 bits, for this group and the next
+    double *high, *low, *size;  // a row of results
 
     Own(const Call& c, Arena& arena) {
         Index p = c.apart(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
@@ -119,10 +118,10 @@ struct Own {
     }
 };
 
-// What one instruction set has for a call.
+// The kernels of one instruction set.
 struct Kernels {
     const char* name;
-    Index alignment;  // bytes, of rows that are written past the caches
+    Index alignment;  // bytes, of rows for non-temporal stores
     // Gamma and beta in float64; false if they are out of range.
     bool (*prepare)(const Call&);
     void (*do_tile)(const Call&, Index tile, int thread);

@@ -1,11 +1,11 @@
-// rounding="nearest" by float64: bounds of the errors of rows.h, and whether a result is certain to round as the exact
-// value does.
+// Ziv's rounding test (Ziv, ACM TOMS 17 (1991) 410) for the float64 results of rows.h, with rounding="nearest": a result is
+// certified if no midpoint of its type lies within its error bound.
 //
-// Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2), which is rms(xhat)**2 or more,
-// and D = |d| rstd. H is the longest chain of additions of a sum along a row. Terms of u**2 are 2 % at most. Then
-//     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. Of a sum, what each term errs by grows with
-//         the additions that it goes through. Their root mean square is at most H - 2, since of a run of 8 the later terms
-//         go through fewer (Cauchy and Schwarz)
+// Bounds, with u = 2**-53, k the guess, c = x - k, d = mean(c), q = rstd**2 mean(c**2) >= rms(xhat)**2 and D = |d| rstd. H is
+// the longest chain of additions of a sum along a row. Terms of u**2 add 2 % at most. Then
+//     d: H u rms(c), and rms(c) rstd = sqrt(q): c rounded, the sum, the division. The error of a term grows with the
+//         additions that it goes through; their root mean square is at most H - 2, since the later terms of a run of 8 go
+//         through fewer (Cauchy and Schwarz)
 //     mean(c**2): (H + 4) u of it
 //     var: their difference: rstd**2 times its error is u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1)
 //     rstd: half of that and 3 u: the sum with eps, the root, the quotient
@@ -13,18 +13,18 @@
 //         x rstd - mean rstd stands for (x - mean) rstd, b has M u more, with M = |mean| rstd
 //     y: a |gamma xhat| + b |gamma| + u |y|, with |gamma xhat| <= |y| + |beta|
 //     mean(g - m): (H + 2) u G, with G = rms(g - m), to which g - m is rounded once
-//     slope, the mean of (g - m) xhat: (H + 5) u G; and since rstd and the mean err alike in all of a row, a |slope| +
-//         b |mean(g - m)|, of which both are mostly far less than G
+//     slope, the mean of (g - m) xhat: (H + 5) u G; and, since rstd and the mean err alike in all elements of a row,
+//         a |slope| + b |mean(g - m)|, mostly far less than G
 //     dx: (a + 3 u) |dx| + rstd (1 + |xhat|) ((H + 5) u G + (2 a + 7 M u) |slope| + (b + 6 u) (|mean(g - m)| + |slope|))
 //     dgamma: the sum of |dy| (a |xhat| + b), and u |dy xhat| for each addition in a part of the rows; the parts are
 //         merged with compensation, whose errors are less than 1 % of these
-//     dbeta: the second alone, of |dy|
-// RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q and b are 0 but for M, g constant: G is 0, and what these
-// multiply is exact. An x - mean that is 0 for all that is kept of the mean is not: b is not 0 then.
+//     dbeta: u |dy| for each addition
+// RMS norm: d, D, b and mean(g - m) are 0. Constant rows: q is 0, and b is M u. Constant g: G is 0. The terms that a 0
+// multiplies are exact then.
 //
-// A result is certain if no midpoint of its type is within its bound. First, a register at a time, by one bound for all
-// of a row: |xhat| <= sqrt(n q) and |g - m| <= sqrt(n) G. Then each element of a register that fails, by its own: what is
-// that much less and that much more must round alike. Then the row in pairs.
+// The test has three steps. A register at a time is tested by one bound for all of a row: |xhat| <= sqrt(n q) and
+// |g - m| <= sqrt(n) G. The elements of a register that fails are tested each by its own bound: the result less the bound,
+// and plus it, must round alike. A row with an element that fails is repeated in pairs.
 #pragma once
 #include <cmath>
 
@@ -34,29 +34,29 @@ namespace {
 
 constexpr double U = 0x1p-53;
 
-// A NaN as b loses.
+// Like fmax: returns a if b is NaN.
 INLINE double larger(double a, double b) { return a < b ? b : a; }
 
-// Of a row: the error of xhat is at most a |xhat| + b; M, or 0.
+// The errors of a row: that of xhat is at most a |xhat| + b. m: M, or 0.
 struct Errors {
     double a, b, m;
 };
 
-// Given sqrt(q), D**2 and M, or a little more, or 0 for the last. D, which the first 64 elements leave at 1 / 8 or so, is at
-// most 4 D**2 + 1 / 16.
+// Arguments are upper bounds of sqrt(q), D**2 and M; m = 0 if x is centered first. D is at most 4 D**2 + 1 / 16; the guess
+// from 64 elements leaves it at 1 / 8 or so.
 template <bool LAYER> INLINE Errors errors_of_xhat(double size, double square, double m, double chain) {
     double var = (chain + 4) * size * size + (LAYER ? (8 * square + 0.125) * size * chain + square : 0) + 1;
     Errors of = {1.02 * U * (var / 2 + 5.5), LAYER ? 1.02 * U * ((chain + 1) * size + m) : 0, m};
-    // What has no bound, NaN too, is certain of nothing.
+    // A row without a small bound, NaN included, certifies nothing.
     return of.a < 0x1p-20 ? of : Errors{__builtin_inf(), __builtin_inf()};
 }
 
-// A row that errs by more is done in pairs, lest its error be that of all rows in a bound of dgamma. Rows of data have some
-// 2**-48; 16 times that is left for rows that lie off zero in a tile of others.
+// Rows with a larger error are done in pairs: the bound of dgamma takes the worst row for all. Rows of data have some 2**-48;
+// the factor 16 leaves room for rows off zero in a tile of others.
 constexpr double HARD = 0x1p-44;
 
-// Registers of a sum that are added one after the other; sums of such are added in pairs, sums of pairs in pairs, and so
-// on. The backward has six sums to put aside after each run: runs of 16 instead of 8 save 3 % of its time.
+// Registers of a run, which is added sequentially; the sums of runs are added pairwise. The backward has six sums to put
+// aside after each run: runs of 16 for 8 save 3 % of its time.
 constexpr Index RUN = 8, RUN_BACK = 16;
 
 // The longest chain of additions of a sum of n columns, in so many lanes, of up to 16.
@@ -66,11 +66,11 @@ INLINE double chain_of(Index n, Index lanes, Index run) {
     return chain;
 }
 
-// A bound that is not 0 has to be this at least. The smallest numbers of a type have fewer digits, hence other midpoints:
-// by so large a bound none of them is certain. Not of float16, whose small numbers are looked for.
+// The least bound but 0. Subnormal numbers have fewer digits and other midpoints: no result that small is certified with so
+// large a bound. Float16 has tests of its own for its small numbers.
 constexpr double LEAST_BOUND = 0x1p-134;
 
-// Of all y of a row, beside |gamma| + |beta|; and of each.
+// The bound of all y of a row, as a multiple of |gamma| + |beta|; and of each y.
 INLINE double bound_of_y(Errors of, double size, Index n) {
     return 1.02 * ((of.a + 3 * U) * larger(1, std::sqrt((double)n) * size) + of.b);
 }
@@ -78,8 +78,8 @@ template <class N> INLINE N bounds_of_y(Errors of, N v, N gamma, N beta) {
     return fma(like(v, 1.02 * (of.a + 3 * U)), magnitude(v), fma(like(v, of.a), magnitude(beta), like(v, of.b) * magnitude(gamma)));
 }
 
-// The errors of dx, given G, |mean(g - m)| and |slope|: so much of it, and this times 1 + |xhat|. Of all dx of a row; and
-// of each, by |x - mean| rstd.
+// The errors of dx from G, |mean(g - m)| and |slope|: at most a |dx| + b (1 + |xhat|). Then the bound of all dx of a row, and
+// of each dx by its |xhat|.
 INLINE Errors errors_of_dx(Errors of, double rstd, double g, double plain, double slope, double chain) {
     double both = (2 * of.a + 7 * U * of.m) * slope + (of.b + 6 * U) * (plain + slope);
     return {1.02 * (of.a + 3 * U), 1.02 * rstd * ((chain + 5) * U * g + both)};
@@ -92,14 +92,14 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
     return fma(like(v, of_dx.a), magnitude(v), fma(like(v, of_dx.b), magnitude(xhat), like(v, LAYER ? of_dx.b : 0)));
 }
 
-// Of dgamma, by the sums of squares of dy and xhat: a includes the additions. Sum |v w|, for which the root of
-// sum v**2 sum w**2 stands, may be far less.
+// The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
+// for sum |v w|, which may be far less.
 INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, double rows) {
     return root(of_dy) * fma(spread<8>(1.03 * worst.a), root(of_xhat), spread<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
-// Whether a midpoint may be between two bounds of a result. If they have all bits in common down to the first that
-// rounding drops, neither a midpoint nor a number of the type is between them.
+// Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to the first that rounding
+// drops, neither a midpoint nor a number of the type lies between them.
 template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
     Lanes<L, W> size = magnitude(most);
@@ -109,8 +109,8 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
     return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
-// The same of each, and of midpoints alone, for results that are often numbers of the type: where it is not 0. Half its last
-// bit puts them where the others were.
+// The lanes, not 0, with a midpoint between their bounds, for results that are often numbers of the type: adding half the
+// last bit puts midpoints where numbers were.
 template <class To, int L, int W> INLINE Words<L, W> midpoints_between(Lanes<L, W> most, Lanes<L, W> least) {
     using I = Register<int64_t, W>;
     constexpr int64_t half = 1LL << (52 - DIGITS<To>);
@@ -122,7 +122,7 @@ template <class To, int L, int W> INLINE Words<L, W> midpoints_between(Lanes<L, 
     return found;
 }
 
-// Whether what is `error` less, and more, round to something else.
+// Whether v - error and v + error round differently.
 template <class To, int L, int W> APART bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index some) {
     To less[L], more[L];
     store(less, v - error), store(more, v + error);

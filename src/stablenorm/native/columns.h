@@ -4,9 +4,9 @@
 
 namespace {
 
-constexpr Index COLUMNS = 512;  // of the tiles' sums that are added up at a time: they stay in the first-level cache
+constexpr Index COLUMNS = 512;  // columns whose tiles' sums are added up at a time: they stay in the first-level cache
 
-// Adds `part` to the compensated sum total + low. Of an infinite sum, what is left over is NaN.
+// Adds `part` to the compensated sum total + low; the low part of an infinite sum is 0, where the formula gives NaN.
 template <class V> INLINE void merge(V part, V& total, V& low) {
     V high = total + part, t = high - total, error = (total - (high - t)) + (part - t);
     error = (high - high == high - high) ? error + low : V{};
@@ -26,7 +26,7 @@ APART inline void merge_columns(const double* part, double* total, double* low, 
 
 // ---- gamma and beta ----
 
-// n elements in float64, and zeros behind them; without a parameter what changes nothing.
+// Widens n elements of a parameter, or fills in the neutral one; zeros follow them.
 inline void widen(const char* from, Type type, double neutral, double* to, Index n) {
     if (from) convert_row(type, from, to, n);
     else for (Index j = 0; j < n; j++) to[j] = neutral;
@@ -55,12 +55,12 @@ inline bool prepare(const Call& c) {
         // A bound of at least 2**-52 times this is at least LEAST_BOUND.
         sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
     }
-    // Float64 beside narrower data: float64 holds their products unless they are huge.
+    // float64 holds the products of float64 parameters and narrower data unless they are huge.
     if (!c.pairs()) {
         bool moderate = c.gamma_type != F64 || is_within(gamma, c.n, 0);
         return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
-    // All finite numbers of narrow types are in range.
+    // Finite numbers of narrow types are in range.
     bool within = c.wide ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);
     if (!within || c.backward) return within;
     return (!c.wide || is_within(beta, c.n, 0)) && (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
@@ -68,7 +68,7 @@ inline bool prepare(const Call& c) {
 
 // ---- sums ----
 
-// Some columns of a sum: the pairs; what bounds of their errors are made of, and these.
+// Some columns of a sum: pairs, the two sums that error bounds are made of, and the bounds.
 struct Block {
     const double *high, *low;
     double *size, *other;
@@ -82,7 +82,7 @@ inline void add_up(const double* part, double* total, Index count) {
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
     Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
-    // Low parts of tiles of one part are 0.
+    // A tile of one part has low parts of 0.
     bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
     const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 3 * start : nullptr;
     if (c.tiles == 1 && !carried) {
@@ -102,13 +102,13 @@ inline void add_tiles(const Call& c, int which, Index start, Index count, Block&
     }
 }
 
-// Whether sums of dy, as pairs, are exact: multiples of the last bit of the smallest |dy|. The low parts, of so
-// many rounding errors, are then at most 2**52 times that: so any two add up exactly.
+// Whether the sums of dy are exact as pairs. They are multiples of the last bit of the smallest |dy|; if their low parts
+// are at most 2**52 times that, any two add up exactly.
 inline bool is_exact(double rows, double most, double last) {
     return rows * 0x1p-53 * rows * most * last <= 0x1p52;
 }
 
-// Errors of terms, the worst of all rows; those of dbeta are of additions alone.
+// The errors of terms, the worst of all rows; dbeta has those of its additions alone.
 inline Errors worst_of(const Call& c, int which) {
     if (which == 1) return {0, (double)(c.tile_rows < PART_OF<true> ? c.tile_rows : PART_OF<true>) * U};
     Errors worst = {0, 0};
@@ -117,7 +117,7 @@ inline Errors worst_of(const Call& c, int which) {
     return worst;
 }
 
-// Bounds of the errors of sums, of pairs or of float64.
+// Bounds the errors of sums of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
     if (!c.wide) {
         Errors worst = worst_of(c, which);
@@ -138,17 +138,17 @@ inline void find_errors(const Call& c, int which, Index start, Index count, Bloc
     for (Index j = 0; j < count; j++) of.error[j] = exact ? 0 : fma(0x1p-52, magnitude(of.low[j]), bound * of.size[j]);
 }
 
-// Sums as pairs, and their errors: at most 1.02 times these.
+// Sums as pairs; 1.02 times `error` bounds their errors.
 struct Close {
     Pair<Lanes<8>> sum;
     Lanes<8> error;
 };
 
-// dgamma or dbeta of up to 8 columns once more, exactly but for the rounding of terms: each row has the error of its
-// statistics, not the worst of all rows. DEEP: statistics are made anew, in pairs.
+// Sums up to 8 columns of dgamma or dbeta again, exactly but for the rounding of terms, and with each row's own error
+// instead of the worst of all rows. DEEP: with statistics in pairs.
 template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int which, Index start, const Index* columns, Index count) {
     using N = Lanes<8>;
-    constexpr Index TOGETHER = 16;  // rows, lest what is read together has only just been written one by one
+    constexpr Index TOGETHER = 16;  // rows gathered before one is loaded: a load waits for stores of its parts
     double chain = chain_of(c.n, L, RUN);
     N bound = spread<8>(sums_bound(c.n, 0, 0));
     Pair<N> sum = {};
@@ -194,8 +194,8 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     return {sum, size};
 }
 
-// Rounds columns that are summed closely, where they are certified: dbeta where its sum as a pair is exact, as that of few
-// narrow numbers mostly is, which are often midpoints.
+// Rounds the columns of `sum_closely` that are certified. dbeta is certified where its sum is exact as a pair: sums of few
+// narrow numbers mostly are, and are often midpoints.
 template <class To> void round_closely(const Close& of, int which, const Index* columns, Index count, To* out, uint8_t* uncertified) {
     double high[8], low[8], error[8];
     store(high, of.sum.high), store(low, of.sum.low), store(error, of.error);
@@ -208,7 +208,7 @@ template <class To> void round_closely(const Close& of, int which, const Index* 
     }
 }
 
-// Rounds sums, each by its own bound; then single columns that this leaves uncertified, summed closely.
+// Rounds sums, each with Ziv's rounding test by its own bound, and sums the columns that fail it closely.
 template <class To> void round_narrow(const Call& c, int which, Index first, Index count, const Block& of, To* out, uint8_t* uncertified) {
     using N = Lanes<8>;
     constexpr double SMALL = DIGITS<To> == 11 ? 0x1p-14 : 0x1p-126;
@@ -226,7 +226,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
         bool small = false;
         write(each, differ);
         for (Index k = 0; k < some; k++) uncertified[j + k] = each[k] != 0, small |= magnitude(of.high[j + k]) < SMALL;
-        // The smallest numbers have fewer digits: what they round to is looked at.
+        // Subnormal numbers have fewer digits: compare what their bounds round to.
         if (small) round_pairs(out + j, of.high + j, of.low + j, of.error + j, 1.0, some, uncertified + j);
         for (Index k = j; k < j + some; k++)
             if (uncertified[k] && magnitude(of.high[k]) < __builtin_inf()) left[found++] = k;
@@ -245,7 +245,7 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
     }
 }
 
-// Unrounded, as sums that are merged with others.
+// Writes partial sums, to be merged with others.
 inline void put_partial(const Block& of, bool bounded, Index count, double* out) {
     for (Index j = 0; j < count; j++, out += 3) {
         Pair<double> sum = two_sum(of.high[j], of.low[j]);
@@ -269,11 +269,11 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         To* out = (To*)c.sums_out[which] + start;
         if (!c.nearest && of.low == ZEROS) return convert(of.high, out, count);
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
-        // Float16 are multiples of 2**-24 below 2**16, of which fewer than 2**50 add up exactly, as pairs.
+        // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
         bool exact = which == 1 && c.dy.type == F16 && !c.wide;
         if (!c.nearest || c.wide || exact) round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
         else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, uncertified);
-        // In pairs a NaN comes from a row with NaN; there is one. Of float64, integers tell what is not finite.
+        // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64 sums that are not finite.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {
             if (c.wide && of.high[j] != of.high[j]) convert(&nan, out + j, 1), c.nearest && (uncertified[j] = 0);

@@ -1,4 +1,4 @@
-// From memory to rows of one type, and from rows of float64 or pairs back: lifted; added to, and rounded once.
+// Rows between memory and arithmetic: lifted to one type on the way in; added to and rounded once on the way out.
 #pragma once
 #include "call.h"
 #include "pair_rows.h"
@@ -22,15 +22,14 @@ template <class F> INLINE auto of_type(Type type, F f) {
 
 // ---- rows of another type ----
 
-// Bytes to ask for ahead of time, at least: the processor's own prefetcher stops at pages. Of (131072, 256), two
-// threads, that took the backward from 29 to 18 ms.
+// Least distance of prefetches, in bytes: the processor's own prefetcher stops at pages. (131072, 256), two threads: the
+// backward takes 18 ms for 29.
 constexpr Index LEAST_AHEAD = 1 << 14;
 
-// n elements as another type, each rounded once. What lies behind, mostly the next row, is asked for: of memory
-// beyond the caches that makes it twice as fast.
+// Converts n elements, each rounded once. Prefetches what follows, mostly the next row: twice as fast beyond the caches.
 template <class From, class To> APART void convert(const From* from, To* to, Index n) {
     Index j = 0;
-    for (; j + L <= n; j += L) ask_for((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
+    for (; j + L <= n; j += L) prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
     if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
 }
 
@@ -55,8 +54,8 @@ template <class T> INLINE const T* row_as(const Call& c, const Rows& a, Index i,
 
 // ---- from pairs to a narrower type ----
 
-// high + low rounded to odd, given that `high` is the sum rounded to nearest: where that is even and `low`
-// is not zero, its neighbour on the side of `low`.
+// Rounds high + low to odd, given that `high` is the sum rounded to nearest: if it is even and `low` is not 0, takes its
+// neighbour on the side of `low`.
 template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W> low) {
     EACH {
         using I = Register<int64_t, W>;
@@ -71,7 +70,7 @@ template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W>
 
 namespace pairs {
 
-// The smallest |dy| of a row but for zeros, and the largest; a NaN is larger than all.
+// The smallest |dy| of a row, zeros aside, and the largest; a NaN is larger than all.
 APART inline Pair<double> range_of(const double* dy, Index n) {
     using I = Register<int64_t, WIDEST>;
     I least = I{} + INT64_MAX, most = {};
@@ -93,13 +92,13 @@ APART inline Pair<double> range_of(const double* dy, Index n) {
     return {found[0], found[1]};
 }
 
-// A row of results as pairs, with sizes: each is known to within a bound times its size.
+// A row of results as pairs; each errs by at most a bound times its size.
 struct Results {
     double *high, *low, *size;
 };
 
-// Sinks of results: rounded to float64, by the way; kept as they are; or rounded to float64, each known to within `bound`
-// times its size, which may leave one uncertified.
+// Sinks of results: rounded to float64 at once; kept as pairs; or rounded to float64 with Ziv's rounding test, where each
+// errs by at most `bound` times its size.
 struct ToFloat64 {
     static constexpr bool WHOLE = false;
     double* at;
@@ -121,7 +120,7 @@ struct ToCertain {
     double bound;
     Words<P, WIDEST> uncertified = {};
     INLINE void operator()(Index j, Index some, Wide v, N size) {
-        // The low part has been rounded itself; so is its sum with the bound.
+        // The first term covers the rounding of the low part and of its sum with the bound.
         N error = fma(spread<P>(0x1p-52), magnitude(v.low), spread<P>(bound) * size);
         N most = v.high + (v.low + error), least = v.high + (v.low - error);
         if (some < P) most = first(most, some), least = first(least, some);
@@ -137,8 +136,8 @@ struct ToCertain {
 
 // ---- rounding ----
 
-// Rounds pairs, each known to within bound * size, once; returns whether an element is uncertified, and says
-// which in `each` if that is given. Without sizes none is.
+// Rounds pairs once, with Ziv's rounding test if there are sizes: each errs by at most bound * size. Returns whether an
+// element is uncertified, and writes to `each`, if it is not null, which are.
 template <class T>
 APART bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
     using N = pairs::N;
@@ -154,7 +153,7 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
         T upper[8], lower[8];
         bool differ = false;
         if (size) {
-            // The low part has been rounded itself; so is its sum with the bound.
+            // The first term covers the rounding of the low part and of its sum with the bound.
             N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
             store(lower, rounded(a, b - error));
             b = b + error;
@@ -166,14 +165,14 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
         memcpy(out + j, upper, sizeof(T) * (size_t)some);
     };
     Index j = 0;
-    // A length that the compiler knows is no call.
+    // With a constant length, memcmp and memcpy are no calls.
     for (; j + 8 <= n; j += 8) round(j, std::integral_constant<Index, 8>());
     if (j < n) round(j, n - j);
     return uncertified;
 }
 
-// Adds a row to results in pairs; without a low part, in float64. There is one NaN, and of an infinite sum no
-// low part: what is left over is NaN.
+// Adds a row to results in pairs or, without low parts, in float64. Writes one NaN for all, and 0 as the low part of an
+// infinite sum.
 APART inline void add_row(const double* plus, double* high, double* low, Index n) {
     for (Index j = 0; j < n; j++) {
         Pair<double> sum = two_sum(high[j], plus[j]);
@@ -182,8 +181,8 @@ APART inline void add_row(const double* plus, double* high, double* low, Index n
     }
 }
 
-// Adds dsum to a row of results, rounds them once and writes them to row i; returns whether one is uncertified.
-// Results that are no pairs are in own.high.
+// Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes row i; returns whether one is
+// uncertified.
 APART inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
     double* low = c.wide ? own.low : nullptr;
     if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, low, c.n);

@@ -1,4 +1,4 @@
-// How a call is dealt out to threads. The shape and dtypes alone decide the tiles: no bit depends on threads.
+// Deals a call out to threads. The shape and dtypes alone decide the tiles: no bit depends on threads.
 #include "jobs.h"
 
 #include <cstring>
@@ -16,31 +16,30 @@ const Kernels* kernels;
 
 namespace {
 
-// Elements of a tile of the forward: 4 us of work, so that the last one leaves nobody waiting, and to take one
-// (20 ns) is nothing; of few elements four tiles, down to 1 us each.
+// Elements of a tile of the forward: 4 us of work, so that the last tile keeps nobody waiting and claiming one (20 ns) costs
+// nothing. Small calls have four tiles, down to 1 us each.
 constexpr Index FORWARD_TILE = 1 << 14, LEAST_FORWARD_TILE = 1 << 12, FEW = 4;
 
-// Tiles of the backward, each with four vectors of sums of its own: at most 64, and as few as 8 where rows are
-// long, keep these within a few MB. Of few elements up to four, if each has enough for its sums to be a small
-// part of the work.
+// Tiles of the backward have four vectors of sums each: at most 64 tiles, as few as 8 where rows are long, keep these within a
+// few MB. Small calls have up to four, if the sums are a small part of the work of each.
 constexpr Index BACKWARD_TILE = 1 << 16, LEAST_BACKWARD_TILE = 1 << 13, LEAST_ROWS = 16;
 constexpr Index MOST_TILES = 64, FEWEST_TILES = 8, SUMS = 1 << 17;
 constexpr Index ROWS_TOGETHER = 8;
 
-// Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
+// Short rows that are done together: their divisions and roots overlap.
 Index rows_together(Index n) { return n > 512 ? 2 : n > 256 ? 4 : ROWS_TOGETHER; }
 
-// Past the caches, forward of rows of so many columns goes two by two: n = 256, 4.0 for 2.9 10^9 elements a second.
+// Least columns of rows that a forward with non-temporal stores does two by two: n = 256, 4.0 for 2.9 10^9 elements a second.
 constexpr Index LEAST_OF_TWO = 128;
 
-// An element in double-double takes as long as so many others.
+// Time of an element in double-double over that of another.
 constexpr Index COST = 4;
-// Fewer elements than these, 2 us of work, are shared with nobody; and fewer than these wake nobody but in a loop of
-// calls, of which the first pays: (2, 128, 64), 10.3 us alone, 7.2 shared.
+// Calls of fewer elements, 2 us of work, run on one thread; of fewer than WORTH_WAKING, they wake no helper: in a loop of calls
+// the helpers are awake. (2, 128, 64): 10.3 us alone, 7.2 shared.
 constexpr Index SHARED = 1 << 13, WORTH_WAKING = 1 << 16;
 
-// Results of so many bytes go past the caches. (4, 512, 1024) with two threads: 570 to 660 us, through them up
-// to 1070. Inputs beyond the cache of one core are asked for ahead of time.
+// Results of this size and more use non-temporal stores: (4, 512, 1024) with two threads, 570 to 660 us, without up to 1070.
+// Inputs beyond the cache of one core are prefetched.
 constexpr Index PAST_CACHES = 4 << 20, OWN_CACHE = 1 << 20;
 
 constexpr Index LEAST_SAMPLE = 1 << 15;
@@ -56,7 +55,7 @@ Index forward_rows(Index rows, Index n) {
     return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
 }
 
-// Rounding to nearest, subnormals as they are, whatever the calling thread is set to.
+// Sets rounding to nearest and keeps subnormals, whatever the calling thread is set to.
 struct DefaultControl {
 #if defined(__x86_64__) || defined(_M_X64)
     unsigned word = _mm_getcsr();
@@ -71,20 +70,14 @@ struct DefaultControl {
 
 bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
 
-// Samples from `first` on, whose tiles and sums are done together.
-struct Batch {
-    const Call& call;
-    Index first;
-};
-
 template <class T> void further(T*& p, Index bytes) {
     if (p) p = (T*)((char*)p + bytes);
 }
 
-// The call of sample `i` of a batch: its parameters, and its sums if it is of one tile, in the memory of a thread.
-Call sample_of(const Batch& batch, Index i, int thread) {
-    Call c = batch.call;
-    Index sample = batch.first + i, row = sample * c.rows;
+// The call of one sample: its parameters and, if it is of one tile, its sums are in `room`.
+Call sample_of(const Call& all, Index sample, double* room) {
+    Call c = all;
+    Index row = sample * c.rows;
     for (Rows* each : {&c.x, &c.y, &c.dy, &c.source, &c.plus}) further(each->data, row * each->stride);
     for (double** each : {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread}) further(*each, row * 8);
     further(c.marks, row), further(c.gamma, sample * c.gamma_stride), further(c.beta, sample * c.beta_stride);
@@ -92,10 +85,8 @@ Call sample_of(const Batch& batch, Index i, int thread) {
         further(c.sums_out[k], sample * c.n * BYTES[c.sums_type[k]]), further(c.uncertified[k], sample * 2 * c.n);
         further(c.partial[k], sample * 6 * c.n * 8);
     }
-    Arena room{c.own + c.own_size * thread + c.own_parameters, 0};
-    c.lay_out_parameters(room);
-    if (c.tiles == 1) c.lay_out_sums(room, 1);
-    else further(c.sums, i * c.tiles * c.sums_per_tile() * 8), further(c.ranges, i * c.tiles * 16);
+    Arena own{room, 0};
+    if (room) c.lay_out_parameters(own), c.lay_out_sums(own);
     return c;
 }
 
@@ -108,61 +99,55 @@ void finish_part(const Call& c, Index part) {
 
 void tile_work(void* data, Index number, int thread) {
     DefaultControl control;
-    const Batch& batch = *(const Batch*)data;
-    if (batch.call.samples == 1) return kernels->do_tile(batch.call, number, thread);
-    Call c = sample_of(batch, number / batch.call.tiles, thread);
-    kernels->prepare(c), kernels->do_tile(c, number % batch.call.tiles, thread);
-    for (Index part = 0, parts = c.tiles == 1 ? finish_parts(c) : 0; part < parts; part++) finish_part(c, part);
+    kernels->do_tile(*(const Call*)data, number, thread);
 }
 
-void finish_work(void* data, Index part, int thread) {
+void finish_work(void* data, Index part, int) {
     DefaultControl control;
-    const Batch& batch = *(const Batch*)data;
-    if (batch.call.samples == 1) return finish_part(batch.call, part);
-    Index parts = finish_parts(batch.call);
-    finish_part(sample_of(batch, part / parts, thread), part % parts);
+    finish_part(*(const Call*)data, part);
 }
 
-// Tiles of samples whose sums are held at a time: 4 MiB of them, if n is 256. A sample of one tile has its sums in the
-// memory of a thread.
-constexpr Index TILES_TOGETHER = 512;
-Index batch_of(const Call& c) { return c.tiles == 1 ? c.samples : least(c.samples, most(TILES_TOGETHER / c.tiles, 1)); }
+// A sample of one tile, from its parameters to its sums.
+void sample_work(void* data, Index sample, int thread) {
+    DefaultControl control;
+    const Call& all = *(const Call*)data;
+    Call c = sample_of(all, sample, all.own + all.own_size * thread + all.own_parameters);
+    kernels->prepare(c), kernels->do_tile(c, 0, thread);
+    for (Index part = 0, parts = finish_parts(c); part < parts; part++) finish_part(c, part);
+}
 
-// Scratch memory of so many threads, all in one piece.
+// Whether threads share out samples, and not the tiles of one sample after the other.
+bool by_samples(const Call& c) { return c.samples > 1 && c.tiles == 1; }
+
+// Takes the scratch memory of all threads in one piece.
 bool take_scratch(Call& c, int threads, double*& memory) {
     Arena shared, own;
-    bool is_shared = c.samples == 1 || c.tiles > 1;
-    Index together = c.tiles * batch_of(c);
-    c.lay_out_parameters(shared);
-    if (is_shared) c.lay_out_sums(shared, together);
+    c.lay_out_parameters(shared), c.lay_out_sums(shared);
     (void)Own(c, own);
     c.own_parameters = own.used;
-    if (c.samples > 1) c.lay_out_parameters(own);
-    if (!is_shared) c.lay_out_sums(own, 1);
+    if (by_samples(c)) c.lay_out_parameters(own), c.lay_out_sums(own);
     memory = (double*)memory::take((size_t)(shared.used + own.used * threads) * sizeof(double));
     if (!memory) return false;
     Arena real{memory, 0};
-    c.lay_out_parameters(real);
-    if (is_shared) c.lay_out_sums(real, together);
+    c.lay_out_parameters(real), c.lay_out_sums(real);
     c.own = memory + real.used, c.own_size = own.used;
     return true;
 }
 
-// Some samples, from `first` on.
-void run_parts(const Call& c, Index first, Index samples, int threads) {
-    Batch batch{c, first};
-    Index cost = samples * c.rows * c.n * (c.wide ? COST : 1), tiles = samples * c.tiles;
-    pool::run(tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &batch);
-    if (c.samples > 1 && c.tiles == 1) return;
-    pool::run(samples * finish_parts(c), tiles * c.n < SHARED ? 1 : threads, false, finish_work, &batch);
+// Does one sample, or all if each is of one tile.
+void run_tiles(Call& c, int threads) {
+    Index cost = c.rows * c.n * (c.wide ? COST : 1);
+    if (by_samples(c)) return pool::run(c.samples, threads, c.samples * cost >= WORTH_WAKING || pool::is_in_use(), sample_work, &c);
+    pool::run(c.tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &c);
+    pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
 }
 
-// Whether kernels can do all samples: gamma and beta of pairs, or of float64, may be out of range.
+// Whether kernels can do all samples: gamma and beta may be out of range, with pairs or of float64.
 bool can_prepare(const Call& c) {
     if (c.samples > 1 && !c.pairs() && c.gamma_type != F64 && c.beta_type != F64) return true;
     if (c.samples == 1) return kernels->prepare(c);
     for (Index i = 0; i < c.samples; i++)
-        if (!kernels->prepare(sample_of({c, 0}, i, 0))) return false;
+        if (!kernels->prepare(sample_of(c, i, nullptr))) return false;
     return true;
 }
 
@@ -198,15 +183,15 @@ void plan(Call& c) {
     c.tiles = (c.rows + c.tile_rows - 1) / c.tile_rows;
     bool any_float64 = (c.gamma && c.gamma_type == F64) || (c.beta && c.beta_type == F64);
     for (int i = 0; i < 2; i++) any_float64 |= c.sums_out[i] && c.sums_type[i] == F64;
-    bool rare = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
+    bool needs_pairs = c.gamma_offset != 0 || c.sums_type[0] == PARTIAL || c.sums_type[1] == PARTIAL || (c.rms && c.sums_out[1]) ||
                 (c.backward && !c.spread) || any_float64;
-    bool unlike = c.backward && (c.plus.data || c.dy.type != c.x.type);
-    // Correct rounding of what is rare is left to pairs.
-    c.wide = c.wide || (c.nearest && (rare || unlike));
-    c.staged = unlike || (c.wide && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
+    bool needs_staging = c.backward && (c.plus.data || c.dy.type != c.x.type);
+    // Pairs round rare calls correctly.
+    c.wide = c.wide || (c.nearest && (needs_pairs || needs_staging));
+    c.staged = needs_staging || (c.wide && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
     Index row_bytes = c.n * BYTES[c.x.type], bytes = c.samples * c.rows * row_bytes;
     bool aligned = c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
-    // A tile ends with a fence, which takes as long as a small sample.
+    // Non-temporal stores end with a fence, which takes as long as a small sample.
     c.past = aligned && bytes >= PAST_CACHES && c.rows * row_bytes >= LEAST_SAMPLE, c.ahead = bytes >= OWN_CACHE;
     c.step = c.past && !c.backward && c.n >= LEAST_OF_TWO ? 2 : rows_together(c.n);
 }
@@ -217,9 +202,10 @@ State run(Call& c, int threads) {
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     DefaultControl control;
     State state = can_prepare(c) ? DONE : DECLINED;
-    for (Index first = 0, some, most = batch_of(c); first < c.samples && state == DONE; first += some) {
-        some = least(most, c.samples - first);
-        run_parts(c, first, some, threads);
+    if (state == DONE && (c.samples == 1 || by_samples(c))) run_tiles(c, threads);
+    for (Index i = 0; state == DONE && c.samples > 1 && !by_samples(c) && i < c.samples; i++) {
+        Call one = sample_of(c, i, nullptr);
+        kernels->prepare(one), run_tiles(one, threads);
     }
     memory::give(scratch);
     return state;

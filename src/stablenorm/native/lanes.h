@@ -1,5 +1,5 @@
-// Lanes: L float64 as an array of native registers. Column j of a row is in lane j % L, whatever the
-// processor; only how many lanes one register holds differs.
+// Lanes: L float64 as an array of native registers. Column j of a row is in lane j % L on every processor; processors differ
+// in the lanes of one register alone.
 #pragma once
 #include "simd.h"
 
@@ -10,7 +10,7 @@ template <int L, int W = WIDEST> struct Lanes {
     Register<double, W> v[L / W];
 };
 
-// Lanes in memory would be lanes read back: all loops over registers are unrolled.
+// Unrolls a loop over registers, which would otherwise go through memory.
 #define EACH _Pragma("GCC unroll 8") for (int i = 0; i < L / W; i++)
 
 template <int L, int W> INLINE Lanes<L, W> operator+(Lanes<L, W> a, Lanes<L, W> b) { EACH a.v[i] += b.v[i]; return a; }
@@ -35,8 +35,8 @@ INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c);
 INLINE double minus(double a, double b) { return a - b; }
 INLINE double magnitude(double a) { return __builtin_fabs(a); }
 
-// a - b by the units that multiply, which on many processors (AMD Zen) are others than those that add:
-// a fused multiply-add with -1 from where the compiler cannot see it.
+// Subtracts with a fused multiply-add, by a -1 that the compiler cannot see. AMD Zen has separate units that add and that
+// multiply; this keeps the former free.
 template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
     Register<double, W> one = spread<W, W>(-1.0).v[0];
     Vector<W>::hide(one);
@@ -55,19 +55,19 @@ template <int L, int W> INLINE Lanes<L, W> magnitude(Lanes<L, W> a) {
     return a;
 }
 
-// Of numbers that are not negative, the larger. They order like their bits; NaN is larger than all.
+// The larger of two numbers >= 0, which order like their bits; NaN is larger than all.
 template <int L, int W> INLINE Lanes<L, W> larger(Lanes<L, W> a, Lanes<L, W> b) {
     EACH a.v[i] = (Register<int64_t, W>)a.v[i] > (Register<int64_t, W>)b.v[i] ? a.v[i] : b.v[i];
     return a;
 }
 
-// With the last bit set: no midpoint of a narrow type any more.
+// Sets the last bit: the result is no midpoint of a narrow type.
 template <int L, int W> INLINE Lanes<L, W> beside_midpoints(Lanes<L, W> a) {
     EACH a.v[i] = (Register<double, W>)((Register<int64_t, W>)a.v[i] | 1);
     return a;
 }
 
-// The first m lanes, and zeros.
+// Keeps the first m lanes, and clears the others.
 template <int L, int W> INLINE Lanes<L, W> first(Lanes<L, W> a, Index m) {
     Register<int64_t, W> place;
     for (int k = 0; k < W; k++) place[k] = k;
@@ -81,7 +81,7 @@ template <int L, int W> INLINE bool any(Words<L, W> a) {
     return any_of<W>(all, -1);
 }
 
-// By halves: lane i and lane i + 8, then i + 4, and so on.
+// Sums lanes by halves: lane i and lane i + 8, then i + 4, and so on.
 template <int L, int W> INLINE double total(Lanes<L, W> a) {
     double s[W];
     for (int half = L / W / 2; half; half /= 2)
@@ -104,9 +104,8 @@ template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p) {
     return r;
 }
 
-// Truncated to two bits more than the narrow type has, the last one set if anything was lost, a number
-// is never a midpoint of that type: it can be rounded again (Boldo and Melquiond 2008), by way of float32,
-// through which so few bits pass exactly.
+// Rounds to odd, two bits longer than the narrow type: truncates, and sets the last bit if anything was lost. The result is
+// no midpoint of the narrow type, so that it may be rounded again (Boldo and Melquiond 2008); float32 holds its bits.
 template <int DIGITS, int L, int W> INLINE Lanes<L, W> odd(Lanes<L, W> a) {
     constexpr int64_t mask = (1LL << (51 - DIGITS)) - 1;
     EACH {
@@ -116,7 +115,7 @@ template <int DIGITS, int L, int W> INLINE Lanes<L, W> odd(Lanes<L, W> a) {
     return a;
 }
 
-// What two registers of singles round to, to nearest even.
+// Rounds two registers of singles to nearest even.
 INLINE H16 half_bits(F8 a, F8 b, const bf16*) {
     auto near = [](F8 v) INLINED {
         U8 bits = (U8)v;
@@ -127,19 +126,19 @@ INLINE H16 half_bits(F8 a, F8 b, const bf16*) {
 }
 INLINE H16 half_bits(F8 a, F8 b, const f16*) { return both(half_of(a), half_of(b)); }
 
-// The same where none is a midpoint of the narrow type nor a NaN.
+// Rounds two registers without midpoints of the narrow type and without NaN.
 INLINE H16 certain_bits(F8 a, F8 b, const bf16*) { return high_halves((U8)a + 0x8000, (U8)b + 0x8000); }
 INLINE H16 certain_bits(F8 a, F8 b, const f16* p) { return half_bits(a, b, p); }
 
-// Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, of which one value in 2**16
-// becomes one. Those of float16 and of its subnormals end in twelve zeros. And at bfloat16's NaNs.
+// Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, which one value in 2**16 becomes, and at
+// bfloat16's NaNs. Midpoints of float16 and of its subnormals end in twelve zeros.
 INLINE bool in_doubt(F8 a, F8 b, const bf16*) { return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a, b)); }
 INLINE bool in_doubt(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
 template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<f16> = 11;
 
-// Rounds once, to nearest even; PAST: past the caches.
+// Rounds once, to nearest even, and stores; PAST: with non-temporal stores.
 template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a) {
     auto put = [](void* to, const auto& v) INLINED { PAST ? stream(to, v) : write(to, v); };
     if constexpr (sizeof(T) == 8) {
@@ -147,7 +146,7 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     } else if constexpr (sizeof(T) == 4) {
         for (int k = 0; k < L; k += 8) put(p + k, Vector<W>::singles(a.v + k / W));
     } else {
-        // Sixteen at a time; eight alone are done twice.
+        // Round sixteen at a time; eight alone are done twice.
         constexpr int NEXT = L == 8 ? 0 : 1;
         F8 v[L / 8];
         auto narrow = [&]() INLINED { for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W); };
@@ -170,7 +169,7 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
     }
 }
 
-// The last m columns of a row, by way of a copy: nothing behind the row is read or written.
+// Loads and stores the last m columns of a row through a copy: nothing behind the row is read or written.
 template <int L, int W = WIDEST, class T> INLINE Lanes<L, W> load(const T* p, Index m) {
     T copy[L] = {};
     memcpy(copy, p, (size_t)m * sizeof(T));

@@ -1,5 +1,5 @@
-// Idle blocks in the order in which they came back. Capacities are 4, 5, 6 or 7 times a power of two, so that the
-// next result of about that size finds one, and is at most a quarter too large, in pages that nobody touches.
+// Keeps idle blocks in the order in which they came back. Capacities are 4, 5, 6 or 7 times a power of two: the next result of
+// about that size finds a block, at most a quarter too large, in pages that nobody touches.
 #include "memory.h"
 
 #include <cstdint>
@@ -15,10 +15,10 @@ namespace {
 
 // Smaller blocks are recycled by malloc.
 constexpr size_t LEAST = 1 << 18, PAGE = 4096, LINE = 64;
-// Enough for the results and caches of a few layers; a longer list would take longer to look through.
+// Blocks for the results and caches of a few layers; a longer list would take longer to search.
 constexpr int BLOCKS = 64;
 
-// What stands in the line before the memory.
+// The header in the cache line before the memory.
 struct Block {
     void* base;
     size_t capacity;
@@ -29,7 +29,7 @@ size_t kept, limit = 512 << 20;
 std::mutex mutex;
 
 #if !defined(_WIN32)
-// A child forked meanwhile by another thread would wait for the lock for ever.
+// Hold the lock across a fork: a child of another thread would otherwise wait for it for ever.
 const int forks = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 #endif
 
@@ -48,7 +48,7 @@ Block remove(int i) {
     return block;
 }
 
-// An idle block, the latest first, which is the likeliest to be in the caches; without a base if there is none.
+// Finds an idle block, the latest first, which is the likeliest to be in the caches; without a base if there is none.
 Block find(size_t capacity) {
     std::lock_guard<std::mutex> lock(mutex);
     for (int i = count - 1; i >= 0; i--)
@@ -56,7 +56,7 @@ Block find(size_t capacity) {
     return {nullptr, capacity};
 }
 
-// Frees the longest idle until so much is kept; the lock is held.
+// Frees the longest idle blocks until `most` bytes are kept; the lock is held.
 void release(size_t most) {
     while (count && (kept > most || count == BLOCKS)) free(remove(0).base);
 }
@@ -72,8 +72,8 @@ void* take(size_t bytes) {
     if (!block.base) return nullptr;
     uintptr_t place = ((uintptr_t)block.base + sizeof(Block) + LINE - 1) / LINE * LINE;
     if (large) {
-        // 25 lines apart within a page: a load waits for a recent store whose address agrees in the last 12 bits.
-        // Of 64 lines that is the golden section: few or many, the places are spread evenly.
+        // Start blocks 25 lines apart within a page: a load waits for a recent store whose address agrees in the last 12
+        // bits. 25 is the golden section of 64 lines: few or many places are spread evenly.
         size_t now = __atomic_add_fetch(&start, 25 * LINE, __ATOMIC_RELAXED);
         place += (now - place) % PAGE;
     }

@@ -1,20 +1,19 @@
-// Functions that Python calls. Calls of plain rows, with the keywords that kernels have, are done here; others are
-// declined with None, and `functional` makes it plain. Rows and columns that kernels leave are finished by the functions of
-// `native/__init__.py` before the call returns.
+// The functions that Python calls. They do calls of plain rows with the keywords that kernels have, and decline others with
+// None: `functional` makes these plain. Functions of `native/__init__.py` finish uncertified rows and columns before a call
+// returns.
 #include "arrays.h"
 
 namespace {
 
-// Elements of a call that others may run beside, and of one that threads share: for less, to release the GIL and to
-// ask how many threads there are is a waste.
+// Least elements of a call that releases the GIL, and of one that asks how many threads there are.
 constexpr Index WORTH_RELEASING = 1 << 14, WORTH_SHARING = 1 << 13;
 
-// ---- what Python hands over once ----
+// ---- objects that Python hands over once ----
 
 enum { NORM, CACHE, STATISTICS, GRADIENTS, ALL_NAMES, GET_NUM_THREADS, FINISH_FORWARD, FINISH_BACKWARD, DEFAULT_LIMIT, GIVEN };
 PyObject* given_once[GIVEN];
 
-// Places of the fields of Python's named tuples, found by their names.
+// The places of the fields of Python's named tuples, looked up by name.
 struct {
     Py_ssize_t gamma, beta, eps, kind, gamma_offset, rounding;
 } of_norm;
@@ -49,7 +48,7 @@ PyObject* prepare(PyObject*, PyObject* const* args, Py_ssize_t count) {
 
 // ---- Python's objects ----
 
-// While a thread takes the GIL back: where Python ends meanwhile, a daemon thread is unwound from there, without it.
+// Set while a thread takes the GIL back: if Python ends meanwhile, a daemon thread is unwound from there, without the GIL.
 thread_local bool without_gil;
 
 // References that are given up together.
@@ -82,7 +81,7 @@ PyObject* as_named(int type, PyObject* values) {
     return arguments ? make((PyTypeObject*)given_once[type], arguments, nullptr) : nullptr;
 }
 
-// ---- what both directions share ----
+// ---- both directions ----
 
 // Gamma or beta: (n,) or, of samples, (samples, n), whose rows may be the same.
 bool see_parameter(PyObject* object, const Call& c, const char*& data, Type& type, Index& stride) {
@@ -115,7 +114,7 @@ bool see_x(PyObject* object, PyObject* samples, Call& c) {
     return c.samples > 0 && c.rows * c.samples == rows;
 }
 
-// More rows, of the shape of x; missing if None.
+// Sees another array of the shape of x; None leaves `rows` empty.
 bool see_like_x(PyObject* object, PyObject* x, Rows& rows) {
     return !is_given(object) || (see_rows(object, rows) && have_one_shape((PyArrayObject*)object, (PyArrayObject*)x));
 }
@@ -132,7 +131,7 @@ struct Words {
     }
 };
 
-// Whether all is done but for marked rows and uncertified columns; if not, and without an exception, nothing is.
+// Runs a call; true if all is done but marked rows and uncertified columns, false if nothing is.
 bool run(Call& c, PyObject* threads) {
     Index elements = c.samples * c.rows * c.n;
     int count = 1;
@@ -163,8 +162,8 @@ PyObject* new_statistics(const Call& c, Words& words) {
     return kept;
 }
 
-// x, norm, axis, out, backend, keep, residual, where, threads; and what only plain rows have: the sum of x and the
-// residual, and the number of samples. Returns y and the cache, or None.
+// Arguments: x, norm, axis, out, backend, keep, residual, where, threads; for plain rows also the sum of x and the residual,
+// and the number of samples. Returns y and the cache, or None.
 PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     enum { X, OF_NORM, AXIS, OUT, BACKEND, KEEP, RESIDUAL, WHERE, THREADS, TOTAL, SAMPLES, ALL };
     if (count != ALL && count != TOTAL) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", TOTAL, ALL, count);
@@ -246,8 +245,8 @@ bool see_names(PyObject* names, bool (&wanted)[3]) {
     return found == count;
 }
 
-// dy, a cache, the kind of norm, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads; and what only plain rows
-// have: the rows of the whole call, of which these may be a block, and the number of samples. Returns the gradients.
+// Arguments: dy, a cache, the kind of norm, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads; for plain rows also
+// the rows of the whole call, of which these may be a block, and the number of samples. Returns the gradients, or None.
 PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     enum { DY, OF_CACHE, KIND, WRT, OUT, DSUM, SUM_AXES, DMEAN, DRSTD, ACCUMULATE, THREADS, PLAN_ROWS, SAMPLES, ALL };
     if (count != ALL && count != PLAN_ROWS) return PyErr_Format(PyExc_TypeError, "%d or %d arguments are needed, got %zd", PLAN_ROWS, ALL, count);
@@ -267,7 +266,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject* results[] = {Py_None, Py_None, Py_None};
     for (int i = 0; i < 3; i++) {
         PyObject* given = is_given(out) ? field(out, i) : Py_None;
-        // A room for what is not wanted is for `functional` to judge.
+        // `functional` judges an out for a gradient that is not wanted.
         if (is_given(given) && !wanted[i]) return declined();
         if (!wanted[i] || !(is_given(given) || is_given(likes[i]))) continue;
         results[i] = own(result_like(given, (PyArrayObject*)likes[i]));

@@ -1,11 +1,10 @@
 // Double-double: a number is high + low, of float64 or of lanes of such; on the device, of float64.
 //
-// Sums and products use the error-free transformations of Knuth and Dekker, the latter by the fused
-// multiply-add (Joldes, Muller and Popescu, ACM TOMS 44 (2017) 15). The low part of a sum or a product may
-// exceed half an ulp of the high one, by a few bits, until the pair is `settled`: what follows takes sums
-// and products of these, where that costs nothing.
+// Sums and products use the error-free transformations of Knuth and Dekker, the latter by the fused multiply-add (Joldes,
+// Muller and Popescu, ACM TOMS 44 (2017) 15). The low part of a sum or a product may exceed half an ulp of the high one by a
+// few bits until the pair is `settled`; sums and products of such pairs are as exact.
 //
-// Who includes this has, of a number N, +, -, *, /, fma, minus, root and like(N, double), each rounded once.
+// Requires of N: +, -, *, /, fma, minus, root and like(N, double), each rounded once.
 #pragma once
 
 namespace {
@@ -14,7 +13,7 @@ template <class N> struct Pair {
     N high, low;
 };
 
-// fl(a + b) and its exact error; half of its operations are for the units that multiply.
+// fl(a + b) and its exact error; half of its operations run on the units that multiply.
 template <class N> INLINE Pair<N> two_sum(N a, N b) {
     N sum = a + b, part = minus(sum, a);
     return {sum, minus(a, sum - part) + minus(b, part)};
@@ -59,7 +58,7 @@ template <class N> INLINE Pair<N> operator*(Pair<N> a, Pair<N> b) {
     Pair<N> product = two_product(a.high, b.high);
     return {product.high, fma(a.high, b.low, fma(a.low, b.high, product.low))};
 }
-// But for low**2, which is below the last bit of a pair.
+// Leaves out low**2, which is below the last bit of a pair.
 template <class N> INLINE Pair<N> square(Pair<N> a) {
     Pair<N> product = two_product(a.high, a.high);
     return {product.high, fma(a.high + a.high, a.low, product.low)};

@@ -1,15 +1,14 @@
 // The equations of rows.h in double-double: for float64, its mixtures, and rounding="nearest".
 //
-// The same names in the same order, but a text of its own: float64 lanes fold rest * rstd and the slope into
-// constants, which pairs may not, and keep two rows in registers, which pairs cannot. x - k is exact as a
-// pair, whatever k is. Where a row's samples differ in sign, k is 0, and so is m: nothing is subtracted. The
-// mean is mean + rest + tail, which do not overlap. Of most rows it is small beside the spread; the tail, and
-// the rounding of x - mean - rest, matter for the others, the far rows.
+// Functions have the names and the order of rows.h. The text is another one: float64 lanes fold rest * rstd and the slope
+// into constants, which would cost pairs their digits, and keep two rows in registers, for which pairs are too large. x - k
+// is exact as a pair for any k; k, and m, are 0 where the sampled elements differ in sign. The mean is mean + rest + tail,
+// which do not overlap: the tail matters for rows whose mean is large beside their spread.
 //
-// The high part of a sum loses nothing, and the low part gathers what rounding takes from it. As that grows it
-// loses digits of its own: so the pair is made anew every DEPTH columns of a lane.
+// The high part of a sum loses nothing; the low part gathers the rounding errors. As it grows it loses digits of its own:
+// `settled` renews the pair every DEPTH columns of a lane.
 //
-// Pairs have the range of float64. Rows that could leave it are marked, for integers.
+// Pairs have the range of float64: rows whose squares could leave it are marked for integers.
 //
 // Bounds, in units of u**2 = 2**-106, after docs/explanation/error-analysis.md, whose steps hold with
 // H = 1.45 n + 60 for the sums along a row. A sum of d additions errs by (d + 5) / 2 + (d + 1) / d each: 11.6
@@ -34,7 +33,7 @@ namespace pairs {
 
 constexpr int P = 8;  // lanes
 constexpr Index DEPTH = 16;
-// Rows whose dgamma and dbeta gather before their pairs are made anew.
+// Rows that dgamma and dbeta gather between two renewals of their pairs.
 constexpr Index PART = 64;
 
 using N = Lanes<P>;
@@ -49,12 +48,12 @@ struct Stats {
     double square[GROUP], v[GROUP], spread[GROUP], off[GROUP];  // off > 0: of a bad guess
 };
 
-// Of each row, the lanes of one register that are left of a sum and of a sum of squares or products.
+// The sums along the rows of a group, each reduced to the lanes of one register.
 struct Sums {
     double plain[2][WIDEST][GROUP], product[2][WIDEST][GROUP];
 };
 
-// By halves, as in lanes.h: to one register, and then of all rows at once.
+// Reduces a sum by halves, as in lanes.h: to one register here, and for all rows at once in `total`.
 INLINE void put(Wide a, double (*lanes)[WIDEST][GROUP], int r) {
     using One = Pair<Lanes<WIDEST>>;
     One part[P / WIDEST];
@@ -84,7 +83,7 @@ template <bool LAYER, bool SHIFT, class T> APART void measure(const T* x, Index 
             sum = sum + c, squares = squares + square(c);
         } else {
             if (LAYER) sum = sum + v;
-            // Of a narrow number, it is exact as it is.
+            // The square of a narrow number is exact in float64.
             if constexpr (sizeof(T) < 8) squares = squares + v * v;
             else squares = squares + two_product(v, v);
         }
@@ -124,7 +123,7 @@ APART inline void settle(const double* k, const Sums& sums, Index n, double eps,
     store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
     store(of.off, d.high * d.high - (var.high + var.high)), store(vars, var.high);
     for (int r = 0; r < GROUP; r++) {
-        // The root mean square of xhat, or a little more.
+        // At least the root mean square of xhat, by a little.
         of.spread[r] = std::sqrt(vars[r] > 0 ? vars[r] : 0) * of.rstd[r] * (1 + 0x1p-48);
     }
 }
@@ -140,10 +139,10 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
     bool again = false;
     for (int r = 0; LAYER && r < rows; r++)
         if (__builtin_expect(of.off[r] > 0, 0)) k[r] = of.mean[r], measure<LAYER>(x[r], n, k[r], sums, r), again = true;
-    if (again) settle(k, sums, n, eps, of);  // the others as before
+    if (again) settle(k, sums, n, eps, of);  // the others come out as before
 }
 
-// Whether squares of a row leave the range of pairs. A square of 0 may be one that has vanished.
+// Whether squares of a row leave the range of pairs. A square of 0 may have vanished.
 template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* x, Index n, bool layer) {
     double square = of.square[r], v = of.v[r];
     if (!(v >= SMALLEST * SMALLEST && v <= LARGEST * LARGEST && square <= LARGEST * LARGEST)) return true;
@@ -154,7 +153,7 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
     return false;
 }
 
-// What the columns of a row share. Of the mean, its negative: -mean, -rest, -tail.
+// Constants of a row: -mean, -rest, -tail and rstd.
 struct Row {
     N mean, rest, tail;
     Wide rstd;
@@ -163,18 +162,18 @@ struct Row {
 template <bool LAYER> INLINE Wide xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
     Wide c = two_sum(v, row.mean);
-    // |rest| is at most half an ulp of the mean: c is 0, or no smaller.
+    // fast_two_sum holds: |rest| is at most half an ulp of the mean, and c is 0 or no smaller.
     Wide d = fast_two_sum(c.high, row.rest);
     return Wide{d.high, (d.low + c.low) + row.tail} * row.rstd;
 }
 
-// Gamma, and beta or null; low parts of gamma + gamma_offset are zeros without an offset.
+// gamma + gamma_offset as pairs, and beta or null.
 struct Parameters {
     const double *gamma, *gamma_low, *beta;
 };
 
-// What an element shares of an error with its row: of a layer norm, the rounding of the mean. Of RMS norm, an
-// error is a part of the element itself, but for low parts that vanish, less than 2**-100 of the row.
+// The error term that an element shares with its row. Layer norm: the rounding of the mean. RMS norm: low parts that
+// underflow, less than 2**-100 of the row.
 template <bool LAYER> INLINE N shared(N size, N v) {
     if (LAYER) return size;
     N part = spread<P>(0x1p-100) * size;
@@ -183,7 +182,7 @@ template <bool LAYER> INLINE N shared(N size, N v) {
     return part;
 }
 
-// y of row r of a group, as finish.h has it for `Out`: each element with its size, of which a bound is a multiple.
+// y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
 template <bool LAYER, class Out>
 APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
     constexpr bool WHOLE = Out::WHOLE;
@@ -205,8 +204,7 @@ APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, con
 
 // ---- backward ----
 
-// A row: of the forward its negative mean and rstd, and what it found; m; the means of g - m and of
-// (g - m) * xhat; the M of the bounds.
+// A row of the backward: its statistics, m, the means A and B of rows.h, and the M of the bounds in `size`.
 struct Back {
     const double *dy, *x;
     double mean, rest, tail;
@@ -216,8 +214,8 @@ struct Back {
     double size;
 };
 
-// Vectors `apart` float64 apart: of dgamma, its low part, dbeta and its low part, and if `sizes` the sums of
-// |dy| (|xhat| + w) and |dy|. Null if nobody wants them.
+// Sums over rows, vectors `apart` float64 apart: dgamma, its low part, dbeta, its low part and, with `sizes`, the sums of
+// |dy| (|xhat| + w) and |dy|. Null if they are not wanted.
 struct Columns {
     double* at;
     Index apart;
@@ -230,7 +228,7 @@ template <bool WHOLE> INLINE Wide g_of(N d, Index j, const Parameters& given) {
     return g;
 }
 
-// The smallest of some g = gamma * dy; 0 if they differ in sign.
+// m: the smallest of some g; 0 if they differ in sign.
 APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index n) {
     Index s = n / 8 > 1 ? n / 8 : 1;
     auto g_at = [&](Index j) {
@@ -247,7 +245,7 @@ APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index
     return least < 0 && most > 0 ? Pair<double>{0, 0} : m;
 }
 
-// xhat goes to h, the sums along the row to row r of `along`, those over rows are added to `over`.
+// Pass 1: writes xhat to h and the sums along the row to row r of `along`, and adds to the sums over rows.
 template <bool LAYER, bool SHIFT, bool WHOLE>
 APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
     Row row = {spread<P>(-of.mean), spread<P>(-of.rest), spread<P>(-of.tail), spread_pair(of.rstd)};
@@ -283,8 +281,8 @@ APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, 
     of.size = WHOLE ? total(squares) : 0;
 }
 
-// The means of the sums along some rows, and the M of their bounds, 2 |m| + 3 rms(g - m) or a little more. It is
-// 0 only where all of g - m is: where that is computed as 0 it is, if g is an exact product or m is 0.
+// The means of the sums along some rows, and the M of their bounds: at least 2 |m| + 3 rms(g - m), and 0 only where all
+// g - m are 0. A computed 0 is one if g is an exact product (`exact`) or m is 0.
 APART inline void settle(const Sums& along, Index n, Back* rows, int count, bool exact) {
     Wide share = spread_pair(reciprocal((double)n));
     double means[4][GROUP];
@@ -298,7 +296,7 @@ APART inline void settle(const Sums& along, Index n, Back* rows, int count, bool
     }
 }
 
-// The low parts of sums over rows grow as those along them.
+// Renews the pairs of the sums over rows, whose low parts grow as those along rows.
 APART inline void settle_columns(Columns over, Index n) {
     for (Index j = 0; j < n; j += P)
         for (int which = 0; which < 4; which += 2) {

@@ -1,4 +1,4 @@
-// Tiles of rows in double-double: of float64, and of rounding="nearest" where float64 results are uncertified.
+// Tiles of rows in double-double: float64 data, and the rows that float64 leaves uncertified with rounding="nearest".
 #pragma once
 #include <initializer_list>
 
@@ -11,7 +11,7 @@ namespace pairs {
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
 Results results_of(const Own& own) { return {own.high, own.low, own.size}; }
 
-// Whether a row has NaN or infinity, which spoil all of it.
+// True if a row has a NaN or an infinity, which spoils all of it.
 bool is_spoiled(const double* x, Index n) {
     bool spoiled = false;
     for (Index j = 0; j < n; j++) spoiled |= !(x[j] - x[j] == 0);
@@ -24,7 +24,7 @@ APART inline void spoil_results(const Call& c, const Own& own, Index i) {
     if (c.y.data) of_type(c.y.type, [&](auto* kind) { convert(own.high, (decltype(kind))row_of(c.y, i), c.n); });
 }
 
-// A forward's row with NaN or infinity: all of it is NaN.
+// Writes NaN into the results and statistics of a row of the forward.
 APART inline void spoil_row(const Call& c, const Own& own, Index i) {
     for (double* word : {c.mean, c.rest, c.rstd, c.spread})
         if (word) word[i] = __builtin_nan("");
@@ -60,7 +60,7 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
     });
 }
 
-// Writes a row to where and as what it is wanted; tells whether an element is uncertified.
+// Writes a row of results, rounded; true if an element is uncertified.
 template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i, double bound, Write write) {
     if (!c.staged) return write(ToFloat64{(double*)row_of(c.y, i)}), false;
     if (c.nearest && c.y.type == F64 && !(c.backward && c.plus.data) && !any(write(ToCertain{(double*)row_of(c.y, i), bound}).uncertified)) return false;
@@ -68,13 +68,13 @@ template <class Write> bool finish_pairs(const Call& c, const Own& own, Index i,
     return finish_row(c, own, i, bound);
 }
 
-// Adds a row's range of |dy| to that of a tile: the largest, and one over the last bit of the smallest.
+// Adds the range of |dy| of a row to that of a tile: the largest, and the reciprocal of the last bit of the smallest.
 INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
     if (range.low == 0) return;
     of_tile[0] = larger(of_tile[0], range.low), of_tile[1] = larger(of_tile[1], LAST_BITS[c.dy.type] / range.high);
 }
 
-// Takes a row's words; false, and marks, if it is out of range. Rows with NaN are as good as others.
+// Loads a row and its statistics; false, with a mark, if it is out of range. Rows with NaN are done like others.
 template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
     c.marks[i] = UNCERTIFIED | UNSUMMED;

@@ -22,11 +22,11 @@
 namespace pool {
 namespace {
 
-// Longer than the Python between two calls takes, shorter than anybody would notice.
+// Spin time of an idle helper: longer than the Python code between two calls, too short to show up as load.
 constexpr auto SPIN = std::chrono::microseconds(100);
 using Clock = std::chrono::steady_clock;
 
-// What different threads write is in lines of its own.
+// Members that different threads write are in cache lines of their own.
 struct Pool {
     alignas(64) std::atomic<bool> taken{false};
     alignas(64) std::atomic<unsigned> generation{0};
@@ -45,7 +45,7 @@ struct Pool {
     } runs[MOST];
 };
 
-// Never destroyed: helpers may outlive all else. A forked child, which has none of them, makes it anew.
+// The pool is never destroyed: helpers may outlive all else. A forked child, which has no helpers, makes it anew.
 alignas(Pool) unsigned char memory[sizeof(Pool)];
 Pool* pool = new (memory) Pool;
 
@@ -73,8 +73,7 @@ void do_parts(int thread) {
     for (unsigned turns = 1;; turns++) {
         unsigned now = pool->generation.load(std::memory_order_acquire);
         if (now % 2 == 1 && now != seen) {
-            // The caller, once it has ended the job, waits for those that it finds at work; who comes later sees
-            // that it has ended.
+            // The caller ends the job, then waits for the helpers that it finds at work; a later helper sees the end.
             pool->working.fetch_add(1);
             if (pool->generation.load() == now && thread < pool->threads.load()) do_parts(thread);
             pool->working.fetch_sub(1, std::memory_order_release);
@@ -82,7 +81,7 @@ void do_parts(int thread) {
             until = Clock::now() + SPIN;
         }
         pause();
-        // The clock takes as long as some looks.
+        // Reading the clock takes as long as several looks at `generation`.
         if (turns % 64 || Clock::now() < until) continue;
         std::unique_lock<std::mutex> lock(pool->mutex);
         pool->asleep.fetch_add(1);
@@ -99,12 +98,12 @@ void start_helpers(int wanted) {
 #if !defined(_WIN32)
     static const int once = pthread_atfork(nullptr, nullptr, [] { pool = new (memory) Pool; });
     (void)once;
-    // Signals are for Python's own threads.
+    // Block signals in helpers: Python's own threads handle them.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
-    // A machine that has no more threads to give does with those that there are.
+    // If the system refuses another thread, go on with the helpers that there are.
     try {
         for (; pool->helpers < wanted; pool->helpers++) std::thread(help, pool->helpers + 1).detach();
     } catch (const std::exception&) {
@@ -129,14 +128,14 @@ void run(Index count, int threads, bool wake, Work work, void* data) {
     for (int run = 0; run < threads; run++) pool->runs[run].claimed.store(0, std::memory_order_relaxed);
     pool->generation.fetch_add(1);
     if (wake && pool->asleep.load()) {
-        { std::lock_guard<std::mutex> lock(pool->mutex); }  // none is between its last look and its sleep
+        { std::lock_guard<std::mutex> lock(pool->mutex); }  // no helper is between its last look and its sleep
         pool->woken.notify_all();
     }
     do_parts(0);
     pool->generation.fetch_add(1);
     for (unsigned turns = 1; pool->working.load(); turns++) {
         pause();
-        // A helper that does not run may be waiting for this processor.
+        // Yield: a helper that was descheduled may need this processor.
         if (turns % 1024 == 0) std::this_thread::yield();
     }
     pool->ended.store(Clock::now(), std::memory_order_relaxed);

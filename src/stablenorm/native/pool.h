@@ -1,4 +1,4 @@
-// Threads that share the parts of one job.
+// A pool of threads that share the parts of one job.
 #pragma once
 #include "call.h"
 
@@ -6,9 +6,8 @@ namespace pool {
 
 using Work = void (*)(void* data, Index part, int thread);
 
-// Does parts 0 to count - 1 on at most `threads` threads, the calling one included, which is number 0. Unless
-// `wake`, only those of the others that are awake take part. While one job has the helpers, those of other
-// threads are done by these alone.
+// Does parts 0 to count - 1 on at most `threads` threads, the calling one included, which is number 0. Without `wake`, only
+// helpers that are awake take part. While one job has the helpers, other threads do their jobs alone.
 void run(Index count, int threads, bool wake, Work work, void* data);
 
 // Whether the last job has just ended, as in a loop of calls.

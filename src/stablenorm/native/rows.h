@@ -1,21 +1,21 @@
-// Rows of float16, bfloat16 and float32: the equations of the norms in float64, in two passes each way.
+// Layer norm of rows of float16, bfloat16 and float32, in float64: two passes over a row each way. docs/explanation/
+// derivation.md derives the equations.
 //
-// Forward: a guess k of the mean is subtracted. With d = mean(x - k), mean = k + d and
-// var = mean((x - k)**2) - d**2: exact algebra for any k, so that one pass gives both, and the second writes
-// y. k is the mean of some elements, rounded to float32: x - k has at most 25 bits, and is exact, where the two
-// are near each other. If d**2 > 2 var it was a bad guess, and the difference has lost more than
-// log2(3) bits: then k + d is the new one, and the pass is made once more. k + d is kept as mean + rest.
+// Forward. Pass 1 (`measure`) sums both moments about a guess k of the mean: d = mean(x - k), s = mean((x - k)**2). Then
+// mean = k + d and var = s - d**2, for any k. The guess is the mean of eight elements, rounded to float32, so that x - k is
+// exact for elements near k. The subtraction s - d**2 cancels if k is far from the mean: `statistics` allows
+// d**2 <= 2 var, a loss of log2(3) bits, and otherwise repeats pass 1 with k + d as the guess. The mean is kept as
+// mean + rest, which is k + d exactly. Pass 2 (`write_y`) writes y = (x - mean - rest) * rstd * gamma + beta.
 //
-// Backward: m, the smallest of four g = gamma * dy, is subtracted from g, so that 0 is left where g is
-// constant, and little where mean(g) is large. With A = mean(g - m), B = mean((g - m) * xhat), which is
-// mean((g - mean(g)) * xhat) since mean(xhat) = 0: dx = rstd * ((g - m) - A - xhat * B).
+// Backward (back_rows.h). m, the smallest of four g = gamma * dy, is subtracted from g, so that g - m is 0 where g is
+// constant. Pass 1 (`pull`) sums A = mean(g - m) and B = mean((g - m) * xhat); B is mean((g - mean(g)) * xhat), since
+// mean(xhat) = 0. Pass 2 (`write_dx`) writes dx = rstd * ((g - m) - A - xhat * B). RMS norm: k = d = m = A = 0.
 //
-// RMS norm: the same with k = d = m = A = 0.
+// Errors, u = 2**-53: a sum along a row has chains of H = 64 + n / 1024 + 4 additions (16 lanes), in the backward of
+// 256 + n / 1024 + 2 (4 lanes); docs/explanation/error-analysis.md derives the bounds from H. NEAREST sums are pairwise, H is
+// log2(n) + 5 and log2(n) + 13 to 15, and certain.h tests each result with these bounds.
 //
-// Errors, with u = 2**-53: the longest chain of additions of a sum along a row is H = 64 + n / 1024 + 4 (16
-// lanes), of the backward 256 + n / 1024 + 2 (4 lanes). docs/explanation/error-analysis.md derives what
-// follows from H. For rounding="nearest" sums are pairwise, so that H is log2(n) + 5, of the backward log2(n) + 13 to
-// 15; certain.h has its bounds, and NEAREST says here that results are judged by them.
+// Read next: lanes.h for the registers, certain.h for the rounding test, tiles.cpp for the loops over rows.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -28,15 +28,15 @@
 namespace {
 
 constexpr int L = 16;          // lanes of the forward
-// Lanes in which y is written, of two rows at a time, which share what is read of gamma and beta: n = 4096, 0.9 ns
-// an element against 1.1 one by one. Two bytes each are rounded sixteen at a time: n = 1024, 0.30 ns against 0.41.
+// Two rows of y are written together and share the loads of gamma and beta: n = 4096, 0.9 ns an element for 1.1. Types of
+// 16 bits are rounded sixteen at a time: n = 1024, 0.30 ns for 0.41.
 constexpr int ROWS_OF_Y = 2;
 template <class T> constexpr int Y_OF = sizeof(T) == 2 ? 16 : 8;
 
-// Up to so many short rows are done together: what waits for divisions and roots waits for all at once.
+// Short rows that are done together: their divisions and roots overlap.
 constexpr int GROUP = 8;
 
-// Of the rows of a group: (x - mean - rest) * rstd is xhat.
+// The statistics of a group of rows: xhat is (x - mean - rest) * rstd.
 struct Stats {
     double mean[GROUP], rest[GROUP], rstd[GROUP];
     double d[GROUP], square[GROUP];  // means of x - k and of its square
@@ -44,7 +44,7 @@ struct Stats {
 
 // ---- forward ----
 
-// Sums along R rows: of x - k or g - m, of squares or of products with xhat, and NEAREST, of the backward, (g - m)**2.
+// Sums along R rows. Forward: x - k and its square. Backward: g - m, its product with xhat and, NEAREST, its square.
 template <int R, class N> struct Along {
     N plain[R], product[R], square[R];
     INLINE void operator+=(const Along& other) {
@@ -53,10 +53,11 @@ template <int R, class N> struct Along {
     }
 };
 
-// Columns of a row that are added up one after the other.
+// Columns of a plain chain of additions. Longer rows add the sums of blocks, so that errors grow with the block, not with n.
 template <bool NEAREST, Index SHORT> constexpr Index BLOCK = NEAREST ? SHORT : 1024;
 
-// The sum of what blocks add up to: one after the other or, NEAREST, in pairs, as a binary counter carries.
+// Adds the sums of blocks: one after the other or, NEAREST, pairwise (a stack of partial sums, merged like the carries of
+// a binary counter).
 template <bool NEAREST, class Part> struct Blocks {
     Part sum = {}, held[NEAREST ? 64 : 1];
     Index count = 0, top = 0;
@@ -83,14 +84,14 @@ template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* 
         of.product[0] = fma(c, c, of.product[0]);
     };
     Index j = 0;
-// Unrolled, GCC 12 leaves sums in memory where there are 16 registers: 0.17 ns against 0.09.
+// Unrolling makes GCC 12 keep the sums in memory where there are 16 registers: 0.17 ns for 0.09.
 #pragma GCC unroll 1
     for (; j + L <= n; j += L) add(LAYER ? minus(load<L>(x + j), k) : load<L>(x + j));
     if (j < n) add(first(LAYER ? load<L>(x + j, n - j) - k : load<L>(x + j, n - j), n - j));
     return of;
 }
 
-// Of some rows, the sums of x - k and of its square.
+// Pass 1 of the forward: the sums of x - k and of its square, for some rows.
 template <bool LAYER, bool NEAREST, class T>
 APART void measure(const T* const* x, int rows, Index n, const double* guess, double* plain, double* product) {
     constexpr Index block = BLOCK<NEAREST, RUN * L>;
@@ -107,12 +108,13 @@ APART void measure(const T* const* x, int rows, Index n, const double* guess, do
 template <class T> INLINE double guess_of(const T* x, Index n) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, f32>;
     auto at = [&](int i) INLINED { return read<Bits>(x + i * (n / 8)); };
-    // A register: an array would be read before all of it is written.
+    // Eight loads into a register: through an array the next load would wait for the stores.
     Register<Bits, 8> some = {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
     return (f32)(total(load<8>((const T*)&some)) * 0.125);
 }
 
-// For nearest, whose bounds grow with |d|: of the first 64. Of 20 backwards of (65536, 1024) 13 left a column open, now 9.
+// The mean of the first 64 elements, for NEAREST, whose bounds grow with |d|: of 20 backwards of (65536, 1024), 9 leave a
+// column uncertified for 13.
 template <class T> INLINE double better_guess_of(const T* x) {
     Lanes<L> sum = {};
     for (Index j = 0; j < 64; j += L) sum = sum + load<L>(x + j);
@@ -122,7 +124,7 @@ template <class T> INLINE double better_guess_of(const T* x) {
 INLINE void settle(double k, double d, double square, double eps, Stats& of, int r) {
     double var = square - d * d, mean = k + d, part = mean - k;
     of.mean[r] = mean, of.rest[r] = (k - (mean - part)) + (d - part), of.d[r] = d, of.square[r] = square;
-    // Rounding can make the difference of two equal squares negative; NaN stays.
+    // Clamp at 0: rounding can make s - d**2 slightly negative. The comparison keeps NaN.
     of.rstd[r] = 1 / std::sqrt((var < 0 ? 0 : var) + eps);
 }
 
@@ -135,7 +137,7 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
     if (!LAYER) {
         for (int r = 0; r < GROUP; r++) {
             double v = square[r] + eps;
-            // v - v: infinity spoils all of its row, as it does a mean.
+            // v - v is NaN for an infinite row: an infinity spoils its row, as it does through the mean of a layer norm.
             of.mean[r] = of.rest[r] = of.d[r] = 0, of.rstd[r] = 1 / std::sqrt(v) + (v - v), of.square[r] = square[r];
         }
         return;
@@ -149,25 +151,25 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
         }
 }
 
-// Gamma, beta, and |gamma| + |beta|, with which errors grow.
+// The parameters of y; `sizes` is |gamma| + |beta|, with which its errors grow.
 struct Parameters {
     const double *gamma, *beta, *sizes;
 };
 
-// The registers of a row whose elements the bound of the row does not certify, by their first columns.
+// The first columns of the registers that failed the quick rounding test by the bound of their row.
 struct Doubts {
     Index *at, count;
 };
 
-// Whether to center a row before it is scaled, given |mean| rstd: what that saves of the error is worth the time.
+// True if a row needs x - mean before the multiplication by rstd: at |mean| rstd > 8 the fused form loses more than 3 bits.
 INLINE bool is_far(double m) { return m > 8; }
 
-// What is left of xhat once x, or CENTER x - mean, is multiplied by rstd.
+// The constant term of xhat: xhat is x * rstd or, CENTER, (x - mean) * rstd, plus this.
 template <bool CENTER> INLINE double left_of(double mean, double rest, double rstd) {
     return CENTER ? -rest * rstd : fma(-mean, rstd, -rest * rstd);
 }
 
-// y, of some columns of a row.
+// Computes y of some columns of a row.
 template <bool CENTER, bool NEAREST, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
@@ -179,18 +181,18 @@ template <bool CENTER, bool NEAREST, int Y> struct Affine {
     }
 };
 
-// Whether results are written a little behind what is read, by the last 12 bits of their addresses. Loads wait for earlier
-// stores that agree in these, so that such a row is written from its end: (4, 512, 1024), out= of 16 to 48 bytes behind
-// x, 400 us against 1300. For the same reason, all rows are read before one is written.
+// True if results are written a little behind the loads, by the last 12 bits of the addresses. Loads wait for earlier
+// stores that agree in these bits: such a row is written from its end, (4, 512, 1024) with out= 16 to 48 bytes behind x,
+// 400 us for 1300. For the same reason all R rows are read before one is written.
 INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
 
-// y of R rows of a group, from row r on; what lies so many columns `ahead` is asked for. NEAREST: for each row there
-// is a list of doubts to be filled, and a bound of the error beside |gamma| + |beta|. Rows of RMS norm, and NEAREST near
-// rows, need no CENTER.
+// Pass 2 of the forward: y of R rows of a group, from row r on; `ahead` is the distance of prefetches, in columns. NEAREST:
+// `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `doubts`. Rows of
+// RMS norm, and NEAREST near rows, need no CENTER.
 template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
 APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
                    Doubts* doubts = nullptr, const double* bounds = nullptr) {
-    // Rows of float32 are tested at once: n = 4096, 0.39 ns an element against 0.42. Of 16 bits there are too few registers.
+    // Two rows of float32 are tested at once: n = 4096, 0.39 ns an element for 0.42. Types of 16 bits lack the registers.
     constexpr int Y = Y_OF<T>, AT_ONCE = NEAREST && sizeof(T) == 4 ? R : 1;
     const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
     Affine<CENTER, NEAREST, Y> row[R];
@@ -208,7 +210,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
         Lanes<Y> size = NEAREST ? load<Y>(sizes + j) : scale;
         Lanes<Y> v[R];
 #pragma GCC unroll 2
-        for (int i = 0; i < R; i++) ask_for(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
+        for (int i = 0; i < R; i++) prefetch(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
         for (int i = 0; i < R; i += AT_ONCE) {
             Lanes<Y> most[AT_ONCE], least[AT_ONCE];
@@ -229,7 +231,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
     }
 }
 
-// Whether y of row r, where it is in doubt, may round to something else.
+// Ziv's rounding test of row r for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, class T, class To>
 APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
     constexpr int Y = Y_OF<T>;

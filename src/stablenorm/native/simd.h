@@ -1,8 +1,7 @@
-// Registers of float64, and the element types as they come from and go to memory.
+// Vector registers of float64, with conversions from and to the four element types.
 //
-// Every addition and every fused multiply-add is written out, and the compiler may contract nothing
-// (-ffp-contract=off): so all instruction sets give the same bits. Each is a translation unit of its own,
-// hence the unnamed namespaces.
+// Every addition and every fused multiply-add is written out, and the compiler contracts none (-ffp-contract=off): all
+// instruction sets give the same bits. Each set is a translation unit of its own, hence the unnamed namespaces.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +15,7 @@
 // GCC 12 calls small functions that return structures, through memory, unless it is told not to.
 #define INLINE inline __attribute__((always_inline))
 #define INLINED __attribute__((always_inline))  // of a lambda
-// Loops over a row are functions of their own: inlined, many in one take the compiler a minute.
+// Keeps loops over a row out of line: many in one function take the compiler a minute.
 #define APART __attribute__((noinline))
 
 using Index = std::ptrdiff_t;
@@ -46,13 +45,13 @@ template <class T, int W> using Register = typename RegisterOf<T, W>::type;
 using D2 = Register<double, 2>;
 using D4 = Register<double, 4>;
 using D8 = Register<double, 8>;
-// Results are rounded eight at a time.
+// Registers of eight or sixteen numbers on their way to a narrow type.
 using F8 = Register<float, 8>;
 using U8 = Register<uint32_t, 8>;
 using H8 = Register<uint16_t, 8>;
 using H16 = Register<uint16_t, 16>;
 
-// How many float64 the widest register holds; `REGISTERS` asks for fewer, in tests.
+// Float64 of the widest register; tests ask for fewer with `REGISTERS`.
 #if defined(REGISTERS)
 constexpr int WIDEST = REGISTERS;
 #elif defined(__AVX512F__)
@@ -73,7 +72,7 @@ INLINE H16 high_halves(U8 a, U8 b) {
     __m256i mixed = _mm256_packus_epi32((__m256i)(a >> 16), (__m256i)(b >> 16));
     return (H16)_mm256_permute4x64_epi64(mixed, 0xd8);
 }
-// In any order.
+// The low halves, in any order.
 INLINE H16 low_halves(U8 a, U8 b) { return (H16)_mm256_blend_epi16((__m256i)(a << 16), (__m256i)b, 0x55); }
 INLINE U8 unordered(F8 a, F8 b) { return (U8)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q); }
 INLINE bool any(U8 mask) { return !_mm256_testz_si256((__m256i)mask, (__m256i)mask); }
@@ -124,7 +123,7 @@ INLINE double number(const f16* p) { return floats_of_half(H8{p->bits})[0]; }
 
 template <int W> struct Vector;
 
-// By name: GCC 12 makes three instructions of __builtin_convertvector where the processor has one.
+// Intrinsics: GCC 12 makes three instructions of __builtin_convertvector where the processor has one.
 #if defined(__AVX512F__)
 template <> struct Vector<8> {
     static INLINE D8 fma(D8 a, D8 b, D8 c) { return _mm512_fmadd_pd(a, b, c); }
@@ -170,7 +169,7 @@ template <> struct Vector<2> {
     }
 };
 
-// All bits of `all`, and those in which a and b differ.
+// Adds to `all` the bits in which a and b differ.
 template <int W> INLINE Register<int64_t, W> with_differences(Register<int64_t, W> all, Register<int64_t, W> a, Register<int64_t, W> b) {
 #if defined(__AVX512F__)
     if constexpr (W == 8) return (Register<int64_t, W>)_mm512_ternarylogic_epi64((__m512i)all, (__m512i)a, (__m512i)b, 0xf6);
@@ -191,7 +190,7 @@ template <int W> INLINE bool any_of(Register<int64_t, W> a, int64_t bits) {
     return all & bits;
 }
 
-// ---- past the caches, where the processor has such a store ----
+// ---- non-temporal stores, where the processor has them ----
 
 #if defined(__x86_64__)
 template <class Part, class From> INLINE void stream_parts(char* p, const From& v) {
@@ -201,7 +200,7 @@ template <class Part, class From> INLINE void stream_parts(char* p, const From& 
         else _mm_stream_si128((__m128i*)(p + i), part);
     }
 }
-// By the widest store that the address allows: NumPy's large arrays begin 16 bytes behind a page.
+// Takes the widest store that the address allows: NumPy's large arrays begin 16 bytes behind a page.
 template <class From> INLINE void stream(void* p, const From& v) {
     if (sizeof v < 32 || (uintptr_t)p % 32) return stream_parts<__m128i>((char*)p, v);
     stream_parts<__m256i>((char*)p, v);
@@ -210,6 +209,6 @@ template <class From> INLINE void stream(void* p, const From& v) {
 template <class From> INLINE void stream(void* p, const From& v) { write(p, v); }
 #endif
 
-INLINE void ask_for(const void* p) { __builtin_prefetch(p); }
+INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
 
 }  // namespace

@@ -5,11 +5,11 @@ namespace {
 
 // ---- forward ----
 
-// Does the uncertified rows of a tile once more: `once` does some in pairs, given whether they are not in the sums.
+// Repeats the marked rows of a tile in pairs: `once` does some, given whether the sums lack them.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
     Call alone = c;
     alone.wide = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
-    // The statistics stay.
+    // Keep the statistics of the first attempt.
     alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
     for (Index i = tile.first, stop; i < tile.stop; i = stop) {
         uint8_t mark = c.marks[i];
@@ -39,7 +39,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (NEAREST) {
                 double size = std::sqrt(of.square[r]) * of.rstd[r];
                 double d = of.d[r] * of.rstd[r];
-                // is_uncertified() centers x first: its bound has no M.
+                // is_uncertified() centers x first, so its bound has no M term.
                 errors[r] = errors_of_xhat<LAYER>(size, d * d, 0, chain);
                 bounds[r] = bound_of_y(near ? errors_of_xhat<LAYER>(size, d * d, m_of(r), chain) : errors[r], size, c.n);
                 c.marks[i] = errors[r].a < 1 ? 0 : UNCERTIFIED;
@@ -71,7 +71,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
 
 // ---- backward ----
 
-// Does a row in pairs, and adds its terms to the sums of a tile of float64.
+// Does a row in pairs, and adds its terms to the float64 sums of a tile.
 template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
     Index p = c.apart();
     double range[2], *part = own.part;
@@ -79,7 +79,7 @@ template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile 
     if (c.marks[row.first] & UNSUMMED) return;
     for (Index which : {0, 2})
         for (Index word : {0, 1}) merge_columns(part + (which + word) * p, sums + which * p, sums + (which + 1) * p, c.n);
-    // Bounds of float64's size, which exceed those of pairs by far.
+    // Bounds of the size of float64's, far above those of pairs.
     for (Index j = 0; j < c.n; j++) sums[4 * p + j] += part[5 * p + j] * part[5 * p + j], sums[5 * p + j] += 1;
 }
 
@@ -101,7 +101,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
                 continue;
             }
-            // Zeros in its place add nothing to the sums.
+            // A hard row: zeros take its place in the sums.
             memset(own.zeros, 0, (size_t)c.n * sizeof(double)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
             of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.apart()};
         }
@@ -151,10 +151,10 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
     Index p = c.apart();
     Errors worst = {0, 0};
     if (!c.summing()) {
-        // To sum where nobody wants the sums takes less than a second version of the loop is worth.
+        // Unwanted sums go to scratch memory: a loop without them would save too little for a second version.
         backward_rows<T, LAYER, CENTER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
     } else {
-        // The sums of the first part are the tile's own; those of others are added to these with compensation.
+        // The first part sums into the tile's own vectors; the sums of others are added with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
         Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
         for (Index low = p; (NEAREST || c.tile_rows > most) && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
@@ -196,7 +196,7 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
 
 void do_tile(const Call& c, Index tile, int thread) {
     if (c.wide) do_wide(c, tile, thread);
-    // Rows of two types are lifted to float64.
+    // Lift dy and x to float64 if their types differ.
     else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<double, false, false, false> : backward<double, true, true, false>)(c, tile, thread);
     else of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
@@ -207,7 +207,7 @@ void do_tile(const Call& c, Index tile, int thread) {
 
 }  // namespace
 
-// By default the only ones, as in the tests without Python.
+// Without a NAME, as in the tests without Python, these are the only kernels.
 #if !defined(NAME) && defined(__aarch64__)
 #define NAME kernels_arm64
 #define INSTRUCTIONS "arm64"

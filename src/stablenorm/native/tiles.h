@@ -1,4 +1,4 @@
-// What the loops over the rows of a tile share.
+// Loops over the rows of a tile: what float64 and pairs share.
 #pragma once
 #include "columns.h"
 
@@ -22,13 +22,13 @@ Tile tile_of(const Call& c, Index number) {
     return {first, stop < c.rows ? stop : c.rows};
 }
 
-// Of rows of at most so many columns, the next are measured, or pulled, before these are written: their roots and
-// divisions overlap with stores. Longer ones would drive one another out of the cache: n = 16384, 0.63 against 1.
+// Short rows: pass 1 of the next ones runs before pass 2 of these, so that roots and divisions overlap with stores. Longer
+// rows would drive one another out of the cache: n = 16384, 0.63 for 1. KEPT rows need more room.
 constexpr Index EARLY = 4096, EARLY_KEPT = 256;
 
 INLINE Index at_most(Index a, Index most) { return a < most ? a : most; }
 
-// Row i of x in `room`, after adding the residual.
+// Row i of x, where it lies or lifted to `room`, after adding the residual.
 template <class T> INLINE const T* x_row(const Call& c, const Own& own, Index i, double* room) {
     if (c.source.data) add_residual(c, own, i);
     return row_as<T>(c, c.x, i, room);
