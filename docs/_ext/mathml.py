@@ -23,12 +23,47 @@ _OUTER = re.compile(r"\\(begin|end)\{(?:align|gather|split|eqnarray|equation)(\*
 _APPLY = ("&ApplyFunction;", "\N{FUNCTION APPLICATION}")
 
 
+def _name(element):
+    """Return the local name of an element and of what it puts an index or an accent on."""
+    while (name := element.tag.rpartition("}")[2]) in ("msub", "msup", "msubsup", "mover"):
+        element = element[0]
+    return name, (element.text or "").strip()
+
+
+def _is_word(element):
+    name, text = _name(element)
+    return name in ("mi", "mtext") and len(text) > 1 and text.isalpha()
+
+
+def _is_factor(element):
+    name, text = _name(element)
+    return name in ("mi", "mtext", "mn", "mfrac", "msqrt", "mrow") or text in (")", "|", "]")
+
+
+def _space(root):
+    """Put a thin space between a word, such as mean or rstd, and a factor beside it."""
+    for parent in root.iter():
+        children = list(parent)
+        if parent.tag.rpartition("}")[2] not in ("math", "mrow", "mtd", "mstyle", "msqrt"):
+            continue
+        for i in range(len(children) - 1, 0, -1):
+            before, after = children[i - 1], children[i]
+            if _name(before)[1] == "\N{FUNCTION APPLICATION}":
+                # An operator's name and its argument, unless that is in parentheses.
+                needs_space = _is_factor(after)
+            else:
+                needs_space = _is_factor(before) and _is_word(after)
+                needs_space |= _is_word(before) and _is_factor(after) and _name(after)[0] != "mo"
+            if needs_space:
+                parent.insert(i, ET.Element(f"{{{_MATHML}}}mspace", width="0.1667em"))
+
+
 def _repair(mathml):
     r"""
-    Put the index of \hat{x}_i beside x.
+    Put the index of \hat{x}_i beside x, and thin spaces around words.
 
-    docutils 0.22 makes a munderover of it, the index under x, as under a sum. That of an accent is
-    told by its last part: an operator that does not stretch.
+    docutils 0.22 makes a munderover of it, the index under x, as under a sum. An operator that does not
+    stretch as its last part tells an accent.
     """
     ET.register_namespace("", _MATHML)
     root = ET.fromstring(mathml.replace(*_APPLY))
@@ -41,6 +76,7 @@ def _repair(mathml):
             over = ET.SubElement(both, f"{{{_MATHML}}}mover", accent="true")
             over.extend([base, accent])
             both.append(index)
+    _space(root)
     return ET.tostring(root, encoding="unicode")
 
 
