@@ -23,7 +23,7 @@ FLAGS = "-std=c++17 -shared -fPIC -ffp-contract=off -fno-math-errno -fno-trappin
 # Titles of the tables: of each step, of what the code takes.
 TABLES = {
     "layer": ("At each step", "In the kernels,"),
-    "rms": ("For RMS norm", "There, the code takes"),
+    "rms": ("Of RMS norm", "There, the code takes"),
 }
 U = 2.0**-53
 
