@@ -16,8 +16,8 @@ from stablenorm.backends import implementation, run
 from stablenorm.call import WRITTEN, Backward, Forward, change, part
 from stablenorm.functional.layout import Layout
 from stablenorm.reference.blocks import add
-from stablenorm.reference.exact import NOTHING, ExactSum, Root, round_sum
-from stablenorm.reference.partial import as_partial, rounded
+from stablenorm.reference.exact import Root
+from stablenorm.reference.partial import NOTHING, ExactSum, as_partial, round_sum, rounded
 from stablenorm.types import Array, Statistics, joined
 
 # Bytes of an array that are copied at a time, or the rows of a tile or sample if these are more: what a cache holds.

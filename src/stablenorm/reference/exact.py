@@ -21,12 +21,11 @@ Math. Soc. 15 (1940) 3). So the merged sum is rational, and compared exactly, or
 tie: more bits decide it.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 from operator import lshift, mul
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +56,7 @@ class Root(NamedTuple):
 Term = tuple[int, Root]
 
 
-def _root(radicand: int, bits: int = _BITS) -> Root:
+def root_of(radicand: int, bits: int = _BITS) -> Root:
     whole = math.isqrt(radicand)
     bits += whole.bit_length()
     floor = math.isqrt((1 << 2 * bits) // radicand)
@@ -67,7 +66,7 @@ def _root(radicand: int, bits: int = _BITS) -> Root:
 # ---- float64 numbers as integers ----
 
 
-def _integers(values: Array) -> tuple[list[int], int]:
+def integers_of(values: Array) -> tuple[list[int], int]:
     """Return integers and one exponent of two for all."""
     mantissa, exponent = np.frexp(values)
     whole = np.ldexp(mantissa, 53).astype(np.int64)
@@ -81,7 +80,7 @@ def _integers(values: Array) -> tuple[list[int], int]:
 
 def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
     """Return integers and one exponent of two for all of ``gamma + offset``."""
-    (*scales, more), exponent = _integers(np.append(gamma, offset))
+    (*scales, more), exponent = integers_of(np.append(gamma, offset))
     return [scale + more for scale in scales], exponent
 
 
@@ -91,7 +90,7 @@ class Row:
     __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
 
     def __init__(self, x: Array, norm: Norm, keep: bool = True) -> None:
-        self.integers, self.scale = _integers(x)
+        self.integers, self.scale = integers_of(x)
         self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
         squares = sum(map(mul, self.integers, self.integers))
         numerator, denominator = norm.eps.as_integer_ratio()
@@ -111,8 +110,8 @@ class Row:
 def statistics(x: Array, norm: Norm) -> tuple[float, float]:
     """Return the mean, 0 of RMS norm, and rstd of a row, each rounded once to float64."""
     row, form = Row(x, norm), format_of(np.dtype(np.float64))
-    mean = _nearest(0, [(row.total, _root(row.n**2))], row.scale, form)
-    return mean, _nearest(0, [(row.n, _root(row.radicand))], -row.q, form)
+    mean = nearest(0, [(row.total, root_of(row.n**2))], row.scale, form)
+    return mean, nearest(0, [(row.n, root_of(row.radicand))], -row.q, form)
 
 
 def signs(x: Array, norm: Norm) -> Array:
@@ -126,7 +125,7 @@ def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any])
     row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
     n, total = row.n, row.total
     factors = [g * (n * integer - total) for g, integer in zip(scale, row.integers, strict=True)]
-    return _rounded(beta, factors, _root(row.radicand), exponent + row.shift, dtype)
+    return _rounded(beta, factors, root_of(row.radicand), exponent + row.shift, dtype)
 
 
 def dx_row(
@@ -135,7 +134,7 @@ def dx_row(
     """Return dx of a row, rounded once, with what is `added` to it: dsum, dmean / n and that of drstd."""
     row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
     n, radicand, integers, (dsum, dmean, drstd) = row.n, row.radicand, row.integers, added
-    cotangent, r = _integers(dy)
+    cotangent, r = integers_of(dy)
     g = list(map(mul, scale, cotangent))
     total = sum(g) if norm.kind == "layer" else 0
     inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
@@ -143,18 +142,18 @@ def dx_row(
     same = row.total * inner - total * radicand
     along, inner, unit = n * radicand, n * inner, r + exponent - row.q
     factors = [along * v - inner * integer + same for v, integer in zip(g, integers, strict=True)]
-    root = _root(radicand**3)
+    root = root_of(radicand**3)
     if drstd:
         # The term drstd rstd**2 xhat / n = drstd n C 2**(scale - 3 q) / sqrt(V**3) has the same root.
-        (number,), place = _integers(np.array([drstd]))
+        (number,), place = integers_of(np.array([drstd]))
         place += row.shift - 2 * row.q
         least = min(unit, place)
         number = number * n << place - least
         both = zip(factors, integers, strict=True)
         factors = [(f << unit - least) - number * (n * integer - row.total) for f, integer in both]
         unit = least
-    (number,), place = _integers(np.array([dmean]))
-    mean = [(number, place, _root(n * n))] if dmean else []
+    (number,), place = integers_of(np.array([dmean]))
+    mean = [(number, place, root_of(n * n))] if dmean else []
     return _rounded(dsum, factors, root, unit, dtype, mean)
 
 
@@ -162,7 +161,7 @@ def _rounded(
     offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = ()
 ) -> Array:
     """Round ``offset + factor * root * 2**unit``, each once; `more`: terms that all elements share."""
-    offsets, place = _integers(offset)
+    offsets, place = integers_of(offset)
     form, bits = format_of(dtype), root.bits
     # The first bits of factors nearly always decide; numbers out of range have thousands.
     cut = max(max(map(int.bit_length, factors), default=0) - _FIRST, 0)
@@ -185,85 +184,15 @@ def _rounded(
             terms = [(factor, unit, root), *more]
             lowest = min(place, *(each for _, each, _ in terms))
             shifted = [(f << each - lowest, one) for f, each, one in terms]
-            value = _nearest(number << place - lowest, shifted, lowest, form)
+            value = nearest(number << place - lowest, shifted, lowest, form)
         rounded.append(value)
     return np.array(rounded).astype(dtype)
-
-
-# ---- sums over rows ----
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ExactSum:
-    """
-    A sum over rows: ``2**unit`` times `offset` plus each factor over the square root of its radicand.
-
-    `terms` maps radicands to factors. Sums over different rows can be added.
-    """
-
-    unit: int
-    offset: int
-    terms: dict[int, int]
-
-    @classmethod
-    def of_numbers(cls, values: Array) -> Self:
-        """Return the sum of float64 numbers, dbeta."""
-        integers, unit = _integers(values)
-        return cls(unit, sum(integers), {})
-
-    @classmethod
-    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
-        """Return dgamma of one column of some rows."""
-        (factors, exponent), (values, scale) = _integers(dy), _integers(x)
-        shifts = [exponent + row.shift for row in rows]
-        unit = min(shifts, default=0)
-        # Rows of the same numbers have the same root.
-        terms: dict[int, int] = {}
-        for factor, value, row, shift in zip(factors, values, rows, shifts, strict=True):
-            places = scale - row.scale
-            integer = value << places if places >= 0 else value >> -places
-            if term := factor * (row.n * integer - row.total) << shift - unit:
-                terms[row.radicand] = terms.get(row.radicand, 0) + term
-        return cls(unit, 0, terms)
-
-    def __add__(self, other: "ExactSum | float") -> "ExactSum | float":
-        if not isinstance(other, ExactSum):
-            # `other` is infinite or NaN.
-            return other
-        unit, offset, terms = min(self.unit, other.unit), 0, dict[int, int]()
-        for part in (self, other):
-            places = part.unit - unit
-            offset += part.offset << places
-            for radicand, factor in part.terms.items():
-                terms[radicand] = terms.get(radicand, 0) + (factor << places)
-        return ExactSum(unit, offset, terms)
-
-    __radd__ = __add__
-
-    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
-        terms = []
-        for radicand, factor in self.terms.items():
-            if factor:
-                roots[radicand] = root = roots.get(radicand) or _root(radicand)
-                terms.append((factor, root))
-        return _nearest(self.offset, terms, self.unit, format_of(dtype))
-
-
-NOTHING: Any = ExactSum(0, 0, {})
 
 
 # ---- rounding ----
 
 
-def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
-    """Round a sum; infinite sums and NaN are floats. There is one NaN."""
-    if isinstance(total, ExactSum):
-        return total.rounded(dtype, roots)
-    return math.nan if math.isnan(total) else float(total)
-
-
-def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
+def nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
     """Round the sum of `offset` and `terms`, times ``2**unit``, to a format."""
     bits, merged = _BITS, None
     while (value := _round(*_enclosed(offset, terms, unit), form)) is None:
@@ -271,7 +200,7 @@ def _nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> flo
             offset, merged, unit = _merged(offset, terms, unit)
         else:
             bits *= 2
-        terms = [(factor, _root(radicand, bits)) for factor, radicand in merged]
+        terms = [(factor, root_of(radicand, bits)) for factor, radicand in merged]
     return value
 
 

@@ -1,20 +1,23 @@
 """
-Partial sums over rows: what calls on parts of x hand on, so that the whole sum is rounded once, at the end.
+Sums over the rows of parts of x, which callers merge and round once, at the end: as pairs with bounds, or exact.
 
-A partial sum is ``high + low``, and differs from the exact one by at most `error`; an error of 0 says that it is exact,
-NaN that it is unknown, as for rounding="fast". Merging two adds their words without a rounding that is not counted:
-what the result cannot hold goes into its error. A sum that is not finite may have left the range of float64 only in
-between: it is uncertified.
+A partial sum is ``high + low`` and differs from the exact sum by at most `error`: 0 if it is exact, NaN if the error is
+unknown, as for rounding="fast". Merging two counts each rounding: digits that the result cannot hold go into its error. A
+sum that is not finite may have left the range of float64 only in between: it is uncertified, and asked for as `ExactSum`.
 """
 
+import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
+from stablenorm.formats import format_of
 from stablenorm.reference.doubledouble import Pair, two_sum
+from stablenorm.reference.exact import Root, Row, integers_of, nearest, root_of
 from stablenorm.types import Array
 
 _WORDS = "high", "low", "error"
@@ -85,3 +88,73 @@ def rounded(total: Array, dtype: np.dtype[Any]) -> tuple[Array, Array]:
         # There is one NaN.
         least[np.isnan(least)] = np.nan
         return least, uncertified
+
+
+# ---- exact sums ----
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExactSum:
+    """
+    A sum over rows: ``2**unit`` times `offset` plus each factor over the square root of its radicand.
+
+    `terms` maps radicands to factors. Sums over different rows can be added.
+    """
+
+    unit: int
+    offset: int
+    terms: dict[int, int]
+
+    @classmethod
+    def of_numbers(cls, values: Array) -> Self:
+        """Return the sum of float64 numbers, dbeta."""
+        integers, unit = integers_of(values)
+        return cls(unit, sum(integers), {})
+
+    @classmethod
+    def of_products(cls, dy: Array, x: Array, rows: Sequence[Row]) -> Self:
+        """Return dgamma of one column of some rows."""
+        (factors, exponent), (values, scale) = integers_of(dy), integers_of(x)
+        shifts = [exponent + row.shift for row in rows]
+        unit = min(shifts, default=0)
+        # Rows of the same numbers have the same root.
+        terms: dict[int, int] = {}
+        for factor, value, row, shift in zip(factors, values, rows, shifts, strict=True):
+            places = scale - row.scale
+            integer = value << places if places >= 0 else value >> -places
+            if term := factor * (row.n * integer - row.total) << shift - unit:
+                terms[row.radicand] = terms.get(row.radicand, 0) + term
+        return cls(unit, 0, terms)
+
+    def __add__(self, other: "ExactSum | float") -> "ExactSum | float":
+        if not isinstance(other, ExactSum):
+            # `other` is infinite or NaN.
+            return other
+        unit, offset, terms = min(self.unit, other.unit), 0, dict[int, int]()
+        for part in (self, other):
+            places = part.unit - unit
+            offset += part.offset << places
+            for radicand, factor in part.terms.items():
+                terms[radicand] = terms.get(radicand, 0) + (factor << places)
+        return ExactSum(unit, offset, terms)
+
+    __radd__ = __add__
+
+    def rounded(self, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+        """Return the sum rounded to `dtype`; `roots` collects roots that other sums may share."""
+        terms = []
+        for radicand, factor in self.terms.items():
+            if factor:
+                roots[radicand] = root = roots.get(radicand) or root_of(radicand)
+                terms.append((factor, root))
+        return nearest(self.offset, terms, self.unit, format_of(dtype))
+
+
+NOTHING: Any = ExactSum(0, 0, {})
+
+
+def round_sum(total: ExactSum | float, dtype: np.dtype[Any], roots: dict[int, Root]) -> float:
+    """Round a sum; infinite sums and NaN are floats. There is one NaN."""
+    if isinstance(total, ExactSum):
+        return total.rounded(dtype, roots)
+    return math.nan if math.isnan(total) else float(total)

@@ -13,7 +13,14 @@ import numpy as np
 from stablenorm.call import Backward, Forward
 from stablenorm.reference import exact
 from stablenorm.reference.blocks import BLOCK, blocks
-from stablenorm.reference.partial import PARTIAL, as_partial, merged, rounded
+from stablenorm.reference.partial import (
+    PARTIAL,
+    ExactSum,
+    as_partial,
+    merged,
+    round_sum,
+    rounded,
+)
 from stablenorm.types import Array, Norm, Statistics
 
 _FLOAT64 = np.dtype(np.float64)
@@ -71,7 +78,7 @@ def finish_backward(
             continue
         roots = dict[int, exact.Root]()
         for j, value in exact_sums(call, k, np.flatnonzero(uncertified)):
-            total[j] = exact.round_sum(value, total.dtype, roots)
+            total[j] = round_sum(value, total.dtype, roots)
     if call.dx is not None:
         for i in rows.tolist():
             _write_dx(call, i)
@@ -140,9 +147,9 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
             if total[k] != 0:
                 yield j, float(total[k])
             elif which == 1:
-                yield j, exact.ExactSum.of_numbers(values[:, k])
+                yield j, ExactSum.of_numbers(values[:, k])
             else:
-                yield j, exact.ExactSum.of_products(values[:, k], others[:, k], known)
+                yield j, ExactSum.of_products(values[:, k], others[:, k], known)
 
 
 # ---- one row ----
