@@ -1,7 +1,5 @@
 """jvp and double backward, beside the table of test_families.py: rows, layouts, masks, errors."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 from norms import NORMS, SECOND_ORDER, assert_contract, exactly
@@ -90,44 +88,3 @@ def test_a_masked_row_is_the_row_of_what_counts(rng, kind, whole):
     np.testing.assert_array_equal(found[0], ty)
     for actual, right in zip(found, expected, strict=True):
         assert_close(actual, right)
-
-
-X = np.linspace(-1, 1, 8, dtype=np.float32).reshape(2, 4)
-CACHE = layer_norm_forward(X, np.ones(4, np.float32), backend="numpy")[1]
-RMS = CACHE._replace(norm=CACHE.norm._replace(kind="rms"))
-LEADING = layer_norm_forward(X, np.ones((2, 4), np.float32), backend="numpy")[1]
-NEAREST = layer_norm_forward(X, rounding="nearest", backend="numpy")[1]
-ERRORS = [
-    (X, X, TypeError, r"cache must be the Cache that layer_norm_forward returns, got ndarray; write"),
-    (X, RMS, ValueError, r"cache must be of layer_norm_forward; pass this one to rms_norm_(jvp|double_backward)"),
-    (X, CACHE._replace(backend="cuda"), ValueError, r"cannot be combined with arrays on a CUDA device.*x.get\(\)"),
-    (X, NEAREST, ValueError, r'cannot be combined with rounding="nearest".*use rounding="fast"'),
-    (X, LEADING, ValueError, "cannot be combined with leading axes of gamma or beta.*; leave them out"),
-    (X[:1], CACHE, ValueError, r"x must have shape \(2, 4\), that of x, got \(1, 4\)"),
-    (X.astype(int), CACHE, TypeError, r"x must be float16.*got int64"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("tx", "cache", "error", "message"), ERRORS)
-@pytest.mark.parametrize(
-    "function", [layer_norm_jvp, lambda tx, cache: layer_norm_double_backward(tx, X, cache)]
-)
-def test_errors_say_what_is_needed(function, tx, cache, error, message):
-    with pytest.raises(error, match=message):
-        function(tx, cache)
-
-
-def test_errors_of_dy_and_the_parameters():
-    with pytest.raises(ValueError, match=r"dy must have shape \(2, 4\), that of x, got \(4,\)"):
-        layer_norm_double_backward(X, X[0], CACHE)
-    call = partial(layer_norm_double_backward, X, X, CACHE)
-    with pytest.raises(
-        ValueError, match=r"ddgamma must have shape \(4,\), that of gamma, got \(2,"
-    ):
-        call(ddgamma=X)
-    with pytest.raises(
-        ValueError, match=r"ddbeta must be None, since this cache has no beta; pass"
-    ):
-        call(ddbeta=X[0])
-    with pytest.raises(ValueError, match=r"tbeta must be None"):
-        layer_norm_jvp(X, CACHE, tbeta=X[0])
