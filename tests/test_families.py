@@ -120,7 +120,7 @@ FEATURES = {
 OF_ALL_DTYPES = {"gamma_offset", "residual", "dsum, accumulate", "where, dmean, drstd"}
 
 
-# jvp and the double backward have no integers: such rows of float64 are NaN (test_second_order.py).
+# jvp and the double backward have no integers: such rows of float64 are NaN (test_features.py).
 SECOND_ORDER = [title for title, each in FEATURES.items() if each.given in (tangents, cotangents)]
 OUT_OF_RANGE = {"F12", "F13", "F14", "F15", "F16", "F17", "F21"}
 

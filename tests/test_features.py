@@ -1,21 +1,21 @@
-"""Single keywords beside the table of test_families.py: broken by old values, masks, samples, wrong arguments."""
+"""Broken by single keywords and second order on inputs that neither test_families.py nor test_any_call.py draws."""
 
 import tracemalloc
 
 import numpy as np
 import pytest
-from norms import NORMS, assert_contract, assert_right, assert_same, draw
+from norms import NORMS, SECOND_ORDER, assert_contract, assert_right, assert_same, draw, exactly
 
 from stablenorm import (
     layer_norm,
     layer_norm_backward,
+    layer_norm_double_backward,
     layer_norm_forward,
+    layer_norm_jvp,
     rms_norm,
 )
 from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
-
-X, X3 = np.ones((4, 8), np.float32), np.ones((2, 3, 4), np.float32)
 
 
 def add(dy, cache, old):
@@ -90,11 +90,8 @@ def test_the_sum_with_the_offset_is_exact(forward, dtype, backend):
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
-    x, dy, dsum = (
-        np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]]),
-        np.ones((2, 3)),
-        np.full((2, 3), 0.1),
-    )
+    x = np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]])
+    dy, dsum = np.ones((2, 3)), np.full((2, 3), 0.1)
     where = np.array([[True, True, False], [True, True, True]])
     forward, backward, _ = NORMS[kind]
     exact = NORMS[kind][2](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
@@ -146,7 +143,7 @@ def test_a_mask_and_a_residual(rng, backend):
     assert_same((dx[rows], dx[::3]), (of_rows, x[::3]))
 
 
-# ---- gamma and beta with leading axes, sum_axes: the bits of one ordinary call for each part ----
+# ---- sum_axes ----
 
 
 def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
@@ -168,22 +165,6 @@ def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
     np.testing.assert_array_equal(only.dbeta, dy)
 
 
-@pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.usefixtures("threads")
-def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
-    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
-    gamma = rng.standard_normal((4, 1, 1024), np.float32)
-    # The first at a whole line, and each one float more apart than they are long.
-    room = np.empty(4 * 2**20 + 20, np.float32)
-    start = -room.ctypes.data % 64 // 4
-    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
-    y, cache = layer_norm_forward(x, gamma)
-    np.testing.assert_array_equal(layer_norm(x, gamma, out=out), y)
-    expected = layer_norm_backward(dy, cache)
-    found = layer_norm_backward(dy, cache, out=(out, None, None))
-    assert_same(found, expected)
-
-
 def test_a_mask_costs_no_copy_of_x(rng):
     """A few blocks and numbers of rows, however many rows count."""
     x = rng.standard_normal((65536, 512), np.float32)
@@ -194,3 +175,61 @@ def test_a_mask_costs_no_copy_of_x(rng):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < x.nbytes / 8
+
+
+# ---- jvp and double backward ----
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_large_means_of_the_cotangents_cost_nothing(rng, size):
+    """In a product with what sums to zero, a mean leaves only its rounding errors, if it is there."""
+    x, _, beta, dy = draw(rng, (1, 768))
+    x, dy = x + np.float32(0.5), dy + np.float32(1e6)
+    ones, zeros, ddx = np.ones_like(beta), np.zeros_like(beta), np.full_like(x, size)
+    # Where xhat is small, since there it is in no sum but that of its own element.
+    ddx[0, abs(x - x.mean()).argmin()] += 1
+    exact = exactly((x, ones, beta, 1e-3, dy), ddx=ddx, ddgamma=zeros, ddbeta=beta)
+    cache = layer_norm_forward(x, ones, beta, 1e-3)[1]
+    found = layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
+    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), found, strict=True)))
+    assert_contract(exact, {"ddy": layer_norm_jvp(ddx, cache, zeros, beta)})
+
+
+def test_second_order_of_rows_out_of_range_is_nan_and_of_others_as_it_is(rng):
+    """Pairs cannot hold such a row; a wrong number would look like a right one."""
+    tx, x, dy = rng.standard_normal((3, 4, 9))
+    few = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    x[1:3] *= np.array([[1e250], [1e-250]])
+    found = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    assert np.isnan(found[1:3]).all()
+    np.testing.assert_array_equal(found[[0, 3]], few[[0, 3]])
+    ddy, dx, dgamma = layer_norm_double_backward(tx, dy, layer_norm_forward(x, np.ones(9))[1])
+    assert np.isnan(ddy[1:3]).all()
+    assert (np.isnan(dx).all(axis=1) == [False, True, True, False]).all()
+    assert np.isfinite(dx[[0, 3]]).all()
+    assert np.isnan(dgamma).all()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_second_order_of_a_masked_row_is_that_of_what_counts(rng, kind, whole):
+    x, gamma, beta, dy = draw(rng, (4, 9), np.float64)
+    ddx, ddgamma, ddbeta, _ = draw(rng, (4, 9), np.float64)
+    mask = rng.random((4, 1 if whole else 9)) < 0.6
+    mask[0], mask[1] = False, True
+    forward, (jvp, double_backward) = NORMS[kind][0], SECOND_ORDER[kind]
+    shown = np.broadcast_to(mask, x.shape)
+    hidden = [np.where(shown, each, np.nan) for each in (ddx, dy, x)]
+    _, cache = forward(hidden[2], gamma, beta, where=mask)
+    found = double_backward(*hidden[:2], cache, ddgamma=ddgamma, ddbeta=ddbeta)
+    np.testing.assert_array_equal(found[0], jvp(hidden[0], cache, ddgamma, ddbeta))
+    expected = [np.zeros((4, 9)), np.zeros((4, 9)), np.zeros(9)]
+    for i, some in enumerate(shown):
+        if some.any():
+            _, alone = forward(x[i, some], gamma[some], beta[some])
+            others = {"ddgamma": ddgamma[some], "ddbeta": ddbeta[some]}
+            parts = double_backward(ddx[i, some], dy[i, some], alone, **others)
+            expected[0][i, some], expected[1][i, some] = parts[:2]
+            expected[2][some] += parts[2]
+    for actual, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=0, atol=1e-13 * np.abs(right).max())

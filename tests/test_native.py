@@ -125,6 +125,19 @@ def test_results_that_go_past_the_caches_have_the_same_bits(rng):
             assert out.tobytes() == y.tobytes()
 
 
+def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
+    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
+    gamma = rng.standard_normal((4, 1, 1024), np.float32)
+    # The first at a whole line, and each one float more apart than they are long.
+    room = np.empty(4 * 2**20 + 20, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
+    y, cache = layer_norm_forward(x, gamma)
+    np.testing.assert_array_equal(layer_norm_forward(x, gamma, out=out)[0], y)
+    dx = layer_norm_backward(dy, cache).dx
+    np.testing.assert_array_equal(layer_norm_backward(dy, cache, out=(out, None, None)).dx, dx)
+
+
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_that_are_written_close_to_what_is_read_have_the_same_bits(dtype, rounding, rng):
