@@ -15,7 +15,7 @@ NUMPY = {"roundings": ["nearest"], "backends": ["numpy"]}
 
 
 def assert_equal(case, backend, **expected):
-    """Of zeros the sign too, and of NaN the bits: the quiet one, its sign clear."""
+    """Compare every bit: the sign of zeros, and NaN as the quiet one, its sign clear."""
     for name, array in compute(case, rounding="nearest", backend=backend).items():
         want = np.array(expected[name]).astype(array.dtype)
         np.testing.assert_array_equal(bits(array), bits(want), name)
@@ -75,7 +75,7 @@ def test_overflow_and_underflow_are_those_of_one_rounding(dtype):
     """y is gamma, -gamma or a sum with beta around the largest number, the smallest, and midpoints."""
     form = format_of(dtype)
     ulp, least = 2.0 ** (form.emax + 1 - form.digits), 2.0 ** (form.emin + 1 - form.digits)
-    # Of float64, what is below the least number is zero.
+    # In float64, a product below the least number is zero.
     gamma = np.array([form.largest, form.largest, least, 0.4 * least, 1.5 * least, 1.0])
     beta = np.array([ulp / 2, ulp / 4, -least / 2, 0, 0, 0])
     x = np.array([[1, 1, 1, -1, -1, -1], [-1, -1, -1, 1, 1, 1]], dtype)
@@ -98,7 +98,7 @@ def test_what_is_not_finite(dtype, backend):
     )  # fmt: skip
     _, cache = layer_norm_forward(x, rounding="nearest", backend=backend)
     assert np.isnan(cache.mean[:, 0]).tolist() == [False, True, False, True]
-    # Of a finite gamma: rows and columns that are finite still are the nearest.
+    # With a finite gamma, rows and columns that are finite stay the nearest.
     finite, ones = x[[0, 2]], np.ones(4, dtype)
     dy = np.array([[1, -inf, -inf, 3], [1, 0, 2, inf]], dtype)
     alone = exact_layer_norm(finite[:1], dy=ones[None])
@@ -126,7 +126,7 @@ def test_an_infinite_dgamma_without_a_beta(dtype, backend, rng):
 
 
 def test_a_backward_after_a_forward_of_extreme_beta_knows_tiny_rows():
-    """That beta sends the forward to the reference; dgamma underflows to -0."""
+    """A large beta sends the forward to the reference; dgamma underflows to -0."""
     x, dy = np.array([[1.82512575e-309, -3.03630258e-309]]), np.array([[-1.0, 1.0]]) / 64
     assert_right(Case(x, np.ones(2), np.array([1e200, 1.0]), 1e30, dy), roundings=["nearest"])
 
