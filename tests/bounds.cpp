@@ -47,9 +47,13 @@ int by_pairs(const double* dy, const double* x, Index rows, Index n, double eps,
 
 }  // namespace pairs
 
-Back<float> row_of(const float* dy, const float* x, const Stats& of, double m, double spread, Errors errors) {
-    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], m};
+// The backward's pass along a row, whose sums over rows go to `over`.
+template <bool LAYER, bool CENTER>
+Back<float> pulled(const float* dy, const float* x, Index n, const double* gamma, const Stats& of, double spread, Errors errors, Room& over) {
+    Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
     row.spread = spread, row.errors = errors;
+    double *sums = over.data(), *squares = sums + over.size() / 2;
+    pull<false, 1, LAYER, CENTER, true>(&row, n, gamma, {sums, sums + over.size() / 4, squares, squares + over.size() / 4});
     return row;
 }
 
@@ -87,8 +91,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         Doubts found = {at.data(), 0};
         write_y<1, CENTER, false, true>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
         for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(gamma + j), load<Y>(beta + j)));
-        Back<float> row = row_of(dy, x, of, LAYER ? pivot(dy, gamma, n) : 0, size, errors);
-        pull<false, 1, LAYER, CENTER, true>(&row, n, gamma, {over.data(), over.data() + apart, over.data() + 2 * apart, over.data() + 3 * apart});
+        Back<float> row = pulled<LAYER, CENTER>(dy, x, n, gamma, of, size, errors, over);
         Projected<LAYER, CENTER, true> project(row);
         for (Index j = 0; j < n; j += L) {
             Index some = n - j < L ? n - j : L;
@@ -135,8 +138,7 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     write_y<1, false, false, true>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
     mark(Y_OF<f32>, open);
     write_y<1, false, false, true>(&x, &v, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
-    Back<float> row = row_of(dy, x, of, LAYER ? pivot(dy, gamma, n) : 0, 1, errors);
-    pull<false, 1, LAYER, false, true>(&row, n, gamma, {sums.data(), sums.data() + apart, sums.data() + 2 * apart, sums.data() + 3 * apart});
+    Back<float> row = pulled<LAYER, false>(dy, x, n, gamma, of, 1, errors, sums);
     found.count = 0, bounds[1] = row.bound;
     write_dx<LAYER, false, false, true>(row, out + apart, n, gamma, 0, &found);
     mark(L, open + apart);
@@ -153,8 +155,7 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
     Room sums((size_t)(4 * n + 64));
     std::vector<Index> at((size_t)n);
     std::vector<float> out((size_t)n);
-    Back<float> row = row_of(dy, x, of, LAYER ? pivot(dy, gamma, n) : 0, 0, {});
-    pull<false, 1, LAYER, false, true>(&row, n, gamma, {sums.data(), sums.data() + n, sums.data() + 2 * n, sums.data() + 3 * n});
+    Back<float> row = pulled<LAYER, false>(dy, x, n, gamma, of, 0, {}, sums);
     for (Index j = 0; j + L <= n; j += L) {
         auto value = [&](double bound) { return Projected<LAYER, false, true>(row, bound)(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j)).v[0][0]; };
         double v = value(0), below;

@@ -32,7 +32,7 @@ POISON = 0xA5
 
 
 class Place(NamedTuple):
-    """Where an array lies: the axis that is last, and the bytes between elements, between rows and in front."""
+    """A place in memory: the axis that is last, and the bytes between elements, between rows and in front."""
 
     first: int = 0
     step: int = 1
@@ -109,7 +109,7 @@ class Call(NamedTuple):
     gamma_offset: float = 0.0
     # None, "rows" or "elements".
     mask: str | None = None
-    # Of residual, dsum, statistics, accumulate, tangents; and the dtype of the first two, if not that of x.
+    # Some of residual, dsum, statistics, accumulate, tangents; and the dtype of the first two, if not that of x.
     given: tuple[str, ...] = ()
     other: Any = None
     # Axes along which gamma and beta vary; these, and others along which the sums are kept apart.

@@ -190,7 +190,7 @@ def backends_differ(results, case, rounding):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(calls.calls())
 # Statistics of samples along a later axis were compared by no test.
-@example(Call(1, (3, 4, 5), -1, (f4,) * 4, varying=(1,)))
+@example(Call(1, (3, 4, 5), -1, (f4,) * 4, given=("statistics",), varying=(1,)))
 def test_any_call(call):
     check(call)
 
@@ -248,13 +248,16 @@ def test_large_calls(shape, axis, dtype, varying, hard, rounding, block):
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_sums_read_dy_before_dx_is_written_over_it(
-    rng, axis, rounding, accumulate, backend, monkeypatch
+    axis, rounding, accumulate, backend, monkeypatch
 ):
     """A row out of range, and columns that are ties at the ends of blocks, are finished after the kernels."""
     x = np.tile(np.array([1.0, -1.0, 1.0, -1.0]), (60, 1))
     dy, one = np.zeros((60, 4)), np.ones(4)
     dy[0], dy[59] = 1 + 2.0**-52, 2.0**-53
-    x[7], dy[7] = x[7] * 2.0**300, rng.integers(1, 9, 4) * 2.0**-53
+    x[7], dy[7] = x[7] * 2.0**300, np.arange(1, 5) * 2.0**-53
+    if rounding == "nearest":
+        # Terms that are no floats cancel: pairs cannot tell, exact sums of all blocks do.
+        x[[1, 58]], dy[1], dy[58] = [0.0, 1.0, 3.0, 0.5], 1, -1
     _, cache = layer_norm_forward(x, one, one, 0.0, rounding=rounding, backend=backend)
     expected = layer_norm_backward(dy, cache)
     monkeypatch.setattr(plain, "BLOCK", 1)

@@ -40,7 +40,7 @@ def test_an_old_value_that_is_not_finite_spoils_its_column_alone(rng, rounding, 
     for total, expected in zip(add(dy, cache, [old, old]), clean, strict=True):
         assert not np.isfinite(total[:3]).any()
         if rounding == "nearest":
-            # Of the one bit pattern that NaN has there.
+            # NaN has one bit pattern there.
             one = np.array([np.inf, -np.inf, np.nan]).astype(dtype)
             assert total[:3].tobytes() == one.tobytes()
         assert total[3:].tobytes() == expected[3:].tobytes()
@@ -63,7 +63,7 @@ def test_a_sum_of_two_dtypes_is_rounded_once(backend):
 # ---- gamma_offset ----
 
 
-# In these dtypes there are kernels with an offset for other tests too.
+# Other tests use kernels with an offset in these dtypes, too.
 @pytest.mark.parametrize(("kind", "dtype"), [("rms", np.float32), ("layer", np.float64)])
 def test_gamma_less_an_offset(kind, dtype, rng):
     """Constant g, or nearly so: where products with a pair are rounded alike, dx is not 0."""
@@ -186,7 +186,7 @@ def test_large_means_of_the_cotangents_cost_nothing(rng, size):
     x, _, beta, dy = draw(rng, (1, 768))
     x, dy = x + np.float32(0.5), dy + np.float32(1e6)
     ones, zeros, ddx = np.ones_like(beta), np.zeros_like(beta), np.full_like(x, size)
-    # Where xhat is small, since there it is in no sum but that of its own element.
+    # The element has a small xhat, so that it is in no sum but its own.
     ddx[0, abs(x - x.mean()).argmin()] += 1
     exact = exactly((x, ones, beta, 1e-3, dy), ddx=ddx, ddgamma=zeros, ddbeta=beta)
     cache = layer_norm_forward(x, ones, beta, 1e-3)[1]

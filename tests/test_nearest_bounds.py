@@ -35,17 +35,11 @@ def steps(builds):
     loaded = ctypes.CDLL(str(library))
     kinds = {int: ctypes.c_ssize_t, float: ctypes.c_double}
 
-    def call(name, *arguments):
-        return getattr(loaded, name)(
-            *(
-                kinds[type(each)](each)
-                if type(each) in kinds
-                else ctypes.c_void_p(each.ctypes.data)
-                for each in arguments
-            )
-        )
+    def as_c(value):
+        kind = kinds.get(type(value))
+        return ctypes.c_void_p(value.ctypes.data) if kind is None else kind(value)
 
-    return call
+    return lambda name, *arguments: getattr(loaded, name)(*map(as_c, arguments))
 
 
 def parameters(gamma, beta, low=0.0):
