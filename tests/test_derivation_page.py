@@ -1,4 +1,4 @@
-"""The steps of docs/explanation/derivation.md, each checked by symbols: the page has the same numbers."""
+"""Broken by a wrong formula of docs/explanation/derivation.md: the steps are checked by symbols, by their numbers."""
 
 import itertools
 import re
@@ -65,7 +65,7 @@ class Row(NamedTuple):
             row.rstd * (sp.eye(len(row.x)) - (row.along_ones + row.xhat * row.xhat.T) / len(row.x))
         )
     )
-    # What the projection removes beside the part along xhat; an RMS norm, nothing.
+    # The projection removes this beside the part along xhat; that of an RMS norm, nothing.
     along_ones = property(
         lambda row: (sp.ones if row.kind == "layer" else sp.zeros)(len(row.x), len(row.x))
     )
@@ -91,7 +91,7 @@ def make_row(n, kind="layer", freedoms=None, free=False):
 
 
 def two_rows(row, parameter, factor):
-    """What the loss of two rows gives a parameter, less the sum over the rows."""
+    """The gradient of a parameter from two rows, less the sum over the rows."""
     other = row._replace(dy=column("du", len(row.x)), centered=column("d", len(row.x)))
     return diff(row.loss + other.loss, parameter) - factor(row) - factor(other)
 
@@ -136,7 +136,7 @@ def through_the_mean(row):
 
 
 def with_offset(row):
-    """What an offset of gamma changes: the loss by x and gamma, less the gradients of the page."""
+    """The loss with an offset of gamma, by x and gamma, less the gradients of the page."""
     offset = row._replace(gamma=row.gamma + T * sp.ones(len(row.x), 1))
     x, gamma = diff(offset.loss, row.x), diff(offset.loss, row.gamma)
     return (x - row.jacobian * offset.g).col_join(gamma - times(row.dy, row.xhat))
@@ -198,7 +198,7 @@ def second_order_of_x(row):
 
 
 VAR, T = sp.symbols("var t", positive=True)
-# What is zero if the step is right: of a row `r`, or, in FREE, of one whose centered is a variable.
+# Each step is right if this is zero for a row `r`; for the steps in FREE, `centered` is a variable.
 STEPS = {
     "D1": lambda r: sum(r.centered),
     "D2": lambda r: (

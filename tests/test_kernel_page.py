@@ -1,4 +1,4 @@
-"""The page on checking a kernel: its kernel compiles, its tests pass, and find what is broken in it."""
+"""Broken by the page on checking a kernel: if its kernel does not compile, or its tests miss a mistake in it."""
 
 import re
 import shutil
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "check-a-kernel.md"
-# What a kernel may get wrong, and the tests that must fail then.
+# Mistakes in the kernel, and the tests that must fail then.
 BREAK = {
     "": set(),
     "dgamma[j] += dy[j] * xhat;|dgamma[j] += dy[j];": {"test_gradients"},

@@ -143,6 +143,7 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
         return;
     }
     for (int r = 0; r < GROUP; r++) settle(k[r], d[r], square[r], eps, of, r);
+    // Bad guesses, as of outliers alone: tests/test_native.py fails without this loop.
     for (int r = 0; r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
