@@ -88,5 +88,6 @@ def arrays_of(backend: str) -> Arrays:
     return _cuda().ARRAYS if backend == "cuda" else HOST
 
 
+@functools.cache
 def _cuda() -> Any:
     return importlib.import_module(_MODULES["cuda"])

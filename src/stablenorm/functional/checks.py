@@ -35,14 +35,14 @@ def checked_norm(
 
 
 def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
-    asked = {
-        'rounding="nearest"': norm.rounding == "nearest",
-        "RMS norm": norm.kind == "rms",
-        "gamma_offset": norm.gamma_offset != 0.0,
-        "leading axes of gamma or beta": has_leading(norm, axes),
-    }
-    for feature, given in asked.items():
-        if given:
+    is_asked = (
+        ('rounding="nearest"', norm.rounding == "nearest"),
+        ("RMS norm", norm.kind == "rms"),
+        ("gamma_offset", norm.gamma_offset != 0.0),
+        ("leading axes of gamma or beta", has_leading(norm, axes)),
+    )
+    for feature, asked in is_asked:
+        if asked:
             refuse(feature, CUDA)
 
 
@@ -89,6 +89,8 @@ def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 def checked_offset(offset: Any, gamma: Array | None) -> float:
     """Return `gamma_offset` as a float, or say what is wrong with it."""
+    if type(offset) is float and offset == 0.0:
+        return offset
     value = real("gamma_offset", offset)
     if not math.isfinite(value):
         msg = f"gamma_offset must be finite, got {offset}"
