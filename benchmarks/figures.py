@@ -22,7 +22,7 @@ from stability_methods import normalize, one_pass
 from stablenorm import exact_layer_norm, layer_norm
 from stablenorm.testing import plain_backward, plain_forward
 
-# Of each line: the method, its name, its dashes, the point at which the name stands, how far off
+# Each line: the method, its name, its dashes, the point at which the name stands, how far off
 # in points and on which side; then its color on a light page and on a dark one.
 LINES: tuple[tuple[Any, ...], ...] = (
     (

@@ -41,7 +41,7 @@ FEW = (
     ("float32", 64), ("bfloat16", 129), ("float32", 1024), ("bfloat16", 1027), ("bfloat16", 4096),
     ("float32", 5000), ("float64", 129),
 )  # fmt: skip
-# Of the check of bits: a few chunks of rows for each of 132 multiprocessors.
+# The shape of the check of bits: a few chunks of rows for each of 132 multiprocessors.
 MANY = 1037, 257
 
 Arrays = dict[str, Any]

@@ -33,7 +33,7 @@ class Way(NamedTuple):
     call: Call
     plain: Call | None
     around: Call | None = None
-    # Where the feature is, for the table of CONTRIBUTING.md.
+    # The place of the feature, for the table of CONTRIBUTING.md.
     where: str = ""
 
 

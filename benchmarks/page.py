@@ -1,4 +1,4 @@
-"""What all generated pages share: medians, tables, numbers, the line of origin, markers."""
+"""Parts of all generated pages: medians, tables, numbers, the line of origin, markers."""
 
 from __future__ import annotations
 

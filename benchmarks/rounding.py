@@ -63,7 +63,7 @@ def ratios(shape: tuple[int, ...], dtype: str, threads: int = THREADS) -> tuple[
     x, gamma, beta, eps, dy = draw(np.random.default_rng(0), dtype, rows, n)
     x, dy = x.reshape(shape), dy.reshape(shape)
     y, sums = np.empty_like(x), (np.empty_like(gamma), np.empty_like(beta))
-    # Which columns are hard depends on dy: it takes turns.
+    # dy takes turns: it decides which columns are hard.
     turns = [dy, *(np.roll(dy, k, axis=-2) for k in (1, 2))]
     found = []
     for backward in (False, True):
@@ -102,7 +102,7 @@ def differences(dtype: str) -> tuple[str, str, int, int]:
 def hard(dtype: str) -> list[tuple[Any, ...]]:
     """Return, for each kind of input, the time over that of N(0, 1), and rows per second."""
     x, gamma, beta, eps, dy = normal = draw(np.random.default_rng(0), dtype, ROWS)
-    # Of all y and dx: halfway between two float32.
+    # All y and dx lie halfway between two float32.
     one, tie = np.sign(np.arange(N) % 4 - 1.5).astype(dtype), np.full(N, 1 + 2.0**-24)
     tied = Case(np.tile(one, (ROWS, 1)), tie, 0 * tie, 0.0, np.tile(np.roll(one, 1), (ROWS, 1)))
     cases = {

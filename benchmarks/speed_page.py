@@ -12,7 +12,7 @@ from peers import OURS
 
 from stablenorm.timing import PASSES
 
-# What README compares with, and the shapes it has a row for.
+# The peers and the shapes of README's table.
 RIVALS = ("PyTorch", "plain NumPy")
 README_SHAPES = (*IN_CACHE[:1], *IN_CACHE[2:], BEYOND[1], BEYOND[3])
 # The results of a suite, by shape and dtype: those of the forward, and of the backward.

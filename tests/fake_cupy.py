@@ -106,7 +106,7 @@ def make_module():
 
     def empty(shape, dtype=np.float64):
         array = np.empty(shape, dtype)
-        # What was not written must be seen: NaN in every format.
+        # Fill with NaN of every format: bytes that nobody writes must be seen.
         array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
         cupy.allocated.append(array.nbytes)
         return ndarray(array)

@@ -18,7 +18,7 @@ from stablenorm import memory
 from stablenorm.formats import FORMATS, check_dtype
 from stablenorm.types import Array
 
-# Of DLPack: memory of a CUDA device, and memory that CUDA moves between host and device.
+# DLPack's kinds of memory: on a CUDA device, and moved by CUDA between host and device.
 _CUDA_KINDS = frozenset((2, 13))
 
 
@@ -145,7 +145,7 @@ def _are_distinct(array: Any) -> bool:
         reach += step * (length - 1)
     if nested or not array.size:
         return True
-    # What as_strided makes may be distinct all the same: two elements overlap if their first bytes
+    # Views that as_strided makes may be distinct all the same: two elements overlap if their first bytes
     # are nearer than an element is long.
     starts = np.zeros(1, np.int64)
     for step, length in both:
@@ -183,7 +183,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Array:
 def normalize_axes(axis: int | tuple[int, ...] | None, ndim: int) -> tuple[int, ...]:
     """Return `axis`, all axes if None, as a sorted tuple of distinct axes in ``range(ndim)``."""
     if type(axis) is int and axis == -1 and ndim:
-        # What nearly everybody asks for, at a twentieth of the time of what follows.
+        # The usual axis takes a twentieth of the time of the code below.
         return (ndim - 1,)
     given = range(ndim) if axis is None else axis if isinstance(axis, tuple) else (axis,)
     try:

@@ -21,7 +21,7 @@ _OLDEST = (8, 0)
 
 
 class Facts(NamedTuple):
-    """What decides how kernels are compiled for a device and launched on it."""
+    """The facts of a device that decide how kernels are compiled and launched."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -87,7 +87,7 @@ def load(device: int, kernel: Kernel) -> Any:
             f"NVRTC and cuda-bindings of CUDA {driver // 1000}"
         )
         raise RuntimeError(msg)
-    # Not RawModule, which keeps modules by the path of a file: here there may be none.
+    # RawModule would keep modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
     module.load(compiling.cubin(kernel.defines, read_facts(device).capability))
     function = module.get_function(kernel.entry)
