@@ -88,7 +88,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         Errors errors = errors_of_xhat<LAYER>(size, d * d, CENTER ? 0 : std::fabs(of.mean[0]) * of.rstd[0], chain_of(n, L, RUN));
         worst = {larger(worst.a, errors.a), larger(worst.b, errors.b)};
         c.spread[i] = size, c.mean[i] = of.mean[0], c.rest[i] = of.rest[0], c.rstd[i] = of.rstd[0];
-        Doubts found = {at.data(), 0};
+        Uncertified found = {at.data(), 0};
         write_y<1, CENTER, false, true>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
         for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(gamma + j), load<Y>(beta + j)));
         Back<float> row = pulled<LAYER, CENTER>(dy, x, n, gamma, of, size, errors, over);
@@ -127,7 +127,7 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     Room sizes((size_t)apart), sums((size_t)(4 * apart));
     for (Index j = 0; j < n; j++) sizes[(size_t)j] = std::fabs(gamma[j]) + std::fabs(beta[j]);
     std::vector<Index> at((size_t)n);
-    Doubts found = {at.data(), 0};
+    Uncertified found = {at.data(), 0};
     auto mark = [&](Index lanes, uint8_t* columns) {
         for (Index i = 0; i < found.count; i++)
             for (Index j = at[(size_t)i]; j < n && j < at[(size_t)i] + lanes; j++) columns[j] = 1;
@@ -168,7 +168,7 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
         for (int k = -20; k < 20; k++) {
             row.bound = (v - below) * (1 + k * 0x1p-52) + k * 0x1p-53 * v;
             if (!(row.bound > 0) || value(row.bound) != below) continue;
-            Doubts found = {at.data(), 0};
+            Uncertified found = {at.data(), 0};
             write_dx<LAYER, false, false, true>(row, out.data(), n, gamma, 0, &found);
             bool doubt = false;
             for (Index i = 0; i < found.count; i++) doubt |= at[(size_t)i] == j;
