@@ -16,7 +16,7 @@ from stablenorm.testing.plain import plain_backward, plain_forward
 
 DTYPES = {each.dtype.name: each.dtype for each in FORMATS}
 # The oracle's time goes into long rows.
-LONG, MANY_ROWS = ("F03", "F07", "F28b", "F35"), ("F01", "F35")
+LONG, MANY_ROWS = ("F03", "F28b", "F35"), ("F01", "F35")
 # Made to cancel: there the second term of the contract decides the last bits.
 CANCELLING = {"y": {"F07", "F32"}, "dx": {"F07", "F08", "F20", "F21", "F28", "F28b"}}
 # No multiple of any vector. More elements than a tile of the kernels' forward has: from 2**14 on the
@@ -142,22 +142,20 @@ def table(title, names=FINITE, lengths=(17,), rows=4, dtypes=tuple(DTYPES)):
     [
         *table("layer norm", lengths=(1, 2, 3, 127), rows=2),
         # Errors of the 16-bit dtypes are those of float64 rounded once more.
-        *table("layer norm", lengths=(768,), rows=1, dtypes=WIDE),
+        *table("layer norm", lengths=(768,), rows=1, dtypes=("float32",)),
         # 128 elements are one block of NumPy's pairwise summation.
         *table("layer norm", ("F03", "F07", "F14"), (128, 129), 3),
-        *table("layer norm", ("F07", "F11"), (2049,), 2),
-        *table("layer norm", LONG, (8193,), 1, ("float32",)),
+        *table("layer norm", ("F07", "F11"), (2049,), 2, WIDE),
+        *table("layer norm", LONG, (2049,), 1, ("float64",)),
         *table("layer norm", ("F07",), (LONGER,), 1, WIDE),
         # More rows than one block of the reference holds.
         *table("layer norm", ("F01",), (1031,), MORE // 1031 + 1, ("float32",)),
         *table("layer norm", MANY_ROWS, (7,), 300, ("float64",)),
         *table("RMS norm", lengths=(1, 40), rows=2),
-        *(each for title in FEATURES if title in OF_ALL_DTYPES for each in table(title)),
         *(
             each
             for title in list(FEATURES)[2:]
-            if title not in OF_ALL_DTYPES
-            for each in table(title, dtypes=WIDE)
+            for each in table(title, dtypes=tuple(DTYPES) if title in OF_ALL_DTYPES else WIDE)
         ),
     ],
 )

@@ -86,7 +86,8 @@ def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
         native.use(native.INSTRUCTIONS[-1])
         set_num_threads(1)
         expected = results(case, rounding)
-        if rounding == "nearest":
+        if rounding == "nearest" and rows * n < 10_000:
+            # The reference takes microseconds an element.
             assert results(case, rounding, "numpy")[:4] == expected[:4]
         for instructions in native.INSTRUCTIONS:
             native.use(instructions)
