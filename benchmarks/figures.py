@@ -2,12 +2,13 @@
 Pictures of the documentation: `make figures`.
 
 docs/_static/offset-light.svg and -dark.svg, of the first page: how many bits of y are right, over the mean of the row, for
-three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step.
+three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step. `make bench` has
+docs/figures/speed.svg drawn here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,19 @@ def draw_steps() -> None:
             axes.loglog(STEPS, measure_steps(x), dash, color=color, lw=2.2, label=name)
         axes.set(xlabel="step", ylabel="error beside the largest dx")
         axes.legend(frameon=False)
+
+
+def draw_speed(lines: Mapping[tuple[str, str], list[tuple[int, float]]]) -> None:
+    """Draw by peer and direction, over the bytes of x, how many times as long as ours a peer takes."""
+    looks = {"PyTorch": "#d5604f", "plain NumPy": "#2f86c9", "forward": "o-", "backward": "s--"}
+    with drawing(DOCS / "figures" / "speed.svg", (6.4, 3.8), "#808890") as axes:
+        for (peer, way), points in lines.items():
+            name = f"{peer}, {way}"
+            axes.loglog(*zip(*points, strict=True), looks[way], color=looks[peer], label=name)
+        axes.axhline(1, color="#808890", lw=1)
+        axes.set(xlabel="bytes of x, float32", ylabel="their time over ours")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.legend(frameon=False, fontsize=10)
 
 
 def main() -> None:

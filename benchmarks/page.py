@@ -101,14 +101,6 @@ def seconds(value: float) -> str:
     return f"{digits(value / size)} {unit}"
 
 
-def byte_words(nbytes: float) -> str:
-    """Bytes in binary units, three digits."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 2**power:
-            return f"{nbytes / 2**power:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def write(page: str, text: str) -> None:
     """Write a page of docs/evidence as a whole."""
     (DOCS / "evidence" / f"{page}.md").write_text(text.rstrip() + "\n", encoding="utf-8")
