@@ -194,7 +194,7 @@ def _run_parts(
     """Do all parts; return what each returns."""
     is_cut = len(parts) > 1 and parts[0].samples is None
     if isinstance(call, Backward) and call.sums == "rounded" and (is_cut or old is not None):
-        if not _reads_again(call):
+        if call.dx is None or not np.may_share_memory(call.dy, call.dx):
             _round_parts(backend, call, layout, parts, old)
             return []
         # The sums come first: dx is written over dy.
