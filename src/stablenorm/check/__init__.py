@@ -12,11 +12,9 @@ from stablenorm.check.results import (
     Difference,
     Finding,
     GradientReport,
-    Identity,
-    Secant,
 )
 
 __all__ = [
-    "ArgumentResult", "Difference", "Finding", "GradientReport", "Identity", "Secant",
+    "ArgumentResult", "Difference", "Finding", "GradientReport",
     "assert_gradients", "check_gradients", "check_layer_norm", "check_rms_norm",
 ]  # fmt: skip

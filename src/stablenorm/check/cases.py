@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.closed_form import INPUTS, Candidate, Case, unit
+from stablenorm.check.closed_form import Candidate, Case, unit
 from stablenorm.check.compare import name_pattern
 from stablenorm.check.operation import FaultError
 from stablenorm.check.results import FindingVerdict
@@ -185,21 +185,4 @@ def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str
     if kept or (worst.right and not trial.is_hard):
         return "PASS", ""
     digits = max(0, int(-math.log10(min(worst.error, 1))))
-    kept_of = f"{worst.name} keeps {digits} of {-math.log10(u):.0f} digits on such data"
-    # Said only where rounding explains the error: by the bounds, or because more digits end it.
-    explained = (worst.excess(worst.bounds.careless) <= 1) & np.isfinite(worst.bounds.careless)
-    is_right = bool(explained.all()) or (
-        is_narrow and _vanishes_in_float64(worst.error, candidate, trial.case)
-    )
-    return "NOTE", kept_of + "; its formula is right" * is_right
-
-
-def _vanishes_in_float64(error: float, candidate: Candidate, case: Case) -> bool:
-    """Tell whether an error is three digits less, at least, once narrower data are given as float64."""
-    given: dict[str, Any] = {n: a for n in INPUTS if (a := getattr(case, n)) is not None}
-    wide = case._replace(**{name: a.astype(np.float64) for name, a in given.items()})
-    try:
-        judged = candidate.judge(wide).values()
-    except FaultError:
-        return False
-    return all(each.error <= 1e-3 * error for each in judged)
+    return "NOTE", f"{worst.name} keeps {digits} of {-math.log10(u):.0f} digits on such data"

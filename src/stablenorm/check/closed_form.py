@@ -17,7 +17,6 @@ from stablenorm.check.operation import (
     Operation,
     as_array,
     copies,
-    require_shape,
     tiniest,
     unit_roundoff,
 )
@@ -25,7 +24,7 @@ from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
 _SPREAD = 2.0**-20
-INPUTS, OUTPUTS = ("x", "gamma", "beta", "dy"), ("y", "dx", "dgamma", "dbeta")
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
@@ -266,8 +265,7 @@ class Candidate:
         """Return y and cache; FaultError if y is not one for this case."""
         with np.errstate(all="ignore"):
             y, cache = self._operation.forward(copies(case[:3]), case.eps)
-        require_shape("the y of the forward", y, case.x.shape)
-        return y, cache
+        return as_array("the y of the forward", y, case.x.shape), cache
 
     def judge(self, case: Case) -> dict[str, Judged]:
         """Call both functions, compare with the closed form; FaultError says what came instead."""
@@ -287,9 +285,7 @@ class Candidate:
         found = {"y": judged("y", y, case.x)}
         for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
             if gradient is not None and argument is not None:
-                array = as_array(name, gradient)
-                require_shape(name, array, argument.shape)
-                found[name] = judged(name, array, argument)
+                found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
         return found
 
     def read_eps(self, case: Case) -> tuple[float, bool]:
@@ -297,21 +293,19 @@ class Candidate:
         row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
         probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
         try:
-            first, second = (
-                self.forward(probe._replace(eps=eps))[0] for eps in (case.eps, 4 * case.eps + 1)
+            y, other = (
+                self.forward(probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1)
             )
         except FaultError:
             return case.eps, True
-        if not np.array_equal(first, second) or case.n < 2:
+        if not np.array_equal(y, other) or case.n < 2:
             return case.eps, True
         wide, keep = row.astype(np.float64), case.scale != 0
         centered = (wide - mean_of(wide, case.kind))[keep]
-        xhat = ((case.rows(first)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+        xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
         slope = float(xhat @ centered) / float(centered @ centered)
-        if not (np.isfinite(slope) and slope > 0):
-            return case.eps, False
-        found = slope**-2 - float(np.mean(centered**2))
+        found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
         # To the three digits in which such constants are written.
         written = float(f"{found:.3g}")
-        same = abs(found - case.eps) <= 1e-3 * case.eps
-        return (case.eps if same or written < 0 else written), False
+        differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+        return (written if differs else case.eps), False

@@ -80,7 +80,6 @@ def judge(name: str, comparer: Comparer, found: list[Estimate]) -> ArgumentResul
             Difference(place, e.actual, e.numeric, e.bound if e.judged else float("inf"))
             for place, e in elements.items()
         ),
-        curve=worst.curve,
     )
 
 

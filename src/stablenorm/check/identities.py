@@ -3,44 +3,44 @@
 import numpy as np
 
 from stablenorm.check.closed_form import Judged, excess
-from stablenorm.check.results import Identity
+from stablenorm.check.results import Finding
 from stablenorm.types import Array
 
 
-def row_identities(judged: dict[str, Judged]) -> tuple[Identity, ...]:
+def row_identities(judged: dict[str, Judged]) -> list[Finding]:
     """
     Evaluate the equations that exact gradients satisfy, with xhat, rstd and g = gamma dy.
 
-    In every row sum(dx) = 0, since adding a constant to x changes nothing (not of RMS norm), and
-    sum(dx xhat) / rstd = eps rstd^2 sum(g xhat), since stretching x about its mean changes y only
-    as far as eps matters. Over all rows <gamma, dgamma> + <beta, dbeta> = <dy, y>, since y is linear
-    in (gamma, beta). They are necessary, not sufficient: a row of dx that is zero satisfies the first.
-    The bounds are those of careless code. Rows of zero variance with eps = 0 are skipped.
+    In every row of a layer norm sum(dx) = 0: adding a constant to x changes nothing. In every row
+    sum(dx xhat) / rstd = eps rstd^2 sum(g xhat): stretching x changes y only as far as eps matters.
+    Over all rows <gamma, dgamma> + <beta, dbeta> = <dy, y>: y is linear in (gamma, beta). The bounds
+    are those of careless code. Rows of zero variance with eps = 0 are skipped.
     """
-    of = judged["y"].expected
-    case, keep, found = of.case, of.s[:, 0] > 0, []
-
-    def add(name: str, terms: Array, bounds: Array) -> None:
-        # 0 times infinity is 0.
-        bound = np.sum(np.nan_to_num(bounds, nan=0, posinf=np.inf), axis=-1)
-        residual = np.abs(np.sum(terms, axis=-1))
-        row = int(np.argmax(z := excess(residual, np.zeros_like(bound), bound)))
-        found.append(Identity(name, float(residual[row]), float(bound[row]), bool(z[row] <= 1)))
-
+    of, found = judged["y"].expected, []
+    keep = of.s[:, 0] > 0
+    # By name, terms whose sum along a row is to be 0, and their bounds.
+    sums: dict[str, tuple[Array, Array]] = {}
     # An element that should be finite and is not makes an error that passes no comparison.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         if "dx" in judged and keep.any():
             # dx / rstd has the size of g; the share of eps is eps / (var + eps).
             scaled, bound = judged["dx"].actual * of.s, judged["dx"].bounds.careless * of.s
-            if case.kind == "layer":
-                add("sum(dx) = 0", scaled[keep], bound[keep])
-            projected = (scaled - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
+            if of.case.kind == "layer":
+                sums["sum(dx) = 0"] = scaled[keep], bound[keep]
+            projected = (scaled - np.square(np.sqrt(of.eps) / of.s) * of.g) * of.xhat
             name = "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd"
-            add(name, projected[keep], (bound * np.abs(of.xhat))[keep])
-        if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
+            sums[name] = projected[keep], (bound * np.abs(of.xhat))[keep]
+        if "dgamma" in judged and (of.case.beta is None or "dbeta" in judged) and keep.all():
             weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
             sides = [(w, judged[name]) for name, w in weights.items() if name in judged]
-            terms = [(w * each.actual).reshape(1, -1) for w, each in sides]
+            terms = np.hstack([(w * each.actual).reshape(1, -1) for w, each in sides])
             bounds = [(np.abs(w) * each.bounds.careless).reshape(1, -1) for w, each in sides]
-            add("<gamma, dgamma> + <beta, dbeta> = <dy, y>", np.hstack(terms), np.hstack(bounds))
-    return tuple(found)
+            sums["<gamma, dgamma> + <beta, dbeta> = <dy, y>"] = terms, np.hstack(bounds)
+        for name, (terms, bound) in sums.items():
+            # 0 times infinity is 0.
+            most = np.sum(np.nan_to_num(bound, nan=0, posinf=np.inf), axis=-1)
+            off = np.abs(np.sum(terms, axis=-1))
+            row = int(np.argmax(z := excess(off, np.zeros_like(most), most)))
+            said = f"off by {off[row]:.2e}, bound {most[row]:.2e}"
+            found.append(Finding("identities", name, "PASS" if z[row] <= 1 else "FAIL", said))
+    return found

@@ -47,14 +47,6 @@ class Difference(NamedTuple):
         return excess_of(self.actual - self.numeric, self.bound)
 
 
-class Secant(NamedTuple):
-    """One point of the curve of error against step: a plain secant, not extrapolated."""
-
-    step: float
-    numeric: float
-    noise: float
-
-
 @dataclass(frozen=True)
 class ArgumentResult:
     """
@@ -82,9 +74,8 @@ class ArgumentResult:
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
-    differences, curve : tuple of Difference, tuple of Secant
-        Every element that was compared; at `index`, or the probe, plain secants at each step, in
-        units of the argument's scale.
+    differences : tuple of Difference
+        Every element that was compared.
     """
 
     name: str
@@ -103,7 +94,6 @@ class ArgumentResult:
     method: str = "secants"
     pattern: str = ""
     differences: tuple[Difference, ...] = ()
-    curve: tuple[Secant, ...] = ()
 
     @property
     def judged(self) -> bool:

@@ -24,7 +24,7 @@ examples:
   stablenorm check mine.py --class LayerNorm
   stablenorm check mine.py --kind rms
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
-  stablenorm check mine.py --plot check.png --json check.json
+  stablenorm check mine.py --json check.json
 
 what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
@@ -69,7 +69,6 @@ OPTIONS = {
     "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
     "--seed": "of the data; default: 0",
     "--json": "write all figures to this file",
-    "--plot": "draw error against step into this file",
 }
 
 
@@ -111,7 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
-    parts.write_plot(arguments.plot, report.plot)
     parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
     parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
