@@ -15,7 +15,6 @@ from mistakes import backward, forward
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import (
     ArgumentResult,
-    Difference,
     Finding,
     GradientReport,
     assert_gradients,
@@ -270,7 +269,6 @@ def test_the_pattern_says_where(shape, place, pattern):
     args = [rng.standard_normal(shape), rng.standard_normal(shape[-1])]
     report = check(lambda x, w: (x * w, (x, w)), wrong, args)
     assert [result.pattern for result in report.arguments] == [pattern, ""]
-    assert len(report.arguments[0].differences) == report.arguments[0].checked
 
 
 @pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
@@ -418,14 +416,11 @@ def test_a_scalar_y_and_arguments_without_axes_or_elements():
 
 # ---- the report: text, JSON ----
 
-DIFFERENCES = tuple(Difference((i,), 1.0 + 1e-13, 1.0, 1e-12) for i in range(4))
 RIGHT = ArgumentResult(
     "gamma", "PASS", 4, 4, 0, 0, (1,), 1.0, 1.0, 1e-13, 1e-15, 3e-12,
-    differences=DIFFERENCES,
 )  # fmt: skip
 WRONG = ArgumentResult(
     "x", "FAIL", 24, 24, 0, 4, (1, 2, 0), 1.5, 1.0, 1e-12, 1e-15, 3e-11, pattern="row 5",
-    differences=DIFFERENCES,
 )  # fmt: skip
 NOT_GIVEN = ArgumentResult("beta", "NOT CHECKED", message="the argument is None")
 UNCLEAR = replace(RIGHT, verdict="INCONCLUSIVE", message="too noisy", resolution=np.float64(0.1))

@@ -143,36 +143,33 @@ class Expected:
 
     def bounds_of(self, name: str, dtype: np.dtype[Any]) -> Bounds:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
-        with np.errstate(all="ignore"):
-            value, magnitude = self._value(name)
-            bounds = (self._bound(name, magnitude, careless) for careless in (0, 1))
-            # Nothing is known where a bound is not a number.
-            plain, careless = (
-                np.where(np.isnan(b), np.inf, b) + 4 * tiniest(dtype) for b in bounds
-            )
-        return Bounds(value, plain, careless, magnitude)
-
-    def _value(self, name: str) -> tuple[Array, Array]:
-        """Return one output, and the sum of the magnitudes that its elements are made of."""
         xhat = self.xhat
-        if name == "y":
-            return self.gamma * xhat + self.beta, np.abs(self.gamma * xhat) + np.abs(self.beta)
-        if name == "dx":
-            first, _, third = dx_terms(self.g, xhat)
-            second = mean_of(self.g, self.case.kind)
-            return (first - second - third) / self.s, self._sizes(self.g, xhat)[0] / self.s
-        terms = self.dy * xhat if name == "dgamma" else self.dy
-        return np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
-
-    def _bound(self, name: str, magnitude: Array, careless: int) -> Array:
-        if name == "dx":
-            return self.dx_bound(self.g, self.xhat, careless) / self.s
-        shift, stretch = self._slacks[careless]
-        of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.xhat), 1e-300)
-        if name == "y":
-            return np.asarray(4 * self.u * magnitude + np.abs(self.gamma) * of_xhat)
-        lost = np.sum(np.abs(self.dy) * of_xhat, axis=0) if name == "dgamma" else 0.0
-        return np.asarray(unit(len(self.dy), self.u) * magnitude + lost)
+        with np.errstate(all="ignore"):
+            of_xhat = [
+                shift + (stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300)
+                for shift, stretch in self._slacks
+            ]
+            if name == "dx":
+                first, _, third = dx_terms(self.g, xhat)
+                value = (first - mean_of(self.g, self.case.kind) - third) / self.s
+                magnitude = self._sizes(self.g, xhat)[0] / self.s
+                bounds = [self.dx_bound(self.g, xhat, careless) / self.s for careless in (0, 1)]
+            elif name == "y":
+                value = self.gamma * xhat + self.beta
+                magnitude = np.abs(self.gamma * xhat) + np.abs(self.beta)
+                bounds = [4 * self.u * magnitude + np.abs(self.gamma) * each for each in of_xhat]
+            else:
+                terms = self.dy * xhat if name == "dgamma" else self.dy
+                value, magnitude = np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
+                lost = [
+                    np.sum(np.abs(self.dy) * e, axis=0) if name == "dgamma" else 0.0
+                    for e in of_xhat
+                ]
+                bounds = [unit(len(self.dy), self.u) * magnitude + each for each in lost]
+            # Nothing is known where a bound is not a number.
+            least = 4 * tiniest(dtype)
+            plain, careless = (np.where(np.isnan(b), np.inf, b) + least for b in bounds)
+        return Bounds(value, plain, careless, magnitude)
 
     def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
         """Return how far off dx / rstd, made of g and xhat, may be in a program."""

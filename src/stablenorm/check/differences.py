@@ -25,7 +25,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.operation import Loss, flat, norm, rms, sum_rounding, tiniest, unit_roundoff
-from stablenorm.check.results import TINIEST, excess_of
+from stablenorm.check.results import TINIEST
 from stablenorm.types import Array
 
 # Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
@@ -85,7 +85,7 @@ class Estimate(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bounds; 0 where nothing is known."""
-        return excess_of(self.actual - self.numeric, self.bound) if self.judged else 0.0
+        return abs(self.actual - self.numeric) / max(self.bound, TINIEST) if self.judged else 0.0
 
     @property
     def wavers(self) -> bool:

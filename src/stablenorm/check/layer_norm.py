@@ -188,16 +188,17 @@ def _check(
         if each.message == NOT_RETURNED:
             name, message = f"d{each.name} is checked", "the backward gives none"
             findings.append(Finding("contract", name, "NOTE", message))
-    judged, named = {}, ()
+    seen: Seen = {}, ()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
     usable &= all(a is None or a.shape == norm.x.shape[-1:] for a in (gamma, beta))
     if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                judged, named = _look(Candidate(operation), norm, rng, findings)
+                seen = _look(Candidate(operation), norm, rng, findings)
             except FaultError as fault:
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
+    judged, named = seen
     about = f"{described('x', norm.x)}, eps {eps:g}" + f", seed {seed}" * isinstance(seed, int)
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
         about += f"\n{_KINDS[kind][1]}"
@@ -225,14 +226,14 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
     given = given._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
     found = [candidate.judge(each) for each in (given, ordinary(given, rng))]
-    name = "y = gamma xhat + beta"
+    equation = "y = gamma xhat + beta"
     for each in found[::-1]:
         if each["y"].wrong:
-            findings.append(Finding("closed form", name, "FAIL", _about_y(each["y"])))
+            findings.append(Finding("closed form", equation, "FAIL", _about_y(each["y"])))
             return {}, diagnose([each["y"]])
     judged = {name: [each[name] for each in found] for name in found[0] if name != "y"}
     right = [n for n, both in judged.items() if all(each.right for each in both)]
-    right = [name, *(f"every element of {n} is right" for n in right)]
+    right = [equation, *(f"every element of {n} is right" for n in right)]
     findings += [Finding("closed form", name, "PASS") for name in right]
     findings[:0] = row_identities(found[0])
     wrong = [[one for one in each.values() if one.wrong] for each in found]
@@ -284,22 +285,12 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
-    place = int(np.argmax(z))
+    place, bounds = int(np.argmax(z)), each.bounds
+    counts = z.size, result.total, result.probes, int(np.sum(z > 1))
+    actual, value, bound = (float(a.flat[place]) for a in (each.actual, bounds.value, bounds.plain))
+    numbers = actual, value, bound, 0.0, each.resolution
+    where = place_of(place, each.shape)
+    message *= each.wrong
     return ArgumentResult(
-        name=result.name,
-        verdict=verdict,
-        checked=z.size,
-        total=result.total,
-        probes=result.probes,
-        failing=int(np.sum(z > 1)),
-        index=place_of(place, each.shape),
-        actual=float(each.actual.flat[place]),
-        numeric=float(each.bounds.value.flat[place]),
-        bound_numeric=float(each.bounds.plain.flat[place]),
-        bound_actual=0.0,
-        resolution=each.resolution,
-        message=message * each.wrong,
-        method="closed form",
-        pattern=pattern,
-        differences=result.differences,
+        result.name, verdict, *counts, where, *numbers, message, "closed form", pattern
     )

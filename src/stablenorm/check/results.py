@@ -14,11 +14,6 @@ ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
 TINIEST = 2.0**-1074
 
 
-def excess_of(difference: float, bound: float) -> float:
-    """Return a difference in units of its bound."""
-    return abs(float(difference)) / max(float(bound), TINIEST)
-
-
 class Finding(NamedTuple):
     """
     One thing that was looked at beside the derivatives: by which layer of the check, and its result.
@@ -31,20 +26,6 @@ class Finding(NamedTuple):
     name: str
     verdict: FindingVerdict
     message: str = ""
-
-
-class Difference(NamedTuple):
-    """One element compared: where, both values, both bounds together."""
-
-    place: tuple[int, ...]
-    actual: float
-    numeric: float
-    bound: float
-
-    @property
-    def z(self) -> float:
-        """The difference in units of the bound; more than 1 is a failure."""
-        return excess_of(self.actual - self.numeric, self.bound)
 
 
 @dataclass(frozen=True)
@@ -74,8 +55,6 @@ class ArgumentResult:
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
-    differences : tuple of Difference
-        Every element that was compared.
     """
 
     name: str
@@ -93,7 +72,6 @@ class ArgumentResult:
     message: str = ""
     method: str = "secants"
     pattern: str = ""
-    differences: tuple[Difference, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -103,7 +81,8 @@ class ArgumentResult:
     @property
     def z(self) -> float:
         """The difference in units of both bounds together; more than 1 is a failure."""
-        return excess_of(self.actual - self.numeric, self.bound_numeric + self.bound_actual)
+        bound = self.bound_numeric + self.bound_actual
+        return abs(self.actual - self.numeric) / max(bound, TINIEST)
 
     def __str__(self) -> str:
         """Give one line; for what failed, or is not known, two more with the worst element."""

@@ -90,7 +90,7 @@ def adapt(
 
     ValueError or TypeError says why the functions cannot be called so.
     """
-    held, roles = parameters(forward), {}
+    held, roles = parameters(forward), dict[str, str]()
     for name in held:
         # A second name for one role, a `scale` beside gamma say, has a default of its own.
         if (role := role_of(name)) and role not in roles.values():

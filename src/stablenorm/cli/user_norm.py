@@ -121,7 +121,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         return run(*given)[0], (*copies(given[:3]), given[3])
 
     def backward(dy: Array, cache: Any) -> _Gradients:
-        _, instance = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type]
+        _, instance = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
         returned = file.guard(instance.backward)(dy)
         found = _stored_gradients(instance, takes)
         # A single array is dx, and the others are stored.
@@ -175,8 +175,9 @@ def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterat
             for i, (role, value) in enumerate(zip(order, kept, strict=False)):
                 # A parameter that is an attribute as well is called like that.
                 same = (n for n, other in attributes.items() if other is value and role_of(n))
-                is_list = isinstance(kept, list)
-                put = partial(kept.__setitem__, i) if is_list else partial(np.copyto, value)
+                put: Any = partial(np.copyto, value)
+                if isinstance(kept, list):
+                    put = partial(kept.__setitem__, i)
                 yield _Member(next(same, role), value, put)
 
 
