@@ -148,7 +148,7 @@ def test_right_code_of_any_style_passes(style, capsys):
     before = np.geterr()
     assert main(["check", write(CORE + STYLES[style])]) == 0, capsys.readouterr()
     out, err = shown(capsys)
-    # What the file prints is not among what the check does.
+    # The prints of the file are not among those of the check.
     assert out.startswith("mine.py: ")
     assert (".forward(x), .backward(dy)" in out) == (style in CLASSES)
     assert "PASS" in out
@@ -211,7 +211,7 @@ NO_CACHE = f"{FORWARD}return x, x\ndef layer_norm_backward(dy, x, gamma=1, *, rs
         (CORE + USUAL, "--backward b", "must have b, or name one with --backward; it has stat"),
         (f"{FORWARD}raise NotImplementedError{BACKWARD}0", "", "NotImplementedError: at mine.py:2"),
         (f"{FORWARD}exit(){BACKWARD}pass", "", "SystemExit: None at mine.py:2"),
-        # What is left out: no cache, or one that comes apart.
+        # Parameters without a cache, or with one that comes apart.
         (NO_CACHE, "", "must take (dy, cache), got layer_norm_backward(dy, x, gamma=1, *, rstd)"),
         (f"def f(*args): 0{BACKWARD}0", "--forward f", "must take (x, gamma, beta, eps), got f(*a"),
         (f"f = max{BACKWARD}pass", "--forward f", "no signature found for builtin"),

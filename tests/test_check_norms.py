@@ -200,7 +200,7 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         assert report.verdict != "FAIL", str(report)
         assert report.diagnosis == ()
     plain = check_layer_norm(forward, backward, *data(0), rng=0)
-    # What secants reach is 1e-12.
+    # Secants reach 1e-12.
     assert plain.resolution < 1e-13
     for each, digits in ((report, 6), (plain, 10)):
         message = findings(each, "hard inputs", "NOTE")["offset 1e4"]

@@ -94,7 +94,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
         (forward, backward, data(2, dtype=ml_dtypes.bfloat16), ""),
         # float16 inside.
         (lambda x: (np.sin(x).astype(np.float16).astype(float), x), cosine, data(0)[:1], ""),
-        # Not finite nearby.
+        # NaN nearby.
         (
             lambda x: (np.sqrt(x), x),
             lambda dy, x: (dy / (2 * np.sqrt(x)),),
@@ -340,7 +340,7 @@ FAULTS = [
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
     # Homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
-    # What is no forward at all.
+    # Functions that are no forward at all.
     (np.sin, cosine, "returns", "forward must return (y, cache), got ndarray"),
     (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
     (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
@@ -439,7 +439,7 @@ ODD = replace(
 )  # fmt: skip
 DOUBT = Finding("smoothness", "no kink", "INCONCLUSIVE", "one at x[3]")
 OPEN = "INCONCLUSIVE: "
-# With nothing in them, or everything, or what is not finite; and how the text begins.
+# Reports with nothing in them, or everything, or NaN; and how the text begins.
 REPORTS = {
     "passed": (PASSED, "PASS: an error of 3.0e-12, relative, would have been seen"),
     "nothing": (GradientReport((), 0), f"{OPEN}nothing was compared"),

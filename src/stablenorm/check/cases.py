@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.closed_form import Candidate, Case, unit
+from stablenorm.check.closed_form import Case, judge, unit
 from stablenorm.check.compare import name_pattern
-from stablenorm.check.operation import FaultError
+from stablenorm.check.operation import FaultError, Operation
 from stablenorm.check.results import FindingVerdict
 from stablenorm.formats import format_of
 from stablenorm.text import shape_text
@@ -30,6 +30,13 @@ class Trial(NamedTuple):
     tolerated: float | None = None
     # A careful program keeps digits on such data that a plain one loses: that is noted.
     is_hard: bool = False
+
+
+def example(shape: tuple[int, ...], rng: Generator) -> tuple[Array, Array, Array]:
+    """Return x, gamma of both signs and nothing special, and beta, in float64."""
+    n = shape[-1]
+    x, signs = rng.standard_normal(shape), rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
+    return x, signs * (1 + 0.5 * rng.random(n)), 0.5 + rng.random(n)
 
 
 def ordinary(like: Case, rng: Generator, most: int | None = None) -> Case:
@@ -152,10 +159,10 @@ def _hard_x(base: Case) -> dict[str, Array]:
     return found
 
 
-def judge_trial(candidate: Candidate, trial: Trial) -> tuple[FindingVerdict, str]:
+def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str]:
     """Return verdict and message of one trial: what is beyond rounding fails, lost digits are noted."""
     try:
-        judged = candidate.judge(trial.case).values()
+        judged = judge(operation, trial.case).values()
     except FaultError as fault:
         # A restriction that the program states itself, not a wrong gradient.
         return "NOTE", f"{fault}; x is {shape_text(trial.case.x.shape)} there"

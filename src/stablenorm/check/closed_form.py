@@ -252,57 +252,51 @@ class Judged(NamedTuple):
         return f"{what} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
 
 
-class Candidate:
-    """The normalization that is checked, run on cases and compared with the closed form."""
+def run(operation: Operation, case: Case) -> tuple[Array, Any]:
+    """Return y and cache; FaultError if y is not one for this case."""
+    with np.errstate(all="ignore"):
+        y, cache = operation.forward(copies(case[:3]), case.eps)
+    return as_array("the y of the forward", y, case.x.shape), cache
 
-    def __init__(self, operation: Operation):
-        self._operation = operation
 
-    def forward(self, case: Case) -> tuple[Array, Any]:
-        """Return y and cache; FaultError if y is not one for this case."""
-        with np.errstate(all="ignore"):
-            y, cache = self._operation.forward(copies(case[:3]), case.eps)
-        return as_array("the y of the forward", y, case.x.shape), cache
+def judge(operation: Operation, case: Case) -> dict[str, Judged]:
+    """Call both functions, compare with the closed form; FaultError says what came instead."""
+    y, cache = run(operation, case)
+    with np.errstate(all="ignore"):
+        gradients = operation.gradients(case.dy.copy(), cache, case[:3])
+    made: dict[float, Expected] = {}
 
-    def judge(self, case: Case) -> dict[str, Judged]:
-        """Call both functions, compare with the closed form; FaultError says what came instead."""
-        y, cache = self.forward(case)
-        with np.errstate(all="ignore"):
-            gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
-        made: dict[float, Expected] = {}
+    def judged(name: str, actual: Array, argument: Array) -> Judged:
+        # The coarsest dtype of the output, its argument, x and dy.
+        u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
+        expected = made[u] = made.get(u) or Expected(case, u)
+        bounds = expected.bounds_of(name, actual.dtype)
+        wide = actual.astype(np.float64).reshape(bounds.value.shape)
+        return Judged(name, wide, expected, bounds, actual.shape)
 
-        def judged(name: str, actual: Array, argument: Array) -> Judged:
-            # The coarsest dtype of the output, its argument, x and dy.
-            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
-            expected = made[u] = made.get(u) or Expected(case, u)
-            bounds = expected.bounds_of(name, actual.dtype)
-            wide = actual.astype(np.float64).reshape(bounds.value.shape)
-            return Judged(name, wide, expected, bounds, actual.shape)
+    found = {"y": judged("y", y, case.x)}
+    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
+        if gradient is not None and argument is not None:
+            found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
+    return found
 
-        found = {"y": judged("y", y, case.x)}
-        for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-            if gradient is not None and argument is not None:
-                found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
-        return found
 
-    def read_eps(self, case: Case) -> tuple[float, bool]:
-        """Return the eps that the forward uses, and whether that is the one it is given."""
-        row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
-        probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
-        try:
-            y, other = (
-                self.forward(probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1)
-            )
-        except FaultError:
-            return case.eps, True
-        if not np.array_equal(y, other) or case.n < 2:
-            return case.eps, True
-        wide, keep = row.astype(np.float64), case.scale != 0
-        centered = (wide - mean_of(wide, case.kind))[keep]
-        xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
-        slope = float(xhat @ centered) / float(centered @ centered)
-        found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
-        # To the three digits in which such constants are written.
-        written = float(f"{found:.3g}")
-        differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
-        return (written if differs else case.eps), False
+def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
+    """Return the eps that the forward uses, and whether that is the one it is given."""
+    row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
+    probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
+    try:
+        y, other = (run(operation, probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1))
+    except FaultError:
+        return case.eps, True
+    if not np.array_equal(y, other) or case.n < 2:
+        return case.eps, True
+    wide, keep = row.astype(np.float64), case.scale != 0
+    centered = (wide - mean_of(wide, case.kind))[keep]
+    xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+    slope = float(xhat @ centered) / float(centered @ centered)
+    found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
+    # To the three digits in which such constants are written.
+    written = float(f"{found:.3g}")
+    differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+    return (written if differs else case.eps), False

@@ -12,17 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.cases import (
-    ROWS,
-    Trial,
-    hard_inputs,
-    invariances,
-    judge_trial,
-    ordinary,
-    tails,
-)
+from stablenorm.check import cases, closed_form
 from stablenorm.check.causes import diagnose
-from stablenorm.check.closed_form import Candidate, Case, Expected, Judged, excess, statistics, unit
+from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.compare import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.identities import row_identities
@@ -159,9 +151,9 @@ def _check(
     with contextlib.suppress(TypeError, ValueError):
         forward, backward, takes = adapt(forward, backward)
     if x is None:
-        x, signs = rng.standard_normal((4, 8)), rng.permutation([1.0, -1.0] * 4)
-        gamma = signs * (1 + 0.5 * rng.random(8)) if gamma is None else gamma
-        beta = 0.5 + rng.random(8) if beta is None and "beta" in takes else beta
+        x, *ours = cases.example((4, 8), rng)
+        gamma = ours[0] if gamma is None else gamma
+        beta = ours[1] if beta is None and "beta" in takes else beta
     x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
     norm = Case(x, gamma, beta, check_eps(eps), x, kind, gamma_offset)  # type: ignore[arg-type]
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
@@ -171,7 +163,7 @@ def _check(
     usable = bool(is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size)
     if usable and (usable := bool(np.isfinite(norm.x).all())):
         # The distance over which a row's y changes: sqrt(var + eps).
-        scale = statistics(norm.x.astype(np.float64), eps, kind)[1]
+        scale = closed_form.statistics(norm.x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
     args, scales = [x, gamma, beta], (scale, None, None)
     report = check_gradients(
@@ -195,7 +187,7 @@ def _check(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                seen = _look(Candidate(operation), norm, rng, findings)
+                seen = _look(operation, norm, rng, findings)
             except FaultError as fault:
                 findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
     judged, named = seen
@@ -214,18 +206,18 @@ def _check(
     )
 
 
-def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
+def _look(operation: Operation, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
     """Run all layers beyond finite differences; add what they find to `findings`."""
-    y = candidate.forward(given)[0]
+    y = closed_form.run(operation, given)[0]
     # The caller's data with a random dy.
     given = given._replace(dy=rng.standard_normal(given.x.shape).astype(y.dtype))
-    eps, takes_eps = candidate.read_eps(given)
+    eps, takes_eps = closed_form.read_eps(operation, given)
     if eps != given.eps:
         message = f"the eps given, {given.eps:g}, is not used: it is {eps:g} inside"
         findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
     given = given._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
-    found = [candidate.judge(each) for each in (given, ordinary(given, rng))]
+    found = [closed_form.judge(operation, each) for each in (given, cases.ordinary(given, rng))]
     equation = "y = gamma xhat + beta"
     for each in found[::-1]:
         if each["y"].wrong:
@@ -243,14 +235,12 @@ def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Find
         # The two data sets must not contradict one another.
         return judged, tuple(s for s in said[-1] if all(s in each for each in said))
 
-    def judge(layer: str, trial: Trial) -> None:
-        findings.append(Finding(layer, trial.name, *judge_trial(candidate, trial)))
-
-    base = ordinary(given, rng, ROWS)
-    for trial in (tails(given, rng), *invariances(base, rng, takes_eps=takes_eps)):
-        judge("closed form", trial)
-    for trial in hard_inputs(base, rng):
-        judge("hard inputs", trial)
+    base = cases.ordinary(given, rng, cases.ROWS)
+    ours = (cases.tails(given, rng), *cases.invariances(base, rng, takes_eps=takes_eps))
+    for layer, trials in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
+        findings += [
+            Finding(layer, each.name, *cases.judge_trial(operation, each)) for each in trials
+        ]
     return judged, ()
 
 
@@ -259,12 +249,12 @@ def _about_y(y: Judged) -> str:
     case, error = y.expected.case, f"y is off by {y.error:.1e}: "
     if y.not_finite:
         return y.not_finite
-    if y.error < unit(case.n, 2.0**-24):
+    if y.error < closed_form.unit(case.n, 2.0**-24):
         return error + "as if something were kept in float32"
     kind = {"layer": "rms", "rms": "layer"}[case.kind]
     other = Expected(case._replace(kind=kind), y.expected.u).bounds_of("y", case.x.dtype)
     known = np.isfinite(other.careless).all()
-    if known and (excess(y.actual, other.value, other.careless) <= 1).all():
+    if known and (closed_form.excess(y.actual, other.value, other.careless) <= 1).all():
         return error + f"it is that of {_KINDS[kind][0]}: say --kind {kind}, or check_{kind}_norm"
     return error + f"this is not the {_KINDS[case.kind][0].split()[1]} normalization asked for"
 

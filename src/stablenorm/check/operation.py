@@ -42,7 +42,7 @@ def norm(a: Array) -> float:
 
 
 def rms(values: Array, axis: int | None = None) -> Array:
-    """Return the root mean square along an axis, kept, or of all, whose squares may overflow."""
+    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
     largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
     squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
     return np.asarray(largest * np.sqrt(squares))

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check.cases import example
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
 from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
@@ -139,15 +140,10 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
 
 
 def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
-    """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
-    rng = np.random.default_rng(arguments.seed)
-    n = shape[-1]
-    x = rng.standard_normal(shape).astype(arguments.dtype)
-    signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
-    gamma = (signs * (1 + 0.5 * rng.random(n))).astype(arguments.dtype)
-    beta = (0.5 + rng.random(n)).astype(arguments.dtype)
-    takes = norm.takes
-    return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
+    """Return x, and gamma and beta where there are any."""
+    arrays = example(shape, np.random.default_rng(arguments.seed))
+    x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
+    return x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
 
 
 def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:
