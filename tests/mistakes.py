@@ -90,7 +90,7 @@ def _spoiled_dx(where: Any, factor: float) -> Backward:
     """Build a backward that multiplies a part of the right dx, seen as (rows, n)."""
 
     def make(g: Array, cache: Kept) -> Array:
-        # In C order, whatever that of dy: to be spoiled through a view.
+        # C order, whatever that of dy: to be spoiled through a view.
         dx = np.ascontiguousarray(_dx(g, cache.xhat, cache.rstd))
         dx.reshape(-1, dx.shape[-1])[where] *= factor
         return dx

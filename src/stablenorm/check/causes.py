@@ -134,7 +134,7 @@ def _made(
         value = change.value(of) if callable(change.value) else change.value
         made = value if isinstance(value, dict) else {change.kind: value}
         rstd = made.get("rstd", of.rstd)
-        # By the difference of the means: rounding it once more would hide the change.
+        # The difference of the means: rounding a mean once more would hide the change.
         centered = of.centered + (of.mean - made.get("mean", of.mean))
         yield change.words, made, centered * rstd, rstd / of.rstd
 
@@ -143,7 +143,7 @@ def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
     found: dict[str, list[str]] = {}
     for each in judged:
-        # With one element to a row, dx is 0, whatever the formula.
+        # Rows of one element have dx = 0, whatever the formula.
         if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
             continue
         with np.errstate(all="ignore"):

@@ -98,7 +98,7 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     largest = np.max(np.abs(centered), axis=-1, keepdims=True)
     divisor = np.where(largest > 0, largest, 1)
     std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
-    # In units of 2^exponent, where +-largest cannot overflow on its way to xhat.
+    # Units of 2^exponent, in which +-largest cannot overflow on its way to xhat.
     root = np.sqrt(eps)
     s = np.hypot(np.ldexp(std, exponent), root)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):

@@ -143,7 +143,7 @@ class Comparer:
         self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
         self.bounds = rounding_bound(gradient, loss) + more
         self._x = np.asarray(loss.args[position])
-        # By length of the steps: the noise that long steps see is, in part, the function itself.
+        # Noise by length of the steps: long steps see, in part, the function itself.
         self._noises: dict[float, Noise] = {}
 
     def compare(self, place: int | None) -> Estimate:
@@ -199,7 +199,6 @@ class Comparer:
             self._noises[factor] = self._measure_noise(factor)
         scale, noises = scale * factor, self._noises[factor]
         rows: list[_Row] = []
-        secants: list[tuple[float, float]] = []
         tableau: list[Array] = []
         reach, stale = np.zeros(self.loss.y.size), 0
         # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
@@ -222,7 +221,6 @@ class Comparer:
                 reach[moved] = np.max(np.abs([self.loss.y, *ends]), axis=0)[moved]
                 noise, apart = self._bound_noise(noises, reach)
             rows.append(row)
-            secants.append((row.numeric / unit, noise / row.step / unit))
             tableau, entry = _extend(tableau, rows, noise)
             stale = 0 if entry[2] < best[2] else stale + 1
             best = min(best, entry, key=lambda each: each[2])
@@ -236,6 +234,7 @@ class Comparer:
             # The usual noise of all outputs: that of the ones at a kink has the kink in it.
             usual = norm(self.loss.u * np.where(reach > 0, reach, np.abs(self.loss.y)))
             status = _status(best, rows, noise, usual, noises[1])
+        secants = [(row.numeric / unit, noise / row.step / unit) for row in rows]
         actual, numeric, bound = (each / unit for each in best)
         return Estimate(actual, numeric, bound, apart / unit + rounding, status, secants)
 

@@ -101,11 +101,11 @@ def check_gradients(
 
     Notes
     -----
-    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` is half an ulp,
-    plus 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is
-    taken along the last axis; plus 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32,
-    whichever is less; plus the measured noise of the forward over the argument's scale; plus 16
-    times the measured departure of the backward from being linear in dy, but at most 256 u RMS.
+    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` adds up half an
+    ulp; 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is along
+    the last axis; 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32, whichever is less;
+    the noise of the forward over the argument's scale; and 16 times the departure of the backward
+    from being linear in dy, at most 256 u RMS. Noise and departure are measured.
 
     Elements at a kink are not judged; a finding of the layer "smoothness" names them. Check code with
     kinks in float64: in float32 short steps drown in rounding.

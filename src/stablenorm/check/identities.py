@@ -18,7 +18,7 @@ def row_identities(judged: dict[str, Judged]) -> list[Finding]:
     """
     of, found = judged["y"].expected, []
     keep = of.s[:, 0] > 0
-    # By name, terms whose sum along a row is to be 0, and their bounds.
+    # Terms whose sum along a row is to be 0, and their bounds, by name.
     sums: dict[str, tuple[Array, Array]] = {}
     # An element that should be finite and is not makes an error that passes no comparison.
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):

@@ -24,9 +24,9 @@ from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
 from stablenorm.types import check_eps
 
-# By output, what the closed form says of it on each set of data; the diagnosis.
+# Verdicts of the closed form by output, one for each set of data; and the diagnosis.
 Seen = tuple[dict[str, list[Judged]], tuple[str, ...]]
-# By kind, what the norm is called, and the terms that a diagnosis may name.
+# Name of the norm, and the terms that a diagnosis may name, by kind.
 _KINDS = {
     "layer": ("a layer norm", "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy"),
     "rms": ("an RMS norm", "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy"),
@@ -165,16 +165,9 @@ def _check(
         # The distance over which a row's y changes: sqrt(var + eps).
         scale = closed_form.statistics(norm.x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
-    args, scales = [x, gamma, beta], (scale, None, None)
-    report = check_gradients(
-        lambda *args: forward(*args, eps),
-        backward,
-        args,
-        names=ARGUMENTS[:3],
-        scales=scales,
-        rng=rng,
-        **options,
-    )
+    options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
+    args = [x, gamma, beta]
+    report = check_gradients(lambda *args: forward(*args, eps), backward, args, **options)
     operation, findings = Operation(forward, backward), list(report.findings)
     for each in report.arguments:
         if each.message == NOT_RETURNED:

@@ -79,7 +79,7 @@ class Operation:
         self.forward_calls = self.backward_calls = 0
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
-        # By result, the latest as it was returned, and a copy.
+        # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
     def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
@@ -147,7 +147,7 @@ class Loss:
         y, self.cache = operation.forward(copies(args))
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), draw(y.size, rng)
-        # By whether it was raised, the first fault near x: such a point is left out.
+        # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
     def cotangent(self) -> Array:

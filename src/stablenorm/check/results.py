@@ -16,7 +16,7 @@ TINIEST = 2.0**-1074
 
 class Finding(NamedTuple):
     """
-    One thing that was looked at beside the derivatives: by which layer of the check, and its result.
+    Result of one test beside the derivatives.
 
     `layer` is "contract", "closed form", "identities", "hard inputs" or "smoothness"; `name` says
     what was to hold, `message` what was seen, in one line. A NOTE does not count for the verdict.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-# By role, compared without underscores and capitals. "settings" is a dict with eps.
+# Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
     "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
     "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),

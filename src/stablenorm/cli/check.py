@@ -32,15 +32,13 @@ what the file holds, two functions or a class:
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
 The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
-gamma and beta may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
-order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
-fixed inside the forward is found, and said. The file's own output is not shown.
+order; gamma and beta may be missing. The cache may be anything. Gradients may come as a tuple or,
+by name, as a dict. An eps fixed inside the forward is found, and said.
 
-A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
-bias), or members of params; their gradients are returned, or stored in attributes (dgamma,
-grad_weight, ...) or in grads, a list in the order of params or a dict by name.
+A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params;
+their gradients are returned, or stored in attributes (dgamma, grad_weight, ...) or in grads.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -90,15 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             shape, notes = _choose_shape(norm, arguments)
             check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
-            report = check(
-                norm.forward,
-                norm.backward,
-                *_data(norm, shape, arguments),
-                arguments.eps,
-                gamma_offset=arguments.gamma_offset,
-                rng=arguments.seed,
-                progress=progress,
-            )
+            given = *_data(norm, shape, arguments), arguments.eps
+            options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+            report = check(norm.forward, norm.backward, *given, **options, progress=progress)
     except UserError as error:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:

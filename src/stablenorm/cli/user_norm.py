@@ -108,7 +108,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if value is not None and (places := _places(instance, role)):
-                # In the shape that the class gave it; one array wherever it held one.
+                # The shape is that of the class; one array goes wherever it held one.
                 shape = np.shape(places[0].value)
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
