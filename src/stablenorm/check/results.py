@@ -115,8 +115,8 @@ class GradientReport:
     forward_calls, backward_calls, seconds : int, int, float
         How often each was called, and how long it took.
     findings : tuple of Finding
-        What the other layers saw: the contract, kinks and, in `check_layer_norm`, the closed form,
-        identities and hard inputs.
+        Results of the other layers: the contract, kinks and, in `check_layer_norm`, the closed
+        form, sum(dx) = 0 and hard inputs.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
     about : str
