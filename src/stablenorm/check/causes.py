@@ -42,10 +42,6 @@ class Change(NamedTuple):
     only: str = ""
 
 
-def _per_less(of: Expected) -> float:
-    return of.n / max(of.n - 1, 1)
-
-
 def _outside(of: Expected) -> Array:
     return np.asarray(1 / (of.var**0.5 + of.eps))
 
@@ -71,8 +67,8 @@ _BIASED = "the variance is divided by n - 1 in {}"
 _CENTERED = "the mean of x is subtracted in {}"
 _OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
 STATISTICS: tuple[Change, ...] = (
-    Change("rstd", _BIASED, lambda e: (e.var * _per_less(e) + e.eps) ** -0.5, "layer"),
-    Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * _per_less(e)) ** -0.5, "layer"),
+    Change("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
+    Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
     Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, "layer"),
     Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, "rms"),
@@ -90,9 +86,7 @@ STATISTICS: tuple[Change, ...] = (
         for dtype in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
         for kind, name, only in (("rstd", "rstd", ""), ("mean", "the mean", "layer"))
     ),
-    Change(
-        "scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.case.gamma_offset
-    ),
+    Change("scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.offset),
 )
 CHANGES: tuple[Change, ...] = (
     *STATISTICS,
@@ -103,7 +97,7 @@ CHANGES: tuple[Change, ...] = (
             ("is missing from {}", 0.0),
             ("is subtracted twice in {}", 2.0),
             ("is added, not subtracted in {}", -1.0),
-            ("is divided by n - 1 in {}", _per_less),
+            ("is divided by n - 1 in {}", lambda e: e.per_less),
             ("is not divided by n in {}", lambda e: e.n),
             (_OVER_ROWS, partial(_over_rows, place, slice(1))),
             (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
@@ -127,9 +121,7 @@ def _made(
 ) -> Iterator[tuple[str, dict[str, Any], Array, Array]]:
     """Yield words, what a change puts in place by kind, xhat, and rstd in units of the right one."""
     for change in changes:
-        if change.only not in ("", of.case.kind) or (
-            change.kind == "scale" and not of.case.gamma_offset
-        ):
+        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
             continue
         value = change.value(of) if callable(change.value) else change.value
         made = value if isinstance(value, dict) else {change.kind: value}

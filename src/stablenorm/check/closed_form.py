@@ -123,6 +123,7 @@ class Expected:
 
     def __init__(self, case: Case, u: float):
         self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
+        self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
         self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)

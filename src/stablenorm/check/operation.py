@@ -150,6 +150,10 @@ class Loss:
         # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
 
+    def arguments(self) -> list[Array | None]:
+        """Copy the arguments, for a call that may modify them."""
+        return copies(self.args)
+
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
         return self.u.reshape(self.shape).astype(self.dtype)
@@ -164,7 +168,7 @@ class Loss:
 
     def output(self, position: int, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
-        args = copies(self.args)
+        args = self.arguments()
         moved = args[position] = np.array(args[position], order="C")
         moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:

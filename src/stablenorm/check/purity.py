@@ -15,16 +15,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.compare import natural_size
-from stablenorm.check.operation import (
-    FaultError,
-    Loss,
-    as_array,
-    copies,
-    draw,
-    flat,
-    rms,
-    unit_roundoff,
-)
+from stablenorm.check.operation import FaultError, Loss, as_array, draw, flat, rms, unit_roundoff
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -112,7 +103,7 @@ class CallRules:
         return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
     def _forward(self) -> tuple[Array, Any]:
-        return self._operation.forward(copies(self._loss.args))
+        return self._operation.forward(self._loss.arguments())
 
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[Gradients]:
         """Pull each dy back through one cache; return what was fit to be compared the first time."""
@@ -130,7 +121,7 @@ class CallRules:
 
     def _modified(self, what: str) -> str:
         """Say which arrays a call modifies."""
-        args, dy = copies(self._loss.args), self._loss.cotangent()
+        args, dy = self._loss.arguments(), self._loss.cotangent()
         cache = self._operation.forward(args)[1] if what == "backward" else None
         held = [("dy", dy), *zip(self._spans, args, strict=True), ("the cache", cache)]
         arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
@@ -160,7 +151,7 @@ class CallRules:
 
     def _uses_its_cache(self) -> str:
         """Pull dy back through the first of two forwards, after the second one."""
-        cache, moved = self._forward()[1], copies(self._loss.args)
+        cache, moved = self._forward()[1], self._loss.arguments()
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
