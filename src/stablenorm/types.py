@@ -47,8 +47,8 @@ class Norm(NamedTuple):
 
 class Statistics(NamedTuple):
     """
-    Per row, what the backward needs of the forward: 24 bytes, 40 of float64 rows.
-    RMS norm has no mean: 8 or 16 bytes. `spread` is 8 more.
+    The numbers of each row that the backward needs: 24 bytes a row, 40 for float64 data.
+    RMS norm has no mean: 8 or 16 bytes. `spread` adds 8.
 
     The mean is ``mean + mean_lo (+ mean_tail)``, the reciprocal standard deviation
     ``rstd (+ rstd_lo)``; each array has one float64 per row.
@@ -62,15 +62,15 @@ class Statistics(NamedTuple):
     mean: Any
     mean_lo: Any
     rstd: Array
-    # Float64 data only: the second word of rstd. NaN of rows out of the range of pairs: their mean and rstd are the
-    # exact ones, rounded.
+    # Float64 data only: the second word of rstd. It is NaN for rows out of the range of pairs, whose mean and rstd are
+    # the exact ones, rounded.
     rstd_lo: Array | None = None
     # Float64 data only: the second word of mean_lo.
     mean_tail: Array | None = None
-    # Kernels' alone, for rounding="nearest": the root mean square of xhat, or of (x - k) * rstd for a k near the
-    # mean, which is no less; 0 of constant rows, NaN of rows that have no layer norm.
+    # Kernels alone, for rounding="nearest": the root mean square of xhat, or of (x - k) * rstd for a k near the
+    # mean, which is no less; 0 for constant rows, NaN for rows that have no layer norm.
     spread: Array | None = None
-    # CUDA's alone, int16 (rows, 2): powers of two that mean_lo and rstd are to be multiplied by.
+    # CUDA alone, int16 (rows, 2): powers of two by which mean_lo and rstd are to be multiplied.
     exponent: Array | None = None
 
     @property

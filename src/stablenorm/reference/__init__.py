@@ -1,5 +1,5 @@
 """
-The equations in NumPy on (rows, n), in float64 or double-double, rounded once: what all else copies.
+The equations in NumPy on (rows, n), in float64 or double-double, rounded once; everything else copies them.
 
 Samples are taken apart here, and residuals added. `blocks` does the rest by `equations`, and `uncertified` does rows
 that are out of range, and with rounding="nearest" all, with integers.
@@ -71,12 +71,12 @@ def backward(call: Backward) -> None:
 
 
 def tile_rows(rows: int, n: int, nearest: bool) -> int:  # noqa: ARG001
-    """Return of how many rows the blocks of a call may be multiples: any."""
+    """Return the unit of rows in which a call may be cut into blocks: 1."""
     return 1
 
 
 def _needs_integers(call: Forward | Backward, beta: Array | None = None) -> bool:
-    """Tell whether integers do all rows: for rounding="nearest", or for gamma or beta out of range."""
+    """Tell whether integers do all rows: with rounding="nearest", or if gamma or beta is out of range."""
     norm = call.norm
     if norm.rounding == "nearest":
         return True

@@ -95,7 +95,7 @@ def double_backward(call: DoubleBackward) -> None:
 
 
 def _jacobian(v: Any, xhat: Any, rstd: Any, kind: str, mean: Callable[[Any], Any]) -> Any:
-    """Return the product of `v` with the Jacobian of xhat."""
+    """Multiply `v` by the Jacobian of xhat."""
     return project(v, xhat, kind, mean) * rstd
 
 

@@ -1,8 +1,8 @@
 """
-Rows and columns of a call that float64 and pairs cannot certify, done with integers: about a microsecond an element.
+The lowest rung: integers finish the rows and columns that float64 and pairs cannot certify, 1 to 2 us an element.
 
-With ``rounding="nearest"``, kernels leave elements here whose bound has a midpoint within, ties above all; the NumPy
-backend leaves all. With any rounding, both leave the rows that are out of the range of pairs.
+With ``rounding="nearest"``, kernels send rows and columns here whose bounds contain a midpoint, ties above all; the NumPy
+backend sends all. With any rounding, both send the rows that are out of the range of pairs.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _FLOAT64 = np.dtype(np.float64)
 
 @np.errstate(all="ignore")
 def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
-    """Write y of these rows, and the statistics of those that are out of range: they have no rstd_lo."""
+    """Write y of these rows, and the statistics of rows that are out of range, whose rstd_lo is NaN."""
     norm, y = call.norm, call.y
     for i in rows.tolist():
         some, (row,) = _counted(call, i, call.x)
@@ -55,9 +55,9 @@ def finish_backward(
     call: Backward, rows: Array, columns: Any, unsummed: Array | None = None, partial: Any = None
 ) -> None:
     """
-    Write dx of some rows, and the `columns` of dgamma and dbeta that are uncertified, two rows of bool.
+    Write dx of some rows, and the uncertified `columns` of dgamma and dbeta, two rows of bool.
 
-    `partial` are the sums over all rows but those that are `unsummed`, if there are any; then all columns are written.
+    `partial` are the sums over all rows but the `unsummed` ones; with these, all columns are written.
     """
     # The sums come first: dx may be written over dy.
     for k, total in enumerate((call.dgamma, call.dbeta)):
@@ -70,7 +70,7 @@ def finish_backward(
                 total[...] = part
                 continue
             total[...], uncertified = rounded(part, total.dtype)
-            # Terms of rows out of range may have vanished.
+            # A sum of 0 may lack terms that underflowed.
             uncertified = uncertified | (part["high"] == 0)
         elif total.dtype == PARTIAL:
             # The caller merges these, finds them uncertified, and asks for exact sums.
@@ -93,7 +93,7 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
         if which == 1:
             high[some] = dy
         else:
-            # dy xhat in two words: y with dy in the place of gamma, and the rest of it.
+            # dy xhat in two words: y with dy in the place of gamma, then what rounding took from it.
             first = _affine(row, dy, np.zeros(len(row)), norm, _FLOAT64)
             high[some] = first
             low[some] = _affine(row, dy, -first, norm, _FLOAT64)
@@ -123,7 +123,7 @@ def _write_dx(call: Backward, i: int) -> None:
 
 
 def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int, Any]]:
-    """Yield columns of dgamma (0) or dbeta (1), and their exact sums; a float where that is not finite."""
+    """Yield columns of dgamma (0) or dbeta (1), and their exact sums; floats for infinity and NaN."""
     dy, x = call[:2]
     known: list[exact.Row] = []
     has_norm = _have_norms(call) if which == 0 and columns.size else np.ones(len(x), bool)
@@ -156,7 +156,7 @@ def exact_sums(call: Backward, which: int, columns: Array) -> Iterator[tuple[int
 
 
 def _counted(call: Any, i: int, *arrays: Array) -> tuple[Any, list[Array]]:
-    """Return the columns of a row that count, and these of the arrays in float64."""
+    """Return the columns of a row that count, and the arrays there in float64."""
     some = slice(None) if call.where is None else call.where[i]
     return some, [each[i, some].astype(np.float64) for each in arrays]
 
@@ -169,7 +169,7 @@ def _parameter(parameter: Array | None, default: float, some: Any, row: Array) -
 
 
 def _has_norm(row: Array, norm: Norm) -> bool:
-    """Tell whether all is finite, and not of zero variance with eps = 0."""
+    """Tell whether a row is finite, and has a variance if eps is 0."""
     same = row[0] if norm.kind == "layer" else 0.0
     return bool(np.isfinite(row).all() and (norm.eps != 0 or (row != same).any()))
 
@@ -183,7 +183,7 @@ def _have_norms(call: Backward) -> Array:
 
 
 def _affine(row: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
-    """Return y of a row; infinite gamma and beta, and NaN, as in extended reals."""
+    """Return y of a row; infinite gamma and beta, and NaN, follow the extended reals."""
     if not _has_norm(row, norm):
         return np.full(len(row), np.nan, dtype)
     (scale, far), (shift, away) = _split(gamma), _split(beta)
@@ -197,7 +197,7 @@ def _affine(row: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[A
 
 
 def _signs(call: Backward, i: int) -> Array:
-    """Return the signs of xhat of a row, 0 in the place of elements that do not count."""
+    """Return the signs of xhat of a row, 0 for elements that do not count."""
     signs = np.zeros(call.x.shape[1])
     some, (row,) = _counted(call, i, call.x)
     signs[some] = exact.signs(row, call.norm)
@@ -205,6 +205,6 @@ def _signs(call: Backward, i: int) -> Array:
 
 
 def _split(values: Any) -> tuple[Array, Array]:
-    """Return what is finite and what is not, zeros between."""
+    """Return the finite values and the others, zeros in the places of each other."""
     finite = np.isfinite(values)
     return np.where(finite, values, 0.0), np.where(finite, 0.0, values)
