@@ -82,15 +82,12 @@ figures: $(VENV)/.dev  ## the picture of the first page: 1 min
 accuracy: $(VENV)/.dev  ## the worst error of each input family and dtype, into docs: 5 min
 	$(BIN)/python benchmarks/accuracy.py
 
-.PHONY: keywords rounding scale
+.PHONY: keywords rounding
 keywords: $(VENV)/.dev  ## what residuals and the other keywords cost, into docs: 1 min
 	$(BIN)/python benchmarks/keywords.py
 
 rounding: $(VENV)/.dev  ## what rounding="nearest" costs, into docs: 4 min, alone on the machine
 	$(BIN)/python benchmarks/rounding.py
-
-scale: $(VENV)/.dev  ## Dask beside the plain call, into docs: 6 min, alone on the machine
-	$(BIN)/python benchmarks/scale.py
 
 # The peers to be measured are no part of the package nor of its tests, so they live apart. One that
 # cannot be installed is reported as missing by the benchmark.

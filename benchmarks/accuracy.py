@@ -27,7 +27,7 @@ OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 N, ROWS = 768, 4
 LENGTHS = (1, 2, 3, 17)
 LONG, MANY = 65_536, 10_000
-# Where a row of 65 536 has something that one of 768 has not: means, offsets, overflow, cancellation.
+# Families in which a row of 65 536 differs from one of 768: means, offsets, overflow, cancellation.
 TELLING = ("F01", "F04", "F09", "F13", "F16", "F18", "F20", "F28b", "F31")
 ORACLES = {"layer": exact_layer_norm, "rms": exact_rms_norm}
 FINITE = [family for family in FAMILIES.values() if family.finite]
@@ -84,7 +84,7 @@ def judge(job: Job) -> list[Judged]:
         wrong = round(contract.misrounded * errors.size)
         bits, missed = ours[name].tobytes(), 0
         for each in others:
-            # What has the same bits is judged already.
+            # The same bits are judged already.
             if each[name].tobytes() == bits:
                 missed += wrong
             else:

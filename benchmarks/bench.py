@@ -17,9 +17,10 @@ from typing import Any
 
 from agreement import DisagreementError
 from cases import Result, Spread, make_cases, measure_case
+from figures import draw_speed
 from page import DOCS, HERE, ROOT, keep, origin, put
 from peers import load_peers
-from speed_page import page, readme_block
+from speed_page import page, readme_block, speed_lines
 
 from stablenorm.memory import set_idle_limit
 from stablenorm.timing import measure_copy, use_threads
@@ -100,6 +101,7 @@ def main() -> int:
         spreads = {name: Spread(*each) for name, each in times.items()}
         results.append(Result(suite, tuple(shape), dtype, way, copy, spreads))
     put(DOCS / "evidence" / "performance.md", {"bench": page(found["run"], results)})
+    draw_speed(speed_lines(results))
     put(ROOT / "README.md", {"speed": readme_block(found["run"], results)})
     return 0
 

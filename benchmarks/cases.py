@@ -1,4 +1,4 @@
-"""What is timed: the cases, and how one of them is measured."""
+"""The cases that are timed, and how one of them is measured."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ COPY, TORCH_CALL = "copy", "PyTorch F.layer_norm"
 # were used.
 IN_CACHE = ((1, 1, 64), (1, 1, 4096), (2, 128, 64), (2, 128, 1024), (4, 512, 1024))
 BEYOND = ((4, 512, 4096), (32, 512, 768), (16, 512, 1024), (64, 2048, 256))
-# Of the other types one shape of each kind.
+# The other types have one shape of each kind.
 SOME = (*IN_CACHE[::2], IN_CACHE[3], BEYOND[1])
 # float32 of this many is 256 MiB.
 ELEMENTS = 2**26
-# As large as what the machine's copy is measured on; an odd n leaves a few elements over.
+# The size on which the machine's copy is measured; an odd n leaves a few elements over.
 LARGE = 0.99 * COPY_BYTES
 # Powers of two, and the n that broke others' padding (769). Of shorter rows, PyTorch's backward takes minutes.
 LENGTHS = (64, 128, 256, 769, 1024, 4096, 16384, 65536)
@@ -125,7 +125,7 @@ def measure_case(
         found = measure_interleaved(candidates | beside, rounds=51, least=5, limit=2)
         # Four digits are more than a timing has.
         times = {name: Spread(*(float(f"{v:.4g}") for v in t[:3])) for name, t in found.items()}
-        # Of a copy of the same arrays in the same rounds, where there is one.
+        # The speed of a copy of the same arrays in the same rounds, where there is one.
         copied = times.pop(COPY, None)
         copy = 2 * problem.x.nbytes / copied.seconds if copied else machine
         results.append(Result(*case, direction, float(f"{copy:.4g}"), times))

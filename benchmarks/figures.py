@@ -2,11 +2,15 @@
 Pictures of the documentation: `make figures`.
 
 docs/_static/offset-light.svg and -dark.svg, of the first page: how many bits of y are right, over the mean of the row, for
-three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step.
+three ways to compute it. docs/figures/gradient_steps.svg: the error of a finite difference, over its step. `make bench` has
+docs/figures/speed.svg drawn here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +23,7 @@ from stability_methods import normalize, one_pass
 from stablenorm import exact_layer_norm, layer_norm
 from stablenorm.testing import plain_backward, plain_forward
 
-# Of each line: the method, its name, its dashes, the point at which the name stands, how far off
+# Each line: the method, its name, its dashes, the point at which the name stands, how far off
 # in points and on which side; then its color on a light page and on a dark one.
 LINES: tuple[tuple[Any, ...], ...] = (
     (
@@ -42,6 +46,20 @@ OFFSETS = 2.0 ** np.arange(BITS + 1)
 STEPS = 10.0 ** np.arange(-11, -0.5, 0.25)
 
 
+@contextmanager
+def drawing(path: Path, size: tuple[float, float], ink: str) -> Iterator[Any]:
+    """Give axes to draw on, in one ink, and write them; the same curves are the same file."""
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12} | dict.fromkeys(inked, ink)
+    with rc_context(settings):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes: Any = figure.subplots()
+        axes.grid(alpha=0.2)
+        yield axes
+        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
 def measure_offsets() -> list[list[float]]:
     """Return for each line how many bits of y are right, over the offset."""
     noise = np.random.default_rng(0).standard_normal((ROWS, N))
@@ -59,13 +77,8 @@ def measure_offsets() -> list[list[float]]:
 
 def draw_offsets(curves: list[list[float]], theme: str) -> None:
     """Draw the three lines, each with its name on it: a legend would be far from them."""
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    # No date and a fixed salt: the same curves are the same file.
-    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12}
-    with rc_context(settings | dict.fromkeys(inked, INKS[theme])):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes: Any = figure.subplots()
+    path = DOCS / "_static" / f"offset-{theme}.svg"
+    with drawing(path, (6.4, 4.0), INKS[theme]) as axes:
         for y, (method, name, dash, at, off, side, colors) in zip(curves, LINES, strict=True):
             width = 3.5 if method is layer_norm else 2.2
             axes.plot(OFFSETS, y, dash, color=colors[theme], lw=width)
@@ -76,10 +89,7 @@ def draw_offsets(curves: list[list[float]], theme: str) -> None:
             xlabel="mean of the row, in standard deviations", ylabel="bits of y that are right",
             xlim=OFFSETS[[0, -1]], ylim=(-0.5, BITS + 1), yticks=range(0, BITS + 1, 4),
         )  # fmt: skip
-        axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
-        path = DOCS / "_static" / f"offset-{theme}.svg"
-        figure.savefig(path, transparent=True, metadata={"Date": None})
 
 
 def measure_steps(x: Any) -> list[float]:
@@ -105,20 +115,24 @@ def draw_steps() -> None:
         "mean 0, std 1": (z, "-", "#2f86c9"),
         "mean 1e4, std 1e-2": (1e4 + 1e-2 * z, "--", "#d5604f"),
     }
-    ink = "#808890"
-    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    settings: Any = {"svg.hashsalt": "stablenorm", "font.size": 12} | dict.fromkeys(inked, ink)
-    with rc_context(settings):
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes: Any = figure.subplots()
+    with drawing(DOCS / "figures" / "gradient_steps.svg", (6.4, 3.6), "#808890") as axes:
         for name, (x, dash, color) in lines.items():
             axes.loglog(STEPS, measure_steps(x), dash, color=color, lw=2.2, label=name)
         axes.set(xlabel="step", ylabel="error beside the largest dx")
-        axes.grid(alpha=0.2)
         axes.legend(frameon=False)
-        path = DOCS / "figures" / "gradient_steps.svg"
-        figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def draw_speed(lines: Mapping[tuple[str, str], list[tuple[int, float]]]) -> None:
+    """Draw by peer and direction, over the bytes of x, how many times as long as ours a peer takes."""
+    looks = {"PyTorch": "#d5604f", "plain NumPy": "#2f86c9", "forward": "o-", "backward": "s--"}
+    with drawing(DOCS / "figures" / "speed.svg", (6.4, 3.8), "#808890") as axes:
+        for (peer, way), points in lines.items():
+            name = f"{peer}, {way}"
+            axes.loglog(*zip(*points, strict=True), looks[way], color=looks[peer], label=name)
+        axes.axhline(1, color="#808890", lw=1)
+        axes.set(xlabel="bytes of x, float32", ylabel="their time over ours")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.legend(frameon=False, fontsize=10)
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """
 On a CUDA device: the kernels' times beside PyTorch, torch.compile and Liger-Kernel: `make gpu`.
 
-First every output is checked (gpu_checks.py), seven problems under compute-sanitizer where it is. Keeps benchmarks/results/gpu.json, and writes the
-measurements of docs/how-to/gpu.md; with `--render` from the file alone. Exit status 1 if a check
-failed, 2 if there is no CUDA device.
+First every output is checked (gpu_checks.py), seven problems under compute-sanitizer where it is. Keeps
+benchmarks/results/gpu.json, and writes the measurements of docs/how-to/gpu.md; with `--render` from the file alone. Exit
+status 1 if a check failed, 2 if there is no CUDA device.
 """
 
 from __future__ import annotations
@@ -86,9 +86,8 @@ def _compiled(torch: Any) -> Callable[..., Any]:
 
 
 def _liger(_: Any) -> Callable[..., Any]:
-    liger: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
-    call = liger.apply
-    return lambda x, gamma, beta: call(x, gamma, beta, 1e-5)
+    module: Any = importlib.import_module("liger_kernel.ops.layer_norm")
+    return lambda *parameters: module.LigerLayerNormFunction.apply(*parameters, 1e-5)
 
 
 def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]:
@@ -117,24 +116,17 @@ def time_calls(cupy: Any, candidates: dict[str, list[Call]]) -> dict[str, float]
 
 
 def measure_ceiling(cupy: Any) -> float:
-    """Return the bytes per second of PyTorch's sum of two arrays, or else of a copy, 1 GiB each."""
-    a, b, c = (cupy.ones(2**28, np.float32) for _ in range(3))
-    try:
-        torch: Any = importlib.import_module("torch")
-        first, second, out = map(torch.from_dlpack, (a, b, c))
-    except (ImportError, RuntimeError, BufferError):
-        return 2 * 2**30 / time_calls(cupy, {"copy": [lambda: cupy.copyto(c, a)]})["copy"]
-    calls = {"sum": [lambda: torch.add(first, second, out=out)]}
-    return 3 * 2**30 / time_calls(cupy, calls)["sum"]
+    """Return the bytes per second of a copy of 1 GiB."""
+    a, b = (cupy.ones(2**28, np.float32) for _ in range(2))
+    return 2 * 2**30 / time_calls(cupy, {"copy": [lambda: cupy.copyto(b, a)]})["copy"]
 
 
 def sanitize() -> None:
     """Run a few problems under memcheck and racecheck, where compute-sanitizer is installed."""
     for tool in ("memcheck", "racecheck"):
         if program := shutil.which("compute-sanitizer"):
-            script = str(Path(__file__).with_name("gpu_checks.py"))
-            options = ["--tool", tool, "--error-exitcode", "1", sys.executable, script, "--few"]
-            subprocess.run([program, *options], check=True)
+            script = [sys.executable, str(Path(__file__).with_name("gpu_checks.py")), "--few"]
+            subprocess.run([program, "--tool", tool, "--error-exitcode", "1", *script], check=True)
 
 
 def bench(cupy: Any) -> tuple[list[list[Any]], dict[str, str]]:
@@ -212,7 +204,7 @@ def page(found: dict[str, Any]) -> str:
     text = [
         f"Ran on {found['device']}: all checks passed. " + origin_line("make gpu", found["origin"]),
         f"Medians of {REPEATS} calls by CUDA events, with arrays that have left the cache.",
-        f"The ceiling is {ceiling / 1e9:.0f} GB/s, of a sum or a copy of arrays of 1 GiB in the same run.",
+        f"The ceiling is {ceiling / 1e9:.0f} GB/s, that of a copy of 1 GiB in the same run.",
         "The last columns are a peer's time over ours in a graph.",
         table(["", "x", "dtype", "us", "us in a graph", "of ceiling", *peers], lines),
         *(f"Not timed: {peer}: {why}" for peer, why in list(found["missing"].items())[:5]),

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import numpy as np
 
 from stablenorm import cuda, layer_norm_backward, layer_norm_forward
-from stablenorm.cuda import CudaWorkspace, driver
+from stablenorm.cuda import driver, find_plan
 from stablenorm.formats import DTYPES, parse
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing import FAMILIES, Case, make_case
@@ -41,7 +41,7 @@ FEW = (
     ("float32", 64), ("bfloat16", 129), ("float32", 1024), ("bfloat16", 1027), ("bfloat16", 4096),
     ("float32", 5000), ("float64", 129),
 )  # fmt: skip
-# Of the check of bits: a few chunks of rows for each of 132 multiprocessors.
+# The shape of the check of bits: a few chunks of rows for each of 132 multiprocessors.
 MANY = 1037, 257
 
 Arrays = dict[str, Any]
@@ -147,7 +147,9 @@ def check_bits(cupy: Any) -> Iterator[tuple[str, str]]:
     read = driver.read_facts
     for facts in ({"multiprocessors": 1}, {"multiprocessors": 7}, {"cooperative": False}):
         with patch.object(driver, "read_facts", lambda device, f=facts: read(device)._replace(**f)):
+            find_plan.cache_clear()
             yield f"on a device with {facts}", verdict(bits() for _ in range(2))
+    find_plan.cache_clear()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
     found = []
@@ -168,7 +170,7 @@ def capture(cupy: Any, held: Case, direction: str = "both") -> tuple[Any, Callab
     """Return y and the gradients, and the replay of a graph that writes them."""
     x, gamma, beta, eps, dy = held
     y, out = cupy.empty_like(x), tuple(map(cupy.empty_like, (x, gamma, beta)))
-    stream, work = cupy.cuda.Stream(non_blocking=True), CudaWorkspace()
+    stream = cupy.cuda.Stream(non_blocking=True)
     _, cache = layer_norm_forward(x, gamma, beta, eps, out=y)
     cupy.cuda.Device().synchronize()
 
@@ -180,7 +182,7 @@ def capture(cupy: Any, held: Case, direction: str = "both") -> tuple[Any, Callab
             layer_norm_backward(dy, made, out=out)
         return made
 
-    with stream, work:
+    with stream:
         step()
         stream.begin_capture()
         made = step()
@@ -188,8 +190,8 @@ def capture(cupy: Any, held: Case, direction: str = "both") -> tuple[Any, Callab
     stream.synchronize()
 
     def replay() -> Any:
-        # What it holds must outlive the graph.
-        return graph.launch(), work, made, held
+        # The arrays must outlive the graph.
+        return graph.launch(), made, held
 
     return (y, *out), replay
 

@@ -1,18 +1,18 @@
 """
 What the keywords, and calls of other layouts, cost beside the plain call: `make keywords`, and at the end of `make bench`.
 
-Times a residual beside NumPy's addition, and the other keywords beside the plain call; writes
-benchmarks/results/keywords.json and the last part of docs/evidence/performance.md.
+Times each call beside the plain one, and beside the same thing written around plain calls. Writes
+benchmarks/results/keywords.json, the last part of docs/evidence/performance.md and a table of CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from cases import BEYOND, IN_CACHE
-from deviations import deviations, deviations_table
 from page import DOCS, ROOT, digits, keep, medians, origin, origin_line, put, seconds, table
 
 import stablenorm as sn
@@ -21,57 +21,64 @@ from stablenorm.timing import make_problem, use_threads
 THREADS = 2
 # 64k elements of a sample are 10 us of work.
 SAMPLES = (64, 64, 1024)
+KERNELS, FUNCTIONAL = "in the kernels", "`functional`"
 
-Calls = dict[str, Callable[[], Any]]
+Call = Callable[[], Any]
 
 
-def residual(shape: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Time NumPy's addition and the norm, apart and together, both ways."""
+class Way(NamedTuple):
+    """A call, the plain call beside it, and the same thing written around plain calls; None if there is none."""
+
+    what: str
+    call: Call
+    plain: Call | None
+    around: Call | None = None
+    # The place of the feature, for the table of CONTRIBUTING.md.
+    where: str = ""
+
+
+def residual(shape: tuple[int, ...]) -> list[Way]:
+    """Return NumPy's addition and the norm, together and apart, both ways."""
     x, gamma, beta, dy, *_ = make_problem(shape, "float32")
     other = x[::-1].copy()
     _, cache = sn.layer_norm_forward(x, gamma, beta)
 
-    def backward_and_add() -> None:
+    def added() -> None:
         dx: Any = sn.layer_norm_backward(dy, cache).dx
         dx += other
 
-    ways: dict[str, Calls] = {
-        "forward": {
-            "apart": lambda: sn.layer_norm_forward(x + other, gamma, beta),
-            "together": lambda: sn.layer_norm_forward(x, gamma, beta, residual=other),
-        },
-        "backward": {
-            "apart": backward_and_add,
-            "together": lambda: sn.layer_norm_backward(dy, cache, dsum=other),
-        },
-    }
-    return [(shape, way, *medians(calls)) for way, calls in ways.items()]
+    together = lambda: sn.layer_norm_forward(x, gamma, beta, residual=other)
+    apart = lambda: sn.layer_norm_forward(x + other, gamma, beta)
+    back = lambda: sn.layer_norm_backward(dy, cache, dsum=other)
+    return [
+        Way(f"forward of {shape}, `residual=`", together, None, apart, KERNELS),
+        Way(f"backward of {shape}, `dsum=`", back, None, added, KERNELS),
+    ]
 
 
-def others() -> list[tuple[Any, ...]]:
-    """Time each keyword, the same thing written around the plain call, and the plain call; both ways in one."""
+def keywords() -> Iterator[Way]:
+    """Yield the other keywords, forward and backward in one."""
     x, gamma, beta, dy, *_ = make_problem(SAMPLES, "float32")
     counts = np.ones(SAMPLES[:2], bool)
-    # Padding: of each sample, a quarter at its end.
+    # Padding: a quarter at the end of each sample.
     counts[:, 3 * SAMPLES[1] // 4 :] = False
     scales, shifts = (np.repeat(p[None, None], SAMPLES[0], axis=0) for p in (gamma, beta))
     olds = [np.zeros_like(gamma), np.zeros_like(beta)]
 
-    def both(*parameters: Any, sums: Any = None, **keywords: Any) -> Callable[[], Any]:
+    def both(*parameters: Any, sums: Any = None, **options: Any) -> Call:
         def run() -> Any:
-            _, cache = sn.layer_norm_forward(x, *parameters, **keywords)
+            _, cache = sn.layer_norm_forward(x, *parameters, **options)
             return sn.layer_norm_backward(dy, cache, sum_axes=sums)
 
         return run
 
     def by_samples() -> None:
-        """Loop over the samples."""
         for i in range(SAMPLES[0]):
             _, cache = sn.layer_norm_forward(x[i], scales[i, 0], shifts[i, 0])
             sn.layer_norm_backward(dy[i], cache)
 
     def by_rows() -> None:
-        """Gather the rows that count, and put the results back."""
+        """Gather the rows that count, and scatter the results."""
         y, dx = np.zeros_like(x), np.zeros_like(x)
         y[counts], cache = sn.layer_norm_forward(x[counts], gamma, beta)
         dx[counts] = sn.layer_norm_backward(dy[counts], cache).dx
@@ -89,99 +96,118 @@ def others() -> list[tuple[Any, ...]]:
 
     _, cache = sn.layer_norm_forward(x, gamma, beta)
     plain, pull = both(gamma, beta), lambda: sn.layer_norm_backward(dy, cache)
-    calls: dict[str, tuple[Any, Any, Any]] = {
-        "`gamma_offset=1.0`": (
-            both(gamma, beta, gamma_offset=1.0), both(gamma + 1, beta), plain,
-        ),
-        "gamma and beta per sample": (both(scales, shifts), by_samples, plain),
-        "`sum_axes=1`": (both(gamma, beta, sums=1), by_samples, plain),
-        "`where=`, a quarter of the rows is padding": (
-            both(gamma, beta, where=counts[..., None]), by_rows, plain,
-        ),
-        "`accumulate=True`": (accumulated, added, plain),
-        "`where=`, elements": (both(gamma, beta, where=x > -1), None, plain),
-        "`layer_norm_jvp`, beside the backward": (lambda: sn.layer_norm_jvp(dy, cache), None, pull),
-        "`layer_norm_double_backward`, beside the backward": (
-            lambda: sn.layer_norm_double_backward(x, dy, cache), None, pull,
-        ),
-    }  # fmt: skip
-    found = []
-    for name, (it, around, base) in calls.items():
-        times = medians({"it": it, "plain": base} | ({"around": around} if around else {}))
-        found.append((name, *times[:2], times[2] if around else None))
-    return found
+    offset = both(gamma, beta, gamma_offset=1.0)
+    rows = both(gamma, beta, where=counts[..., None])
+    second = lambda: sn.layer_norm_double_backward(x, dy, cache)
+    ways = (
+        Way("`gamma_offset=1.0`", offset, plain, both(gamma + 1, beta), FUNCTIONAL),
+        Way("gamma and beta per sample", both(scales, shifts), plain, by_samples, KERNELS),
+        Way("`sum_axes=1`", both(gamma, beta, sums=1), plain, by_samples, KERNELS),
+        Way("`where=`, a quarter of the rows is padding", rows, plain, by_rows, FUNCTIONAL),
+        Way("`accumulate=True`", accumulated, plain, added, FUNCTIONAL),
+        Way("`where=`, elements", both(gamma, beta, where=x > -1), plain),
+        Way("`layer_norm_jvp`, beside the backward", lambda: sn.layer_norm_jvp(dy, cache), pull),
+        Way("`layer_norm_double_backward`, beside the backward", second, pull),
+    )
+    for each in ways:
+        yield each._replace(what=f"{SAMPLES}: {each.what}")
+
+
+def deviations() -> Iterator[Way]:
+    """Yield calls that deviate a little from the plain one, beside what a user would write instead."""
+    norm = sn.layer_norm
+    x, gamma, beta, *_ = make_problem((1, 1, 64), "float32")
+    plain = lambda: norm(x, gamma, beta)
+    eps: Any = np.float32(1e-5)
+    yield Way("(1, 1, 64), `axis=(-1,)`", lambda: norm(x, gamma, beta, axis=(-1,)), plain)
+    yield Way("(1, 1, 64), `eps=0`", lambda: norm(x, gamma, beta, 0), plain)
+    yield Way("(1, 1, 64), `eps=np.float32(1e-5)`", lambda: norm(x, gamma, beta, eps), plain)
+
+    x2, gamma2, beta2, dy2, *_ = make_problem((256, 1024), "float32")
+    wide, shift = np.ones(1024), np.zeros(1024)
+    _, cache = sn.layer_norm_forward(x2, gamma2, beta2)
+    _, other = sn.layer_norm_forward(x2, wide, shift)
+    what = "(256, 1024), gamma and beta of float64"
+    pull = lambda: sn.layer_norm_backward(dy2, cache)
+    yield Way(f"{what}, forward", lambda: norm(x2, wide, shift), lambda: norm(x2, gamma2, beta2))
+    yield Way(f"{what}, backward", lambda: sn.layer_norm_backward(dy2, other), pull)
+
+    gaps = make_problem((256, 2048), "float32")[0][:, ::2]
+    images, *_ = make_problem((8, 256, 56, 56), "float32")
+    few, zeros = make_problem((1, 256), "float32")[1:3]
+
+    def by_copies() -> Any:
+        y = norm(np.ascontiguousarray(images.transpose(0, 2, 3, 1)), few, zeros)
+        return np.ascontiguousarray(y.transpose(0, 3, 1, 2))
+
+    yield Way(
+        "(256, 1024), every second element: over a copy first",
+        lambda: norm(gaps, gamma2, beta2),
+        lambda: norm(np.ascontiguousarray(gaps), gamma2, beta2),
+    )
+    what = "(8, 256, 56, 56), `axis=1`: over two copies around the call"
+    yield Way(what, lambda: norm(images, few, zeros, axis=1), by_copies)
+
+    x3, gamma3, beta3, *_ = make_problem((4096, 1024), "float64")
+    nan, huge = x3.copy(), x3.copy()
+    nan[7, 7] = np.nan
+    huge[7] *= 1e300
+    whole = lambda: norm(x3, gamma3, beta3)
+    yield Way("(4096, 1024) float64, one row with NaN", lambda: norm(nan, gamma3, beta3), whole)
+    yield Way("the same, one row of 1e300", lambda: norm(huge, gamma3, beta3), whole)
+
+    small, scale, zero, dy4, *_ = make_problem((65536, 256), "float32")
+    hard = small.copy()
+    hard[7] = 1
+    hard[7, ::2] = np.nextafter(np.float32(1), np.float32(2))
+    first, second = (
+        sn.layer_norm_forward(each, scale, zero, rounding="nearest")[1] for each in (hard, small)
+    )
+    yield Way(
+        "(65536, 256), nearest, one row of two neighbouring floats, backward",
+        lambda: sn.layer_norm_backward(dy4, first),
+        lambda: sn.layer_norm_backward(dy4, second),
+    )
 
 
 def measure() -> dict[str, Any]:
-    """Return all that the page holds."""
+    """Time all ways in turns: what, where, and seconds of the call, the plain one, and the way around."""
     use_threads(THREADS)
-    return {
-        "origin": origin(),
-        "residual": [line for shape in IN_CACHE[2:] + BEYOND for line in residual(shape)],
-        "others": others(),
-        "deviations": deviations(),
-    }
+    found = []
+    pairs = (way for shape in IN_CACHE[2:] + BEYOND for way in residual(shape))
+    for what, *calls, where in chain(pairs, keywords(), deviations()):
+        there: Any = {i: call for i, call in enumerate(calls) if call is not None}
+        times = dict(zip(there, medians(there), strict=True))
+        found.append((what, where, *map(times.get, range(3))))
+    return {"origin": origin(), "ways": found}
 
 
 def page(found: dict[str, Any]) -> str:
     """The last part of docs/evidence/performance.md."""
-    sums = [
-        (tuple(shape), way, seconds(together), digits(apart / together, 3))
-        for shape, way, apart, together in found["residual"]
-    ]
-    rest = _others_table(found)
-    return f"""Float32, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
+    lines = [
+        (what, seconds(call), *("-" if t is None else digits(t, 3) for t in
+         (plain and call / plain, around and around / call)))
+        for what, _, call, plain, around in found["ways"]
+    ]  # fmt: skip
+    return f"""float32 unless said otherwise, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
+The last column is the time of the same thing written around plain calls, over that of the call.
 
-### Residuals
-
-The time of NumPy's addition and the call, over that of the call with `residual=` or `dsum=`.
-
-{table(("x", "direction", "together", "apart over together"), sums)}
-
-### The other keywords
-
-Forward and backward of {SAMPLES}: over the time of the plain call; and the time of the same thing written around plain
-calls, over it.
-
-{rest}
-
-### Calls that deviate from the plain one
-
-The time of each, over that of the plain call that stands beside it, or that a user would write instead.
-
-{deviations_table(found["deviations"])}
+{table(("call", "time", "over the plain call", "around plain calls, over it"), lines)}
 
 {origin_line("make keywords", found["origin"])}
 """
 
 
-def _others_table(found: dict[str, Any]) -> str:
-    lines = [
-        (name, seconds(it), digits(it / plain), "-" if around is None else digits(around / it))
-        for name, it, plain, around in found["others"]
-    ]
-    return table(("what", "time", "over the plain call", "around plain calls, over it"), lines)
-
-
 def developers_table(found: dict[str, Any]) -> str:
     """The table of CONTRIBUTING.md: what is in a kernel, and what is written around the plain call."""
-    lines = [
-        (f"{direction} of {tuple(shape)}: `{name}`", digits(apart / together, 3), "in the kernels")
-        for (shape, direction, apart, together), name in (
-            (line, "residual" if line[1] == "forward" else "dsum")
-            for line in found["residual"]
-            if tuple(line[0]) == BEYOND[-1]
-        )
-    ]
-    for name, it, _, around in found["others"]:
-        inside = (
-            "in the kernels: tiles of samples"
-            if "sample" in name or "sum_axes" in name
-            else "`functional`"
-        )
-        if around is not None:
-            lines.append((name, digits(around / it, 3), inside))
-    return table(("feature", "around plain calls, over it", "where it is"), lines)
+    return table(
+        ("feature", "around plain calls, over it", "where it is"),
+        [
+            (what, digits(around / call, 3), where)
+            for what, where, call, _, around in found["ways"]
+            if where and ("of (" not in what or str(BEYOND[-1]) in what)
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all generated pages share: medians, tables, numbers, the line of origin, markers."""
+"""Parts of all generated pages: medians, tables, numbers, the line of origin, markers."""
 
 from __future__ import annotations
 
@@ -99,14 +99,6 @@ def seconds(value: float) -> str:
     """Two digits, in the unit that fits."""
     size, unit = unit_of(value)
     return f"{digits(value / size)} {unit}"
-
-
-def byte_words(nbytes: float) -> str:
-    """Bytes in binary units, three digits."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 2**power:
-            return f"{nbytes / 2**power:.3g} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def write(page: str, text: str) -> None:

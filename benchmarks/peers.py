@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Calls(NamedTuple):
-    """What is timed of one implementation on one problem, and what it computes there."""
+    """The calls of one implementation on one problem, and their results."""
 
     forward: Callable[[], Any]
     # None: the library has none.
@@ -52,7 +52,7 @@ def load_all(loaders: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict
     for name, load in loaders.items():
         try:
             found[name] = load()
-        # What a broken installation raises is not foreseen by its authors either.
+        # A broken installation may raise anything.
         except Exception as error:  # noqa: BLE001
             missing[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     return found, missing

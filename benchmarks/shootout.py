@@ -22,12 +22,12 @@ from shootout_tools import Subject, Tool, load_tools
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from mistakes import MISTAKES, VARIANTS, forward
 
-# Not the seeds that the checkers were made on.
+# Seeds that the checkers were not made on.
 FIRST_SEED, SEEDS = 100, 20
 
 
 class Setting(NamedTuple):
-    """Where all tools are compared, and how many seconds one of them may take there."""
+    """A setting in which all tools are compared, and the seconds that one of them may take."""
 
     name: str
     shape: tuple[int, int]
@@ -111,7 +111,7 @@ def measure() -> dict[str, Any]:
 
 
 def matrix(found: Found) -> str:
-    """Who finds which mistake, who calls right code wrong, and how long it takes."""
+    """Tell which tool finds which mistake, which calls right code wrong, and how long each takes."""
     ends = SETTINGS[0].name, SETTINGS[-1].name
     tools = list(found[ends[0]])
 

@@ -24,7 +24,7 @@ _WORDS = {"PASS": "accepted", "FAIL": "found", "INCONCLUSIVE": "inconclusive"}
 
 
 class Subject(NamedTuple):
-    """What is judged: an implementation, and where."""
+    """An implementation to be judged, and the arguments."""
 
     forward: Callable[..., tuple[Array, Any]]
     backward: Callable[[Array, Any], tuple[Array, Array, Array]]

@@ -90,7 +90,7 @@ def relative(found: Results, at: Input, name: str = "y") -> float:
     expected = at.exact.rounded(name, np.float64)
     worst = float(np.abs(found[name].astype(np.float64) - expected).max())
     size = float(np.abs(expected).max())
-    # Where the exact result is 0 there is nothing to be relative to.
+    # An exact result of 0 leaves nothing to be relative to.
     return worst if size == 0 or math.isnan(worst) else worst / size
 
 

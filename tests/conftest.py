@@ -30,7 +30,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "shim")]
 
 def pytest_collection_finish():
     """
-    Leave what is loaded by now out of garbage collections.
+    Leave all modules and tests loaded by now out of garbage collections.
 
     A full collection takes a second of all modules and tests; with them the oracle took twice as long.
     """
@@ -65,7 +65,7 @@ def threads(request):
 
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory):
-    """Where kernels for the host shim are kept: one folder for all processes of a test run."""
+    """The folder of kernels for the host shim, one for all processes of a test run."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if base.name.startswith("popen-") else base) / "shim"
     folder.mkdir(exist_ok=True)

@@ -17,7 +17,8 @@ import pytest
 from host_shim import READ, WRITE, Tensor
 from norms import compute
 
-from stablenorm.cuda import driver, workspace
+from stablenorm import cuda
+from stablenorm.cuda import driver
 from stablenorm.cuda.compile import sources
 from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
 from stablenorm.formats import FORMATS
@@ -97,14 +98,15 @@ class ndarray:  # CuPy's name
 
 def make_module():
     """Return a module to be `cupy`, with lists of all allocations and copies."""
-    workspace._counter.cache_clear()
+    for kept in (driver._counter, driver.import_cupy, cuda.find_plan):
+        kept.cache_clear()
     cupy = types.ModuleType("cupy")
     cupy.put_device = put_device
     cupy.ndarray, cupy.allocated, cupy.copied = ndarray, [], []
 
     def empty(shape, dtype=np.float64):
         array = np.empty(shape, dtype)
-        # What was not written must be seen: NaN in every format.
+        # Fill with NaN of every format: bytes that nobody writes must be seen.
         array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
         cupy.allocated.append(array.nbytes)
         return ndarray(array)
@@ -185,6 +187,7 @@ def put_device(
     the kernel `edited` and another in its place, `defines` more options for its compiler.
     """
     launches = []
+    cuda.find_plan.cache_clear()
 
     def load(_, kernel):
         if not run:

@@ -14,15 +14,16 @@ import numpy as np
 
 from stablenorm.types import Array, bfloat16
 
+Gradients = tuple[Array, Array, Array]
 Forward = Callable[[Array, Array, Array, float], tuple[Array, Any]]
-Backward = Callable[[Array, Any], tuple[Array, Array, Array]]
+Backward = Callable[[Array, Any], Gradients]
 
 # Rows and columns of a block of `_blocked`: small, so that small inputs have several.
 _BLOCK = 5
 
 
 class Kept(NamedTuple):
-    """What the plain forward keeps for a backward."""
+    """The arrays that the plain forward keeps for a backward."""
 
     x: Array
     gamma: Array
@@ -34,15 +35,19 @@ class Kept(NamedTuple):
 
 
 class Mistake(NamedTuple):
-    """
-    A wrong backward, the argument whose gradient it spoils ("x", "gamma"), and what is wrong.
-
-    `diagnosis` is the sentence that a checker should find.
-    """
+    """A wrong backward, the sentence that a checker should find, and whose gradient it spoils."""
 
     backward: Backward
-    argument: str
     diagnosis: str
+    argument: str = "x"
+
+
+def _mean(a: Array) -> Array:
+    return np.asarray(a.mean(axis=-1, keepdims=True))
+
+
+def _sum_rows(a: Array) -> Array:
+    return np.asarray(a.reshape(-1, a.shape[-1]).sum(axis=0))
 
 
 def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
@@ -50,19 +55,9 @@ def forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Arr
     return _forward(x, gamma, beta, float(eps), _mean(x))
 
 
-def backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    """Return the right dx, dgamma, dbeta, in the plain form, for the cache of `forward`."""
-    return _dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
-
-
 def rms_forward(x: Array, gamma: Array, beta: Array, eps: float = 1e-5) -> tuple[Array, Kept]:
     """Divide by the root mean square of the last axis, in the dtype given; the cache has mean 0."""
     return _forward(x, gamma, beta, float(eps), np.zeros_like(_mean(x)))
-
-
-def rms_backward(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    """Return the right dx, dgamma, dbeta for the cache of `rms_forward`."""
-    return _rms_dx(cache.gamma * dy, cache.xhat, cache.rstd), *_parameters(dy, cache.xhat)
 
 
 def _forward(x: Array, gamma: Array, beta: Array, eps: float, mean: Array) -> tuple[Array, Kept]:
@@ -73,121 +68,108 @@ def _forward(x: Array, gamma: Array, beta: Array, eps: float, mean: Array) -> tu
     return gamma * xhat + beta, Kept(x, gamma, eps, mean, var, rstd, xhat)
 
 
-def _mean(a: Array) -> Array:
-    mean: Array = a.mean(axis=-1, keepdims=True)
-    return mean
-
-
-def _sum_rows(a: Array) -> Array:
-    total: Array = a.reshape(-1, a.shape[-1]).sum(axis=0)
-    return total
-
-
-def _parameters(dy: Array, xhat: Array) -> tuple[Array, Array]:
-    return _sum_rows(dy * xhat), _sum_rows(dy)
+def _with_dx(make: Callable[[Array, Kept], Array]) -> Backward:
+    """Build a backward whose dx is what `make` returns for g, with the right dgamma and dbeta."""
+    return lambda dy, c: (make(c.gamma * dy, c), _sum_rows(dy * c.xhat), _sum_rows(dy))
 
 
 def _dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    dx: Array = rstd * (g - _mean(g) - xhat * _mean(g * xhat))
-    return dx
+    return np.asarray(rstd * (g - _mean(g) - xhat * _mean(g * xhat)))
 
 
 def _rms_dx(g: Array, xhat: Array, rstd: Array) -> Array:
-    dx: Array = rstd * (g - xhat * _mean(g * xhat))
-    return dx
+    return np.asarray(rstd * (g - xhat * _mean(g * xhat)))
 
 
-def _wrong_dx(make: Callable[[Array, Kept], Array]) -> Backward:
-    """Build a backward whose dx is what `make` returns for g, with the right dgamma and dbeta."""
-    return lambda dy, cache: (make(cache.gamma * dy, cache), *_parameters(dy, cache.xhat))
+# The right dx, dgamma, dbeta, in the plain form, for the caches of both forwards.
+backward = _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd))
+rms_backward = _with_dx(lambda g, c: _rms_dx(g, c.xhat, c.rstd))
 
 
 def _spoiled_dx(where: Any, factor: float) -> Backward:
     """Build a backward that multiplies a part of the right dx, seen as (rows, n)."""
 
     def make(g: Array, cache: Kept) -> Array:
-        # In C order, whatever that of dy: to be spoiled through a view.
+        # C order, whatever that of dy: to be spoiled through a view.
         dx = np.ascontiguousarray(_dx(g, cache.xhat, cache.rstd))
         dx.reshape(-1, dx.shape[-1])[where] *= factor
         return dx
 
-    return _wrong_dx(make)
+    return _with_dx(make)
 
 
-def _wrong_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
+def _with_rstd(make: Callable[[Kept], Array], project: Callable[..., Array] = _dx) -> Backward:
     """Build a backward that recomputes rstd, and from it xhat, for dx."""
 
     def wrong(g: Array, cache: Kept) -> Array:
         rstd = make(cache)
         return project(g, (cache.x - cache.mean) * rstd, rstd)
 
-    return _wrong_dx(wrong)
+    return _with_dx(wrong)
+
+
+def _with_dgamma(right: Backward) -> Backward:
+    """Build a backward whose dgamma is made of the centered x."""
+    return lambda dy, c: (right(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy))
 
 
 # fmt: off
 MISTAKES: dict[str, Mistake] = {
     "mean(g) missing": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * (g - c.xhat * _mean(g * c.xhat))),
-        "x", "the mean of g is missing from dx"),
+        _with_dx(lambda g, c: _rms_dx(g, c.xhat, c.rstd)), "the mean of g is missing from dx"),
     "xhat term missing": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * (g - _mean(g))), "x", "the xhat term is missing from dx"),
+        _with_dx(lambda g, c: c.rstd * (g - _mean(g))), "the xhat term is missing from dx"),
     "gamma applied twice": Mistake(
-        _wrong_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "x", "gamma is applied twice in dx"),
-    "dgamma without rstd": Mistake(
-        lambda dy, c: (backward(dy, c)[0], _sum_rows(dy * (c.x - c.mean)), _sum_rows(dy)),
-        "gamma", "dgamma lacks rstd"),
-    "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "x", "the last row of dx is zero"),
-    "dx[0, 0] sign": Mistake(
-        _spoiled_dx((0, 0), -1), "x", "element (0, 0) of dx has the wrong sign"),
+        _with_dx(lambda g, c: _dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
+    "dgamma without rstd": Mistake(_with_dgamma(backward), "dgamma lacks rstd", "gamma"),
+    "last row of dx is 0": Mistake(_spoiled_dx(-1, 0), "the last row of dx is zero"),
+    "dx[0, 0] sign": Mistake(_spoiled_dx((0, 0), -1), "element (0, 0) of dx has the wrong sign"),
     "dx[0, 0] * 1.01": Mistake(
-        _spoiled_dx((0, 0), 1.01), "x", "element (0, 0) of dx is off by a factor of 1.01"),
+        _spoiled_dx((0, 0), 1.01), "element (0, 0) of dx is off by a factor of 1.01"),
     "n-1 in var": Mistake(
-        _wrong_rstd(lambda c: 1 / np.sqrt(c.var * (c.x.shape[-1] / (c.x.shape[-1] - 1)) + c.eps)),
-        "x", "the variance is divided by n - 1 in dx"),
+        _with_rstd(lambda c: 1 / np.sqrt(c.var * (c.x.shape[-1] / (c.x.shape[-1] - 1)) + c.eps)),
+        "the variance is divided by n - 1 in dx"),
     "n-1 in mean(g)": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * (
+        _with_dx(lambda g, c: c.rstd * (
             g - g.sum(axis=-1, keepdims=True) / (g.shape[-1] - 1) - c.xhat * _mean(g * c.xhat))),
-        "x", "the mean of g is divided by n - 1 in dx"),
+        "the mean of g is divided by n - 1 in dx"),
     "rstd = 1/(sqrt(var)+eps)": Mistake(
-        _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)),
-        "x", "rstd is 1 / (sqrt(var) + eps) in dx"),
+        _with_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps)), "rstd is 1 / (sqrt(var) + eps) in dx"),
     "eps omitted": Mistake(
-        _wrong_rstd(lambda c: 1 / np.sqrt(c.var)), "x", "eps is missing from rstd in dx"),
+        _with_rstd(lambda c: 1 / np.sqrt(c.var)), "eps is missing from rstd in dx"),
     "rstd rounded to f32": Mistake(
-        _wrong_rstd(lambda c: c.rstd.astype(np.float32).astype(c.rstd.dtype)),
-        "x", "rstd is kept in float32 in dx"),
+        _with_rstd(lambda c: c.rstd.astype(np.float32).astype(c.rstd.dtype)),
+        "rstd is kept in float32 in dx"),
     "mean rounded to bf16": Mistake(
-        _wrong_dx(lambda g, c: _dx(g, (c.x - c.mean.astype(bfloat16).astype(c.x.dtype)) * c.rstd, c.rstd)),
-        "x", "the mean is kept in bfloat16 in dx"),
+        _with_dx(lambda g, c: _dx(g, (c.x - c.mean.astype(bfloat16).astype(c.x.dtype)) * c.rstd, c.rstd)),
+        "the mean is kept in bfloat16 in dx"),
 }
 
 RMS_MISTAKES: dict[str, Mistake] = {
     "mean(g) subtracted": Mistake(
-        _wrong_dx(lambda g, c: _dx(g, c.xhat, c.rstd)), "x", "the mean of g is subtracted in dx"),
+        _with_dx(lambda g, c: _dx(g, c.xhat, c.rstd)), "the mean of g is subtracted in dx"),
     "mean(x) subtracted": Mistake(
-        _wrong_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
-        "x", "the mean of x is subtracted in dx"),
+        _with_dx(lambda g, c: _rms_dx(g, (c.x - _mean(c.x)) * c.rstd, c.rstd)),
+        "the mean of x is subtracted in dx"),
     "xhat term missing": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * g), "x", "the xhat term is missing from dx"),
+        _with_dx(lambda g, c: c.rstd * g), "the xhat term is missing from dx"),
     "xhat term not divided by n": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * (g - c.xhat * (g * c.xhat).sum(axis=-1, keepdims=True))),
-        "x", "the xhat term is not divided by n in dx"),
+        _with_dx(lambda g, c: c.rstd * (g - c.xhat * (g * c.xhat).sum(axis=-1, keepdims=True))),
+        "the xhat term is not divided by n in dx"),
     "rstd^2, not rstd^3": Mistake(
-        _wrong_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * _mean(g * c.x)),
-        "x", "the xhat term lacks rstd in dx"),
+        _with_dx(lambda g, c: c.rstd * g - c.x * c.rstd**2 * _mean(g * c.x)),
+        "the xhat term lacks rstd in dx"),
     "gamma after the projection": Mistake(
-        _wrong_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
-        "x", "gamma is applied after the projection in dx"),
+        _with_dx(lambda g, c: c.gamma * _rms_dx(g / c.gamma, c.xhat, c.rstd)),
+        "gamma is applied after the projection in dx"),
     "gamma applied twice": Mistake(
-        _wrong_dx(lambda g, c: _rms_dx(c.gamma * g, c.xhat, c.rstd)), "x", "gamma is applied twice in dx"),
+        _with_dx(lambda g, c: _rms_dx(c.gamma * g, c.xhat, c.rstd)), "gamma is applied twice in dx"),
     "rstd = 1/(sqrt(mean(x^2))+eps)": Mistake(
-        _wrong_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps), _rms_dx),
-        "x", "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
+        _with_rstd(lambda c: 1 / (np.sqrt(c.var) + c.eps), _rms_dx),
+        "rstd is 1 / (sqrt(mean(x^2)) + eps) in dx"),
     "eps omitted": Mistake(
-        _wrong_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "x", "eps is missing from rstd in dx"),
-    "dgamma without rstd": Mistake(
-        lambda dy, c: (rms_backward(dy, c)[0], _sum_rows(dy * c.x), _sum_rows(dy)),
-        "gamma", "dgamma lacks rstd"),
+        _with_rstd(lambda c: 1 / np.sqrt(c.var), _rms_dx), "eps is missing from rstd in dx"),
+    "dgamma without rstd": Mistake(_with_dgamma(rms_backward), "dgamma lacks rstd", "gamma"),
 }
 # fmt: on
 
@@ -195,39 +177,46 @@ RMS_MISTAKES: dict[str, Mistake] = {
 # ---- right, written differently: each in the dtype given ----
 
 
-def _chain_rule(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+def _chain_rule(g: Array, cache: Kept) -> Array:
     """The textbook: through dvar and dmean."""
-    x, gamma, _, mean, _, rstd, xhat = cache
-    n, centered, dxhat = x.shape[-1], x - mean, gamma * dy
-    dvar = (dxhat * centered * -0.5 * rstd**3).sum(axis=-1, keepdims=True)
-    dmean = (-dxhat * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * _mean(centered)
-    return dxhat * rstd + dvar * 2 * centered / n + dmean / n, *_parameters(dy, xhat)
+    centered, rstd = cache.x - cache.mean, cache.rstd
+    dvar = (g * centered * -0.5 * rstd**3).sum(axis=-1, keepdims=True)
+    dmean = (-g * rstd).sum(axis=-1, keepdims=True) + dvar * -2 * _mean(centered)
+    return np.asarray(g * rstd + (dvar * 2 * centered + dmean) / g.shape[-1])
 
 
-def _n_times_dy(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+def _n_times_dy(g: Array, cache: Kept) -> Array:
     """Everything times n, divided by n at the end."""
-    n, g = dy.shape[-1], cache.gamma * dy
+    n = g.shape[-1]
     total, slope = (a.sum(axis=-1, keepdims=True) for a in (g, g * cache.xhat))
-    return cache.rstd / n * (n * g - total - cache.xhat * slope), *_parameters(dy, cache.xhat)
+    return np.asarray(cache.rstd / n * (n * g - total - cache.xhat * slope))
 
 
-def _expanded(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+def _expanded(dy: Array, cache: Kept) -> Gradients:
     """Written out in sums over centered x, as fused kernels do: dx = a g + b centered + c."""
-    n, g, centered = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean
-    a = cache.rstd
-    b = -(cache.rstd**3) * (g * centered).sum(axis=-1, keepdims=True) / n
-    c = -cache.rstd * g.sum(axis=-1, keepdims=True) / n
-    return a * g + b * centered + c, _sum_rows(dy * centered * cache.rstd), _sum_rows(dy)
+    n, g, centered, a = dy.shape[-1], cache.gamma * dy, cache.x - cache.mean, cache.rstd
+    b = -(a**3) * (g * centered).sum(axis=-1, keepdims=True) / n
+    c = -a * g.sum(axis=-1, keepdims=True) / n
+    return a * g + b * centered + c, _sum_rows(dy * centered * a), _sum_rows(dy)
 
 
-def _blocked(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
+def _rms_expanded(dy: Array, cache: Kept) -> Gradients:
+    """The same without a mean: dx = rstd g + b x."""
+    n, g, x, rstd = dy.shape[-1], cache.gamma * dy, cache.x, cache.rstd
+    b = -(rstd**3) * (g * x).sum(axis=-1, keepdims=True) / n
+    return rstd * g + b * x, _sum_rows(dy * x * rstd), _sum_rows(dy)
+
+
+def _blocked(dy: Array, cache: Kept) -> Gradients:
     """Rows and columns in blocks, partial sums added up."""
     n, g, xhat = dy.shape[-1], cache.gamma * dy, cache.xhat
-    columns = [slice(start, start + _BLOCK) for start in range(0, n, _BLOCK)]
+    columns, rows = (
+        [slice(start, start + _BLOCK) for start in range(0, size, _BLOCK)]
+        for size in (n, dy.size // n)
+    )
     total, slope = (
         sum(a[..., block].sum(axis=-1, keepdims=True) for block in columns) for a in (g, g * xhat)
     )
-    rows = [slice(start, start + _BLOCK) for start in range(0, dy.size // n, _BLOCK)]
     dgamma, dbeta = (
         sum(a.reshape(-1, n)[block].sum(axis=0) for block in rows) for a in (dy * xhat, dy)
     )
@@ -236,20 +225,11 @@ def _blocked(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
 
 VARIANTS: dict[str, tuple[Forward, Backward]] = {
     "plain": (forward, backward),
-    "textbook chain rule": (forward, _chain_rule),
-    "N dy form": (forward, _n_times_dy),
+    "textbook chain rule": (forward, _with_dx(_chain_rule)),
+    "N dy form": (forward, _with_dx(_n_times_dy)),
     "expanded": (forward, _expanded),
     "blocked": (forward, _blocked),
 }
-
-
-def _rms_expanded(dy: Array, cache: Kept) -> tuple[Array, Array, Array]:
-    """Written out in a sum over x, as fused kernels do: dx = rstd g + b x."""
-    n, g, x, rstd = dy.shape[-1], cache.gamma * dy, cache.x, cache.rstd
-    b = -(rstd**3) * (g * x).sum(axis=-1, keepdims=True) / n
-    return rstd * g + b * x, _sum_rows(dy * x * rstd), _sum_rows(dy)
-
-
 RMS_VARIANTS: dict[str, tuple[Forward, Backward]] = {
     "plain": (rms_forward, rms_backward),
     "expanded": (rms_forward, _rms_expanded),

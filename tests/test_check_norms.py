@@ -71,10 +71,10 @@ def test_a_mean_over_the_wrong_axes_is_named(term, axes):
     "name", ["mean(g) missing", "xhat term missing", "eps omitted", "rstd rounded to f32"]
 )
 def test_the_identities_alone_find_it(name):
-    report = check_layer_norm(forward, MISTAKES[name].backward, *data(0, (32, 24)), rng=0)
-    assert [i.passed for i in report.identities].count(False) >= 1, str(report)
-    assert len(report.identities) == 3
-    assert all(i.passed for i in check_layer_norm(forward, backward, rng=0).identities)
+    wrong = check_layer_norm(forward, MISTAKES[name].backward, *data(0, (32, 24)), rng=0)
+    assert [*findings(wrong, "identities", "FAIL")], str(wrong)
+    right = check_layer_norm(forward, backward, rng=0)
+    assert len([*findings(right, "identities", "PASS")]) == 3
 
 
 RIGHT = {"layer": [*VARIANTS.values()], "rms": [*RMS_VARIANTS.values()]}
@@ -200,7 +200,7 @@ def test_a_one_pass_variance_is_inaccurate_not_wrong():
         assert report.verdict != "FAIL", str(report)
         assert report.diagnosis == ()
     plain = check_layer_norm(forward, backward, *data(0), rng=0)
-    # What secants reach is 1e-12.
+    # Secants reach 1e-12.
     assert plain.resolution < 1e-13
     for each, digits in ((report, 6), (plain, 10)):
         message = findings(each, "hard inputs", "NOTE")["offset 1e4"]

@@ -1,4 +1,4 @@
-"""What the package promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
+"""Broken by promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
 
 import inspect
 import re

@@ -60,7 +60,7 @@ SHARED = {80: 163 << 10, 120: 99 << 10}
 
 
 class Compiled(NamedTuple):
-    """What the compiler says of one kernel."""
+    """The compiler's figures of one kernel."""
 
     registers: int
     spilled: int
@@ -80,7 +80,7 @@ def compile_kernel(kernel, architecture, *, texts=None, options=OPTIONS):
     return Compiled(int(registers), int(stores) + int(loads), int(stack), ptx)
 
 
-# What no build may contain: flushed subnormals, approximate operations, sums that depend on who
+# Forbidden in every build: flushed subnormals, approximate operations, sums that depend on who
 # comes first.
 FORBIDDEN = re.compile(r"\S*(?:\.ftz|\.approx|div\.full|\b(?:atom|red)\.\S*\.f(?:16|32|64))\S*")
 
@@ -90,10 +90,10 @@ def test_registers_and_instructions(n, x, dy, architecture):
     shared = SHARED.get(architecture, 227 << 10)
     kernel = choose_kernel(n, x, dy, x, x, shared, n * x.itemsize % 16 == 0)
     compiled = compile_kernel(kernel, architecture)
-    # Not one byte: quack's configuration table (version 0.6.5) records a factor of 9 where its
+    # No byte may spill: quack's configuration table (version 0.6.5) records a factor of 9 where its
     # accumulators spill on Blackwell. An array in the stack frame is no better.
     assert (compiled.spilled, compiled.stack) == (0, 0)
-    # As many blocks as the plan counts on must fit a multiprocessor.
+    # The blocks that the plan counts on must fit a multiprocessor.
     assert compiled.registers * kernel.threads * kernel.least_blocks <= REGISTERS
     assert FORBIDDEN.findall(compiled.ptx) == []
     # 16 bytes at a time, where rows are aligned.

@@ -48,7 +48,7 @@ def assert_same(expected, actual, but=()):
     assert expected.keys() == actual.keys()
     for name in expected.keys() - but:
         assert expected[name].dtype == actual[name].dtype
-        # As float64: NumPy does not know the NaN of bfloat16.
+        # Compare as float64: NumPy does not know the NaN of bfloat16.
         one, other = (side[name].astype(np.float64) for side in (expected, actual))
         np.testing.assert_array_equal(one, other, err_msg=name)
 

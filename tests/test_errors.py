@@ -1,13 +1,38 @@
-"""Each message: what was required, what came, the cure; and nothing written by a failed call."""
+"""Broken by a message without what was required, what came or the cure, or by a failed call that writes."""
 
 import numpy as np
 import pytest
 
+import stablenorm as sn
 from stablenorm import LayerNorm, layer_norm, layer_norm_backward, layer_norm_forward
 
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 3, 4)
+ROW, ONE = X[0, 0], np.ones((2, 3, 1))
+CACHE = layer_norm_forward(X, ROW, backend="numpy")[1]
+RMS = sn.rms_norm_forward(X, backend="numpy")[1]
+NEAREST = layer_norm_forward(X, ROW, rounding="nearest", backend="numpy")[1]
+LEADING = layer_norm_forward(X, np.ones((2, 1, 4), np.float32), backend="numpy")[1]
+OFFSET = {"gamma": np.ones(4)}
+FAST = 'use rounding="fast"'
 
-BAD_FORWARD = [
+
+def backward(dy=X, cache=CACHE, **options):
+    return layer_norm_backward(dy, cache, **options)
+
+
+def jvp(cache=CACHE, tx=X, **options):
+    return sn.layer_norm_jvp(tx, cache, **options)
+
+
+def double_backward(cache=CACHE, tx=X, dy=X, **options):
+    return sn.layer_norm_double_backward(tx, dy, cache, **options)
+
+
+def layer(shape=4, **options):
+    return LayerNorm(shape, **options).forward(X)
+
+
+FORWARD = [
     ({"x": X.astype(np.int64)}, TypeError, "x must be float16, bfloat16, float32 or float64, got int64; pass np.asarray\\(x, np.float32\\)"),
     ({"gamma": (8,)}, TypeError, "got int64; pass np.asarray\\(gamma, np.float32\\). If it is PyTorch's normalized_shape, leave it out"),
     ({"x": X.astype(bool)}, TypeError, "got bool"),
@@ -16,41 +41,110 @@ BAD_FORWARD = [
     ({"x": X.astype(np.longdouble)}, TypeError, "got float128|got longdouble"),
     ({"x": np.ma.masked_array(X)}, TypeError, "x must be a plain array, got a masked one"),
     ({"x": np.float32(1)}, ValueError, "axis must name axes of x, which has 0 dimensions, got -1"),
+    ({"x": [[1.0, 2.0], [3.0]]}, ValueError, "x must be an array, or nested lists with rows of one"),
     ({"x": np.empty((3, 0), np.float32)}, ValueError, r"at least one element along axis 1, got shape \(3, 0\)"),
     ({"gamma": np.ones(5, np.float32)}, ValueError, r"gamma must have shape \(4,\) to match x normalized over axis 2, got \(5,\)"),
     ({"gamma": np.ones((4, 1), np.float32)}, ValueError, r"gamma must have shape \(4,\).*got \(4, 1\)"),
-    ({"beta": np.float32(1)}, ValueError, r"beta must have shape \(4,\).*got \(\)"),
+    ({"gamma": np.ones((5, 4), np.float32)}, ValueError, r"over axis 2, or that after axes that broadcast against \(2, 3\), got \(5, 4\)"),
+    ({"gamma": np.ones((1, 2, 3, 4))}, ValueError, r"broadcast against \(2, 3\), got \(1, 2, 3, 4\)"),
     ({"gamma": np.ones(4, int)}, TypeError, "gamma must be float16.*got int64"),
+    ({"beta": np.float32(1)}, ValueError, r"beta must have shape \(4,\).*got \(\)"),
     ({"axis": 3}, ValueError, "axis must name axes of x, which has 3 dimensions, got 3"),
     ({"axis": (0, -3)}, ValueError, r"each once, got \(0, -3\)"),
     ({"axis": ()}, ValueError, "at least one axis"),
     ({"axis": 1.0}, TypeError, "axis must be an int or a tuple of ints, got 1.0"),
-    ({"eps": -1e-5}, ValueError, "eps must be finite and >= 0, got -1e-05"),
-    ({"eps": np.nan}, ValueError, "eps must be finite and >= 0, got nan"),
-    ({"eps": np.inf}, ValueError, "eps must be finite and >= 0, got inf"),
-    ({"eps": 10**400}, ValueError, "eps must be finite and >= 0, got 1000"),
-    ({"gamma": np.ones(4), "gamma_offset": 10**400}, ValueError, "gamma_offset must be finite, got 1000"),
-    ({"eps": "small"}, TypeError, "eps must be a real number, got 'small'"),
-    ({"eps": "1e-5"}, TypeError, "eps must be a real number, got '1e-5'"),
-    ({"eps": np.complex64(1)}, TypeError, "eps must be a real number, got"),
-    ({"eps": None}, TypeError, "eps must be a real number, got None"),
-    ({"x": [[1.0, 2.0], [3.0]]}, ValueError, "x must be an array, or nested lists with rows of one"),
     ({"axis": np.array([1, 2])}, TypeError, r"got array\(\[1, 2\]\); pass a tuple"),
     ({"axis": [1, 2]}, TypeError, r"got \[1, 2\]; pass a tuple"),
-    ({"out": np.ma.masked_array(X, hard_mask=True)}, TypeError, "out must be a plain array"),
+    *(({"eps": eps}, ValueError, f"eps must be finite and >= 0, got {said}")
+      for eps, said in ((-1e-5, "-1e-05"), (np.nan, "nan"), (np.inf, "inf"), (10**400, "1000"))),
+    *(({"eps": eps}, TypeError, f"eps must be a real number, got {said}")
+      for eps, said in (("small", "'small'"), ("1e-5", "'1e-5'"), (np.complex64(1), ""), (None, "None"))),
+    ({"gamma_offset": 1.0}, ValueError, r"gamma must be given with gamma_offset=1\.0, got None"),
+    (OFFSET | {"gamma_offset": 10**400}, ValueError, "gamma_offset must be finite, got 1000"),
+    (OFFSET | {"gamma_offset": "a"}, TypeError, "gamma_offset must be a real number, got 'a'"),
     ({"rounding": "exact"}, ValueError, 'rounding must be "fast" or "nearest", got \'exact\''),
+    ({"rounding": X}, ValueError, 'rounding must be "fast" or "nearest", got array'),
     ({"backend": "torch"}, ValueError, "backend must be one of .*'numpy'.*, got 'torch'"),
+    ({"residual": X[0]}, ValueError, r"residual must have shape \(2, 3, 4\), that of x, got \(3, 4\)"),
+    ({"where": [[True], [True, False]]}, ValueError, "where must be .*unequal length"),
+    ({"where": np.ones((2, 3, 1), int)}, TypeError, "bool, got int64; .* where=mask != 0"),
+    ({"where": np.ma.array(X > 0, mask=X > 0)}, TypeError, "a plain array, got a masked one"),
+    ({"where": X[0, :, :3] > 0}, ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)"),
+    ({"where": np.ones((5, *X.shape), bool)}, ValueError, r"broadcast to the shape of x.*got \(5, 2, 3, 4\)"),
+    ({"where": np.arange(4) > 1, "rounding": "nearest"}, ValueError, FAST),
+    ({"out": np.ma.masked_array(X, hard_mask=True)}, TypeError, "out must be a plain array"),
     ({"out": np.empty((2, 3), np.float32)}, ValueError, r"out must have shape \(2, 3, 4\), got \(2, 3\)"),
     ({"out": np.empty(X.shape)}, TypeError, "out must have dtype float32, got float64"),
     ({"out": [[0.0]]}, TypeError, "out must be a NumPy array to write into, got list"),
+    ({"out": X, "residual": X}, ValueError, "out must not share memory with residual"),
+]  # fmt: skip
+BACKWARD = [
+    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\) to match the y of this cache, got \(1, 3, 4\)"),
+    ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
+    ({"cache": RMS}, ValueError, "cache must be of layer_norm_forward; pass this one to rms"),
+    ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),
+    ({"wrt": 3}, ValueError, "'beta', got 3"),
+    ({"wrt": [X]}, ValueError, "wrt must name"),
+    ({"out": 3}, TypeError, "out must have three .*int"),
+    ({"out": (None, None)}, ValueError, "out must have three entries, for dx, dgamma and dbeta, got 2"),
+    ({"out": (np.empty((2, 3), np.float32), None, None)}, ValueError, r"out.dx must have shape \(2, 3, 4\)"),
+    ({"out": (None, np.empty(4), None)}, TypeError, "out.dgamma must have dtype float32, got float64"),
+    ({"out": (None, np.empty(3, np.float32), None)}, ValueError, r"out.dgamma must have shape \(4,\)"),
+    *(({"out": out, "accumulate": True}, ValueError, "must be the array to add to with accumulate=True, got N")
+      for out in (None, (None, None, np.ones(4, np.float32)), (None, None, None))),
+    ({"dsum": X[:1]}, ValueError, r"dsum must have shape \(2, 3, 4\)"),
+    ({"dsum": X, "out": (X, None, None), "dy": X.copy()}, ValueError, r"out\.dx must not share memory with"),
+    ({"dmean": ONE[..., 0]}, ValueError, r"dmean must have shape \(2, 3, 1\), that of cache\.rstd"),
+    ({"drstd": ONE.astype(int)}, TypeError, r"drstd must be float16, .* got int64"),
+    ({"cache": NEAREST, "dmean": ONE}, ValueError, FAST),
+    ({"cache": NEAREST, "drstd": ONE}, ValueError, FAST),
+    ({"sum_axes": 2}, ValueError, r"sum_axes must name axes of x.*not what is normalized, axis 2; got 2"),
+    ({"sum_axes": 3}, ValueError, "which has 3 dimensions.*got 3"),
+    ({"sum_axes": (0, -3)}, ValueError, "each once"),
+    ({"sum_axes": "a"}, TypeError, "sum_axes must be an int or a tuple of ints, got 'a'"),
+    ({"cache": LEADING, "sum_axes": 0}, ValueError, "sum_axes must name no axis along which gamma varies, got 0"),
+]  # fmt: skip
+SECOND_ORDER = [
+    ({"cache": X}, TypeError, r"cache must be the Cache that layer_norm_forward returns, got ndarray; write"),
+    ({"cache": RMS}, ValueError, r"cache must be of layer_norm_forward; pass this one to rms_norm_(jvp|double_backward)"),
+    ({"cache": CACHE._replace(backend="cuda")}, ValueError, r"cannot be combined with arrays on a CUDA device.*x.get\(\)"),
+    ({"cache": NEAREST}, ValueError, r'cannot be combined with rounding="nearest".*use rounding="fast"'),
+    ({"cache": LEADING}, ValueError, "cannot be combined with leading axes of gamma or beta.*; leave them out"),
+    ({"tx": X[:1]}, ValueError, r"x must have shape \(2, 3, 4\), that of x, got \(1, 3, 4\)"),
+    ({"tx": X.astype(int)}, TypeError, r"x must be float16.*got int64"),
+]  # fmt: skip
+TABLE = [
+    *((call, *row) for row in FORWARD for call in (layer_norm, layer_norm_forward)),
+    *((backward, *row) for row in BACKWARD),
+    *((call, *row) for row in SECOND_ORDER for call in (jvp, double_backward)),
+    (double_backward, {"dy": X[0]}, ValueError, r"dy must have shape \(2, 3, 4\), that of x, got \(3, 4\)"),
+    (double_backward, {"ddgamma": X}, ValueError, r"ddgamma must have shape \(4,\), that of gamma, got \(2,"),
+    (double_backward, {"ddbeta": ROW}, ValueError, "ddbeta must be None, since this cache has no beta; pass"),
+    (jvp, {"tbeta": ROW}, ValueError, "tbeta must be None"),
+    (sn.rms_norm, {"gamma": ROW, "gamma_offset": np.inf}, ValueError, "gamma_offset must be finite, got inf"),
+    (lambda x: sn.rms_norm_backward(x, CACHE), {}, ValueError, "cache must be of rms_norm_forward; pass this one to layer"),
+    (lambda x: sn.rms_norm_backward(x, (x, RMS)), {}, TypeError, r"write y, cache = rms_norm_forward\(\.\.\.\)"),
+    (lambda x: LayerNorm(4).backward(x), {}, ValueError, "call forward"),
+    (layer, {"shape": 5}, ValueError, r"gamma must have shape \(4,\)"),
+    (layer, {"shape": 5, "gamma": False, "beta": False}, ValueError, r"x must have lengths \(5,\) along axis -1, got \(4,\)"),
+    (layer, {"shape": 0}, ValueError, "shape must be at least 1, got 0"),
+    (layer, {"shape": ()}, ValueError, "shape must be the length of at least one axis"),
+    (layer, {"shape": 2.5}, TypeError, "shape must be an int, got 2.5"),
+    (layer, {"eps": -1}, ValueError, "eps must be finite and >= 0, got -1"),
+    (layer, {"rounding": "up"}, ValueError, 'rounding must be "fast" or "nearest", got \'up\''),
+    (layer, {"axis": (0, 1)}, ValueError, r"axis must be an int, or a tuple of as many"),
+    (layer, {"shape": (3, 4), "axis": -1}, ValueError, r"as many as shape \(3, 4\), got -1"),
+    (layer, {"dtype": np.int32}, TypeError, "dtype must be float16.*got int32"),
+    (layer, {"gamma_offset": "a"}, TypeError, "gamma_offset must be a real number, got 'a'"),
+    (layer, {"gamma_offset": np.inf}, ValueError, "gamma_offset must be finite, got inf"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [layer_norm, layer_norm_forward])
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_FORWARD)
-def test_forward_says_what_it_needs(function, arguments, error, message):
+@pytest.mark.parametrize(("call", "arguments", "error", "message"), TABLE, ids=range(len(TABLE)))
+def test_a_call_says_what_it_needs(call, arguments, error, message):
+    needs_x = call in (layer_norm, layer_norm_forward, sn.rms_norm) or call.__name__ == "<lambda>"
     with pytest.raises(error, match=message):
-        function(**{"x": X, **arguments})
+        call(**({"x": X} if needs_x else {}) | arguments)
 
 
 def test_out_must_be_writeable_and_distinct():
@@ -58,129 +152,60 @@ def test_out_must_be_writeable_and_distinct():
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match=r"out must be writeable, got a read-only array"):
         layer_norm(X, out=frozen)
-    _, cache = layer_norm_forward(X)
     with pytest.raises(ValueError, match=r"out.dx must be writeable"):
-        layer_norm_backward(X, cache, out=(frozen, None, None))
+        backward(out=(frozen, None, None))
     memory, strided = np.zeros(256, np.float32), np.lib.stride_tricks.as_strided
-    # By a stride of zero, by windows that slide, and by steps that meet.
+    # A stride of zero, windows that slide, and steps that meet.
     for strides in [(0, 0, 4), (4, 4, 4), (16, 8, 4), (12, 8, 8)]:
         with pytest.raises(ValueError, match=r"an element of its own for each result, got strides"):
             layer_norm(X, out=strided(memory, X.shape, strides))
-    # Whatever has none in common is taken, also where one axis lies between two of another.
+    # Views without a common element are taken, also where one axis lies between two of another.
     expected = layer_norm(X)
     for strides in [(4, 8, 24), (64, -16, 4), (4, 32, 8), (28, 8, 56)]:
         out = strided(memory[32:], X.shape, strides)
         np.testing.assert_array_equal(layer_norm(X, out=out), expected)
+    # NumPy gives an array without elements strides of 0.
+    x = np.empty((3, 0, 4), np.float32)
+    y, cache = layer_norm_forward(x, ROW, ROW, out=np.empty_like(x))
+    gradients = layer_norm_backward(x, cache, out=(np.empty_like(x), ROW + 1, ROW + 2))
+    assert (y.shape, gradients.dgamma.any(), gradients.dbeta.any()) == (x.shape, False, False)
 
 
-def test_out_that_overlaps_is_refused_before_anything_is_written():
-    buffer = np.arange(60, dtype=np.float32)
+def shared(buffer):
+    """Yield a call whose out shares memory with what it must not; the names of both; the options."""
+    x, dy = buffer[:48].reshape(2, *X.shape)
+    cache = layer_norm_forward(x, buffer[48:52], np.zeros(4, np.float32))[1]
+    near, dx, (dgamma, dbeta) = buffer[4:28].reshape(X.shape), np.empty_like(X), X[0, :2].copy()
+    yield layer_norm, "x", {"x": x, "out": near}
+    yield layer_norm_forward, "x", {"x": x, "out": x}
+    yield layer_norm, "gamma", {"x": dy, "gamma": buffer[:4], "out": x}
+    for out, one, other in (
+        ((near, None, None), "dx", "x"),
+        ((buffer[47:23:-1].reshape(X.shape), None, None), "dx", "dy"),
+        ((None, buffer[:4], None), "dgamma", "x"),
+        ((None, buffer[44:48], None), "dgamma", "dy"),
+        ((None, None, buffer[48:52]), "dbeta", "gamma"),
+        ((dx, dx.reshape(-1)[:4], dbeta), "dgamma", "out.dx"),
+        ((dx, dgamma, dx.reshape(-1)[-4:]), "dbeta", "out.dx"),
+        ((dx, dgamma, dgamma), "dbeta", "out.dgamma"),
+    ):
+        yield layer_norm_backward, f"{one} {other}", {"dy": dy, "cache": cache, "out": out}
+
+
+def test_out_that_overlaps_is_refused_before_anything_is_written(rng):
+    buffer = rng.standard_normal(52).astype(np.float32)
     before = buffer.copy()
-    x, shifted = buffer[:24].reshape(4, 6), buffer[6:30].reshape(4, 6)
-    with pytest.raises(ValueError, match=r"out must not share memory with x.*pass a copy"):
-        layer_norm(x, out=shifted)
-    with pytest.raises(ValueError, match=r"out must not share memory with x"):
-        layer_norm_forward(x, out=x)
-    with pytest.raises(ValueError, match=r"out must not share memory with gamma"):
-        layer_norm(buffer[30:54].reshape(4, 6), gamma=buffer[:6], out=x)
-    np.testing.assert_array_equal(buffer, before)
+    for call, names, options in shared(buffer):
+        *one, other = names.split()
+        message = ".".join(["out", *one]) + rf" must not share memory with {other}.*pass a copy"
+        with pytest.raises(ValueError, match=message):
+            call(**options)
+        np.testing.assert_array_equal(buffer, before)
     # Interleaved views are no overlap.
-    even, odd = (buffer.reshape(5, 12)[:, at::2] for at in (0, 1))
+    even, odd = (buffer[:48].reshape(4, 12)[:, at::2] for at in (0, 1))
     expected = layer_norm(even.copy())
     np.testing.assert_array_equal(layer_norm_forward(even, out=odd)[0], expected)
 
 
-BAD_BACKWARD = [
-    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\) to match the y of this cache, got \(1, 3, 4\)"),
-    ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
-    ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),
-    ({"out": (None, None)}, ValueError, "out must have three entries, for dx, dgamma and dbeta, got 2"),
-    ({"out": (np.empty((2, 3), np.float32), None, None)}, ValueError, r"out.dx must have shape \(2, 3, 4\)"),
-    ({"out": (None, np.empty(4), None)}, TypeError, "out.dgamma must have dtype float32, got float64"),
-    ({"out": (None, None, np.empty(3, np.float32))}, ValueError, r"out.dbeta must have shape \(4,\)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_BACKWARD)
-def test_backward_says_what_it_needs(arguments, error, message):
-    cache = layer_norm_forward(X, np.ones(4, np.float32), np.zeros(4, np.float32))[1]
-    with pytest.raises(error, match=message):
-        layer_norm_backward(**{"dy": np.ones_like(X), "cache": cache, **arguments})
-
-
-def overlapping(buffer):
-    """Return out of which one shares memory with what it must not, by the names of both."""
-    dx, dgamma, dbeta = np.empty_like(X), *np.empty((2, 4), np.float32)
-    return {
-        "dx x": (buffer[4:28].reshape(X.shape), None, None),
-        "dx dy": (buffer[47:23:-1].reshape(X.shape), None, None),
-        "dgamma x": (None, buffer[:4], None),
-        "dgamma dy": (None, buffer[44:48], None),
-        "dbeta gamma": (None, None, buffer[48:52]),
-        "dgamma dx": (dx, dx.reshape(-1)[:4], dbeta),
-        "dbeta dx": (dx, dgamma, dx.reshape(-1)[-4:]),
-        "dbeta dgamma": (dx, dgamma, dgamma),
-    }
-
-
-@pytest.mark.parametrize("which", overlapping(np.empty(52)))
-def test_backward_outputs_may_not_overlap(rng, which):
-    buffer = rng.standard_normal(52).astype(np.float32)
-    before = buffer.copy()
-    x, dy = buffer[:48].reshape(2, *X.shape)
-    cache = layer_norm_forward(x, buffer[48:], np.zeros(4, np.float32))[1]
-    one, other = which.split()
-    with pytest.raises(ValueError, match=rf"out.{one} must not share memory with (out\.)?{other}"):
-        layer_norm_backward(dy, cache, out=overlapping(buffer)[which])
-    np.testing.assert_array_equal(buffer, before)
-
-
-BAD_CALLS = [
-    (lambda: LayerNorm(4).backward(X), ValueError, "call forward"),
-    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], wrt=3), ValueError, "'beta', got 3"),
-    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], wrt=[X]), ValueError, "wrt must name"),
-    (lambda: layer_norm_backward(X, layer_norm_forward(X)[1], out=3), TypeError, "out must have three .*int"),
-    (lambda: layer_norm(X, where=[[True], [True, False]]), ValueError, "where must be .*unequal length"),
-    (lambda: layer_norm(X, rounding=X), ValueError, 'rounding must be "fast" or "nearest", got array'),
-    (lambda: LayerNorm(5).forward(X), ValueError, r"gamma must have shape \(4,\)"),
-    (
-        lambda: LayerNorm(5, gamma=False, beta=False).forward(X), ValueError,
-        r"x must have lengths \(5,\) along axis -1, got \(4,\)",
-    ),
-    (lambda: LayerNorm(0), ValueError, "shape must be at least 1, got 0"),
-    (lambda: LayerNorm(()), ValueError, "shape must be the length of at least one axis"),
-    (lambda: LayerNorm(2.5), TypeError, "shape must be an int, got 2.5"),
-    (lambda: LayerNorm(3, eps=-1), ValueError, "eps must be finite and >= 0, got -1"),
-    (lambda: LayerNorm(3, rounding="up"), ValueError, 'rounding must be "fast" or "nearest", got \'up\''),
-    (lambda: LayerNorm(3, axis=(0, 1)), ValueError, r"axis must be an int, or a tuple of as many"),
-    (lambda: LayerNorm(4, dtype=np.int32), TypeError, "dtype must be float16.*got int32"),
-    (lambda: LayerNorm(4, gamma_offset="a"), TypeError, "gamma_offset must be a real number, got 'a'"),
-    (lambda: LayerNorm(4, gamma_offset=np.inf), ValueError, "gamma_offset must be finite, got inf"),
-    (lambda: LayerNorm((3, 4), axis=-1), ValueError, r"as many as shape \(3, 4\), got -1"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), BAD_CALLS)
-def test_calls_say_what_they_need(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0, 5)])
-def test_out_without_elements_is_distinct_whatever_its_strides(shape):
-    # NumPy gives an array without elements strides of 0.
-    x, gamma = np.empty(shape, np.float32), np.ones(5, np.float32)
-    assert 0 in np.empty_like(x).strides
-    assert layer_norm(x, gamma, gamma, out=np.empty_like(x)).shape == shape
-    out = np.empty_like(x)
-    y, cache = layer_norm_forward(x, gamma, gamma, out=out)
-    assert y is out
-    gradients = layer_norm_backward(x, cache, out=(np.empty_like(x), gamma + 1, gamma + 2))
-    assert not gradients.dgamma.any()
-    assert not gradients.dbeta.any()
-
-
-def test_a_layer_normalizes_the_last_axes_by_default(rng):
-    x = rng.standard_normal((3, 8, 16))
-    y = LayerNorm((8, 16)).forward(x)
-    np.testing.assert_array_equal(y, LayerNorm((8, 16), axis=(1, 2)).forward(x))
+def test_a_layer_normalizes_the_last_axes_by_default():
+    np.testing.assert_array_equal(layer((3, 4)), LayerNorm((3, 4), axis=(1, 2)).forward(X))

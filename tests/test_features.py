@@ -1,25 +1,21 @@
-"""Single keywords beside the table of test_families.py: broken by old values, masks, samples, wrong arguments."""
+"""Broken by single keywords and second order on inputs that neither test_families.py nor test_any_call.py draws."""
 
 import tracemalloc
-from functools import partial
 
 import numpy as np
 import pytest
-from norms import NORMS, SECOND_ORDER, assert_contract, assert_right, assert_same, draw
+from norms import NORMS, SECOND_ORDER, assert_contract, assert_right, assert_same, draw, exactly
 
 from stablenorm import (
-    check_gradients,
     layer_norm,
     layer_norm_backward,
+    layer_norm_double_backward,
     layer_norm_forward,
+    layer_norm_jvp,
     rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
 )
 from stablenorm.testing.families import Case
 from stablenorm.types import bfloat16
-
-X, X3 = np.ones((4, 8), np.float32), np.ones((2, 3, 4), np.float32)
 
 
 def add(dy, cache, old):
@@ -44,7 +40,7 @@ def test_an_old_value_that_is_not_finite_spoils_its_column_alone(rng, rounding, 
     for total, expected in zip(add(dy, cache, [old, old]), clean, strict=True):
         assert not np.isfinite(total[:3]).any()
         if rounding == "nearest":
-            # Of the one bit pattern that NaN has there.
+            # NaN has one bit pattern there.
             one = np.array([np.inf, -np.inf, np.nan]).astype(dtype)
             assert total[:3].tobytes() == one.tobytes()
         assert total[3:].tobytes() == expected[3:].tobytes()
@@ -64,29 +60,10 @@ def test_a_sum_of_two_dtypes_is_rounded_once(backend):
     assert (cache.x.dtype, cache.x[0]) == (np.float32, 1 + 2.0**-23)
 
 
-def test_dx_over_a_float64_dy_of_one_row(rng, backend):
-    """The sum of one row was the row of dy itself, which by then held dx."""
-    x, dy = rng.standard_normal((2, 1, 5))
-    _, cache = layer_norm_forward(x, beta=np.zeros(5), backend=backend)
-    copy = dy.copy()
-    found = layer_norm_backward(dy, cache, out=(dy, None, None), drstd=np.ones((1, 1)))
-    assert found.dx is dy
-    np.testing.assert_array_equal(found.dbeta, copy[0])
-
-
-def test_dx_over_dy_where_a_row_is_left_to_the_reference():
-    """Of these layouts NumPy cannot tell that they share memory: dgamma and dbeta saw dx for dy."""
-    x = np.arange(8.0).reshape(2, 2, 2)
-    x[0, 1, 0] = np.inf
-    _, cache = layer_norm_forward(x.transpose(1, 0, 2), beta=np.zeros(2))
-    dy = np.asfortranarray(np.ones((2, 2, 2)))
-    assert layer_norm_backward(dy, cache, out=(dy, None, None)).dbeta.tolist() == [4, 4]
-
-
 # ---- gamma_offset ----
 
 
-# In these dtypes there are kernels with an offset for other tests too.
+# Other tests use kernels with an offset in these dtypes, too.
 @pytest.mark.parametrize(("kind", "dtype"), [("rms", np.float32), ("layer", np.float64)])
 def test_gamma_less_an_offset(kind, dtype, rng):
     """Constant g, or nearly so: where products with a pair are rounded alike, dx is not 0."""
@@ -108,66 +85,13 @@ def test_the_sum_with_the_offset_is_exact(forward, dtype, backend):
     assert forward(x, gamma, beta[0], 0.0, **how).tolist() == [[2.0**-70, 2.0**-71]]
 
 
-# ---- each keyword by finite differences ----
-
-
-def joined(y, cache):
-    return np.concatenate([y, cache.mean, cache.rstd], axis=-1), cache
-
-
-def both(gradients):
-    """dx is the gradient of the residual as well."""
-    return gradients.dx, gradients.dx, *gradients[1:]
-
-
-def by_keyword(kind, rng):
-    """Yield functions and arguments, of which the last two are gamma and beta."""
-    forward, backward, _ = NORMS[kind]
-    double_backward, where = SECOND_ORDER[kind][1], rng.random((4, 9)) < 0.6
-    x, dy = rng.standard_normal((2, 4, 9))
-    gamma, beta = rng.standard_normal((2, 9))
-    yield partial(forward, gamma_offset=0.5), backward, (x, gamma, beta)
-    of_sum = lambda x, r, *given: forward(x, *given, residual=r)
-    yield of_sum, lambda dy, cache: both(backward(dy, cache)), (x, dy, gamma, beta)
-    of_mean = (lambda dy: {"dmean": dy[:, -2:-1]}) if kind == "layer" else lambda _: {}
-    yield (
-        lambda *given: joined(*forward(*given, where=where)),
-        lambda dy, c: backward(dy[:, :-2], c, **of_mean(dy), drstd=dy[:, -1:]),
-        (x, gamma, beta),
-    )
-    x3, lead = rng.standard_normal((2, 3, 5)), rng.standard_normal((2, 1, 5))
-    yield forward, backward, (x3, lead, rng.standard_normal((3, 5)))
-    # The double backward: of dx, and of dgamma.
-    for output in (0, 1):
-
-        def run(dy, x, gamma, output=output):
-            _, cache = forward(x, gamma, eps=1e-3)
-            return backward(dy, cache)[output], (dy, cache)
-
-        def gradients(cotangent, kept, output=output):
-            ddx, more = (np.zeros_like(dy), {"ddgamma": cotangent}) if output else (cotangent, {})
-            return double_backward(ddx, *kept, **more)
-
-        yield run, gradients, (dy, x, gamma)
-
-
-@pytest.mark.parametrize("kind", NORMS)
-def test_finite_differences_find_every_gradient(kind, rng):
-    for forward, backward, args in by_keyword(kind, rng):
-        report = check_gradients(forward, backward, args, rng=rng)
-        assert report.verdict == "PASS", report
-
-
 # ---- where, dmean, drstd ----
 
 
 @pytest.mark.parametrize("kind", NORMS)
 def test_a_row_without_variance_is_nan_where_it_counts(kind, backend):
-    x, dy, dsum = (
-        np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]]),
-        np.ones((2, 3)),
-        np.full((2, 3), 0.1),
-    )
+    x = np.array([[0.0, 0.0, 5.0], [1.0, 2.0, 4.0]])
+    dy, dsum = np.ones((2, 3)), np.full((2, 3), 0.1)
     where = np.array([[True, True, False], [True, True, True]])
     forward, backward, _ = NORMS[kind]
     exact = NORMS[kind][2](x, np.ones(3), np.ones(3), 0.0, dy=dy, dsum=dsum, where=where)
@@ -219,7 +143,7 @@ def test_a_mask_and_a_residual(rng, backend):
     assert_same((dx[rows], dx[::3]), (of_rows, x[::3]))
 
 
-# ---- gamma and beta with leading axes, sum_axes: the bits of one ordinary call for each part ----
+# ---- sum_axes ----
 
 
 def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
@@ -241,126 +165,6 @@ def test_sum_axes_writes_into_out_and_only_what_is_asked(rng):
     np.testing.assert_array_equal(only.dbeta, dy)
 
 
-@pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.usefixtures("threads")
-def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
-    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
-    gamma = rng.standard_normal((4, 1, 1024), np.float32)
-    # The first at a whole line, and each one float more apart than they are long.
-    room = np.empty(4 * 2**20 + 20, np.float32)
-    start = -room.ctypes.data % 64 // 4
-    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
-    y, cache = layer_norm_forward(x, gamma)
-    np.testing.assert_array_equal(layer_norm(x, gamma, out=out), y)
-    expected = layer_norm_backward(dy, cache)
-    found = layer_norm_backward(dy, cache, out=(out, None, None))
-    assert_same(found, expected)
-
-
-# Rows of four tiles, the last one short; samples of a row; rows shorter than a vector; few samples.
-@pytest.mark.parametrize("shape", [(5, 75, 512), (300, 1, 300), (4, 3, 5), (3, 514, 512)])
-@pytest.mark.parametrize("rounding", ["fast", "nearest"])
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.usefixtures("threads")
-def test_samples_dealt_out_to_threads(rng, in_place, rounding, shape):
-    of_x = np.float16 if shape[1] == 1 else np.float32
-    x, dy = rng.standard_normal((2, *shape)).astype(of_x)
-    gamma, beta = rng.standard_normal((2, shape[0], 1, shape[2])).astype(np.float32)
-    some = range(0, shape[0], max(1, shape[0] // 5))
-    expected = []
-    for one in some:
-        y, cache = layer_norm_forward(x[one], gamma[one, 0], beta[one, 0], rounding=rounding)
-        expected.append((y, cache.mean, cache.rstd, *layer_norm_backward(dy[one], cache)))
-    out = x.copy() if in_place else None
-    y = layer_norm(x if out is None else out, gamma, beta, rounding=rounding, out=out)
-    again, cache = layer_norm_forward(x, gamma, beta, rounding=rounding)
-    assert again.tobytes() == y.tobytes()
-    out = (dy, None, None) if in_place else None
-    found = y, cache.mean, cache.rstd, *layer_norm_backward(dy, cache, out=out)
-    for one, each in zip(some, expected, strict=True):
-        for whole, part in zip(found, each, strict=True):
-            assert whole[one].tobytes() == part.tobytes()
-
-
-def test_hard_rows_of_one_sample_are_its_own(rng, backend):
-    """Exponents, third words: of some samples alone. Of dy, found when dgamma has been added to."""
-    x, dy = rng.standard_normal((2, 4, 2, 8))
-    x[1] *= 1e300
-    x[2] = 1e15 + np.arange(8) * 0.125
-    dy[2, 1] *= 1e300
-    gamma, old = rng.standard_normal((2, 4, 1, 8))
-    y, cache = layer_norm_forward(x, gamma, backend=backend)
-    how = {"wrt": ("x", "gamma"), "accumulate": True}
-    found = layer_norm_backward(dy, cache, out=(None, old.copy(), None), **how)
-    for i in range(4):
-        expected, part = layer_norm_forward(x[i], gamma[i, 0], backend=backend)
-        alone = layer_norm_backward(dy[i], part, out=(None, old[i, 0].copy(), None), **how)
-        assert_same((y[i], cache.mean[i], cache.rstd[i]), (expected, part.mean, part.rstd))
-        assert_same((found.dx[i], found.dgamma[i, 0]), alone[:2])
-
-
-# ---- what is refused ----
-
-ONES = layer_norm_forward(X, X[0], X[0], backend="numpy")[1]
-RMS = rms_norm_forward(X, backend="numpy")[1]
-REFUSED = [
-    (lambda: layer_norm_forward(X, residual=X[0]), ValueError,
-     r"residual must have shape \(4, 8\), that of x, got \(8,\)"),
-    (lambda: layer_norm_forward(X, residual=X, out=X), ValueError,
-     "out must not share memory with residual"),
-    (lambda: layer_norm_backward(X, ONES, dsum=X[:, :4]), ValueError, r"dsum must have shape \(4, 8\)"),
-    (lambda: layer_norm_backward(X.copy(), ONES, dsum=X, out=(X, None, None)), ValueError,
-     r"out\.dx must not share memory with"),
-    *((lambda out=out: layer_norm_backward(X, ONES, out=out, accumulate=True), ValueError,
-       "must be the array to add to with accumulate=True, got N")
-      for out in (None, (None, np.ones(8, np.float32), None), (None, None, None))),
-    (lambda: layer_norm(X, gamma_offset=1.0), ValueError,
-     r"gamma must be given with gamma_offset=1\.0, got None"),
-    (lambda: rms_norm(X, X[0], gamma_offset=np.inf), ValueError, "gamma_offset must be finite, got inf"),
-    (lambda: rms_norm(X, X[0], gamma_offset="a"), TypeError, "gamma_offset must be a real number, got 'a'"),
-    (lambda: layer_norm_backward(X, RMS), ValueError,
-     "cache must be of layer_norm_forward; pass this one to rms"),
-    (lambda: rms_norm_backward(X, ONES), ValueError,
-     "cache must be of rms_norm_forward; pass this one to layer"),
-    (lambda: rms_norm_backward(X, (X, RMS)), TypeError, r"write y, cache = rms_norm_forward\(\.\.\.\)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("call", "error", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_what_does_not_fit_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-NEAREST = 'use rounding="fast"'
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "call"),
-    [
-        (TypeError, "bool, got int64; .* where=mask != 0", {"where": np.ones((2, 3, 1), int)}),
-        (TypeError, "a plain array, got a masked one", {"where": np.ma.array(X3 > 0, mask=X3 > 0)}),
-        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(3, 3\)", {"where": X3[0, :, :3] > 0}),
-        (ValueError, r"broadcast to the shape of x, \(2, 3, 4\), got \(5, 2, 3, 4\)", {"where": np.ones((5, *X3.shape), bool)}),
-        (ValueError, NEAREST, {"where": np.arange(4) > 1, "rounding": "nearest"}),
-    ],
-)  # fmt: skip
-def test_masks_that_are_refused(error, message, call, backend):
-    with pytest.raises(error, match=message):
-        layer_norm(X3, backend=backend, **call)
-
-
-def test_statistics_that_are_refused():
-    fast, nearest = (layer_norm_forward(X3, rounding=each)[1] for each in ("fast", "nearest"))
-    with pytest.raises(ValueError, match=r"dmean must have shape \(2, 3, 1\), that of cache\.rstd"):
-        layer_norm_backward(X3, fast, dmean=np.ones((2, 3)))
-    with pytest.raises(TypeError, match=r"drstd must be float16, .* got int64"):
-        layer_norm_backward(X3, fast, drstd=np.ones((2, 3, 1), int))
-    for name in ("dmean", "drstd"):
-        with pytest.raises(ValueError, match=NEAREST):
-            layer_norm_backward(X3, nearest, **{name: np.ones((2, 3, 1))})
-
-
 def test_a_mask_costs_no_copy_of_x(rng):
     """A few blocks and numbers of rows, however many rows count."""
     x = rng.standard_normal((65536, 512), np.float32)
@@ -373,31 +177,59 @@ def test_a_mask_costs_no_copy_of_x(rng):
     assert peak < x.nbytes / 8
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ((5, 4), r"gamma must have shape \(4,\) to match x.* over axis 2, or that after axes that "),
-        ((5, 4), r" that broadcast against \(2, 3\), got \(5, 4\)"),
-        ((1, 2, 3, 4), r"broadcast against \(2, 3\), got \(1, 2, 3, 4\)"),
-        ((2, 3, 1), r"gamma must have shape \(4,\) to match x normalized over axis 2, got \(2, 3, 1\)"),
-    ],
-)  # fmt: skip
-def test_leading_axes_that_do_not_broadcast_are_refused(shape, message):
-    with pytest.raises(ValueError, match=message):
-        layer_norm(X3, np.ones(shape, np.float32))
+# ---- jvp and double backward ----
 
 
-@pytest.mark.parametrize(
-    ("sum_axes", "error", "message"),
-    [
-        (2, ValueError, r"sum_axes must name axes of x.*not what is normalized, axis 2; got 2"),
-        (3, ValueError, "which has 3 dimensions.*got 3"),
-        ((0, -3), ValueError, "each once"),
-        ("a", TypeError, "sum_axes must be an int or a tuple of ints, got 'a'"),
-        (0, ValueError, "sum_axes must name no axis along which gamma varies, got 0"),
-    ],
-)
-def test_wrong_sum_axes_are_refused(sum_axes, error, message):
-    _, cache = layer_norm_forward(X3, np.ones((2, 1, 4), np.float32))
-    with pytest.raises(error, match=message):
-        layer_norm_backward(X3, cache, sum_axes=sum_axes)
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_large_means_of_the_cotangents_cost_nothing(rng, size):
+    """In a product with what sums to zero, a mean leaves only its rounding errors, if it is there."""
+    x, _, beta, dy = draw(rng, (1, 768))
+    x, dy = x + np.float32(0.5), dy + np.float32(1e6)
+    ones, zeros, ddx = np.ones_like(beta), np.zeros_like(beta), np.full_like(x, size)
+    # The element has a small xhat, so that it is in no sum but its own.
+    ddx[0, abs(x - x.mean()).argmin()] += 1
+    exact = exactly((x, ones, beta, 1e-3, dy), ddx=ddx, ddgamma=zeros, ddbeta=beta)
+    cache = layer_norm_forward(x, ones, beta, 1e-3)[1]
+    found = layer_norm_double_backward(ddx, dy, cache, ddgamma=zeros, ddbeta=beta)
+    assert_contract(exact, dict(zip(("ddy", "dx", "dgamma"), found, strict=True)))
+    assert_contract(exact, {"ddy": layer_norm_jvp(ddx, cache, zeros, beta)})
+
+
+def test_second_order_of_rows_out_of_range_is_nan_and_of_others_as_it_is(rng):
+    """Pairs cannot hold such a row; a wrong number would look like a right one."""
+    tx, x, dy = rng.standard_normal((3, 4, 9))
+    few = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    x[1:3] *= np.array([[1e250], [1e-250]])
+    found = layer_norm_jvp(tx, layer_norm_forward(x)[1])
+    assert np.isnan(found[1:3]).all()
+    np.testing.assert_array_equal(found[[0, 3]], few[[0, 3]])
+    ddy, dx, dgamma = layer_norm_double_backward(tx, dy, layer_norm_forward(x, np.ones(9))[1])
+    assert np.isnan(ddy[1:3]).all()
+    assert (np.isnan(dx).all(axis=1) == [False, True, True, False]).all()
+    assert np.isfinite(dx[[0, 3]]).all()
+    assert np.isnan(dgamma).all()
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("whole", [False, True])
+def test_second_order_of_a_masked_row_is_that_of_what_counts(rng, kind, whole):
+    x, gamma, beta, dy = draw(rng, (4, 9), np.float64)
+    ddx, ddgamma, ddbeta, _ = draw(rng, (4, 9), np.float64)
+    mask = rng.random((4, 1 if whole else 9)) < 0.6
+    mask[0], mask[1] = False, True
+    forward, (jvp, double_backward) = NORMS[kind][0], SECOND_ORDER[kind]
+    shown = np.broadcast_to(mask, x.shape)
+    hidden = [np.where(shown, each, np.nan) for each in (ddx, dy, x)]
+    _, cache = forward(hidden[2], gamma, beta, where=mask)
+    found = double_backward(*hidden[:2], cache, ddgamma=ddgamma, ddbeta=ddbeta)
+    np.testing.assert_array_equal(found[0], jvp(hidden[0], cache, ddgamma, ddbeta))
+    expected = [np.zeros((4, 9)), np.zeros((4, 9)), np.zeros(9)]
+    for i, some in enumerate(shown):
+        if some.any():
+            _, alone = forward(x[i, some], gamma[some], beta[some])
+            others = {"ddgamma": ddgamma[some], "ddbeta": ddbeta[some]}
+            parts = double_backward(ddx[i, some], dy[i, some], alone, **others)
+            expected[0][i, some], expected[1][i, some] = parts[:2]
+            expected[2][some] += parts[2]
+    for actual, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(actual, right, rtol=0, atol=1e-13 * np.abs(right).max())

@@ -2,10 +2,8 @@
 
 import json
 import math
-import sys
 import warnings
 from dataclasses import replace
-from io import BytesIO
 from itertools import count
 
 import ml_dtypes
@@ -17,11 +15,8 @@ from mistakes import backward, forward
 from stablenorm import layer_norm_backward, layer_norm_forward
 from stablenorm.check import (
     ArgumentResult,
-    Difference,
     Finding,
     GradientReport,
-    Identity,
-    Secant,
     assert_gradients,
     check_gradients,
     check_layer_norm,
@@ -99,7 +94,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
         (forward, backward, data(2, dtype=ml_dtypes.bfloat16), ""),
         # float16 inside.
         (lambda x: (np.sin(x).astype(np.float16).astype(float), x), cosine, data(0)[:1], ""),
-        # Not finite nearby.
+        # NaN nearby.
         (
             lambda x: (np.sqrt(x), x),
             lambda dy, x: (dy / (2 * np.sqrt(x)),),
@@ -159,9 +154,6 @@ def test_nothing_given_is_changed_and_none_is_not_checked():
     )
     assert report.passed
     assert [result.verdict for result in report.arguments] == ["PASS", "PASS", "NOT CHECKED"]
-    # A forward that writes gets copies; it is reported.
-    report = check_gradients(lambda x: (x * 2, x.fill(0)), lambda dy, _: (2 * dy,), [x], rng=0)
-    assert report.verdict == "FAIL"
 
 
 ONE = [np.ones(3)]
@@ -274,11 +266,6 @@ def test_the_pattern_says_where(shape, place, pattern):
     args = [rng.standard_normal(shape), rng.standard_normal(shape[-1])]
     report = check(lambda x, w: (x * w, (x, w)), wrong, args)
     assert [result.pattern for result in report.arguments] == [pattern, ""]
-    result = report.arguments[0]
-    assert len(result.differences) == result.checked
-    # The plain secants of the worst place, in units of the gradient.
-    assert len(result.curve) >= 4
-    assert np.isclose(result.curve[-1].numeric, result.numeric, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["F04", "F09", "F13", "F16", "F33", "F34"])
@@ -350,7 +337,7 @@ FAULTS = [
     (sine, lambda dy, x: (np.clip(dy, -2, 2) * np.cos(x),), "linear", "of x differs by"),
     # Homogeneous, but not linear.
     (sine, lambda dy, x: ((dy + 1e-9 * np.abs(dy)) * np.cos(x),), "linear", "of x differs by"),
-    # What is no forward at all.
+    # Functions that are no forward at all.
     (np.sin, cosine, "returns", "forward must return (y, cache), got ndarray"),
     (lambda x: (x, x, x), cosine, "returns", "forward must return (y, cache), got tuple of 3"),
     (lambda x: (x.astype(int), x), cosine, "returns", "the y that forward returns must be float16"),
@@ -424,18 +411,13 @@ def test_a_scalar_y_and_arguments_without_axes_or_elements():
     assert check(*square, [np.zeros((0, 3))]).verdict == "INCONCLUSIVE"
 
 
-# ---- the report: text, JSON, picture ----
+# ---- the report: text, JSON ----
 
-# Four steps of a plain difference: truncation in step^2, noise in 1/step.
-CURVE = tuple(Secant(2.0**-k, 1.0 + 4.0**-k, 1e-15 * 2.0**k) for k in range(2, 6))
-DIFFERENCES = tuple(Difference((i,), 1.0 + 1e-13, 1.0, 1e-12) for i in range(4))
 RIGHT = ArgumentResult(
     "gamma", "PASS", 4, 4, 0, 0, (1,), 1.0, 1.0, 1e-13, 1e-15, 3e-12,
-    differences=DIFFERENCES, curve=CURVE,
 )  # fmt: skip
 WRONG = ArgumentResult(
     "x", "FAIL", 24, 24, 0, 4, (1, 2, 0), 1.5, 1.0, 1e-12, 1e-15, 3e-11, pattern="row 5",
-    differences=DIFFERENCES, curve=CURVE,
 )  # fmt: skip
 NOT_GIVEN = ArgumentResult("beta", "NOT CHECKED", message="the argument is None")
 UNCLEAR = replace(RIGHT, verdict="INCONCLUSIVE", message="too noisy", resolution=np.float64(0.1))
@@ -445,18 +427,16 @@ FINDINGS = (
     Finding("contract", "the same bits in every run", "NOTE", "they differ by 1 ulp"),
     Finding("closed form", "y", "PASS"),
 )
-IDENTITIES = (Identity("sum(dx) = 0", 1e-3, 1e-15, False), Identity("Euler", 0.0, 1e-15, True))
 REPORT = GradientReport(
-    (WRONG, RIGHT, NOT_GIVEN), 100, IDENTITIES, FINDINGS, ("gamma is applied twice.",), 3, 12.34
+    (WRONG, RIGHT, NOT_GIVEN), 100, FINDINGS, ("gamma is applied twice.",), 3, 12.34
 )
-PASSED = GradientReport((RIGHT,), 10, (), FINDINGS[:1])
+PASSED = GradientReport((RIGHT,), 10, FINDINGS[:1])
 ODD = replace(
     WRONG, actual=math.nan, numeric=math.inf, bound_numeric=math.inf, resolution=math.inf,
-    curve=(Secant(1, math.nan, math.inf),),
 )  # fmt: skip
 DOUBT = Finding("smoothness", "no kink", "INCONCLUSIVE", "one at x[3]")
 OPEN = "INCONCLUSIVE: "
-# With nothing in them, or everything, or what is not finite; and how the text begins.
+# Reports with nothing in them, or everything, or NaN; and how the text begins.
 REPORTS = {
     "passed": (PASSED, "PASS: an error of 3.0e-12, relative, would have been seen"),
     "nothing": (GradientReport((), 0), f"{OPEN}nothing was compared"),
@@ -464,8 +444,8 @@ REPORTS = {
     "unclear": (GradientReport((UNCLEAR,), 1), f"{OPEN}no verdict on the gradient of gamma"),
     "doubt": (replace(PASSED, findings=(DOUBT,)), f"{OPEN}smoothness"),
     "others": (
-        replace(PASSED, findings=FINDINGS, identities=IDENTITIES),
-        "FAIL: identities and contract",
+        replace(PASSED, findings=(*FINDINGS, FINDINGS[1]._replace(layer="identities"))),
+        "FAIL: contract and identities",
     ),
     "odd": (GradientReport((ODD, ODD), 1), "FAIL: wrong gradient of x and x"),
     "a probe": (GradientReport((replace(WRONG, index=None, probes=3, actual=1e308),), 1), "FAIL"),
@@ -482,8 +462,6 @@ def test_the_verdict_comes_first_then_the_diagnosis_then_the_rest():
         "      differ by 5.00e-01, z = 5e+11; bounds: backward 1.00e-15, numeric 1.00e-12",
         "  gamma: PASS: 4 of 4 elements, resolution 3.0e-12",
         "  beta: NOT CHECKED: the argument is None",
-        "  identities: 1 FAIL, 1 PASS",
-        "    FAIL: sum(dx) = 0: off by 1.00e-03, bound 1.00e-15",
         "  contract: 1 PASS, 1 FAIL, 1 NOTE",
         "    FAIL: dy is not modified: dy[0, 1] was 1.0, then 2.0",
         "    NOTE: the same bits in every run: they differ by 1 ulp",
@@ -507,18 +485,3 @@ def test_every_report_has_lines_and_json(name, tmp_path):
     for result, argument in zip(report.arguments, held["arguments"], strict=True):
         np.testing.assert_equal(float(argument["actual"]), result.actual)
         assert argument["index"] == (None if result.index is None else list(result.index))
-
-
-def test_the_picture_says_what_is_in_it(monkeypatch, tmp_path):
-    for name in ("long", "odd", "nothing"):
-        REPORTS[name][0].plot(tmp_path / "report.png")
-        assert (tmp_path / "report.png").read_bytes()[:4] == b"\x89PNG"
-    file = BytesIO()
-    REPORT.plot(file, format="svg")
-    # Letters are drawn as paths, with the words beside them as comments.
-    words = file.getvalue().decode()
-    for text in ("FAIL: gamma is applied twice.", "relative error", "dx: backward is off"):
-        assert text in words, text
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "stablenorm\[plot\]"'):
-        REPORT.plot(tmp_path / "report.png")

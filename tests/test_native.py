@@ -1,14 +1,15 @@
-"""The kernels in C++: the same bits by all instruction sets and numbers of threads, memory, what is left to others."""
+"""Broken where an instruction set, a number of threads or an address in memory changes a bit of the kernels."""
 
 import re
 import shutil
 import subprocess
+from fractions import Fraction
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
-from interpreter import python, run_python
+from interpreter import run_python
 
 from stablenorm import layer_norm_backward, layer_norm_forward, set_num_threads
 from stablenorm.threads import get_num_threads
@@ -18,7 +19,7 @@ native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
 
 HERE = Path(__file__).parent
 NATIVE = HERE.parent / "src" / "stablenorm" / "native"
-# As CMakeLists.txt has them.
+# The flags of CMakeLists.txt.
 FLAGS = [
     "-std=c++17",
     "-O1",
@@ -61,11 +62,8 @@ def make(rng, rows, n, dtypes):
     if dtypes[0] == "float64":
         x[rows // 2] *= 2.0**300
     arrays = x, dy, *rng.standard_normal((2, n))
-    kinds = [dtypes[0], dtypes[3], *dtypes[1:3]]
-    return [
-        each.astype(getattr(ml_dtypes, kind, kind))
-        for each, kind in zip(arrays, kinds, strict=True)
-    ]
+    kinds = [getattr(ml_dtypes, dtypes[i], dtypes[i]) for i in (0, 3, 1, 2)]
+    return [each.astype(kind) for each, kind in zip(arrays, kinds, strict=True)]
 
 
 @pytest.fixture
@@ -88,7 +86,8 @@ def test_all_instructions_and_threads_give_the_same_bits(rng, dtypes, rounding):
         native.use(native.INSTRUCTIONS[-1])
         set_num_threads(1)
         expected = results(case, rounding)
-        if rounding == "nearest":
+        if rounding == "nearest" and rows * n < 10_000:
+            # The reference takes microseconds an element.
             assert results(case, rounding, "numpy")[:4] == expected[:4]
         for instructions in native.INSTRUCTIONS:
             native.use(instructions)
@@ -103,17 +102,8 @@ def test_arm64_gives_the_same_bits(tmp_path):
     if compiler is None or emulator is None:
         pytest.skip("aarch64-linux-gnu-g++ and qemu-aarch64 are needed")
     sources = [NATIVE / f"{name}.cpp" for name in ("tiles", "jobs", "pool", "memory")]
-    command = [
-        compiler,
-        *FLAGS,
-        "-static",
-        "-pthread",
-        "-I",
-        NATIVE,
-        HERE / "kernels.cpp",
-        *sources,
-    ]
-    subprocess.run([*command, "-o", tmp_path / "kernels"], check=True)
+    command = [compiler, *FLAGS, "-static", "-pthread", "-I", NATIVE, HERE / "kernels.cpp"]
+    subprocess.run([*command, *sources, "-o", tmp_path / "kernels"], check=True)
     found = subprocess.run(
         [emulator, tmp_path / "kernels"], check=True, capture_output=True, text=True
     )
@@ -135,6 +125,19 @@ def test_results_that_go_past_the_caches_have_the_same_bits(rng):
             out = room[start : start + x.size].reshape(x.shape)
             layer_norm_forward(x, gamma, beta, out=out, backend="native")
             assert out.tobytes() == y.tobytes()
+
+
+def test_samples_that_go_past_the_caches_may_begin_at_any_float(rng):
+    x, dy = rng.standard_normal((2, 4, 1024, 1024), np.float32)
+    gamma = rng.standard_normal((4, 1, 1024), np.float32)
+    # The first at a whole line, and each one float more apart than they are long.
+    room = np.empty(4 * 2**20 + 20, np.float32)
+    start = -room.ctypes.data % 64 // 4
+    out = room[start : start + 4 * 2**20 + 4].reshape(4, -1)[:, :-1].reshape(x.shape)
+    y, cache = layer_norm_forward(x, gamma)
+    np.testing.assert_array_equal(layer_norm_forward(x, gamma, out=out)[0], y)
+    dx = layer_norm_backward(dy, cache).dx
+    np.testing.assert_array_equal(layer_norm_backward(dy, cache, out=(out, None, None)).dx, dx)
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
@@ -203,43 +206,23 @@ def test_rows_out_of_range_alone_go_to_integers(rng, monkeypatch):
             np.testing.assert_allclose(one, other, rtol=2e-15)
 
 
-def test_the_sum_with_a_residual_is_kept_whatever_out_is(rng):
-    """With rounding="nearest" and an `out` without a view as rows, the cache held what no one had written."""
-    x, residual = rng.standard_normal((2, 2, 5, 33)).astype(np.float32)
-    out = np.empty((2, 7, 33), np.float32)[:, :5]
-    _, cache = layer_norm_forward(
-        x, residual=residual, rounding="nearest", out=out, backend="native"
-    )
-    np.testing.assert_array_equal(cache.x, x + residual)
-
-
-RECORDS = {"NORM": Norm, "CACHE": Cache, "STATISTICS": Statistics}
-WITHOUT = """
-from collections import namedtuple
-from stablenorm import memory, native
-from stablenorm.types import NAMES, Cache, Gradients, Norm, Statistics
-
-others = Gradients, NAMES, native.get_num_threads, native._finish_forward, native._finish_backward
-records = [Norm, Cache, Statistics]
-for i, record in enumerate(records):
-    for field in record._fields:
-        short = namedtuple("Short", [each for each in record._fields if each != field])
-        try:
-            native._core.prepare(*records[:i], short, *records[i + 1 :], *others, memory.default_limit)
-        except ValueError:
-            continue
-        print(record.__name__, field)
-native._core.prepare(*records, *others, memory.default_limit)
-"""
-
-
 def test_the_fields_that_the_kernels_look_for_are_those_of_the_records():
     """By name: a field that is added, removed or renamed on one side only is found here."""
     source = (NATIVE / "module.cpp").read_text("utf-8")
     sought = re.findall(r"find_fields\((\w+), \{(.*?)\}", source)
     found = {name: set(re.findall(r'"(\w+)"', fields)) for name, fields in sought}
-    assert found == {name: set(record._fields) for name, record in RECORDS.items()}
+    records = {"NORM": Norm, "CACHE": Cache, "STATISTICS": Statistics}
+    assert found == {name: set(record._fields) for name, record in records.items()}
 
 
-def test_a_record_without_a_field_is_refused():
-    assert python(WITHOUT) == ""
+@pytest.mark.parametrize("n", [64, 1024, 40_000])
+def test_a_guess_of_outliers_alone_is_made_again(n):
+    """Otherwise var = s - d**2 loses log2(n / 8) bits: the forward guesses the mean from x[:, :: n // 8]."""
+    x = np.random.default_rng(n).standard_normal((1, n)).astype(np.float32)
+    x[:, :: n // 8] += 1e4
+    rstd = Fraction(float(layer_norm_forward(x)[1].rstd[0, 0]))
+    elements = [Fraction(float(v)) for v in x[0]]
+    mean = sum(elements) / n
+    var = sum((v - mean) ** 2 for v in elements) / n
+    # rstd is within 2**-48.
+    assert abs(rstd**2 * (var + Fraction(1e-5)) - 1) < Fraction(2) ** -47

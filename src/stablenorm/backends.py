@@ -1,4 +1,4 @@
-"""The one table of implementations, and which one an array calls for."""
+"""The one table of implementations, and the choice of one."""
 
 import functools
 import importlib
@@ -9,10 +9,10 @@ from typing import Any
 from stablenorm import reference
 from stablenorm.arrays import HOST, Arrays
 
-# A backend is a module with a function for each operation. These are for NumPy's arrays.
+# A backend is a module with a function for each operation. Backends for NumPy arrays:
 BACKENDS = {"numpy": "stablenorm.reference", "native": "stablenorm.native"}
 
-# And all of them.
+# Plus the device backend:
 _MODULES = BACKENDS | {"cuda": "stablenorm.cuda"}
 
 
@@ -43,7 +43,7 @@ def _default() -> str:
     try:
         implementation("forward", "native")
     except ImportError as error:
-        # Whoever asked for an installation without kernels knows.
+        # STABLENORM_PURE: the user chose an installation without kernels, and needs no warning.
         if not os.environ.get("STABLENORM_PURE"):
             msg = f"{error}; the results are within the same bounds without it, ten times as slow"
             warnings.warn(msg, RuntimeWarning, stacklevel=5)
@@ -57,7 +57,7 @@ def choose(backend: str | None) -> str:
         return _default()
     if backend not in BACKENDS:
         if backend == "cuda":
-            # What is missing on this machine comes first.
+            # First say whether this machine lacks something.
             _cuda().check_usable()
             msg = (
                 'backend="cuda" is for arrays on a CUDA device, and x is in host memory; '
@@ -67,7 +67,7 @@ def choose(backend: str | None) -> str:
         msg = f"backend must be one of {', '.join(map(repr, _MODULES))}, got {backend!r}"
         raise ValueError(msg)
     if backend == "native":
-        # What keeps it from being loaded is said there.
+        # Loading raises ImportError with the reason.
         implementation("forward", backend)
     return backend
 
@@ -88,5 +88,6 @@ def arrays_of(backend: str) -> Arrays:
     return _cuda().ARRAYS if backend == "cuda" else HOST
 
 
+@functools.cache
 def _cuda() -> Any:
     return importlib.import_module(_MODULES["cuda"])

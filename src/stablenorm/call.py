@@ -1,12 +1,12 @@
 """
 The record of a call: `functional` makes it, once, and a backend does it.
 
-Its arrays are plain rows: those of the shape of x are (rows, n), with the elements of a row one behind the other; gamma,
-beta and their gradients are (n,). With `samples`, the rows are in as many equal parts, each with a gamma and a beta of
-its own, (samples, n). An array that is missing, or not wanted, is None.
+Arrays are plain rows: those of the shape of x are (rows, n), with unit stride within a row; gamma, beta and their gradients
+are (n,). With `samples`, the rows are that many equal parts, each with its own gamma and beta, (samples, n). An array that is
+missing, or not wanted, is None.
 
-The operation of a backend takes the record. It may decline, by returning NotImplemented before anything is
-written: then the reference does all of it. Otherwise it returns with all of it done.
+The operation of a backend takes the record. It may decline, by returning NotImplemented before it writes anything: then the
+reference does all of the call. Otherwise it does all of the call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Forward(NamedTuple):
     # bool, (rows, n): the elements that count, some in each row. y is 0 elsewhere.
     where: Any = None
     samples: int = 1
-    # How many threads may take part; by default `get_num_threads`.
+    # The most threads; by default `get_num_threads`.
     threads: int | None = None
 
 
@@ -46,19 +46,19 @@ class Backward(NamedTuple):
     dx: Any = None
     dgamma: Any = None
     dbeta: Any = None
-    # Of the shape of x, added to dx.
+    # Added to dx, and of its shape.
     dsum: Any = None
     # One float64 for each row, the cotangents of `Cache.mean` and `Cache.rstd`.
     dmean: Array | None = None
     drstd: Array | None = None
-    # As in `Forward`. dx is dsum or 0 elsewhere.
+    # The mask of `Forward`. dx is dsum or 0 elsewhere.
     where: Any = None
     # "rounded"; "pairs": partial sums, as `reference.partial` has them, are added to those in dgamma and dbeta; or
     # "exact": exact sums are added to those of the columns that do not hold 0.
     sums: str = "rounded"
     samples: int = 1
     threads: int | None = None
-    # The rows of the whole call, of which this one is a block; 0 if it is the whole.
+    # The rows of the whole call if this one is a block of it; else 0.
     plan_rows: int = 0
 
 
@@ -91,7 +91,7 @@ class DoubleBackward(NamedTuple):
     where: Any = None
 
 
-# The fields that hold arrays of the shape of x, those that are read and those that are written.
+# The fields that hold arrays of the shape of x: inputs and results.
 READ = frozenset({"x", "dy", "residual", "dsum", "where", "tx", "ddx"})
 WRITTEN = frozenset({"y", "total", "dx", "ty", "ddy"})
 _SUMS = "dgamma", "dbeta"
@@ -102,7 +102,7 @@ Call = TypeVar("Call", bound=Any)
 def change(
     call: Call, read: Callable[[Any], Any], written: Callable[[Any], Any], rows: slice | Array
 ) -> Call:
-    """Return a call of some rows: `read` and `written` make its arrays of those of the shape of x."""
+    """Return a call of some rows: `read` maps its inputs of the shape of x, `written` its results."""
     values = list(call)
     record: Any = type(call)
     for i, name in _like_x(record):
@@ -119,13 +119,13 @@ def change(
 
 @functools.cache
 def _like_x(record: Any) -> list[tuple[int, str]]:
-    """Return the places and names of the fields of a record that hold something for each row."""
+    """Return the places and names of the fields of a record that have an entry for each row."""
     like_x = READ | WRITTEN | {"dmean", "drstd", "statistics"}
     return [(i, name) for i, name in enumerate(record._fields) if name in like_x]
 
 
 def sample(call: Call, i: int) -> Call:
-    """Return the call of one sample, whose arrays are parts of those of a call of several."""
+    """Return the call of one sample of a call of several; its arrays are views."""
     count = len(call.x) // call.samples
     rows = slice(i * count, (i + 1) * count)
     found = change(call, lambda array: array[rows], lambda array: array[rows], rows)
@@ -134,5 +134,5 @@ def sample(call: Call, i: int) -> Call:
 
 
 def part(array: Any, i: Any) -> Any:
-    """Return what is at `i`, None of None."""
+    """Return ``array[i]``, or None for None."""
     return None if array is None else array[i]

@@ -20,7 +20,7 @@ from stablenorm.types import Array, Cache, Rounding, check_count, check_eps
 
 
 class _Layer:
-    """What the classes share."""
+    """The code that both classes share."""
 
     _forward: ClassVar[Callable[..., Any]]
     _backward: ClassVar[Callable[..., Any]]

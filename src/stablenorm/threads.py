@@ -63,7 +63,7 @@ def get_num_threads() -> int:
 def _default() -> int:
     asked = os.environ.get("STABLENORM_NUM_THREADS")
     if not asked:
-        # Not all of the machine's: a container or taskset may allow fewer. (macOS has no affinity.)
+        # Processors that this process may use: a container or taskset may allow fewer than there are. (macOS has no affinity.)
         affinity = getattr(os, "sched_getaffinity", None)
         return len(affinity(0)) if affinity else os.cpu_count() or 1
     if not asked.strip().isdecimal() or int(asked) < 1:

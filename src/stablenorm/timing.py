@@ -20,11 +20,11 @@ from stablenorm.api import FUNCTIONS
 from stablenorm.backends import BACKENDS, choose
 from stablenorm.formats import parse
 from stablenorm.threads import get_num_threads, set_num_threads
-from stablenorm.types import Array, Gradients
+from stablenorm.types import Array, Gradients, Rounding
 
 # Bytes moved, in arrays of x: forward reads x and writes y; backward reads dy and x, writes dx.
 PASSES = {"forward": 2, "backward": 3}
-ROUNDINGS = "fast", "nearest"
+ROUNDINGS: tuple[Rounding, ...] = "fast", "nearest"
 
 # A thousand times the tens of nanoseconds that reading the clock costs, with room to spare.
 _BURST = 3e-4

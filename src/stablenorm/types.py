@@ -19,7 +19,7 @@ Name = Literal["x", "gamma", "beta"]
 
 
 class Gradients(NamedTuple):
-    """What a backward returns; an entry that was not asked for is None."""
+    """The gradients that a backward returns; None for those that wrt leaves out."""
 
     dx: Array | None
     dgamma: Array | None
@@ -91,7 +91,7 @@ def joined(found: list[Statistics]) -> Statistics:
     return Statistics._make(None if each[0] is None else np.concatenate(each) for each in words)
 
 
-# Of the gradients, in their order.
+# The names of the gradients, in their order.
 NAMES: tuple[Name, ...] = ("x", "gamma", "beta")
 
 

@@ -1,4 +1,4 @@
-// What layer_norm.cu finds on the device, on the host: included before it.
+// The device's functions that layer_norm.cu uses, on the host: included before it.
 //
 // Arithmetic is here; threads, barriers and memory are in fibers.cpp. Everything is correctly
 // rounded and in the order written: compile with -ffp-contract=off.
@@ -94,7 +94,7 @@ inline float __double2float_rz(double v) {
     return __builtin_fabs(double(near)) > __builtin_fabs(v) ? __builtin_nextafterf(near, 0.0f) : near;
 }
 
-// What layer_norm.cu has as instructions of the device.
+// Conversions that are instructions of the device.
 inline float half_to_float(unsigned short bits) { return float(shim_bits<_Float16>(bits)); }
 inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>((_Float16)v); }
 

@@ -76,7 +76,7 @@ struct Fiber {
     unsigned char* stack;
     jmp_buf context;
     bool begun = false, done = false;
-    // What it waits for, and where; partners of a shuffle are so many lanes away.
+    // The kind and the line of the wait; partners of a shuffle are so many lanes away.
     const char* wait = "";
     int line = 0, lanes = 0;
     double value = 0;
@@ -103,7 +103,7 @@ struct Meeting {
 struct Block {
     unsigned index, alive;
     std::map<const void*, Meeting> meetings;
-    // Those with one.
+    // Copies with a barrier.
     std::vector<Copy> copies;
     std::unique_ptr<unsigned char[]> stacks, memory;
     std::vector<Fiber> fibers;
@@ -123,9 +123,9 @@ struct {
     std::size_t region_count;
 } launch;
 
-// Of the regions that are read and written.
+// The shadows of regions that are read and written.
 std::vector<std::vector<Shadow>> shadows;
-// Of each block and its epochs, the number of the atomic operation that released what was done there.
+// By block and epoch, the number of the atomic operation that released what was done there.
 std::vector<std::vector<unsigned>> released;
 unsigned atomics;
 std::mt19937_64 draw;

@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """What a launch did to one tensor: bytes loaded and stored, stores to each of its bytes."""
+    """The traffic of a launch with one tensor: bytes loaded and stored, stores to each of its bytes."""
 
     tensor: Tensor
     loaded: int

@@ -12,7 +12,7 @@ from stablenorm.functional.backward import backward
 from stablenorm.functional.forward import forward
 from stablenorm.types import NAMES, Array, Backend, Cache, Gradients, Name, Norm, Rounding
 
-# As a NamedTuple makes itself, in half the time.
+# Makes a NamedTuple in half the time.
 _new = tuple.__new__
 
 

@@ -1,4 +1,4 @@
-"""Where calls on Dask arrays go."""
+"""The door for Dask arrays."""
 
 from typing import Any
 

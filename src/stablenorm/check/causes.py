@@ -32,22 +32,14 @@ class Change(NamedTuple):
 
     By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
     the first or second mean is subtracted, the powers of gamma before and after the projection, or
-    gamma itself.
+    gamma itself; or a function of `Expected` that returns it.
     """
 
     kind: str
     words: str
-    # It, or a function of `Expected` that makes it.
     value: Any
-    norms: tuple[str, ...] = ("layer", "rms")
-
-
-def _without_offset(of: Expected) -> Array:
-    return of.gamma - of.case.gamma_offset
-
-
-def _per_less(of: Expected) -> float:
-    return of.n / max(of.n - 1, 1)
+    # The norm that can have it, if the other one cannot.
+    only: str = ""
 
 
 def _outside(of: Expected) -> Array:
@@ -60,66 +52,61 @@ def _of_layer_norm(of: Expected) -> dict[str, Array]:
     return {"mean": mean, "rstd": 1 / s}
 
 
-_OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
+def _narrow(kind: str, dtype: Any, of: Expected) -> Array:
+    return np.asarray(getattr(of, kind).astype(dtype).astype(np.float64))
 
 
 def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     """Return how many times the mean along its row each element has that over these axes of x."""
-    product, shape = of.dy * of.gamma * (of.xhat if place else 1.0), of.case.x.shape
+    product, shape = of.g * (of.xhat if place else 1.0), of.case.x.shape
     mean = product.reshape(shape).mean(tuple(range(len(shape))[axes]), keepdims=True)
-    times: Array = np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product)
-    return times
+    return np.asarray(np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product))
 
 
-_LAYER, _RMS, _BOTH = ("layer",), ("rms",), ("layer", "rms")
-_BIASED = "rstd", "the variance is divided by n - 1 in {}"
+_BIASED = "the variance is divided by n - 1 in {}"
 _CENTERED = "the mean of x is subtracted in {}"
+_OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
 STATISTICS: tuple[Change, ...] = (
-    Change(*_BIASED, lambda e: (e.var * _per_less(e) + e.eps) ** -0.5, _LAYER),
-    Change(*_BIASED, lambda e: ((e.var + e.eps) * _per_less(e)) ** -0.5, _LAYER),
+    Change("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
+    Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, _LAYER),
-    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, _RMS),
+    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, "layer"),
+    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, "rms"),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
     Change("rstd", "rstd is the variance itself in {}", lambda e: e.var),
     Change("rstd", "rstd is the variance plus eps in {}", lambda e: e.var + e.eps),
-    Change("mean", "the mean of x is missing from xhat in {}", 0.0, _LAYER),
-    Change("mean", _CENTERED, lambda e: row_mean(e.centered), _RMS),
+    Change("mean", "the mean of x is missing from xhat in {}", 0.0, "layer"),
+    Change("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
     # A layer norm altogether.
-    Change("mean", _CENTERED, _of_layer_norm, _RMS),
+    Change("mean", _CENTERED, _of_layer_norm, "rms"),
     *(
-        Change(
-            kind,
-            f"{name} is kept in {narrow.dtype} in {{}}",
-            lambda e, kind=kind, dtype=narrow.dtype: getattr(e, kind).astype(dtype).astype(float),
-            norms,
-        )
-        for narrow in (FLOAT32, BFLOAT16, FLOAT16)
-        for kind, name, norms in (("rstd", "rstd", _BOTH), ("mean", "the mean", _LAYER))
+        Change(kind, f"{name} is kept in {dtype} in {{}}", partial(_narrow, kind, dtype), only)
+        for dtype in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
+        for kind, name, only in (("rstd", "rstd", ""), ("mean", "the mean", "layer"))
     ),
-    Change("scale", "gamma_offset is not added to gamma in {}", _without_offset),
+    Change("scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.offset),
 )
 CHANGES: tuple[Change, ...] = (
     *STATISTICS,
     *(
-        Change(f"term {place}", f"{term} {words}", value, norms)
-        for place, term, norms in ((0, "the mean of g", _LAYER), (1, "the xhat term", _BOTH))
+        Change(f"term {place}", f"{term} {words}", value, only)
+        for place, term, only in ((0, "the mean of g", "layer"), (1, "the xhat term", ""))
         for words, value in (
             ("is missing from {}", 0.0),
             ("is subtracted twice in {}", 2.0),
             ("is added, not subtracted in {}", -1.0),
-            ("is divided by n - 1 in {}", _per_less),
+            ("is divided by n - 1 in {}", lambda e: e.per_less),
             ("is not divided by n in {}", lambda e: e.n),
             (_OVER_ROWS, partial(_over_rows, place, slice(1))),
             (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
         )
     ),
-    Change("term 0", "the mean of g is subtracted in {}", 1.0, _RMS),
+    Change("term 0", "the mean of g is subtracted in {}", 1.0, "rms"),
     # A factor of rstd short, or one too many: rstd^3 goes with x.
-    Change("term 1", "the xhat term lacks rstd in {}", lambda e: e.s, _RMS),
-    Change("term 1", "the xhat term has rstd twice in {}", lambda e: e.rstd, _RMS),
+    Change("term 1", "the xhat term lacks rstd in {}", lambda e: e.s, "rms"),
+    Change("term 1", "the xhat term has rstd twice in {}", lambda e: e.rstd, "rms"),
     Change("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
     Change("factor", "rstd is applied twice in {}", lambda e: e.rstd),
     Change("factor", "{} has the wrong sign", -1.0),
@@ -129,41 +116,26 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def _apt(of: Expected, changes: Iterable[Change]) -> Iterator[Change]:
-    """Yield the changes that there can be in this norm."""
-    for each in changes:
-        if of.case.kind in each.norms and (each.kind != "scale" or of.case.gamma_offset):
-            yield each
-
-
-def _made(of: Expected, change: Change) -> tuple[dict[str, Any], Array, Array]:
-    """Return by kind what a change puts in place; then xhat, and rstd in units of the right."""
-    value = change.value(of) if callable(change.value) else change.value
-    made = value if isinstance(value, dict) else {change.kind: value}
-    rstd = made.get("rstd", of.rstd)
-    # By the difference of the means: rounding it once more would hide the change.
-    centered = of.centered + (of.mean - made.get("mean", of.mean))
-    return made, centered * rstd, rstd / of.rstd
-
-
-def _dx(of: Expected, change: Change) -> tuple[Array, Array]:
-    """Return the dx that has this mistake, and its bound."""
-    made, xhat, stretch = _made(of, change)
-    before, after = made.get("gamma", (1, 0))
-    times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
-    g = of.dy * made.get("scale", of.gamma) ** before
-    first, second, third = dx_terms(g, xhat)
-    bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
-    # Divided by s at the end, so that nothing overflows on the way.
-    scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
-    return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+def _made(
+    of: Expected, changes: Iterable[Change]
+) -> Iterator[tuple[str, dict[str, Any], Array, Array]]:
+    """Yield words, what a change puts in place by kind, xhat, and rstd in units of the right one."""
+    for change in changes:
+        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
+            continue
+        value = change.value(of) if callable(change.value) else change.value
+        made = value if isinstance(value, dict) else {change.kind: value}
+        rstd = made.get("rstd", of.rstd)
+        # The difference of the means: rounding a mean once more would hide the change.
+        centered = of.centered + (of.mean - made.get("mean", of.mean))
+        yield change.words, made, centered * rstd, rstd / of.rstd
 
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
     found: dict[str, list[str]] = {}
     for each in judged:
-        # With one element to a row, dx is 0, whatever the formula.
+        # Rows of one element have dx = 0, whatever the formula.
         if each.expected.case.n < 2 or not np.isfinite(each.actual).all():
             continue
         with np.errstate(all="ignore"):
@@ -181,8 +153,8 @@ def _explained(of: Expected, judged: Judged) -> str:
     name, actual, (value, bound, *_) = judged.name, judged.actual, judged.bounds
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
-    guesses = (_of_rows if name in ("y", "dx") else _of_parameter)(of, name, bound)
-    explained = {words for words, *guess in guesses if _equal(actual, *guess)}
+    guesses = {"y": _of_y, "dx": _of_dx}.get(name) or partial(_of_parameter, name)
+    explained = {words for words, *guess in guesses(of, bound) if _equal(actual, *guess)}
     # Two that are as simple are none.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
@@ -224,20 +196,27 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
-def _of_rows(of: Expected, name: str, bound: Array) -> Iterator[Guess]:
-    if name == "dx":
-        for change in _apt(of, CHANGES):
-            yield change.words, *_dx(of, change)
-        return
-    for change in _apt(of, STATISTICS):
-        made, xhat, stretch = _made(of, change)
+def _of_y(of: Expected, bound: Array) -> Iterator[Guess]:
+    for words, made, xhat, stretch in _made(of, STATISTICS):
         value = made.get("scale", of.gamma) * xhat + of.beta
-        yield change.words, value, bound * np.max(np.abs(stretch), initial=1.0)
+        yield words, value, bound * np.max(np.abs(stretch), initial=1.0)
 
 
-def _of_parameter(of: Expected, name: str, slack: Array) -> Iterator[Guess]:
-    dy, xhat, s, gamma = of.dy, of.xhat, of.s, of.gamma
-    own = dy * xhat if name == "dgamma" else dy
+def _of_dx(of: Expected, _: Array) -> Iterator[Guess]:
+    for words, made, xhat, stretch in _made(of, CHANGES):
+        before, after = made.get("gamma", (1, 0))
+        times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+        g = of.dy * made.get("scale", of.gamma) ** before
+        first, second, third = dx_terms(g, xhat)
+        bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+        # Divided by s at the end, so that nothing overflows on the way.
+        scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
+        yield words, scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+
+
+def _of_parameter(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
+    dy, gamma = of.dy, of.gamma
+    own = dy * of.xhat if name == "dgamma" else dy
     total, rows = own.sum(axis=0), len(own)
     yield "{} is zero", 0 * total, 0 * total
     yield "{} has the wrong sign", -total, slack
@@ -246,15 +225,12 @@ def _of_parameter(of: Expected, name: str, slack: Array) -> Iterator[Guess]:
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
         x = of.case.rows(of.case.x)
-        made_of = [("{} lacks rstd", of.centered, s)]
+        made_of = [("{} lacks rstd", of.centered, of.s)]
         if of.case.kind == "layer":
-            made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + s))
-        for change in _apt(of, STATISTICS):
-            made, changed, stretch = _made(of, change)
-            # Gamma is in no dgamma.
-            if "scale" in made:
-                continue
-            made_of.append((change.words, changed, np.maximum(np.abs(stretch), 1)))
+            made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + of.s))
+        # Gamma is in no dgamma.
+        changed = (each for each in _made(of, STATISTICS) if "scale" not in each[1])
+        made_of += [(words, xhat, np.maximum(np.abs(by), 1)) for words, _, xhat, by in changed]
         for words, array, size in made_of:
             yield words, np.sum(dy * array, axis=0), slack * np.max(size)
     if rows < 2:

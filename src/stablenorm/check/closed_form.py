@@ -17,7 +17,6 @@ from stablenorm.check.operation import (
     Operation,
     as_array,
     copies,
-    require_shape,
     tiniest,
     unit_roundoff,
 )
@@ -25,7 +24,7 @@ from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
 _SPREAD = 2.0**-20
-INPUTS, OUTPUTS = ("x", "gamma", "beta", "dy"), ("y", "dx", "dgamma", "dbeta")
+OUTPUTS = ("y", "dx", "dgamma", "dbeta")
 
 
 class Case(NamedTuple):
@@ -99,7 +98,7 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     largest = np.max(np.abs(centered), axis=-1, keepdims=True)
     divisor = np.where(largest > 0, largest, 1)
     std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
-    # In units of 2^exponent, where +-largest cannot overflow on its way to xhat.
+    # Units of 2^exponent, in which +-largest cannot overflow on its way to xhat.
     root = np.sqrt(eps)
     s = np.hypot(np.ldexp(std, exponent), root)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
@@ -124,6 +123,7 @@ class Expected:
 
     def __init__(self, case: Case, u: float):
         self.case, self.u, self.eps, self.n = case, u, case.eps, case.n
+        self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
         self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)
@@ -144,36 +144,33 @@ class Expected:
 
     def bounds_of(self, name: str, dtype: np.dtype[Any]) -> Bounds:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
-        with np.errstate(all="ignore"):
-            value, magnitude = self._value(name)
-            bounds = (self._bound(name, magnitude, careless) for careless in (0, 1))
-            # Nothing is known where a bound is not a number.
-            plain, careless = (
-                np.where(np.isnan(b), np.inf, b) + 4 * tiniest(dtype) for b in bounds
-            )
-        return Bounds(value, plain, careless, magnitude)
-
-    def _value(self, name: str) -> tuple[Array, Array]:
-        """Return one output, and the sum of the magnitudes that its elements are made of."""
         xhat = self.xhat
-        if name == "y":
-            return self.gamma * xhat + self.beta, np.abs(self.gamma * xhat) + np.abs(self.beta)
-        if name == "dx":
-            first, _, third = dx_terms(self.g, xhat)
-            second = mean_of(self.g, self.case.kind)
-            return (first - second - third) / self.s, self._sizes(self.g, xhat)[0] / self.s
-        terms = self.dy * xhat if name == "dgamma" else self.dy
-        return np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
-
-    def _bound(self, name: str, magnitude: Array, careless: int) -> Array:
-        if name == "dx":
-            return self.dx_bound(self.g, self.xhat, careless) / self.s
-        shift, stretch = self._slacks[careless]
-        of_xhat = shift + (stretch + 2 * self.u) * np.maximum(np.abs(self.xhat), 1e-300)
-        if name == "y":
-            return np.asarray(4 * self.u * magnitude + np.abs(self.gamma) * of_xhat)
-        lost = np.sum(np.abs(self.dy) * of_xhat, axis=0) if name == "dgamma" else 0.0
-        return np.asarray(unit(len(self.dy), self.u) * magnitude + lost)
+        with np.errstate(all="ignore"):
+            of_xhat = [
+                shift + (stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300)
+                for shift, stretch in self._slacks
+            ]
+            if name == "dx":
+                first, _, third = dx_terms(self.g, xhat)
+                value = (first - mean_of(self.g, self.case.kind) - third) / self.s
+                magnitude = self._sizes(self.g, xhat)[0] / self.s
+                bounds = [self.dx_bound(self.g, xhat, careless) / self.s for careless in (0, 1)]
+            elif name == "y":
+                value = self.gamma * xhat + self.beta
+                magnitude = np.abs(self.gamma * xhat) + np.abs(self.beta)
+                bounds = [4 * self.u * magnitude + np.abs(self.gamma) * each for each in of_xhat]
+            else:
+                terms = self.dy * xhat if name == "dgamma" else self.dy
+                value, magnitude = np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
+                lost = [
+                    np.sum(np.abs(self.dy) * e, axis=0) if name == "dgamma" else 0.0
+                    for e in of_xhat
+                ]
+                bounds = [unit(len(self.dy), self.u) * magnitude + each for each in lost]
+            # Nothing is known where a bound is not a number.
+            least = 4 * tiniest(dtype)
+            plain, careless = (np.where(np.isnan(b), np.inf, b) + least for b in bounds)
+        return Bounds(value, plain, careless, magnitude)
 
     def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
         """Return how far off dx / rstd, made of g and xhat, may be in a program."""
@@ -256,62 +253,51 @@ class Judged(NamedTuple):
         return f"{what} on row{'s' * (len(rows) > 1)} {listed} of {len(bad)}"
 
 
-class Candidate:
-    """The normalization that is checked, run on cases and compared with the closed form."""
+def run(operation: Operation, case: Case) -> tuple[Array, Any]:
+    """Return y and cache; FaultError if y is not one for this case."""
+    with np.errstate(all="ignore"):
+        y, cache = operation.forward(copies(case[:3]), case.eps)
+    return as_array("the y of the forward", y, case.x.shape), cache
 
-    def __init__(self, operation: Operation):
-        self._operation = operation
 
-    def forward(self, case: Case) -> tuple[Array, Any]:
-        """Return y and cache; FaultError if y is not one for this case."""
-        with np.errstate(all="ignore"):
-            y, cache = self._operation.forward(copies(case[:3]), case.eps)
-        require_shape("the y of the forward", y, case.x.shape)
-        return y, cache
+def judge(operation: Operation, case: Case) -> dict[str, Judged]:
+    """Call both functions, compare with the closed form; FaultError says what came instead."""
+    y, cache = run(operation, case)
+    with np.errstate(all="ignore"):
+        gradients = operation.gradients(case.dy.copy(), cache, case[:3])
+    made: dict[float, Expected] = {}
 
-    def judge(self, case: Case) -> dict[str, Judged]:
-        """Call both functions, compare with the closed form; FaultError says what came instead."""
-        y, cache = self.forward(case)
-        with np.errstate(all="ignore"):
-            gradients = self._operation.gradients(case.dy.copy(), cache, case[:3])
-        made: dict[float, Expected] = {}
+    def judged(name: str, actual: Array, argument: Array) -> Judged:
+        # The coarsest dtype of the output, its argument, x and dy.
+        u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
+        expected = made[u] = made.get(u) or Expected(case, u)
+        bounds = expected.bounds_of(name, actual.dtype)
+        wide = actual.astype(np.float64).reshape(bounds.value.shape)
+        return Judged(name, wide, expected, bounds, actual.shape)
 
-        def judged(name: str, actual: Array, argument: Array) -> Judged:
-            # The coarsest dtype of the output, its argument, x and dy.
-            u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
-            expected = made[u] = made.get(u) or Expected(case, u)
-            bounds = expected.bounds_of(name, actual.dtype)
-            wide = actual.astype(np.float64).reshape(bounds.value.shape)
-            return Judged(name, wide, expected, bounds, actual.shape)
+    found = {"y": judged("y", y, case.x)}
+    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
+        if gradient is not None and argument is not None:
+            found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
+    return found
 
-        found = {"y": judged("y", y, case.x)}
-        for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-            if gradient is not None and argument is not None:
-                array = as_array(name, gradient)
-                require_shape(name, array, argument.shape)
-                found[name] = judged(name, array, argument)
-        return found
 
-    def read_eps(self, case: Case) -> tuple[float, bool]:
-        """Return the eps that the forward uses, and whether that is the one it is given."""
-        row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
-        probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
-        try:
-            first, second = (
-                self.forward(probe._replace(eps=eps))[0] for eps in (case.eps, 4 * case.eps + 1)
-            )
-        except FaultError:
-            return case.eps, True
-        if not np.array_equal(first, second) or case.n < 2:
-            return case.eps, True
-        wide, keep = row.astype(np.float64), case.scale != 0
-        centered = (wide - mean_of(wide, case.kind))[keep]
-        xhat = ((case.rows(first)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
-        slope = float(xhat @ centered) / float(centered @ centered)
-        if not (np.isfinite(slope) and slope > 0):
-            return case.eps, False
-        found = slope**-2 - float(np.mean(centered**2))
-        # To the three digits in which such constants are written.
-        written = float(f"{found:.3g}")
-        same = abs(found - case.eps) <= 1e-3 * case.eps
-        return (case.eps if same or written < 0 else written), False
+def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
+    """Return the eps that the forward uses, and whether that is the one it is given."""
+    row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
+    probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
+    try:
+        y, other = (run(operation, probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1))
+    except FaultError:
+        return case.eps, True
+    if not np.array_equal(y, other) or case.n < 2:
+        return case.eps, True
+    wide, keep = row.astype(np.float64), case.scale != 0
+    centered = (wide - mean_of(wide, case.kind))[keep]
+    xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+    slope = float(xhat @ centered) / float(centered @ centered)
+    found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
+    # To the three digits in which such constants are written.
+    written = float(f"{found:.3g}")
+    differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+    return (written if differs else case.eps), False

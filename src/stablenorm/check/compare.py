@@ -5,7 +5,7 @@ from numpy.random import Generator
 
 from stablenorm.check.differences import Comparer, Estimate
 from stablenorm.check.operation import Loss, norm, rms, unit_roundoff
-from stablenorm.check.results import TINIEST, ArgumentResult, Difference, Finding
+from stablenorm.check.results import TINIEST, ArgumentResult, ArgumentVerdict, Finding
 from stablenorm.types import Array
 
 # Elements compared one by one in an argument too large for all of them: the special places of
@@ -38,10 +38,10 @@ def natural_size(loss: Loss, span: Array) -> float:
 def judge(name: str, comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
     """Turn the comparisons of one argument into its result."""
     shape, gradient = comparer.shape, comparer.gradient
-    elements = {place_of(each.place, shape): each for each in found if each.place is not None}
+    elements = [each for each in found if each.place is not None]
     # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
     # zero (n = 1, a masked input) has no size of its own.
-    known = [each for each in elements.values() if each.judged]
+    known = [each for each in elements if each.judged]
     typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
     if all(abs(each.numeric) <= each.bound for each in known):
         typical = max(typical, natural_size(comparer.loss, comparer.span))
@@ -53,35 +53,19 @@ def judge(name: str, comparer: Comparer, found: list[Estimate]) -> ArgumentResul
         if each.status != "kink":
             seen = each.bound / max(size, TINIEST) if each.judged else np.inf
             resolution = max(resolution, float(seen))
-    wrong = np.array([each.z > 1 for each in elements.values()])
+    wrong = np.array([each.z > 1 for each in elements])
     failing, pattern = sum(each.z > 1 for each in found), ""
     if failing:
         pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
         if len(elements) == gradient.size:
             pattern = name_pattern(wrong.reshape(shape))
     worst = max(found, key=lambda each: (each.judged, each.z))
+    index = None if worst.place is None else place_of(worst.place, shape)
     message = "" if failing else _doubt(comparer, found, resolution)
-    return ArgumentResult(
-        name=name,
-        verdict="FAIL" if failing else "INCONCLUSIVE" if message else "PASS",
-        checked=len(elements),
-        total=gradient.size,
-        probes=len(found) - len(elements),
-        failing=failing,
-        index=None if worst.place is None else place_of(worst.place, shape),
-        actual=worst.actual,
-        numeric=worst.numeric,
-        bound_numeric=worst.bound_numeric,
-        bound_actual=worst.bound_actual,
-        resolution=resolution,
-        message=message,
-        pattern=pattern,
-        differences=tuple(
-            Difference(place, e.actual, e.numeric, e.bound if e.judged else float("inf"))
-            for place, e in elements.items()
-        ),
-        curve=worst.curve,
-    )
+    verdict: ArgumentVerdict = "FAIL" if failing else "INCONCLUSIVE" if message else "PASS"
+    counts = len(elements), gradient.size, len(found) - len(elements), failing
+    numbers = worst.actual, worst.numeric, worst.bound_numeric, worst.bound_actual, resolution
+    return ArgumentResult(name, verdict, *counts, index, *numbers, message, pattern=pattern)
 
 
 def kinks(name: str, found: list[Estimate], shape: tuple[int, ...]) -> list[Finding]:

@@ -2,20 +2,19 @@ r"""
 Derivatives of a program by differences of the program itself, each with its own error bound.
 
 L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
-two in proportion to that argument's own scale, to x + step D and x - step D. Both are *formed in
-floating point*, and L(x+) - L(x-) is compared with <gradient, x+ - x->: that difference of the
-two arrays is exact. L itself is never formed: <u, y+ - y-> is, since the subtraction of neighbours
-is exact (Sterbenz).
+two in proportion to that argument's own scale, to x+ = x + step D and x- = x - step D, both *formed
+in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->: both differences are exact
+(of neighbours, by Sterbenz), and L itself is never formed.
 
 The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
 that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). An entry's bound is its disagreement with
-its two parents + sum |weight| * noise / step, with the weights of the secants that it is made of, and
-noise that is measured, lest an accidental agreement be taken for accuracy. The least bound wins.
+its two parents + sum |weight| * noise / step, with the weights of the secants that it is made of.
+The noise is measured, lest an accidental agreement be taken for accuracy. The least bound wins.
 
 A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
-has a status. "smooth": the bound can be believed, since it is small beside the magnitudes that the
-secants are made of. "rounding": the derivative is 0 but for rounding. "kink": the secants have a
-limit, but left and right slopes keep their distance. "no limit": nothing is known.
+has a status. "smooth": the bound is small beside the magnitudes that the secants are made of.
+"rounding": the derivative is 0 but for rounding. "kink": the secants have a limit, but left and right
+slopes keep their distance. "no limit": nothing is known.
 """
 
 import math
@@ -25,37 +24,28 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.operation import (
-    Loss,
-    flat,
-    norm,
-    rms,
-    sum_rounding,
-    tiniest,
-    unit_roundoff,
-)
-from stablenorm.check.results import TINIEST, Secant, excess_of
+from stablenorm.check.operation import Loss, flat, norm, rms, sum_rounding, tiniest, unit_roundoff
+from stablenorm.check.results import TINIEST
 from stablenorm.types import Array
 
-# In units of the argument's scale. At a quarter, the series in step^2 of a normalization still
+# Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
 # converges fast; at 2^-9 the plain secant has a truncation error of 4e-6.
 _STEPS = tuple(2.0**-k for k in range(2, 10))
-# Steps too long for the function (a kink nearby, a scale that misleads) are divided by 2^8, the
-# length of the tableau, up to three times: at 2^-33 of the scale, the rounding of float64 leaves a
-# derivative 6 digits.
+# Factors of shorter steps, for a kink nearby or a scale that misleads: at 2^-33 of the scale, the
+# rounding of float64 leaves a derivative 6 digits.
 _SHORTER = (2.0**-8, 2.0**-16, 2.0**-24)
-# Relative to the magnitudes in a secant: an entry of a larger bound says nothing. Where the steps
-# suit the function, bounds are 1e-6 of them and less; where they do not, about 1.
+# Largest bound that says something, relative to the magnitudes in a secant. Where the steps suit the
+# function, bounds are 1e-6 of them and less; where they do not, about 1.
 _SETTLED = 2.0**-7
-# Noise, relative to what carries it: an eighth is 3 bits, and there is no dtype of so few.
+# Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
-# Points on the line on which noise is measured leave 4 differences of order 5 and 3 of order 6. At
-# this distance, in units of scale, the fifth difference of a smooth function is 2^-55 of it, out of
+# The line on which noise is measured: 9 points leave 4 differences of order 5 and 3 of order 6. At
+# this spacing, in units of scale, the fifth difference of a smooth function is 2^-55 of it, out of
 # sight below float64, and the distance is an ulp of a float16.
 _POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
-# The tiny moves: with 8 of them, the rounding of a sum of two floats, the hardest to disturb, goes
-# unseen once in 2^8 rows; 18 runs then leave 9 degrees of freedom. Six times their size is how far
-# x goes, and the square of that, 2^-56, is what they add to the noise of a smooth function.
+# Runs with tiny moves: of 8 moves, the rounding of a sum of two floats goes unseen once in 2^8 rows;
+# 18 runs leave 9 degrees of freedom. x goes six times their size at most, and the square of that,
+# 2^-56, is what they add to the noise of a smooth function.
 _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
@@ -78,7 +68,8 @@ class Estimate(NamedTuple):
     bound_numeric: float
     bound_actual: float
     status: Status
-    curve: tuple[Secant, ...]
+    # Plain secants at each step, and their noise.
+    secants: list[tuple[float, float]]
     place: int | None = None
 
     @property
@@ -94,7 +85,7 @@ class Estimate(NamedTuple):
     @property
     def z(self) -> float:
         """The difference in units of the bounds; 0 where nothing is known."""
-        return excess_of(self.actual - self.numeric, self.bound) if self.judged else 0.0
+        return abs(self.actual - self.numeric) / max(self.bound, TINIEST) if self.judged else 0.0
 
     @property
     def wavers(self) -> bool:
@@ -103,11 +94,11 @@ class Estimate(NamedTuple):
 
         Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
         """
-        steps = list(pairwise(self.curve))
-        changes = [abs(b.numeric - a.numeric) for a, b in steps]
-        noises = [math.hypot(a.noise, b.noise) for a, b in steps]
-        later = zip(pairwise(changes), noises[1:], strict=True)
-        return any(after > max(before, noise) for (before, after), noise in later)
+        changes = [
+            (abs(b - a), math.hypot(noise, other))
+            for (a, noise), (b, other) in pairwise(self.secants)
+        ]
+        return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
 
 
 class _Row(NamedTuple):
@@ -152,7 +143,7 @@ class Comparer:
         self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
         self.bounds = rounding_bound(gradient, loss) + more
         self._x = np.asarray(loss.args[position])
-        # By length of the steps: the noise that long steps see is, in part, the function itself.
+        # Noise by length of the steps: long steps see, in part, the function itself.
         self._noises: dict[float, Noise] = {}
 
     def compare(self, place: int | None) -> Estimate:
@@ -208,7 +199,6 @@ class Comparer:
             self._noises[factor] = self._measure_noise(factor)
         scale, noises = scale * factor, self._noises[factor]
         rows: list[_Row] = []
-        curve: list[Secant] = []
         tableau: list[Array] = []
         reach, stale = np.zeros(self.loss.y.size), 0
         # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
@@ -231,7 +221,6 @@ class Comparer:
                 reach[moved] = np.max(np.abs([self.loss.y, *ends]), axis=0)[moved]
                 noise, apart = self._bound_noise(noises, reach)
             rows.append(row)
-            curve.append(Secant(row.step, row.numeric / unit, noise / row.step / unit))
             tableau, entry = _extend(tableau, rows, noise)
             stale = 0 if entry[2] < best[2] else stale + 1
             best = min(best, entry, key=lambda each: each[2])
@@ -245,8 +234,9 @@ class Comparer:
             # The usual noise of all outputs: that of the ones at a kink has the kink in it.
             usual = norm(self.loss.u * np.where(reach > 0, reach, np.abs(self.loss.y)))
             status = _status(best, rows, noise, usual, noises[1])
+        secants = [(row.numeric / unit, noise / row.step / unit) for row in rows]
         actual, numeric, bound = (each / unit for each in best)
-        return Estimate(actual, numeric, bound, apart / unit + rounding, status, tuple(curve))
+        return Estimate(actual, numeric, bound, apart / unit + rounding, status, secants)
 
     def _secant(
         self, where: Any, scale: Array, gradient: Array, step: float

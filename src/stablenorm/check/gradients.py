@@ -19,7 +19,6 @@ from stablenorm.check.operation import (
     Operation,
     as_array,
     described,
-    require_shape,
 )
 from stablenorm.check.purity import CallRules
 from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
@@ -51,8 +50,8 @@ def check_gradients(
     Parameters
     ----------
     forward : callable
-        ``forward(*args) -> (y, cache)``. `y` is one floating array (or scalar). It is called at
-        and near `args`: what it raises or warns of near them is not passed on.
+        ``forward(*args) -> (y, cache)``, for `args` and points near them. `cache` may be anything.
+        What it raises or warns of near them is not passed on.
     backward : callable
         ``backward(dy, cache) -> gradients``, a tuple, NamedTuple or list in the order of `args`,
         each of the shape of its argument and of any floating dtype; None: not checked. `dy` has
@@ -64,10 +63,9 @@ def check_gradients(
     names : sequence of str, optional
         Names of the arguments in the report. Default: ``args[0]``, ``args[1]``, ...
     scales : sequence, optional
-        For each argument the length over which the forward changes appreciably: a positive
-        scalar or an array that broadcasts to the argument's shape, or None for the default, the
-        standard deviation along the last axis. Never \|x\|: a forward that ignores an offset
-        (softmax, every normalization) is left behind by such a step.
+        For each argument the length over which the forward changes appreciably: a positive scalar
+        or an array that broadcasts to it, or None for the default, the standard deviation along
+        the last axis. Never \|x\|: a forward that ignores an offset is left behind by such a step.
     rng : int or numpy.random.Generator, optional
         For the cotangent, the probes and the sampled elements; see `numpy.random.default_rng`.
     probes, max_elements : int, default: 3 and 64
@@ -103,11 +101,11 @@ def check_gradients(
 
     Notes
     -----
-    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` is half an ulp,
-    plus 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is
-    taken along the last axis; plus 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32,
-    whichever is less; plus the measured noise of the forward over the argument's scale; plus 16
-    times the measured departure of the backward from being linear in dy, but at most 256 u RMS.
+    `bound_numeric` is an estimate of the error, not a proven bound. `bound_actual` adds up half an
+    ulp; 4 u (\|actual\| + RMS), where u is the unit roundoff of the gradient's dtype and RMS is along
+    the last axis; 4 sqrt(terms) u' RMS for sums, where u' is u or that of float32, whichever is less;
+    the noise of the forward over the argument's scale; and 16 times the departure of the backward
+    from being linear in dy, at most 256 u RMS. Noise and departure are measured.
 
     Elements at a kink are not judged; a finding of the layer "smoothness" names them. Check code with
     kinks in float64: in float32 short steps drown in rounding.
@@ -190,8 +188,7 @@ def _check(
     rules = CallRules(loss, spans, sound, rng)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
-        message = "the forward is not deterministic"
-        return [_not_checked(label, message) for label in spans], findings
+        return [_not_checked(n, "the forward is not deterministic") for n in spans], findings
 
     allowances, work = rules.allowances(), []
     for position, (label, span) in enumerate(spans.items()):
@@ -213,8 +210,9 @@ def _check(
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
-        near = "the forward can be called near the arguments"
-        name = near if raised else "y always has one shape"
+        name = (
+            "the forward can be called near the arguments" if raised else "y always has one shape"
+        )
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
     return [results[label] for label in spans], findings
 
@@ -229,23 +227,17 @@ def _refused(name: str, array: Array | None, gradient: Any, fault: str) -> Argum
         return _not_checked(name, "the argument is None")
     if gradient is None and not fault:
         return _not_checked(name, NOT_RETURNED)
-    if fault := fault or _fault(array, gradient):
+    try:
+        if not fault:
+            gradient = as_array("the gradient", gradient, array.shape)
+            if places := [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]:
+                first = f"{gradient[places[0]]} at {places[0]}"
+                fault = f"the gradient must be finite, got {first} ({len(places)} such)"
+    except FaultError as error:
+        fault = str(error)
+    if fault:
         return ArgumentResult(name, "FAIL", total=array.size, failing=array.size, message=fault)
     return None if array.size else _not_checked(name, "the argument is empty")
-
-
-def _fault(array: Array, gradient: Any) -> str:
-    """Say what is wrong with a gradient, without comparing its values; empty if nothing is."""
-    try:
-        gradient = as_array("the gradient", gradient)
-        require_shape("the gradient", gradient, array.shape)
-    except FaultError as fault:
-        return str(fault)
-    places = [tuple(map(int, place)) for place in np.argwhere(~np.isfinite(gradient))]
-    if not places:
-        return ""
-    first = f"{gradient[places[0]]} at {places[0]}"
-    return f"the gradient must be finite, got {first} ({len(places)} such)"
 
 
 def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, Array | None]:
@@ -258,16 +250,14 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
     # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    arrays = {
-        n: None if a is None else np.array(a, order="C") for n, a in zip(labels, args, strict=True)
-    }
-    for label, array in arrays.items():
+    arrays = [None if a is None else np.array(a, order="C") for a in args]
+    for label, array in zip(labels, arrays, strict=True):
         if array is not None:
             check_dtype(label, array)
             if not np.isfinite(array).all():
                 msg = f"{label} must be finite to be differentiated, got NaN or infinity"
                 raise ValueError(msg)
-    return arrays
+    return dict(zip(labels, arrays, strict=True))
 
 
 def _check_scales(

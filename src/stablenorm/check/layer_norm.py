@@ -12,41 +12,24 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.cases import ROWS, hard_inputs, invariances, judge_trial, ordinary, tails
+from stablenorm.check import cases, closed_form
 from stablenorm.check.causes import diagnose
-from stablenorm.check.closed_form import (
-    Candidate,
-    Case,
-    Expected,
-    Judged,
-    excess,
-    statistics,
-    unit,
-)
+from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.compare import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
-from stablenorm.check.identities import row_identities
 from stablenorm.check.operation import Backward, FaultError, Operation, described
-from stablenorm.check.results import (
-    ArgumentResult,
-    ArgumentVerdict,
-    Finding,
-    FindingVerdict,
-    GradientReport,
-    Identity,
-)
+from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding, GradientReport
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
 from stablenorm.types import check_eps
 
-# By output, what the closed form says of it on each set of data; identities, diagnosis.
-Seen = tuple[dict[str, list[Judged]], tuple[Identity, ...], tuple[str, ...]]
-_TERMS = {
-    "layer": "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy",
-    "rms": "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy",
+# Verdicts of the closed form by output, one for each set of data; and the diagnosis.
+Seen = tuple[dict[str, list[Judged]], tuple[str, ...]]
+# Name of the norm, and the terms that a diagnosis may name, by kind.
+_KINDS = {
+    "layer": ("a layer norm", "dx = rstd (g - mean(g) - xhat mean(g xhat)), where g = gamma dy"),
+    "rms": ("an RMS norm", "dx = rstd (g - xhat mean(g xhat)), where g = gamma dy"),
 }
-_NAMES = {"layer": "a layer norm", "rms": "an RMS norm"}
-_SINGLE = 2.0**-24
 
 
 def check_layer_norm(
@@ -66,10 +49,9 @@ def check_layer_norm(
     """
     Check a layer normalization over the last axis, and name what is wrong with it.
 
-    Everything that `check_gradients` does, and more: every element is compared with the checker's
-    own closed form, which decides at rounding level, with finite differences as the independent
-    witness; identities; rows alone; hard inputs; and, where a gradient is wrong, which term of it,
-    if the mistake is a common one.
+    Everything that `check_gradients` does, and more: the checker's own closed form judges every
+    element to rounding, with finite differences as the independent witness; then come rows alone
+    and hard inputs. A wrong gradient is traced to its wrong term, if the mistake is common.
 
     Parameters
     ----------
@@ -77,12 +59,10 @@ def check_layer_norm(
         ``forward(x, gamma, beta, eps) -> (y, cache)``. Arguments are recognized by name (gamma or
         weight, beta or bias, ...), otherwise by order; gamma, beta and eps may be missing.
     backward : callable
-        ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict of them; None for what is not to be
-        checked.
+        ``backward(dy, cache) -> (dx, dgamma, dbeta)``, or a dict; None for what is not to be checked.
     x, gamma, beta : array, optional
-        Input, (..., n), and scale and shift, (n,). Not modified. Default: x of (4, 8), float64,
-        random; then gamma and beta too, unless given: gamma of both signs and different from 1, beta
-        different from 0. With `x` given, None is passed on as None.
+        Input, (..., n), and scale and shift, (n,). Not modified. Default: random float64, x of
+        (4, 8), gamma of both signs, beta different from 0. With `x` given, None is passed on.
     eps : float, default: 1e-5
         Passed on, finite and >= 0.
     gamma_offset : float, default: 0
@@ -93,8 +73,8 @@ def check_layer_norm(
     Returns
     -------
     GradientReport
-        With `identities` and `findings`; one that fails makes the verdict FAIL. `diagnosis` names
-        common mistakes, where they explain every element to rounding and nothing simpler does.
+        A finding that fails makes the verdict FAIL. `diagnosis` names common mistakes, where they
+        explain every element to rounding and nothing simpler does.
 
     Raises
     ------
@@ -110,10 +90,8 @@ def check_layer_norm(
     -----
     Code that is right but less accurate than two passes in the given dtypes gets a NOTE, not a
     failure: a variance from E[x^2] - E[x]^2 under an offset, for example. float64 results that
-    are right to float32 only are wrong. Identities, rows alone and hard inputs use 8 rows at most.
-
-    Finite differences of float32 are too coarse for a verdict. There the closed form decides
-    alone; `method` says so. It cannot where an offset leaves x too few digits: INCONCLUSIVE.
+    are right to float32 only are wrong. Finite differences of float32 are too coarse for a verdict:
+    the closed form decides alone, unless an offset leaves x too few digits (INCONCLUSIVE).
 
     Examples
     --------
@@ -172,10 +150,9 @@ def _check(
     with contextlib.suppress(TypeError, ValueError):
         forward, backward, takes = adapt(forward, backward)
     if x is None:
-        x = rng.standard_normal((4, 8))
-        signs = rng.permutation([1.0, -1.0] * 4)
-        gamma = signs * (1 + 0.5 * rng.random(8)) if gamma is None else gamma
-        beta = 0.5 + rng.random(8) if beta is None and "beta" in takes else beta
+        x, *ours = cases.example((4, 8), rng)
+        gamma = ours[0] if gamma is None else gamma
+        beta = ours[1] if beta is None and "beta" in takes else beta
     x, gamma, beta = (None if a is None else np.array(a) for a in (x, gamma, beta))
     norm = Case(x, gamma, beta, check_eps(eps), x, kind, gamma_offset)  # type: ignore[arg-type]
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
@@ -185,41 +162,33 @@ def _check(
     usable = bool(is_supported(norm.x.dtype) and norm.x.ndim and norm.x.size)
     if usable and (usable := bool(np.isfinite(norm.x).all())):
         # The distance over which a row's y changes: sqrt(var + eps).
-        scale = statistics(norm.x.astype(np.float64), eps, kind)[1]
+        scale = closed_form.statistics(norm.x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
-    report = check_gradients(
-        lambda *args: forward(*args, eps),
-        backward,
-        [x, gamma, beta],
-        names=ARGUMENTS[:3],
-        scales=(scale, None, None),
-        rng=rng,
-        **options,
-    )
+    options |= {"names": ARGUMENTS[:3], "scales": (scale, None, None), "rng": rng}
+    args = [x, gamma, beta]
+    report = check_gradients(lambda *args: forward(*args, eps), backward, args, **options)
     operation, findings = Operation(forward, backward), list(report.findings)
     for each in report.arguments:
         if each.message == NOT_RETURNED:
             name, message = f"d{each.name} is checked", "the backward gives none"
             findings.append(Finding("contract", name, "NOTE", message))
-    seen: Seen = {}, (), ()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            # Skipped where nothing can be called.
-            if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
-                seen = _look(Candidate(operation), norm, rng, findings)
-        except FaultError as fault:
-            findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
-    judged, identities, named = seen
+    seen: Seen = {}, ()
+    # Skipped where nothing can be called, or gamma or beta is of another shape.
+    usable &= all(a is None or a.shape == norm.x.shape[-1:] for a in (gamma, beta))
+    if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                seen = _look(operation, norm, rng, findings)
+            except FaultError as fault:
+                findings.append(Finding("closed form", "both run", "FAIL", str(fault)))
+    judged, named = seen
     about = f"{described('x', norm.x)}, eps {eps:g}" + f", seed {seed}" * isinstance(seed, int)
     if any(word in f" {said}" for said in named for word in (" g ", "term ")):
-        about += f"\n{_TERMS[kind]}"
+        about += f"\n{_KINDS[kind][1]}"
     return replace(
         report,
-        arguments=tuple(
-            decided(result, judged.get(f"d{result.name}", [])) for result in report.arguments
-        ),
-        identities=identities,
+        arguments=tuple(_decided(r, judged.get(f"d{r.name}", [])) for r in report.arguments),
         findings=tuple(findings),
         diagnosis=report.diagnosis + named,
         forward_calls=report.forward_calls + operation.forward_calls,
@@ -229,50 +198,80 @@ def _check(
     )
 
 
-def _look(candidate: Candidate, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
+def _look(operation: Operation, given: Case, rng: Generator, findings: list[Finding]) -> Seen:
     """Run all layers beyond finite differences; add what they find to `findings`."""
-
-    if any(a is not None and a.shape != given.x.shape[-1:] for a in given[1:3]):
-        return {}, (), ()
-
-    def add(
-        name: str, verdict: FindingVerdict, message: str = "", layer: str = "closed form"
-    ) -> None:
-        findings.append(Finding(layer, name, verdict, message))
-
+    y = closed_form.run(operation, given)[0]
     # The caller's data with a random dy.
-    x, y = given.x, candidate.forward(given)[0]
-    given = given._replace(dy=rng.standard_normal(x.shape).astype(y.dtype))
-    eps, takes_eps = candidate.read_eps(given)
+    given = given._replace(dy=rng.standard_normal(given.x.shape).astype(y.dtype))
+    eps, takes_eps = closed_form.read_eps(operation, given)
     if eps != given.eps:
         message = f"the eps given, {given.eps:g}, is not used: it is {eps:g} inside"
-        add("the forward uses eps", "NOTE", message)
+        findings.append(Finding("closed form", "the forward uses eps", "NOTE", message))
     given = given._replace(eps=eps)
     # Every element, on the caller's data and on ours; y first.
-    found = [candidate.judge(each) for each in (given, ordinary(given, rng))]
+    found = [closed_form.judge(operation, each) for each in (given, cases.ordinary(given, rng))]
+    equation = "y = gamma xhat + beta"
     for each in found[::-1]:
         if each["y"].wrong:
-            add("y = gamma xhat + beta", "FAIL", _about_y(each["y"]))
-            return {}, (), diagnose([each["y"]])
-    add("y = gamma xhat + beta", "PASS")
+            findings.append(Finding("closed form", equation, "FAIL", _about_y(each["y"])))
+            return {}, diagnose([each["y"]])
     judged = {name: [each[name] for each in found] for name in found[0] if name != "y"}
-    for name, both in judged.items():
-        if all(each.right for each in both):
-            add(f"every element of {name} is right", "PASS")
+    right = [n for n, both in judged.items() if all(each.right for each in both)]
+    right = [equation, *(f"every element of {n} is right" for n in right)]
+    findings += [Finding("closed form", name, "PASS") for name in right]
+    findings[:0] = _identities(found[0])
     wrong = [[one for one in each.values() if one.wrong] for each in found]
-    said = [diagnose(each) for each in wrong if each]
-    # The two data sets must not contradict one another.
-    named = tuple(s for s in said[-1] if all(s in each for each in said)) if said else ()
-    if said:
+    if said := [diagnose(each) for each in wrong if each]:
         message = "not run: the gradients are wrong on ordinary inputs already"
-        add("hard inputs", "NOTE", message, layer="hard inputs")
-    else:
-        base = ordinary(given, rng, ROWS)
-        for trial in (tails(given, rng), *invariances(base, rng, takes_eps=takes_eps)):
-            add(trial.name, *judge_trial(candidate, trial))
-        for trial in hard_inputs(base, rng):
-            add(trial.name, *judge_trial(candidate, trial), layer="hard inputs")
-    return judged, row_identities(found[0]), named
+        findings.append(Finding("hard inputs", "hard inputs", "NOTE", message))
+        # The two data sets must not contradict one another.
+        return judged, tuple(s for s in said[-1] if all(s in each for each in said))
+
+    base = cases.ordinary(given, rng, cases.ROWS)
+    ours = (cases.tails(given, rng), *cases.invariances(base, rng, takes_eps=takes_eps))
+    for layer, trials in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
+        findings += [
+            Finding(layer, each.name, *cases.judge_trial(operation, each)) for each in trials
+        ]
+    return judged, ()
+
+
+def _identities(judged: dict[str, Judged]) -> list[Finding]:
+    """
+    Evaluate equations that exact gradients satisfy: sums of terms that are 0, by the bounds of careless code.
+
+    sum(dx) = 0 in every row of a layer norm, since adding a constant to x changes nothing; stretching x about its
+    mean changes y only as far as eps matters; y is linear in (gamma, beta). Rows of zero variance with eps = 0 are
+    skipped.
+    """
+    of = judged["y"].expected
+    case, keep = of.case, of.s[:, 0] > 0
+    sums: dict[str, tuple[Any, Any]] = {}
+    with np.errstate(all="ignore"):
+        if "dx" in judged and keep.any():
+            # dx / rstd has the size of g; the share of eps is eps / (var + eps).
+            dx, bound = judged["dx"].actual * of.s, judged["dx"].bounds.careless * of.s
+            rest = (dx - np.square(np.sqrt(case.eps) / of.s) * of.g) * of.xhat
+            if case.kind == "layer":
+                sums["sum(dx) = 0"] = dx[keep], bound[keep]
+            name = "sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd"
+            sums[name] = rest[keep], (bound * np.abs(of.xhat))[keep]
+        if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
+            weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
+            sides = [(w, judged[each]) for each, w in weights.items() if each in judged]
+            terms = [(w * each.actual).reshape(1, -1) for w, each in sides]
+            bounds = [(np.abs(w) * each.bounds.careless).reshape(1, -1) for w, each in sides]
+            name = "<gamma, dgamma> + <beta, dbeta> = <dy, y>"
+            sums[name] = np.hstack(terms), np.hstack(bounds)
+        found = []
+        for name, (of_rows, size) in sums.items():
+            off = np.abs(np.sum(of_rows, axis=-1))
+            # 0 times infinity is 0.
+            bound = np.sum(np.nan_to_num(size, nan=0, posinf=np.inf), axis=-1)
+            row = int(np.argmax(z := closed_form.excess(off, 0 * off, bound)))
+            said = f"off by {off[row]:.2e}, bound {bound[row]:.2e}"
+            found.append(Finding("identities", name, "PASS" if z[row] <= 1 else "FAIL", said))
+    return found
 
 
 def _about_y(y: Judged) -> str:
@@ -280,47 +279,38 @@ def _about_y(y: Judged) -> str:
     case, error = y.expected.case, f"y is off by {y.error:.1e}: "
     if y.not_finite:
         return y.not_finite
-    if y.error < unit(case.n, _SINGLE):
+    if y.error < closed_form.unit(case.n, 2.0**-24):
         return error + "as if something were kept in float32"
     kind = {"layer": "rms", "rms": "layer"}[case.kind]
     other = Expected(case._replace(kind=kind), y.expected.u).bounds_of("y", case.x.dtype)
     known = np.isfinite(other.careless).all()
-    if known and (excess(y.actual, other.value, other.careless) <= 1).all():
-        return error + f"it is that of {_NAMES[kind]}: say --kind {kind}, or check_{kind}_norm"
-    return error + f"this is not the {_NAMES[case.kind].split()[1]} normalization asked for"
+    if known and (closed_form.excess(y.actual, other.value, other.careless) <= 1).all():
+        return error + f"it is that of {_KINDS[kind][0]}: say --kind {kind}, or check_{kind}_norm"
+    return error + f"this is not the {_KINDS[case.kind][0].split()[1]} normalization asked for"
 
 
-def decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
+def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     """Let the closed form decide where it can; elsewhere what finite differences say stays."""
     if not result.checked or not judged:
         return result
     each = next((each for each in judged if each.wrong), judged[0])
-    z = each.excess(each.bounds.careless if each.wrong else each.bounds.plain)
-    pattern = name_pattern((z > 1).reshape(each.shape)) if each.wrong else ""
     # Under an offset that leaves x no digits, nothing is known of the right gradient either.
-    known = each.wrong or (all(one.right for one in judged) and np.isfinite(each.resolution))
-    if not known:
+    if not each.wrong and not (all(e.right for e in judged) and np.isfinite(each.resolution)):
         return result
     verdict: ArgumentVerdict = "FAIL" if each.wrong else "PASS"
+    z = each.excess(each.bounds.careless if each.wrong else each.bounds.plain)
+    pattern = name_pattern((z > 1).reshape(each.shape)) if each.wrong else ""
     if result.verdict == verdict:
         seen = result.resolution if each.wrong else min(result.resolution, each.resolution)
         return replace(result, pattern=pattern, resolution=seen)
     # The noise of differences speaks against a right gradient, or hides that it is wrong.
     message = each.not_finite or "seen by the closed form, too small for finite differences"
-    place = int(np.argmax(z))
-    return replace(
-        result,
-        verdict=verdict,
-        checked=z.size,
-        failing=int(np.sum(z > 1)),
-        index=place_of(place, each.shape),
-        actual=float(each.actual.flat[place]),
-        numeric=float(each.bounds.value.flat[place]),
-        bound_numeric=float(each.bounds.plain.flat[place]),
-        bound_actual=0.0,
-        resolution=each.resolution,
-        message=message * each.wrong,
-        method="closed form",
-        pattern=pattern,
-        curve=(),
+    place, bounds = int(np.argmax(z)), each.bounds
+    counts = z.size, result.total, result.probes, int(np.sum(z > 1))
+    actual, value, bound = (float(a.flat[place]) for a in (each.actual, bounds.value, bounds.plain))
+    numbers = actual, value, bound, 0.0, each.resolution
+    where = place_of(place, each.shape)
+    message *= each.wrong
+    return ArgumentResult(
+        result.name, verdict, *counts, where, *numbers, message, "closed form", pattern
     )

@@ -42,7 +42,7 @@ def norm(a: Array) -> float:
 
 
 def rms(values: Array, axis: int | None = None) -> Array:
-    """Return the root mean square along an axis, kept, or of all, whose squares may overflow."""
+    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
     largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
     squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
     return np.asarray(largest * np.sqrt(squares))
@@ -61,17 +61,13 @@ class FaultError(Exception):
         self.raised = raised
 
 
-def _one_line(error: Exception) -> str:
-    """Describe an exception: its type and its message, which may have many lines."""
-    # 160 characters, with the words before them, are two lines of a terminal.
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
-
-
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
-        msg = f"{name} raised {_one_line(error)}"
+        # 160 characters, with the words before them, are two lines of a terminal.
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
+        msg = f"{name} raised {said}"
         raise FaultError(msg, raised=True) from None
 
 
@@ -83,7 +79,7 @@ class Operation:
         self.forward_calls = self.backward_calls = 0
         # A warning about results that do not last; empty where they do.
         self.overwritten = ""
-        # By result, the latest as it was returned, and a copy.
+        # The latest array of each result as it was returned, and a copy.
         self._latest: dict[str | int, tuple[Array, Array]] = {}
 
     def forward(self, args: Sequence[Array | None], *extra: Any) -> tuple[Array, Any]:
@@ -100,13 +96,15 @@ class Operation:
         """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
-        if not isinstance(returned, (tuple, list)):
-            kind = type(returned).__name__
-            msg = f"backward must return a tuple, NamedTuple or list of gradients, got {kind}"
-            raise FaultError(msg)
-        if len(returned) != len(args):
-            wanted = f"{len(args)} gradients, one for each argument"
-            msg = f"backward must return {wanted}, got {len(returned)}"
+        is_many, wanted = (
+            isinstance(returned, (tuple, list)),
+            "a tuple, NamedTuple or list of gradients",
+        )
+        if not is_many or len(returned) != len(args):
+            came = type(returned).__name__
+            if is_many:
+                wanted, came = f"{len(args)} gradients, one for each argument", str(len(returned))
+            msg = f"backward must return {wanted}, got {came}"
             raise FaultError(msg)
         both = enumerate(returned)
         return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
@@ -120,24 +118,20 @@ class Operation:
         return self._latest[name][1]
 
 
-def as_array(name: str, value: Any) -> Array:
-    """Return what a function gave as an array of one of the four dtypes, or raise FaultError."""
+def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Array:
+    """Return a result as an array of one of the four dtypes and of a shape, or raise FaultError."""
     try:
         array = np.asarray(value)
         check_dtype(name, array)
     except TypeError as error:
         raise FaultError(str(error)) from None
-    except ValueError as error:
-        msg = f"{name} must be an array, got {type(value).__name__}: {_one_line(error)}"
+    except ValueError:
+        msg = f"{name} must be an array, got {type(value).__name__}"
         raise FaultError(msg) from None
-    return array
-
-
-def require_shape(name: str, array: Array, shape: tuple[int, ...]) -> None:
-    """Raise FaultError unless an array has that shape."""
-    if array.shape != shape:
+    if shape is not None and array.shape != shape:
         msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
+    return array
 
 
 def copies(args: Sequence[Array | None]) -> list[Array | None]:
@@ -153,8 +147,12 @@ class Loss:
         y, self.cache = operation.forward(copies(args))
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), draw(y.size, rng)
-        # By whether it was raised, the first fault near x: such a point is left out.
+        # The first fault near x, by whether it was raised: such a point is left out.
         self.faults: dict[bool, str] = {}
+
+    def arguments(self) -> list[Array | None]:
+        """Copy the arguments, for a call that may modify them."""
+        return copies(self.args)
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
@@ -170,13 +168,11 @@ class Loss:
 
     def output(self, position: int, where: Any, values: Array) -> Array:
         """Return y, flat, with the entries `where` of one argument replaced; NaN if there is none."""
-        args = copies(self.args)
+        args = self.arguments()
         moved = args[position] = np.array(args[position], order="C")
         moved.reshape(-1)[where] = values.astype(moved.dtype)
         try:
-            y, _ = self.operation.forward(args)
-            require_shape("y", y, self.shape)
-            return flat(y)
+            return flat(as_array("y", self.operation.forward(args)[0], self.shape))
         except FaultError as fault:
             self.faults.setdefault(fault.raised, str(fault))
         return np.full(self.y.size, np.nan)

@@ -15,17 +15,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.compare import natural_size
-from stablenorm.check.operation import (
-    FaultError,
-    Loss,
-    as_array,
-    copies,
-    draw,
-    flat,
-    require_shape,
-    rms,
-    unit_roundoff,
-)
+from stablenorm.check.operation import FaultError, Loss, as_array, draw, flat, rms, unit_roundoff
 from stablenorm.check.results import TINIEST, Finding
 from stablenorm.formats import format_of
 from stablenorm.types import Array
@@ -40,7 +30,7 @@ _OF = "the gradient of "
 _OVERWRITTEN = "results, and the cache, are overwritten by the next call"
 _UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
 
-# By argument; those that cannot be compared are left out.
+# Arrays by argument; those that cannot be compared are left out.
 Gradients = dict[str, Array]
 
 
@@ -54,13 +44,18 @@ class CallRules:
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
         # A rule returns the words for what is wrong.
+        y, again = self._loss.y_as_returned, [self._dy] * _RUNS
         rules: dict[str, Callable[[], str]] = {
             "the forward leaves its arguments alone": partial(self._modified, "forward"),
-            "the forward is deterministic": self._forward_repeats,
+            "the forward is deterministic": lambda: _differ(
+                "", {"y": y}, *({"y": self._forward()[0]} for _ in again[1:])
+            ),
             "the backward leaves dy, the cache and the arguments alone": partial(
                 self._modified, "backward"
             ),
-            "the backward is deterministic, and a cache can be used twice": self._repeats,
+            "the backward is deterministic, and a cache can be used twice": lambda: _differ(
+                _OF, *self._pulls(again)
+            ),
             "the backward is linear in dy": self._linear,
             "the backward uses the cache that it is given": self._uses_its_cache,
         }
@@ -108,7 +103,7 @@ class CallRules:
         return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
     def _forward(self) -> tuple[Array, Any]:
-        return self._operation.forward(copies(self._loss.args))
+        return self._operation.forward(self._loss.arguments())
 
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[Gradients]:
         """Pull each dy back through one cache; return what was fit to be compared the first time."""
@@ -118,15 +113,15 @@ class CallRules:
             returned, found = self._operation.gradients(given, cache, self._loss.args), {}
             for position, name in enumerate(self._spans):
                 if name in self._gradients:
-                    array = as_array(f"{_OF}{name}", returned[position])
+                    shape = self._gradients[name].shape
+                    array = as_array(f"{_OF}{name}", returned[position], shape)
                     found[name] = self._loss.settled(position, array)
-                    require_shape(f"{_OF}{name}", array, self._gradients[name].shape)
             runs.append(found)
         return runs
 
     def _modified(self, what: str) -> str:
         """Say which arrays a call modifies."""
-        args, dy = copies(self._loss.args), self._loss.cotangent()
+        args, dy = self._loss.arguments(), self._loss.cotangent()
         cache = self._operation.forward(args)[1] if what == "backward" else None
         held = [("dy", dy), *zip(self._spans, args, strict=True), ("the cache", cache)]
         arrays = [(name, a, a.tobytes()) for name, each in held for a in _arrays_in(each)]
@@ -137,17 +132,10 @@ class CallRules:
         changed = dict.fromkeys(name for name, a, before in arrays if a.tobytes() != before)
         return f"the {what} modifies {', '.join(changed)}" if changed else ""
 
-    def _forward_repeats(self) -> str:
-        runs = [{"y": self._forward()[0]} for _ in range(1, _RUNS)]
-        return _differ("", {"y": self._loss.y_as_returned}, *runs)
-
-    def _repeats(self) -> str:
-        return _differ(_OF, *self._pulls([self._dy] * _RUNS))
-
     def _linear(self) -> str:
+        """Say where a backward is not linear: by twice dy, lest it be additive for these signs alone."""
         dy, other = self._dy, draw(self._dy.size, self._rng)
-        # A backward that is additive in dy for the signs it happens to meet need not be homogeneous:
-        # so twice dy. The sum is exact in every dtype, see `draw`.
+        # The sum is exact in every dtype, see `draw`.
         first, second, both = self._pulls((dy, other, 2 * dy + other))
         for name, total in both.items():
             a, b = first[name], second[name]
@@ -156,14 +144,14 @@ class CallRules:
             far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
             # Any order of summation, and terms that cancel.
             bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(name)
-            sides = flat(total), np.where(far, flat(total), made)
-            if said := _apart(f"{_OF}{name}", *sides, bound):
+            made = np.where(far, flat(total), made)
+            if said := _apart(f"{_OF}{name}", flat(total), made, bound):
                 return said
         return ""
 
     def _uses_its_cache(self) -> str:
         """Pull dy back through the first of two forwards, after the second one."""
-        cache, moved = self._forward()[1], copies(self._loss.args)
+        cache, moved = self._forward()[1], self._loss.arguments()
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
@@ -173,21 +161,21 @@ class CallRules:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
                 by = span * self._rng.uniform(-0.25, 0.25, span.shape)
                 moved[i] = (a + by.reshape(a.shape)).astype(a.dtype)
+
+        def is_off(cache: Any) -> bool:
+            try:
+                return bool(_differ(_OF, self._gradients, *self._pulls([self._dy], cache)))
+            except FaultError:
+                return True
+
         # Nothing can be asked where the operation is not defined.
         with suppress(FaultError):
             self._operation.forward(moved)
-            if self._is_off(cache):
-                if copied is not None and self._is_off(copied):
+            if is_off(cache):
+                if copied is not None and is_off(copied):
                     return "it returns the gradients of the latest forward, whose cache it was not given"
                 self._operation.overwritten = _OVERWRITTEN if copied is not None else _UNKNOWN
         return ""
-
-    def _is_off(self, cache: Any) -> bool:
-        """Tell whether a backward through `cache` does not give the gradients that it gave at first."""
-        try:
-            return bool(_differ(_OF, self._gradients, *self._pulls([self._dy], cache)))
-        except FaultError:
-            return True
 
 
 def _arrays_in(thing: Any, depth: int = _DEPTH) -> Iterator[Array]:
@@ -207,8 +195,8 @@ def _copy_of(cache: Any) -> Any:
     except Exception:  # noqa: BLE001 - whatever an object of the user's raises
         return None
     # A closure is its own copy, and all in it.
-    arrays, there = list(_arrays_in(copied)), {id(array) for array in _arrays_in(cache)}
-    return copied if arrays and not there & set(map(id, arrays)) else None
+    arrays = set(map(id, _arrays_in(copied)))
+    return copied if arrays and arrays.isdisjoint(map(id, _arrays_in(cache))) else None
 
 
 def _bound(a: Array) -> float:
@@ -220,18 +208,14 @@ def _bound(a: Array) -> float:
 
 def _differ(what: str, first: Gradients, *more: Gradients) -> str:
     """Say which results of the same call differ, and how far."""
-    said = (_apart(f"{what}{n}", a, each[n]) for n, a in first.items() for each in more)
+    said = (_apart(f"{what}{n}", a, each[n], _bound(a)) for n, a in first.items() for each in more)
     return next(filter(None, said), "")
 
 
-def _apart(name: str, first: Array, other: Array, bound: float | None = None) -> str:
+def _apart(name: str, first: Array, other: Array, bound: float) -> str:
     """Say how far two results are apart, if by more than rounding explains."""
-    require_shape(name, other, first.shape)
-    bound = _bound(first) if bound is None else bound
-    a, b = flat(other), flat(first)
+    a, b = flat(as_array(name, other, first.shape)), flat(first)
     # NaN where only one of them is NaN.
     apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    largest = np.max(apart, initial=0.0)
-    if largest <= bound:
-        return ""
-    return f"{name} differs by {largest / bound:.2g} times what rounding explains"
+    z = np.max(apart, initial=0.0) / bound
+    return "" if z <= 1 else f"{name} differs by {z:.2g} times what rounding explains"

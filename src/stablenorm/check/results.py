@@ -1,79 +1,31 @@
-"""The report of a gradient check: numbers and a verdict, as text and as a picture."""
+"""The report of a gradient check: numbers, a verdict, and both as text."""
 
-import itertools
 import math
-import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.figures import COLORS, new_figure
 from stablenorm.text import plain, to_json, wrapped
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
-# Errors below this are drawn at it: a float64 says no more.
-_FLOOR = 1e-17
 # Stands for a bound of 0: nothing is 0 times as large.
 TINIEST = 2.0**-1074
 
 
-def excess_of(difference: float, bound: float) -> float:
-    """Return a difference in units of its bound."""
-    return abs(float(difference)) / max(float(bound), TINIEST)
-
-
 class Finding(NamedTuple):
     """
-    One thing that was looked at beside the derivatives: by which layer of the check, and its result.
+    Result of one test beside the derivatives.
 
-    `layer` is "contract", "closed form", "hard inputs" or "smoothness"; `name` what was to hold, as
-    a sentence; `message` what was seen, in one line, empty for a PASS. A NOTE is worth knowing, and
-    does not count.
+    `layer` is "contract", "closed form", "identities", "hard inputs" or "smoothness"; `name` says
+    what was to hold, `message` what was seen, in one line. A NOTE does not count for the verdict.
     """
 
     layer: str
     name: str
     verdict: FindingVerdict
     message: str = ""
-
-
-class Identity(NamedTuple):
-    """An equation that exact gradients satisfy: the residual of its worst row, and the bound there."""
-
-    name: str
-    error: float
-    bound: float
-    passed: bool
-
-    @property
-    def finding(self) -> Finding:
-        """The same as one of the findings."""
-        off = f"off by {self.error:.2e}, bound {self.bound:.2e}"
-        return Finding("identities", self.name, "PASS" if self.passed else "FAIL", off)
-
-
-class Difference(NamedTuple):
-    """One element compared: where, both values, both bounds together."""
-
-    place: tuple[int, ...]
-    actual: float
-    numeric: float
-    bound: float
-
-    @property
-    def z(self) -> float:
-        """The difference in units of the bound; more than 1 is a failure."""
-        return excess_of(self.actual - self.numeric, self.bound)
-
-
-class Secant(NamedTuple):
-    """One point of the curve of error against step: a plain secant, not extrapolated."""
-
-    step: float
-    numeric: float
-    noise: float
 
 
 @dataclass(frozen=True)
@@ -103,9 +55,6 @@ class ArgumentResult:
     pattern : str
         Where it differs: "element (0, 2)", "row 3", "column 5", "everywhere", "5 of 32
         elements"; "2 of the 12 elements compared" where not all are; empty for a PASS.
-    differences, curve : tuple of Difference, tuple of Secant
-        Every element that was compared; at `index`, or the probe, plain secants at each step, in
-        units of the argument's scale.
     """
 
     name: str
@@ -123,8 +72,6 @@ class ArgumentResult:
     message: str = ""
     method: str = "secants"
     pattern: str = ""
-    differences: tuple[Difference, ...] = ()
-    curve: tuple[Secant, ...] = ()
 
     @property
     def judged(self) -> bool:
@@ -134,7 +81,8 @@ class ArgumentResult:
     @property
     def z(self) -> float:
         """The difference in units of both bounds together; more than 1 is a failure."""
-        return excess_of(self.actual - self.numeric, self.bound_numeric + self.bound_actual)
+        bound = self.bound_numeric + self.bound_actual
+        return abs(self.actual - self.numeric) / max(bound, TINIEST)
 
     def __str__(self) -> str:
         """Give one line; for what failed, or is not known, two more with the worst element."""
@@ -166,9 +114,9 @@ class GradientReport:
         One for each argument, in order.
     forward_calls, backward_calls, seconds : int, int, float
         How often each was called, and how long it took.
-    identities, findings : tuple of Identity, tuple of Finding
-        What the other layers saw: the contract, the closed form, hard inputs, kinks. Identities are
-        those of `check_layer_norm` alone.
+    findings : tuple of Finding
+        Results of the other layers: the contract, kinks and, in `check_layer_norm`, the closed
+        form, sum(dx) = 0 and hard inputs.
     diagnosis : tuple of str
         What is wrong, named; one sentence each.
     about : str
@@ -177,7 +125,6 @@ class GradientReport:
 
     arguments: tuple[ArgumentResult, ...]
     forward_calls: int
-    identities: tuple[Identity, ...] = ()
     findings: tuple[Finding, ...] = ()
     diagnosis: tuple[str, ...] = ()
     backward_calls: int = 0
@@ -187,7 +134,7 @@ class GradientReport:
     @property
     def verdict(self) -> Verdict:
         """FAIL if anything is wrong, PASS if all that was compared is right and fine enough."""
-        verdicts = {r.verdict for r in self.arguments} | {f.verdict for f in self._seen()}
+        verdicts = {r.verdict for r in self.arguments} | {f.verdict for f in self.findings}
         if "FAIL" in verdicts:
             return "FAIL"
         # A check in which nothing was compared has shown nothing.
@@ -218,51 +165,15 @@ class GradientReport:
         """Return `as_dict` as JSON text, and write it to the file `path` if one is named."""
         return to_json(self.as_dict(), path)
 
-    def plot(self, path: Any, *, format: str | None = None) -> None:
-        """
-        Draw error against step into a file, of PNG, SVG or PDF by `format` or the name's ending.
-
-        It needs Matplotlib. For each argument: how far a plain central difference at each step is
-        from the extrapolated value, where z is largest, relative to the largest element.
-        """
-        # 9 inches by 150 dots show letters of 10 points at their size on 900 pixels.
-        figure = new_figure(9, 4.3)
-        about = f"{self.verdict}: {self.diagnosis[0]}" if self.diagnosis else self._headline()
-        title = "\n".join(textwrap.wrap(about, 90, max_lines=2, placeholder=" ..."))
-        figure.suptitle(title, fontsize=12, fontweight="bold", parse_math=False)
-        axes = figure.subplots()
-        judged = [result for result in self.arguments if result.judged]
-        for result, color in zip(judged, itertools.cycle(COLORS), strict=False):
-            known = [result.numeric, *(each.numeric for each in result.differences)]
-            size = max((abs(v) for v in known if math.isfinite(v)), default=0.0) or 1.0
-            errors = [(s.step, abs(s.numeric - result.numeric) / size) for s in result.curve]
-            points = [(step, max(e, _FLOOR)) for step, e in errors if math.isfinite(e)]
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", color=color, ms=4, lw=1.5)
-            off = abs(result.actual - result.numeric) if result.z > 1 else math.nan
-            bound = result.bound_numeric + result.bound_actual
-            for what, error, dash in (("bound", bound, "-"), ("backward is off", off, ":")):
-                if math.isfinite(error):
-                    label, height = f"d{result.name}: {what}", max(error / size, _FLOOR)
-                    axes.axhline(height, color=color, ls=dash, label=label)
-        xlabel, ylabel = "step, in units of the argument's own scale", "relative error"
-        axes.set(xscale="log", yscale="log", xlabel=xlabel, ylabel=ylabel)
-        dots = "Dots: plain central differences, at the worst place"
-        axes.set_title(dots if judged else "Nothing compared", fontsize=9, loc="left")
-        axes.grid(alpha=0.25)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8, frameon=False)
-        figure.savefig(path, format=format, dpi=150)
-
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
         lines = [self._headline(), *self.diagnosis, *self.about.splitlines()]
         lines += [line for each in self.arguments for line in str(each).splitlines()]
-        for layer in dict.fromkeys(each.layer for each in self._seen()):
-            seen = [each for each in self._seen() if each.layer == layer]
+        for layer in dict.fromkeys(each.layer for each in self.findings):
+            seen = [each for each in self.findings if each.layer == layer]
             counts = Counter(each.verdict for each in seen)
             lines.append(f"{layer}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
-            shown = (each for each in seen if each.verdict != "PASS")
+            shown = (f for f in seen if f.verdict != "PASS")
             lines += [f"  {f.verdict}: {f.name}: {f.message}".removesuffix(": ") for f in shown]
         calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
         # Below a second, the time interests nobody, and equal checks give equal texts.
@@ -278,11 +189,7 @@ class GradientReport:
         names = [each.name for each in self.arguments if each.verdict == verdict]
         about = "wrong gradient of " if verdict == "FAIL" else "no verdict on the gradient of "
         if not names:
-            names = list(dict.fromkeys(f.layer for f in self._seen() if f.verdict == verdict))
+            names = list(dict.fromkeys(f.layer for f in self.findings if f.verdict == verdict))
             about = "" if names else "nothing was compared"
         listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
         return f"{verdict}: {about}{listed}"
-
-    def _seen(self) -> list[Finding]:
-        """Return identities and findings alike."""
-        return [*(each.finding for each in self.identities), *self.findings]

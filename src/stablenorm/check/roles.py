@@ -7,20 +7,20 @@ known name by their order.
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-# By role, compared without underscores and capitals. "settings" is a dict with eps.
+# Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
     "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
     "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),
+    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
     "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
     "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "lnweight", "lnw"),
     "beta": ("beta", "bias", "b", "shift", "offset", "biases", "lnbias", "lnb"),
     "eps": ("eps", "epsilon", "e", "varianceepsilon", "lnepsilon", "lneps"),
-    "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
     "parameters": ("params", "parameters", "param"),
     "gradients": ("grads", "gradients", "grad", "dparams"),
     "cache": ("cache", "ctx", "saved", "context", "memo", "state", "tape", "cached"),
@@ -68,23 +68,6 @@ def spelled(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__name__', 'a function')}{inspect.signature(function)}"
 
 
-def forward_roles(function: Callable[..., Any]) -> dict[str, str]:
-    """Return what each parameter is for; those of unknown name get the roles left, in order."""
-    held = parameters(function)
-    roles: dict[str, str] = {}
-    for name in held:
-        # A second name for one role, a `scale` beside gamma say, has a default of its own.
-        if (role := role_of(name)) and role not in roles.values():
-            roles[name] = role
-    left = [role for role in ARGUMENTS if role not in roles.values()]
-    unknown = [name for name, needed in held.items() if needed and name not in roles]
-    roles |= dict(zip(unknown, left, strict=False))
-    if len(unknown) > len(left) or "x" not in roles.values():
-        msg = f"the forward must take (x, gamma, beta, eps), got {spelled(function)}"
-        raise ValueError(msg)
-    return roles
-
-
 def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return the gradients that come by name or, as many as there are, in order; else nothing."""
     named = returned._asdict() if hasattr(returned, "_asdict") else returned
@@ -107,38 +90,49 @@ def adapt(
 
     ValueError or TypeError says why the functions cannot be called so.
     """
-    roles = forward_roles(forward)
-    takes = tuple(role for role in PARAMETERS if role in roles.values())
+    held, roles = parameters(forward), dict[str, str]()
+    for name in held:
+        # A second name for one role, a `scale` beside gamma say, has a default of its own.
+        if (role := role_of(name)) and role not in roles.values():
+            roles[name] = role
+    # Parameters of unknown name get the roles left, in order.
+    left = [role for role in ARGUMENTS if role not in roles.values()]
+    unknown = [name for name, needed in held.items() if needed and name not in roles]
+    roles |= dict(zip(unknown, left, strict=False))
+    if len(unknown) > len(left) or "x" not in roles.values():
+        msg = f"the forward must take (x, gamma, beta, eps), got {spelled(forward)}"
+        raise ValueError(msg)
     required = [name for name, needed in parameters(backward).items() if needed]
     if len(required) != 2:
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
-    order = required[::-1] if key_of(required[0]) in NAMES["cache"] else required
-    call_forward, call_backward = _named(forward, roles), _named(backward, required)
+    is_reversed = key_of(required[0]) in NAMES["cache"]
+    ways = dict(zip(required, ("cache", "dy") if is_reversed else ("dy", "cache"), strict=True))
+    takes = tuple(role for role in PARAMETERS if role in roles.values())
+    call_forward, call_backward = _by_role(forward, roles), _by_role(backward, ways)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
-        given = {"x": x, "gamma": gamma, "beta": beta, "eps": eps}
-        if "settings" in roles.values():
-            given["settings"] = dict.fromkeys(NAMES["eps"], eps)
-        result = call_forward({name: given[role] for name, role in roles.items()})
+        settings = dict.fromkeys(NAMES["eps"], eps) if "settings" in roles.values() else {}
+        result = call_forward(x=x, gamma=gamma, beta=beta, eps=eps, settings=settings)
         if isinstance(result, (tuple, list)) and len(result) > 2:
             return result[0], tuple(result[1:])
         return result
 
     def pull(dy: Any, cache: Any) -> Any:
-        returned = call_backward(dict(zip(order, (dy, cache), strict=True)))
+        returned = call_backward(dy=dy, cache=cache)
         found = gradients_by_role(returned, takes)
         return [found.get(role) for role in ARGUMENTS[:3]] if "x" in found else returned
 
     return call, pull, takes
 
 
-def _named(function: Callable[..., Any], names: Iterable[str]) -> Callable[[dict[str, Any]], Any]:
-    """Return the function of its arguments by name; those that it wants by place are given so."""
-    held = inspect.signature(function).parameters
-    placed = [name for name in names if held[name].kind is inspect.Parameter.POSITIONAL_ONLY]
+def _by_role(function: Callable[..., Any], roles: dict[str, str]) -> Callable[..., Any]:
+    """Return the function of its arguments by role; those that it wants by place are given so."""
+    held, by_place = inspect.signature(function).parameters, inspect.Parameter.POSITIONAL_ONLY
+    placed = [roles[n] for n, p in held.items() if n in roles and p.kind is by_place]
+    named = {name: role for name, role in roles.items() if held[name].kind is not by_place}
 
-    def call(given: dict[str, Any]) -> Any:
-        return function(*[given.pop(name) for name in placed], **given)
+    def call(**given: Any) -> Any:
+        return function(*[given[r] for r in placed], **{n: given[r] for n, r in named.items()})
 
     return call

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 
 from stablenorm.check import check_layer_norm, check_rms_norm
+from stablenorm.check.cases import example
 from stablenorm.cli import parts
 from stablenorm.cli.user_file import UserError, UserFile, kept_streams, line_of
 from stablenorm.cli.user_norm import Norm, adapt_class, adapt_functions
@@ -24,22 +25,20 @@ examples:
   stablenorm check mine.py --class LayerNorm
   stablenorm check mine.py --kind rms
   stablenorm check mine.py --shape 32 768 --dtype float32 --seed 3
-  stablenorm check mine.py --plot check.png --json check.json
+  stablenorm check mine.py --json check.json
 
 what the file holds, two functions or a class:
   def layer_norm_forward(x, gamma, beta, eps): ...    return y, cache
   def layer_norm_backward(dy, cache): ...             return dx, dgamma, dbeta
   class LayerNorm: ...                                forward(x), backward(dy)
 The kind of the norm follows the name: rms_norm_forward, class RMSNorm.
-gamma and beta may be missing.
 
 Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...), otherwise by
-order. The cache may be anything. Gradients may come as a tuple or, by name, as a dict. An eps
-fixed inside the forward is found, and said. The file's own output is not shown.
+order; gamma and beta may be missing. The cache may be anything. Gradients may come as a tuple or,
+by name, as a dict. An eps fixed inside the forward is found, and said.
 
-A class is made with n, (n,) or nothing. gamma and beta are attributes (gamma or weight, beta or
-bias), or members of params; their gradients are returned, or stored in attributes (dgamma,
-grad_weight, ...) or in grads, a list in the order of params or a dict by name.
+A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params;
+their gradients are returned, or stored in attributes (dgamma, grad_weight, ...) or in grads.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 
@@ -69,7 +68,6 @@ OPTIONS = {
     "--eps": ("passed to the forward; default: 1e-5", {"default": 1e-5}),
     "--seed": "of the data; default: 0",
     "--json": "write all figures to this file",
-    "--plot": "draw error against step into this file",
 }
 
 
@@ -90,15 +88,9 @@ def run(arguments: argparse.Namespace) -> int:
             warnings.simplefilter("ignore")
             shape, notes = _choose_shape(norm, arguments)
             check = {"layer": check_layer_norm, "rms": check_rms_norm}[norm.kind]
-            report = check(
-                norm.forward,
-                norm.backward,
-                *_data(norm, shape, arguments),
-                arguments.eps,
-                gamma_offset=arguments.gamma_offset,
-                rng=arguments.seed,
-                progress=progress,
-            )
+            given = *_data(norm, shape, arguments), arguments.eps
+            options = {"gamma_offset": arguments.gamma_offset, "rng": arguments.seed}
+            report = check(norm.forward, norm.backward, *given, **options, progress=progress)
     except UserError as error:
         raise parts.InputError(line_of(error)) from None
     except parts.InputError:
@@ -111,7 +103,6 @@ def run(arguments: argparse.Namespace) -> int:
     asked = {"shape": shape, "dtype": arguments.dtype, "eps": arguments.eps, "seed": arguments.seed}
     content = {"source": arguments.file.name, "functions": norm.signature, "notes": notes}
     parts.write_json(arguments.json, content | asked | {"report": report.as_dict()})
-    parts.write_plot(arguments.plot, report.plot)
     parts.print_lines(f": {norm.signature}", bold=arguments.file.name)
     parts.print_lines(*(f"note: {note}" for note in notes), "")
     first, *others = str(report).splitlines()
@@ -141,15 +132,10 @@ def _adapt(file: UserFile, arguments: argparse.Namespace) -> Norm:
 
 
 def _data(norm: Norm, shape: tuple[int, ...], arguments: argparse.Namespace) -> _Data:
-    """Return x, and gamma and beta where there are any: of both signs, and nothing special."""
-    rng = np.random.default_rng(arguments.seed)
-    n = shape[-1]
-    x = rng.standard_normal(shape).astype(arguments.dtype)
-    signs = rng.permutation(np.where(np.arange(n) % 2, -1.0, 1.0))
-    gamma = (signs * (1 + 0.5 * rng.random(n))).astype(arguments.dtype)
-    beta = (0.5 + rng.random(n)).astype(arguments.dtype)
-    takes = norm.takes
-    return x, gamma if "gamma" in takes else None, beta if "beta" in takes else None
+    """Return x, and gamma and beta where there are any."""
+    arrays = example(shape, np.random.default_rng(arguments.seed))
+    x, gamma, beta = (each.astype(arguments.dtype) for each in arrays)
+    return x, gamma if "gamma" in norm.takes else None, beta if "beta" in norm.takes else None
 
 
 def _choose_shape(norm: Norm, arguments: argparse.Namespace) -> tuple[tuple[int, ...], list[str]]:

@@ -32,7 +32,7 @@ exit status: 0 no check failed; 1 a check failed; 2 the input cannot be used, on
 SUMMARY = "compute y, dx, dgamma and dbeta of the arrays in a file, and check them"
 ABOUT = (
     "Compute y, dx, dgamma and dbeta, and check them against the exact result, against finite "
-    "differences and against identities. The error of the usual two-pass formula on the same "
+    "differences and a closed form. The error of the usual two-pass formula on the same "
     "data is shown beside ours, what other methods would lose, and what the norm costs. x is "
     "normalized over its last axis."
 )

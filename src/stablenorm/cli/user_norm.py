@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stablenorm.check import roles
 from stablenorm.check.operation import copies
 from stablenorm.check.roles import (
     NAMES,
     PARAMETERS,
-    adapt,
     gradient_role,
     gradients_by_role,
     key_of,
-    parameters,
     role_of,
-    spelled,
 )
 from stablenorm.cli.user_file import UserError, UserFile, line_of
 from stablenorm.text import shape_text
@@ -66,8 +64,8 @@ def adapt_functions(
         returned = backward(*args, **options)
         return _complete(gradients_by_role(returned, takes), takes, returned, ("x", *takes))
 
-    usual_forward, usual_backward, takes = adapt(call, pull)
-    signature = f"{spelled(forward)}, {spelled(backward)}"
+    usual_forward, usual_backward, takes = roles.adapt(call, pull)
+    signature = ", ".join(map(roles.spelled, (forward, backward)))
     return Norm(usual_forward, usual_backward, takes, signature, kind or _kind_of(name))
 
 
@@ -75,16 +73,15 @@ def _complete(
     found: Mapping[str, Any], takes: Sequence[str], returned: Any, required: Sequence[str]
 ) -> _Gradients:
     """Return dx, dgamma and dbeta, or UserError if a required one is missing."""
-    if missing := [f"d{role}" for role in required if found.get(role) is None]:
-        wanted = ", ".join(f"d{role}" for role in ("x", *takes))
+    if missing := ", ".join(f"d{role}" for role in required if found.get(role) is None):
         what = type(returned).__name__
         if isinstance(returned, Mapping):
-            what += f" of {', '.join(map(str, returned))}: no {', '.join(missing)}"
+            what += f" of {', '.join(map(str, returned))}: no {missing}"
         elif isinstance(returned, (tuple, list)):
-            is_as_long = len(returned) == 1 + len(takes)
-            what += f" of {len(returned)}" + f": no {', '.join(missing)}" * is_as_long
+            what += f" of {len(returned)}" + f": no {missing}" * (len(returned) == 1 + len(takes))
         elif isinstance(returned, np.ndarray):
             what = f"one array of shape {shape_text(returned.shape)}"
+        wanted = ", ".join(f"d{role}" for role in ("x", *takes))
         msg = f"the backward must return {wanted}, got {what}"
         raise UserError(msg)
     return found["x"], found.get("gamma"), found.get("beta")
@@ -111,7 +108,7 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         instance = _make(file, class_, x.shape[-1])
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if value is not None and (places := _places(instance, role)):
-                # In the shape that the class gave it; one array wherever it held one.
+                # The shape is that of the class; one array goes wherever it held one.
                 shape = np.shape(places[0].value)
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
@@ -120,13 +117,11 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
-    def forward(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
-        kept = (*copies((x, gamma, beta)), eps)
-        return run(x, gamma, beta, eps)[0], kept
+    def forward(*given: Any) -> tuple[Any, Any]:
+        return run(*given)[0], (*copies(given[:3]), given[3])
 
     def backward(dy: Array, cache: Any) -> _Gradients:
-        *arrays, eps = cache
-        _, instance = run(*copies(arrays), eps)  # type: ignore[arg-type, call-arg]
+        _, instance = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
         returned = file.guard(instance.backward)(dy)
         found = _stored_gradients(instance, takes)
         # A single array is dx, and the others are stored.
@@ -146,9 +141,9 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     # A class may want its parameters by name; bias=True, which has a default, is something else.
     wanted = {"eps": 1e-5, "gamma": np.ones(n), "beta": np.zeros(n)}
     options = {
-        name: wanted[role_of(name)]
-        for name, needed in parameters(class_).items()
-        if role_of(name) in wanted and (needed or role_of(name) == "eps")
+        name: wanted[role]
+        for name, needed in roles.parameters(class_).items()
+        if (role := role_of(name)) in wanted and (needed or role == "eps")
     }
     said = []
     for arguments in ((n,), ((n,),), ()):
@@ -165,34 +160,32 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     raise UserError(msg)
 
 
-def _attributes(instance: Any) -> dict[str, Any]:
-    """Return what an instance holds; a slot may be empty yet."""
+def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
+    """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
+    # A slot may be empty yet.
     held = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
-    return {name: value for name, value in held if not callable(value)}
-
-
-def _members(instance: Any, what: str, order: Sequence[str]) -> Iterator[_Member]:
-    """Yield what a dict of the parameters or gradients holds, or a list or tuple in an order."""
-    attributes = _attributes(instance)
-    for held in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
-        if isinstance(held, dict):
-            yield from (_Member(str(k), v, partial(held.__setitem__, k)) for k, v in held.items())
-        elif isinstance(held, (list, tuple)):
-            for i, (role, value) in enumerate(zip(order, held, strict=False)):
+    attributes = {name: value for name, value in held if not callable(value)}
+    if not what:
+        yield from (_Member(n, v, partial(setattr, instance, n)) for n, v in attributes.items())
+        return
+    for kept in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
+        if isinstance(kept, dict):
+            yield from (_Member(str(k), v, partial(kept.__setitem__, k)) for k, v in kept.items())
+        elif isinstance(kept, (list, tuple)):
+            for i, (role, value) in enumerate(zip(order, kept, strict=False)):
                 # A parameter that is an attribute as well is called like that.
                 same = (n for n, other in attributes.items() if other is value and role_of(n))
                 put: Any = partial(np.copyto, value)
-                if isinstance(held, list):
-                    put = partial(held.__setitem__, i)
+                if isinstance(kept, list):
+                    put = partial(kept.__setitem__, i)
                 yield _Member(next(same, role), value, put)
 
 
 def _places(instance: Any, role: str) -> list[_Member]:
     """Return where gamma, beta or eps is, in an attribute or a member of `params`; empty if nowhere."""
     kind: Any = (int, float) if role == "eps" else np.ndarray
-    held = [_Member(n, v, partial(setattr, instance, n)) for n, v in _attributes(instance).items()]
-    held += _members(instance, "parameters", PARAMETERS)
     known = {key: i for i, key in enumerate(NAMES[role])}
+    held = [*_members(instance), *_members(instance, "parameters", PARAMETERS)]
     found = [each for each in held if key_of(each.name) in known and isinstance(each.value, kind)]
     found.sort(key=lambda each: known[key_of(each.name)])
     return [each for each in found if each.value is found[0].value]
@@ -201,8 +194,6 @@ def _places(instance: Any, role: str) -> list[_Member]:
 def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
     """Return by role the gradients in attributes and in lists and dicts of them."""
     order = [role_of(each.name) for each in _members(instance, "parameters", PARAMETERS)]
-    order = order if set(order) == set(takes) else list(takes)
-    held = _members(instance, "gradients", order)
+    held = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
     found = {gradient_role(name) or role_of(name): value for name, value, _ in held}
-    attributes = _attributes(instance).items()
-    return found | {gradient_role(name): each for name, each in attributes if each is not None}
+    return found | {gradient_role(n): v for n, v, _ in _members(instance) if v is not None}

@@ -5,26 +5,24 @@ The backend "cuda": layer norm on a CUDA device, one launch forward and one back
 addresses. Everything happens on the device of x and its current stream, without waiting for it.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stablenorm.arrays import Arrays
 from stablenorm.call import Backward, Forward
-from stablenorm.cuda import arrays, driver, workspace
+from stablenorm.cuda import arrays, driver
+from stablenorm.cuda.arrays import Matrix
 from stablenorm.cuda.compile import first_line
 from stablenorm.cuda.driver import check_usable
 from stablenorm.cuda.plan import Kernel, choose_kernel, cut, pack_parameters
-from stablenorm.cuda.workspace import CudaWorkspace
 from stablenorm.types import Statistics
 
-__all__ = ["CudaWorkspace", "check_usable"]
+__all__ = ["check_usable"]
 
-# What the driver says when blocks that wait for one another would not all fit, whatever was
-# computed before: another process, or a share of the device, may take multiprocessors away.
+# The driver refuses a launch whose blocks wait for one another if they would not all fit, whatever it
+# said before: another process, or a share of the device, may have taken multiprocessors away.
 _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 
 # The names of the runtime and of the driver for it.
@@ -33,150 +31,171 @@ _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 # Copies of 16 bytes need addresses that are multiples of it.
 _VECTOR_BYTES = 16
 
-_choose_kernel = functools.lru_cache(1024)(choose_kernel)
+_NOWHERE = Matrix(0, 0)
+
+
+class Plan(NamedTuple):
+    """A kernel, loaded, and the blocks of it that the device holds at once."""
+
+    kernel: Kernel
+    function: Any
+    resident: int
+    # Whether all blocks of a launch can be promised to run at once.
+    cooperative: bool
+
+
+@functools.lru_cache(1024)
+def find_plan(device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any) -> Plan:
+    """Return the plan for rows of `n`, given the dtypes of the arrays."""
+    facts = driver.read_facts(device)
+    kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
+    function = driver.load(device, kernel)
+    return Plan(kernel, function, driver.count_resident(device, kernel), facts.cooperative)
 
 
 def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     x, (gamma, beta, eps, *_), y = call[:3]
-    with _on_device(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
+    with _OnDevice(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
         rows, n = x.shape
-        statistics = _new_statistics(cupy, rows, x.dtype.itemsize == 8)
-        if rows == 0:
-            return statistics
-        source = arrays.matrix(cupy, "x", x, read=True)
-        target = arrays.matrix(cupy, "out", y, read=False)
-        scale, shift = arrays.flat(cupy, "gamma", gamma), arrays.flat(cupy, "beta", beta)
-        values: dict[str, Any] = _places(
-            x=source, out=target, gamma=scale, beta=shift, **statistics._asdict()
-        )
-        values |= {"rows": rows, "n": n, "eps": eps}
-        kernel = _kernel(device, values, x.dtype, None, gamma, beta)
-        _launch(device, kernel, -(-rows // kernel.slots), False, values)
-        arrays.put_back(cupy, target, y)
-        return statistics
+        kept = _new_statistics(cupy, rows, x.dtype.itemsize == 8)
+        if rows:
+            source, target = arrays.matrix(cupy, x, True), arrays.matrix(cupy, y, False)
+            scale, shift = arrays.flat(cupy, gamma), arrays.flat(cupy, beta)
+            aligned = _aligned(x.dtype.itemsize, source, target)
+            plan = find_plan(device, n, aligned, x.dtype, None, _dtype(gamma), _dtype(beta))
+            values = (
+                source.pointer, 0, _place(scale), _place(shift), target.pointer, 0, 0,
+                *_words(kept), 0, 0, rows, n, source.stride, 0, target.stride, 0, 0, eps,
+            )  # fmt: skip
+            _launch(plan, -(-rows // plan.kernel.slots), values)
+            arrays.put_back(cupy, target, y)
+        return kept
 
 
 def backward(call: Backward) -> None:
     """Do what `reference.backward` does."""
-    dy, x, norm, statistics, dx, dgamma, dbeta = call[:7]
-    gamma = norm.gamma
-    totals: dict[str, Any] = {"dgamma": dgamma, "dbeta": dbeta}
-    places = {"x": x.array, "dy": dy.array, "gamma": gamma, "out.dx": getattr(dx, "array", None)}
-    with _on_device(**places, **{f"out.{k}": v for k, v in totals.items()}) as (cupy, device):
+    dy, x, norm, kept, dx, *totals = call[:7]
+    gamma, outs = norm.gamma, (getattr(dx, "array", None), *totals)
+    named = dict(zip(("out.dx", "out.dgamma", "out.dbeta"), outs, strict=True))
+    with _OnDevice(x=x.array, dy=dy.array, gamma=gamma, **named) as (cupy, device):
         rows, n = x.shape
-        wanted = {name: total for name, total in totals.items() if total is not None}
+        summing = any(total is not None for total in totals)
         if rows == 0:
-            for total in wanted.values():
+            for total in filter(lambda total: total is not None, totals):
                 total[...] = 0
-        if rows == 0 or (dx is None and not wanted):
+        if rows == 0 or (dx is None and not summing):
             return
-        target = None if dx is None else arrays.matrix(cupy, "out.dx", dx, read=False)
-        sources = [arrays.matrix(cupy, *each, read=True) for each in (("x", x), ("dy", dy))]
+        target = _NOWHERE if dx is None else arrays.matrix(cupy, dx, False)
+        source, cotangent = arrays.matrix(cupy, x, True), arrays.matrix(cupy, dy, True)
+        scale = arrays.flat(cupy, gamma)
         # A strided dgamma or dbeta is written to memory of its own first.
-        made = {
-            name: total if total.flags.c_contiguous else cupy.empty(n, total.dtype)
-            for name, total in wanted.items()
-        }
-        scale = arrays.flat(cupy, "gamma", gamma)
-        given = {"x": sources[0], "dy": sources[1], "out": target, "gamma": scale, **made}
-        values = _places(**given, **statistics._asdict()) | {"rows": rows, "n": n}
-        # beta itself is no argument of the backward: its dtype is that of dbeta.
-        kernel = _kernel(device, values, x.dtype, dy.dtype, gamma, dbeta)
-        chunks = cut(rows, kernel)
-        values |= {"chunks": chunks.number, "chunk_rows": chunks.rows}
-        if wanted:
-            nbytes = 2 * n * chunks.number * kernel.number_bytes
-            room = workspace.room(cupy, device, nbytes)
-            values |= _places(**room)
+        made = [
+            t if t is None or t.flags.c_contiguous else driver.held(cupy, cupy.empty(n, t.dtype))
+            for t in totals
+        ]
+        aligned = _aligned(x.dtype.itemsize, source, cotangent, target)
+        # The backward has no beta: the dtype is that of dbeta.
+        dtypes = x.dtype, dy.dtype, _dtype(gamma), _dtype(totals[1])
+        plan = find_plan(device, n, aligned, *dtypes)
+        chunks, room = cut(rows, plan.kernel), (None, None)
+        if summing:
+            room = driver.room(cupy, device, 2 * n * chunks.number * plan.kernel.number_bytes)
+        values = (
+            source.pointer, cotangent.pointer, _place(scale), 0,
+            target.pointer, *map(_place, made), *_words(kept), *map(_place, room), rows, n,
+            source.stride, cotangent.stride, target.stride, chunks.rows, chunks.number, 0.0,
+        )  # fmt: skip
         # Blocks wait for one another only where all are promised to run at once.
-        barrier = bool(wanted) and driver.read_facts(device).cooperative
-        _launch(device, kernel, chunks.number, barrier, values)
-        arrays.put_back(cupy, target, dx)
-        for name, total in wanted.items():
-            if made[name] is not total:
-                total[...] = made[name].reshape(total.shape)
+        _launch(plan, chunks.number, values, summing and plan.cooperative)
+        if dx is not None:
+            arrays.put_back(cupy, target, dx)
+        for total, sums in zip(totals, made, strict=True):
+            if sums is not total:
+                total[...] = sums.reshape(total.shape)
 
 
-def _kernel(device: int, values: dict[str, int], x: Any, dy: Any, gamma: Any, beta: Any) -> Kernel:
-    """Return the kernel for these places and strides, dtypes of x and dy, arrays gamma and beta."""
-    find = values.get
-    places = values["x"] | find("dy", 0) | find("out", 0)
-    strides = values["x_stride"] | find("dy_stride", 0) | find("out_stride", 0)
-    aligned = (places | strides * x.itemsize) % _VECTOR_BYTES == 0
-    dtypes = x, dy, getattr(gamma, "dtype", None), getattr(beta, "dtype", None)
-    return _choose_kernel(values["n"], *dtypes, driver.read_facts(device).shared, aligned)
-
-
-def _launch(device: int, kernel: Kernel, work: int, barrier: bool, values: dict[str, Any]) -> None:
+def _launch(plan: Plan, work: int, values: tuple[Any, ...], barrier: bool = False) -> None:
     """Launch once, at most a block for each piece of `work`."""
-    function = driver.load(device, kernel)
-    grid = min(work, driver.count_resident(device, kernel))
+    kernel, function, resident, _ = plan
+    grid = min(work, resident)
     try:
-        parameters = pack_parameters(barrier=barrier, **values)
-        driver.launch(function, kernel, grid, parameters, barrier)
+        driver.launch(function, kernel, grid, pack_parameters(*values, barrier), barrier)
     except RuntimeError as error:
         if not barrier or _TOO_MANY not in str(error):
             raise
         # Refused before anything ran. The last block gives the same bits and needs no company.
-        driver.launch(function, kernel, grid, pack_parameters(**values), False)
+        driver.launch(function, kernel, grid, pack_parameters(*values, 0), False)
 
 
-@contextlib.contextmanager
-def _on_device(**places: Any) -> Iterator[tuple[Any, int]]:
-    """Make the one device of all arrays current; where its memory is not enough, say the cure."""
-    device = int(places["x"].device.id)
-    for name, array in places.items():
-        if array is not None and array.device.id != device:
-            msg = (
-                f"{name} must be on device {device}, like x, got device {array.device.id}; copy it "
-                f"there: with cupy.cuda.Device({device}): {name} = cupy.array({name})"
-            )
-            raise ValueError(msg)
-    cupy = driver.import_cupy()
-    try:
-        with cupy.cuda.Device(device):
-            yield cupy, device
-    except (RuntimeError, MemoryError) as error:
+class _OnDevice:
+    """Make the one device of all arrays current; if its memory is not enough, say the cure."""
+
+    def __init__(self, **places: Any) -> None:
+        self._device = places["x"].device
+        for name, array in places.items():
+            if array is not None and array.device.id != self._device.id:
+                msg = (
+                    f"{name} must be on device {self._device.id}, like x, got device {array.device.id}; "
+                    f"copy it there: with cupy.cuda.Device({self._device.id}): {name} = cupy.array({name})"
+                )
+                raise ValueError(msg)
+
+    def __enter__(self) -> tuple[Any, int]:
+        self._device.__enter__()
+        return driver.import_cupy(), int(self._device.id)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._device.__exit__(kind, error, trace)
+        if not isinstance(error, (RuntimeError, MemoryError)):
+            return
         line = first_line(error)
-        if not isinstance(error, MemoryError) and not any(word in line for word in _NO_MEMORY):
-            raise
-        msg = (
-            f"too little memory on CUDA device {device} ({line}); let go of arrays and call "
-            "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
-        )
-        raise MemoryError(msg) from error
+        if isinstance(error, MemoryError) or any(word in line for word in _NO_MEMORY):
+            msg = (
+                f"too little memory on CUDA device {self._device.id} ({line}); let go of arrays and call "
+                "cupy.get_default_memory_pool().free_all_blocks(), or pass fewer rows at a time"
+            )
+            raise MemoryError(msg) from error
 
 
 def _new_statistics(cupy: Any, rows: int, pairs: bool) -> Statistics:
     numbers = cupy.empty((5 if pairs else 3, rows), np.float64)
-    words = Statistics(numbers[0], numbers[1], numbers[2])
     if not pairs:
-        return words
+        return Statistics(numbers[0], numbers[1], numbers[2])
     exponent = cupy.empty((rows, 2), np.int16)
-    return words._replace(rstd_lo=numbers[3], mean_tail=numbers[4], exponent=exponent)
+    mean, mean_lo, rstd, rstd_lo, tail = (numbers[i] for i in range(5))
+    return Statistics(mean, mean_lo, rstd, rstd_lo, tail, None, exponent)
 
 
 # ---- arguments as parameters of a kernel ----
 
 
-def _places(**found: Any) -> dict[str, int]:
-    """Return addresses and strides; what is not there stays null."""
-    values: dict[str, int] = {}
-    for name, array in found.items():
-        if isinstance(array, arrays.Matrix):
-            values[name], values[name + "_stride"] = array.pointer, array.stride
-        elif array is not None:
-            values[name] = int(array.data.ptr)
-    return values
+def _aligned(itemsize: int, *rows: Matrix) -> bool:
+    """Tell whether all rows begin at multiples of 16 bytes."""
+    return all((each.pointer | each.stride * itemsize) % _VECTOR_BYTES == 0 for each in rows)
+
+
+def _dtype(array: Any) -> Any:
+    return None if array is None else array.dtype
+
+
+def _place(array: Any) -> int:
+    """Return the address of an array; 0 for None."""
+    return 0 if array is None else array.data.ptr
+
+
+def _words(kept: Statistics) -> tuple[int, ...]:
+    """Return the addresses of the statistics, in the order of the parameters."""
+    mean, mean_lo, rstd, rstd_lo, tail, _, exponent = kept
+    return tuple(map(_place, (mean, mean_lo, rstd, rstd_lo, tail, exponent)))
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], like: Any) -> Any:
-    with _on_device(x=like) as (cupy, _):
+    with _OnDevice(x=like) as (cupy, _):
         return cupy.empty(shape, dtype)
 
 
-# What the public functions do with these arrays.
+# How the public functions handle these arrays.
 ARRAYS = Arrays(
     arrays.convert, arrays.target, _empty, arrays.overlap, arrays.same_elements, arrays.Folded
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from stablenorm import arrays as host
 from stablenorm.arrays import check_distinct, check_target, mixed, on_cuda_device
-from stablenorm.cuda.driver import import_cupy
+from stablenorm.cuda.driver import held, import_cupy
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
@@ -28,13 +28,17 @@ class Folded(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, n)."""
-        lengths = self.array.shape
-        n = math.prod(lengths[axis] for axis in self.axes)
-        return math.prod(lengths) // n, n
+        array = self.array
+        n = (
+            array.shape[self.axes[0]]
+            if len(self.axes) == 1
+            else math.prod(map(array.shape.__getitem__, self.axes))
+        )
+        return array.size // n, n
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the elements."""
+        """The dtype of the elements."""
         dtype: np.dtype[Any] = self.array.dtype
         return dtype
 
@@ -115,52 +119,35 @@ def _imported(name: str, value: Any) -> Any:
 # ---- arguments of a launch ----
 
 
-def matrix(cupy: Any, name: str, folded: Folded, *, read: bool) -> Matrix:
-    """Return the rows of an array; or of a copy, of its elements if it is `read`, if they have gaps."""
+def matrix(cupy: Any, folded: Folded, read: bool) -> Matrix:
+    """Return the rows of an array; if they have gaps, those of a copy, whose elements are set if it is `read`."""
     array, axes = folded
     if array.flags.c_contiguous and axes[0] == array.ndim - len(axes):
         return Matrix(array.data.ptr, folded.shape[1])
-    seen, itemsize = _ghost(folded.array), folded.dtype.itemsize
-    seen = np.moveaxis(seen, folded.axes, range(seen.ndim - len(folded.axes), seen.ndim)).view()
+    seen, itemsize = _ghost(array), folded.dtype.itemsize
+    seen = np.moveaxis(seen, axes, range(seen.ndim - len(axes), seen.ndim)).view()
     # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
     with contextlib.suppress(AttributeError):
         seen.shape = folded.shape
         between, within = seen.strides
         if (seen.shape[1] == 1 or within == itemsize) and between % itemsize == 0:
-            return Matrix(folded.array.data.ptr, between // itemsize)
-    _check_copy(cupy, name)
+            return Matrix(array.data.ptr, between // itemsize)
     if read:
         rows = cupy.ascontiguousarray(folded.moved(cupy)).reshape(folded.shape)
     else:
         rows = cupy.empty(folded.shape, folded.dtype)
-    return Matrix(rows.data.ptr, rows.shape[1], rows)
+    return Matrix(rows.data.ptr, rows.shape[1], held(cupy, rows))
 
 
-def put_back(cupy: Any, rows: Matrix | None, folded: Folded) -> None:
+def put_back(cupy: Any, rows: Matrix, folded: Folded) -> None:
     """Write rows that were not the array's own to where they belong."""
-    if rows is not None and rows.copy is not None:
+    if rows.copy is not None:
         moved = folded.moved(cupy)
         moved[...] = rows.copy.reshape(moved.shape)
 
 
-def flat(cupy: Any, name: str, array: Any) -> Any:
+def flat(cupy: Any, array: Any) -> Any:
     """Return gamma or beta, contiguous."""
     if array is None or array.flags.c_contiguous:
         return array
-    _check_copy(cupy, name)
-    return cupy.ascontiguousarray(array)
-
-
-def capturing(cupy: Any) -> bool:
-    """Tell whether a CUDA graph is being captured on the current stream."""
-    return bool(cupy.cuda.get_current_stream().is_capturing())
-
-
-def _check_copy(cupy: Any, name: str) -> None:
-    if capturing(cupy):
-        msg = (
-            f"while a CUDA graph is captured, {name} must have rows that are contiguous along the "
-            "normalized axes, got others, which take a copy that would not outlive this call; "
-            "pass cupy.ascontiguousarray of it, made before capturing"
-        )
-        raise RuntimeError(msg)
+    return held(cupy, cupy.ascontiguousarray(array))

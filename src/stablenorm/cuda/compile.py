@@ -95,7 +95,7 @@ def cache_folder() -> Path:
     if given := os.environ.get("STABLENORM_CACHE_DIR"):
         return Path(given)
     base = os.environ.get("XDG_CACHE_HOME")
-    # Where there is no home, expanduser leaves "~": nothing can be written there, nothing is.
+    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
     return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
 
 

@@ -5,6 +5,7 @@ Tests replace these functions by others, which run the same kernels on the CPU.
 """
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ _OLDEST = (8, 0)
 
 
 class Facts(NamedTuple):
-    """What decides how kernels are compiled for a device and launched on it."""
+    """The facts of a device that decide how kernels are compiled and launched."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -30,6 +31,7 @@ class Facts(NamedTuple):
     cooperative: bool
 
 
+@functools.cache
 def import_cupy() -> Any:
     """Return CuPy, or raise ImportError with the line that installs it."""
     try:
@@ -85,7 +87,7 @@ def load(device: int, kernel: Kernel) -> Any:
             f"NVRTC and cuda-bindings of CUDA {driver // 1000}"
         )
         raise RuntimeError(msg)
-    # Not RawModule, which keeps modules by the path of a file: here there may be none.
+    # RawModule would keep modules by the path of a file: here there may be none.
     module = cupy.cuda.Module()
     module.load(compiling.cubin(kernel.defines, read_facts(device).capability))
     function = module.get_function(kernel.entry)
@@ -112,3 +114,48 @@ def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperat
     value = np.frombuffer(parameters, np.dtype((np.void, len(parameters))))
     sizes = (grid,), (kernel.threads,), (value,), kernel.shared_bytes
     function(*sizes, enable_cooperative_groups=cooperative)
+
+
+# ---- memory beside the arguments ----
+
+# Streams whose counters are kept: more than a program has at once. The stream is kept with them,
+# so that no other can be given its address while they are.
+_STREAMS = 64
+
+# The stream that is another one in each thread: cudaStreamPerThread.
+_PER_THREAD = 2
+
+# Memory that CUDA graphs were captured with: they go on writing to it.
+_captured: list[Any] = []
+
+
+def held(cupy: Any, array: Any) -> Any:
+    """Keep an array until the process ends if a CUDA graph is being captured, which may be replayed until then."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        _captured.append(array)
+    return array
+
+
+def room(cupy: Any, device: int, nbytes: int) -> tuple[Any, Any]:
+    """
+    Return arrays for `nbytes` of partial sums and for the counter of the blocks of a launch.
+
+    The counter is 0 at first, and each launch leaves it fit for the next. It belongs to one stream, on which
+    launches follow one another: shared between two, it would let blocks go on too early. It outlives every error
+    of a launch: one that is refused has not touched it, and one that stops in the middle ends the device's
+    context, and all memory in it, for this process. A captured graph sets a counter of its own to 0.
+    """
+    partials, stream = held(cupy, cupy.empty(nbytes, np.uint8)), cupy.cuda.get_current_stream()
+    if stream.is_capturing():
+        return partials, held(cupy, cupy.zeros(1, np.uint32))
+    place = int(stream.ptr)
+    thread = threading.get_ident() if place == _PER_THREAD else 0
+    return partials, _counter(device, place, thread)[0]
+
+
+@functools.lru_cache(_STREAMS)
+def _counter(*_: int) -> tuple[Any, Any]:
+    """Return a counter for the current stream, given its device, address and thread; and the stream."""
+    cupy = import_cupy()
+    # Zeroed on this stream, and so before the launch that follows on it.
+    return cupy.zeros(1, np.uint32), cupy.cuda.get_current_stream()

@@ -83,7 +83,7 @@ INLINE double high(Wide a) { return a.high; }
 INLINE double scaled_number(double v, int) { return v; }
 INLINE Wide scaled_number(Wide v, int k) { return {scaled(v.high, k), scaled(v.low, k)}; }
 
-// What a sum comes to, with a low part of half an ulp. That of an infinite one is a NaN.
+// The value of a sum, with a low part of at most half an ulp; a NaN for that of an infinite sum.
 INLINE double total(double a) { return a; }
 INLINE Wide total(Wide a) { return is_finite(a.high) ? two_sum(a.high, a.low) : Wide{a.high, 0.0}; }
 

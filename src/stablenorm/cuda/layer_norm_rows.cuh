@@ -1,10 +1,10 @@
 // Rows of layer_norm.cu: the statistics, and from them xhat, y and dx of an element.
 
-// What xhat takes. With LN_PAIRS it is of x * 2**-exponent, with elements near 1, so that no square,
+// The statistics that xhat takes. With LN_PAIRS it is of x * 2**-exponent, with elements near 1, so that no square,
 // and no low word of one, leaves the range; and rstd stands for rstd * 2**rstd_exponent.
 struct Row {
     double mean;
-    Number rest; // of the mean: what its rounding to float64 took, which all elements share
+    Number rest; // the rounding of the mean to float64, which all elements share
     Number rstd;
     int exponent, rstd_exponent; // 0 without LN_PAIRS
 };

@@ -222,10 +222,8 @@ PARAMETERS = {
 }
 FORMAT = "<" + "".join(PARAMETERS.values())
 _pack = struct.Struct(FORMAT).pack
-_NOTHING = dict.fromkeys(PARAMETERS, 0)
 
 
-def pack_parameters(**values: float) -> bytes:
-    """Return the bytes of the one argument of a kernel; what `values` lacks is 0."""
-    # struct refuses one too many, if `values` has an unknown name.
-    return _pack(*(_NOTHING | values).values())
+def pack_parameters(*values: float) -> bytes:
+    """Return the bytes of the one argument of a kernel, in the order of `PARAMETERS`."""
+    return _pack(*values)

@@ -167,9 +167,7 @@ def _summarize(found: PerRow, dtype: np.dtype[Any], kind: str) -> Summary:
     p = format_of(dtype).digits
     # Constant rows have none.
     y, dx = (v[np.isfinite(v)] for v in (found.condition_y, found.condition_dx))
-    # Elements that differ at all do so by 2**-53 of their size, so that no row of less than 2**20
-    # elements has a condition number beyond 2**63.
-    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, 63) for v in (y, dx))
+    of_y, of_dx = (_counts(np.frexp(np.maximum(v, 1.0))[1] - 1, _POWERS) for v in (y, dx))
     lost = zip(METHODS[kind], found.lost, strict=True)
     return Summary(
         len(found.mean),

@@ -51,7 +51,7 @@ def backward(
             return found
     check_cache(cache, dy, kind)
     arrays, (x, norm, axes, _, name, _) = arrays_of(cache.backend), cache
-    # A plain dy is in host memory: none for a cache that is on a device.
+    # A plain dy is in host memory, where a cache on a device has no use for it.
     if name == "cuda" or not is_plain(dy, x.shape):
         dy = arrays.convert("dy", dy)
     if dy.shape != x.shape:
@@ -84,9 +84,9 @@ def backward(
 
 def run_passes(call: Backward, cache: Cache, lead: Lead | None, accumulate: bool) -> None:
     """
-    Do a call whose arrays are as they were given: a pass for each way in which x is cut into samples.
+    Do a call on the user's arrays: one pass for each way of cutting x into samples.
 
-    `lead` is that of the sums, if their axes were asked for. The pass with dx, which may overwrite dy, comes last.
+    `lead` is the lead of the sums if sum_axes was passed. The pass with dx, which may overwrite dy, comes last.
     """
     ndim, axes = call.x.ndim, cache.axis
     if not call.x.size:
@@ -135,7 +135,7 @@ def _run_pass(call: Backward, cache: Cache, cut: Lead, accumulate: bool) -> None
             total[...] = room.reshape(total.shape)
 
 
-# ---- partial sums: for blocks of rows whose sums others merge ----
+# ---- partial sums, for callers that merge the sums of blocks of rows ----
 
 
 def partial_sums(
@@ -161,8 +161,8 @@ def exact_sums(
     """
     Return the exact sums of some columns of dgamma and of dbeta, of a cache with rounding="nearest".
 
-    `columns` are two arrays of bool, or None; the sums, which `partial.merged` takes too, arrays of objects of
-    these shapes. Where no column is wanted, nothing is computed.
+    `columns` are two arrays of bool, or None. The sums are arrays of objects of these shapes, for `partial.merged`; without
+    a True nothing is computed.
     """
     sums = [None if each is None else np.where(each, NOTHING, 0) for each in columns]
     if any(each is not None and each.any() for each in columns):
@@ -188,11 +188,11 @@ def _sums(
     return Gradients(dx, sums[0], sums[1])
 
 
-# ---- what is checked ----
+# ---- checks ----
 
 
 def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list[Any]:
-    """Return what else is added to dx: dsum, and dmean and drstd, one float64 for each row."""
+    """Return dsum, dmean and drstd, which are added to dx; the latter two as one float64 for each row."""
     x, norm, axes, _, backend = cache[:5]
     of_rows = tuple(1 if axis in axes else length for axis, length in enumerate(x.shape))
     found: list[Array | None] = []
@@ -214,7 +214,7 @@ def _checked_extra(arrays: Arrays, cache: Cache, given: tuple[Any, ...]) -> list
 def _checked_gradients(
     arrays: Arrays, likes: Sequence[Array | None], out: tuple[Any, ...], inputs: dict[str, Any]
 ) -> Gradients:
-    """Return the arrays to write into: those of `out`, checked, or new ones; None if not asked for."""
+    """Return the arrays to write into: those of `out`, checked, or new ones; None for gradients that wrt leaves out."""
     found: list[Array | None] = []
     for name, like, array in zip(NAMES, likes, out, strict=True):
         if like is None or array is None:
@@ -224,7 +224,7 @@ def _checked_gradients(
         called = f"out.d{name}"
         checked = arrays.target(called, array, like.shape, like.dtype)
         refuse_overlap(arrays, called, checked, inputs, but="dy" if name == "x" else None)
-        # New ones are not among these: nothing that was given can share memory with them.
+        # A new array shares memory with no argument.
         inputs[called] = checked
         found.append(checked)
     return Gradients._make(found)

@@ -1,4 +1,4 @@
-"""What the calls check of their arguments, each once."""
+"""The checks of arguments, each once."""
 
 import math
 import operator
@@ -35,25 +35,25 @@ def checked_norm(
 
 
 def _refuse_cuda(norm: Norm, axes: tuple[int, ...]) -> None:
-    asked = {
-        'rounding="nearest"': norm.rounding == "nearest",
-        "RMS norm": norm.kind == "rms",
-        "gamma_offset": norm.gamma_offset != 0.0,
-        "leading axes of gamma or beta": has_leading(norm, axes),
-    }
-    for feature, given in asked.items():
-        if given:
+    is_asked = (
+        ('rounding="nearest"', norm.rounding == "nearest"),
+        ("RMS norm", norm.kind == "rms"),
+        ("gamma_offset", norm.gamma_offset != 0.0),
+        ("leading axes of gamma or beta", has_leading(norm, axes)),
+    )
+    for feature, asked in is_asked:
+        if asked:
             refuse(feature, CUDA)
 
 
 def refuse_cuda(feature: str, backend: str) -> None:
-    """Raise if a feature is asked of arrays on a CUDA device, where it is none."""
+    """Raise if arrays are on a CUDA device, where a feature is missing."""
     if backend == "cuda":
         refuse(feature, CUDA)
 
 
 def has_leading(norm: Norm, axes: tuple[int, ...]) -> bool:
-    """Tell whether gamma or beta has axes before those that are normalized."""
+    """Tell whether gamma or beta has axes before the normalized ones."""
     gamma, beta = norm[:2]
     most = len(axes)
     return (gamma is not None and gamma.ndim > most) or (beta is not None and beta.ndim > most)
@@ -89,6 +89,8 @@ def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
 
 def checked_offset(offset: Any, gamma: Array | None) -> float:
     """Return `gamma_offset` as a float, or say what is wrong with it."""
+    if type(offset) is float and offset == 0.0:
+        return offset
     value = real("gamma_offset", offset)
     if not math.isfinite(value):
         msg = f"gamma_offset must be finite, got {offset}"
@@ -107,7 +109,7 @@ def check_rounding(rounding: Any) -> None:
 
 
 def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") -> None:
-    """Raise unless an argument has the shape of x, or of what else `of` says."""
+    """Raise unless an argument has a shape; `of` names the array whose shape that is."""
     if array.shape != shape:
         msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
         raise ValueError(msg)
@@ -116,7 +118,7 @@ def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") ->
 def of_shape(
     arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
 ) -> Array:
-    """Return an argument as an array of the shape of x, or of what else `of` says."""
+    """Return an argument as an array of a shape; `of` names the array whose shape that is."""
     array: Array = arrays.convert(name, value)
     check_shape(name, array, shape, of)
     return array
@@ -131,7 +133,7 @@ def check_cache(cache: Any, dy: Any, kind: str) -> None:
 
 
 def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
-    """Raise unless a cache is of the norm of which `what` is called."""
+    """Raise unless a cache is of this kind of norm; `what` is the function that takes it."""
     if norm.kind != kind:
         msg = f"cache must be of {kind}_norm_forward; pass this one to {norm.kind}_norm_{what}"
         raise ValueError(msg)
@@ -179,7 +181,7 @@ def check_sum_axes(
 def sums_like(
     parameter: Array | None, kept: tuple[int, ...], axes: tuple[int, ...]
 ) -> Array | None:
-    """Return an array, of no memory, of the shape and dtype of a gradient where axes are kept."""
+    """Return a zero-stride template with the shape and dtype of a gradient that keeps axes."""
     if parameter is None:
         return None
     normalized = parameter.shape[parameter.ndim - len(axes) :]
@@ -207,7 +209,7 @@ def refuse_overlap(
     """Raise if `array` shares memory with one of `others`; with `but` it may, if it is the same."""
     for other, there in others.items():
         if there is not None and arrays.overlap(array, there):
-            # Asked last: of arrays that do not overlap, which is nearly always, it need not be.
+            # Compare elements last: arrays hardly ever overlap.
             if other == but and arrays.same_elements(array, there):
                 continue
             msg = f"{name} must not share memory with {other}, which is still needed; pass a copy"
@@ -215,7 +217,7 @@ def refuse_overlap(
 
 
 def is_room(out: Any, like: Any, *others: Any) -> bool:
-    """Tell at once whether `out` can take a result like an array, apart from all others; if not, more is asked."""
+    """Tell at once whether `out` can take a result like an array and shares no memory; if not, other checks follow."""
     if type(out) is not np.ndarray or type(like) is not np.ndarray:
         return False
     if out.dtype != like.dtype or out.shape != like.shape or not out.flags.writeable:
@@ -227,7 +229,7 @@ def is_room(out: Any, like: Any, *others: Any) -> bool:
 
 
 def are_rooms(out: Any, dy: Any, cache: Cache, dsum: Any) -> bool:
-    """Tell the same of the three entries of `out`; dx may be dy itself where that is not read again."""
+    """Tell the same about the three entries of `out`; dx may be dy itself if nothing reads dy again."""
     if type(out) is not tuple or len(out) != 3 or type(cache) is not Cache:
         return False
     dx, dgamma, dbeta = out
@@ -241,7 +243,7 @@ def are_rooms(out: Any, dy: Any, cache: Cache, dsum: Any) -> bool:
 
 
 def checked_out(out: Any, likes: Sequence[Array | None], accumulate: bool) -> tuple[Any, ...]:
-    """Return the three entries of `out`; with `accumulate`, those that are wanted have to be there."""
+    """Return the three entries of `out`; `accumulate` requires those of the gradients that are asked for."""
     if out is not None and not np.iterable(out):
         msg = f"out must have three entries, for dx, dgamma and dbeta, got {type(out).__name__}"
         raise TypeError(msg)

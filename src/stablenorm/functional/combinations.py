@@ -1,4 +1,4 @@
-"""What cannot be combined: the one table of it. The documentation's table is made from this one."""
+"""The table of features that cannot be combined, from which the documentation makes its own."""
 
 from typing import NamedTuple, NoReturn
 

@@ -1,4 +1,4 @@
-"""Forward mode and second order, for both norms: what is given is checked, made a record, and handed on."""
+"""Forward mode and second order, for both norms: arguments are checked, made a record, and handed to a backend."""
 
 from functools import partial
 from typing import Any
@@ -14,14 +14,14 @@ from stablenorm.functional.layout import layout_of
 from stablenorm.functional.plain import run_plain
 from stablenorm.types import Array, Cache
 
-# Nothing here is for arrays on a CUDA device, whose cache is refused.
+# Arrays are NumPy's: caches on a CUDA device are refused.
 _of_shape = partial(of_shape, HOST)
 
 
 def jvp(
     kind: str, tx: ArrayLike, cache: Cache, tgamma: ArrayLike | None, tbeta: ArrayLike | None
 ) -> Array:
-    """Return ty, given what the user gave."""
+    """Return ty."""
     _check_cache(cache, kind, "jvp")
     x, tangent = cache.x, _of_shape("tx", tx, cache.x.shape)
     tangents = _of_parameters(cache, "t", tgamma, tbeta)
@@ -39,7 +39,7 @@ def double_backward(
     ddgamma: ArrayLike | None,
     ddbeta: ArrayLike | None,
 ) -> tuple[Array, Array, Array | None]:
-    """Return ddy, dx and dgamma, given what the user gave."""
+    """Return ddy, dx and dgamma."""
     _check_cache(cache, kind, "double_backward")
     x, norm = cache[:2]
     given = _of_shape("ddx", ddx, x.shape), _of_shape("dy", dy, x.shape), x
@@ -52,7 +52,7 @@ def double_backward(
 
 
 def _run(operation: str, call: Any, cache: Cache) -> None:
-    """Do a call as rows; these take masks as they are, of the shape of x."""
+    """Do a call as rows; these operations take a mask of the shape of x."""
     layout = layout_of(call.x.shape, cache.axis)
     where = None if call.where is None else np.broadcast_to(call.where, call.x.shape)
     run_plain(operation, cache.backend, call._replace(where=where), layout)

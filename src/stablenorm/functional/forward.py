@@ -1,4 +1,4 @@
-"""The forward: a plain call is the kernels' at once; any other is checked, made plain and handed to a backend."""
+"""The forward: kernels do a plain call at once; any other is checked, made plain and handed to a backend."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from stablenorm.functional.plain import BLOCK, run_plain
 from stablenorm.reference.blocks import add
 from stablenorm.types import Array, Cache, Norm, check_eps
 
-# As NamedTuples make themselves, in half the time.
+# Makes a NamedTuple in half the time.
 _new = tuple.__new__
 
 
@@ -78,7 +78,7 @@ def forward(
 
 
 def _is_room(out: Any, x: Any, norm: Norm, keep: bool, residual: Any) -> bool:
-    """Tell at once whether kernels may write y; it may be x itself where that is not needed any more."""
+    """Tell at once whether kernels may write y into `out`; it may be x itself if nothing needs x again."""
     is_over = out is x and norm.rounding == "fast" and not (keep and residual is None)
     return is_room(out, x, norm.gamma, norm.beta, residual, None if is_over else x)
 
@@ -86,7 +86,7 @@ def _is_room(out: Any, x: Any, norm: Norm, keep: bool, residual: Any) -> bool:
 def _reworded(
     x: Array, norm: Norm, axis: Any, out: Any, keep: bool, residual: Any, threads: int | None
 ) -> tuple[Array, Any] | None:
-    """Try the kernels with the usual axis and eps in place of other words, and with a copy of a small x with gaps."""
+    """Try the kernels with other spellings of axis and eps made the usual ones, and a small x with gaps copied."""
     if normalize_axes(axis, x.ndim) != (x.ndim - 1,):
         return None
     norm, rows = norm._replace(eps=check_eps(norm.eps)), x
@@ -102,13 +102,13 @@ def _reworded(
 
 
 def _do(call: Forward, axes: tuple[int, ...], name: str) -> Any:
-    """Do a call whose arrays are as they were given; return the statistics in the order of x's rows."""
+    """Do a call on the user's arrays; return the statistics in the order of x's rows."""
     x, norm = call[:2]
     if name == "cuda":
         rows = arrays_of(name).rows
         return run("forward", name, call._replace(x=rows(x, axes), y=rows(call.y, axes)))
     if call.where is not None and call.residual is not None:
-        # Rows that do not count have a sum, too.
+        # cache.x holds the sum for rows that do not count, too.
         add(x, call.residual, call.total)
         call = call._replace(x=call.total, residual=None, total=None)
     # Without elements there is nothing to cut.

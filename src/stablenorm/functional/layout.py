@@ -1,8 +1,8 @@
 """
 How an array of any layout is seen, read and written as plain rows.
 
-A *lead* has a length for each axis of x that is not normalized: that of x where a parameter, or a sum, has elements of
-its own along it, else 1. Where a lead is not 1, x is cut into samples.
+A *lead* has one length for each axis of x that is not normalized: x's own if a parameter, or a sum, varies along the axis,
+else 1. Axes whose length in the lead is not 1 cut x into samples.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Layout(NamedTuple):
     # How many of the axes count samples, and how many count samples or their rows.
     cut: int
     leading: int
-    # How many parts of x have a gamma, a beta or sums of their own.
+    # Parts of x with a gamma, a beta or sums of their own.
     samples: int
     # (rows, n), the rows those of all samples.
     shape: tuple[int, int]
 
     def view(self, array: Array) -> Array | None:
-        """Return (rows, n) in the memory of an array of the shape of x; None if its rows are not plain."""
+        """Return an array of the shape of x as (rows, n) without a copy; None if its rows are not plain."""
         if array.flags.c_contiguous and self.order == tuple(range(array.ndim)):
             return array.reshape(self.shape)
         moved = array.transpose(self.order)
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
             moved[box] = found[some].reshape(moved[box].shape)
 
     def _moved(self, array: Array) -> tuple[Array, tuple[int, ...]]:
-        """Return a view with the axes in their order, and the lengths of those that count rows, at least one."""
+        """Return a view with the axes in their order, and the lengths of the axes that count rows, at least one."""
         moved = array.transpose(self.order)
         return (moved, self.lengths[: self.leading]) if self.leading else (moved[np.newaxis], (1,))
 
@@ -122,7 +122,7 @@ def lead_of(parameter: Array | None, ndim: int, axes: tuple[int, ...]) -> Lead:
 
 
 def _step_of(lengths: tuple[int, ...], strides: tuple[int, ...]) -> int | None:
-    """Return the stride of neighbouring axes as one, 0 if that has one element; None if they do not lie as one."""
+    """Return the stride of neighbouring axes merged into one, 0 for one element; None if they do not merge."""
     step, reach = 0, None
     for length, stride in zip(reversed(lengths), reversed(strides[: len(lengths)]), strict=True):
         if length == 1:

@@ -1,4 +1,4 @@
-"""What the calls check of a mask."""
+"""The checks of a mask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
     """
     Return a mask of the dimensions of x, of length 1 along `axes` if it does not vary there.
 
-    It is a copy: the statistics are of the rows that count now, whatever becomes of `where`.
+    The mask is a copy: later changes of `where` change no gradient.
     """
     if np.ma.isMaskedArray(where):
         msg = "where must be a plain array, got a masked one, whose mask would be ignored"
@@ -29,7 +29,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
         raise ValueError(msg) from None
     check_mask(mask, shape)
     mask = np.broadcast_to(mask, shape)
-    # Of what is the same by construction, only the first.
+    # Along broadcast axes (stride 0) one element is enough.
     same = (slice(1 if i in axes and step == 0 else None) for i, step in enumerate(mask.strides))
     seen = mask[tuple(same)]
     if all(seen.shape[i] == 1 for i in axes):

@@ -1,7 +1,8 @@
 """
-Making a call plain: its rows are handed to a backend as they lie or, where they are not plain, as copies of blocks.
+Make any call plain: a backend gets its rows as they lie or, if they are not plain, as copies of blocks.
 
-Rows that do not count are left out. Sums over rows that are done in parts, or added to old values, are rounded here.
+Rows without an element that counts are left out. This module also rounds sums that are made in parts or added to old
+values.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from stablenorm.reference.exact import Root
 from stablenorm.reference.partial import NOTHING, ExactSum, as_partial, round_sum, rounded
 from stablenorm.types import Array, Statistics, joined
 
-# Bytes of an array that are copied at a time, or the rows of a tile or sample if these are more: what a cache holds.
+# Bytes of an array that are copied at a time, or the rows of one tile or sample if these are more: they fit a cache.
 # Channels first, (8, 256, 56, 56): 28 ms; by 4 MiB 37, by 64 MiB 45, and two copies around the plain call 52.
 BLOCK = 2 << 20
 
 
 class Part(NamedTuple):
-    """Rows that are done by one call of a backend."""
+    """Rows for one call of a backend."""
 
     rows: slice | Array
     # Whether only some of their elements count.
     masked: bool = False
-    # The rows of all blocks of which this is one.
+    # The rows of the whole call, which decide the tiles.
     plan_rows: int = 0
-    # The samples that these rows are; None if the call is of one.
+    # The samples of these rows; None if the call has one.
     samples: slice | None = None
 
 
@@ -78,7 +79,7 @@ def run_plain(operation: str, backend: str, call: Any, layout: Layout, old: Any 
 
 
 def _view(call: Any, layout: Layout) -> Any:
-    """Return the call with its arrays seen as rows; None if one cannot be, or is overwritten too early."""
+    """Return the call with its arrays seen as rows; None if an array has no such view, or is overwritten too early."""
     if _reads_again(call):
         return None
     is_plain = True
@@ -94,7 +95,7 @@ def _view(call: Any, layout: Layout) -> Any:
 
 
 def _reads_again(call: Any) -> bool:
-    """Tell whether uncertified rows, or dy for sums that are, may be read after a result has been written over them."""
+    """Tell whether a result is written over an array that uncertified rows or sums may need again."""
     is_backward = isinstance(call, Backward)
     if call.norm.rounding != "nearest" and not (is_backward and call.x.dtype == np.float64):
         return False
@@ -123,7 +124,7 @@ def _blocks(operation: str, backend: str, call: Any, layout: Layout, whole: Part
 
 
 def _run_part(operation: str, backend: str, call: Any, layout: Layout, some: Part) -> Any:
-    """Do some rows: those that are plain as they lie, the others as copies."""
+    """Do some rows: plain arrays as they lie, others as copies."""
     rows, copied, written = some.rows, _reads_again(call), {}
 
     def read(array: Array) -> Array:
@@ -160,7 +161,7 @@ def _sample(call: Any, i: int | slice) -> Any:
 
 
 def _fill_others(call: Any, layout: Layout, rows: Array) -> None:
-    """Write into rows of which nothing counts what reaches them: 0, or in dx dsum, rounded."""
+    """Write 0, or in dx dsum, rounded, into rows without an element that counts."""
     for name in WRITTEN.intersection(call._fields) - {"total"}:
         array = getattr(call, name)
         if array is None:
@@ -173,7 +174,7 @@ def _fill_others(call: Any, layout: Layout, rows: Array) -> None:
 
 
 def _spread(words: list[tuple[Any, Any]], count: int) -> Statistics:
-    """Return the statistics of all rows, 0 of those of which nothing counts."""
+    """Return the statistics of all rows, 0 for rows without an element that counts."""
     found = joined([kept for _, kept in words])
     numbers = np.concatenate([rows for rows, _ in words])
     whole: list[Any] = []
@@ -193,7 +194,7 @@ def _run_parts(
     """Do all parts; return what each returns."""
     is_cut = len(parts) > 1 and parts[0].samples is None
     if isinstance(call, Backward) and call.sums == "rounded" and (is_cut or old is not None):
-        if not _reads_again(call):
+        if call.dx is None or not np.may_share_memory(call.dy, call.dx):
             _round_parts(backend, call, layout, parts, old)
             return []
         # The sums come first: dx is written over dy.

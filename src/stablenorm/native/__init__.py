@@ -2,10 +2,9 @@
 The CPU kernels in C++: `reference.forward` and `reference.backward`, compiled ahead of time.
 
 They check nothing: `functional` does. Tiles of rows depend on the shape alone, so that no bit depends on the number of
-threads; all additions are written out, so that none depends on the processor. rows.h and back_rows.h have the equations
-of float16, bfloat16 and float32, pair_rows.h those of float64. With rounding="nearest", pair_rows.h also computes the
-rows and columns whose float64 results are uncertified. Rows and columns that pairs leave are finished here, with
-integers.
+threads; all additions are written out, so that no bit depends on the processor. rows.h and back_rows.h have the equations
+for float16, bfloat16 and float32, pair_rows.h for float64. With rounding="nearest", pair_rows.h also computes rows and
+columns that float64 leaves uncertified, and this module finishes those that pairs leave, with integers.
 
 STABLENORM_INSTRUCTIONS names the instruction set to use, one of `INSTRUCTIONS`; by default the best.
 """
@@ -33,10 +32,10 @@ except ImportError as error:
     )
     raise ImportError(msg) from error
 
-# Those that this processor has kernels for, the best first.
+# The instruction sets of this processor that have kernels, the best first.
 INSTRUCTIONS: list[str] = _core.instructions()
 
-# The bit of a row's mark that says that it is not in the sums over rows.
+# The bit of a row's mark: the sums over rows lack its terms.
 _UNSUMMED = 2
 
 
@@ -54,7 +53,7 @@ if not INSTRUCTIONS:
 if "STABLENORM_INSTRUCTIONS" in os.environ:
     use(os.environ["STABLENORM_INSTRUCTIONS"])
 
-# The kernels themselves: what they return, or None where a call is not one of plain rows.
+# The kernels themselves; they return None if a call is not one of plain rows.
 plain_forward, plain_backward = _core.forward, _core.backward
 tile_rows = _core.tile_rows
 
@@ -68,14 +67,14 @@ def forward(call: Forward) -> Any:
     if found is not None:
         return found[1].statistics if keep else None
     if samples > 1:
-        # gamma of one sample may be out of range, and that of others not.
+        # The gamma of one sample may be out of range, and those of others within.
         each = [forward(sample(call, i)) for i in range(samples)]
         return joined(each) if keep else None
     return reference.forward(call)
 
 
 def backward(call: Backward) -> Any:
-    """Do what `reference.backward` does, but for rare options."""
+    """Do what `reference.backward` does; decline rare options."""
     if call.sums == "exact" or call.where is not None:
         return NotImplemented
     if call.dmean is not None or call.drstd is not None:
@@ -104,13 +103,13 @@ def backward(call: Backward) -> Any:
     return None
 
 
-# ---- uncertified rows and columns: kernels call these before they return ----
+# ---- uncertified rows and columns: kernels call these functions before they return ----
 
 
 def _finish_forward(
     x: Array, y: Array, norm: Norm, kept: Statistics | None, marks: Array, samples: int
 ) -> None:
-    """Write y of the marked rows, and the statistics of those that are out of range."""
+    """Write y of the marked rows, and the statistics of rows that are out of range."""
     call = Forward(_as_matrix(x), norm, _as_matrix(y), samples=samples)
     for i, rows in _samples_with(marks, samples):
         own = slice(i * len(rows), (i + 1) * len(rows))

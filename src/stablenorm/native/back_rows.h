@@ -153,12 +153,12 @@ template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double 
     return errors_of_xhat<LAYER>(size, larger(square, 0) + 0x1p-40, m, chain);
 }
 
-// Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `doubts`.
+// Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `uncertified`.
 template <bool LAYER, bool CENTER, bool PAST, bool NEAREST, class T, class To>
-APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Doubts* doubts = nullptr) {
+APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Uncertified* uncertified = nullptr) {
     Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
-    Doubts found = {NEAREST ? doubts->at : nullptr, 0};
+    Uncertified found = {NEAREST ? uncertified->at : nullptr, 0};
     // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
     Lanes<L> both = spread<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINED {
@@ -177,16 +177,16 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
         store(dx + j, at(j, n - j), n - j);
         if (NEAREST) found.at[found.count++] = j;
     }
-    if (NEAREST) *doubts = found;
+    if (NEAREST) *uncertified = found;
 }
 
 // Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, bool CENTER, class T, class To>
-APART bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Doubts doubts) {
+APART bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<LAYER, CENTER, true> row(of);
     bool differ = false;
-    for (Index i = 0; i < doubts.count; i++) {
-        Index j = doubts.at[i], some = n - j < L ? n - j : L;
+    for (Index i = 0; i < uncertified.count; i++) {
+        Index j = uncertified.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
         Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);

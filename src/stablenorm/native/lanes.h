@@ -132,8 +132,8 @@ INLINE H16 certain_bits(F8 a, F8 b, const f16* p) { return half_bits(a, b, p); }
 
 // Whether rounding by way of float32 may go wrong: at midpoints of the narrow type, which one value in 2**16 becomes, and at
 // bfloat16's NaNs. Midpoints of float16 and of its subnormals end in twelve zeros.
-INLINE bool in_doubt(F8 a, F8 b, const bf16*) { return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a, b)); }
-INLINE bool in_doubt(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
+INLINE bool may_round_twice(F8 a, F8 b, const bf16*) { return any((U8)(low_halves((U8)a, (U8)b) == 0x8000) | unordered(a, b)); }
+INLINE bool may_round_twice(F8 a, F8 b, const f16*) { return any((U8)(((U8)a & 0xfff) == 0) | (U8)(((U8)b & 0xfff) == 0)); }
 template <class T> constexpr int DIGITS = 24;
 template <> constexpr int DIGITS<bf16> = 8;
 template <> constexpr int DIGITS<f16> = 11;
@@ -157,10 +157,10 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
                 else put(p + k * 8, bits);
             }
         };
-        bool doubt = false;
+        bool twice = false;
         narrow();
-        for (int k = 0; k < L / 8; k += 2) doubt |= in_doubt(v[k], v[k + NEXT], p);
-        if (__builtin_expect(doubt, 0)) {
+        for (int k = 0; k < L / 8; k += 2) twice |= may_round_twice(v[k], v[k + NEXT], p);
+        if (__builtin_expect(twice, 0)) {
             a = odd<DIGITS<T>>(a), narrow();
             round([p](F8 one, F8 other) INLINED { return half_bits(one, other, p); });
         } else {

@@ -159,9 +159,11 @@ struct Row {
     Wide rstd;
 };
 
-template <bool LAYER> INLINE Wide xhat_of(N v, const Row& row) {
+// NEAR: without the tail.
+template <bool LAYER, bool NEAR = false> INLINE Wide xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
     Wide c = two_sum(v, row.mean);
+    if (NEAR) return Wide{c.high, c.low + row.rest} * row.rstd;
     // fast_two_sum holds: |rest| is at most half an ulp of the mean, and c is 0 or no smaller.
     Wide d = fast_two_sum(c.high, row.rest);
     return Wide{d.high, (d.low + c.low) + row.tail} * row.rstd;
@@ -183,14 +185,14 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 }
 
 // y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
-template <bool LAYER, class Out>
+template <bool LAYER, bool NEAR = false, class Out>
 APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
     constexpr bool WHOLE = Out::WHOLE;
     Row row = {spread<P>(-of.mean[r]), spread<P>(-of.rest[r]), spread<P>(-of.tail[r]),
                {spread<P>(of.rstd[r]), spread<P>(of.rstd_low[r])}};
     N spread_of = spread<P>(of.spread[r]);
     auto value = [&](N v, Index j, Index some) INLINED {
-        Wide h = xhat_of<LAYER>(v, row);
+        Wide h = xhat_of<LAYER, NEAR>(v, row);
         N u = load<P>(given.gamma + j);
         Wide scaled = h * u;
         if (WHOLE) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);

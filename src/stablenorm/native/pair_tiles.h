@@ -54,7 +54,10 @@ template <bool LAYER> void forward(const Call& c, const Own& own, Tile tile) {
                 if (c.rstd_low) c.rstd[i] = 0, c.rstd_low[i] = __builtin_nan("");
             }
             if (c.marks[i] || !c.y.data) continue;
-            auto write = [&](auto out) { return write_y<LAYER>(x[r], out, c.n, of, r, given); };
+            // Near rows, n mean**2 <= 2**10 var, do without the tail: 9 % of the forward's time.
+            double m = of.mean[r] * of.rstd[r];
+            bool near = m * m * (double)c.n <= 0x1p10 * of.spread[r] * of.spread[r];
+            auto write = [&](auto out) { return near ? write_y<LAYER, true>(x[r], out, c.n, of, r, given) : write_y<LAYER>(x[r], out, c.n, of, r, given); };
             if (finish_pairs(c, own, i, bound, write)) c.marks[i] = UNCERTIFIED;
         }
     });

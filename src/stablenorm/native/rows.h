@@ -143,6 +143,7 @@ template <bool LAYER, class T> APART void statistics(const T* const* x, const Ca
         return;
     }
     for (int r = 0; r < GROUP; r++) settle(k[r], d[r], square[r], eps, of, r);
+    // Bad guesses, as of outliers alone: tests/test_native.py fails without this loop.
     for (int r = 0; r < rows; r++)
         if (__builtin_expect(d[r] * d[r] > 2 * (square[r] - d[r] * d[r]), 0)) {
             double better = (f32)(k[r] + d[r]);
@@ -157,7 +158,7 @@ struct Parameters {
 };
 
 // The first columns of the registers that failed the quick rounding test by the bound of their row.
-struct Doubts {
+struct Uncertified {
     Index *at, count;
 };
 
@@ -187,11 +188,11 @@ template <bool CENTER, bool NEAREST, int Y> struct Affine {
 INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to - (uintptr_t)from - 1) % 4096 < 1023; }
 
 // Pass 2 of the forward: y of R rows of a group, from row r on; `ahead` is the distance of prefetches, in columns. NEAREST:
-// `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `doubts`. Rows of
+// `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `uncertified`. Rows of
 // RMS norm, and NEAREST near rows, need no CENTER.
 template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
 APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
-                   Doubts* doubts = nullptr, const double* bounds = nullptr) {
+                   Uncertified* uncertified = nullptr, const double* bounds = nullptr) {
     // Two rows of float32 are tested at once: n = 4096, 0.39 ns an element for 0.42. Types of 16 bits lack the registers.
     constexpr int Y = Y_OF<T>, AT_ONCE = NEAREST && sizeof(T) == 4 ? R : 1;
     const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
@@ -199,10 +200,10 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
     Lanes<Y> bound[R];
     const T* from[R];
     To* to[R];
-    Doubts found[R];
+    Uncertified found[R];
     for (int i = 0; i < R; i++) {
         row[i] = Affine<CENTER, NEAREST, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
-        if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {doubts[i].at, 0};
+        if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
     }
     Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
     for (Index k = 0; k < count; k++, j += step) {
@@ -227,18 +228,18 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
             store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(gamma + j), load<Y>(beta + j)), n - j);
             if (NEAREST) found[i].at[found[i].count++] = j;
         }
-        if (NEAREST) doubts[i] = found[i];
+        if (NEAREST) uncertified[i] = found[i];
     }
 }
 
 // Ziv's rounding test of row r for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, class T, class To>
-APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Doubts doubts) {
+APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
     Affine<LAYER, true, Y> row(of, r);
     bool differ = false;
-    for (Index i = 0; i < doubts.count; i++) {
-        Index j = doubts.at[i], some = n - j < Y ? n - j : Y;
+    for (Index i = 0; i < uncertified.count; i++) {
+        Index j = uncertified.at[i], some = n - j < Y ? n - j : Y;
         Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
         // Zero gets the sign of plus.
         Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + spread<Y>(0.0);

@@ -58,12 +58,12 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
         if (near) some = c.past ? write_y<ROWS_OF_Y, CENTER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, CENTER, false, NEAREST, T, T>;
         if (near) one = c.past ? write_y<1, CENTER, true, NEAREST, T, T> : write_y<1, CENTER, false, NEAREST, T, T>;
         Index ahead = columns_ahead<T>(c, c.step);
-        Doubts doubts[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
+        Uncertified uncertified[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
         for (int r = 0; r < count; r += ROWS_OF_Y) {
             int together = r + ROWS_OF_Y <= count ? ROWS_OF_Y : 1;
-            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, doubts, bounds + r);
+            (together == 1 ? one : some)(x, y + r, c.n, of, r, given, ahead, uncertified, bounds + r);
             for (int k = r; NEAREST && k < r + together; k++)
-                if (!c.marks[top + k] && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], doubts[k - r])) c.marks[top + k] = UNCERTIFIED;
+                if (!c.marks[top + k] && is_uncertified<LAYER>(x[k], y[k], c.n, of, k, given, errors[k], uncertified[k - r])) c.marks[top + k] = UNCERTIFIED;
         }
     });
     if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool) { pairs::forward<LAYER>(alone, own, rows); });
@@ -129,10 +129,10 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 memset(dx, 0, (size_t)c.n * sizeof(T));
                 continue;
             }
-            Doubts doubts = {(Index*)own.size, 0};
-            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &doubts);
+            Uncertified uncertified = {(Index*)own.size, 0};
+            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
             if (!NEAREST) continue;
-            if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, doubts)) c.marks[top + r] = UNCERTIFIED;
+            if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
             }
         }
     }

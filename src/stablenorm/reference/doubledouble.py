@@ -71,7 +71,7 @@ class Pair:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of an array."""
+        """The shape, like that of an array."""
         return self.hi.shape
 
     def __neg__(self) -> Pair:
