@@ -42,7 +42,7 @@ def before_rounding(case):
     g = gamma * dy
     found = {
         "y": y,
-        "dx": rstd * equations.project(g, xhat, "layer", equations.row_mean),
+        "dx": rstd * equations.project(g, xhat),
         "dgamma": blocks.sum_rows(dy * xhat)[0],
         "dbeta": blocks.sum_rows(dy)[0],
     }

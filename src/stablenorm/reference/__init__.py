@@ -10,11 +10,12 @@ import numpy as np
 from stablenorm.call import Backward, Forward, change, sample
 from stablenorm.reference import blocks, uncertified
 from stablenorm.reference.blocks import SMALLEST, exceeds_range
+from stablenorm.reference.equations import project
 from stablenorm.reference.partial import PARTIAL
 from stablenorm.reference.tangents import double_backward, jvp
 from stablenorm.types import Array, Statistics, joined
 
-__all__ = ["backward", "double_backward", "forward", "jvp"]
+__all__ = ["backward", "double_backward", "forward", "jvp", "project"]
 
 
 def forward(call: Forward) -> Statistics:

@@ -60,6 +60,13 @@ from stablenorm.types import Array
 FLOAT64 = np.dtype(np.float64)
 
 
+def row_mean(v: Any, count: Any = None) -> Any:
+    """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
+    if isinstance(v, Pair):
+        return v.mean(count)
+    return np.add.reduce(v, axis=-1, keepdims=True) / (v.shape[-1] if count is None else count)
+
+
 def forward(
     x: Any, eps: Any, scale: Any, shift: Any, kind: str, mean: Callable[[Any], Any]
 ) -> tuple[Any, Any, Any]:
@@ -84,7 +91,7 @@ def backward(
     return project(g, xhat, kind, mean) * rstd
 
 
-def project(v: Any, xhat: Any, kind: str, mean: Callable[[Any], Any]) -> Any:
+def project(v: Any, xhat: Any, kind: str = "layer", mean: Callable[[Any], Any] = row_mean) -> Any:
     """Remove from each row of `v` its part along `xhat`, and for "layer" that along the ones."""
     if kind == "layer":
         # Center first: then mean(v * xhat) is safe however large mean(v) is.
@@ -115,13 +122,6 @@ def restore(x: Any, mean: Any, mean_lo: Any, rstd: Any) -> Any:
 
 
 # ---- arithmetic: the same words for float64 and for Pair ----
-
-
-def row_mean(v: Any, count: Any = None) -> Any:
-    """Return the mean of each row: of all elements, or of `count`, where the others are 0."""
-    if isinstance(v, Pair):
-        return v.mean(count)
-    return np.add.reduce(v, axis=-1, keepdims=True) / (v.shape[-1] if count is None else count)
 
 
 def rsqrt(v: Any) -> Any:
