@@ -1,5 +1,5 @@
 """
-The lowest rung: integers finish the rows and columns that float64 and pairs cannot certify, 1 to 2 us an element.
+The lowest rung: integers finish the rows and columns that float64 and pairs cannot certify.
 
 With ``rounding="nearest"``, kernels send rows and columns here whose bounds contain a midpoint, ties above all; the NumPy
 backend sends all. With any rounding, both send the rows that are out of the range of pairs.
