@@ -123,8 +123,7 @@ def signs(x: Array, norm: Norm) -> Array:
 def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
     """Return y of a row, rounded once."""
     row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
-    n, total = row.n, row.total
-    factors = [g * (n * integer - total) for g, integer in zip(scale, row.integers, strict=True)]
+    factors = [g * (row.n * v - row.total) for g, v in zip(scale, row.integers, strict=True)]
     return _rounded(beta, factors, root_of(row.radicand), exponent + row.shift, dtype)
 
 
@@ -161,35 +160,46 @@ def _rounded(
     offset: Array, factors: list[int], root: Root, unit: int, dtype: np.dtype[Any], more: Any = ()
 ) -> Array:
     """Round ``offset + factor * root * 2**unit``, each once; `more`: terms that all elements share."""
-    offsets, place = integers_of(offset)
-    form, bits = format_of(dtype), root.bits
+    (offsets, place), form = integers_of(offset), format_of(dtype)
     # The first bits of factors nearly always decide; numbers out of range have thousands.
-    cut = max(max(map(int.bit_length, factors), default=0) - _FIRST, 0)
-    least = min(unit + cut - bits, place)
-    shift, places, rounded = unit + cut - bits - least, place - least, []
-    for number, factor in zip(offsets, factors, strict=True):
-        low = factor >> cut
-        high = low + (cut > 0)
-        if root.whole and not cut:
-            low, rest = divmod(low << bits, root.whole)
-            high = low + (rest != 0)
-        elif low >= 0:
-            low, high = low * root.floor, high * (root.floor + 1)
-        else:
-            low, high = low * (root.floor + 1), high * root.floor
-        both, value = number << places, None
-        if not more:
-            value = _round(both + (low << shift), both + (high << shift), least, form)
+    size = max(map(int.bit_length, factors), default=0)
+    cut = max(size - _FIRST, 0)
+    least = min(unit + cut - root.bits, place)
+    shift = unit + cut - root.bits - least
+    numbers = [
+        (number << place - least) + ((factor >> cut) * root.floor << shift)
+        for number, factor in zip(offsets, factors, strict=True)
+    ]
+    # The cut factor and the root lack less than 1 each.
+    error = 2 << max(size - cut, root.floor.bit_length()) + shift
+    quick = dtype == np.float64 and not more
+    result = _floats(numbers, error, least) if quick else np.full(len(factors), np.nan)
+    lowest = min(unit, place, *(each for _, each, _ in more))
+    others = [(number << each - lowest, one) for number, each, one in more]
+    for j in np.flatnonzero(np.isnan(result)).tolist():
+        value = None
+        # A rational sum is often a tie, which no enclosure decides.
+        if not more and not root.whole:
+            value = _round(numbers[j] - error, numbers[j] + error, least, form)
         if value is None:
-            terms = [(factor, unit, root), *more]
-            lowest = min(place, *(each for _, each, _ in terms))
-            shifted = [(f << each - lowest, one) for f, each, one in terms]
-            value = nearest(number << place - lowest, shifted, lowest, form)
-        rounded.append(value)
-    return np.array(rounded).astype(dtype)
+            terms = [(factors[j] << unit - lowest, root), *others]
+            value = nearest(offsets[j] << place - lowest, terms, lowest, form)
+        result[j] = value
+    return result.astype(dtype)
 
 
 # ---- rounding ----
+
+
+def _floats(numbers: list[int], error: int, unit: int) -> Array:
+    """Round what is within `error` of `numbers`, times ``2**unit``; NaN where the ends round differently."""
+    if max(map(int.bit_length, [*numbers, error])) > 1000 or not numbers:
+        # Python rounds an integer correctly, to a float64 that is not infinite.
+        return np.full(len(numbers), np.nan)
+    low, high = np.array([(float(each - error), float(each + error)) for each in numbers]).T
+    result = np.ldexp(low, unit)
+    # A subnormal result would be rounded twice.
+    return np.where((low == high) & (np.abs(result) >= 2.0**-1022), result, np.nan)
 
 
 def nearest(offset: int, terms: Sequence[Term], unit: int, form: Format) -> float:
