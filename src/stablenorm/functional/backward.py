@@ -43,6 +43,7 @@ def backward(
     threads: int | None = None,
 ) -> Gradients:
     """Return the requested gradients."""
+    out = tuple(out) if type(out) is list else out
     if out is None or are_rooms(out, dy, cache, dsum):
         found: Gradients | None = plain("backward")(
             dy, cache, kind, wrt, out, dsum, sum_axes, dmean, drstd, accumulate, threads

@@ -230,7 +230,7 @@ def is_room(out: Any, like: Any, *others: Any) -> bool:
 
 def are_rooms(out: Any, dy: Any, cache: Cache, dsum: Any) -> bool:
     """Tell the same about the three entries of `out`; dx may be dy itself if nothing reads dy again."""
-    if type(out) is not tuple or len(out) != 3 or type(cache) is not Cache:
+    if not isinstance(out, tuple) or len(out) != 3 or type(cache) is not Cache:
         return False
     dx, dgamma, dbeta = out
     x, (gamma, beta), others = cache.x, cache.norm[:2], (cache.x, cache.norm.gamma, dsum)
