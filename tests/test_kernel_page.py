@@ -37,19 +37,8 @@ def test_the_page(mistake, test, tmp_path):
     (tmp_path / "kernel.c").write_text(source)
     (tmp_path / "test_kernel.py").write_text("\n\n".join(blocks("python")))
     subprocess.run(blocks("sh")[0].split(), cwd=tmp_path, check=True)
-    options = [
-        "-q",
-        "-x",
-        "-k",
-        test,
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        "/dev/null",
-        "--rootdir",
-        ".",
-    ]
-    command = [sys.executable, "-m", "pytest", *options, "test_kernel.py"]
+    options = "-q -x -p no:cacheprovider -c /dev/null --rootdir . test_kernel.py"
+    command = [sys.executable, "-m", "pytest", "-k", test, *options.split()]
     # Plugins would take half of the time.
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(

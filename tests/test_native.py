@@ -20,14 +20,7 @@ native = pytest.importorskip("stablenorm.native", exc_type=ImportError)
 HERE = Path(__file__).parent
 NATIVE = HERE.parent / "src" / "stablenorm" / "native"
 # The flags of CMakeLists.txt.
-FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wno-psabi",
-]
+FLAGS = "-std=c++17 -O1 -ffp-contract=off -fno-math-errno -fno-trapping-math -Wno-psabi"
 
 MIXTURES = [
     ("float32",) * 4,
@@ -102,7 +95,7 @@ def test_arm64_gives_the_same_bits(tmp_path):
     if compiler is None or emulator is None:
         pytest.skip("aarch64-linux-gnu-g++ and qemu-aarch64 are needed")
     sources = [NATIVE / f"{name}.cpp" for name in ("tiles", "jobs", "pool", "memory")]
-    command = [compiler, *FLAGS, "-static", "-pthread", "-I", NATIVE, HERE / "kernels.cpp"]
+    command = [compiler, *FLAGS.split(), "-static", "-pthread", "-I", NATIVE, HERE / "kernels.cpp"]
     subprocess.run([*command, *sources, "-o", tmp_path / "kernels"], check=True)
     found = subprocess.run(
         [emulator, tmp_path / "kernels"], check=True, capture_output=True, text=True
