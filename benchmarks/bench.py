@@ -56,13 +56,8 @@ def time_cases(kept: bool) -> tuple[dict[str, Any], list[Result]]:
                 agreement[peer] = max(worst, agreement.get(peer, 0.0))
             else:
                 refused.append(f"{peer} on {case.shape}, {case.dtype}")
-    run = origin({peer.name: peer.version for peer in peers}) | {
-        "threads": THREADS,
-        "missing": missing,
-        "agreement": agreement,
-        "refused": refused,
-    }
-    return run, results
+    run = origin({peer.name: peer.version for peer in peers}) | {"threads": THREADS}
+    return run | {"missing": missing, "agreement": agreement, "refused": refused}, results
 
 
 def print_kept() -> None:

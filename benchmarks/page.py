@@ -25,11 +25,9 @@ DOCS = ROOT / "docs"
 def processor() -> str:
     """Return the processor's name, as the system gives it."""
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
