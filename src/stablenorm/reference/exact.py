@@ -87,10 +87,10 @@ def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
 class Row:
     """A row as the module docstring names it; `shift` is ``scale - q``."""
 
-    __slots__ = ("integers", "n", "q", "radicand", "scale", "shift", "total")
+    __slots__ = ("integers", "n", "norm", "q", "radicand", "scale", "shift", "total")
 
     def __init__(self, x: Array, norm: Norm, keep: bool = True) -> None:
-        self.integers, self.scale = integers_of(x)
+        self.norm, (self.integers, self.scale) = norm, integers_of(x)
         self.n, self.total = len(x), sum(self.integers) if norm.kind == "layer" else 0
         squares = sum(map(mul, self.integers, self.integers))
         numerator, denominator = norm.eps.as_integer_ratio()
@@ -107,35 +107,34 @@ class Row:
 # ---- rows ----
 
 
-def statistics(x: Array, norm: Norm) -> tuple[float, float]:
+def statistics(row: Row) -> tuple[float, float]:
     """Return the mean, 0 of RMS norm, and rstd of a row, each rounded once to float64."""
-    row, form = Row(x, norm), format_of(np.dtype(np.float64))
+    form = format_of(np.dtype(np.float64))
     mean = nearest(0, [(row.total, root_of(row.n**2))], row.scale, form)
     return mean, nearest(0, [(row.n, root_of(row.radicand))], -row.q, form)
 
 
-def signs(x: Array, norm: Norm) -> Array:
+def signs(row: Row) -> Array:
     """Return the signs of xhat: -1, 0 or 1."""
-    row = Row(x, norm)
     return np.array([np.sign(row.n * integer - row.total) for integer in row.integers], float)
 
 
-def y_row(x: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
+def y_row(row: Row, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
     """Return y of a row, rounded once."""
-    row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
+    scale, exponent = _scales(gamma, row.norm.gamma_offset)
     factors = [g * (row.n * v - row.total) for g, v in zip(scale, row.integers, strict=True)]
     return _rounded(beta, factors, root_of(row.radicand), exponent + row.shift, dtype)
 
 
 def dx_row(
-    dy: Array, x: Array, gamma: Array, norm: Norm, dtype: np.dtype[Any], added: tuple[Any, ...]
+    dy: Array, row: Row, gamma: Array, dtype: np.dtype[Any], added: tuple[Any, ...]
 ) -> Array:
     """Return dx of a row, rounded once, with what is `added` to it: dsum, dmean / n and that of drstd."""
-    row, (scale, exponent) = Row(x, norm), _scales(gamma, norm.gamma_offset)
+    scale, exponent = _scales(gamma, row.norm.gamma_offset)
     n, radicand, integers, (dsum, dmean, drstd) = row.n, row.radicand, row.integers, added
     cotangent, r = integers_of(dy)
     g = list(map(mul, scale, cotangent))
-    total = sum(g) if norm.kind == "layer" else 0
+    total = sum(g) if row.norm.kind == "layer" else 0
     inner = n * sum(map(mul, g, integers)) - total * row.total << 2 * row.shift
     # The part of (n g - total) V - (n X - row.total) inner that all elements share.
     same = row.total * inner - total * radicand
@@ -193,10 +192,10 @@ def _rounded(
 
 def _floats(numbers: list[int], error: int, unit: int) -> Array:
     """Round what is within `error` of `numbers`, times ``2**unit``; NaN where the ends round differently."""
-    if max(map(int.bit_length, [*numbers, error])) > 1000 or not numbers:
-        # Python rounds an integer correctly, to a float64 that is not infinite.
+    if max(map(int.bit_length, [*numbers, error])) > 1000:
+        # Such an integer may have no float64; of others, Python makes the nearest.
         return np.full(len(numbers), np.nan)
-    low, high = np.array([(float(each - error), float(each + error)) for each in numbers]).T
+    low, high = (np.fromiter((v + end for v in numbers), float) for end in (-error, error))
     result = np.ldexp(low, unit)
     # A subnormal result would be rounded twice.
     return np.where((low == high) & (np.abs(result) >= 2.0**-1022), result, np.nan)

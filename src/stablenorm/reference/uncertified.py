@@ -31,18 +31,17 @@ def finish_forward(call: Forward, rows: Array, kept: Statistics | None) -> None:
     """Write y of these rows, and the statistics of rows that are out of range, whose rstd_lo is NaN."""
     norm, y = call.norm, call.y
     for i in rows.tolist():
-        some, (row,) = _counted(call, i, call.x)
+        some, (x,) = _counted(call, i, call.x)
+        row = _row_of(x, norm)
         if y is not None:
-            gamma = _parameter(norm.gamma, 1, some, row)
+            gamma = _parameter(norm.gamma, 1, some, x)
             y[i] = 0
-            y[i, some] = _affine(row, gamma, _parameter(norm.beta, 0, some, row), norm, y.dtype)
+            y[i, some] = _affine(row, gamma, _parameter(norm.beta, 0, some, x), y.dtype)
         if kept is None or kept.rstd_lo is None:
             continue
         if np.isnan(kept.rstd[i]) or not np.isnan(kept.rstd_lo[i]):
             continue
-        mean, kept.rstd[i] = row[0], np.inf
-        if _has_norm(row, norm):
-            mean, kept.rstd[i] = exact.statistics(row, norm)
+        mean, kept.rstd[i] = (x[0], np.inf) if row is None else exact.statistics(row)
         for word, value in zip(
             (kept.mean, kept.mean_lo, kept.mean_tail), (mean, 0.0, 0.0), strict=True
         ):
@@ -88,15 +87,15 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
     """Add the terms of some rows to partial sums, dgamma (0) or dbeta (1)."""
     norm = call.norm._replace(gamma_offset=0.0)
     for i in rows.tolist():
-        some, (row, dy) = _counted(call, i, call.x, call.dy)
+        some, (x, dy) = _counted(call, i, call.x, call.dy)
         high, low = np.zeros((2, call.x.shape[1]))
         if which == 1:
             high[some] = dy
         else:
             # dy xhat in two words: y with dy in the place of gamma, then what rounding took from it.
-            first = _affine(row, dy, np.zeros(len(row)), norm, _FLOAT64)
-            high[some] = first
-            low[some] = _affine(row, dy, -first, norm, _FLOAT64)
+            row = _row_of(x, norm)
+            high[some] = first = _affine(row, dy, np.zeros(len(x)), _FLOAT64)
+            low[some] = _affine(row, dy, -first, _FLOAT64)
         error = np.abs(high) * 2.0**-104 + 2.0**-1070 if which == 0 else 0.0
         partial = merged(partial, as_partial(high, low, error))
     return partial
@@ -104,18 +103,18 @@ def _with_rows(call: Backward, which: int, rows: Array, partial: Array) -> Array
 
 def _write_dx(call: Backward, i: int) -> None:
     norm = call.norm
-    some, (row, dy) = _counted(call, i, call.x, call.dy)
-    gamma = _parameter(norm.gamma, 1, some, row)
+    some, (x, dy) = _counted(call, i, call.x, call.dy)
+    row, gamma = _row_of(x, norm), _parameter(norm.gamma, 1, some, x)
     dx = np.zeros(call.x.shape[1]) if call.dsum is None else call.dsum[i].astype(np.float64)
     extra = (0.0 if each is None else each[i] for each in (call.dmean, call.drstd))
     added = [_split(each) for each in (dx[some], *extra)]
     dx = dx.astype(call.dx.dtype)
-    if _has_norm(row, norm) and np.isfinite(gamma).all() and np.isfinite(dy).all():
+    if row is not None and np.isfinite(gamma).all() and np.isfinite(dy).all():
         finite, infinite = zip(*added, strict=True)
-        result = exact.dx_row(dy, row, gamma, norm, dx.dtype, finite)
+        result = exact.dx_row(dy, row, gamma, dx.dtype, finite)
         extended = infinite[0] + infinite[1]
         if infinite[2]:
-            extended = extended - infinite[2] * exact.signs(row, norm)
+            extended = extended - infinite[2] * exact.signs(row)
         dx[some] = np.where(extended == 0, result, extended)
     else:
         dx[some] = np.nan
@@ -168,10 +167,14 @@ def _parameter(parameter: Array | None, default: float, some: Any, row: Array) -
     return values
 
 
-def _has_norm(row: Array, norm: Norm) -> bool:
+def _row_of(x: Array, norm: Norm) -> exact.Row | None:
+    return exact.Row(x, norm) if _has_norm(x, norm) else None
+
+
+def _has_norm(x: Array, norm: Norm) -> bool:
     """Tell whether a row is finite, and has a variance if eps is 0."""
-    same = row[0] if norm.kind == "layer" else 0.0
-    return bool(np.isfinite(row).all() and (norm.eps != 0 or (row != same).any()))
+    same = x[0] if norm.kind == "layer" else 0.0
+    return bool(np.isfinite(x).all() and (norm.eps != 0 or (x != same).any()))
 
 
 def _have_norms(call: Backward) -> Array:
@@ -182,15 +185,15 @@ def _have_norms(call: Backward) -> Array:
     return np.fromiter((_has_norm(row, call.norm) for row in every), bool, len(call.x))
 
 
-def _affine(row: Array, gamma: Array, beta: Array, norm: Norm, dtype: np.dtype[Any]) -> Array:
+def _affine(row: exact.Row | None, gamma: Array, beta: Array, dtype: np.dtype[Any]) -> Array:
     """Return y of a row; infinite gamma and beta, and NaN, follow the extended reals."""
-    if not _has_norm(row, norm):
-        return np.full(len(row), np.nan, dtype)
+    if row is None:
+        return np.full(len(gamma), np.nan, dtype)
     (scale, far), (shift, away) = _split(gamma), _split(beta)
-    result = exact.y_row(row, scale, shift, norm, dtype)
+    result = exact.y_row(row, scale, shift, dtype)
     if far.any() or away.any():
         # The sign of xhat decides that of an infinite product; 0 * inf is NaN, of which there is one.
-        extended = np.where(far == 0, 0.0, far * exact.signs(row, norm)) + away
+        extended = np.where(far == 0, 0.0, far * exact.signs(row)) + away
         odd = (far != 0) | (away != 0)
         result[odd] = np.where(np.isnan(extended), np.nan, extended)[odd]
     return result
@@ -200,7 +203,7 @@ def _signs(call: Backward, i: int) -> Array:
     """Return the signs of xhat of a row, 0 for elements that do not count."""
     signs = np.zeros(call.x.shape[1])
     some, (row,) = _counted(call, i, call.x)
-    signs[some] = exact.signs(row, call.norm)
+    signs[some] = exact.signs(exact.Row(row, call.norm))
     return signs
 
 
