@@ -64,7 +64,7 @@ template <bool LAYER, bool DEEP> void closely(const Call& c, Index n, Index apar
         for (int which = 0; which < 2; which++) {
             Close of = sum_closely<LAYER, DEEP>(c, which, j, columns, n - j < 8 ? n - j : 8);
             double* at = sums + 3 * which * apart + j;
-            store(at, of.sum.high), store(at + apart, of.sum.low), store(at + 2 * apart, spread<8>(1.02) * of.error);
+            store(at, of.sum.high), store(at + apart, of.sum.low), store(at + 2 * apart, broadcast<8>(1.02) * of.error);
         }
 }
 
@@ -95,7 +95,7 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         Projected<LAYER, CENTER, true> project(row);
         for (Index j = 0; j < n; j += L) {
             Index some = n - j < L ? n - j : L;
-            Lanes<L> v = load<L>(x + j, some), xhat = (v - spread<L>(of.mean[0]) - spread<L>(of.rest[0])) * spread<L>(of.rstd[0]);
+            Lanes<L> v = load<L>(x + j, some), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.rest[0])) * broadcast<L>(of.rstd[0]);
             store(dx + j, project(load<L>(dy + j, some), v, load<L>(gamma + j)));
             store(dx + apart + j, bounds_of_dx<LAYER>(row.of_dx, load<L>(dx + j), xhat));
         }

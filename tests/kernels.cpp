@@ -49,7 +49,7 @@ void add_to(uint64_t& digest, const void* data, size_t bytes) {  // FNV-1a
 // A forward and its backward, whose results go to the digest.
 void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, Index n, int scale, int threads, uint64_t& digest) {
     Call c;
-    c.rms = rms, c.nearest = nearest, c.wide = type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
+    c.rms = rms, c.nearest = nearest, c.in_pairs = type == F64, c.eps = 1e-5, c.rows = rows, c.n = n;
     Bytes x = elements(random, rows * n, type, scale), dy = elements(random, rows * n, type, scale % 3), y(x.size()), dx(x.size());
     Bytes gamma = elements(random, n, type, 0), beta = elements(random, n, type, 0), sums[2] = {gamma, beta}, uncertified((size_t)(2 * n)), partial((size_t)(48 * n));
     std::vector<double> words((size_t)(6 * rows));
@@ -57,7 +57,7 @@ void both_ways(Random& random, Type type, bool rms, bool nearest, Index rows, In
     double** places[] = {&c.mean, &c.rest, &c.rstd, &c.rstd_low, &c.tail, &c.spread};
     for (Index i = 0; i < 6; i++) {
         bool of_layer = i == 0 || i == 1 || i == 4, of_pairs = i == 3 || i == 4;
-        if ((rms && of_layer) || (!c.wide && of_pairs) || (!c.pairs() && i == 5)) continue;
+        if ((rms && of_layer) || (!c.in_pairs && of_pairs) || (!c.pairs() && i == 5)) continue;
         *places[i] = words.data() + i * rows;
     }
     if (c.pairs()) c.marks = marks.data();

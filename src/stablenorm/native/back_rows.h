@@ -88,7 +88,7 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
 // Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows. Row constants are local copies: the compiler
 // cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
 template <bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T>
-APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
+NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
     using N = Few<NEAREST>;
     constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
     constexpr Index block = BLOCK<NEAREST, RUN_BACK * K>;
@@ -97,8 +97,8 @@ APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums ove
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
-        of.mean[r] = spread<K, W>(row.mean), of.rstd[r] = spread<K, W>(row.rstd);
-        of.s[r] = spread<K, W>(left_of<CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = spread<K, W>(-row.m);
+        of.mean[r] = broadcast<K, W>(row.mean), of.rstd[r] = broadcast<K, W>(row.rstd);
+        of.s[r] = broadcast<K, W>(left_of<CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = broadcast<K, W>(-row.m);
         of.centered[r] = row.centered, of.g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
@@ -137,8 +137,8 @@ APART void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums ove
 template <bool LAYER, bool CENTER, bool NEAREST> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
-        : mean(spread<L>(of.mean)), rstd(spread<L>(of.rstd)), m(spread<L>(-of.m)), p(spread<L>(-of.slope * of.rstd * of.rstd)),
-          q(spread<L>(-(of.plain + of.slope * left_of<CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
+        : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
+          q(broadcast<L>(-(of.plain + of.slope * left_of<CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
         return fma(centered, p, LAYER || NEAREST ? fma(g, rstd, q) : g * rstd);
     }
@@ -155,13 +155,13 @@ template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double 
 
 // Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `uncertified`.
 template <bool LAYER, bool CENTER, bool PAST, bool NEAREST, class T, class To>
-APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Uncertified* uncertified = nullptr) {
+NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Uncertified* uncertified = nullptr) {
     Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
     Uncertified found = {NEAREST ? uncertified->at : nullptr, 0};
     // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
-    Lanes<L> both = spread<L>(2 * of.bound);
-    auto at = [&](Index j, Index some) INLINED {
+    Lanes<L> both = broadcast<L>(2 * of.bound);
+    auto at = [&](Index j, Index some) INLINE_LAMBDA {
         if constexpr (KEPT<T>) return row(load<L>(of.centered + j), load<L>(of.g + j));
         else return some == L ? row(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j))
                               : row(load<L>(dy + j, some), load<L>(x + j, some), load<L>(gamma + j));
@@ -182,14 +182,14 @@ APART void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Ind
 
 // Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, bool CENTER, class T, class To>
-APART bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
+NOINLINE bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
     Projected<LAYER, CENTER, true> row(of);
     bool differ = false;
     for (Index i = 0; i < uncertified.count; i++) {
         Index j = uncertified.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
-        Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + spread<L>(0.0);
+        Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + broadcast<L>(0.0);
         differ |= differs<To>(v, bounds_of_dx<LAYER>(of.of_dx, v, (LAYER ? at - row.mean : at) * row.rstd), some);
         store(dx + j, v, some);
     }

@@ -53,8 +53,8 @@ struct Call {
     Type gamma_type = F32, beta_type = F32;
     Index gamma_stride = 0, beta_stride = 0;  // bytes from one sample to the next
     double eps = 0, gamma_offset = 0;
-    // wide: in double-double. nearest: every result is the exact one, rounded.
-    bool rms = false, backward = false, wide = false, nearest = false;
+    // in_pairs: in double-double. nearest: every result is the exact one, rounded.
+    bool rms = false, backward = false, in_pairs = false, nearest = false;
 
     // The statistics, one float64 a row: pairs have low parts and tails, nearest a spread >= rms(xhat). Both mark rows.
     double *mean = nullptr, *rest = nullptr, *rstd = nullptr;
@@ -80,15 +80,15 @@ struct Call {
     Index own_size = 0, own_parameters = 0;  // float64 of one thread; where the parameters of its sample begin
 
     bool summing() const { return sums_out[0] || sums_out[1]; }
-    Index apart() const { return padded(n); }
+    Index padded_n() const { return padded(n); }
     // Whether some rows may be done in pairs.
-    bool pairs() const { return wide || nearest; }
+    bool pairs() const { return in_pairs || nearest; }
     // Vectors: dgamma, its low part, dbeta, its low part. Nearest adds two that bound their errors: sizes in pairs, the
     // squares of dy and xhat in float64.
-    Index sums_per_tile() const { return (nearest ? 6 : 4) * apart(); }
+    Index sums_per_tile() const { return (nearest ? 6 : 4) * padded_n(); }
 
     void lay_out_parameters(Arena& arena) {
-        Index p = apart();
+        Index p = padded_n();
         wide_gamma = arena.take(p), gamma_low = arena.take(pairs() ? p : 0), wide_beta = arena.take(p);
         sizes = nearest && !backward ? arena.take(p) : nullptr;
     }
@@ -108,12 +108,12 @@ struct Own {
     double *high, *low, *size;  // a row of results
 
     Own(const Call& c, Arena& arena) {
-        Index p = c.apart(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
+        Index p = c.padded_n(), rows = c.step > 4 ? c.step : 4;  // the narrow backward takes up to four
         for (int i = 0; i < 2; i++) x[i] = arena.take(p * rows), dy[i] = arena.take(c.backward ? p * rows : 0);
         addend = arena.take(c.plus.data ? p : 0), part = arena.take(c.backward ? (c.nearest ? 6 : 4) * p : 0);
-        zeros = arena.take(c.backward && c.nearest && !c.wide ? p : 0);
+        zeros = arena.take(c.backward && c.nearest && !c.in_pairs ? p : 0);
         xhat = arena.take(c.pairs() && c.backward ? 2 * p * rows : 0);
-        kept = arena.take(c.backward && !c.wide && BYTES[c.x.type] == 2 ? 16 * p : 0);
+        kept = arena.take(c.backward && !c.in_pairs && BYTES[c.x.type] == 2 ? 16 * p : 0);
         high = arena.take(p), low = arena.take(p), size = arena.take(p);
     }
 };

@@ -95,7 +95,7 @@ template <bool LAYER, class N> INLINE N bounds_of_dx(Errors of_dx, N v, N xhat) 
 // The bound of dgamma from the sums of squares of dy and xhat; a includes the additions. The root of sum v**2 sum w**2 stands
 // for sum |v w|, which may be far less.
 INLINE Lanes<8> bound_of_sum(Errors worst, Lanes<8> of_dy, Lanes<8> of_xhat, double rows) {
-    return root(of_dy) * fma(spread<8>(1.03 * worst.a), root(of_xhat), spread<8>(1.03 * worst.b * std::sqrt(rows)));
+    return root(of_dy) * fma(broadcast<8>(1.03 * worst.a), root(of_xhat), broadcast<8>(1.03 * worst.b * std::sqrt(rows)));
 }
 
 // Whether a midpoint may lie between two bounds of a result. If the bounds share all bits down to the first that rounding
@@ -105,7 +105,7 @@ template <class To, int L, int W> INLINE bool may_differ(Lanes<L, W> most, Lanes
     Lanes<L, W> size = magnitude(most);
     I differ = {}, small = {};
     EACH differ = with_differences<W>(differ, (I)most.v[i], (I)least.v[i]);
-    if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)spread<W, W>(0x1p-14).v[0];
+    if (DIGITS<To> == 11) EACH small |= (I)size.v[i] - (I)broadcast<W, W>(0x1p-14).v[0];
     return any_of<W>(differ, -(1LL << (52 - DIGITS<To>))) || (DIGITS<To> == 11 && any_of<W>(small, INT64_MIN));
 }
 
@@ -117,13 +117,13 @@ template <class To, int L, int W> INLINE Words<L, W> midpoints_between(Lanes<L, 
     Words<L, W> found;
     EACH {
         found.v[i] = (((I)most.v[i] + half) ^ ((I)least.v[i] + half)) & (-2 * half);
-        if (DIGITS<To> == 11) found.v[i] |= ((I)magnitude(most).v[i] - (I)spread<W, W>(0x1p-14).v[0]) & INT64_MIN;
+        if (DIGITS<To> == 11) found.v[i] |= ((I)magnitude(most).v[i] - (I)broadcast<W, W>(0x1p-14).v[0]) & INT64_MIN;
     }
     return found;
 }
 
 // Whether v - error and v + error round differently.
-template <class To, int L, int W> APART bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index some) {
+template <class To, int L, int W> NOINLINE bool differs(const Lanes<L, W>& v, const Lanes<L, W>& error, Index some) {
     To less[L], more[L];
     store(less, v - error), store(more, v + error);
     return memcmp(less, more, (size_t)some * sizeof(To)) != 0;

@@ -14,7 +14,7 @@ template <class V> INLINE void merge(V part, V& total, V& low) {
     low = (high - high == high - high) ? error - (total - high) : V{};
 }
 
-APART inline void merge_columns(const double* part, double* total, double* low, Index n) {
+NOINLINE inline void merge_columns(const double* part, double* total, double* low, Index n) {
     using V = Register<double, WIDEST>;
     // Vectors are padded.
     for (Index j = 0; j < n; j += WIDEST) {
@@ -42,7 +42,7 @@ inline bool is_within(const double* v, Index n, double least) {
 inline bool prepare(const Call& c) {
     widen(c.gamma, c.gamma_type, 1.0, c.wide_gamma, c.n);
     if (!c.backward) widen(c.beta, c.beta_type, c.nearest ? 0.0 : -0.0, c.wide_beta, c.n);
-    if (c.pairs()) memset(c.gamma_low, 0, (size_t)c.apart() * sizeof(double));
+    if (c.pairs()) memset(c.gamma_low, 0, (size_t)c.padded_n() * sizeof(double));
     for (Index j = 0; j < c.n && c.gamma_offset != 0; j++) {
         Pair<double> sum = two_sum(c.wide_gamma[j], c.gamma_offset);
         c.wide_gamma[j] = sum.high;
@@ -50,7 +50,7 @@ inline bool prepare(const Call& c) {
     }
     const double *gamma = c.wide_gamma, *beta = c.wide_beta;
     double* __restrict sizes = c.sizes;
-    for (Index j = 0, stop = c.apart(); sizes && j < stop; j++) {
+    for (Index j = 0, stop = c.padded_n(); sizes && j < stop; j++) {
         double size = magnitude(gamma[j]) + magnitude(beta[j]);
         // A bound of at least 2**-52 times this is at least LEAST_BOUND.
         sizes[j] = size > 0 ? size + LEAST_BOUND * 0x1p52 : 0;
@@ -61,9 +61,9 @@ inline bool prepare(const Call& c) {
         return moderate && (c.beta_type != F64 || c.backward || is_within(beta, c.n, 0));
     }
     // Finite numbers of narrow types are in range.
-    bool within = c.wide ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);
+    bool within = c.in_pairs ? is_within(c.wide_gamma, c.n, SMALLEST) : is_within(c.backward ? gamma : sizes, c.n, 0);
     if (!within || c.backward) return within;
-    return (!c.wide || is_within(beta, c.n, 0)) && (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
+    return (!c.in_pairs || is_within(beta, c.n, 0)) && (!c.nearest || c.eps == 0 || (c.eps >= SMALLEST && c.eps <= LARGEST));
 }
 
 // ---- sums ----
@@ -81,7 +81,7 @@ inline void add_up(const double* part, double* total, Index count) {
 }
 
 inline void add_tiles(const Call& c, int which, Index start, Index count, Block& of) {
-    Index p = c.apart(), sizes = c.wide ? 4 + which : 4;
+    Index p = c.padded_n(), sizes = c.in_pairs ? 4 + which : 4;
     // A tile of one part has low parts of 0.
     bool deep = c.pairs() || c.tile_rows > PART_OF<false>;
     const double* carried = c.sums_type[which] == PARTIAL && !c.nearest ? (const double*)c.sums_out[which] + 3 * start : nullptr;
@@ -119,7 +119,7 @@ inline Errors worst_of(const Call& c, int which) {
 
 // Bounds the errors of sums of pairs or of float64.
 inline void find_errors(const Call& c, int which, Index start, Index count, Block& of) {
-    if (!c.wide) {
+    if (!c.in_pairs) {
         Errors worst = worst_of(c, which);
         for (Index j = 0; j < count; j += 8) {
             Lanes<8> other = which == 0 ? magnitude(load<8>(of.other + j)) : Lanes<8>{};
@@ -150,10 +150,10 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
     using N = Lanes<8>;
     constexpr Index TOGETHER = 16;  // rows gathered before one is loaded: a load waits for stores of its parts
     double chain = chain_of(c.n, L, RUN);
-    N bound = spread<8>(sums_bound(c.n, 0, 0));
+    N bound = broadcast<8>(sums_bound(c.n, 0, 0));
     Pair<N> sum = {};
     N size = {};
-    auto add = [&](Pair<N> term) INLINED {
+    auto add = [&](Pair<N> term) INLINE_LAMBDA {
         Pair<N> next = two_sum(sum.high, term.high), rest = two_sum(sum.low, next.low), last = two_sum(rest.high, term.low);
         sum = {next.high, last.high};
         return magnitude(rest.low) + magnitude(last.low);
@@ -176,15 +176,15 @@ template <bool LAYER, bool DEEP> inline Close sum_closely(const Call& c, int whi
                     pairs::Stats of;
                     const T* x = (T*)row_of(c.x, top + i);
                     pairs::statistics<LAYER>(&x, c, 1, of);
-                    pairs::Row row = {spread<8>(-of.mean[0]), spread<8>(-of.rest[0]), spread<8>(-of.tail[0]), {spread<8>(of.rstd[0]), spread<8>(of.rstd_low[0])}};
+                    pairs::Row row = {broadcast<8>(-of.mean[0]), broadcast<8>(-of.rest[0]), broadcast<8>(-of.tail[0]), {broadcast<8>(of.rstd[0]), broadcast<8>(of.rstd_low[0])}};
                     Pair<N> xhat = pairs::xhat_of<LAYER>(v, row);
-                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(spread<8>(of.spread[0]), v)));
+                    size = size + add(xhat * d) + bound * (magnitude(d) * (magnitude(xhat.high) + pairs::shared<LAYER>(broadcast<8>(of.spread[0]), v)));
                 } else {
                     double mean = LAYER ? c.mean[top + i] : 0, rest = LAYER ? c.rest[top + i] : 0, rstd = c.rstd[top + i];
                     Errors of = errors_again<LAYER>(c, top + i, 0, chain);
-                    N xhat = fma(v - spread<8>(mean), spread<8>(rstd), spread<8>(-rest * rstd));
+                    N xhat = fma(v - broadcast<8>(mean), broadcast<8>(rstd), broadcast<8>(-rest * rstd));
                     add(two_product(d, xhat));
-                    size = fma(magnitude(d), fma(spread<8>(of.a), magnitude(xhat), spread<8>(of.b)), size);
+                    size = fma(magnitude(d), fma(broadcast<8>(of.a), magnitude(xhat), broadcast<8>(of.b)), size);
                 }
             }
             // The low part may be the larger after a cancellation.
@@ -216,11 +216,11 @@ template <class To> void round_narrow(const Call& c, int which, Index first, Ind
     for (Index j = 0; j < count; j += 8) {
         Index some = count - j < 8 ? count - j : 8;
         N a = load<8>(of.high + j), b = load<8>(of.low + j);
-        N all = fma(spread<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
+        N all = fma(broadcast<8>(0x1p-51), magnitude(a), magnitude(b) + load<8>(of.error + j));
         auto differ = midpoints_between<To>(a + all, a - all);
         memset(uncertified + j, 0, (size_t)some);
-        if (some == 8) store(out + j, a + spread<8>(0.0));
-        else store(out + j, a + spread<8>(0.0), some);
+        if (some == 8) store(out + j, a + broadcast<8>(0.0));
+        else store(out + j, a + broadcast<8>(0.0), some);
         if (__builtin_expect(!any(differ), 1)) continue;
         int64_t each[8];
         bool small = false;
@@ -270,14 +270,14 @@ inline void finish(const Call& c, int which, Index start, Index stop, bool unsum
         if (!c.nearest && of.low == ZEROS) return convert(of.high, out, count);
         uint8_t* uncertified = c.nearest ? c.uncertified[which] + start : nullptr;
         // Fewer than 2**50 float16, multiples of 2**-24 below 2**16, add up exactly as pairs.
-        bool exact = which == 1 && c.dy.type == F16 && !c.wide;
-        if (!c.nearest || c.wide || exact) round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
+        bool exact = which == 1 && c.dy.type == F16 && !c.in_pairs;
+        if (!c.nearest || c.in_pairs || exact) round_pairs(out, of.high, of.low, c.nearest && !exact ? of.error : nullptr, 1.0, count, uncertified);
         else if constexpr (sizeof(To) < 8) round_narrow(c, which, start, count, of, out, uncertified);
         // A NaN of pairs comes from a row with NaN, and there is one NaN. Integers decide float64 sums that are not finite.
         const double nan = __builtin_nan("");
         for (Index j = 0; j < count; j++) {
-            if (c.wide && of.high[j] != of.high[j]) convert(&nan, out + j, 1), c.nearest && (uncertified[j] = 0);
-            if (c.nearest && !c.wide) uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
+            if (c.in_pairs && of.high[j] != of.high[j]) convert(&nan, out + j, 1), c.nearest && (uncertified[j] = 0);
+            if (c.nearest && !c.in_pairs) uncertified[j] |= !(magnitude(of.high[j]) < __builtin_inf());
         }
     });
 }

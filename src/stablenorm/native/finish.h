@@ -27,13 +27,13 @@ template <class F> INLINE auto of_type(Type type, F f) {
 constexpr Index LEAST_AHEAD = 1 << 14;
 
 // Converts n elements, each rounded once. Prefetches what follows, mostly the next row: twice as fast beyond the caches.
-template <class From, class To> APART void convert(const From* from, To* to, Index n) {
+template <class From, class To> NOINLINE void convert(const From* from, To* to, Index n) {
     Index j = 0;
     for (; j + L <= n; j += L) prefetch((const char*)(from + j) + LEAST_AHEAD), store(to + j, load<L>(from + j));
     if (j < n) store(to + j, load<L>(from + j, n - j), n - j);
 }
 
-template <class T> APART void convert_row(Type type, const char* from, T* to, Index n) {
+template <class T> NOINLINE void convert_row(Type type, const char* from, T* to, Index n) {
     of_type(type, [&](auto* kind) {
         using From = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(From) == 2 && sizeof(T) == 2) memcpy(to, from, (size_t)n * sizeof(T));
@@ -41,7 +41,7 @@ template <class T> APART void convert_row(Type type, const char* from, T* to, In
     });
 }
 
-template <class T> APART const T* row_lifted(Type type, const char* at, Index n, double* room) {
+template <class T> NOINLINE const T* row_lifted(Type type, const char* at, Index n, double* room) {
     convert_row(type, at, (T*)room, n);
     return (const T*)room;
 }
@@ -71,10 +71,10 @@ template <int L, int W> INLINE Lanes<L, W> odd_sum(Lanes<L, W> high, Lanes<L, W>
 namespace pairs {
 
 // The smallest |dy| of a row, zeros aside, and the largest; a NaN is larger than all.
-APART inline Pair<double> range_of(const double* dy, Index n) {
+NOINLINE inline Pair<double> range_of(const double* dy, Index n) {
     using I = Register<int64_t, WIDEST>;
     I least = I{} + INT64_MAX, most = {};
-    auto see = [&](N d) INLINED {
+    auto see = [&](N d) INLINE_LAMBDA {
         for (int i = 0; i < N::REGISTERS_OF; i++) {
             // The sizes of finite numbers order like their bits.
             I size = (I)d.v[i] & INT64_MAX, some = size == 0 ? I{} + INT64_MAX : size;
@@ -100,35 +100,35 @@ struct Results {
 // Sinks of results: rounded to float64 at once; kept as pairs; or rounded to float64 with Ziv's rounding test, where each
 // errs by at most `bound` times its size.
 struct ToFloat64 {
-    static constexpr bool WHOLE = false;
+    static constexpr bool STAGED = false;
     double* at;
-    INLINE void operator()(Index j, Index some, Wide v, N) {
+    INLINE void operator()(Index j, Index some, Pairs v, N) {
         if (some == P) store(at + j, v.high + v.low);
         else store(at + j, v.high + v.low, some);
     }
 };
 struct ToPairs {
-    static constexpr bool WHOLE = true;
+    static constexpr bool STAGED = true;
     Results to;
-    INLINE void operator()(Index j, Index, Wide v, N size) {
+    INLINE void operator()(Index j, Index, Pairs v, N size) {
         store(to.high + j, v.high), store(to.low + j, v.low), store(to.size + j, size);
     }
 };
 struct ToCertain {
-    static constexpr bool WHOLE = true;
+    static constexpr bool STAGED = true;
     double* at;
     double bound;
     Words<P, WIDEST> uncertified = {};
-    INLINE void operator()(Index j, Index some, Wide v, N size) {
+    INLINE void operator()(Index j, Index some, Pairs v, N size) {
         // The first term covers the rounding of the low part and of its sum with the bound.
-        N error = fma(spread<P>(0x1p-52), magnitude(v.low), spread<P>(bound) * size);
+        N error = fma(broadcast<P>(0x1p-52), magnitude(v.low), broadcast<P>(bound) * size);
         N most = v.high + (v.low + error), least = v.high + (v.low - error);
         if (some < P) most = first(most, some), least = first(least, some);
         Words<P, WIDEST> a = bits_of(most), b = bits_of(least);
         for (int i = 0; i < N::REGISTERS_OF; i++) uncertified.v[i] |= a.v[i] ^ b.v[i];
         // Zero gets the sign of plus.
-        if (some == P) store(at + j, most + spread<P>(0.0));
-        else store(at + j, most + spread<P>(0.0), some);
+        if (some == P) store(at + j, most + broadcast<P>(0.0));
+        else store(at + j, most + broadcast<P>(0.0), some);
     }
 };
 
@@ -139,22 +139,22 @@ struct ToCertain {
 // Rounds pairs once, with Ziv's rounding test if there are sizes: each errs by at most bound * size. Returns whether an
 // element is uncertified, and writes to `each`, if it is not null, which are.
 template <class T>
-APART bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
+NOINLINE bool round_pairs(T* out, const double* high, const double* low, const double* size, double bound, Index n, uint8_t* each = nullptr) {
     using N = pairs::N;
     bool uncertified = false;
-    auto rounded = [](N a, N b) INLINED {
+    auto rounded = [](N a, N b) INLINE_LAMBDA {
         Pair<N> sum = two_sum(a, b);
         // Zero gets the sign of plus.
-        if constexpr (sizeof(T) == 8) return sum.high + spread<8>(0.0);
-        else return odd_sum(sum.high, sum.low) + spread<8>(0.0);
+        if constexpr (sizeof(T) == 8) return sum.high + broadcast<8>(0.0);
+        else return odd_sum(sum.high, sum.low) + broadcast<8>(0.0);
     };
-    auto round = [&](Index j, auto some) INLINED {
+    auto round = [&](Index j, auto some) INLINE_LAMBDA {
         N a = load<8>(high + j), b = load<8>(low + j);
         T upper[8], lower[8];
         bool differ = false;
         if (size) {
             // The first term covers the rounding of the low part and of its sum with the bound.
-            N error = fma(spread<8>(0x1p-52), magnitude(b), spread<8>(bound) * load<8>(size + j));
+            N error = fma(broadcast<8>(0x1p-52), magnitude(b), broadcast<8>(bound) * load<8>(size + j));
             store(lower, rounded(a, b - error));
             b = b + error;
         }
@@ -173,7 +173,7 @@ APART bool round_pairs(T* out, const double* high, const double* low, const doub
 
 // Adds a row to results in pairs or, without low parts, in float64. Writes one NaN for all, and 0 as the low part of an
 // infinite sum.
-APART inline void add_row(const double* plus, double* high, double* low, Index n) {
+NOINLINE inline void add_row(const double* plus, double* high, double* low, Index n) {
     for (Index j = 0; j < n; j++) {
         Pair<double> sum = two_sum(high[j], plus[j]);
         high[j] = sum.high == sum.high ? sum.high : __builtin_nan("");
@@ -183,8 +183,8 @@ APART inline void add_row(const double* plus, double* high, double* low, Index n
 
 // Adds dsum to a row of results, pairs or float64 in own.high, rounds each once and writes row i; returns whether one is
 // uncertified.
-APART inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
-    double* low = c.wide ? own.low : nullptr;
+NOINLINE inline bool finish_row(const Call& c, const Own& own, Index i, double bound) {
+    double* low = c.in_pairs ? own.low : nullptr;
     if (c.backward && c.plus.data) add_row(row_as<double>(c, c.plus, i, own.addend), own.high, low, c.n);
     return of_type(c.y.type, [&](auto* kind) {
         auto* to = (decltype(kind))row_of(c.y, i);
@@ -195,8 +195,8 @@ APART inline bool finish_row(const Call& c, const Own& own, Index i, double boun
 
 // ---- residuals ----
 
-template <class T, class From> APART void add_rows(const From* a, const From* b, T* sum, Index n) {
-    auto add = [](pairs::N a_, pairs::N b_) INLINED {
+template <class T, class From> NOINLINE void add_rows(const From* a, const From* b, T* sum, Index n) {
+    auto add = [](pairs::N a_, pairs::N b_) INLINE_LAMBDA {
         Pair<pairs::N> s = two_sum(a_, b_);
         if constexpr (sizeof(T) == 8) return s.high;
         else return odd_sum(s.high, s.low);
@@ -207,7 +207,7 @@ template <class T, class From> APART void add_rows(const From* a, const From* b,
 }
 
 // Writes source + plus, rounded once, to row i of x.
-APART inline void add_residual(const Call& c, const Own& own, Index i) {
+NOINLINE inline void add_residual(const Call& c, const Own& own, Index i) {
     bool alike = c.source.type == c.x.type && c.plus.type == c.x.type;
     of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;

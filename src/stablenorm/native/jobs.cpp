@@ -136,7 +136,7 @@ bool take_scratch(Call& c, int threads, double*& memory) {
 
 // Does one sample, or all if each is of one tile.
 void run_tiles(Call& c, int threads) {
-    Index cost = c.rows * c.n * (c.wide ? COST : 1);
+    Index cost = c.rows * c.n * (c.in_pairs ? COST : 1);
     if (by_samples(c)) return pool::run(c.samples, threads, c.samples * cost >= WORTH_WAKING || pool::is_in_use(), sample_work, &c);
     pool::run(c.tiles, threads, cost >= WORTH_WAKING || pool::is_in_use(), tile_work, &c);
     pool::run(finish_parts(c), c.tiles * c.n < SHARED ? 1 : threads, false, finish_work, &c);
@@ -187,8 +187,8 @@ void plan(Call& c) {
                 (c.backward && !c.spread) || any_float64;
     bool needs_staging = c.backward && (c.plus.data || c.dy.type != c.x.type);
     // Pairs round rare calls correctly.
-    c.wide = c.wide || (c.nearest && (needs_pairs || needs_staging));
-    c.staged = needs_staging || (c.wide && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
+    c.in_pairs = c.in_pairs || (c.nearest && (needs_pairs || needs_staging));
+    c.staged = needs_staging || (c.in_pairs && (c.nearest || c.gamma_offset != 0 || c.x.type != F64));
     Index row_bytes = c.n * BYTES[c.x.type], bytes = c.samples * c.rows * row_bytes;
     bool aligned = c.y.stride == row_bytes && row_bytes % kernels->alignment == 0 && (uintptr_t)c.y.data % (uintptr_t)kernels->alignment == 0;
     // Non-temporal stores end with a fence, which takes as long as a small sample.
@@ -198,7 +198,7 @@ void plan(Call& c) {
 
 State run(Call& c, int threads) {
     double* scratch;
-    threads = c.samples * c.rows * c.n * (c.wide ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
+    threads = c.samples * c.rows * c.n * (c.in_pairs ? COST : 1) < SHARED ? 1 : (int)least(threads, pool::MOST);
     if (!take_scratch(c, threads, scratch)) return NO_MEMORY;
     DefaultControl control;
     State state = can_prepare(c) ? DONE : DECLINED;

@@ -24,12 +24,12 @@ template <int L, int W> INLINE Lanes<L, W> fma(Lanes<L, W> a, Lanes<L, W> b, Lan
     return c;
 }
 
-template <int L, int W = WIDEST> INLINE Lanes<L, W> spread(double s) {
+template <int L, int W = WIDEST> INLINE Lanes<L, W> broadcast(double s) {
     Lanes<L, W> r;
     EACH r.v[i] = s - Register<double, W>{};  // not 0 + s: -0.0 stays
     return r;
 }
-template <int L, int W> INLINE Lanes<L, W> like(Lanes<L, W>, double s) { return spread<L, W>(s); }
+template <int L, int W> INLINE Lanes<L, W> like(Lanes<L, W>, double s) { return broadcast<L, W>(s); }
 
 INLINE double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 INLINE double minus(double a, double b) { return a - b; }
@@ -38,7 +38,7 @@ INLINE double magnitude(double a) { return __builtin_fabs(a); }
 // Subtracts with a fused multiply-add, by a -1 that the compiler cannot see. AMD Zen has separate units that add and that
 // multiply; this keeps the former free.
 template <int L, int W> INLINE Lanes<L, W> minus(Lanes<L, W> a, Lanes<L, W> b) {
-    Register<double, W> one = spread<W, W>(-1.0).v[0];
+    Register<double, W> one = broadcast<W, W>(-1.0).v[0];
     Vector<W>::hide(one);
     EACH a.v[i] = Vector<W>::fma(b.v[i], one, a.v[i]);
     return a;
@@ -117,7 +117,7 @@ template <int DIGITS, int L, int W> INLINE Lanes<L, W> odd(Lanes<L, W> a) {
 
 // Rounds two registers of singles to nearest even.
 INLINE H16 half_bits(F8 a, F8 b, const bf16*) {
-    auto near = [](F8 v) INLINED {
+    auto near = [](F8 v) INLINE_LAMBDA {
         U8 bits = (U8)v;
         // The carry of a NaN with all bits set would make it a zero.
         return v == v ? bits + 0x7fff + ((bits >> 16) & 1) : U8{} + 0x7fc00000;
@@ -140,7 +140,7 @@ template <> constexpr int DIGITS<f16> = 11;
 
 // Rounds once, to nearest even, and stores; PAST: with non-temporal stores.
 template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lanes<L, W> a) {
-    auto put = [](void* to, const auto& v) INLINED { PAST ? stream(to, v) : write(to, v); };
+    auto put = [](void* to, const auto& v) INLINE_LAMBDA { PAST ? stream(to, v) : write(to, v); };
     if constexpr (sizeof(T) == 8) {
         EACH put(p + i * W, a.v[i]);
     } else if constexpr (sizeof(T) == 4) {
@@ -149,8 +149,8 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
         // Round sixteen at a time; eight alone are done twice.
         constexpr int NEXT = L == 8 ? 0 : 1;
         F8 v[L / 8];
-        auto narrow = [&]() INLINED { for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W); };
-        auto round = [&](auto bits_of) INLINED {
+        auto narrow = [&]() INLINE_LAMBDA { for (int k = 0; k < L / 8; k++) v[k] = Vector<W>::singles(a.v + k * 8 / W); };
+        auto round = [&](auto bits_of) INLINE_LAMBDA {
             for (int k = 0; k < L / 8; k += 2) {
                 H16 bits = bits_of(v[k], v[k + NEXT]);
                 if constexpr (L == 8) put(p, read<H8>(&bits));
@@ -162,9 +162,9 @@ template <bool PAST = false, int L, int W, class T> INLINE void store(T* p, Lane
         for (int k = 0; k < L / 8; k += 2) twice |= may_round_twice(v[k], v[k + NEXT], p);
         if (__builtin_expect(twice, 0)) {
             a = odd<DIGITS<T>>(a), narrow();
-            round([p](F8 one, F8 other) INLINED { return half_bits(one, other, p); });
+            round([p](F8 one, F8 other) INLINE_LAMBDA { return half_bits(one, other, p); });
         } else {
-            round([p](F8 one, F8 other) INLINED { return certain_bits(one, other, p); });
+            round([p](F8 one, F8 other) INLINE_LAMBDA { return certain_bits(one, other, p); });
         }
     }
 }

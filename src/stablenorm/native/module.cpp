@@ -179,7 +179,7 @@ PyObject* forward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     if (c.plus.data) total = own(result_like(total, x));
     if (!y || !total) return nullptr;
     if (c.plus.data) c.source = c.x, see_rows(total, c.x);
-    see_rows(y, c.y), c.wide = c.x.type == F64;
+    see_rows(y, c.y), c.in_pairs = c.x.type == F64;
     PyObject* marks = c.pairs() ? own(new_vector(c.samples * c.rows, NPY_UINT8, c.marks)) : y;
     Words words(c);
     PyObject* kept = keep ? own(new_statistics(c, words)) : Py_None;
@@ -215,8 +215,8 @@ bool see_cache(PyObject* of, PyObject* kind, PyObject* samples, Call& c) {
     for (int i = 0; is_last && i < FLOAT_WORDS; i++) {
         PyArrayObject* word = (PyArrayObject*)field(kept, of_statistics[i]);
         if (!words.places[i]) continue;
-        bool whole = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
-        if (!whole || PyArray_SIZE(word) != rows) return false;
+        bool usable = PyArray_CheckExact((PyObject*)word) && PyArray_TYPE(word) == NPY_DOUBLE && PyArray_IS_C_CONTIGUOUS(word);
+        if (!usable || PyArray_SIZE(word) != rows) return false;
         *words.places[i] = (double*)PyArray_DATA(word);
     }
     return is_last;
@@ -259,7 +259,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyObject *x = field(args[OF_CACHE], of_cache.x), *norm = field(args[OF_CACHE], of_cache.norm), *out = args[OUT], *dy = args[DY];
     if (!see_like_x(dy, x, c.dy) || !c.dy.data || !see_like_x(args[DSUM], x, c.plus)) return declined();
     if (is_given(out) && !(PyTuple_Check(out) && PyTuple_Size(out) == 3)) return declined();
-    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.wide = c.x.type == F64;
+    c.plan_rows = is_more ? PyLong_AsSsize_t(args[PLAN_ROWS]) : 0, c.in_pairs = c.x.type == F64;
 
     Owned own;
     PyObject* likes[] = {x, field(norm, of_norm.gamma), field(norm, of_norm.beta)};
@@ -273,7 +273,7 @@ PyObject* backward(PyObject*, PyObject* const* args, Py_ssize_t count) {
         if (!results[i]) return nullptr;
     }
     Index rows = c.samples * c.rows, columns = 2 * c.samples * c.n;
-    if (!c.wide) c.wide = jobs::has_huge_dy(c);
+    if (!c.in_pairs) c.in_pairs = jobs::has_huge_dy(c);
     PyObject *none = Py_None, *marks = none, *uncertified = none, *partial = none, *kept = field(args[OF_CACHE], of_cache.statistics);
     if (c.pairs()) marks = own(new_vector(rows, NPY_UINT8, c.marks));
     if (c.pairs()) uncertified = own(new_vector(columns, NPY_UINT8, c.uncertified[0]));

@@ -37,11 +37,11 @@ constexpr Index DEPTH = 16;
 constexpr Index PART = 64;
 
 using N = Lanes<P>;
-using Wide = Pair<N>;
+using Pairs = Pair<N>;
 
-INLINE Wide spread_pair(Pair<double> a) { return {spread<P>(a.high), spread<P>(a.low)}; }
-INLINE Wide load_pair(const double* p, Index apart) { return {load<P>(p), load<P>(p + apart)}; }
-INLINE void store_pair(double* p, Index apart, Wide a) { store(p, a.high), store(p + apart, a.low); }
+INLINE Pairs broadcast_pair(Pair<double> a) { return {broadcast<P>(a.high), broadcast<P>(a.low)}; }
+INLINE Pairs load_pair(const double* p, Index apart) { return {load<P>(p), load<P>(p + apart)}; }
+INLINE void store_pair(double* p, Index apart, Pairs a) { store(p, a.high), store(p + apart, a.low); }
 
 struct Stats {
     double mean[GROUP], rest[GROUP], tail[GROUP], rstd[GROUP], rstd_low[GROUP];
@@ -54,7 +54,7 @@ struct Sums {
 };
 
 // Reduces a sum by halves, as in lanes.h: to one register here, and for all rows at once in `total`.
-INLINE void put(Wide a, double (*lanes)[WIDEST][GROUP], int r) {
+INLINE void put(Pairs a, double (*lanes)[WIDEST][GROUP], int r) {
     using One = Pair<Lanes<WIDEST>>;
     One part[P / WIDEST];
     for (int i = 0; i < P / WIDEST; i++) part[i] = {{a.high.v[i]}, {a.low.v[i]}};
@@ -62,8 +62,8 @@ INLINE void put(Wide a, double (*lanes)[WIDEST][GROUP], int r) {
         for (int i = 0; i < half; i++) part[i] = part[i] + part[i + half];
     for (int i = 0; i < WIDEST; i++) lanes[0][i][r] = part[0].high.v[0][i], lanes[1][i][r] = part[0].low.v[0][i];
 }
-INLINE Wide total(const double (*lanes)[WIDEST][GROUP]) {
-    Wide a[WIDEST];
+INLINE Pairs total(const double (*lanes)[WIDEST][GROUP]) {
+    Pairs a[WIDEST];
     for (int i = 0; i < WIDEST; i++) a[i] = {load<GROUP>(lanes[0][i]), load<GROUP>(lanes[1][i])};
     for (int half = WIDEST / 2; half; half /= 2)
         for (int i = 0; i < half; i++) a[i] = a[i] + a[i + half];
@@ -73,12 +73,12 @@ INLINE Wide total(const double (*lanes)[WIDEST][GROUP]) {
 // ---- forward ----
 
 // Sums of x - k and of its square; SHIFT: k is not 0.
-template <bool LAYER, bool SHIFT, class T> APART void measure(const T* x, Index n, double guess, Sums& sums, int r) {
-    N k = spread<P>(-guess);
-    Wide sum = {}, squares = {};
-    auto add = [&](N v, Index some) INLINED {
+template <bool LAYER, bool SHIFT, class T> NOINLINE void measure(const T* x, Index n, double guess, Sums& sums, int r) {
+    N k = broadcast<P>(-guess);
+    Pairs sum = {}, squares = {};
+    auto add = [&](N v, Index some) INLINE_LAMBDA {
         if constexpr (SHIFT) {
-            Wide c = two_sum(v, k);
+            Pairs c = two_sum(v, k);
             if (some < P) c = {first(c.high, some), first(c.low, some)};
             sum = sum + c, squares = squares + square(c);
         } else {
@@ -113,11 +113,11 @@ template <class T> INLINE double guess_of(const T* x, Index n) {
 
 INLINE Pair<double> reciprocal(double n) { return {1 / n, fma(-1 / n, n, 1) / n}; }
 
-APART inline void settle(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
-    Wide share = spread_pair(reciprocal((double)n));
-    Wide d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
-    Wide mean = two_sum(load<GROUP>(k), d.high), rest = two_sum(mean.low, d.low);
-    Wide var = settled(square - settled(d * d)), v = settled(var + spread<GROUP>(eps)), rstd = reciprocal_root(v);
+NOINLINE inline void settle(const double* k, const Sums& sums, Index n, double eps, Stats& of) {
+    Pairs share = broadcast_pair(reciprocal((double)n));
+    Pairs d = settled(total(sums.plain) * share), square = settled(total(sums.product) * share);
+    Pairs mean = two_sum(load<GROUP>(k), d.high), rest = two_sum(mean.low, d.low);
+    Pairs var = settled(square - settled(d * d)), v = settled(var + broadcast<GROUP>(eps)), rstd = reciprocal_root(v);
     double vars[GROUP];
     store(of.mean, mean.high), store(of.rest, rest.high), store(of.tail, rest.low);
     store(of.rstd, rstd.high), store(of.rstd_low, rstd.low), store(of.square, square.high), store(of.v, v.high);
@@ -128,7 +128,7 @@ APART inline void settle(const double* k, const Sums& sums, Index n, double eps,
     }
 }
 
-template <bool LAYER, class T> APART void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
+template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
     Index n = c.n;
     double eps = c.eps;
     Sums sums;
@@ -156,17 +156,17 @@ template <class T> INLINE bool is_out_of_range(const Stats& of, int r, const T* 
 // Constants of a row: -mean, -rest, -tail and rstd.
 struct Row {
     N mean, rest, tail;
-    Wide rstd;
+    Pairs rstd;
 };
 
 // NEAR: without the tail.
-template <bool LAYER, bool NEAR = false> INLINE Wide xhat_of(N v, const Row& row) {
+template <bool LAYER, bool NEAR = false> INLINE Pairs xhat_of(N v, const Row& row) {
     if (!LAYER) return row.rstd * v;
-    Wide c = two_sum(v, row.mean);
-    if (NEAR) return Wide{c.high, c.low + row.rest} * row.rstd;
+    Pairs c = two_sum(v, row.mean);
+    if (NEAR) return Pairs{c.high, c.low + row.rest} * row.rstd;
     // fast_two_sum holds: |rest| is at most half an ulp of the mean, and c is 0 or no smaller.
-    Wide d = fast_two_sum(c.high, row.rest);
-    return Wide{d.high, (d.low + c.low) + row.tail} * row.rstd;
+    Pairs d = fast_two_sum(c.high, row.rest);
+    return Pairs{d.high, (d.low + c.low) + row.tail} * row.rstd;
 }
 
 // gamma + gamma_offset as pairs, and beta or null.
@@ -178,7 +178,7 @@ struct Parameters {
 // underflow, less than 2**-100 of the row.
 template <bool LAYER> INLINE N shared(N size, N v) {
     if (LAYER) return size;
-    N part = spread<P>(0x1p-100) * size;
+    N part = broadcast<P>(0x1p-100) * size;
     for (int i = 0; i < N::REGISTERS_OF; i++)
         part.v[i] = (Register<double, WIDEST>)((Register<int64_t, WIDEST>)part.v[i] & (v.v[i] != 0));
     return part;
@@ -186,17 +186,17 @@ template <bool LAYER> INLINE N shared(N size, N v) {
 
 // y of row r of a group into a sink of finish.h. The error bound of an element is a multiple of its size.
 template <bool LAYER, bool NEAR = false, class Out>
-APART Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
-    constexpr bool WHOLE = Out::WHOLE;
-    Row row = {spread<P>(-of.mean[r]), spread<P>(-of.rest[r]), spread<P>(-of.tail[r]),
-               {spread<P>(of.rstd[r]), spread<P>(of.rstd_low[r])}};
-    N spread_of = spread<P>(of.spread[r]);
-    auto value = [&](N v, Index j, Index some) INLINED {
-        Wide h = xhat_of<LAYER, NEAR>(v, row);
+NOINLINE Out write_y(const double* x, Out out, Index n, const Stats& of, int r, const Parameters& given) {
+    constexpr bool STAGED = Out::STAGED;
+    Row row = {broadcast<P>(-of.mean[r]), broadcast<P>(-of.rest[r]), broadcast<P>(-of.tail[r]),
+               {broadcast<P>(of.rstd[r]), broadcast<P>(of.rstd_low[r])}};
+    N spread_of = broadcast<P>(of.spread[r]);
+    auto value = [&](N v, Index j, Index some) INLINE_LAMBDA {
+        Pairs h = xhat_of<LAYER, NEAR>(v, row);
         N u = load<P>(given.gamma + j);
-        Wide scaled = h * u;
-        if (WHOLE) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
-        out(j, some, scaled + load<P>(given.beta + j), WHOLE ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)) : u);
+        Pairs scaled = h * u;
+        if (STAGED) scaled.low = fma(h.high, load<P>(given.gamma_low + j), scaled.low);
+        out(j, some, scaled + load<P>(given.beta + j), STAGED ? magnitude(u) * (magnitude(h.high) + shared<LAYER>(spread_of, v)) : u);
     };
     Index j = 0;
     for (; j + P <= n; j += P) value(load<P>(x + j), j, P);
@@ -224,14 +224,14 @@ struct Columns {
     bool sizes;
 };
 
-template <bool WHOLE> INLINE Wide g_of(N d, Index j, const Parameters& given) {
-    Wide g = two_product(d, load<P>(given.gamma + j));
-    if (WHOLE) g.low = fma(d, load<P>(given.gamma_low + j), g.low);
+template <bool STAGED> INLINE Pairs g_of(N d, Index j, const Parameters& given) {
+    Pairs g = two_product(d, load<P>(given.gamma + j));
+    if (STAGED) g.low = fma(d, load<P>(given.gamma_low + j), g.low);
     return g;
 }
 
 // m: the smallest of some g; 0 if they differ in sign.
-APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index n) {
+NOINLINE inline Pair<double> pivot(const double* dy, const Parameters& given, Index n) {
     Index s = n / 8 > 1 ? n / 8 : 1;
     auto g_at = [&](Index j) {
         Pair<double> g = two_product(dy[j], given.gamma[j]);
@@ -248,26 +248,26 @@ APART inline Pair<double> pivot(const double* dy, const Parameters& given, Index
 }
 
 // Pass 1: writes xhat to h and the sums along the row to row r of `along`, and adds to the sums over rows.
-template <bool LAYER, bool SHIFT, bool WHOLE>
-APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
-    Row row = {spread<P>(-of.mean), spread<P>(-of.rest), spread<P>(-of.tail), spread_pair(of.rstd)};
-    Wide a = {}, b = {}, m = spread_pair(-of.m);
-    N squares = {}, spread_of = spread<P>(of.spread);
+template <bool LAYER, bool SHIFT, bool STAGED>
+NOINLINE void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, double* __restrict h, Columns over) {
+    Row row = {broadcast<P>(-of.mean), broadcast<P>(-of.rest), broadcast<P>(-of.tail), broadcast_pair(of.rstd)};
+    Pairs a = {}, b = {}, m = broadcast_pair(-of.m);
+    N squares = {}, spread_of = broadcast<P>(of.spread);
     double* __restrict sums = over.at;
     Index apart = over.apart;
     const double *dy = of.dy, *x = of.x;
-    auto add = [&](N d, N v, Index j, Index some) INLINED {
-        Wide xhat = xhat_of<LAYER>(v, row), g = g_of<WHOLE>(d, j, given);
+    auto add = [&](N d, N v, Index j, Index some) INLINE_LAMBDA {
+        Pairs xhat = xhat_of<LAYER>(v, row), g = g_of<STAGED>(d, j, given);
         store_pair(h + j, apart, xhat);
         if (SHIFT) g = g + m;
         if (SHIFT && some < P) g = {first(g.high, some), first(g.low, some)};
         if (LAYER) a = a + g;
         b = b + g * xhat;
-        if (WHOLE) squares = fma(g.high, g.high, squares);
+        if (STAGED) squares = fma(g.high, g.high, squares);
         if (!sums) return;
         store_pair(sums + j, apart, load_pair(sums + j, apart) + xhat * d);
         store_pair(sums + 2 * apart + j, apart, load_pair(sums + 2 * apart + j, apart) + d);
-        if (WHOLE && over.sizes) {
+        if (STAGED && over.sizes) {
             double *of_dgamma = sums + 4 * apart + j, *of_dbeta = of_dgamma + apart;
             N part = magnitude(xhat.high) + shared<LAYER>(spread_of, v);
             store(of_dgamma, load<P>(of_dgamma) + magnitude(d) * part), store(of_dbeta, load<P>(of_dbeta) + magnitude(d));
@@ -280,13 +280,13 @@ APART void pull(Back& of, Index n, const Parameters& given, Sums& along, int r, 
         a = settled(a), b = settled(b);
     }
     put(a, along.plain, r), put(b, along.product, r);
-    of.size = WHOLE ? total(squares) : 0;
+    of.size = STAGED ? total(squares) : 0;
 }
 
 // The means of the sums along some rows, and the M of their bounds: at least 2 |m| + 3 rms(g - m), and 0 only where all
 // g - m are 0. A computed 0 is one if g is an exact product (`exact`) or m is 0.
-APART inline void settle(const Sums& along, Index n, Back* rows, int count, bool exact) {
-    Wide share = spread_pair(reciprocal((double)n));
+NOINLINE inline void settle(const Sums& along, Index n, Back* rows, int count, bool exact) {
+    Pairs share = broadcast_pair(reciprocal((double)n));
     double means[4][GROUP];
     store_pair(means[0], GROUP, settled(total(along.plain) * share));
     store_pair(means[2], GROUP, settled(total(along.product) * share));
@@ -299,7 +299,7 @@ APART inline void settle(const Sums& along, Index n, Back* rows, int count, bool
 }
 
 // Renews the pairs of the sums over rows, whose low parts grow as those along rows.
-APART inline void settle_columns(Columns over, Index n) {
+NOINLINE inline void settle_columns(Columns over, Index n) {
     for (Index j = 0; j < n; j += P)
         for (int which = 0; which < 4; which += 2) {
             double* at = over.at + which * over.apart + j;
@@ -308,19 +308,19 @@ APART inline void settle_columns(Columns over, Index n) {
 }
 
 template <bool LAYER, bool SHIFT, class Out>
-APART Out write_dx(const Back& of, Out out, Index n, const Parameters& given, const double* h, Index apart) {
-    constexpr bool WHOLE = Out::WHOLE;
-    Wide m = spread_pair(-of.m), plain = spread_pair(-of.plain), slope = spread_pair(-of.slope);
-    Wide rstd = spread_pair(of.rstd);
-    N size = spread<P>(of.size);
+NOINLINE Out write_dx(const Back& of, Out out, Index n, const Parameters& given, const double* h, Index apart) {
+    constexpr bool STAGED = Out::STAGED;
+    Pairs m = broadcast_pair(-of.m), plain = broadcast_pair(-of.plain), slope = broadcast_pair(-of.slope);
+    Pairs rstd = broadcast_pair(of.rstd);
+    N size = broadcast<P>(of.size);
     const double *dy = of.dy, *x = of.x;
-    auto value = [&](N d, Index j, Index some) INLINED {
-        Wide g = g_of<WHOLE>(d, j, given), xhat = load_pair(h + j, apart);
+    auto value = [&](N d, Index j, Index some) INLINE_LAMBDA {
+        Pairs g = g_of<STAGED>(d, j, given), xhat = load_pair(h + j, apart);
         if (SHIFT) g = g + m;
         N part = magnitude(g.high);
         if (LAYER) g = g + plain;
-        N v = LAYER || !WHOLE ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
-        out(j, some, (g + xhat * slope) * rstd, WHOLE ? part + (shared<LAYER>(spread<P>(1.0), v) + magnitude(xhat.high)) * size : d);
+        N v = LAYER || !STAGED ? d : some == P ? load<P>(x + j) : load<P>(x + j, some);
+        out(j, some, (g + xhat * slope) * rstd, STAGED ? part + (shared<LAYER>(broadcast<P>(1.0), v) + magnitude(xhat.high)) * size : d);
     };
     Index j = 0;
     for (; j + P <= n; j += P) value(load<P>(dy + j), j, P);

@@ -19,13 +19,13 @@ bool is_spoiled(const double* x, Index n) {
 }
 
 // Writes NaN into a row of results.
-APART inline void spoil_results(const Call& c, const Own& own, Index i) {
+NOINLINE inline void spoil_results(const Call& c, const Own& own, Index i) {
     for (Index j = 0; j < c.n; j++) own.high[j] = __builtin_nan("");
     if (c.y.data) of_type(c.y.type, [&](auto* kind) { convert(own.high, (decltype(kind))row_of(c.y, i), c.n); });
 }
 
 // Writes NaN into the results and statistics of a row of the forward.
-APART inline void spoil_row(const Call& c, const Own& own, Index i) {
+NOINLINE inline void spoil_row(const Call& c, const Own& own, Index i) {
     for (double* word : {c.mean, c.rest, c.rstd, c.spread})
         if (word) word[i] = __builtin_nan("");
     for (double* word : {c.tail, c.rstd_low})
@@ -81,7 +81,7 @@ INLINE void add_range(const Call& c, Pair<double> range, double* of_tile) {
 template <bool LAYER> bool begin_row(const Call& c, const Own& own, Index i, int r, double* of_tile, Back& of) {
     if (c.marks[i]) return false;
     c.marks[i] = UNCERTIFIED | UNSUMMED;
-    Index apart = r * c.apart();
+    Index apart = r * c.padded_n();
     of.dy = row_as<double>(c, c.dy, i, own.dy[0] + apart);
     Pair<double> range = range_of(of.dy, c.n);
     if (range.high < SMALLEST || !(range.low <= LARGEST)) return false;
@@ -106,14 +106,14 @@ template <bool LAYER> void write_row(const Call& c, const Own& own, Index i, con
     auto write = [&](auto out) {
         using Out = decltype(out);
         auto how = LAYER && of.m.high != 0 ? write_dx<LAYER, LAYER, Out> : write_dx<LAYER, false, Out>;
-        return how(of, out, c.n, parameters_of(c), h, c.apart());
+        return how(of, out, c.n, parameters_of(c), h, c.padded_n());
     };
     if (of.rstd.high != of.rstd.high) return spoil_results(c, own, i);
     if (finish_pairs(c, own, i, row_bound(c.n) * of.rstd.high, write)) c.marks[i] = UNCERTIFIED;
 }
 
-template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
-    Index p = c.apart(), held = 0;
+template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, Tile tile, double* sums, double* range) {
+    Index p = c.padded_n(), held = 0;
     Columns over = {sums, p, c.nearest};
     if (over.at) memset(over.at, 0, (size_t)c.sums_per_tile() * sizeof(double)), range[0] = range[1] = 0;
     bool exact = c.gamma_offset == 0;  // low parts of gamma are 0
@@ -125,7 +125,7 @@ template <bool LAYER, bool WHOLE> void backward(const Call& c, const Own& own, T
         for (Index i = top; i < at_most(top + c.step, tile.stop); i++) {
             Back& of = rows[count];
             if (!begin_row<LAYER>(c, own, i, count, range, of)) continue;
-            auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, WHOLE> : pull<LAYER, false, WHOLE>;
+            auto pull_row = LAYER && of.m.high != 0 ? pull<LAYER, LAYER, STAGED> : pull<LAYER, false, STAGED>;
             pull_row(of, c.n, parameters_of(c), along, count, own.xhat + 2 * count * p, over);
             at[count++] = i;
         }

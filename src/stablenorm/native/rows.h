@@ -79,7 +79,7 @@ template <bool NEAREST, class Part> struct Blocks {
 
 template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* x, Index n, Lanes<L> k) {
     Along<1, Lanes<L>> of = {};
-    auto add = [&](Lanes<L> c) INLINED {
+    auto add = [&](Lanes<L> c) INLINE_LAMBDA {
         if (LAYER) of.plain[0] = of.plain[0] + c;
         of.product[0] = fma(c, c, of.product[0]);
     };
@@ -93,10 +93,10 @@ template <bool LAYER, class T> INLINE Along<1, Lanes<L>> measure_block(const T* 
 
 // Pass 1 of the forward: the sums of x - k and of its square, for some rows.
 template <bool LAYER, bool NEAREST, class T>
-APART void measure(const T* const* x, int rows, Index n, const double* guess, double* plain, double* product) {
+NOINLINE void measure(const T* const* x, int rows, Index n, const double* guess, double* plain, double* product) {
     constexpr Index block = BLOCK<NEAREST, RUN * L>;
     for (int r = 0; r < rows; r++) {
-        Lanes<L> k = spread<L>(guess[r]);
+        Lanes<L> k = broadcast<L>(guess[r]);
         Blocks<NEAREST, Along<1, Lanes<L>>> blocks;
         for (Index start = 0; start < n; start += block)
             blocks.add(measure_block<LAYER>(x[r] + start, n - start < block ? n - start : block, k));
@@ -107,7 +107,7 @@ APART void measure(const T* const* x, int rows, Index n, const double* guess, do
 
 template <class T> INLINE double guess_of(const T* x, Index n) {
     using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, f32>;
-    auto at = [&](int i) INLINED { return read<Bits>(x + i * (n / 8)); };
+    auto at = [&](int i) INLINE_LAMBDA { return read<Bits>(x + i * (n / 8)); };
     // Eight loads into a register: through an array the next load would wait for the stores.
     Register<Bits, 8> some = {at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)};
     return (f32)(total(load<8>((const T*)&some)) * 0.125);
@@ -128,7 +128,7 @@ INLINE void settle(double k, double d, double square, double eps, Stats& of, int
     of.rstd[r] = 1 / std::sqrt((var < 0 ? 0 : var) + eps);
 }
 
-template <bool LAYER, class T> APART void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
+template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
     double k[GROUP] = {}, d[GROUP] = {}, square[GROUP] = {}, eps = c.eps, n = (double)c.n;
     auto measure_rows = c.nearest ? measure<LAYER, true, T> : measure<LAYER, false, T>;
     for (int r = 0; LAYER && r < rows; r++) k[r] = c.nearest && c.n >= 256 ? better_guess_of(x[r]) : guess_of(x[r], c.n);
@@ -175,7 +175,7 @@ template <bool CENTER, bool NEAREST, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
     INLINE Affine(const Stats& of, int r)
-        : mean(spread<Y>(of.mean[r])), rstd(spread<Y>(of.rstd[r])), s(spread<Y>(left_of<CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
+        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(left_of<CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
         Lanes<Y> xhat = CENTER ? fma(minus(v, mean), rstd, s) : NEAREST ? fma(v, rstd, s) : v * rstd;
         return fma(xhat, scale, shift);
@@ -191,7 +191,7 @@ INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to 
 // `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `uncertified`. Rows of
 // RMS norm, and NEAREST near rows, need no CENTER.
 template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
-APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
+NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
                    Uncertified* uncertified = nullptr, const double* bounds = nullptr) {
     // Two rows of float32 are tested at once: n = 4096, 0.39 ns an element for 0.42. Types of 16 bits lack the registers.
     constexpr int Y = Y_OF<T>, AT_ONCE = NEAREST && sizeof(T) == 4 ? R : 1;
@@ -203,7 +203,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
     Uncertified found[R];
     for (int i = 0; i < R; i++) {
         row[i] = Affine<CENTER, NEAREST, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
-        if (NEAREST) bound[i] = spread<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
+        if (NEAREST) bound[i] = broadcast<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
     }
     Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
     for (Index k = 0; k < count; k++, j += step) {
@@ -234,7 +234,7 @@ APART void write_y(const T* const* x, To* const* y, Index n, const Stats& of, in
 
 // Ziv's rounding test of row r for the registers that failed the quick one: whether an element is uncertified.
 template <bool LAYER, class T, class To>
-APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
+NOINLINE bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
     Affine<LAYER, true, Y> row(of, r);
     bool differ = false;
@@ -242,7 +242,7 @@ APART bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, co
         Index j = uncertified.at[i], some = n - j < Y ? n - j : Y;
         Lanes<Y> scale = load<Y>(given.gamma + j), shift = load<Y>(given.beta + j);
         // Zero gets the sign of plus.
-        Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + spread<Y>(0.0);
+        Lanes<Y> v = row(load<Y>(x + j, some), scale, shift) + broadcast<Y>(0.0);
         differ |= differs<To>(v, bounds_of_y(errors, v, scale, shift), some);
         store(y + j, v, some);
     }

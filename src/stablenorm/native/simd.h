@@ -14,9 +14,9 @@
 
 // GCC 12 calls small functions that return structures, through memory, unless it is told not to.
 #define INLINE inline __attribute__((always_inline))
-#define INLINED __attribute__((always_inline))  // of a lambda
+#define INLINE_LAMBDA __attribute__((always_inline))  // of a lambda
 // Keeps loops over a row out of line: many in one function take the compiler a minute.
-#define APART __attribute__((noinline))
+#define NOINLINE __attribute__((noinline))
 
 using Index = std::ptrdiff_t;
 

@@ -8,7 +8,7 @@ namespace {
 // Repeats the marked rows of a tile in pairs: `once` does some, given whether the sums lack them.
 template <class Once> void do_again(const Call& c, Tile tile, Once once) {
     Call alone = c;
-    alone.wide = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
+    alone.in_pairs = alone.staged = true, alone.source.data = nullptr, alone.sums_out[0] = alone.sums_out[1] = nullptr;
     // Keep the statistics of the first attempt.
     alone.mean = alone.rest = alone.rstd = alone.spread = nullptr;
     for (Index i = tile.first, stop; i < tile.stop; i = stop) {
@@ -73,7 +73,7 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
 
 // Does a row in pairs, and adds its terms to the float64 sums of a tile.
 template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile row, double* sums) {
-    Index p = c.apart();
+    Index p = c.padded_n();
     double range[2], *part = own.part;
     pairs::backward<LAYER, true>(c, own, row, part, range);
     if (c.marks[row.first] & UNSUMMED) return;
@@ -89,12 +89,12 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
     double chain = chain_of(c.n, L, RUN);
     auto begin = [&](Index i, int which) {
         for (int r = 0; r < R; r++) {
-            Index apart = r * c.apart();
+            Index apart = r * c.padded_n();
             const T* dy = row_as<T>(c, c.dy, i + r, own.dy[which] + apart);
             const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart);
-            double* kept = own.kept + (which * R + r) * 2 * c.apart();
+            double* kept = own.kept + (which * R + r) * 2 * c.padded_n();
             Back<T>& of = rows[which][r];
-            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.apart()};
+            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
             if (!NEAREST) continue;
             of.errors = errors_again<LAYER>(c, i + r, CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
             if (__builtin_expect(of.errors.a < HARD && of.errors.b < HARD, 1)) {
@@ -103,7 +103,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             }
             // A hard row: zeros take its place in the sums.
             memset(own.zeros, 0, (size_t)c.n * sizeof(double)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
-            of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.apart()};
+            of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.padded_n()};
         }
         auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
         pull_rows(rows[which], c.n, c.wide_gamma, sums);
@@ -122,17 +122,17 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
                 continue;
             }
             if constexpr (sizeof(T) < 8) {
-            auto write = c.past ? write_dx<LAYER, CENTER, true, NEAREST, T, T> : write_dx<LAYER, CENTER, false, NEAREST, T, T>;
-            T* dx = (T*)row_of(c.y, top + r);
-            bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
-            if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
-                memset(dx, 0, (size_t)c.n * sizeof(T));
-                continue;
-            }
-            Uncertified uncertified = {(Index*)own.size, 0};
-            write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
-            if (!NEAREST) continue;
-            if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
+                auto write = c.past ? write_dx<LAYER, CENTER, true, NEAREST, T, T> : write_dx<LAYER, CENTER, false, NEAREST, T, T>;
+                T* dx = (T*)row_of(c.y, top + r);
+                bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
+                if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
+                    memset(dx, 0, (size_t)c.n * sizeof(T));
+                    continue;
+                }
+                Uncertified uncertified = {(Index*)own.size, 0};
+                write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
+                if (!NEAREST) continue;
+                if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
             }
         }
     }
@@ -148,7 +148,7 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
     constexpr Index most = PART_OF<NEAREST>;
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
-    Index p = c.apart();
+    Index p = c.padded_n();
     Errors worst = {0, 0};
     if (!c.summing()) {
         // Unwanted sums go to scratch memory: a loop without them would save too little for a second version.
@@ -175,12 +175,12 @@ template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Ca
 
 // ---- one instruction set ----
 
-void do_wide(const Call& c, Index number, int thread) {
+void do_in_pairs(const Call& c, Index number, int thread) {
     Own own = own_of(c, thread);
     double *sums = c.summing() ? c.sums + c.sums_per_tile() * number : nullptr, *range = sums ? c.ranges + 2 * number : nullptr;
-    bool whole = c.staged;
-    auto back = c.rms ? whole ? pairs::backward<false, true> : pairs::backward<false, false>
-                      : whole ? pairs::backward<true, true> : pairs::backward<true, false>;
+    bool staged = c.staged;
+    auto back = c.rms ? staged ? pairs::backward<false, true> : pairs::backward<false, false>
+                      : staged ? pairs::backward<true, true> : pairs::backward<true, false>;
     if (c.backward) back(c, own, tile_of(c, number), sums, range);
     else (c.rms ? pairs::forward<false> : pairs::forward<true>)(c, own, tile_of(c, number));
 }
@@ -195,7 +195,7 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
 }
 
 void do_tile(const Call& c, Index tile, int thread) {
-    if (c.wide) do_wide(c, tile, thread);
+    if (c.in_pairs) do_in_pairs(c, tile, thread);
     // Lift dy and x to float64 if their types differ.
     else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<double, false, false, false> : backward<double, true, true, false>)(c, tile, thread);
     else of_type(c.x.type, [&](auto* kind) {

@@ -40,7 +40,7 @@ template <bool LAYER, class T, class Found, class Write> INLINE void measure_til
     const T* x[2][GROUP];
     auto count_from = [&](Index top) { return (int)at_most(tile.stop - top, c.step); };
     auto measure_from = [&](Index top, int which) {
-        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.apart());
+        for (int r = 0; r < count_from(top); r++) x[which][r] = x_row<T>(c, own, top + r, own.x[which] + r * c.padded_n());
         statistics<LAYER>(x[which], c, count_from(top), stats[which]);
     };
     bool early = c.n <= EARLY;
