@@ -15,10 +15,7 @@ from stablenorm.text import Table, quantity, shape_text
 _LIMIT = 2.0
 _ROUNDS = 15
 # Fields of a line in the JSON; `seconds` is the median, `quartiles` are around it.
-_ROW = (
-    *("shape", "dtype", "direction", "backend", "rounding", "outputs"),
-    *("seconds", "quartiles", "bytes_per_second", "of_copy"),
-)
+_ROW = "shape dtype direction backend rounding outputs seconds quartiles bytes_per_second of_copy"
 
 EXAMPLES = """\
 examples:
@@ -102,10 +99,8 @@ def _measure(
         )
         for name, t in timings.items():
             speed = arrays * x.nbytes / t.median
-            about = x.shape, str(x.dtype), direction, *name.split()
-            yield dict(
-                zip(_ROW, (*about, t.median, (t.low, t.high), speed, speed / copy), strict=True)
-            )
+            row = x.shape, str(x.dtype), direction, *name.split(), t.median, (t.low, t.high), speed
+            yield dict(zip(_ROW.split(), (*row, speed / copy), strict=True))
 
 
 def _print(rows: Sequence[dict[str, Any]]) -> None:

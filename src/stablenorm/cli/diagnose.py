@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise parts.InputError(str(error)) from None
     parts.write_whole(arguments.json, lambda file: file.write(diagnosis.to_json().encode()))
-    parts.write_plot(arguments.plot, diagnosis.plot)
+    ending = str(arguments.plot)[-3:].lower()
+    parts.write_whole(arguments.plot, lambda file: diagnosis.plot(file, format=ending))
     first, *others = lines_of(diagnosis, parts.columns())
     axes = ", ".join(map(str, diagnosis.axis))
     parts.print_lines(f"{member.label}: {member.dtype}, axis {axes}")

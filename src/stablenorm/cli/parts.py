@@ -164,11 +164,6 @@ def write_whole(path: Path | None, write: Callable[[Any], object]) -> None:
             raise
 
 
-def write_plot(path: Path | None, plot: Callable[..., object]) -> None:
-    """Call ``plot(file, format=...)`` for the file of ``--plot``, if it was asked for."""
-    write_whole(path, lambda file: plot(file, format=str(path)[-3:].lower()))
-
-
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
     """Write figures as JSON, with what they were measured on, if they were asked for."""
     versions = {"stablenorm": stablenorm.__version__, "numpy": np.__version__}

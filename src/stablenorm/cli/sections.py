@@ -39,15 +39,11 @@ def worst(errors: Array) -> float:
     return float(errors.max(initial=0.0))
 
 
-def _verdict(passed: bool) -> str:
-    return "PASS" if passed else "FAIL"
-
-
 def _accuracy(findings: Findings) -> Section:
     """Tell how far the outputs, and those of the plain formula, are from the exact result."""
     outputs, rows = findings.outputs, []
     for name, output in outputs.items():
-        array, passed = output.array, _verdict(output.passed)
+        array, passed = output.array, "PASS" if output.passed else "FAIL"
         errors = f"{worst(output.error):.3f}", number(worst(output.plain_error))
         rows.append((name, shape_text(array.shape), str(array.dtype), *errors, passed))
     columns = ("output", "shape", "dtype", "worst ulp", "plain formula", "contract")
