@@ -116,6 +116,7 @@ def test_every_kind_of_file_says_what_the_array_says():
         ("c.npy --axis 1", x, {"axis": 1}),
         ("more.npz --member a --axis 0 2", x, {"axis": (0, 2)}),
         ("m.st --member v --axis 0 2", x, {"axis": (0, 2)}),
+        ("c.npy --axis None", x, {"axis": None}),
     ):
         assert found_in(*arguments.split()) == expected(array, **options), arguments
 
@@ -174,6 +175,8 @@ TABLE = [
     ("x", bytes, "run missing.npz", "must be an .npy, .npz or .safetensors file, got missing.npz"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 3", "axis must name axes of x, which has 2"),
     ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 1", "at least one axis, each once"),
+    ("x.npy", lambda: whole(X), "diagnose x.npy --axis 1 None", "axis must be an int or a tuple o"),
+    ("x", bytes, "diagnose --axis all", "--axis: invalid axis value: 'all'; see"),
     ("x", bytes, "diagnose --eps nan", "eps must be finite and >= 0, got nan"),
     ("x", bytes, "diagnose --top -2", "--top: the number must be at least 0, got -2"),
     ("x", bytes, "run --eps abc", "--eps: invalid float value: 'abc'; see"),

@@ -51,8 +51,7 @@ def layer_norm_jvp(
     without mean|v|, mean(v) and mean|xhat|. Elements that a mask leaves out get 0. Rows of float64
     beyond about 2**200, or below 2**-200, get NaN: their products leave the range of float64.
 
-    The kernels of the backward compute it. For masks, rows that are not contiguous, and
-    float64 tangents of what else is narrower, the reference in NumPy does, far more slowly.
+    Computed by the reference in NumPy, whatever the backend.
 
     Examples
     --------

@@ -22,7 +22,7 @@ def layer_norm(
     beta: ArrayLike | None = None,
     eps: float = 1e-5,
     *,
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
     backend: Backend | None = None,
     gamma_offset: float = 0.0,
@@ -94,9 +94,8 @@ def layer_norm(
     float32 data. See "The accuracy contract" in the documentation.
 
     The dtype of x chooses the arithmetic. 16- and 32-bit data is computed in float64 and rounded once, float64
-    data in double-double. A gamma or beta of another dtype is widened exactly. Rows, gamma, beta or eps of extreme
-    size, beyond 2**200 or below 2**-200, and rows of float64 data with NaN or infinity are computed by the
-    reference in NumPy, which is far slower.
+    data in double-double. A gamma or beta of another dtype is widened exactly. Python's integers compute float64
+    rows with numbers beyond 2**200 or below 2**-200, and all rows if gamma or beta is such: far more slowly.
 
     Arrays of any layout are copied to rows without gaps, a block at a time.
 
@@ -126,7 +125,7 @@ def layer_norm_forward(
     beta: ArrayLike | None = None,
     eps: float = 1e-5,
     *,
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
     backend: Backend | None = None,
     gamma_offset: float = 0.0,

@@ -22,7 +22,7 @@ def rms_norm(
     beta: ArrayLike | None = None,
     eps: float = 1e-5,
     *,
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
     backend: Backend | None = None,
     gamma_offset: float = 0.0,
@@ -76,7 +76,7 @@ def rms_norm_forward(
     beta: ArrayLike | None = None,
     eps: float = 1e-5,
     *,
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
     backend: Backend | None = None,
     gamma_offset: float = 0.0,
@@ -98,7 +98,7 @@ def rms_norm_forward(
         The result, of the shape and dtype of `x`.
     cache : Cache
         For `rms_norm_backward`: `x` and `gamma` by reference, and per row the reciprocal root mean
-        square, 8 bytes (16 to 20 with float64 data; 8 more with ``rounding="nearest"``).
+        square, 8 bytes (16 with float64 data; 8 more with ``rounding="nearest"``).
 
     See Also
     --------

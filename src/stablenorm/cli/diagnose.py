@@ -35,7 +35,7 @@ OPTIONS = {
     "file": "an .npy, .npz or .safetensors file; default: the bundled data",
     "--kind": "of the norm; default: layer",
     "--member": "which array of an .npz or .safetensors file; default: x, or the only one",
-    "--axis": "normalized; default: -1",
+    "--axis": "axes normalized together, None: all; default: -1",
     "--eps": "default: eps of the .npz file, if it has one, or 1e-5",
     "--dtype": "judge the data as; default: its own",
     "--top": "worst rows to describe; default: 10",
@@ -46,11 +46,12 @@ OPTIONS = {
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what `stablenorm diagnose` is asked."""
-    path, axis, kind = arguments.file or BUNDLED, tuple(arguments.axis), arguments.kind
+    path, axis, kind = arguments.file or BUNDLED, arguments.axis, arguments.kind
     members = list_members(path)
     member, eps = choose(members, path, arguments.member), read_eps(members, arguments.eps)
     try:
-        asked = {"axis": axis, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
+        chosen = None if axis == [None] else tuple(axis)
+        asked = {"axis": chosen, "dtype": arguments.dtype, "top": arguments.top, "kind": kind}
         diagnosis = diagnose(member.load(), eps, **asked)
     except (TypeError, ValueError) as error:
         raise parts.InputError(str(error)) from None

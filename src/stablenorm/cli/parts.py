@@ -68,6 +68,11 @@ def _at_least(least: int) -> Callable[[str], int]:
     return _number(int, partial(check_count, "the number", least=least))
 
 
+def axis(text: str) -> int | None:
+    """Read an axis; None is all of them."""
+    return None if text == "None" else int(text)
+
+
 def _written(name: str, *suffixes: str) -> dict[str, Any]:
     """Return the row of an option that names a file to write."""
 
@@ -100,7 +105,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "--class": {"metavar": "NAME", "dest": "class_"},
     "--kind": {"choices": ("layer", "rms"), "default": "layer"},
     "--member": {"metavar": "NAME"},
-    "--axis": {"nargs": "+", "type": int, "default": [-1], "metavar": "K"},
+    "--axis": {"nargs": "+", "type": axis, "default": [-1], "metavar": "K"},
     "--shape": {"nargs": "+", "type": _at_least(1), "metavar": "N"},
     "--dtype": {"choices": DTYPES},
     "--eps": {"type": _number(float, check_eps)},

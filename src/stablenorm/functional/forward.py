@@ -28,7 +28,7 @@ _new = tuple.__new__
 def forward(
     x: ArrayLike,
     norm: Norm,
-    axis: int | tuple[int, ...] = -1,
+    axis: int | tuple[int, ...] | None = -1,
     out: Array | None = None,
     backend: str | None = None,
     keep: bool = True,
