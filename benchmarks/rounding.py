@@ -160,7 +160,7 @@ they do by default, and apply Ziv's rounding test to each result. Rows and colum
 repeated in double-double. float64 data are computed in double-double at once. Elements that double-double leaves
 uncertified go to integers.
 
-## Time of nearest over that of fast
+## Time of nearest over time of fast
 
 The data are N(0, 1), and results are written with `out=`. The backward takes three dy in turns, because dy decides which
 columns are uncertified.

@@ -29,8 +29,8 @@ def page(run: dict[str, Any], results: Sequence[Result]) -> str:
     agreement = f"Largest part of that tolerance used: {used}. " + (
         f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
     )
-    return f"""![How many times as long as stablenorm PyTorch and plain NumPy take, over the size of x: above 1 in most \
-places, below it where PyTorch is faster.](../figures/speed.svg)
+    return f"""![Time of PyTorch and of plain NumPy divided by the time of stablenorm, over the size of x: above 1 in most \
+places, below 1 where PyTorch is faster.](../figures/speed.svg)
 
 *Above 1, a peer takes longer than stablenorm; below 1, it is faster. Each point is a shape of the tables below.*
 
