@@ -178,25 +178,25 @@ def page(found: dict[str, Any]) -> str:
 
 {origin_line("make accuracy", made)}
 
-Every element of y, dx, dgamma and dbeta is within a limit of the exact result for the floats given.
+Every element of y, dx, dgamma and dbeta is within a limit of the exact result for the given floats.
 The limit is 0.501 ulp; for float64 it is 0.75 ulp for dx and 0.51 ulp for dgamma and dbeta. An element
 that cancels almost completely may be further off, by a tiny multiple c of S, the sum of the magnitudes
-that it is made of ([the contract](../reference/accuracy-contract.md)).
+of its terms ([the contract](../reference/accuracy-contract.md)).
 
-This page tests that on {len(FINITE)} families of hard inputs, by integer arithmetic: n = {N}, {ROWS} rows, one
-draw for each family and dtype. F36, NaN and infinity, has no exact result; the tests check instead
+This page tests the limit on {len(FINITE)} families of hard inputs against exact integer arithmetic: n = {N}, {ROWS}
+rows, one draw for each family and dtype. Family F36, NaN and infinity, has no exact result; the tests check instead
 that NaN does not leave its row.
 
 ## Verdict
 
 {kept["main"]}
 
-The share is the part of c S that the worst of the elements that cancel used; 1 would be all of it.
-Some families consist of such elements (dy = y with eps 0; beta that cancels gamma xhat). There, most
-elements cancel.
+The columns "cancel beyond the limit" and "largest share of c S" are about elements that cancel. The first counts those
+that exceed the limit. The second is the largest part of c S that any of them used; 1 would be all of it. In some families
+most elements cancel (dy = y with eps 0; beta that cancels gamma xhat).
 
-With nearest: elements that are not the nearest float under `rounding="nearest"`, of both CPU backends. Its
-promise is that there are none.
+The column "with nearest" counts the elements that are not the nearest float under `rounding="nearest"`, in both CPU
+backends together. The promise is that there are none.
 
 ## RMS norm
 
@@ -206,23 +206,23 @@ The same families, n = {N}, through `rms_norm_forward` and `rms_norm_backward`.
 
 ## Other lengths, and many rows
 
-The same for all outputs of all families that exist there (n = {LONG}: y and dx of {len(TELLING)} of the families; \
-{MANY} rows: dgamma and dbeta).
+The same counts, over all outputs of all families that exist at this size. At n = {LONG} they are y and dx of \
+{len(TELLING)} families, and at {MANY} rows dgamma and dbeta.
 
 {kept["others"]}
 
 ## The nearest float, or nearly
 
-0.501 ulp is not 0.5. Arithmetic in float64, rounded once, misses the nearest float32 where the exact
-value lies within about 2^-29 ulp of the middle between two. That happens to a few in 10^9 elements of
-ordinary data. [The contract](../reference/accuracy-contract.md) shows one and derives the share. With
+0.501 ulp is not 0.5. Arithmetic in float64 that is rounded once can miss the nearest float32 if the exact
+value lies within about 2^-29 ulp of the midpoint of two float32. This happens to a few in 10^9 elements of
+ordinary data. [The contract](../reference/accuracy-contract.md) shows such an element and derives the share. With
 `rounding="nearest"` it does not happen.
 
 ## All families
 
-The worst error of all outputs, in ulp, for each dtype, without the elements that cancel beyond the
-limit. What other libraries and the plain formula lose on such inputs:
-[Stability](../explanation/stability.md).
+The worst error of all outputs, in ulp, for each dtype. Elements that cancel beyond the limit are left out.
+[Numerical stability](../explanation/stability.md) measures what other libraries and the plain formula lose on such
+inputs.
 
 {kept["families"]}
 """

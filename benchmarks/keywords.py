@@ -189,8 +189,9 @@ def page(found: dict[str, Any]) -> str:
          (plain and call / plain, around and around / call)))
         for what, _, call, plain, around in found["ways"]
     ]  # fmt: skip
-    return f"""float32 unless said otherwise, {THREADS} threads, results allocated. Each ratio is of medians of calls taken in turns.
-The last column is the time of the same thing written around plain calls, over that of the call.
+    return f"""float32 unless stated otherwise, {THREADS} threads, new arrays for the results. A ratio compares medians of calls
+that were timed in turns. "Over the plain call": the time of the call over that of a plain call on an x of this shape.
+"Around plain calls, over it": the same result computed by NumPy around plain calls, over the time of the call.
 
 {table(("call", "time", "over the plain call", "around plain calls, over it"), lines)}
 

@@ -155,33 +155,35 @@ def page(found: dict[str, Any]) -> str:
     return f"""# What correct rounding costs
 
 `rounding="nearest"` returns the exact result rounded to nearest, without exception
-([the contract](../reference/accuracy-contract.md)). Kernels compute float16, bfloat16 and float32 in float64, as by
-default, with bounds of the errors and Ziv's rounding test. Rows and columns with an uncertified element are repeated in
-double-double, in which all of float64 is computed. Elements that are uncertified still go to integers.
+([the contract](../reference/accuracy-contract.md)). The kernels compute float16, bfloat16 and float32 in float64, as
+they do by default, and apply Ziv's rounding test to each result. Rows and columns with an uncertified element are
+repeated in double-double. float64 data are computed in double-double at once. Elements that double-double leaves
+uncertified go to integers.
 
-## Time of nearest over that of fast
+## Time of nearest over time of fast
 
-With `out=`, of N(0, 1); of the backward, dy takes turns.
+The data are N(0, 1), and results are written with `out=`. The backward takes three dy in turns, because dy decides which
+columns are uncertified.
 
 {table(("dtype", "x", "threads", "forward", "backward"), lines)}
 
-Geometric mean and worst of forward and backward, of {len(IN_CACHE)} shapes that fit the caches and {len(BEYOND)} that do
-not, with all threads:
+Geometric mean and largest ratio of forward and backward, over {len(IN_CACHE)} shapes that fit the caches and
+{len(BEYOND)} that do not, with all threads:
 
 {table(("dtype", "mean", "worst"), nine)}
 
 ## Random data
 
-Rows of {N} from N(0, 1): how many elements of x were done in two ways, and how many elements
-of y, dx and dgamma (with both backends, of dbeta too) differed in a bit.
+Rows of {N} from N(0, 1) were computed in two ways. The table counts the elements of x, and the elements of y, dx and
+dgamma that differed in a bit. The comparison of both backends includes dbeta.
 
 {table(("dtype", "ways", "compared", "differ"), found["random"])}
 
 ## Hard inputs
 
-Forward and backward of {ROWS} rows of {N}, over the time of N(0, 1), and rows per second: arrays of one
-kind, and each [family](accuracy.md). Inputs are slow whose rows are repeated in double-double, and slower those of which
-that leaves elements uncertified.
+The time of forward and backward of {ROWS} rows of {N} over the time of N(0, 1), and rows per second. The first lines of
+a dtype are arrays of one kind, the others the [families](accuracy.md). An input is slow if its rows are repeated in
+double-double, and slower if integers must decide elements.
 
 {table(("x", "dtype", "time", "rows per second"), kinds)}
 

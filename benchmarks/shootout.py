@@ -147,9 +147,10 @@ def page(found: dict[str, Any]) -> str:
     return f"""{origin_line("make shootout", found["origin"])}{missing}
 
 Each row is a layer norm in float64 with one mistake (`tests/mistakes.py`). Every tool uses
-its own step and tolerance. The first word is for x of shape (4, 8), the second for (32, 768), where
-the tool can do it. *yes*: found with every seed; *part*: with some; *no*: with none. *False alarms*:
-the largest share of seeds with which right code was called wrong, of five ways to write it.
+its own step and tolerance. The first word is for x of shape (4, 8), the second for (32, 768) if
+the tool can check that shape. *yes*: the tool finds the mistake with every seed; *part*: with some seeds; *no*: with
+none. *False alarms*: right code, written in five ways, is called wrong with this share of the seeds, in the worst of the
+five.
 
 {found["matrix"]}
 

@@ -29,8 +29,8 @@ def page(run: dict[str, Any], results: Sequence[Result]) -> str:
     agreement = f"Largest part of that tolerance used: {used}. " + (
         f"Not timed, since they did not agree: {refused}." if refused else "All agreed."
     )
-    return f"""![How many times as long as stablenorm PyTorch and plain NumPy take, over the size of x: above 1 in most \
-places, below it where PyTorch is faster.](../figures/speed.svg)
+    return f"""![Time of PyTorch and of plain NumPy divided by the time of stablenorm, over the size of x: above 1 in most \
+places, below 1 where PyTorch is faster.](../figures/speed.svg)
 
 *Above 1, a peer takes longer than stablenorm; below 1, it is faster. Each point is a shape of the tables below.*
 
@@ -78,24 +78,24 @@ HOW = """How to read it:
 - stablenorm: `layer_norm_forward(x, gamma, beta)`, which keeps what the backward needs, and
   `layer_norm_backward(dy, cache)`, all three gradients, with {threads} threads. Results of 1 MiB or
   more come from recycled memory ([Reusing memory](../how-to/memory.md#reusing-memory)). "out=": results are
-  written into arrays that exist.
+  written into existing arrays.
 - "of copy": the bytes that must be read and written (forward x and y; backward dy, x and dx) per
-  second, as a part of what a plain copy moves with as many threads. Where x is 256 MiB, the copy is
-  of the same arrays in the same rounds; otherwise it is of 256 MiB. Arrays in cache may exceed 1.
+  second, as a fraction of the speed of a plain copy with the same number of threads. If x is 256 MiB, the copy is
+  of the same arrays in the same rounds; otherwise it is of 256 MiB. The fraction may exceed 1 for arrays in cache.
 - PyTorch: `torch.native_layer_norm`, which returns the statistics too, and ATen's
   `native_layer_norm_backward`, {threads} threads. JAX: the usual formula and its vjp, both jitted. ONNX
   Runtime: the operator LayerNormalization, which has no backward. plain NumPy:
   `stablenorm.testing.plain`, on one thread. NumPy backend: ours without the kernels.
-- Before a case is timed, its results are compared. Some rows of ours must keep the accuracy contract, by the
-  exact oracle. A peer must be within 16
-  roundings of its dtype, relative to the magnitudes that enter (`benchmarks/agreement.py`). {agreement}"""
+- Before a case is timed, its results are compared. The exact oracle checks that some of our rows keep the accuracy
+  contract. A peer must be within 16 roundings of its dtype, relative to the magnitudes of the terms
+  (`benchmarks/agreement.py`). {agreement}"""
 
 KEPT = """jemalloc is preloaded, as PyTorch's tuning guide recommends, with `dirty_decay_ms:-1` and
 `muzzy_decay_ms:-1`, so that it never returns a page. Our recycling is off. Both sides then use the
 same allocator."""
 
 IN_CACHE_TEXT = """x has at most 8 MiB: x, y, dy and dx fit into the 32 MiB of the last-level cache, and malloc keeps
-the pages that are freed, for everybody."""
+freed pages, for every candidate."""
 
 BEYOND_TEXT = """Most of the gap to PyTorch and NumPy here is memory management. malloc returns blocks beyond
 32 MiB to the system, and the system clears new pages in the next call. stablenorm recycles results,

@@ -40,6 +40,11 @@ def _is_factor(element):
     return name in ("mi", "mtext", "mn", "mfrac", "msqrt", "mrow") or text in (")", "|", "]")
 
 
+def _is_parenthesized(element):
+    r"""Tell whether an element is what \bigl( and \bigr) make: a row that begins with a parenthesis."""
+    return _name(element)[0] == "mrow" and len(element) > 0 and _name(element[0])[1] == "("
+
+
 def _space(root):
     """Put a thin space between a word, such as mean or rstd, and a factor beside it."""
     for parent in root.iter():
@@ -50,7 +55,7 @@ def _space(root):
             before, after = children[i - 1], children[i]
             if _name(before)[1] == "\N{FUNCTION APPLICATION}":
                 # An operator's name and its argument, unless that is in parentheses.
-                needs_space = _is_factor(after)
+                needs_space = _is_factor(after) and not _is_parenthesized(after)
             else:
                 needs_space = _is_factor(before) and _is_word(after)
                 needs_space |= _is_word(before) and _is_factor(after) and _name(after)[0] != "mo"
