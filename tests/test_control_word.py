@@ -90,6 +90,17 @@ def test_not_a_bit_differs(which, rng, x_dtype, dtype, eps, shape):
     assert_same(actual, expected)
 
 
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
+@pytest.mark.parametrize("which", [1, 2], ids=["flush", "upward"])
+def test_nor_does_one_of_rows_that_integers_do(which, rounding, rng):
+    x, *others = hostile(rng, (9, 33), F8, F8)
+    x[1], x[2] = x[1] * 1e-265, x[2] * 1e300
+    expected = compute((x, *others), rounding=rounding, backend="native").values()
+    with Control(PLACE[which]):
+        actual = compute((x, *others), rounding=rounding, backend="native").values()
+    assert_same(actual, expected)
+
+
 STARTED = """
 import numpy as np
 import stablenorm, test_control_word as t

@@ -6,9 +6,6 @@
 
 #include "memory.h"
 #include "pool.h"
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#endif
 
 namespace jobs {
 
@@ -54,19 +51,6 @@ Index forward_rows(Index rows, Index n) {
     Index elements = least(most(rows * n / FEW, LEAST_FORWARD_TILE), FORWARD_TILE);
     return most(elements / n / ROWS_TOGETHER, 1) * ROWS_TOGETHER;
 }
-
-// Sets rounding to nearest and keeps subnormals, whatever the calling thread is set to.
-struct DefaultControl {
-#if defined(__x86_64__) || defined(_M_X64)
-    unsigned word = _mm_getcsr();
-    DefaultControl() { _mm_setcsr(0x1f80); }
-    ~DefaultControl() { _mm_setcsr(word); }
-#elif defined(__aarch64__)
-    uint64_t word;
-    DefaultControl() { asm volatile("mrs %0, fpcr\n msr fpcr, xzr" : "=r"(word)); }
-    ~DefaultControl() { asm volatile("msr fpcr, %0" : : "r"(word)); }
-#endif
-};
 
 bool any_unsummed(const Call& c) { return c.marks && memchr(c.marks, UNCERTIFIED | UNSUMMED, (size_t)c.rows); }
 
