@@ -53,7 +53,7 @@ Back<float> pulled(const float* dy, const float* x, Index n, const double* gamma
     Back<float> row = {dy, x, of.mean[0], of.rest[0], of.rstd[0], LAYER ? pivot(dy, gamma, n) : 0};
     row.spread = spread, row.errors = errors;
     double *sums = over.data(), *squares = sums + over.size() / 2;
-    pull<false, 1, LAYER, CENTER, true>(&row, n, gamma, {sums, sums + over.size() / 4, squares, squares + over.size() / 4});
+    pull<false, 1, Mode<LAYER, CENTER, true>>(&row, n, gamma, {sums, sums + over.size() / 4, squares, squares + over.size() / 4});
     return row;
 }
 
@@ -89,10 +89,10 @@ void by_float64(const float* dy, const float* x, Index rows, Index n, double eps
         worst = {larger(worst.a, errors.a), larger(worst.b, errors.b)};
         c.spread[i] = size, c.mean[i] = of.mean[0], c.rest[i] = of.rest[0], c.rstd[i] = of.rstd[0];
         Uncertified found = {at.data(), 0};
-        write_y<1, CENTER, false, true>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
+        write_y<1, Mode<LAYER, CENTER, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, &none);
         for (Index j = 0; j < n; j += Y) store(y + apart + j, bounds_of_y(errors, load<Y>(y + j), load<Y>(gamma + j), load<Y>(beta + j)));
         Back<float> row = pulled<LAYER, CENTER>(dy, x, n, gamma, of, size, errors, over);
-        Projected<LAYER, CENTER, true> project(row);
+        Projected<Mode<LAYER, CENTER, true>> project(row);
         for (Index j = 0; j < n; j += L) {
             Index some = n - j < L ? n - j : L;
             Lanes<L> v = load<L>(x + j, some), xhat = (v - broadcast<L>(of.mean[0]) - broadcast<L>(of.rest[0])) * broadcast<L>(of.rstd[0]);
@@ -135,14 +135,14 @@ void doubts(const float* dy, const float* x, Index n, const double* given, Index
     };
     bounds[0] = bound_of_y(errors, 1, n);
     To* y = out;
-    write_y<1, false, false, true>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
+    write_y<1, Mode<LAYER, false, true>, false>(&x, &y, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
     mark(Y_OF<f32>, open);
-    write_y<1, false, false, true>(&x, &v, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
+    write_y<1, Mode<LAYER, false, true>, false>(&x, &v, n, of, 0, {gamma, beta, sizes.data()}, 0, &found, bounds);
     Back<float> row = pulled<LAYER, false>(dy, x, n, gamma, of, 1, errors, sums);
     found.count = 0, bounds[1] = row.bound;
-    write_dx<LAYER, false, false, true>(row, out + apart, n, gamma, 0, &found);
+    write_dx<Mode<LAYER, false, true>, false>(row, out + apart, n, gamma, 0, &found);
     mark(L, open + apart);
-    Projected<LAYER, false, true> project(row);
+    Projected<Mode<LAYER, false, true>> project(row);
     for (Index j = 0; j < n; j++) v[apart + j] = project(load<L>(dy + j, 1), load<L>(x + j, 1), load<L>(gamma + j)).v[0][0];
 }
 
@@ -157,7 +157,7 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
     std::vector<float> out((size_t)n);
     Back<float> row = pulled<LAYER, false>(dy, x, n, gamma, of, 0, {}, sums);
     for (Index j = 0; j + L <= n; j += L) {
-        auto value = [&](double bound) { return Projected<LAYER, false, true>(row, bound)(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j)).v[0][0]; };
+        auto value = [&](double bound) { return Projected<Mode<LAYER, false, true>>(row, bound)(load<L>(dy + j), load<L>(x + j), load<L>(gamma + j)).v[0][0]; };
         double v = value(0), below;
         uint64_t bits;
         memcpy(&bits, &v, 8);
@@ -169,7 +169,7 @@ template <bool LAYER> void at_midpoints(const float* dy, const float* x, Index n
             row.bound = (v - below) * (1 + k * 0x1p-52) + k * 0x1p-53 * v;
             if (!(row.bound > 0) || value(row.bound) != below) continue;
             Uncertified found = {at.data(), 0};
-            write_dx<LAYER, false, false, true>(row, out.data(), n, gamma, 0, &found);
+            write_dx<Mode<LAYER, false, true>, false>(row, out.data(), n, gamma, 0, &found);
             bool doubt = false;
             for (Index i = 0; i < found.count; i++) doubt |= at[(size_t)i] == j;
             ++tried[0], tried[1] += !doubt && out[(size_t)j] != (float)v;

@@ -58,54 +58,54 @@ template <int R, class N> struct Constants {
     double *centered[R], *g[R];
 };
 
-// Adds some columns of R rows, SOME: the first `some` of them, to the sums along the rows and over them; FIRST begins these.
-template <bool SOME, bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T, class N = Few<NEAREST>>
+// Adds the first `some` columns of R rows to the sums along the rows and over them; FIRST begins these.
+template <bool FIRST, int R, class M, class T, class N>
 INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index some, const double* gamma,
                          const Constants<R, N>& of, const Sums& over, Along<R, N>& along) {
-    constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
+    constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
     double *__restrict dgamma = over.dgamma, *__restrict dbeta = over.dbeta;
     double *__restrict of_dy = over.of_dy, *__restrict of_xhat = over.of_xhat;
     N u = load<K, W>(gamma + j), sg = {}, sb = {}, sd = {}, sx = {};
     if (!FIRST) sg = load<K, W>(dgamma + j), sb = load<K, W>(dbeta + j);
-    if (NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
+    if (M::NEAREST && !FIRST) sd = load<K, W>(of_dy + j), sx = load<K, W>(of_xhat + j);
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
-        N centered = CENTER ? v - of.mean[r] : v;
-        N xhat = CENTER || NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
-        N g = LAYER ? fma(d, u, of.m[r]) : d * u;
+        N centered = M::CENTER ? v - of.mean[r] : v;
+        N xhat = M::CENTER || M::NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
+        N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;
         if (KEPT<T>) store(of.centered[r] + j, centered), store(of.g[r] + j, g);
-        if (SOME) g = first(g, some);
-        if (LAYER) along.plain[r] = along.plain[r] + g;
+        if (some < K) g = first(g, some);
+        if (M::LAYER) along.plain[r] = along.plain[r] + g;
         along.product[r] = fma(g, xhat, along.product[r]);
         sb = sb + d, sg = fma(d, xhat, sg);
-        if (NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
+        if (M::NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
     }
     store(dgamma + j, sg), store(dbeta + j, sb);
-    if (NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
+    if (M::NEAREST) store(of_dy + j, sd), store(of_xhat + j, sx);
 }
 
 // Pass 1: the sums along R rows; dy and dy * xhat are added to those over rows. Row constants are local copies: the compiler
 // cannot prove that stores to dgamma leave them alone (0.46 ns an element for 0.66).
-template <bool FIRST, int R, bool LAYER, bool CENTER, bool NEAREST, class T>
+template <bool FIRST, int R, class M, class T>
 NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums over) {
-    using N = Few<NEAREST>;
-    constexpr int K = FEW<NEAREST>, W = K / N::REGISTERS_OF;
-    constexpr Index block = BLOCK<NEAREST, RUN_BACK * K>;
-    Blocks<NEAREST, Along<R, N>> blocks;
+    using N = Few<M::NEAREST>;
+    constexpr int K = FEW<M::NEAREST>, W = K / N::REGISTERS_OF;
+    constexpr Index block = BLOCK<M::NEAREST, RUN_BACK * K>;
+    Blocks<M::NEAREST, Along<R, N>> blocks;
     Constants<R, N> of;
     const T *dy[R], *x[R];
     for (int r = 0; r < R; r++) {
         const Back<T>& row = rows[r];
         of.mean[r] = broadcast<K, W>(row.mean), of.rstd[r] = broadcast<K, W>(row.rstd);
-        of.s[r] = broadcast<K, W>(left_of<CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = broadcast<K, W>(-row.m);
+        of.s[r] = broadcast<K, W>(left_of<M::CENTER>(row.mean, row.rest, row.rstd)), of.m[r] = broadcast<K, W>(-row.m);
         of.centered[r] = row.centered, of.g[r] = row.g, dy[r] = row.dy, x[r] = row.x;
     }
     for (Index start = 0; start < n; start += block) {
         Along<R, N> part = {};
         Index stop = n - start < block ? n : start + block, j = start;
         for (; j + K <= stop; j += K)
-            pull_columns<false, FIRST, R, LAYER, CENTER, NEAREST>(dy, x, j, K, gamma, of, over, part);
+            pull_columns<FIRST, R, M>(dy, x, j, K, gamma, of, over, part);
         if (j < stop) {
             T copy[R][2][K] = {};
             const T *last_dy[R], *last_x[R];
@@ -116,8 +116,8 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
                 memcpy(copy[r][1], x[r] + j, (size_t)(stop - j) * sizeof(T));
                 last_dy[r] = copy[r][0], last_x[r] = copy[r][1];
             }
-            Sums last = {over.dgamma + j, over.dbeta + j, NEAREST ? over.of_dy + j : nullptr, NEAREST ? over.of_xhat + j : nullptr};
-            pull_columns<true, FIRST, R, LAYER, CENTER, NEAREST>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
+            Sums last = {over.dgamma + j, over.dbeta + j, M::NEAREST ? over.of_dy + j : nullptr, M::NEAREST ? over.of_xhat + j : nullptr};
+            pull_columns<FIRST, R, M>(last_dy, last_x, 0, stop - j, gamma + j, last_of, last, part);
         }
         blocks.add(part);
     }
@@ -125,8 +125,8 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     double chain = chain_of(n, K, RUN_BACK);
     for (int r = 0; r < R; r++) {
         Back<T>& row = rows[r];
-        row.plain = LAYER ? total(all.plain[r]) / (double)n : 0, row.slope = total(all.product[r]) / (double)n;
-        if (!NEAREST) continue;
+        row.plain = M::LAYER ? total(all.plain[r]) / (double)n : 0, row.slope = total(all.product[r]) / (double)n;
+        if (!M::NEAREST) continue;
         row.size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
         row.of_dx = errors_of_dx(row.errors, row.rstd, row.size, std::fabs(row.plain), std::fabs(row.slope), chain);
         row.bound = bound_of_dx(row.of_dx, row.rstd, row.size, row.spread, n);
@@ -134,16 +134,16 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
 }
 
 // Computes dx of some columns of a row: rstd * (g - m) + (x - mean) * p + q, or with x * p. NEAREST: dx less a bound.
-template <bool LAYER, bool CENTER, bool NEAREST> struct Projected {
+template <class M> struct Projected {
     Lanes<L> mean, rstd, m, p, q;
     template <class T> INLINE explicit Projected(const Back<T>& of, double bound = 0)
         : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
-          q(broadcast<L>(-(of.plain + of.slope * left_of<CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
+          q(broadcast<L>(-(of.plain + of.slope * left_of<M::CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
-        return fma(centered, p, LAYER || NEAREST ? fma(g, rstd, q) : g * rstd);
+        return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);
     }
     INLINE Lanes<L> operator()(Lanes<L> d, Lanes<L> v, Lanes<L> u) const {
-        return (*this)(CENTER ? minus(v, mean) : v, LAYER ? fma(d, u, m) : d * u);
+        return (*this)(M::CENTER ? minus(v, mean) : v, M::LAYER ? fma(d, u, m) : d * u);
     }
 };
 
@@ -154,11 +154,11 @@ template <bool LAYER> INLINE Errors errors_again(const Call& c, Index i, double 
 }
 
 // Pass 2: writes dx. NEAREST: registers that fail the test by the bound of the row go to `uncertified`.
-template <bool LAYER, bool CENTER, bool PAST, bool NEAREST, class T, class To>
+template <class M, bool PAST, class T, class To>
 NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, Index ahead, Uncertified* uncertified = nullptr) {
-    Projected<LAYER, CENTER, NEAREST> row(of, of.bound);
+    Projected<M> row(of, of.bound);
     const T *dy = of.dy, *x = of.x;
-    Uncertified found = {NEAREST ? uncertified->at : nullptr, 0};
+    Uncertified found = {M::NEAREST ? uncertified->at : nullptr, 0};
     // If v and v + 2 bound round alike, so does everything between. Midpoints are excluded: they round to even.
     Lanes<L> both = broadcast<L>(2 * of.bound);
     auto at = [&](Index j, Index some) INLINE_LAMBDA {
@@ -170,27 +170,27 @@ NOINLINE void write_dx(const Back<T>& of, To* dx, Index n, const double* gamma, 
     for (Index k = 0; k < count; k++, j += step) {
         prefetch(dy + j + ahead), prefetch(x + j + ahead);
         Lanes<L> v = at(j, L);
-        if (NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
-        store<PAST>(dx + j, NEAREST ? beside_midpoints(v) : v);
+        if (M::NEAREST && __builtin_expect(may_differ<To>(v + both, v), 0)) found.at[found.count++] = j;
+        store<PAST>(dx + j, M::NEAREST ? beside_midpoints(v) : v);
     }
     if ((j = count * L) < n) {
         store(dx + j, at(j, n - j), n - j);
-        if (NEAREST) found.at[found.count++] = j;
+        if (M::NEAREST) found.at[found.count++] = j;
     }
-    if (NEAREST) *uncertified = found;
+    if (M::NEAREST) *uncertified = found;
 }
 
 // Ziv's rounding test of a row for the registers that failed the quick one: whether an element is uncertified.
-template <bool LAYER, bool CENTER, class T, class To>
+template <class M, class T, class To>
 NOINLINE bool is_uncertified(const Back<T>& of, To* dx, Index n, const double* gamma, Uncertified uncertified) {
-    Projected<LAYER, CENTER, true> row(of);
+    Projected<M> row(of);
     bool differ = false;
     for (Index i = 0; i < uncertified.count; i++) {
         Index j = uncertified.at[i], some = n - j < L ? n - j : L;
         Lanes<L> at = load<L>(of.x + j, some);
         // Zero gets the sign of plus.
         Lanes<L> v = row(load<L>(of.dy + j, some), at, load<L>(gamma + j)) + broadcast<L>(0.0);
-        differ |= differs<To>(v, bounds_of_dx<LAYER>(of.of_dx, v, (LAYER ? at - row.mean : at) * row.rstd), some);
+        differ |= differs<To>(v, bounds_of_dx<M::LAYER>(of.of_dx, v, (M::LAYER ? at - row.mean : at) * row.rstd), some);
         store(dx + j, v, some);
     }
     return differ;

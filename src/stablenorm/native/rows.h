@@ -36,6 +36,12 @@ template <class T> constexpr int Y_OF = sizeof(T) == 2 ? 16 : 8;
 // Short rows that are done together: their divisions and roots overlap.
 constexpr int GROUP = 8;
 
+// How rows are done. LAYER: as a layer norm, not an RMS norm. CENTER: x - mean is formed first, and then scaled. NEAREST: with
+// the bounds of certain.h.
+template <bool LAYER_, bool CENTER_, bool NEAREST_> struct Mode {
+    static constexpr bool LAYER = LAYER_, CENTER = CENTER_, NEAREST = NEAREST_;
+};
+
 // The statistics of a group of rows: xhat is (x - mean - rest) * rstd.
 struct Stats {
     double mean[GROUP], rest[GROUP], rstd[GROUP];
@@ -171,13 +177,13 @@ template <bool CENTER> INLINE double left_of(double mean, double rest, double rs
 }
 
 // Computes y of some columns of a row.
-template <bool CENTER, bool NEAREST, int Y> struct Affine {
+template <class M, int Y> struct Affine {
     Lanes<Y> mean, rstd, s;
     INLINE Affine() {}
     INLINE Affine(const Stats& of, int r)
-        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(left_of<CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
+        : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(left_of<M::CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
-        Lanes<Y> xhat = CENTER ? fma(minus(v, mean), rstd, s) : NEAREST ? fma(v, rstd, s) : v * rstd;
+        Lanes<Y> xhat = M::CENTER ? fma(minus(v, mean), rstd, s) : M::NEAREST ? fma(v, rstd, s) : v * rstd;
         return fma(xhat, scale, shift);
     }
 };
@@ -190,33 +196,33 @@ INLINE bool is_behind(const void* to, const void* from) { return ((uintptr_t)to 
 // Pass 2 of the forward: y of R rows of a group, from row r on; `ahead` is the distance of prefetches, in columns. NEAREST:
 // `bounds` times |gamma| + |beta| bounds the error of a row, and registers that fail the test by it go to `uncertified`. Rows of
 // RMS norm, and NEAREST near rows, need no CENTER.
-template <int R, bool CENTER, bool PAST, bool NEAREST, class T, class To>
+template <int R, class M, bool PAST, class T, class To>
 NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of, int r, const Parameters& given, Index ahead,
                    Uncertified* uncertified = nullptr, const double* bounds = nullptr) {
     // Two rows of float32 are tested at once: n = 4096, 0.39 ns an element for 0.42. Types of 16 bits lack the registers.
-    constexpr int Y = Y_OF<T>, AT_ONCE = NEAREST && sizeof(T) == 4 ? R : 1;
+    constexpr int Y = Y_OF<T>, AT_ONCE = M::NEAREST && sizeof(T) == 4 ? R : 1;
     const double *gamma = given.gamma, *beta = given.beta, *sizes = given.sizes;
-    Affine<CENTER, NEAREST, Y> row[R];
+    Affine<M, Y> row[R];
     Lanes<Y> bound[R];
     const T* from[R];
     To* to[R];
     Uncertified found[R];
     for (int i = 0; i < R; i++) {
-        row[i] = Affine<CENTER, NEAREST, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
-        if (NEAREST) bound[i] = broadcast<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
+        row[i] = Affine<M, Y>(of, r + i), from[i] = x[r + i], to[i] = y[i];
+        if (M::NEAREST) bound[i] = broadcast<Y>(bounds[i]), found[i] = {uncertified[i].at, 0};
     }
     Index count = n / Y, step = is_behind(to[0], from[0]) ? -Y : Y, j = step > 0 ? 0 : (count - 1) * Y;
     for (Index k = 0; k < count; k++, j += step) {
         Lanes<Y> scale = load<Y>(gamma + j), shift = load<Y>(beta + j);
-        Lanes<Y> size = NEAREST ? load<Y>(sizes + j) : scale;
+        Lanes<Y> size = M::NEAREST ? load<Y>(sizes + j) : scale;
         Lanes<Y> v[R];
 #pragma GCC unroll 2
         for (int i = 0; i < R; i++) prefetch(from[i] + j + ahead), v[i] = row[i](load<Y>(from[i] + j), scale, shift);
 #pragma GCC unroll 2
         for (int i = 0; i < R; i += AT_ONCE) {
             Lanes<Y> most[AT_ONCE], least[AT_ONCE];
-            for (int k = 0; NEAREST && k < AT_ONCE; k++) most[k] = fma(size, bound[i + k], v[i + k]), least[k] = fma(size, -bound[i + k], v[i + k]);
-            if (NEAREST && __builtin_expect(may_differ<To>(read<Lanes<AT_ONCE * Y>>(most), read<Lanes<AT_ONCE * Y>>(least)), 0))
+            for (int k = 0; M::NEAREST && k < AT_ONCE; k++) most[k] = fma(size, bound[i + k], v[i + k]), least[k] = fma(size, -bound[i + k], v[i + k]);
+            if (M::NEAREST && __builtin_expect(may_differ<To>(read<Lanes<AT_ONCE * Y>>(most), read<Lanes<AT_ONCE * Y>>(least)), 0))
                 for (int k = 0; k < AT_ONCE; k++)
                     if (may_differ<To>(most[k], least[k])) found[i + k].at[found[i + k].count++] = j;
             for (int k = 0; k < AT_ONCE; k++) store<PAST>(to[i + k] + j, v[i + k]);
@@ -226,9 +232,9 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
     for (int i = 0; i < R; i++) {
         if (j < n) {
             store(to[i] + j, row[i](load<Y>(from[i] + j, n - j), load<Y>(gamma + j), load<Y>(beta + j)), n - j);
-            if (NEAREST) found[i].at[found[i].count++] = j;
+            if (M::NEAREST) found[i].at[found[i].count++] = j;
         }
-        if (NEAREST) uncertified[i] = found[i];
+        if (M::NEAREST) uncertified[i] = found[i];
     }
 }
 
@@ -236,7 +242,7 @@ NOINLINE void write_y(const T* const* x, To* const* y, Index n, const Stats& of,
 template <bool LAYER, class T, class To>
 NOINLINE bool is_uncertified(const T* x, To* y, Index n, const Stats& of, int r, const Parameters& given, Errors errors, Uncertified uncertified) {
     constexpr int Y = Y_OF<T>;
-    Affine<LAYER, true, Y> row(of, r);
+    Affine<Mode<LAYER, LAYER, true>, Y> row(of, r);
     bool differ = false;
     for (Index i = 0; i < uncertified.count; i++) {
         Index j = uncertified.at[i], some = n - j < Y ? n - j : Y;

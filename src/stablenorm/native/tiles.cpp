@@ -48,15 +48,16 @@ template <class T, bool LAYER, bool NEAREST> void forward(const Call& c, Index n
             if (!c.y.data) continue;  // the statistics alone are wanted
             y[r] = (T*)row_of(c.y, i);
             if (!c.staged) continue;
-            write_y<1, LAYER, false, false>(x, &own.high, c.n, of, r, given, 0);
+            write_y<1, Mode<LAYER, LAYER, false>, false>(x, &own.high, c.n, of, r, given, 0);
             finish_row(c, own, i, 0);
         }
         if (!c.y.data || c.staged) return;
-        constexpr bool CENTER = LAYER && !NEAREST;
-        auto some = c.past ? write_y<ROWS_OF_Y, LAYER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, LAYER, false, NEAREST, T, T>;
-        auto one = c.past ? write_y<1, LAYER, true, NEAREST, T, T> : write_y<1, LAYER, false, NEAREST, T, T>;
-        if (near) some = c.past ? write_y<ROWS_OF_Y, CENTER, true, NEAREST, T, T> : write_y<ROWS_OF_Y, CENTER, false, NEAREST, T, T>;
-        if (near) one = c.past ? write_y<1, CENTER, true, NEAREST, T, T> : write_y<1, CENTER, false, NEAREST, T, T>;
+        using Far = Mode<LAYER, LAYER, NEAREST>;
+        using Near = Mode<LAYER, LAYER && !NEAREST, NEAREST>;
+        auto some = c.past ? write_y<ROWS_OF_Y, Far, true, T, T> : write_y<ROWS_OF_Y, Far, false, T, T>;
+        auto one = c.past ? write_y<1, Far, true, T, T> : write_y<1, Far, false, T, T>;
+        if (near) some = c.past ? write_y<ROWS_OF_Y, Near, true, T, T> : write_y<ROWS_OF_Y, Near, false, T, T>;
+        if (near) one = c.past ? write_y<1, Near, true, T, T> : write_y<1, Near, false, T, T>;
         Index ahead = columns_ahead<T>(c, c.step);
         Uncertified uncertified[ROWS_OF_Y] = {{(Index*)own.low, 0}, {(Index*)own.size, 0}};
         for (int r = 0; r < count; r += ROWS_OF_Y) {
@@ -83,7 +84,7 @@ template <bool LAYER> void add_row_in_pairs(const Call& c, const Own& own, Tile 
     for (Index j = 0; j < c.n; j++) sums[4 * p + j] += part[5 * p + j] * part[5 * p + j], sums[5 * p + j] += 1;
 }
 
-template <int R, class T, bool LAYER, bool CENTER, bool NEAREST>
+template <int R, class M, class T>
 Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const Sums& sums, Errors& worst) {
     Back<T> rows[2][R];
     double chain = chain_of(c.n, L, RUN);
@@ -94,9 +95,9 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             const T* x = row_as<T>(c, c.x, i + r, own.x[which] + apart);
             double* kept = own.kept + (which * R + r) * 2 * c.padded_n();
             Back<T>& of = rows[which][r];
-            of = {dy, x, LAYER ? c.mean[i + r] : 0, LAYER ? c.rest[i + r] : 0, c.rstd[i + r], LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
-            if (!NEAREST) continue;
-            of.errors = errors_again<LAYER>(c, i + r, CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
+            of = {dy, x, M::LAYER ? c.mean[i + r] : 0, M::LAYER ? c.rest[i + r] : 0, c.rstd[i + r], M::LAYER ? pivot(dy, c.wide_gamma, c.n) : 0, kept, kept + c.padded_n()};
+            if (!M::NEAREST) continue;
+            of.errors = errors_again<M::LAYER>(c, i + r, M::CENTER ? 0 : std::fabs(of.mean) * of.rstd, chain), of.spread = c.spread[i + r];
             if (__builtin_expect(of.errors.a < HARD && of.errors.b < HARD, 1)) {
                 worst = {larger(worst.a, of.errors.a), larger(worst.b, of.errors.b)};
                 continue;
@@ -105,7 +106,7 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
             memset(own.zeros, 0, (size_t)c.n * sizeof(double)), c.marks[i + r] = UNCERTIFIED | UNSUMMED;
             of = {(const T*)own.zeros, (const T*)own.zeros, 0, 0, 0, 0, kept, kept + c.padded_n()};
         }
-        auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, LAYER, CENTER, NEAREST, T> : pull<false, R, LAYER, CENTER, NEAREST, T>;
+        auto pull_rows = i % c.tile_rows == 0 ? pull<true, R, M, T> : pull<false, R, M, T>;
         pull_rows(rows[which], c.n, c.wide_gamma, sums);
     };
     bool early = c.n <= (KEPT<T> ? EARLY_KEPT : EARLY);
@@ -115,61 +116,61 @@ Index backward_groups(const Call& c, const Own& own, Tile part, Index top, const
         else if (top + 2 * R <= part.stop) begin(top + R, 1 - now);
         for (int r = 0; r < R && c.y.data; r++) {
             const Back<T>& of = rows[now][r];
-            if (NEAREST && c.marks[top + r]) continue;
+            if (M::NEAREST && c.marks[top + r]) continue;
             if (c.staged) {
-                write_dx<LAYER, CENTER, false, false>(of, own.high, c.n, c.wide_gamma, 0);
+                write_dx<Mode<M::LAYER, M::CENTER, false>, false>(of, own.high, c.n, c.wide_gamma, 0);
                 finish_row(c, own, top + r, 0);
                 continue;
             }
             if constexpr (sizeof(T) < 8) {
-                auto write = c.past ? write_dx<LAYER, CENTER, true, NEAREST, T, T> : write_dx<LAYER, CENTER, false, NEAREST, T, T>;
+                auto write = c.past ? write_dx<M, true, T, T> : write_dx<M, false, T, T>;
                 T* dx = (T*)row_of(c.y, top + r);
                 bool bounded = of.errors.a < 1 && of.size < __builtin_inf();
-                if (NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
+                if (M::NEAREST && bounded && of.size == 0) {  // all of g - m is 0, and so is dx
                     memset(dx, 0, (size_t)c.n * sizeof(T));
                     continue;
                 }
                 Uncertified uncertified = {(Index*)own.size, 0};
                 write(of, dx, c.n, c.wide_gamma, columns_ahead<T>(c, R), &uncertified);
-                if (!NEAREST) continue;
-                if (!bounded || is_uncertified<LAYER, CENTER>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
+                if (!M::NEAREST) continue;
+                if (!bounded || is_uncertified<M>(of, dx, c.n, c.wide_gamma, uncertified)) c.marks[top + r] = UNCERTIFIED;
             }
         }
     }
     return top;
 }
 
-template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
-    Index top = backward_groups<ROWS_OF_DX<NEAREST>, T, LAYER, CENTER, NEAREST>(c, own, part, part.first, sums, worst);
-    backward_groups<1, T, LAYER, CENTER, NEAREST>(c, own, part, top, sums, worst);
+template <class M, class T> void backward_rows(const Call& c, const Own& own, Tile part, const Sums& sums, Errors& worst) {
+    Index top = backward_groups<ROWS_OF_DX<M::NEAREST>, M, T>(c, own, part, part.first, sums, worst);
+    backward_groups<1, M, T>(c, own, part, top, sums, worst);
 }
 
-template <class T, bool LAYER, bool CENTER, bool NEAREST> void backward(const Call& c, Index number, int thread) {
-    constexpr Index most = PART_OF<NEAREST>;
+template <class M, class T> void backward(const Call& c, Index number, int thread) {
+    constexpr Index most = PART_OF<M::NEAREST>;
     Own own = own_of(c, thread);
     Tile tile = tile_of(c, number);
     Index p = c.padded_n();
     Errors worst = {0, 0};
     if (!c.summing()) {
         // Unwanted sums go to scratch memory: a loop without them would save too little for a second version.
-        backward_rows<T, LAYER, CENTER, NEAREST>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
+        backward_rows<M, T>(c, own, tile, {own.part, own.part + p, own.part + 2 * p, own.part + 3 * p}, worst);
     } else {
         // The first part sums into the tile's own vectors; the sums of others are added with compensation.
         double* sums = c.sums + c.sums_per_tile() * number;
         Sums part = {sums, sums + 2 * p, sums + 4 * p, sums + 5 * p};
-        for (Index low = p; (NEAREST || c.tile_rows > most) && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
+        for (Index low = p; (M::NEAREST || c.tile_rows > most) && low < 4 * p; low += 2 * p) memset(sums + low, 0, (size_t)p * sizeof(double));
         for (Index top = tile.first; top < tile.stop; top += most) {
             if (top > tile.first) part.dgamma = own.part, part.dbeta = own.part + p, memset(own.part, 0, (size_t)(2 * p) * sizeof(double));
-            backward_rows<T, LAYER, CENTER, NEAREST>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
+            backward_rows<M, T>(c, own, {top, at_most(top + most, tile.stop)}, part, worst);
             if (top == tile.first) continue;
             merge_columns(part.dgamma, sums, sums + p, c.n);
             merge_columns(part.dbeta, sums + 2 * p, sums + 3 * p, c.n);
         }
         c.ranges[2 * number] = worst.a + (double)at_most(most, c.tile_rows) * U, c.ranges[2 * number + 1] = worst.b;
     }
-    if (NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool unsummed) {
-        if (unsummed && c.summing()) add_row_in_pairs<LAYER>(alone, own, rows, c.sums + c.sums_per_tile() * number);
-        else pairs::backward<LAYER, true>(alone, own, rows, nullptr, nullptr);
+    if (M::NEAREST) do_again(c, tile, [&](const Call& alone, Tile rows, bool unsummed) {
+        if (unsummed && c.summing()) add_row_in_pairs<M::LAYER>(alone, own, rows, c.sums + c.sums_per_tile() * number);
+        else pairs::backward<M::LAYER, true>(alone, own, rows, nullptr, nullptr);
     });
 }
 
@@ -186,10 +187,10 @@ void do_in_pairs(const Call& c, Index number, int thread) {
 }
 
 template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int thread) {
-    auto back = c.nearest ? backward<T, LAYER, LAYER, true> : backward<T, LAYER, LAYER, false>;
+    auto back = c.nearest ? backward<Mode<LAYER, LAYER, true>, T> : backward<Mode<LAYER, LAYER, false>, T>;
     // Rows of a tile are usually alike: let the first decide.
     Index first = tile_of(c, number).first;
-    if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first])) back = backward<T, LAYER, false, true>;
+    if (LAYER && c.backward && c.nearest && !is_far(std::fabs(c.mean[first]) * c.rstd[first])) back = backward<Mode<LAYER, false, true>, T>;
     auto ahead = c.nearest ? forward<T, LAYER, true> : forward<T, LAYER, false>;
     (c.backward ? back : ahead)(c, number, thread);
 }
@@ -197,7 +198,7 @@ template <class T, bool LAYER> void do_narrow(const Call& c, Index number, int t
 void do_tile(const Call& c, Index tile, int thread) {
     if (c.in_pairs) do_in_pairs(c, tile, thread);
     // Lift dy and x to float64 if their types differ.
-    else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<double, false, false, false> : backward<double, true, true, false>)(c, tile, thread);
+    else if (c.backward && c.dy.type != c.x.type) (c.rms ? backward<Mode<false, false, false>, double> : backward<Mode<true, true, false>, double>)(c, tile, thread);
     else of_type(c.x.type, [&](auto* kind) {
         using T = std::remove_pointer_t<decltype(kind)>;
         if constexpr (sizeof(T) < 8) (c.rms ? do_narrow<T, false> : do_narrow<T, true>)(c, tile, thread);
