@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import dask
 import dask.array as da
@@ -170,6 +171,24 @@ def test_what_is_not_finite_in_one_part(place, dtype, rng):
     same(*of_rows(case, rounding="nearest"))
     for one, other in zip(*of_rows(case), strict=True):
         np.testing.assert_array_equal(np.isfinite(one), np.isfinite(other))
+
+
+@pytest.mark.parametrize(("rounding", "held"), [("fast", 12), ("nearest", 80)])
+def test_sums_of_narrow_data_hold_no_chunk_for_later(rounding, held):
+    """Only exact sums need x and dy again: for these Dask holds all chunks until the sums are known."""
+    alive, most = weakref.WeakValueDictionary(), []
+
+    def make(zeros):
+        array = zeros + np.arange(4, dtype=np.float32)
+        alive[id(array)] = array
+        most.append(len(alive))
+        return array
+
+    x = da.zeros((80, 4), np.float32, chunks=(1, 4)).map_blocks(make, meta=np.empty((0, 0), "f4"))
+    _, cache = layer_norm_forward(x, np.ones(4), np.ones(4), rounding=rounding)
+    dask.compute(layer_norm_backward(x, cache)[1:], scheduler="synchronous")
+    assert max(most) <= held
+    assert (max(most) > 12) == (rounding == "nearest")
 
 
 def test_columns_that_tie_are_decided(dtype):

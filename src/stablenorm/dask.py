@@ -277,9 +277,11 @@ def backward(
     name = f"{kind}-norm-gradients-{tokenize(dy, cache.kept, dsum, asked)}"
     made = of_blocks(name, partial(_backward, asked), of_dy, of_dsum, *block)
     found: list[Any] = [part_of(made, 0, "dx", x.dtype) if "x" in asked else None]
+    # Sums of narrower numbers never leave float64's range in between.
+    exact = norm.rounding == "nearest" or np.float64 in (x.dtype, dy.dtype)
     for i, parameter in enumerate(norm[:2]):
         given = NAMES[i + 1] in asked and parameter is not None
-        found.append(_sum(made, i, of_dy, block) if given else None)
+        found.append(_sum(made, i, exact, of_dy, block) if given else None)
     return Gradients(*found)
 
 
@@ -289,19 +291,21 @@ def _backward(asked: tuple[str, ...], dy: Any, dsum: Any, *block: Any) -> Gradie
     return functional_backward.partial_sums(dy, _filled(*block), asked, dsum=dsum, threads=threads)
 
 
-def _sum(made: Array, i: int, dy: Operand, block: tuple[Operand, ...]) -> Array:
+def _sum(made: Array, i: int, exact: bool, dy: Operand, block: tuple[Operand, ...]) -> Array:
     """
     Return dgamma (i = 0) or dbeta (i = 1), given what `_backward` made of each `block`.
 
-    Uncertified columns are asked of each block again, as exact sums.
+    With `exact`, uncertified columns are asked of each block again, as exact sums: so Dask holds x and dy.
     """
     (like, axes), what = block[1 + i], ("dgamma", "dbeta")[i]
     parts = part_of(made, 1 + i, f"{what}-sum", object)
     total = merged(renamed(parts, "merged"), sums.merged, parts, like, axes)
     found = of_blocks(renamed(parts, "rounded"), sums.rounded, total, (like.dtype, None)), axes
-    asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
-    exact = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
-    return of_blocks(renamed(made, what), _decided, found, exact, dtype=like.dtype)
+    others: Operand = None, None
+    if exact:
+        asked = of_blocks(renamed(parts, "asked"), partial(_exact, i), dy, found, *block)
+        others = merged(renamed(parts, "exact"), sums.merged, asked, like, axes)
+    return of_blocks(renamed(made, what), _decided, found, others, dtype=like.dtype)
 
 
 def _exact(i: int, dy: Any, found: Any, *block: Any) -> Any:
