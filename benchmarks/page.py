@@ -32,17 +32,13 @@ def processor() -> str:
 
 def origin(peers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Return date, machine and versions, to be kept with the figures."""
+    versions = {"stablenorm": stablenorm.__version__, "Python": platform.python_version()}
+    versions |= {"NumPy": np.__version__, "ml_dtypes": ml_dtypes.__version__, **(peers or {})}
     return {
         "date": f"{dt.datetime.now(dt.UTC):%Y-%m-%d}",
         "processor": processor(),
         "cpus": os.cpu_count(),
-        "versions": {
-            "stablenorm": stablenorm.__version__,
-            "Python": platform.python_version(),
-            "NumPy": np.__version__,
-            "ml_dtypes": ml_dtypes.__version__,
-            **(peers or {}),
-        },
+        "versions": versions,
     }
 
 
