@@ -73,12 +73,12 @@ INLINE void pull_columns(const T* const* dy, const T* const* x, Index j, Index s
         N d = load<K, W>(dy[r] + j), v = load<K, W>(x[r] + j);
         N centered = M::CENTER ? v - of.mean[r] : v;
         N xhat = M::CENTER || M::NEAREST ? fma(centered, of.rstd[r], of.s[r]) : v * of.rstd[r];
-        N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;
+        N g = M::LAYER ? fma(d, u, of.m[r]) : d * u;  // u |g - m|
         if (KEPT<T>) store(of.centered[r] + j, centered), store(of.g[r] + j, g);
         if (some < K) g = first(g, some);
         if (M::LAYER) along.plain[r] = along.plain[r] + g;
         along.product[r] = fma(g, xhat, along.product[r]);
-        sb = sb + d, sg = fma(d, xhat, sg);
+        sb = sb + d, sg = fma(d, xhat, sg);  // u |dy|; |dy| (a |xhat| + b), and u |dy xhat| for each addition
         if (M::NEAREST) along.square[r] = fma(g, g, along.square[r]), sd = fma(d, d, sd), sx = fma(xhat, xhat, sx);
     }
     store(dgamma + j, sg), store(dbeta + j, sb);
@@ -125,7 +125,8 @@ NOINLINE void pull(Back<T>* rows, Index n, const double* __restrict gamma, Sums 
     double chain = chain_of(n, K, RUN_BACK);
     for (int r = 0; r < R; r++) {
         Back<T>& row = rows[r];
-        row.plain = M::LAYER ? total(all.plain[r]) / (double)n : 0, row.slope = total(all.product[r]) / (double)n;
+        row.plain = M::LAYER ? total(all.plain[r]) / (double)n : 0;  // (H + 2) u G
+        row.slope = total(all.product[r]) / (double)n;               // (H + 5) u G + a |slope| + b |plain|
         if (!M::NEAREST) continue;
         row.size = 1.01 * std::sqrt(total(all.square[r]) / (double)n);
         row.of_dx = errors_of_dx(row.errors, row.rstd, row.size, std::fabs(row.plain), std::fabs(row.slope), chain);
@@ -140,7 +141,7 @@ template <class M> struct Projected {
         : mean(broadcast<L>(of.mean)), rstd(broadcast<L>(of.rstd)), m(broadcast<L>(-of.m)), p(broadcast<L>(-of.slope * of.rstd * of.rstd)),
           q(broadcast<L>(-(of.plain + of.slope * left_of<M::CENTER>(of.mean, of.rest, of.rstd)) * of.rstd - bound)) {}
     INLINE Lanes<L> operator()(Lanes<L> centered, Lanes<L> g) const {
-        return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);
+        return fma(centered, p, M::LAYER || M::NEAREST ? fma(g, rstd, q) : g * rstd);  // errors_of_dx
     }
     INLINE Lanes<L> operator()(Lanes<L> d, Lanes<L> v, Lanes<L> u) const {
         return (*this)(M::CENTER ? minus(v, mean) : v, M::LAYER ? fma(d, u, m) : d * u);

@@ -5,7 +5,6 @@
 #include "tiles.h"
 
 namespace {
-
 namespace pairs {
 
 Parameters parameters_of(const Call& c) { return {c.wide_gamma, c.gamma_low, c.wide_beta}; }
@@ -136,5 +135,4 @@ template <bool LAYER, bool STAGED> void backward(const Call& c, const Own& own, 
 }
 
 }  // namespace pairs
-
 }  // namespace

@@ -127,11 +127,13 @@ template <class T> INLINE double better_guess_of(const T* x) {
     return (f32)(total(sum) / 64);
 }
 
+// The comments behind lines are bounds of their errors; certain.h has the letters and adds them up.
 INLINE void settle(double k, double d, double square, double eps, Stats& of, int r) {
-    double var = square - d * d, mean = k + d, part = mean - k;
-    of.mean[r] = mean, of.rest[r] = (k - (mean - part)) + (d - part), of.d[r] = d, of.square[r] = square;
+    double var = square - d * d;  // u ((H + 4) q + 2 D sqrt(q) H + D**2 + 1) / rstd**2
+    double mean = k + d, part = mean - k, rest = (k - (mean - part)) + (d - part);  // mean + rest = k + d: 0
+    of.mean[r] = mean, of.rest[r] = rest, of.d[r] = d, of.square[r] = square;
     // Clamp at 0: rounding can make s - d**2 slightly negative. The comparison keeps NaN.
-    of.rstd[r] = 1 / std::sqrt((var < 0 ? 0 : var) + eps);
+    of.rstd[r] = 1 / std::sqrt((var < 0 ? 0 : var) + eps);  // half of var's, and 3 u: sum, root, quotient
 }
 
 template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const Call& c, int rows, Stats& of) {
@@ -139,7 +141,7 @@ template <bool LAYER, class T> NOINLINE void statistics(const T* const* x, const
     auto measure_rows = c.nearest ? measure<LAYER, true, T> : measure<LAYER, false, T>;
     for (int r = 0; LAYER && r < rows; r++) k[r] = c.nearest && c.n >= 256 ? better_guess_of(x[r]) : guess_of(x[r], c.n);
     measure_rows(x, rows, c.n, k, d, square);
-    for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;
+    for (int r = 0; r < GROUP; r++) d[r] /= n, square[r] /= n;  // H u rms(c); (H + 4) u of the square
     if (!LAYER) {
         for (int r = 0; r < GROUP; r++) {
             double v = square[r] + eps;
@@ -183,8 +185,8 @@ template <class M, int Y> struct Affine {
     INLINE Affine(const Stats& of, int r)
         : mean(broadcast<Y>(of.mean[r])), rstd(broadcast<Y>(of.rstd[r])), s(broadcast<Y>(left_of<M::CENTER>(of.mean[r], of.rest[r], of.rstd[r]))) {}
     INLINE Lanes<Y> operator()(Lanes<Y> v, Lanes<Y> scale, Lanes<Y> shift) const {
-        Lanes<Y> xhat = M::CENTER ? fma(minus(v, mean), rstd, s) : M::NEAREST ? fma(v, rstd, s) : v * rstd;
-        return fma(xhat, scale, shift);
+        Lanes<Y> xhat = M::CENTER ? fma(minus(v, mean), rstd, s) : M::NEAREST ? fma(v, rstd, s) : v * rstd;  // a |xhat| + b
+        return fma(xhat, scale, shift);  // a |gamma xhat| + b |gamma| + u |y|
     }
 };
 
