@@ -81,7 +81,7 @@ def integers_of(values: Array) -> tuple[list[int], int]:
 def _scales(gamma: Array, offset: float) -> tuple[list[int], int]:
     """Return integers and one exponent of two for all of ``gamma + offset``."""
     (*scales, more), exponent = integers_of(np.append(gamma, offset))
-    return [scale + more for scale in scales], exponent
+    return [scale + more for scale in scales] if more else scales, exponent
 
 
 class Row:
