@@ -139,6 +139,36 @@ class LayerNorm:
         dx, self.grads[0][...], self.grads[1][...] = grads(dout, *self.cache)
         return dx
 """,
+    "made by the first forward, a list of each": """
+class LayerNorm1D:
+    def __init__(self):
+        self.parameters, self.X = {"scaler": None, "intercept": None}, []
+    def forward(self, X):
+        if self.parameters["scaler"] is None:
+            self.parameters = {"scaler": np.random.rand(X.shape[1]), "intercept": 0 * X[0]}
+        self.X.append(X)
+        return norm(X, *self.parameters.values(), 1e-5)[0]
+    def backward(self, dLdy):
+        scale = self.parameters["scaler"]
+        found = [grads(dy, *stats(x, 1e-5), scale) for dy, x in zip([dLdy], self.X)]
+        self.gradients = {"scaler": found[0][1], "intercept": found[0][2]}
+        return [dx for dx, *_ in found]
+""",
+    "objects of data and grad, a cache beside y, other names": """
+class Parameter:
+    def __init__(self, data):
+        self.data, self.grad = data, np.zeros_like(data)
+class LayerNorm:
+    def __init__(self, n):
+        self.gamma, self.beta = Parameter(np.ones(n)), Parameter(np.zeros(n))
+    def forward_pass(self, x):
+        return norm(x, self.gamma.data, self.beta.data, 1e-5)
+    def backward_pass(self, dy, cache):
+        dx, dgamma, dbeta = grads(dy, *cache)
+        self.gamma.grad += dgamma
+        self.beta.grad += dbeta
+        return dx
+""",
 }
 STYLES = FUNCTIONS | CLASSES
 

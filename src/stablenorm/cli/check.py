@@ -37,8 +37,9 @@ Arguments are recognized by name (gamma or weight, beta or bias, ln_param, ...),
 order; gamma and beta may be missing. The cache may be anything. Gradients may come as a tuple or,
 by name, as a dict. An eps fixed inside the forward is found, and said.
 
-A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params;
-their gradients are returned, or stored in attributes (dgamma, grad_weight, ...) or in grads.
+A class is made with n, (n,) or nothing. Its gamma and beta are attributes or members of params,
+there from the start or after the first forward; their gradients are returned, or stored in
+attributes (dgamma, grad_weight, gamma.grad, ...) or in grads.
 
 THE CODE OF THE FILE IS RUN, as Python would run it: check only files that you trust.
 

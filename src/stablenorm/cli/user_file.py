@@ -17,6 +17,8 @@ from stablenorm.cli.parts import InputError, what_is
 
 # Characters of a message of the user's code: enough to recognize it, with its place, in two lines.
 _LONGEST = 120
+# The methods of a class that is a layer.
+_METHODS = {way: (way, f"{way}_pass") for way in ("forward", "backward")}
 # The name that the file runs under: not "__main__", and nobody's module.
 _MODULE = "_checked_by_stablenorm"
 
@@ -76,6 +78,10 @@ class UserFile:
         held = ", ".join(self.classes) or "none"
         msg = f"--class must be a class with forward(x) and backward(dy), got {name}; it has {held}"
         raise InputError(msg)
+
+    def method(self, instance: Any, way: str) -> Callable[..., Any]:
+        """Return the forward or backward of an instance, guarded."""
+        return self.guard(next(getattr(instance, n) for n in _METHODS[way] if hasattr(instance, n)))
 
     def guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function: mute its prints, and add the line number to its exceptions."""
@@ -145,4 +151,5 @@ def kept_streams() -> Iterator[None]:
 
 
 def _is_layer(value: Any) -> bool:
-    return inspect.isclass(value) and hasattr(value, "forward") and hasattr(value, "backward")
+    ways = (any(hasattr(value, name) for name in names) for names in _METHODS.values())
+    return inspect.isclass(value) and all(ways)

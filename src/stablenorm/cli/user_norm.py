@@ -1,5 +1,6 @@
 """Somebody's norm, functions or a class, as ``forward(x, gamma, beta, eps)`` and ``backward``."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -102,10 +103,18 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
     """Give a class of the file, tried on rows of n, the form that the check takes."""
     class_ = file.find_class(name)
     made = _make(file, class_, n)
+    for shape in ((2, 3, n), (6, n)):
+        if not _places(made, "gamma"):
+            # The first forward may make the parameters.
+            with contextlib.suppress(UserError):
+                file.method(made, "forward")(np.ones(shape))
     takes = tuple(role for role in PARAMETERS if _places(made, role))
 
-    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any]:
+    def run(x: Array, gamma: Any, beta: Any, eps: float) -> tuple[Any, Any, Callable[..., Any]]:
         instance = _make(file, class_, x.shape[-1])
+        forward, backward = (file.method(instance, way) for way in ("forward", "backward"))
+        if not all(_places(instance, role) for role in takes):
+            forward(np.array(x))
         for role, value in (("gamma", gamma), ("beta", beta), ("eps", eps)):
             if value is not None and (places := _places(instance, role)):
                 # The shape is that of the class; one array goes wherever it held one.
@@ -113,7 +122,11 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
                     place.put(given)
-        return file.guard(instance.forward)(x), instance
+        y = forward(x)
+        if isinstance(y, tuple) and len(y) == 2 and sum(roles.parameters(backward).values()) == 2:
+            y, cache = y
+            return y, instance, lambda dy: backward(dy, cache)
+        return y, instance, backward
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
@@ -121,11 +134,12 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
         return run(*given)[0], (*copies(given[:3]), given[3])
 
     def backward(dy: Array, cache: Any) -> _Gradients:
-        _, instance = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
-        returned = file.guard(instance.backward)(dy)
+        _, instance, pull = run(*copies(cache[:3]), cache[3])  # type: ignore[arg-type, call-arg]
+        returned = pull(dy)
         found = _stored_gradients(instance, takes)
-        # A single array is dx, and the others are stored.
-        found |= gradients_by_role(returned, () if isinstance(returned, np.ndarray) else takes)
+        # A single array, or a list of one, is dx, and the others are stored.
+        is_one = isinstance(returned, np.ndarray) or (type(returned) is list and len(returned) == 1)
+        found |= gradients_by_role(returned, () if is_one else takes)
         for role in found.keys() & set(takes):
             # The shape that the class itself gave the parameter is as it should be.
             if np.shape(found[role]) == np.shape(_places(instance, role)[0].value):
@@ -160,13 +174,24 @@ def _make(file: UserFile, class_: type, n: int) -> Any:
     raise UserError(msg)
 
 
-def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
-    """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
+def _attributes(instance: Any) -> dict[str, Any]:
     # A slot may be empty yet.
     held = ((name, getattr(instance, name, None)) for name in dir(instance) if name[:2] != "__")
-    attributes = {name: value for name, value in held if not callable(value)}
+    return {name: value for name, value in held if not callable(value)}
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(getattr(value, "data", None), np.ndarray) and hasattr(value, "grad")
+
+
+def _members(instance: Any, what: str = "", order: Sequence[str] = ()) -> Iterator[_Member]:
+    """Yield the attributes or, by `what` they are called, what a dict or an ordered list holds."""
+    attributes = _attributes(instance)
     if not what:
-        yield from (_Member(n, v, partial(setattr, instance, n)) for n, v in attributes.items())
+        for name, value in attributes.items():
+            # Some put a parameter and its gradient into an object: its data and grad.
+            owner, place = (value, "data") if _is_parameter(value) else (instance, name)
+            yield _Member(name, getattr(owner, place, None), partial(setattr, owner, place))
         return
     for kept in (value for name, value in attributes.items() if key_of(name) in NAMES[what]):
         if isinstance(kept, dict):
@@ -196,4 +221,6 @@ def _stored_gradients(instance: Any, takes: Sequence[str]) -> dict[str, Any]:
     order = [role_of(each.name) for each in _members(instance, "parameters", PARAMETERS)]
     held = _members(instance, "gradients", order if set(order) == set(takes) else list(takes))
     found = {gradient_role(name) or role_of(name): value for name, value, _ in held}
+    own = _attributes(instance).items()
+    found |= {role_of(name): value.grad for name, value in own if _is_parameter(value)}
     return found | {gradient_role(n): v for n, v, _ in _members(instance) if v is not None}
