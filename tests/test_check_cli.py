@@ -97,7 +97,7 @@ class LayerNorm:
         dx, self.grad_weight, self.bias_grad = grads(grad_output, self.xhat, self.rstd, self.weight)
         return dx
 """,
-    "accumulated": """
+    "accumulated, with a rate": """
 class Norm:
     def __init__(self, d_model=16):
         self.gamma, self.beta = np.ones((1, 1, d_model)), np.zeros((1, 1, d_model))
@@ -105,7 +105,7 @@ class Norm:
     def forward(self, x):
         self.cache = stats(x, 1e-6)
         return self.gamma * self.cache[0] + self.beta
-    def backward(self, dout):
+    def backward(self, dout, learning_rate):
         dx, dg, db = grads(dout, *self.cache, self.gamma)
         self.dgamma += dg
         self.dbeta += db
@@ -193,7 +193,7 @@ def test_right_code_of_any_style_passes(style, capsys):
         ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
         ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
         ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
-        ("accumulated", "--shape 3 4 5", "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5"),
+        ("accumulated, with a rate", "--shape 3 4 5", "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5"),
     ],
 )
 def test_what_was_assumed_is_said(style, options, words, capsys):

@@ -122,11 +122,11 @@ def adapt_class(file: UserFile, name: str, n: int, kind: str | None) -> Norm:
                 given = np.array(value).reshape(shape) if shape else value
                 for place in places:
                     place.put(given)
-        y = forward(x)
-        if isinstance(y, tuple) and len(y) == 2 and sum(roles.parameters(backward).values()) == 2:
-            y, cache = y
-            return y, instance, lambda dy: backward(dy, cache)
-        return y, instance, backward
+        # Some backwards take the cache that came with y; others, of layers that learn there, a rate.
+        y, more = forward(x), [0.0] * (sum(roles.parameters(backward).values()) - 1)
+        if more and isinstance(y, tuple) and len(y) == 2:
+            y, more[0] = y
+        return y, instance, lambda dy: backward(dy, *more)
 
     # Each call has an instance of its own, whose forward is run again for its backward: so a cache
     # can be used twice, no gradient is added to another, and nothing is copied that cannot be.
