@@ -14,8 +14,15 @@ import numpy as np
 
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
-    "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
-    "backward": ("layernormbackward", "lnbackward", "layernormbwd", "backward", "layernormgrad"),
+    "forward": ("layernormforward", "lnforward", "layernormfwd", "lnfwd", "forward", "layernorm"),
+    "backward": (
+        "layernormbackward",
+        "lnbackward",
+        "layernormbwd",
+        "lnbwd",
+        "backward",
+        "layernormgrad",
+    ),
     "settings": ("lnparam", "lnparams", "param", "params", "config", "cfg", "options", "opts"),
     "x": ("x", "inp", "input", "inputs", "data", "xin", "features", "hidden", "hiddenstates"),
     "gamma": ("gamma", "weight", "scale", "g", "w", "gain", "weights", "scaler", "lnweight", "lnw"),
