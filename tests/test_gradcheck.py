@@ -75,7 +75,7 @@ def test_numeric_bound_covers_the_true_error(monkeypatch):
                 rng=seed,
                 max_elements=200,
             )
-            _, comparer, estimates = seen[0]
+            comparer, estimates = seen[0]
             # From re-centred rows: its error, u times a few, is far below what is measured.
             case = Case(x, gamma, beta, 1e-5, comparer.loss.cotangent())
             expected = Expected(case, 2.0**-53).bounds_of("dx", x.dtype).value

@@ -32,7 +32,7 @@ class Change(NamedTuple):
 
     By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
     the first or second mean is subtracted, the powers of gamma before and after the projection, or
-    gamma itself; or a function of `Expected` that returns it.
+    gamma itself; or a function of `Expected` that returns it, or a dict of several.
     """
 
     kind: str
@@ -40,10 +40,6 @@ class Change(NamedTuple):
     value: Any
     # The norm that can have it, if the other one cannot.
     only: str = ""
-
-
-def _outside(of: Expected) -> Array:
-    return np.asarray(1 / (of.var**0.5 + of.eps))
 
 
 def _of_layer_norm(of: Expected) -> dict[str, Array]:
@@ -70,8 +66,15 @@ STATISTICS: tuple[Change, ...] = (
     Change("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
     Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
     Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, "layer"),
-    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, "rms"),
+    Change(
+        "rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: 1 / (e.var**0.5 + e.eps), "layer"
+    ),
+    Change(
+        "rstd",
+        "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}",
+        lambda e: 1 / (e.var**0.5 + e.eps),
+        "rms",
+    ),
     Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
     Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
     Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
@@ -116,21 +119,6 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def _made(
-    of: Expected, changes: Iterable[Change]
-) -> Iterator[tuple[str, dict[str, Any], Array, Array]]:
-    """Yield words, what a change puts in place by kind, xhat, and rstd in units of the right one."""
-    for change in changes:
-        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
-            continue
-        value = change.value(of) if callable(change.value) else change.value
-        made = value if isinstance(value, dict) else {change.kind: value}
-        rstd = made.get("rstd", of.rstd)
-        # The difference of the means: rounding a mean once more would hide the change.
-        centered = of.centered + (of.mean - made.get("mean", of.mean))
-        yield change.words, made, centered * rstd, rstd / of.rstd
-
-
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
     """Name what is wrong with the outputs that are; nothing where that is not sure."""
     found: dict[str, list[str]] = {}
@@ -153,8 +141,8 @@ def _explained(of: Expected, judged: Judged) -> str:
     name, actual, (value, bound, *_) = judged.name, judged.actual, judged.bounds
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
-    guesses = {"y": _of_y, "dx": _of_dx}.get(name) or partial(_of_parameter, name)
-    explained = {words for words, *guess in guesses(of, bound) if _equal(actual, *guess)}
+    guesses = (_of_sum if name in ("dgamma", "dbeta") else _changed)(name, of, bound)
+    explained = {words for words, *guess in guesses if _equal(actual, *guess)}
     # Two that are as simple are none.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
@@ -196,43 +184,56 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
-def _of_y(of: Expected, bound: Array) -> Iterator[Guess]:
-    for words, made, xhat, stretch in _made(of, STATISTICS):
-        value = made.get("scale", of.gamma) * xhat + of.beta
-        yield words, value, bound * np.max(np.abs(stretch), initial=1.0)
+def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
+    """Yield what each change of the formula would make of one output."""
+    for change in CHANGES if name == "dx" else STATISTICS:
+        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
+            continue
+        value = change.value(of) if callable(change.value) else change.value
+        made = value if isinstance(value, dict) else {change.kind: value}
+        rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
+        # The difference of the means: rounding a mean once more would hide the change.
+        xhat = (of.centered + (of.mean - made.get("mean", of.mean))) * rstd
+        grown = slack * np.max(np.abs(rstd / of.rstd), initial=1.0)
+        if name == "dx":
+            yield change.words, *_dx(of, made, gamma, xhat, rstd / of.rstd)
+        elif name == "y":
+            yield change.words, gamma * xhat + of.beta, grown
+        # Gamma is in no dgamma.
+        elif change.kind != "scale":
+            yield change.words, np.sum(of.dy * xhat, axis=0), grown
 
 
-def _of_dx(of: Expected, _: Array) -> Iterator[Guess]:
-    for words, made, xhat, stretch in _made(of, CHANGES):
-        before, after = made.get("gamma", (1, 0))
-        times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
-        g = of.dy * made.get("scale", of.gamma) ** before
-        first, second, third = dx_terms(g, xhat)
-        bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
-        # Divided by s at the end, so that nothing overflows on the way.
-        scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
-        yield words, scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+def _dx(
+    of: Expected, made: dict[str, Any], gamma: Array, xhat: Array, stretch: Array
+) -> tuple[Array, Array]:
+    """Return the dx of a changed formula and its bound; `stretch` is its rstd over the right one."""
+    before, after = made.get("gamma", (1, 0))
+    times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+    g = of.dy * gamma**before
+    first, second, third = dx_terms(g, xhat)
+    bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+    # Divided by s at the end, so that nothing overflows on the way.
+    scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
+    return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
 
 
-def _of_parameter(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
-    dy, gamma = of.dy, of.gamma
-    own = dy * of.xhat if name == "dgamma" else dy
+def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
+    """Yield what mistakes would make of dgamma or dbeta."""
+    own = of.dy * of.xhat if name == "dgamma" else of.dy
     total, rows = own.sum(axis=0), len(own)
     yield "{} is zero", 0 * total, 0 * total
     yield "{} has the wrong sign", -total, slack
-    yield "{} contains gamma", gamma * total, np.abs(gamma) * slack
+    yield "{} contains gamma", of.gamma * total, np.abs(of.gamma) * slack
     swapped = of.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
-        x = of.case.rows(of.case.x)
-        made_of = [("{} lacks rstd", of.centered, of.s)]
+        yield "{} lacks rstd", np.sum(of.dy * of.centered, axis=0), slack * np.max(of.s)
         if of.case.kind == "layer":
-            made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + of.s))
-        # Gamma is in no dgamma.
-        changed = (each for each in _made(of, STATISTICS) if "scale" not in each[1])
-        made_of += [(words, xhat, np.maximum(np.abs(by), 1)) for words, _, xhat, by in changed]
-        for words, array, size in made_of:
-            yield words, np.sum(dy * array, axis=0), slack * np.max(size)
+            x = of.case.rows(of.case.x)
+            size = np.max(np.max(np.abs(x)) + of.s)
+            yield "{} is made of x, not of xhat", np.sum(of.dy * x, axis=0), slack * size
+        yield from _changed(name, of, slack)
     if rows < 2:
         return
     yield "{} is averaged over the rows, not summed", total / rows, slack

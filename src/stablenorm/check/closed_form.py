@@ -12,14 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import (
-    FaultError,
-    Operation,
-    as_array,
-    copies,
-    tiniest,
-    unit_roundoff,
-)
+from stablenorm.check.arithmetic import tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, as_array, copies
 from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.

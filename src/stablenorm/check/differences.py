@@ -22,10 +22,9 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.random import Generator
 
-from stablenorm.check.operation import Loss, flat, norm, rms, sum_rounding, tiniest, unit_roundoff
-from stablenorm.check.results import TINIEST
+from stablenorm.check.arithmetic import TINIEST, flat, norm, sum_rounding, unit_roundoff
+from stablenorm.check.operation import Argument, Loss
 from stablenorm.types import Array
 
 # Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
@@ -116,33 +115,13 @@ class _Row(NamedTuple):
     bend: float
 
 
-def rounding_bound(gradient: Array, loss: Loss) -> Array:
-    """Bound, for each element of the gradient, the error of arithmetic in its dtype; flat."""
-    values = np.atleast_1d(gradient.astype(np.float64))
-    u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
-    shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
-    # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
-    terms = max([length for shape in shapes for length in shape] + [loss.y.size / values.size, 1])
-    half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
-    sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
-    bound: Array = half_ulp + 4 * u * (np.abs(values) + row_rms) + sums
-    return bound.reshape(-1)
-
-
 class Comparer:
-    """
-    Compares the gradient of one argument along any direction.
+    """Compares the gradient of one argument along any direction; `more` is added to its bounds."""
 
-    `span` is the argument's scale, flat; `more` comes on top of what rounding usually explains.
-    """
-
-    def __init__(
-        self, loss: Loss, position: int, span: Array, gradient: Array, more: Array, rng: Generator
-    ):
-        self.loss, self.position, self.span, self.rng = loss, position, span, rng
-        self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
-        self.bounds = rounding_bound(gradient, loss) + more
-        self._x = np.asarray(loss.args[position])
+    def __init__(self, loss: Loss, argument: Argument, more: Array):
+        self.loss, self.argument, self.rng = loss, argument, loss.rng
+        self._x, self._gradient = flat(argument.x), flat(argument.gradient)
+        self._bounds = loss.rounding_bound(argument.gradient) + more
         # Noise by length of the steps: long steps see, in part, the function itself.
         self._noises: dict[float, Noise] = {}
 
@@ -156,14 +135,14 @@ class Comparer:
         agree. Short steps have wide bounds, so they excuse nothing that long steps agree with.
         """
         where = slice(None) if place is None else place
-        scale = self.span[where]
+        scale = self.argument.span[where]
         if place is None:
             scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
         found = self._compare(where, scale, 1.0)
         # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
+            if (found.judged and found.z <= 1) or np.min(self.argument.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
             # "rounding" is no answer here: short steps may not move a coarse forward at all.
@@ -189,12 +168,12 @@ class Comparer:
         All steps are `factor` times as long. Stops early once the bound is below the rounding of
         the backward, for nothing finer can be judged, or two further steps have not improved it.
         """
-        gradient, unit = self.gradient[where], factor
+        gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
-            rounding = 2 * norm(self.bounds * scale) + sum_rounding(gradient * scale)
+            rounding = 2 * norm(self._bounds * scale) + sum_rounding(gradient * scale)
         else:
-            rounding, unit = float(self.bounds[where]), float(scale) * factor
+            rounding, unit = float(self._bounds[where]), float(scale) * factor
         if factor not in self._noises:
             self._noises[factor] = self._measure_noise(factor)
         scale, noises = scale * factor, self._noises[factor]
@@ -242,10 +221,10 @@ class Comparer:
         self, where: Any, scale: Array, gradient: Array, step: float
     ) -> tuple[_Row, Array, Array] | None:
         """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
-        loss, x = self.loss, flat(self._x)[where]
+        loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
-            return values.astype(self._x.dtype).astype(np.float64)
+            return values.astype(self.argument.x.dtype).astype(np.float64)
 
         # Symmetric about x exactly: each side takes the step that the other one could make.
         minus = rounded(x - (rounded(x + step * scale) - x))
@@ -254,7 +233,7 @@ class Comparer:
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
         if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        y_plus, y_minus = (loss.output(self.position, where, end) for end in (plus, minus))
+        y_plus, y_minus = (loss.output(self.argument.position, where, end) for end in (plus, minus))
         if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
@@ -282,10 +261,11 @@ class Comparer:
         is noise. The line alone misses roundings: equal moves that add up to a multiple of 8 ulp
         leave that of a sum of 8 elements as it is.
         """
-        loss, rng, x, scale = self.loss, self.rng, flat(self._x), self.span * factor
+        loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
+        scale = span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
         smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-        quantum = np.maximum(np.ldexp(2 * unit_roundoff(self._x.dtype), smallest - 1), TINIEST)
+        quantum = np.maximum(np.ldexp(2 * unit_roundoff(array.dtype), smallest - 1), TINIEST)
 
         def moves(size: float, count: int) -> Array:
             ulps = np.maximum(size * scale / quantum, 1)
@@ -295,7 +275,7 @@ class Comparer:
             return offsets
 
         def outputs(offsets: Array) -> Array:
-            values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
+            values = [loss.output(place, slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.compare import judge, kinks, sample
-from stablenorm.check.differences import Comparer, Estimate
+from stablenorm.check.compare import judge, kinks, places
+from stablenorm.check.differences import Comparer
 from stablenorm.check.operation import (
     Backward,
     FaultError,
@@ -127,8 +127,8 @@ def check_gradients(
     # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
     with np.errstate(all="ignore"):
         try:
-            loss = Loss(operation, list(arrays.values()), rng)
-            results, findings = _check(loss, spans, rng, probes, max_elements, progress)
+            loss = Loss(operation, arrays, spans, rng)
+            results, findings = _check(loss, probes, max_elements, progress)
         except FaultError as fault:
             name = "the forward returns (y, cache)"
             verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
@@ -165,56 +165,48 @@ def assert_gradients(
 
 
 def _check(
-    loss: Loss,
-    spans: dict[str, Array],
-    rng: np.random.Generator,
-    probes: int,
-    max_elements: int,
-    progress: Progress | None,
+    loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
     """Check the rules of a call, then compare every gradient that can be compared."""
-    form, gradients = "", [None] * len(spans)
+    form, gradients = "", [None] * len(loss.args)
     # A backward that raises should do so at once.
     try:
         gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
     except FaultError as fault:
         form = str(fault)
-    results, sound = {}, {}
-    for position, (label, gradient) in enumerate(zip(spans, gradients, strict=True)):
-        if refused := _refused(label, loss.args[position], gradient, form):
+    results: dict[str, ArgumentResult] = {}
+    sound = []
+    for i, label in enumerate(loss.spans):
+        if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            sound[label] = loss.settled(position, np.asarray(gradient))
-    rules = CallRules(loss, spans, sound, rng)
+            sound.append(loss.argument(i, np.asarray(gradients[i])))
+    rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
-        return [_not_checked(n, "the forward is not deterministic") for n in spans], findings
+        why = "the forward is not deterministic"
+        return [_not_checked(label, why) for label in loss.spans], findings
 
-    allowances, work = rules.allowances(), []
-    for position, (label, span) in enumerate(spans.items()):
-        if label in sound:
-            array, gradient = np.asarray(loss.args[position]), sound[label]
-            places: list[int | None] = [*sample(array, gradient, max_elements, rng)]
-            places += [None] * (probes if len(places) < array.size else 0)
-            comparer = Comparer(loss, position, span, gradient, allowances[label], rng)
-            work.append((label, comparer, places))
-    done, total = count(1), sum(len(places) for *_, places in work)
-    for label, comparer, places in work:
-        found: list[Estimate] = []
-        for place in places:
+    both = zip(sound, rules.allowances(), strict=True)
+    work = [
+        (Comparer(loss, each, more), places(each, max_elements, probes, loss.rng))
+        for each, more in both
+    ]
+    done, total = count(1), sum(len(chosen) for _, chosen in work)
+    for comparer, chosen in work:
+        found = []
+        for place in chosen:
             found.append(comparer.compare(place))
             if progress is not None:
                 progress(next(done), total)
-        results[label] = judge(label, comparer, found)
-        findings += kinks(label, found, comparer.shape)
+        results[comparer.argument.name] = judge(comparer, found)
+        findings += kinks(comparer.argument, found)
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
-        name = (
-            "the forward can be called near the arguments" if raised else "y always has one shape"
-        )
+        name = ("y always has one shape", "the forward can be called near the arguments")[raised]
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
-    return [results[label] for label in spans], findings
+    return [results[label] for label in loss.spans], findings
 
 
 def _not_checked(name: str, message: str) -> ArgumentResult:

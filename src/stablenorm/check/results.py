@@ -5,13 +5,12 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from stablenorm.check.arithmetic import TINIEST
 from stablenorm.text import plain, to_json, wrapped
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
-# Stands for a bound of 0: nothing is 0 times as large.
-TINIEST = 2.0**-1074
 
 
 class Finding(NamedTuple):
