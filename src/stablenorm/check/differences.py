@@ -67,8 +67,8 @@ class Estimate(NamedTuple):
     bound_numeric: float
     bound_actual: float
     status: Status
-    # Plain secants at each step, and their noise.
-    secants: list[tuple[float, float]]
+    # Whether the secants behave as past a kink.
+    wavers: bool
     place: int | None = None
 
     @property
@@ -86,19 +86,6 @@ class Estimate(NamedTuple):
         """The difference in units of the bounds; 0 where nothing is known."""
         return abs(self.actual - self.numeric) / max(self.bound, TINIEST) if self.judged else 0.0
 
-    @property
-    def wavers(self) -> bool:
-        """
-        Whether secants change more, by more than their noise, though steps have become shorter.
-
-        Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
-        """
-        changes = [
-            (abs(b - a), math.hypot(noise, other))
-            for (a, noise), (b, other) in pairwise(self.secants)
-        ]
-        return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
-
 
 class _Row(NamedTuple):
     """One row of the tableau: what the secant at `step` says, and what disturbs it."""
@@ -108,11 +95,15 @@ class _Row(NamedTuple):
     actual: float
     # Errors other than noise: of the sum, and of a centre that is not exactly x.
     error: float
+    # y at both ends of the step.
+    ends: Array
     # Magnitudes: of the terms of `numeric`, summed; of slope and of right minus left slope, as
     # root sums of squares over the outputs, where nothing can cancel.
     size: float
     slope: float
     bend: float
+    # What noise may do to `numeric`.
+    noise: float = math.inf
 
 
 class Comparer:
@@ -179,28 +170,25 @@ class Comparer:
         scale, noises = scale * factor, self._noises[factor]
         rows: list[_Row] = []
         tableau: list[Array] = []
-        reach, stale = np.zeros(self.loss.y.size), 0
-        # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
-        noise = apart = math.inf
+        stale = 0
         best = float(np.sum(gradient * scale)), math.nan, math.inf
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            found = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
-            if found is None:
+            row = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
+            if row is None:
                 continue
-            row, *ends = found
-            moved = ends[0] != ends[1]
+            moved = row.ends[0] != row.ends[1]
+            if not rows:
+                # The first step goes farthest: later ones seldom move an output that it did not.
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
+                noise, apart, usual = self._bound_noise(noises, reach)
             # Outputs that moved now stand still: the step is below the resolution of the forward
             # (float16 inside, say), and a derivative of zero would be an artefact.
-            if reach.any() and not moved.any():
+            elif reach.any() and not moved.any():
                 break
-            # The first step goes farthest: later ones seldom move an output that it did not.
-            if not rows:
-                reach[moved] = np.max(np.abs([self.loss.y, *ends]), axis=0)[moved]
-                noise, apart = self._bound_noise(noises, reach)
-            rows.append(row)
-            tableau, entry = _extend(tableau, rows, noise)
+            rows.append(row._replace(noise=noise / row.step))
+            tableau, entry = _extend(tableau, rows)
             stale = 0 if entry[2] < best[2] else stale + 1
             best = min(best, entry, key=lambda each: each[2])
             actual, numeric, bound = best
@@ -210,16 +198,12 @@ class Comparer:
                 break
         status: Status = "no limit"
         if len(rows) > 1 and np.isfinite(best[2]):
-            # The usual noise of all outputs: that of the ones at a kink has the kink in it.
-            usual = norm(self.loss.u * np.where(reach > 0, reach, np.abs(self.loss.y)))
-            status = _status(best, rows, noise, usual, noises[1])
-        secants = [(row.numeric / unit, noise / row.step / unit) for row in rows]
+            status = _status(best, rows, usual, noises[1])
         actual, numeric, bound = (each / unit for each in best)
-        return Estimate(actual, numeric, bound, apart / unit + rounding, status, secants)
+        bound_actual = (apart if rows else math.inf) / unit + rounding
+        return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
 
-    def _secant(
-        self, where: Any, scale: Array, gradient: Array, step: float
-    ) -> tuple[_Row, Array, Array] | None:
+    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
         """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
         loss, x = self.loss, self._x[where]
 
@@ -233,21 +217,21 @@ class Comparer:
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
         if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        y_plus, y_minus = (loss.output(self.argument.position, where, end) for end in (plus, minus))
-        if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
+        ends = np.array([loss.output(self.argument.position, where, end) for end in (plus, minus)])
+        if not np.isfinite(ends).all():
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
         step = float(np.mean(taken / scale)) / 2
-        terms = loss.u * (y_plus - y_minus)
+        terms = loss.u * (ends[0] - ends[1])
         numeric, actual = (float(np.sum(a)) / (2 * step) for a in (terms, gradient * taken))
         size = float(np.sum(np.abs(terms))) / (2 * step)
         off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
-        bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
+        bends = loss.u * (ends[0] + ends[1] - 2 * loss.y) / step
         # 8 roundings: the few operations on `actual` and on the tableau.
         error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
-        row = _Row(step, numeric, actual, error, size, norm(terms) / (2 * step), norm(bends))
-        return row, y_plus, y_minus
+        slope = norm(terms) / (2 * step)
+        return _Row(step, numeric, actual, error, ends, size, slope, norm(bends))
 
     def _measure_noise(self, factor: float) -> Noise:
         """
@@ -295,27 +279,29 @@ class Comparer:
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
-    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float]:
+    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
         """
         Bound the noise of one evaluation of <u, y>, over the outputs that moved: its sum, its terms.
 
-        `reach` is the largest magnitude that each of them had, 0 for those that did not move.
+        `reach` is the largest magnitude that each of them had, 0 for those that did not move. Third
+        comes the size of u y: noise at kinks has the kink in it, a size has not.
         """
-        loss = self.loss
+        loss, (samples, level) = self.loss, noise
+        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
         if not np.isfinite(loss.y[places]).all():
-            return math.inf, math.inf
-        terms = [samples[:, places] for samples in noise[0]]
-        summed = max(float(np.mean(np.square(each.sum(axis=1)))) for each in terms)
-        apart = max(float(np.mean(np.sum(np.square(each), axis=1))) for each in terms)
+            return math.inf, math.inf, usual
+        terms = [each[:, places] for each in samples]
+        variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
-        floor = noise[1] * norm((loss.u * reach)[places])
-        return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
+        floor = level * norm((loss.u * reach)[places])
+        summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
+        return float(summed), float(apart), usual
 
 
 def _status(
-    best: tuple[float, float, float], rows: list[_Row], noise: float, usual: float, level: float
+    best: tuple[float, float, float], rows: list[_Row], usual: float, level: float
 ) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     actual, numeric, bound = best
@@ -335,9 +321,21 @@ def _status(
         return "kink" if bent else "smooth"
     # Nothing but rounding is left (a derivative that is zero, a forward in float16), as its size
     # shows: steps too long for the function "measure" a noise of all of y.
-    little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
-    near = not bent and strayed <= reach + 2 * noise / last.step
+    little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
+    near = not bent and strayed <= reach + 2 * last.noise
     return "rounding" if (small or little) and near else "no limit"
+
+
+def _wavers(rows: list[_Row]) -> bool:
+    """
+    Tell whether secants change more, by more than their noise, though steps have become shorter.
+
+    Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
+    """
+    changes = [
+        (abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in pairwise(rows)
+    ]
+    return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
 
 
 def _is_bent(rows: list[_Row], noise: float) -> bool:
@@ -352,7 +350,7 @@ def _is_bent(rows: list[_Row], noise: float) -> bool:
 
 
 def _extend(
-    previous: list[Array], rows: list[_Row], noise: float
+    previous: list[Array], rows: list[_Row]
 ) -> tuple[list[Array], tuple[float, float, float]]:
     """
     Add the newest secant to the tableau; return its row, and actual, numeric and bound of the best.
@@ -363,7 +361,7 @@ def _extend(
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
     line, best = [entry], (math.nan, math.nan, math.inf)
-    disturbance = np.array([noise / row.step + row.error for row in rows])
+    disturbance = np.array([row.noise + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
