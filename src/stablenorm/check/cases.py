@@ -170,8 +170,8 @@ def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str
     tolerated = 1e-4 * is_narrow if trial.tolerated is None else trial.tolerated
     for each in judged:
         # Rounding explains whatever came, NaN too, where the bound is infinite.
-        z, known = each.excess(each.bounds.careless), np.isfinite(each.bounds.careless)
-        if (wrong := (z > 1) & known).any() and each.error > tolerated:
+        known = np.isfinite(each.bounds.careless)
+        if (wrong := (each.z > 1) & known).any() and each.error > tolerated:
             where = name_pattern(wrong.reshape(each.shape))
             off = f"{each.name} is off by {each.error:.1e} of what it is made of: {where}"
             return "FAIL", each.not_finite or off

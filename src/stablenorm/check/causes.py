@@ -176,7 +176,7 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
         if len(named) == len(terms) and len(set(powers)) == 1:
             words = f"{{}} has {named['g']}"
         words += " in place of rstd" + " in {}" * ("{}" not in words)
-        yield words, made, size * of.dx_bound(of.g, of.xhat)
+        yield words, made, size * of.dx_bounds(of.g, of.xhat)[0]
 
 
 def _equal(actual: Array, value: Array, bound: Array) -> bool:
@@ -212,7 +212,7 @@ def _dx(
     times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
     g = of.dy * gamma**before
     first, second, third = dx_terms(g, xhat)
-    bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+    bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
     # Divided by s at the end, so that nothing overflows on the way.
     scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
     return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound

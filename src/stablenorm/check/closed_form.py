@@ -8,6 +8,7 @@ digits again to an offset. Between the two, a program is inaccurate; beyond, it 
 and loses nothing to an offset.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,56 +130,43 @@ class Expected:
             offset = row_mean(np.abs(x / self.s))
             # Without a mean, there is no error of one.
             shift = each * offset * (case.kind == "layer")
-            # How far off xhat may be shifted, and rstd relatively, (rows, 1): plain and careless.
-            self._slacks = [
-                # Half of it gone: first order says nothing any more.
-                np.where((shift > 0.5) | (stretch > 0.5), np.inf, [shift, stretch])
-                for stretch in (each + shift**2, each * (1 + offset**2) + shift**2)
-            ]
+            stretch = np.stack([each + shift**2, each * (1 + offset**2) + shift**2])
+            # Half of it gone: first order says nothing any more.
+            lost = (shift > 0.5) | (stretch > 0.5)
+            # How far off xhat may be shifted, and rstd relatively: plain and careless, (2, rows, 1).
+            self._shift, self._stretch = (np.where(lost, np.inf, a) for a in (shift, stretch))
 
     def bounds_of(self, name: str, dtype: np.dtype[Any]) -> Bounds:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
-        xhat = self.xhat
+        xhat, dy = self.xhat, self.dy
         with np.errstate(all="ignore"):
-            of_xhat = [
-                shift + (stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300)
-                for shift, stretch in self._slacks
-            ]
+            of_xhat = (self._stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300) + self._shift
+            bounds: Any
             if name == "dx":
                 first, _, third = dx_terms(self.g, xhat)
                 value = (first - mean_of(self.g, self.case.kind) - third) / self.s
-                magnitude = self._sizes(self.g, xhat)[0] / self.s
-                bounds = [self.dx_bound(self.g, xhat, careless) / self.s for careless in (0, 1)]
+                *bounds, magnitude = (each / self.s for each in self.dx_bounds(self.g, xhat))
             elif name == "y":
                 value = self.gamma * xhat + self.beta
                 magnitude = np.abs(self.gamma * xhat) + np.abs(self.beta)
-                bounds = [4 * self.u * magnitude + np.abs(self.gamma) * each for each in of_xhat]
+                bounds = 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
             else:
-                terms = self.dy * xhat if name == "dgamma" else self.dy
-                value, magnitude = np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
-                lost = [
-                    np.sum(np.abs(self.dy) * e, axis=0) if name == "dgamma" else 0.0
-                    for e in of_xhat
-                ]
-                bounds = [unit(len(self.dy), self.u) * magnitude + each for each in lost]
+                # dbeta is a dgamma whose xhat is 1, without an error.
+                factor, off = (xhat, of_xhat) if name == "dgamma" else (1.0, np.zeros((2, 1, 1)))
+                value, magnitude = (np.sum(a, axis=0) for a in (dy * factor, np.abs(dy * factor)))
+                bounds = unit(len(dy), self.u) * magnitude + np.sum(np.abs(dy) * off, axis=-2)
             # Nothing is known where a bound is not a number.
-            least = 4 * tiniest(dtype)
-            plain, careless = (np.where(np.isnan(b), np.inf, b) + least for b in bounds)
+            plain, careless = np.where(np.isnan(bounds), np.inf, bounds) + 4 * tiniest(dtype)
         return Bounds(value, plain, careless, magnitude)
 
-    def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
-        """Return how far off dx / rstd, made of g and xhat, may be in a program."""
-        shift, stretch = self._slacks[careless]
-        magnitude, size, slope = self._sizes(g, xhat)
-        bound: Array = (3 * stretch + unit(self.n, self.u)) * magnitude
-        # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
-        bound += shift * (slope + np.abs(xhat) * size + shift * size)
-        return bound
-
-    def _sizes(self, g: Array, xhat: Array) -> tuple[Array, Array, Array]:
-        """Return the magnitudes that dx / rstd is made of, and of each row those of its two means."""
+    def dx_bounds(self, g: Array, xhat: Array) -> tuple[Array, ...]:
+        """Return how far off dx / rstd, made of g and xhat, may be: plain, careless; its magnitudes."""
         size, slope = mean_of(np.abs(g), self.case.kind), row_mean(np.abs(g * xhat))
-        return np.abs(g) + size + np.abs(xhat) * slope, size, slope
+        magnitude = np.abs(g) + size + np.abs(xhat) * slope
+        bounds = (3 * self._stretch + unit(self.n, self.u)) * magnitude
+        # The mean of x off by a shift: once in xhat, once in mean(g xhat), and both.
+        bounds += self._shift * (slope + np.abs(xhat) * size + self._shift * size)
+        return *bounds, magnitude
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:
@@ -189,48 +177,23 @@ def excess(actual: Array, value: Array, bound: Array) -> Array:
     return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)
 
 
-class Judged(NamedTuple):
-    """One output beside its closed form: (rows, n) or (n,)."""
+class Judged:
+    """One output beside its closed form: (rows, n) or (n,); `shape` is that in which it came."""
 
-    name: str
-    actual: Array
-    expected: Expected
-    bounds: Bounds
-    # The shape of the output as it came.
-    shape: tuple[int, ...]
-
-    def excess(self, bound: Array) -> Array:
-        """Return the error of each element in units of one of the bounds."""
-        return excess(self.actual, self.bounds.value, bound)
-
-    @property
-    def right(self) -> bool:
-        """Within what a plain program loses."""
-        return bool(np.all(self.excess(self.bounds.plain) <= 1))
-
-    @property
-    def wrong(self) -> bool:
-        """Beyond what even a careless one loses."""
-        return bool(np.any(self.excess(self.bounds.careless) > 1))
-
-    @property
-    def error(self) -> float:
-        """The largest error, relative to the RMS of what the elements are made of."""
+    def __init__(self, name: str, output: Array, expected: Expected):
+        self.name, self.expected, self.shape = name, expected, output.shape
+        self.bounds = value, plain, careless, magnitude = expected.bounds_of(name, output.dtype)
+        self.actual = output.astype(np.float64).reshape(value.shape)
+        # The errors in units of what a plain and a careless program lose.
+        self.z_plain, self.z = (excess(self.actual, value, bound) for bound in (plain, careless))
+        self.right, self.wrong = bool((self.z_plain <= 1).all()), bool((self.z > 1).any())
         with np.errstate(all="ignore"):
-            error = np.abs(self.actual - self.bounds.value)
-        return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / self._size
-
-    @property
-    def resolution(self) -> float:
-        """The smallest relative error that would have shown anywhere."""
-        return float(np.max(self.bounds.plain, initial=0.0)) / self._size
-
-    @property
-    def _size(self) -> float:
-        with np.errstate(all="ignore"):
-            size = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
+            error, size = np.abs(self.actual - value), float(np.sqrt(np.mean(np.square(magnitude))))
         # The value may vanish, and so may all that it is made of.
-        return size if np.isfinite(size) and size > 0 else 1.0
+        size = size if np.isfinite(size) and size > 0 else 1.0
+        # Relative to that RMS: the largest error, and the smallest that would have shown anywhere.
+        self.error = float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / size
+        self.resolution = float(np.max(plain, initial=0.0)) / size
 
     @property
     def not_finite(self) -> str:
@@ -259,20 +222,17 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     y, cache = run(operation, case)
     with np.errstate(all="ignore"):
         gradients = operation.gradients(case.dy.copy(), cache, case[:3])
+    outputs = [("y", y, case.x)]
+    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
+        if gradient is not None and argument is not None:
+            outputs.append((name, as_array(name, gradient, argument.shape), argument))
     made: dict[float, Expected] = {}
-
-    def judged(name: str, actual: Array, argument: Array) -> Judged:
+    found = {}
+    for name, actual, argument in outputs:
         # The coarsest dtype of the output, its argument, x and dy.
         u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
         expected = made[u] = made.get(u) or Expected(case, u)
-        bounds = expected.bounds_of(name, actual.dtype)
-        wide = actual.astype(np.float64).reshape(bounds.value.shape)
-        return Judged(name, wide, expected, bounds, actual.shape)
-
-    found = {"y": judged("y", y, case.x)}
-    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-        if gradient is not None and argument is not None:
-            found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
+        found[name] = Judged(name, actual, expected)
     return found
 
 
@@ -280,18 +240,16 @@ def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
     """Return the eps that the forward uses, and whether that is the one it is given."""
     row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
     probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
-    try:
+    with suppress(FaultError):
         y, other = (run(operation, probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1))
-    except FaultError:
-        return case.eps, True
-    if not np.array_equal(y, other) or case.n < 2:
-        return case.eps, True
-    wide, keep = row.astype(np.float64), case.scale != 0
-    centered = (wide - mean_of(wide, case.kind))[keep]
-    xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
-    slope = float(xhat @ centered) / float(centered @ centered)
-    found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
-    # To the three digits in which such constants are written.
-    written = float(f"{found:.3g}")
-    differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
-    return (written if differs else case.eps), False
+        if np.array_equal(y, other) and case.n > 1:
+            wide, keep = row.astype(np.float64), case.scale != 0
+            centered = (wide - mean_of(wide, case.kind))[keep]
+            xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+            slope = float(xhat @ centered) / float(centered @ centered)
+            found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
+            # To the three digits in which such constants are written.
+            written = float(f"{found:.3g}")
+            differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+            return (written if differs else case.eps), False
+    return case.eps, True

@@ -298,7 +298,7 @@ def _decided(result: ArgumentResult, judged: list[Judged]) -> ArgumentResult:
     if not each.wrong and not (all(e.right for e in judged) and np.isfinite(each.resolution)):
         return result
     verdict: ArgumentVerdict = "FAIL" if each.wrong else "PASS"
-    z = each.excess(each.bounds.careless if each.wrong else each.bounds.plain)
+    z = each.z if each.wrong else each.z_plain
     pattern = name_pattern((z > 1).reshape(each.shape)) if each.wrong else ""
     if result.verdict == verdict:
         seen = result.resolution if each.wrong else min(result.resolution, each.resolution)
