@@ -6,15 +6,12 @@ two in proportion to that argument's own scale, to x+ = x + step D and x- = x - 
 in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->: both differences are exact
 (of neighbours, by Sterbenz), and L itself is never formed.
 
-The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
-that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). An entry's bound is its disagreement with
-its two parents + sum |weight| * noise / step, with the weights of the secants that it is made of.
-The noise is measured, lest an accidental agreement be taken for accuracy. The least bound wins.
-
-A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
-has a status. "smooth": the bound is small beside the magnitudes that the secants are made of.
-"rounding": the derivative is 0 but for rounding. "kink": the secants have a limit, but left and right
-slopes keep their distance. "no limit": nothing is known.
+The secants go through a Richardson tableau in step^2. An entry's bound is its disagreement with its
+two parents (C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with the
+weights of its secants. The noise is measured, lest an accidental agreement be taken for accuracy.
+The least bound wins; its status says whether it can be believed. "smooth": it is small beside the
+magnitudes in the secants. "rounding": the derivative is 0 but for rounding. "kink": the secants have
+a limit, but left and right slopes keep their distance. "no limit": nothing is known.
 """
 
 import math
@@ -53,21 +50,19 @@ _SIGMAS = 4.0
 Status = Literal["smooth", "rounding", "kink", "no limit"]
 # Samples of the rounding noise of u y, and its usual size relative to u y.
 Noise = tuple[list[Array], float]
+# The bound of an entry of the tableau, and its actual and numeric derivative.
+Best = tuple[float, float, float]
 
 
 class Estimate(NamedTuple):
-    """
-    Along one direction D: <gradient, D>, the same by secants, and how far off both may be.
-
-    For one element, in units of the gradient; `place` is None for a probe.
-    """
+    """<gradient, D>, the same by secants, and how far off both may be; `place` is None for a probe."""
 
     actual: float
     numeric: float
     bound_numeric: float
     bound_actual: float
     status: Status
-    # Whether the secants behave as past a kink.
+    # Whether secants change as past a kink, not as those of a smooth function, with step^2.
     wavers: bool
     place: int | None = None
 
@@ -120,10 +115,9 @@ class Comparer:
         """
         Compare one element, given by its flat index, or along random signs for all (None).
 
-        With shorter steps, if need be. A wrong gradient differs at all steps from one and the same
-        numeric derivative. Steps that reach past a kink see a mean of slopes, and shorter ones
-        another, outside of both bounds: they are right, but may say FAIL only if steps shorter still
-        agree. Short steps have wide bounds, so they excuse nothing that long steps agree with.
+        A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
+        mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
+        FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
         """
         where = slice(None) if place is None else place
         scale = self.argument.span[where]
@@ -154,10 +148,10 @@ class Comparer:
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
         """
-        Compare <gradient, D> with secants along D, which moves the entries `where` by `scale`.
+        Compare along D, which moves the entries `where` by `scale`, with steps `factor` times as long.
 
-        All steps are `factor` times as long. Stops early once the bound is below the rounding of
-        the backward, for nothing finer can be judged, or two further steps have not improved it.
+        Stops once the bound is below the rounding of the backward, for nothing finer can be judged,
+        or two further steps have not improved it.
         """
         gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
@@ -171,7 +165,7 @@ class Comparer:
         rows: list[_Row] = []
         tableau: list[Array] = []
         stale = 0
-        best = float(np.sum(gradient * scale)), math.nan, math.inf
+        best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
@@ -189,17 +183,16 @@ class Comparer:
                 break
             rows.append(row._replace(noise=noise / row.step))
             tableau, entry = _extend(tableau, rows)
-            stale = 0 if entry[2] < best[2] else stale + 1
-            best = min(best, entry, key=lambda each: each[2])
-            actual, numeric, bound = best
+            stale = 0 if entry[0] < best[0] else stale + 1
+            bound, actual, numeric = best = min(best, entry)
             # Never on a difference: beside a kink, only the steps that do not reach it are right.
             agrees = abs(actual - numeric) <= bound
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
         status: Status = "no limit"
-        if len(rows) > 1 and np.isfinite(best[2]):
+        if len(rows) > 1 and np.isfinite(best[0]):
             status = _status(best, rows, usual, noises[1])
-        actual, numeric, bound = (each / unit for each in best)
+        bound, actual, numeric = (each / unit for each in best)
         bound_actual = (apart if rows else math.inf) / unit + rounding
         return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
 
@@ -238,12 +231,11 @@ class Comparer:
         Return samples of the rounding noise of every output element.
 
         All elements of the argument move at once, by random multiples of their ulp, so that every
-        rounding in the forward is drawn anew. Along a line, in the manner of ECNoise (J. J. More and
-        S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), high differences of y on equidistant points
-        leave noise of a known multiple; the points are far enough apart to see float16 inside. At
-        random integer combinations of a few tiny moves, the part orthogonal to every linear effect
-        is noise. The line alone misses roundings: equal moves that add up to a multiple of 8 ulp
-        leave that of a sum of 8 elements as it is.
+        rounding is drawn anew. Along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM
+        J. Sci. Comput. 33 (2011) 1292), high differences of y on equidistant points leave noise of a
+        known multiple. At random integer combinations of a few tiny moves, the part orthogonal to
+        every linear effect is noise. The line sees float16 inside, but misses roundings: equal moves
+        that add up to a multiple of 8 ulp leave that of a sum of 8 elements as it is.
         """
         loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
         scale = span * factor
@@ -255,8 +247,7 @@ class Comparer:
             ulps = np.maximum(size * scale / quantum, 1)
             # None near 0: each element is to leave its rounding behind.
             factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
-            offsets: Array = np.round(factors * ulps) * quantum
-            return offsets
+            return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
             values = [loss.output(place, slice(None), x + each) for each in offsets[1:]]
@@ -281,10 +272,9 @@ class Comparer:
 
     def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
         """
-        Bound the noise of one evaluation of <u, y>, over the outputs that moved: its sum, its terms.
+        Bound the noise of <u, y>, as a sum and of its terms; return the usual size of u y as well.
 
-        `reach` is the largest magnitude that each of them had, 0 for those that did not move. Third
-        comes the size of u y: noise at kinks has the kink in it, a size has not.
+        `reach` is the largest magnitude of each output, 0 for one that did not move: it is left out.
         """
         loss, (samples, level) = self.loss, noise
         usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
@@ -300,11 +290,9 @@ class Comparer:
         return float(summed), float(apart), usual
 
 
-def _status(
-    best: tuple[float, float, float], rows: list[_Row], usual: float, level: float
-) -> Status:
+def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
-    actual, numeric, bound = best
+    bound, actual, numeric = best
     last, bent = rows[-1], _is_bent(rows, level * usual)
     # Entries of the first steps may agree by chance on what the last ones no longer say.
     newest, previous = (row.numeric - row.actual for row in rows[:-3:-1])
@@ -327,11 +315,7 @@ def _status(
 
 
 def _wavers(rows: list[_Row]) -> bool:
-    """
-    Tell whether secants change more, by more than their noise, though steps have become shorter.
-
-    Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
-    """
+    """Tell whether secants change more though steps are shorter: as 1 - d / step, past a kink at d."""
     changes = [
         (abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in pairwise(rows)
     ]
@@ -340,27 +324,18 @@ def _wavers(rows: list[_Row]) -> bool:
 
 def _is_bent(rows: list[_Row], noise: float) -> bool:
     """Tell whether right and left slope keep their distance where it should halve."""
-    if len(rows) < 3:
-        return False
     # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
     # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
-    still = all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
-    last = rows[-1]
-    return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
+    still = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
+    return still and rows[-1].bend > max(2.0**-8 * rows[-1].slope, 4 * noise / rows[-1].step)
 
 
-def _extend(
-    previous: list[Array], rows: list[_Row]
-) -> tuple[list[Array], tuple[float, float, float]]:
-    """
-    Add the newest secant to the tableau; return its row, and actual, numeric and bound of the best.
-
-    An entry is (actual, numeric, then the weight of each secant in it).
-    """
+def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:
+    """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line, best = [entry], (math.nan, math.nan, math.inf)
+    line, best = [entry], (math.inf, math.nan, math.nan)
     disturbance = np.array([row.noise + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
@@ -370,6 +345,5 @@ def _extend(
         residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
         disagreement = max(abs(residual - parent) for parent in parents)
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
-        if bound < best[2]:
-            best = float(entry[0]), float(entry[1]), bound
+        best = min(best, (bound, float(entry[0]), float(entry[1])))
     return line, best
