@@ -1,7 +1,5 @@
 """`check_gradients`: any hand-written operation, argument by argument."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -120,9 +118,8 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
-    start = time.perf_counter()
-    seed, rng, operation = rng, np.random.default_rng(rng), Operation(forward, backward)
-    arrays = _check_args(args, names)
+    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
+    operation, arrays = Operation(forward, backward), _check_args(args, names)
     spans = _check_scales(scales, arrays)
     # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
     with np.errstate(all="ignore"):
@@ -168,14 +165,13 @@ def _check(
     loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
     """Check the rules of a call, then compare every gradient that can be compared."""
-    form, gradients = "", [None] * len(loss.args)
+    form, gradients, sound = "", [None] * len(loss.args), []
     # A backward that raises should do so at once.
     try:
         gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
     except FaultError as fault:
         form = str(fault)
     results: dict[str, ArgumentResult] = {}
-    sound = []
     for i, label in enumerate(loss.spans):
         if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
@@ -187,10 +183,9 @@ def _check(
         why = "the forward is not deterministic"
         return [_not_checked(label, why) for label in loss.spans], findings
 
-    both = zip(sound, rules.allowances(), strict=True)
     work = [
         (Comparer(loss, each, more), places(each, max_elements, probes, loss.rng))
-        for each, more in both
+        for each, more in zip(sound, rules.allowances(), strict=True)
     ]
     done, total = count(1), sum(len(chosen) for _, chosen in work)
     for comparer, chosen in work:
@@ -242,14 +237,15 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
     # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    arrays = [None if a is None else np.array(a, order="C") for a in args]
-    for label, array in zip(labels, arrays, strict=True):
+    copies = (None if a is None else np.array(a, order="C") for a in args)
+    arrays = dict(zip(labels, copies, strict=True))
+    for label, array in arrays.items():
         if array is not None:
             check_dtype(label, array)
             if not np.isfinite(array).all():
                 msg = f"{label} must be finite to be differentiated, got NaN or infinity"
                 raise ValueError(msg)
-    return dict(zip(labels, arrays, strict=True))
+    return arrays
 
 
 def _check_scales(
@@ -280,8 +276,8 @@ def _default_scale(array: Array) -> Array:
     # Divided by the largest magnitude, lest squares overflow or vanish.
     largest = float(np.max(np.abs(array))) or 1.0
     values = np.atleast_1d(array.astype(np.float64)) / largest
-    scale = values.std(axis=-1, keepdims=True)
     # No spread, but for rounding: that of the whole array, or else its magnitude.
+    scale = values.std(axis=-1, keepdims=True)
     for fallback in (float(values.std()), 1.0):
         scale = np.where(scale > 2.0**-50, scale, fallback)
     return np.asarray(scale * largest if array.ndim else scale[0] * largest)

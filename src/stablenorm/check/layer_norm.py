@@ -1,7 +1,5 @@
 """`check_layer_norm` and `check_rms_norm`: the closed form judges, finite differences confirm."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings
