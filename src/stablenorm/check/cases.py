@@ -8,7 +8,7 @@ import numpy as np
 from numpy.random import Generator
 
 from stablenorm.check.closed_form import Case, judge, unit
-from stablenorm.check.compare import name_pattern
+from stablenorm.check.differences import name_pattern
 from stablenorm.check.operation import FaultError, Operation
 from stablenorm.check.results import FindingVerdict
 from stablenorm.formats import format_of

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check.closed_form import Expected, Judged, dx_terms, excess, row_mean, statistics
-from stablenorm.check.compare import name_pattern
+from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
 

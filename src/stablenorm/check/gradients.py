@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.compare import judge, kinks, places
-from stablenorm.check.differences import Comparer
+from stablenorm.check.differences import Comparer, judge, kinks, places
 from stablenorm.check.operation import (
     Backward,
     FaultError,

@@ -13,7 +13,7 @@ from numpy.random import Generator
 from stablenorm.check import cases, closed_form
 from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import Case, Expected, Judged
-from stablenorm.check.compare import name_pattern, place_of
+from stablenorm.check.differences import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
 from stablenorm.check.operation import Backward, FaultError, Operation, described
 from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding, GradientReport

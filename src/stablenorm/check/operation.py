@@ -4,12 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
 from stablenorm.check.arithmetic import draw, flat, rms, tiniest, unit_roundoff
 from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
+# The arguments by name.
+Given = dict[str, Array | None]
 Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]
 
@@ -22,9 +25,8 @@ def described(name: str, array: Array) -> str:
 class FaultError(Exception):
     """A function under test broke its contract; the message is one line, for the report."""
 
-    def __init__(self, message: str, *, raised: bool = False):
-        super().__init__(message)
-        self.raised = raised
+    # Whether the function raised it.
+    raised = False
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -33,8 +35,9 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         # 160 characters, with the words before them, are two lines of a terminal.
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
-        msg = f"{name} raised {said}"
-        raise FaultError(msg, raised=True) from None
+        fault = FaultError(f"{name} raised {said}")
+        fault.raised = True
+        raise fault from None
 
 
 class Operation:
@@ -52,10 +55,10 @@ class Operation:
         """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
         self.forward_calls += 1
         result = _called("forward", self._forward, *args, *extra)
-        is_many = isinstance(result, (tuple, list))
-        if not (is_many and len(result) == 2):
-            msg = f"forward must return (y, cache), got {type(result).__name__}"
-            raise FaultError(msg + (f" of {len(result)}" if is_many else ""))
+        many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        if many != " of 2":
+            msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
+            raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
     def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
@@ -114,13 +117,7 @@ class Argument(NamedTuple):
 class Loss:
     """L = <u, forward(args)>, seen through differences of outputs; `spans` are scales, by name."""
 
-    def __init__(
-        self,
-        operation: Operation,
-        args: dict[str, Array | None],
-        spans: dict[str, Array],
-        rng: np.random.Generator,
-    ):
+    def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.args, self.operation, self.spans, self.rng = [*args.values()], operation, spans, rng
         y, self.cache = operation.forward(self.arguments())
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
