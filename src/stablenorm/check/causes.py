@@ -26,13 +26,14 @@ _SMALLEST = 5
 Guess = tuple[str, Array, Array]
 
 
-class Change(NamedTuple):
+class Cause(NamedTuple):
     """
     One departure from the formula: of which kind, in words, and what stands in the place.
 
     By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
     the first or second mean is subtracted, the powers of gamma before and after the projection, or
-    gamma itself; or a function of `Expected` that returns it, or a dict of several.
+    gamma itself; or a function of `Expected` that returns it, or a dict of several. " in {}" is
+    added to words without the name.
     """
 
     kind: str
@@ -48,10 +49,6 @@ def _of_layer_norm(of: Expected) -> dict[str, Array]:
     return {"mean": mean, "rstd": 1 / s}
 
 
-def _narrow(kind: str, dtype: Any, of: Expected) -> Array:
-    return np.asarray(getattr(of, kind).astype(dtype).astype(np.float64))
-
-
 def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     """Return how many times the mean along its row each element has that over these axes of x."""
     product, shape = of.g * (of.xhat if place else 1.0), of.case.x.shape
@@ -59,63 +56,55 @@ def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     return np.asarray(np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product))
 
 
-_BIASED = "the variance is divided by n - 1 in {}"
-_CENTERED = "the mean of x is subtracted in {}"
+_BIASED, _CENTERED = "the variance is divided by n - 1", "the mean of x is subtracted"
 _OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
-STATISTICS: tuple[Change, ...] = (
-    Change("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
-    Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
-    Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change(
-        "rstd", "rstd is 1 / (sqrt(var) + eps) in {}", lambda e: 1 / (e.var**0.5 + e.eps), "layer"
-    ),
-    Change(
-        "rstd",
-        "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}",
-        lambda e: 1 / (e.var**0.5 + e.eps),
-        "rms",
-    ),
-    Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
-    Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
-    Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
-    Change("rstd", "rstd is the variance itself in {}", lambda e: e.var),
-    Change("rstd", "rstd is the variance plus eps in {}", lambda e: e.var + e.eps),
-    Change("mean", "the mean of x is missing from xhat in {}", 0.0, "layer"),
-    Change("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
+STATISTICS = (
+    Cause("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
+    Cause("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
+    Cause("rstd", "eps is missing from rstd", lambda e: e.var**-0.5),
+    Cause("rstd", "rstd is 1 / (sqrt(var) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "layer"),
+    Cause("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "rms"),
+    Cause("rstd", "eps was applied twice", lambda e: (e.var + 2 * e.eps) ** -0.5),
+    Cause("rstd", "rstd is squared", lambda e: e.rstd * e.rstd),
+    Cause("rstd", "rstd is the standard deviation itself", lambda e: 1 / e.rstd),
+    Cause("rstd", "rstd is the variance itself", lambda e: e.var),
+    Cause("rstd", "rstd is the variance plus eps", lambda e: e.var + e.eps),
+    Cause("mean", "the mean of x is missing from xhat", 0.0, "layer"),
+    Cause("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
     # A layer norm altogether.
-    Change("mean", _CENTERED, _of_layer_norm, "rms"),
+    Cause("mean", _CENTERED, _of_layer_norm, "rms"),
     *(
-        Change(kind, f"{name} is kept in {dtype} in {{}}", partial(_narrow, kind, dtype), only)
-        for dtype in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
+        Cause(kind, f"{name} is kept in {t}", lambda e, k=kind, t=t: getattr(e, k).astype(t), only)
+        for t in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
         for kind, name, only in (("rstd", "rstd", ""), ("mean", "the mean", "layer"))
     ),
-    Change("scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.offset),
+    Cause("scale", "gamma_offset is not added to gamma", lambda e: e.gamma - e.offset),
 )
-CHANGES: tuple[Change, ...] = (
+CAUSES = (
     *STATISTICS,
     *(
-        Change(f"term {place}", f"{term} {words}", value, only)
+        Cause(f"term {place}", f"{term} {words}", value, only)
         for place, term, only in ((0, "the mean of g", "layer"), (1, "the xhat term", ""))
         for words, value in (
             ("is missing from {}", 0.0),
-            ("is subtracted twice in {}", 2.0),
-            ("is added, not subtracted in {}", -1.0),
-            ("is divided by n - 1 in {}", lambda e: e.per_less),
-            ("is not divided by n in {}", lambda e: e.n),
+            ("is subtracted twice", 2.0),
+            ("is added, not subtracted", -1.0),
+            ("is divided by n - 1", lambda e: e.per_less),
+            ("is not divided by n", lambda e: e.n),
             (_OVER_ROWS, partial(_over_rows, place, slice(1))),
             (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
         )
     ),
-    Change("term 0", "the mean of g is subtracted in {}", 1.0, "rms"),
+    Cause("term 0", "the mean of g is subtracted", 1.0, "rms"),
     # A factor of rstd short, or one too many: rstd^3 goes with x.
-    Change("term 1", "the xhat term lacks rstd in {}", lambda e: e.s, "rms"),
-    Change("term 1", "the xhat term has rstd twice in {}", lambda e: e.rstd, "rms"),
-    Change("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
-    Change("factor", "rstd is applied twice in {}", lambda e: e.rstd),
-    Change("factor", "{} has the wrong sign", -1.0),
-    Change("gamma", "gamma is applied twice in {}", (2, 0)),
-    Change("gamma", "gamma is not applied in {}", (0, 0)),
-    Change("gamma", "gamma is applied after the projection in {}", (0, 1)),
+    Cause("term 1", "the xhat term lacks rstd", lambda e: e.s, "rms"),
+    Cause("term 1", "the xhat term has rstd twice", lambda e: e.rstd, "rms"),
+    Cause("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
+    Cause("factor", "rstd is applied twice", lambda e: e.rstd),
+    Cause("factor", "{} has the wrong sign", -1.0),
+    Cause("gamma", "gamma is applied twice", (2, 0)),
+    Cause("gamma", "gamma is not applied", (0, 0)),
+    Cause("gamma", "gamma is applied after the projection", (0, 1)),
 )
 
 
@@ -185,37 +174,31 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
 
 
 def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
-    """Yield what each change of the formula would make of one output."""
-    for change in CHANGES if name == "dx" else STATISTICS:
-        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
+    """Yield what each cause would make of one output."""
+    for kind, words, value, only in CAUSES if name == "dx" else STATISTICS:
+        if only not in ("", of.case.kind) or (kind == "scale" and not of.offset):
             continue
-        value = change.value(of) if callable(change.value) else change.value
-        made = value if isinstance(value, dict) else {change.kind: value}
+        put, said = value(of) if callable(value) else value, words + " in {}" * ("{}" not in words)
+        made = put if isinstance(put, dict) else {kind: put}
         rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
         # The difference of the means: rounding a mean once more would hide the change.
         xhat = (of.centered + (of.mean - made.get("mean", of.mean))) * rstd
         grown = slack * np.max(np.abs(rstd / of.rstd), initial=1.0)
-        if name == "dx":
-            yield change.words, *_dx(of, made, gamma, xhat, rstd / of.rstd)
-        elif name == "y":
-            yield change.words, gamma * xhat + of.beta, grown
+        if name == "y":
+            yield said, gamma * xhat + of.beta, grown
+        elif name == "dx":
+            before, after = made.get("gamma", (1, 0))
+            times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+            g = of.dy * gamma**before
+            first, second, third = dx_terms(g, xhat)
+            bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+            # Divided by s at the end, so that nothing overflows on the way.
+            scale = rstd / of.rstd * made.get("factor", 1.0) * of.gamma**after / of.s
+            changed = scale * (first - times[0] * second - times[1] * third)
+            yield said, changed, np.abs(scale) * bound
         # Gamma is in no dgamma.
-        elif change.kind != "scale":
-            yield change.words, np.sum(of.dy * xhat, axis=0), grown
-
-
-def _dx(
-    of: Expected, made: dict[str, Any], gamma: Array, xhat: Array, stretch: Array
-) -> tuple[Array, Array]:
-    """Return the dx of a changed formula and its bound; `stretch` is its rstd over the right one."""
-    before, after = made.get("gamma", (1, 0))
-    times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
-    g = of.dy * gamma**before
-    first, second, third = dx_terms(g, xhat)
-    bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
-    # Divided by s at the end, so that nothing overflows on the way.
-    scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
-    return scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
+        elif kind != "scale":
+            yield said, np.sum(of.dy * xhat, axis=0), grown
 
 
 def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
