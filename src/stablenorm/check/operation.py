@@ -119,7 +119,7 @@ class Loss:
 
     def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
         self.args, self.operation, self.spans, self.rng = [*args.values()], operation, spans, rng
-        y, self.cache = operation.forward(self.arguments())
+        y, self.cache = self.forward()
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), draw(y.size, rng)
         # The first fault near x, by whether it was raised: such a point is left out.
@@ -128,6 +128,10 @@ class Loss:
     def arguments(self) -> list[Array | None]:
         """Copy the arguments, for a call that may modify them."""
         return copies(self.args)
+
+    def forward(self) -> tuple[Array, Any]:
+        """Call the forward; return (y, cache)."""
+        return self.operation.forward(self.arguments())
 
     def natural_size(self, span: Array) -> float:
         """Return the size of a gradient that makes y change by its own size over a scale."""

@@ -35,8 +35,8 @@ class CallRules:
     """The rules for one operation, and its arguments whose gradients can be compared."""
 
     def __init__(self, loss: Loss, arguments: list[Argument]):
-        self._loss, self._arguments = loss, arguments
-        self._operation, self._dy = loss.operation, flat(loss.cotangent())
+        self._loss, self._arguments, self._operation = loss, arguments, loss.operation
+        self._dy, self._names = flat(loss.cotangent()), [f"{_OF}{each.name}" for each in arguments]
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
@@ -66,9 +66,8 @@ class CallRules:
         """
         Return what the rounding errors measured in the backward may add to its bounds, flat.
 
-        They do not show in the size of a gradient whose terms cancel, that of a saturated softmax
-        say. Measured is how far multiples of dy are from giving multiples of the gradients, by the
-        RMS along the last axis, and at most what rounding can explain.
+        They do not show in the size of a gradient whose terms cancel (a saturated softmax). Measured
+        is how far multiples of dy are from giving multiples of the gradients, RMS along the last axis.
         """
         try:
             first, *more = self._pulls(self._dy * factor for factor in (1, *_FACTORS))
@@ -93,33 +92,24 @@ class CallRules:
         typical = max(float(rms(flat(gradient))), self._loss.natural_size(argument.span))
         return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
-    def _forward(self) -> tuple[Array, Any]:
-        return self._operation.forward(self._loss.arguments())
-
     def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[Gradients]:
         """Pull each dy back through one cache; return what was fit to be compared the first time."""
-        cache, loss, runs = self._forward()[1] if cache is None else cache, self._loss, []
+        loss, runs = self._loss, []
+        cache = loss.forward()[1] if cache is None else cache
         for dy in dys:
             given = dy.reshape(loss.shape).astype(loss.dtype)
             returned, found = self._operation.gradients(given, cache, loss.args), []
-            for name, position, x, *_ in self._arguments:
-                array = as_array(f"{_OF}{name}", returned[position], x.shape)
-                found.append(loss.settled(position, array))
+            for name, (_, i, x, *_) in zip(self._names, self._arguments, strict=True):
+                found.append(loss.settled(i, as_array(name, returned[i], x.shape)))
             runs.append(found)
         return runs
-
-    def _differ(self, first: Gradients, *more: Gradients) -> str:
-        """Say which gradients of the same dy differ, and how far."""
-        both = zip(self._arguments, first, *more, strict=True)
-        said = (_apart(f"{_OF}{n.name}", a, b) for n, a, *others in both for b in others)
-        return next(filter(None, said), "")
 
     def _random(self, what: str) -> str:
         """Say which results differ, and how far, where a call is repeated."""
         if what == "backward":
-            return self._differ(*self._pulls([self._dy] * _RUNS))
-        y, *others = self._loss.y_as_returned, *(self._forward()[0] for _ in range(1, _RUNS))
-        return next(filter(None, (_apart("y", y, each) for each in others)), "")
+            return _differ(self._names, *self._pulls([self._dy] * _RUNS))
+        runs = [self._loss.y_as_returned, *(self._loss.forward()[0] for _ in range(1, _RUNS))]
+        return _differ(["y"], *([y] for y in runs))
 
     def _modified(self, what: str) -> str:
         """Say which arrays a call modifies."""
@@ -140,37 +130,38 @@ class CallRules:
         dy, other = self._dy, draw(self._dy.size, self._loss.rng)
         # The sum is exact in every dtype, see `draw`.
         runs = self._pulls((dy, other, 2 * dy + other))
-        for argument, a, b, total in zip(self._arguments, *runs, strict=True):
+        for name, argument, a, b, total in zip(self._names, self._arguments, *runs, strict=True):
             made = 2 * flat(a) + flat(b)
             # Nearer to the end of the range, the sum may overflow.
             far = np.abs(made) >= 2.0 ** format_of(total.dtype).emax
             # Any order of summation, and terms that cancel.
             bound = 2 * _bound(a) + _bound(b) + _bound(total) + 4 * self._explained(argument)
             made = np.where(far, flat(total), made)
-            if said := _apart(f"{_OF}{argument.name}", flat(total), made, bound):
+            if said := _apart(name, flat(total), made, bound):
                 return said
         return ""
 
     def _uses_its_cache(self) -> str:
         """Pull dy back through the first of two forwards, after the second one."""
-        cache, moved = self._forward()[1], self._loss.arguments()
+        loss, cache = self._loss, self._loss.forward()[1]
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
-        copied = _copy_of(cache)
-        for i, (a, span) in enumerate(zip(moved, self._loss.spans.values(), strict=True)):
+        copied, moved, ours = (
+            _copy_of(cache),
+            loss.arguments(),
+            [a.gradient for a in self._arguments],
+        )
+        for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
             if a is not None:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
-                by = span * self._loss.rng.uniform(-0.25, 0.25, span.shape)
+                by = span * loss.rng.uniform(-0.25, 0.25, span.shape)
                 moved[i] = (a + by.reshape(a.shape)).astype(a.dtype)
 
-        ours = [each.gradient for each in self._arguments]
-
         def is_off(cache: Any) -> bool:
-            try:
-                return bool(self._differ(ours, *self._pulls([self._dy], cache)))
-            except FaultError:
-                return True
+            with suppress(FaultError):
+                return bool(_differ(self._names, ours, *self._pulls([self._dy], cache)))
+            return True
 
         # Nothing can be asked where the operation is not defined.
         with suppress(FaultError):
@@ -208,6 +199,13 @@ def _bound(a: Array) -> float:
     largest = float(np.max(np.abs(flat(a)), initial=0.0))
     bound = 16 * unit_roundoff(a.dtype) * np.sqrt(a.size) * largest
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
+
+
+def _differ(names: list[str], *runs: Gradients) -> str:
+    """Say which results of the same call differ, and how far."""
+    both = zip(names, *runs, strict=True)
+    said = (_apart(name, first, each) for name, first, *others in both for each in others)
+    return next(filter(None, said), "")
 
 
 def _apart(name: str, first: Array, other: Array, bound: float = 0) -> str:
