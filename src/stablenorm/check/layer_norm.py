@@ -102,8 +102,8 @@ def check_layer_norm(
     ('FAIL', ('the mean of g is missing from dx',))
     """
     options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    given = x, gamma, beta, eps
-    return _check("layer", forward, backward, given, gamma_offset, rng, **options)
+    functions, given = (forward, backward), (x, gamma, beta, eps)
+    return _check("layer", functions, given, gamma_offset, rng, **options)
 
 
 def check_rms_norm(
@@ -126,21 +126,20 @@ def check_rms_norm(
     >>> check_rms_norm(rms_norm_forward, rms_norm_backward, rng=0).verdict
     'PASS'
     """
-    return _check("rms", forward, backward, (x, gamma, beta, eps), **options)
+    return _check("rms", (forward, backward), (x, gamma, beta, eps), **options)
 
 
 def _check(
     kind: str,
-    forward: Callable[..., Any],
-    backward: Backward,
-    given: tuple[Any, ...],
+    functions: Any,
+    given: Any,
     gamma_offset: float = 0.0,
     rng: Any = None,
     **options: Any,
 ) -> GradientReport:
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
-    x, gamma, beta, eps = given
+    (forward, backward), (x, gamma, beta, eps) = functions, given
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):
@@ -154,9 +153,8 @@ def _check(
     if not np.isfinite(gamma_offset) or (gamma_offset and gamma is None):
         msg = f"gamma_offset must be finite, and 0 without a gamma, got {gamma_offset}"
         raise ValueError(msg)
-    usable = is_supported(x.dtype) and x.ndim > 0 and x.size > 0 and bool(np.isfinite(x).all())
     scale = None
-    if usable:
+    if usable := is_supported(x.dtype) and x.ndim > 0 and x.size > 0 and np.isfinite(x).all():
         # The distance over which a row's y changes: sqrt(var + eps).
         scale = closed_form.statistics(x.astype(np.float64), eps, kind)[1]
         scale = np.where(scale > 0, scale, 1)
@@ -165,14 +163,13 @@ def _check(
         lambda *args: forward(*args, eps), backward, [x, gamma, beta], **options
     )
     operation, findings = Operation(forward, backward), list(report.findings)
-    for each in report.arguments:
-        if each.message == NOT_RETURNED:
-            name, message = f"d{each.name} is checked", "the backward gives none"
-            findings.append(Finding("contract", name, "NOTE", message))
+    for each in (each.name for each in report.arguments if each.message == NOT_RETURNED):
+        message = "the backward gives none"
+        findings.append(Finding("contract", f"d{each} is checked", "NOTE", message))
     judged, named = dict[str, list[Judged]](), tuple[str, ...]()
     # Skipped where nothing can be called, or gamma or beta is of another shape.
-    usable &= all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
-    if usable and any(each.verdict != "NOT CHECKED" for each in report.arguments):
+    fits = all(a is None or a.shape == x.shape[-1:] for a in (gamma, beta))
+    if usable and fits and any(each.verdict != "NOT CHECKED" for each in report.arguments):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -197,11 +194,7 @@ def _check(
 def _look(
     operation: Operation, given: Case, rng: Generator, findings: list[Finding]
 ) -> tuple[dict[str, list[Judged]], tuple[str, ...]]:
-    """
-    Run all layers beyond finite differences; add what they find to `findings`.
-
-    Return the gradients beside their closed form, by output, one for each set of data; and the diagnosis.
-    """
+    """Add what all other layers find to `findings`; return the gradients judged, and the diagnosis."""
     y = closed_form.run(operation, given)[0]
     # The caller's data with a random dy.
     given = given._replace(dy=rng.standard_normal(given.x.shape).astype(y.dtype))
@@ -232,19 +225,17 @@ def _look(
     base = cases.ordinary(given, rng, cases.few(given, cases.ROWS))
     ours = cases.equivalent(given, base, rng, takes_eps=takes_eps)
     for layer, trials in (("closed form", ours), ("hard inputs", cases.hard_inputs(base, rng))):
-        findings += [
-            Finding(layer, each.name, *cases.judge_trial(operation, each)) for each in trials
-        ]
+        for trial in trials:
+            findings.append(Finding(layer, trial.name, *cases.judge_trial(operation, trial)))
     return judged, ()
 
 
 def _identities(judged: dict[str, Judged]) -> list[Finding]:
     """
-    Evaluate equations that exact gradients satisfy: sums of terms that are 0, by the bounds of careless code.
+    Evaluate sums that exact gradients make 0, by the bounds of careless code.
 
-    sum(dx) = 0 in every row of a layer norm, since adding a constant to x changes nothing; stretching x about its
-    mean changes y only as far as eps matters; y is linear in (gamma, beta). Rows of zero variance with eps = 0 are
-    skipped.
+    Adding a constant to x changes nothing; stretching x about its mean changes y only as far as eps
+    matters; y is linear in (gamma, beta). Rows of zero variance with eps = 0 are skipped.
     """
     of = judged["y"].expected
     case, keep, found = of.case, of.s[:, 0] > 0, []
@@ -268,11 +259,10 @@ def _identities(judged: dict[str, Judged]) -> list[Finding]:
             add("sum(dx xhat) = eps rstd^2 sum(g xhat) / rstd", rest[keep], bound[keep])
         if "dgamma" in judged and (case.beta is None or "dbeta" in judged) and keep.all():
             weights = {"dgamma": of.gamma, "dbeta": of.beta, "y": -of.dy}
-            sides = [(w, judged[each]) for each, w in weights.items() if each in judged]
-            terms = [np.ravel(w * each.actual) for w, each in sides]
-            bounds = [np.ravel(np.abs(w) * each.bounds.careless) for w, each in sides]
-            name = "<gamma, dgamma> + <beta, dbeta> = <dy, y>"
-            add(name, np.hstack(terms)[None], np.hstack(bounds)[None])
+            sides = [(np.ravel(w), judged[each]) for each, w in weights.items() if each in judged]
+            terms = np.hstack([w * np.ravel(each.actual) for w, each in sides])
+            bounds = np.hstack([np.abs(w) * np.ravel(each.bounds.careless) for w, each in sides])
+            add("<gamma, dgamma> + <beta, dbeta> = <dy, y>", terms[None], bounds[None])
     return found
 
 

@@ -127,12 +127,11 @@ def adapt(
 
 
 def _by_role(function: Callable[..., Any], roles: dict[str, str]) -> Callable[..., Any]:
-    """Return the function of its arguments by role; those that it wants by place are given so."""
-    held, by_place = inspect.signature(function).parameters, inspect.Parameter.POSITIONAL_ONLY
-    placed = [roles[n] for n, p in held.items() if n in roles and p.kind is by_place]
-    named = {name: role for name, role in roles.items() if held[name].kind is not by_place}
+    """Return the function of its arguments by role."""
+    signature = inspect.signature(function)
 
     def call(**given: Any) -> Any:
-        return function(*[given[r] for r in placed], **{n: given[r] for n, r in named.items()})
+        bound = inspect.BoundArguments(signature, {n: given[r] for n, r in roles.items()})
+        return function(*bound.args, **bound.kwargs)
 
     return call
