@@ -125,7 +125,8 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
     base = base._replace(x=rng.standard_normal(base.x.shape).astype(like.x.dtype))
     for name, x in _hard_x(base).items():
         allowed = math.inf if name == "huge values" else tolerated
-        yield Trial(name, base._replace(x=x), allowed, is_hard=name != "constant rows")
+        case, is_hard = base._replace(x=x.astype(like.x.dtype)), name != "constant rows"
+        yield Trial(name, case, allowed, is_hard)
     if base.gamma is not None:
         zeros = base.gamma.copy()
         zeros[::3] = 0
@@ -135,23 +136,21 @@ def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
 
 def _hard_x(base: Case) -> dict[str, Array]:
     """Return offsets, constant rows, and squares that overflow or underflow in the dtype."""
-    dtype, wide = base.x.dtype, base.x.astype(np.float64)
-    found = {}
+    dtype, wide, found = base.x.dtype, base.x.astype(np.float64), {}
     for offset in ("1e2", "1e4", "1e6"):
-        moved = (wide + float(offset)).astype(dtype)
+        moved = wide + float(offset)
         # An offset at which the elements are hardly a few different numbers is another problem.
-        if np.max(np.abs(moved.astype(np.float64) - float(offset) - wide)) < 2.0**-3:
+        if np.max(np.abs(moved.astype(dtype).astype(np.float64) - float(offset) - wide)) < 2.0**-3:
             found[f"offset {offset}"] = moved
     power = 2.0 ** ((format_of(dtype).emax + 1) // 2 + 4)
-    found["huge values"] = (power * wide).astype(dtype)
+    found["huge values"] = power * wide
     if base.eps > 0:
-        found["tiny values"] = (wide / power).astype(dtype)
-        found["rows of 123.456"] = np.full(wide.shape, 123.456).astype(dtype)
+        found["tiny values"], found["rows of 123.456"] = wide / power, np.full(wide.shape, 123.456)
         # Zeros, as padding is, and other constants, near sqrt(eps) and of few bits, so that a variance
         # by whatever formula keeps its digits. dx is rstd (g - mean(g)) there.
         constants = np.ldexp([0.0, 1.0, -2.0, 4.0], np.frexp(np.sqrt(base.eps))[1])
-        rows = np.resize(constants, (wide.size // base.n, 1))
-        found["constant rows"] = np.repeat(rows, base.n, axis=1).reshape(wide.shape).astype(dtype)
+        rows = np.resize(constants, (*wide.shape[:-1], 1))
+        found["constant rows"] = np.broadcast_to(rows, wide.shape)
     return found
 
 

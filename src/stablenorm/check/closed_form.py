@@ -65,14 +65,12 @@ class Bounds(NamedTuple):
 
 def row_mean(a: Array) -> Array:
     """Average over the last axis and keep it."""
-    mean: Array = np.mean(a, axis=-1, keepdims=True)
-    return mean
+    return np.asarray(np.mean(a, axis=-1, keepdims=True))
 
 
 def unit(n: int, u: float) -> float:
     """Return what one element may lose to `n` additions and a few operations, relative."""
-    # Random-walk error of a plain sum: N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019)
-    # A2815.
+    # Random walk of a plain sum: N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815.
     return float((4 + np.sqrt(n) / 2) * u)
 
 

@@ -390,19 +390,17 @@ def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
 
     # The coarsest comparison, those at kinks left out, relative to the size of both sides.
     resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
-    wrong = np.array([each.z > 1 for each in elements])
-    failing, pattern = sum(each.z > 1 for each in found), ""
-    if failing:
-        pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
-        if len(elements) == x.size:
-            pattern = name_pattern(wrong.reshape(x.shape))
+    wrong, failing = np.array([each.z > 1 for each in elements]), sum(each.z > 1 for each in found)
+    pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
+    if failing and len(elements) == x.size:
+        pattern = name_pattern(wrong.reshape(x.shape))
     worst = max(found, key=lambda each: (each.judged, each.z))
     index = None if worst.place is None else place_of(worst.place, x.shape)
     message = "" if failing else _doubt(gradient, found, resolution)
     verdict: ArgumentVerdict = "FAIL" if failing else "INCONCLUSIVE" if message else "PASS"
     counts = len(elements), x.size, len(found) - len(elements), failing
-    numbers = worst.actual, worst.numeric, worst.bound_numeric, worst.bound_actual, resolution
-    return ArgumentResult(name, verdict, *counts, index, *numbers, message, pattern=pattern)
+    rest = resolution, message, "secants", pattern * (failing > 0)
+    return ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
 
 
 def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:

@@ -88,11 +88,9 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     try:
         array = np.asarray(value)
         check_dtype(name, array)
-    except TypeError as error:
-        raise FaultError(str(error)) from None
-    except ValueError:
-        msg = f"{name} must be an array, got {type(value).__name__}"
-        raise FaultError(msg) from None
+    except (TypeError, ValueError) as error:
+        ragged = f"{name} must be an array, got {type(value).__name__}"
+        raise FaultError(ragged if isinstance(error, ValueError) else str(error)) from None
     if shape is not None and array.shape != shape:
         msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
