@@ -41,10 +41,9 @@ def example(shape: tuple[int, ...], rng: Generator) -> tuple[Array, Array, Array
 
 def ordinary(like: Case, rng: Generator, shape: tuple[int, ...] = ()) -> Case:
     """
-    Return a case of the dtypes of `like`, and of its shape or another, in which every mistake would show.
+    Return a case like `like`, of its shape or another, in which every mistake would show.
 
-    Rows have different spreads, some so small that eps counts, and means that no narrow type
-    holds; gamma has both signs and is nowhere 0 or 1, beta nowhere 0.
+    Some rows are so narrow that eps counts; no narrow type holds their means; gamma has both signs.
     """
     shape = shape or like.x.shape
     count, n = max(1, math.prod(shape[:-1])), shape[-1]

@@ -3,9 +3,8 @@ Name the mistake in a wrong output, by trying the usual ones.
 
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
 does. The simplest is the right formula with one element, column or row that is wrong. Then come the
-changes of the formula: dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with
-coefficients (1, -1, -1), in RMS norm (1, 0, -1); the mistakes change a coefficient, the rstd or the mean
-that go in, or the place of gamma.
+causes: dx / rstd has the terms g, mean(g) and xhat mean(g xhat), with coefficients (1, -1, -1), in
+RMS norm (1, 0, -1); a cause changes a coefficient, the rstd or mean that go in, or the place of gamma.
 """
 
 from collections.abc import Iterable, Iterator
@@ -28,12 +27,11 @@ Guess = tuple[str, Array, Array]
 
 class Cause(NamedTuple):
     """
-    One departure from the formula: of which kind, in words, and what stands in the place.
+    One departure from the formula: its kind, words (" in {}" is added if they have no {}), and value.
 
-    By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
-    the first or second mean is subtracted, the powers of gamma before and after the projection, or
-    gamma itself; or a function of `Expected` that returns it, or a dict of several. " in {}" is
-    added to words without the name.
+    By kind, the value is the rstd, the mean of x, a further factor of dx, how often a term is
+    subtracted, the powers of gamma before and after the projection, or gamma; or a function of
+    `Expected` that returns it, or a dict of several.
     """
 
     kind: str

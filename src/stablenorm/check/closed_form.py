@@ -2,10 +2,9 @@
 The closed form: layer and RMS norm and their gradients by this checker's own formulas, with bounds.
 
 Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
-be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
-variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which loses as many
-digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong. RMS norm has no mean,
-and loses nothing to an offset.
+be in any precision. `Bounds` say how far a right program may be off: `plain` if its variance is of
+centered x, `careless` if it is E[x^2] - E[x]^2, which loses as many digits again to an offset.
+Between the two, a program is inaccurate; beyond, it is wrong. RMS norm loses nothing to an offset.
 """
 
 from contextlib import suppress
@@ -76,9 +75,9 @@ def unit(n: int, u: float) -> float:
 
 def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array, Array]:
     """
-    Return xhat, s and mean of float64 rows, good for any offset and any finite range.
+    Return xhat, s and mean (0 for "rms") of float64 rows, for any offset and any finite range.
 
-    s is 1 / rstd, which has no overflow where rstd would; it and the mean, 0 for "rms", are (rows, 1).
+    s is 1 / rstd, which has no overflow where rstd would; it and the mean are (rows, 1).
     """
     exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
     scaled = np.ldexp(x, -exponent)

@@ -1,17 +1,14 @@
-r"""
+"""
 Derivatives of a program by differences of the program itself, each with its own error bound.
 
-L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
-two in proportion to that argument's own scale, to x+ = x + step D and x- = x - step D, both *formed
-in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->: both differences are exact
-(of neighbours, by Sterbenz), and L itself is never formed.
-
-The secants go through a Richardson tableau in step^2. An entry's bound is its disagreement with its
-two parents (C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with the
-weights of its secants. The noise is measured, lest an accidental agreement be taken for accuracy.
-The least bound wins; its status says whether it can be believed. "smooth": it is small beside the
-magnitudes in the secants. "rounding": the derivative is 0 but for rounding. "kink": the secants have
-a limit, but left and right slopes keep their distance. "no limit": nothing is known.
+L = <u, forward(args)> is moved along a direction D of one argument, to x+ = x + step D and
+x- = x - step D, both *formed in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->:
+both differences are exact (of neighbours, by Sterbenz), and L itself is never formed. The secants go
+through a Richardson tableau in step^2. An entry's bound is its disagreement with its two parents
+(C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with measured noise.
+The entry with the least bound wins, and has a status. "smooth": its bound is small beside the secants.
+"rounding": the derivative is 0 but for rounding. "kink": left and right slope keep their distance.
+"no limit": nothing is known. The page on gradient checking has the reasons.
 """
 
 import math
@@ -38,12 +35,12 @@ _SETTLED = 2.0**-7
 # Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
 # The line on which noise is measured: 9 points leave 4 differences of order 5 and 3 of order 6. At
-# this spacing, in units of scale, the fifth difference of a smooth function is 2^-55 of it, out of
-# sight below float64, and the distance is an ulp of a float16.
+# this spacing, of the scale, the fifth difference of a smooth function is 2^-55 of it, out of sight
+# below float64, and the distance is an ulp of a float16.
 _POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
 # Runs with tiny moves: of 8 moves, the rounding of a sum of two floats goes unseen once in 2^8 rows;
-# 18 runs leave 9 degrees of freedom. x goes six times their size at most, and the square of that,
-# 2^-56, is what they add to the noise of a smooth function.
+# 18 runs leave 9 degrees of freedom. x goes six times their size at most, which adds the square of
+# that, 2^-56, to the noise of a smooth function.
 _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
@@ -156,12 +153,7 @@ class Comparer:
         return found._replace(status=status, place=place)
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
-        """
-        Compare along D, which moves the entries `where` by `scale`, with steps `factor` times as long.
-
-        Stops once the bound is below the rounding of the backward, for nothing finer can be judged,
-        or two further steps have not improved it.
-        """
+        """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
         gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
@@ -196,6 +188,7 @@ class Comparer:
             bound, actual, numeric = best = min(best, entry)
             # Never on a difference: beside a kink, only the steps that do not reach it are right.
             agrees = abs(actual - numeric) <= bound
+            # Nothing finer can be judged, or two further steps have not improved the bound.
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
         status: Status = "no limit"
@@ -239,12 +232,11 @@ class Comparer:
         """
         Return samples of the rounding noise of every output element.
 
-        All elements of the argument move at once, by random multiples of their ulp, so that every
-        rounding is drawn anew. Along a line, in the manner of ECNoise (J. J. More and S. M. Wild, SIAM
-        J. Sci. Comput. 33 (2011) 1292), high differences of y on equidistant points leave noise of a
-        known multiple. At random integer combinations of a few tiny moves, the part orthogonal to
-        every linear effect is noise. The line sees float16 inside, but misses roundings: equal moves
-        that add up to a multiple of 8 ulp leave that of a sum of 8 elements as it is.
+        All elements of the argument move by random multiples of their ulp, so that every rounding is
+        drawn anew: along a line, where high differences leave noise of a known multiple (ECNoise,
+        J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), and by random combinations of
+        tiny moves, where all that is orthogonal to linear effects is noise. The line sees float16
+        inside, but not the rounding of a sum of 8 elements whose equal moves add up to 8 ulp.
         """
         loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
         scale = span * factor
@@ -280,11 +272,7 @@ class Comparer:
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
     def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
-        """
-        Bound the noise of <u, y>, as a sum and of its terms; return the usual size of u y as well.
-
-        `reach` is the largest magnitude of each output, 0 for one that did not move: it is left out.
-        """
+        """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
         loss, (samples, level) = self.loss, noise
         usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
