@@ -313,9 +313,8 @@ def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
 
 def _wavers(rows: list[_Row]) -> bool:
     """Tell whether secants change more though steps are shorter: as 1 - d / step, past a kink at d."""
-    changes = [
-        (abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in pairwise(rows)
-    ]
+    both = pairwise(rows)
+    changes = [(abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in both]
     return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
 
 

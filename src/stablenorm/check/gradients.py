@@ -8,17 +8,9 @@ from typing import Any
 import numpy as np
 
 from stablenorm.check.differences import Comparer, judge, kinks, places
-from stablenorm.check.operation import (
-    Backward,
-    FaultError,
-    Forward,
-    Loss,
-    Operation,
-    as_array,
-    described,
-)
+from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
-from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
@@ -127,8 +119,9 @@ def check_gradients(
             results, findings = _check(loss, probes, max_elements, progress)
         except FaultError as fault:
             name = "the forward returns (y, cache)"
-            verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
-            findings = [Finding("contract", name, verdict, str(fault))]
+            findings = [
+                Finding("contract", name, "INCONCLUSIVE" if fault.raised else "FAIL", str(fault))
+            ]
             results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
     about = [described(label, a) for label, a in arrays.items() if a is not None]
     return GradientReport(

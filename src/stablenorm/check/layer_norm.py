@@ -15,8 +15,14 @@ from stablenorm.check.causes import diagnose
 from stablenorm.check.closed_form import Case, Expected, Judged
 from stablenorm.check.differences import name_pattern, place_of
 from stablenorm.check.gradients import NOT_RETURNED, Progress, check_gradients
-from stablenorm.check.operation import Backward, FaultError, Operation, described
-from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding, GradientReport
+from stablenorm.check.operation import Backward, FaultError, Operation
+from stablenorm.check.results import (
+    ArgumentResult,
+    ArgumentVerdict,
+    Finding,
+    GradientReport,
+    described,
+)
 from stablenorm.check.roles import ARGUMENTS, PARAMETERS, adapt
 from stablenorm.formats import is_supported
 from stablenorm.types import Array, check_eps
@@ -101,9 +107,9 @@ def check_layer_norm(
     >>> report.verdict, report.diagnosis
     ('FAIL', ('the mean of g is missing from dx',))
     """
-    options = {"probes": probes, "max_elements": max_elements, "progress": progress}
-    functions, given = (forward, backward), (x, gamma, beta, eps)
-    return _check("layer", functions, given, gamma_offset, rng, **options)
+    options: dict[str, Any] = {"probes": probes, "max_elements": max_elements, "rng": rng}
+    options |= {"gamma_offset": gamma_offset, "progress": progress}
+    return _check("layer", (forward, backward), (x, gamma, beta, eps), **options)
 
 
 def check_rms_norm(
@@ -130,16 +136,12 @@ def check_rms_norm(
 
 
 def _check(
-    kind: str,
-    functions: Any,
-    given: Any,
-    gamma_offset: float = 0.0,
-    rng: Any = None,
-    **options: Any,
+    kind: str, functions: Any, given: Any, rng: Any = None, **options: Any
 ) -> GradientReport:
     """Check one norm of x, gamma, beta and eps; `options` are those of `check_gradients`."""
     start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
     (forward, backward), (x, gamma, beta, eps) = functions, given
+    gamma_offset = options.pop("gamma_offset", 0.0)
     takes: tuple[str, ...] = PARAMETERS
     # Arguments are given by their order to a function without a signature or known names.
     with contextlib.suppress(TypeError, ValueError):

@@ -17,11 +17,6 @@ Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]
 
 
-def described(name: str, array: Array) -> str:
-    """Name an array with its shape and dtype."""
-    return f"{name} {shape_text(array.shape)} {array.dtype}"
-
-
 class FaultError(Exception):
     """A function under test broke its contract; the message is one line, for the report."""
 

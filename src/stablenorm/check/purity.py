@@ -147,11 +147,7 @@ class CallRules:
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
-        copied, moved, ours = (
-            _copy_of(cache),
-            loss.arguments(),
-            [a.gradient for a in self._arguments],
-        )
+        copied, moved = _copy_of(cache), loss.arguments()
         for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
             if a is not None:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
@@ -160,6 +156,7 @@ class CallRules:
 
         def is_off(cache: Any) -> bool:
             with suppress(FaultError):
+                ours = [each.gradient for each in self._arguments]
                 return bool(_differ(self._names, ours, *self._pulls([self._dy], cache)))
             return True
 

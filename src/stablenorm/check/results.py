@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from stablenorm.check.arithmetic import TINIEST
-from stablenorm.text import plain, to_json, wrapped
+from stablenorm.text import plain, shape_text, to_json, wrapped
+from stablenorm.types import Array
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
@@ -25,6 +26,11 @@ class Finding(NamedTuple):
     name: str
     verdict: FindingVerdict
     message: str = ""
+
+
+def described(name: str, array: Array) -> str:
+    """Name an array with its shape and dtype."""
+    return f"{name} {shape_text(array.shape)} {array.dtype}"
 
 
 @dataclass(frozen=True)
