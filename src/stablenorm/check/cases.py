@@ -25,9 +25,8 @@ class Trial(NamedTuple):
 
     name: str
     case: Case
-    # A relative error that is not called wrong: of float64 none beyond the bounds; of what is coarser
-    # four digits, for forms whose roundings they do not count; all where plain squares overflow.
-    tolerated: float | None = None
+    # A relative error that is not called wrong, though it is beyond the bounds.
+    tolerated: float = 0.0
     # A careful program keeps digits on such data that a plain one loses: that is noted.
     is_hard: bool = False
 
@@ -102,55 +101,52 @@ def equivalent(like: Case, base: Case, rng: Generator, *, takes_eps: bool) -> li
         ("one more leading axis", matrix, base._replace(x=x[:, None], dy=dy[:, None])),
         ("no leading axis", matrix, base._replace(x=x[0], dy=dy[0])),
     )
-    return [Trial(name, case, 0) for name, exists, case in trials if exists]
+    return [Trial(name, case) for name, exists, case in trials if exists]
 
 
 def hard_inputs(like: Case, rng: Generator) -> Iterator[Trial]:
     """Yield the hard inputs that exist in the dtype of `like`; code may refuse any of them."""
+    dtype, form, eps = like.x.dtype, format_of(like.x.dtype), like.eps
+    # Nothing beyond the bounds of float64; four digits of what is coarser, for forms whose roundings
+    # they do not count.
+    usual = 1e-4 * (dtype != np.float64)
     # No form is called wrong where the cube of rstd, which some have, overflows, nor in float16,
     # where squares of 256 do.
-    form = format_of(like.x.dtype)
-    cube = like.eps**-1.5 if like.eps else 0.0
-    tolerated = math.inf if max(cube, 1e20) > form.largest else None
+    tolerated = math.inf if max(eps**-1.5 if eps else 0.0, 1e20) > form.largest else usual
     for n in (1, 2, 3):
         shape = _shape_of(like, 4, n)
         # A row of one element has no spread at all: with eps = 0, nothing is defined.
-        if n > 1 or like.eps > 0:
+        if n > 1 or eps > 0:
             x, dy = (rng.standard_normal(shape).astype(a.dtype) for a in (like.x, like.dy))
             gamma, beta = (_parameter(p, n, rng) for p in (like.gamma, like.beta))
-            case = like._replace(x=x, gamma=gamma, beta=beta, dy=dy)
-            yield Trial(f"n = {n}", case, tolerated)
+            yield Trial(f"n = {n}", like._replace(x=x, gamma=gamma, beta=beta, dy=dy), tolerated)
     base = ordinary(like, rng, few(like, 4))
-    base = base._replace(x=rng.standard_normal(base.x.shape).astype(like.x.dtype))
-    for name, x in _hard_x(base).items():
-        allowed = math.inf if name == "huge values" else tolerated
-        case, is_hard = base._replace(x=x.astype(like.x.dtype)), name != "constant rows"
-        yield Trial(name, case, allowed, is_hard)
-    if base.gamma is not None:
-        zeros = base.gamma.copy()
-        zeros[::3] = 0
-        yield Trial("gamma with zeros", base._replace(gamma=zeros))
-        yield Trial("gamma = 0", base._replace(gamma=0 * zeros))
-
-
-def _hard_x(base: Case) -> dict[str, Array]:
-    """Return offsets, constant rows, and squares that overflow or underflow in the dtype."""
-    dtype, wide, found = base.x.dtype, base.x.astype(np.float64), {}
+    wide = rng.standard_normal(base.x.shape).astype(dtype).astype(np.float64)
+    hard = {}
     for offset in ("1e2", "1e4", "1e6"):
         moved = wide + float(offset)
         # An offset at which the elements are hardly a few different numbers is another problem.
         if np.max(np.abs(moved.astype(dtype).astype(np.float64) - float(offset) - wide)) < 2.0**-3:
-            found[f"offset {offset}"] = moved
-    power = 2.0 ** ((format_of(dtype).emax + 1) // 2 + 4)
-    found["huge values"] = power * wide
-    if base.eps > 0:
-        found["tiny values"], found["rows of 123.456"] = wide / power, np.full(wide.shape, 123.456)
+            hard[f"offset {offset}"] = moved
+    # Squares that overflow or underflow in the dtype.
+    power = 2.0 ** ((form.emax + 1) // 2 + 4)
+    hard["huge values"] = power * wide
+    if eps > 0:
+        hard["tiny values"], hard["rows of 123.456"] = wide / power, np.full(wide.shape, 123.456)
         # Zeros, as padding is, and other constants, near sqrt(eps) and of few bits, so that a variance
         # by whatever formula keeps its digits. dx is rstd (g - mean(g)) there.
-        constants = np.ldexp([0.0, 1.0, -2.0, 4.0], np.frexp(np.sqrt(base.eps))[1])
-        rows = np.resize(constants, (*wide.shape[:-1], 1))
-        found["constant rows"] = np.broadcast_to(rows, wide.shape)
-    return found
+        constants = np.ldexp([0.0, 1.0, -2.0, 4.0], np.frexp(np.sqrt(eps))[1])
+        hard["constant rows"] = np.resize(constants, (*wide.shape[:-1], 1)) + 0 * wide
+    for name, x in hard.items():
+        allowed = math.inf if name == "huge values" else tolerated
+        case, is_hard = base._replace(x=x.astype(dtype)), name != "constant rows"
+        yield Trial(name, case, allowed, is_hard)
+    base = base._replace(x=wide.astype(dtype))
+    if base.gamma is not None:
+        zeros = base.gamma.copy()
+        zeros[::3] = 0
+        yield Trial("gamma with zeros", base._replace(gamma=zeros), usual)
+        yield Trial("gamma = 0", base._replace(gamma=0 * zeros), usual)
 
 
 def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str]:
@@ -160,12 +156,10 @@ def judge_trial(operation: Operation, trial: Trial) -> tuple[FindingVerdict, str
     except FaultError as fault:
         # A restriction that the program states itself, not a wrong gradient.
         return "NOTE", f"{fault}; x is {shape_text(trial.case.x.shape)} there"
-    is_narrow = trial.case.x.dtype != np.float64
-    tolerated = 1e-4 * is_narrow if trial.tolerated is None else trial.tolerated
     for each in judged:
         # Rounding explains whatever came, NaN too, where the bound is infinite.
         known = np.isfinite(each.bounds.careless)
-        if (wrong := (each.z > 1) & known).any() and each.error > tolerated:
+        if (wrong := (each.z > 1) & known).any() and each.error > trial.tolerated:
             where = name_pattern(wrong.reshape(each.shape))
             off = f"{each.name} is off by {each.error:.1e} of what it is made of: {where}"
             return "FAIL", each.not_finite or off

@@ -290,7 +290,12 @@ class Comparer:
 def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
     bound, actual, numeric = best
-    last, bent = rows[-1], _is_bent(rows, level * usual)
+    last = rows[-1]
+    # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
+    # with them the bend of a smooth function; 0.4 % of the slope is a kink that would be taken for a
+    # wrong gradient.
+    bent = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
+    bent = bent and last.bend > max(2.0**-8 * last.slope, 4 * level * usual / last.step)
     # Entries of the first steps may agree by chance on what the last ones no longer say.
     newest, previous = (row.numeric - row.actual for row in rows[:-3:-1])
     strayed = abs(numeric - actual - newest)
@@ -316,14 +321,6 @@ def _wavers(rows: list[_Row]) -> bool:
     both = pairwise(rows)
     changes = [(abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in both]
     return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
-
-
-def _is_bent(rows: list[_Row], noise: float) -> bool:
-    """Tell whether right and left slope keep their distance where it should halve."""
-    # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
-    # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
-    still = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
-    return still and rows[-1].bend > max(2.0**-8 * rows[-1].slope, 4 * noise / rows[-1].step)
 
 
 def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:

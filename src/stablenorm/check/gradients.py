@@ -250,8 +250,17 @@ def _check_scales(
         raise ValueError(msg)
     spans = {}
     for scale, (label, given) in zip(scales, arrays.items(), strict=True):
-        array = np.empty(0) if given is None else given
-        span = _default_scale(array) if scale is None else np.asarray(scale, dtype=np.float64)
+        array = np.zeros(0) if given is None else given
+        span = np.ones(1) if scale is None else np.asarray(scale, dtype=np.float64)
+        if scale is None and array.size:
+            # Divided by the largest magnitude, lest squares overflow or vanish.
+            largest = float(np.max(np.abs(array))) or 1.0
+            values = np.atleast_1d(array.astype(np.float64)) / largest
+            # The spread along the last axis. None, but for rounding: that of the whole array, or 1.
+            span = values.std(axis=-1, keepdims=array.ndim > 0)
+            for fallback in (float(values.std()), 1.0):
+                span = np.where(span > 2.0**-50, span, fallback)
+            span = span * largest
         if not (np.isfinite(span).all() and (span > 0).all()):
             msg = f"scales must be finite and > 0, got {scale!r:.60} for {label}"
             raise ValueError(msg)
@@ -259,17 +268,3 @@ def _check_scales(
         powers = np.ldexp(0.5, np.frexp(span)[1])
         spans[label] = np.broadcast_to(powers, array.shape).reshape(-1)
     return spans
-
-
-def _default_scale(array: Array) -> Array:
-    """Return the standard deviation along the last axis; where that is 0, the next best."""
-    if not array.size:
-        return np.ones(1)
-    # Divided by the largest magnitude, lest squares overflow or vanish.
-    largest = float(np.max(np.abs(array))) or 1.0
-    values = np.atleast_1d(array.astype(np.float64)) / largest
-    # No spread, but for rounding: that of the whole array, or else its magnitude.
-    scale = values.std(axis=-1, keepdims=True)
-    for fallback in (float(values.std()), 1.0):
-        scale = np.where(scale > 2.0**-50, scale, fallback)
-    return np.asarray(scale * largest if array.ndim else scale[0] * largest)

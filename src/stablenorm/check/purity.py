@@ -147,7 +147,13 @@ class CallRules:
         # A class that keeps what it needs has no cache.
         if cache is None:
             return ""
-        copied, moved = _copy_of(cache), loss.arguments()
+        copied, moved = None, loss.arguments()
+        # Not everything can be copied, and a closure is its own copy, with all in it.
+        with suppress(Exception):
+            copied = copy.deepcopy(cache)
+        arrays = set(map(id, _arrays_in(copied)))
+        if not arrays or not arrays.isdisjoint(map(id, _arrays_in(cache))):
+            copied = None
         for i, (a, span) in enumerate(zip(moved, loss.spans.values(), strict=True)):
             if a is not None:
                 # At random, by up to a quarter of the scale: a shift of all is nothing to a softmax.
@@ -178,17 +184,6 @@ def _arrays_in(thing: Any, depth: int = 4) -> Iterator[Array]:
         held = thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
         for part in [*(thing if isinstance(thing, (tuple, list)) else ()), *held.values()]:
             yield from _arrays_in(part, depth - 1)
-
-
-def _copy_of(cache: Any) -> Any:
-    """Copy a cache with its arrays; None where that cannot be, or there are none to be seen."""
-    try:
-        copied = copy.deepcopy(cache)
-    except Exception:  # noqa: BLE001 - whatever an object of the user's raises
-        return None
-    # A closure is its own copy, and all in it.
-    arrays = set(map(id, _arrays_in(copied)))
-    return copied if arrays and arrays.isdisjoint(map(id, _arrays_in(cache))) else None
 
 
 def _bound(a: Array) -> float:
