@@ -400,17 +400,15 @@ def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:
 
 def _doubt(gradient: Array, found: list[Estimate], resolution: float) -> str:
     """Say why there can be no PASS; empty if there can."""
-    elements = [each.status for each in found if each.place is not None]
-    bent = elements.count("kink")
-    if 2 * bent >= max(len(elements), 1):
-        return f"not differentiable at {bent} of {len(elements)} elements"
+    statuses = [each.status for each in found if each.place is not None]
     coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
+    if 2 * (bent := statuses.count("kink")) >= max(len(statuses), 1):
+        return f"not differentiable at {bent} of {len(statuses)} elements"
     if np.isinf(resolution):
         loose = sum(not each.judged and each.status != "kink" for each in found)
         return f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
-    if not resolution <= coarsest:
-        return f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
-    return ""
+    coarse = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
+    return coarse * (not resolution <= coarsest)
 
 
 def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
