@@ -12,16 +12,8 @@ import pytest
 from checked_operations import X, check, cosine, data, found, sine, softmax, softmax_backward
 from mistakes import backward, forward
 
-from stablenorm import layer_norm_backward, layer_norm_forward
-from stablenorm.check import (
-    ArgumentResult,
-    Finding,
-    GradientReport,
-    assert_gradients,
-    check_gradients,
-    check_layer_norm,
-    gradients,
-)
+from stablenorm import check_gradients, check_layer_norm, layer_norm_backward, layer_norm_forward
+from stablenorm.check import ArgumentResult, Finding, GradientReport, assert_gradients, gradients
 from stablenorm.check.closed_form import Case, Expected
 from stablenorm.testing.families import FAMILIES, make_case
 
