@@ -18,9 +18,6 @@ from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
 
-# Fewer elements than that can be on a line by chance.
-_SMALLEST = 5
-
 # Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
 
@@ -133,7 +130,8 @@ def _explained(of: Expected, judged: Judged) -> str:
     # Two that are as simple are none.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
-    if actual.size < _SMALLEST or not value.any():
+    # Fewer elements than 5 can be on a line by chance.
+    if actual.size < 5 or not value.any():
         return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
     if _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound):
@@ -144,11 +142,11 @@ def _explained(of: Expected, judged: Judged) -> str:
 
 def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
-    signs = {"g": 1, "the mean of g": -1, "the xhat term": -1}
-    terms = dict(zip(signs, dx_terms(of.g, of.xhat), strict=True))
+    first, second, third = dx_terms(of.g, of.xhat)
+    terms = {"g": first, "the mean of g": -second, "the xhat term": -third}
     if of.case.kind == "rms":
         del terms["the mean of g"]
-    matrix = np.stack([signs[term] * array for term, array in terms.items()], axis=-1)
+    matrix = np.stack([*terms.values()], axis=-1)
     if not np.isfinite(matrix).all():
         return
     fit = np.linalg.pinv(matrix) @ actual[..., None]
@@ -158,11 +156,10 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
         scales = [rstd**power for power in powers]
         made = sum(scale * matrix[..., i] for i, scale in enumerate(scales))
         size = np.max(scales, axis=0) * np.max(np.abs(powers), initial=1)
-        named = {t: f"rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1}
-        words = " and ".join(f"{t} has {power}" for t, power in named.items())
-        if len(named) == len(terms) and len(set(powers)) == 1:
-            words = f"{{}} has {named['g']}"
-        words += " in place of rstd" + " in {}" * ("{}" not in words)
+        has = [f"{t} has rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1]
+        words = " and ".join(has) + " in place of rstd in {}"
+        if len(has) == len(terms) and len(set(powers)) == 1:
+            words = f"{{}} has rstd^{powers[0]:.0f}{how} in place of rstd"
         yield words, made, size * of.dx_bounds(of.g, of.xhat)[0]
 
 
