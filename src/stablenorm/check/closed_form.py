@@ -34,11 +34,6 @@ class Case(NamedTuple):
     gamma_offset: float = 0.0
 
     @property
-    def scale(self) -> Array:
-        """The factor of xhat, in float64."""
-        return self.vector(self.gamma, 1.0) + self.gamma_offset
-
-    @property
     def n(self) -> int:
         """Elements of a row."""
         return int(self.x.shape[-1])
@@ -46,10 +41,6 @@ class Case(NamedTuple):
     def rows(self, a: Array) -> Array:
         """See an array of the shape of x as (rows, n), in float64."""
         return np.asarray(a).astype(np.float64).reshape(-1, self.n)
-
-    def vector(self, a: Array | None, default: float) -> Array:
-        """See gamma or beta in float64."""
-        return np.full(self.n, default) if a is None else np.asarray(a).astype(np.float64)
 
 
 class Bounds(NamedTuple):
@@ -118,7 +109,11 @@ class Expected:
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
-        self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)
+        gamma, self.beta = (
+            np.full(case.n, default) if a is None else a.astype(np.float64)
+            for a, default in ((case.gamma, 1.0), (case.beta, 0.0))
+        )
+        self.gamma = gamma + self.offset
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         with np.errstate(all="ignore"):
@@ -240,9 +235,9 @@ def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
     with suppress(FaultError):
         y, other = (run(operation, probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1))
         if np.array_equal(y, other) and case.n > 1:
-            wide, keep = row.astype(np.float64), case.scale != 0
-            centered = (wide - mean_of(wide, case.kind))[keep]
-            xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
+            of = Expected(probe, unit_roundoff(np.dtype(np.float64)))
+            keep = of.gamma != 0
+            centered, xhat = of.centered[0][keep], ((case.rows(y)[0] - of.beta) / of.gamma)[keep]
             slope = float(xhat @ centered) / float(centered @ centered)
             found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
             # To the three digits in which such constants are written.
