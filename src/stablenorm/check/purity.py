@@ -22,13 +22,9 @@ from stablenorm.types import Array
 _RUNS = 3
 # No powers of two, so that every rounding is drawn anew; dy still fits into all dtypes.
 _FACTORS = np.array([3, 5, 7, 11])
-_OF = "the gradient of "
 _LATEST = "it returns the gradients of the latest forward, whose cache it was not given"
 _OVERWRITTEN = "results, and the cache, are overwritten by the next call"
 _UNKNOWN = "the cache is overwritten by the next call, or not used: it cannot be copied to tell"
-
-# One for each argument whose gradient can be compared.
-Gradients = list[Array]
 
 
 class CallRules:
@@ -36,7 +32,8 @@ class CallRules:
 
     def __init__(self, loss: Loss, arguments: list[Argument]):
         self._loss, self._arguments, self._operation = loss, arguments, loss.operation
-        self._dy, self._names = flat(loss.cotangent()), [f"{_OF}{each.name}" for each in arguments]
+        self._dy = flat(loss.cotangent())
+        self._names = [f"the gradient of {each.name}" for each in arguments]
 
     def check(self, *, backward: bool = True) -> list[Finding]:
         """Check everything but the derivatives; without `backward`, the forward alone."""
@@ -52,7 +49,7 @@ class CallRules:
         ]
         found: list[Finding] = []
         for name, rule, *what in rules[: None if backward else 2]:
-            # Gradients that differ at each call would be blamed on the cache too.
+            # list[Array] that differ at each call would be blamed on the cache too.
             if rule == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
                 continue
             try:
@@ -62,7 +59,7 @@ class CallRules:
             found.append(Finding("contract", name, "FAIL" if message else "PASS", message))
         return found
 
-    def allowances(self) -> Gradients:
+    def allowances(self) -> list[Array]:
         """
         Return what the rounding errors measured in the backward may add to its bounds, flat.
 
@@ -92,7 +89,7 @@ class CallRules:
         typical = max(float(rms(flat(gradient))), self._loss.natural_size(argument.span))
         return 2.0**8 * unit_roundoff(gradient.dtype) * typical
 
-    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[Gradients]:
+    def _pulls(self, dys: Iterable[Array], cache: Any = None) -> list[list[Array]]:
         """Pull each dy back through one cache; return what was fit to be compared the first time."""
         loss, runs = self._loss, []
         cache = loss.forward()[1] if cache is None else cache
@@ -193,7 +190,7 @@ def _bound(a: Array) -> float:
     return float(bound if np.isfinite(bound) else 0.0) + TINIEST
 
 
-def _differ(names: list[str], *runs: Gradients) -> str:
+def _differ(names: list[str], *runs: list[Array]) -> str:
     """Say which results of the same call differ, and how far."""
     both = zip(names, *runs, strict=True)
     said = (_apart(name, first, each) for name, first, *others in both for each in others)
