@@ -70,7 +70,9 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
 
     s is 1 / rstd, which has no overflow where rstd would; it and the mean are (rows, 1).
     """
-    exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
+    root, largest = np.sqrt(eps), np.max(np.abs(x), axis=-1, keepdims=True)
+    # Units of 2^exponent, in which nothing overflows, and what underflows is nothing beside the root.
+    exponent = np.frexp(np.maximum(largest, root))[1]
     scaled = np.ldexp(x, -exponent)
     mean = mean_of(scaled, kind)
     centered = scaled - mean
@@ -81,13 +83,9 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     largest = np.max(np.abs(centered), axis=-1, keepdims=True)
     divisor = np.where(largest > 0, largest, 1)
     std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
-    # Units of 2^exponent, in which +-largest cannot overflow on its way to xhat.
-    root = np.sqrt(eps)
     s = np.hypot(np.ldexp(std, exponent), root)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
-        # Whichever of the two is the larger has not lost its digits to underflow.
-        inner = np.hypot(std, np.ldexp(root, -exponent))
-        xhat = np.where(np.isfinite(inner), centered / inner, np.ldexp(centered, exponent) / s)
+    with np.errstate(invalid="ignore", under="ignore"):
+        xhat = centered / np.hypot(std, np.ldexp(root, -exponent))
     return xhat, s, np.ldexp(mean + rest, exponent)
 
 
@@ -165,8 +163,8 @@ def excess(actual: Array, value: Array, bound: Array) -> Array:
     """Return the error in units of the bound; not finite where it should be is infinite."""
     with np.errstate(all="ignore"):
         error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
-        z = np.where(np.isinf(bound), 0.0, np.where(actual == value, 0.0, error))
-    return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)
+        z = np.where(np.isinf(bound) | (actual == value), 0.0, error)
+    return np.where(np.isfinite(actual) & ~np.isnan(z), z, np.inf)
 
 
 class Judged:

@@ -390,9 +390,9 @@ def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
 def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:
     """Say where the forward is not differentiable, if it is not."""
     bent = [each.place for each in found if each.status == "kink"]
-    places = ["a probe" if p is None else str(place_of(p, argument.x.shape)) for p in bent]
+    shown = ["a probe" if p is None else str(place_of(p, argument.x.shape)) for p in bent]
     # Three are enough to see which.
-    seen = ", ".join(places[:3]) + f" and {len(bent) - 3} more" * (len(bent) > 3)
+    seen = ", ".join(shown[:3]) + f" and {len(bent) - 3} more" * (len(bent) > 3)
     message = f"not differentiable at {seen}: not judged there"
     name = f"{argument.name}: the forward is differentiable"
     return [Finding("smoothness", name, "NOTE", message)] if bent else []
