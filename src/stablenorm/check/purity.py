@@ -49,7 +49,7 @@ class CallRules:
         ]
         found: list[Finding] = []
         for name, rule, *what in rules[: None if backward else 2]:
-            # list[Array] that differ at each call would be blamed on the cache too.
+            # Gradients that differ at each call would be blamed on the cache too.
             if rule == self._uses_its_cache and any(f.verdict == "FAIL" for f in found):
                 continue
             try:
