@@ -3,9 +3,8 @@ Name the mistake in a wrong output, by trying the usual ones.
 
 A cause is named only if it explains *every* element to rounding, and nothing simpler or as simple
 does. The simplest is the right formula with one element, column or row that is wrong. Then come the
-changes of the formula: dx / rstd is made of three terms, g, mean(g) and xhat mean(g xhat), with
-coefficients (1, -1, -1), in RMS norm (1, 0, -1); the mistakes change a coefficient, the rstd or the mean
-that go in, or the place of gamma.
+causes: dx / rstd has the terms g, mean(g) and xhat mean(g xhat), with coefficients (1, -1, -1), in
+RMS norm (1, 0, -1); a cause changes a coefficient, the rstd or mean that go in, or the place of gamma.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,24 +14,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stablenorm.check.closed_form import Expected, Judged, dx_terms, excess, row_mean, statistics
-from stablenorm.check.compare import name_pattern
+from stablenorm.check.differences import name_pattern
 from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32
 from stablenorm.types import Array
-
-# Fewer elements than that can be on a line by chance.
-_SMALLEST = 5
 
 # Words for a mistake, with {} in place of the output's name; the output that it would make; its bound.
 Guess = tuple[str, Array, Array]
 
 
-class Change(NamedTuple):
+class Cause(NamedTuple):
     """
-    One departure from the formula: of which kind, in words, and what stands in the place.
+    One departure from the formula: its kind, words (" in {}" is added if they have no {}), and value.
 
-    By kind, `value` is the rstd, the mean of x, a further factor of dx, the number of times that
-    the first or second mean is subtracted, the powers of gamma before and after the projection, or
-    gamma itself; or a function of `Expected` that returns it.
+    By kind, the value is the rstd, the mean of x, a further factor of dx, how often a term is
+    subtracted, the powers of gamma before and after the projection, or gamma; or a function of
+    `Expected` that returns it, or a dict of several.
     """
 
     kind: str
@@ -42,18 +38,10 @@ class Change(NamedTuple):
     only: str = ""
 
 
-def _outside(of: Expected) -> Array:
-    return np.asarray(1 / (of.var**0.5 + of.eps))
-
-
 def _of_layer_norm(of: Expected) -> dict[str, Array]:
     """Return the mean and the rstd that RMS norm does not have."""
     _, s, mean = statistics(of.case.rows(of.case.x), of.eps)
     return {"mean": mean, "rstd": 1 / s}
-
-
-def _narrow(kind: str, dtype: Any, of: Expected) -> Array:
-    return np.asarray(getattr(of, kind).astype(dtype).astype(np.float64))
 
 
 def _over_rows(place: int, axes: slice, of: Expected) -> Array:
@@ -63,72 +51,56 @@ def _over_rows(place: int, axes: slice, of: Expected) -> Array:
     return np.asarray(np.broadcast_to(mean, shape).reshape(product.shape) / row_mean(product))
 
 
-_BIASED = "the variance is divided by n - 1 in {}"
-_CENTERED = "the mean of x is subtracted in {}"
+_BIASED, _CENTERED = "the variance is divided by n - 1", "the mean of x is subtracted"
 _OVER_ROWS = "is a mean over the leading axes, not the last, in {}"
-STATISTICS: tuple[Change, ...] = (
-    Change("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
-    Change("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
-    Change("rstd", "eps is missing from rstd in {}", lambda e: e.var**-0.5),
-    Change("rstd", "rstd is 1 / (sqrt(var) + eps) in {}", _outside, "layer"),
-    Change("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps) in {}", _outside, "rms"),
-    Change("rstd", "eps was applied twice in {}", lambda e: (e.var + 2 * e.eps) ** -0.5),
-    Change("rstd", "rstd is squared in {}", lambda e: e.rstd * e.rstd),
-    Change("rstd", "rstd is the standard deviation itself in {}", lambda e: 1 / e.rstd),
-    Change("rstd", "rstd is the variance itself in {}", lambda e: e.var),
-    Change("rstd", "rstd is the variance plus eps in {}", lambda e: e.var + e.eps),
-    Change("mean", "the mean of x is missing from xhat in {}", 0.0, "layer"),
-    Change("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
+STATISTICS = (
+    Cause("rstd", _BIASED, lambda e: (e.var * e.per_less + e.eps) ** -0.5, "layer"),
+    Cause("rstd", _BIASED, lambda e: ((e.var + e.eps) * e.per_less) ** -0.5, "layer"),
+    Cause("rstd", "eps is missing from rstd", lambda e: e.var**-0.5),
+    Cause("rstd", "rstd is 1 / (sqrt(var) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "layer"),
+    Cause("rstd", "rstd is 1 / (sqrt(mean(x^2)) + eps)", lambda e: 1 / (e.var**0.5 + e.eps), "rms"),
+    Cause("rstd", "eps was applied twice", lambda e: (e.var + 2 * e.eps) ** -0.5),
+    Cause("rstd", "rstd is squared", lambda e: e.rstd * e.rstd),
+    Cause("rstd", "rstd is the standard deviation itself", lambda e: 1 / e.rstd),
+    Cause("rstd", "rstd is the variance itself", lambda e: e.var),
+    Cause("rstd", "rstd is the variance plus eps", lambda e: e.var + e.eps),
+    Cause("mean", "the mean of x is missing from xhat", 0.0, "layer"),
+    Cause("mean", _CENTERED, lambda e: row_mean(e.centered), "rms"),
     # A layer norm altogether.
-    Change("mean", _CENTERED, _of_layer_norm, "rms"),
+    Cause("mean", _CENTERED, _of_layer_norm, "rms"),
     *(
-        Change(kind, f"{name} is kept in {dtype} in {{}}", partial(_narrow, kind, dtype), only)
-        for dtype in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
+        Cause(kind, f"{name} is kept in {t}", lambda e, k=kind, t=t: getattr(e, k).astype(t), only)
+        for t in (FLOAT32.dtype, BFLOAT16.dtype, FLOAT16.dtype)
         for kind, name, only in (("rstd", "rstd", ""), ("mean", "the mean", "layer"))
     ),
-    Change("scale", "gamma_offset is not added to gamma in {}", lambda e: e.gamma - e.offset),
+    Cause("scale", "gamma_offset is not added to gamma", lambda e: e.gamma - e.offset),
 )
-CHANGES: tuple[Change, ...] = (
+CAUSES = (
     *STATISTICS,
     *(
-        Change(f"term {place}", f"{term} {words}", value, only)
+        Cause(f"term {place}", f"{term} {words}", value, only)
         for place, term, only in ((0, "the mean of g", "layer"), (1, "the xhat term", ""))
         for words, value in (
             ("is missing from {}", 0.0),
-            ("is subtracted twice in {}", 2.0),
-            ("is added, not subtracted in {}", -1.0),
-            ("is divided by n - 1 in {}", lambda e: e.per_less),
-            ("is not divided by n in {}", lambda e: e.n),
+            ("is subtracted twice", 2.0),
+            ("is added, not subtracted", -1.0),
+            ("is divided by n - 1", lambda e: e.per_less),
+            ("is not divided by n", lambda e: e.n),
             (_OVER_ROWS, partial(_over_rows, place, slice(1))),
             (_OVER_ROWS, partial(_over_rows, place, slice(-1))),
         )
     ),
-    Change("term 0", "the mean of g is subtracted in {}", 1.0, "rms"),
+    Cause("term 0", "the mean of g is subtracted", 1.0, "rms"),
     # A factor of rstd short, or one too many: rstd^3 goes with x.
-    Change("term 1", "the xhat term lacks rstd in {}", lambda e: e.s, "rms"),
-    Change("term 1", "the xhat term has rstd twice in {}", lambda e: e.rstd, "rms"),
-    Change("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
-    Change("factor", "rstd is applied twice in {}", lambda e: e.rstd),
-    Change("factor", "{} has the wrong sign", -1.0),
-    Change("gamma", "gamma is applied twice in {}", (2, 0)),
-    Change("gamma", "gamma is not applied in {}", (0, 0)),
-    Change("gamma", "gamma is applied after the projection in {}", (0, 1)),
+    Cause("term 1", "the xhat term lacks rstd", lambda e: e.s, "rms"),
+    Cause("term 1", "the xhat term has rstd twice", lambda e: e.rstd, "rms"),
+    Cause("factor", "rstd is missing from {}", lambda e: 1 / e.rstd),
+    Cause("factor", "rstd is applied twice", lambda e: e.rstd),
+    Cause("factor", "{} has the wrong sign", -1.0),
+    Cause("gamma", "gamma is applied twice", (2, 0)),
+    Cause("gamma", "gamma is not applied", (0, 0)),
+    Cause("gamma", "gamma is applied after the projection", (0, 1)),
 )
-
-
-def _made(
-    of: Expected, changes: Iterable[Change]
-) -> Iterator[tuple[str, dict[str, Any], Array, Array]]:
-    """Yield words, what a change puts in place by kind, xhat, and rstd in units of the right one."""
-    for change in changes:
-        if change.only not in ("", of.case.kind) or (change.kind == "scale" and not of.offset):
-            continue
-        value = change.value(of) if callable(change.value) else change.value
-        made = value if isinstance(value, dict) else {change.kind: value}
-        rstd = made.get("rstd", of.rstd)
-        # The difference of the means: rounding a mean once more would hide the change.
-        centered = of.centered + (of.mean - made.get("mean", of.mean))
-        yield change.words, made, centered * rstd, rstd / of.rstd
 
 
 def diagnose(judged: Iterable[Judged]) -> tuple[str, ...]:
@@ -153,12 +125,13 @@ def _explained(of: Expected, judged: Judged) -> str:
     name, actual, (value, bound, *_) = judged.name, judged.actual, judged.bounds
     if alone := _fault(actual, value, bound, of.case.x.shape):
         return alone
-    guesses = {"y": _of_y, "dx": _of_dx}.get(name) or partial(_of_parameter, name)
-    explained = {words for words, *guess in guesses(of, bound) if _equal(actual, *guess)}
+    guesses = (_of_sum if name in ("dgamma", "dbeta") else _changed)(name, of, bound)
+    explained = {words for words, *guess in guesses if _equal(actual, *guess)}
     # Two that are as simple are none.
     if explained:
         return explained.pop() if len(explained) == 1 else ""
-    if actual.size < _SMALLEST or not value.any():
+    # Fewer elements than 5 can be on a line by chance.
+    if actual.size < 5 or not value.any():
         return ""
     factor = float(np.vdot(actual, value) / np.vdot(value, value))
     if _equal(actual, factor * value, 2 * max(1.0, abs(factor)) * bound):
@@ -169,11 +142,11 @@ def _explained(of: Expected, judged: Judged) -> str:
 
 def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
     """Fit dx = r^a g - r^b mean(g) - r^c xhat mean(g xhat), where r is rstd, with eps or without."""
-    signs = {"g": 1, "the mean of g": -1, "the xhat term": -1}
-    terms = dict(zip(signs, dx_terms(of.g, of.xhat), strict=True))
+    first, second, third = dx_terms(of.g, of.xhat)
+    terms = {"g": first, "the mean of g": -second, "the xhat term": -third}
     if of.case.kind == "rms":
         del terms["the mean of g"]
-    matrix = np.stack([signs[term] * array for term, array in terms.items()], axis=-1)
+    matrix = np.stack([*terms.values()], axis=-1)
     if not np.isfinite(matrix).all():
         return
     fit = np.linalg.pinv(matrix) @ actual[..., None]
@@ -183,12 +156,11 @@ def _of_powers(of: Expected, actual: Array) -> Iterator[Guess]:
         scales = [rstd**power for power in powers]
         made = sum(scale * matrix[..., i] for i, scale in enumerate(scales))
         size = np.max(scales, axis=0) * np.max(np.abs(powers), initial=1)
-        named = {t: f"rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1}
-        words = " and ".join(f"{t} has {power}" for t, power in named.items())
-        if len(named) == len(terms) and len(set(powers)) == 1:
-            words = f"{{}} has {named['g']}"
-        words += " in place of rstd" + " in {}" * ("{}" not in words)
-        yield words, made, size * of.dx_bound(of.g, of.xhat)
+        has = [f"{t} has rstd^{p:.0f}{how}" for t, p in zip(terms, powers, strict=True) if p != 1]
+        words = " and ".join(has) + " in place of rstd in {}"
+        if len(has) == len(terms) and len(set(powers)) == 1:
+            words = f"{{}} has rstd^{powers[0]:.0f}{how} in place of rstd"
+        yield words, made, size * of.dx_bounds(of.g, of.xhat)[0]
 
 
 def _equal(actual: Array, value: Array, bound: Array) -> bool:
@@ -196,43 +168,50 @@ def _equal(actual: Array, value: Array, bound: Array) -> bool:
     return not (excess(actual, value, 2 * bound) > 1).any()
 
 
-def _of_y(of: Expected, bound: Array) -> Iterator[Guess]:
-    for words, made, xhat, stretch in _made(of, STATISTICS):
-        value = made.get("scale", of.gamma) * xhat + of.beta
-        yield words, value, bound * np.max(np.abs(stretch), initial=1.0)
+def _changed(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
+    """Yield what each cause would make of one output."""
+    for kind, words, value, only in CAUSES if name == "dx" else STATISTICS:
+        if only not in ("", of.case.kind) or (kind == "scale" and not of.offset):
+            continue
+        put, said = value(of) if callable(value) else value, words + " in {}" * ("{}" not in words)
+        made = put if isinstance(put, dict) else {kind: put}
+        rstd, gamma = made.get("rstd", of.rstd), made.get("scale", of.gamma)
+        # The difference of the means: rounding a mean once more would hide the change.
+        xhat = (of.centered + (of.mean - made.get("mean", of.mean))) * rstd
+        grown = slack * np.max(np.abs(rstd / of.rstd), initial=1.0)
+        if name == "y":
+            yield said, gamma * xhat + of.beta, grown
+        elif name == "dx":
+            before, after = made.get("gamma", (1, 0))
+            times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
+            g = of.dy * gamma**before
+            first, second, third = dx_terms(g, xhat)
+            bound = of.dx_bounds(g, xhat)[0] * np.maximum(1.0, np.maximum(*map(np.abs, times)))
+            # Divided by s at the end, so that nothing overflows on the way.
+            scale = rstd / of.rstd * made.get("factor", 1.0) * of.gamma**after / of.s
+            changed = scale * (first - times[0] * second - times[1] * third)
+            yield said, changed, np.abs(scale) * bound
+        # Gamma is in no dgamma.
+        elif kind != "scale":
+            yield said, np.sum(of.dy * xhat, axis=0), grown
 
 
-def _of_dx(of: Expected, _: Array) -> Iterator[Guess]:
-    for words, made, xhat, stretch in _made(of, CHANGES):
-        before, after = made.get("gamma", (1, 0))
-        times = made.get("term 0", float(of.case.kind == "layer")), made.get("term 1", 1.0)
-        g = of.dy * made.get("scale", of.gamma) ** before
-        first, second, third = dx_terms(g, xhat)
-        bound = of.dx_bound(g, xhat) * np.maximum(1.0, np.maximum(*map(np.abs, times)))
-        # Divided by s at the end, so that nothing overflows on the way.
-        scale = stretch * made.get("factor", 1.0) * of.gamma**after / of.s
-        yield words, scale * (first - times[0] * second - times[1] * third), np.abs(scale) * bound
-
-
-def _of_parameter(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
-    dy, gamma = of.dy, of.gamma
-    own = dy * of.xhat if name == "dgamma" else dy
+def _of_sum(name: str, of: Expected, slack: Array) -> Iterator[Guess]:
+    """Yield what mistakes would make of dgamma or dbeta."""
+    own = of.dy * of.xhat if name == "dgamma" else of.dy
     total, rows = own.sum(axis=0), len(own)
     yield "{} is zero", 0 * total, 0 * total
     yield "{} has the wrong sign", -total, slack
-    yield "{} contains gamma", gamma * total, np.abs(gamma) * slack
+    yield "{} contains gamma", of.gamma * total, np.abs(of.gamma) * slack
     swapped = of.bounds_of("dbeta" if name == "dgamma" else "dgamma", slack.dtype)
     yield "dgamma and dbeta are swapped", swapped.value, swapped.plain
     if name == "dgamma":
-        x = of.case.rows(of.case.x)
-        made_of = [("{} lacks rstd", of.centered, of.s)]
+        yield "{} lacks rstd", np.sum(of.dy * of.centered, axis=0), slack * np.max(of.s)
         if of.case.kind == "layer":
-            made_of.append(("{} is made of x, not of xhat", x, np.max(np.abs(x)) + of.s))
-        # Gamma is in no dgamma.
-        changed = (each for each in _made(of, STATISTICS) if "scale" not in each[1])
-        made_of += [(words, xhat, np.maximum(np.abs(by), 1)) for words, _, xhat, by in changed]
-        for words, array, size in made_of:
-            yield words, np.sum(dy * array, axis=0), slack * np.max(size)
+            x = of.case.rows(of.case.x)
+            size = np.max(np.max(np.abs(x)) + of.s)
+            yield "{} is made of x, not of xhat", np.sum(of.dy * x, axis=0), slack * size
+        yield from _changed(name, of, slack)
     if rows < 2:
         return
     yield "{} is averaged over the rows, not summed", total / rows, slack

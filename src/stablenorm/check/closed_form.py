@@ -2,24 +2,18 @@
 The closed form: layer and RMS norm and their gradients by this checker's own formulas, with bounds.
 
 Everything here is float64 from re-centered rows, so an offset costs nothing; what is checked may
-be in any precision. `Bounds` say how far a right program may be off: `plain` if it computes the
-variance from centered x, `careless` if it does so from E[x^2] - E[x]^2, which loses as many
-digits again to an offset. Between the two, a program is inaccurate; beyond, it is wrong. RMS norm has no mean,
-and loses nothing to an offset.
+be in any precision. `Bounds` say how far a right program may be off: `plain` if its variance is of
+centered x, `careless` if it is E[x^2] - E[x]^2, which loses as many digits again to an offset.
+Between the two, a program is inaccurate; beyond, it is wrong. RMS norm loses nothing to an offset.
 """
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.check.operation import (
-    FaultError,
-    Operation,
-    as_array,
-    copies,
-    tiniest,
-    unit_roundoff,
-)
+from stablenorm.check.arithmetic import tiniest, unit_roundoff
+from stablenorm.check.operation import FaultError, Operation, as_array, copies
 from stablenorm.types import Array
 
 # Its square, 1e-12, is no more than any eps in use, so that the eps shows in full.
@@ -40,11 +34,6 @@ class Case(NamedTuple):
     gamma_offset: float = 0.0
 
     @property
-    def scale(self) -> Array:
-        """The factor of xhat, in float64."""
-        return self.vector(self.gamma, 1.0) + self.gamma_offset
-
-    @property
     def n(self) -> int:
         """Elements of a row."""
         return int(self.x.shape[-1])
@@ -52,10 +41,6 @@ class Case(NamedTuple):
     def rows(self, a: Array) -> Array:
         """See an array of the shape of x as (rows, n), in float64."""
         return np.asarray(a).astype(np.float64).reshape(-1, self.n)
-
-    def vector(self, a: Array | None, default: float) -> Array:
-        """See gamma or beta in float64."""
-        return np.full(self.n, default) if a is None else np.asarray(a).astype(np.float64)
 
 
 class Bounds(NamedTuple):
@@ -70,24 +55,24 @@ class Bounds(NamedTuple):
 
 def row_mean(a: Array) -> Array:
     """Average over the last axis and keep it."""
-    mean: Array = np.mean(a, axis=-1, keepdims=True)
-    return mean
+    return np.asarray(np.mean(a, axis=-1, keepdims=True))
 
 
 def unit(n: int, u: float) -> float:
     """Return what one element may lose to `n` additions and a few operations, relative."""
-    # Random-walk error of a plain sum: N. J. Higham and T. Mary, SIAM J. Sci. Comput. 41 (2019)
-    # A2815.
+    # Random walk of a plain sum: N. J. Higham, T. Mary, SIAM J. Sci. Comput. 41 (2019) A2815.
     return float((4 + np.sqrt(n) / 2) * u)
 
 
 def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array, Array]:
     """
-    Return xhat, s and mean of float64 rows, good for any offset and any finite range.
+    Return xhat, s and mean (0 for "rms") of float64 rows, for any offset and any finite range.
 
-    s is 1 / rstd, which has no overflow where rstd would; it and the mean, 0 for "rms", are (rows, 1).
+    s is 1 / rstd, which has no overflow where rstd would; it and the mean are (rows, 1).
     """
-    exponent = np.frexp(np.max(np.abs(x), axis=-1, keepdims=True))[1]
+    root, largest = np.sqrt(eps), np.max(np.abs(x), axis=-1, keepdims=True)
+    # Units of 2^exponent, in which nothing overflows, and what underflows is nothing beside the root.
+    exponent = np.frexp(np.maximum(largest, root))[1]
     scaled = np.ldexp(x, -exponent)
     mean = mean_of(scaled, kind)
     centered = scaled - mean
@@ -98,13 +83,9 @@ def statistics(x: Array, eps: float, kind: str = "layer") -> tuple[Array, Array,
     largest = np.max(np.abs(centered), axis=-1, keepdims=True)
     divisor = np.where(largest > 0, largest, 1)
     std = divisor * np.sqrt(row_mean(np.square(centered / divisor)))
-    # Units of 2^exponent, in which +-largest cannot overflow on its way to xhat.
-    root = np.sqrt(eps)
     s = np.hypot(np.ldexp(std, exponent), root)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
-        # Whichever of the two is the larger has not lost its digits to underflow.
-        inner = np.hypot(std, np.ldexp(root, -exponent))
-        xhat = np.where(np.isfinite(inner), centered / inner, np.ldexp(centered, exponent) / s)
+    with np.errstate(invalid="ignore", under="ignore"):
+        xhat = centered / np.hypot(std, np.ldexp(root, -exponent))
     return xhat, s, np.ldexp(mean + rest, exponent)
 
 
@@ -126,7 +107,11 @@ class Expected:
         self.offset, self.per_less = case.gamma_offset, case.n / max(case.n - 1, 1)
         x, self.dy = case.rows(case.x), case.rows(case.dy)
         self.xhat, self.s, self.mean = statistics(x, case.eps, case.kind)
-        self.gamma, self.beta = case.scale, case.vector(case.beta, 0.0)
+        gamma, self.beta = (
+            np.full(case.n, default) if a is None else a.astype(np.float64)
+            for a, default in ((case.gamma, 1.0), (case.beta, 0.0))
+        )
+        self.gamma = gamma + self.offset
         self.g = self.gamma * self.dy
         each = unit(case.n, u)
         with np.errstate(all="ignore"):
@@ -135,108 +120,70 @@ class Expected:
             offset = row_mean(np.abs(x / self.s))
             # Without a mean, there is no error of one.
             shift = each * offset * (case.kind == "layer")
-            # How far off xhat may be shifted, and rstd relatively, (rows, 1): plain and careless.
-            self._slacks = [
-                # Half of it gone: first order says nothing any more.
-                np.where((shift > 0.5) | (stretch > 0.5), np.inf, [shift, stretch])
-                for stretch in (each + shift**2, each * (1 + offset**2) + shift**2)
-            ]
+            stretch = np.stack([each + shift**2, each * (1 + offset**2) + shift**2])
+            # Half of it gone: first order says nothing any more.
+            lost = (shift > 0.5) | (stretch > 0.5)
+            # How far off xhat may be shifted, and rstd relatively: plain and careless, (2, rows, 1).
+            self._shift, self._stretch = (np.where(lost, np.inf, a) for a in (shift, stretch))
 
     def bounds_of(self, name: str, dtype: np.dtype[Any]) -> Bounds:
         """Return one output, as (rows, n) or (n,), and how far a right one may be off."""
-        xhat = self.xhat
+        xhat, dy = self.xhat, self.dy
         with np.errstate(all="ignore"):
-            of_xhat = [
-                shift + (stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300)
-                for shift, stretch in self._slacks
-            ]
+            of_xhat = (self._stretch + 2 * self.u) * np.maximum(np.abs(xhat), 1e-300) + self._shift
+            bounds: Any
             if name == "dx":
                 first, _, third = dx_terms(self.g, xhat)
                 value = (first - mean_of(self.g, self.case.kind) - third) / self.s
-                magnitude = self._sizes(self.g, xhat)[0] / self.s
-                bounds = [self.dx_bound(self.g, xhat, careless) / self.s for careless in (0, 1)]
+                *bounds, magnitude = (each / self.s for each in self.dx_bounds(self.g, xhat))
             elif name == "y":
                 value = self.gamma * xhat + self.beta
                 magnitude = np.abs(self.gamma * xhat) + np.abs(self.beta)
-                bounds = [4 * self.u * magnitude + np.abs(self.gamma) * each for each in of_xhat]
+                bounds = 4 * self.u * magnitude + np.abs(self.gamma) * of_xhat
             else:
-                terms = self.dy * xhat if name == "dgamma" else self.dy
-                value, magnitude = np.sum(terms, axis=0), np.sum(np.abs(terms), axis=0)
-                lost = [
-                    np.sum(np.abs(self.dy) * e, axis=0) if name == "dgamma" else 0.0
-                    for e in of_xhat
-                ]
-                bounds = [unit(len(self.dy), self.u) * magnitude + each for each in lost]
+                # dbeta is a dgamma whose xhat is 1, without an error.
+                factor, off = (xhat, of_xhat) if name == "dgamma" else (1.0, np.zeros((2, 1, 1)))
+                value, magnitude = (np.sum(a, axis=0) for a in (dy * factor, np.abs(dy * factor)))
+                bounds = unit(len(dy), self.u) * magnitude + np.sum(np.abs(dy) * off, axis=-2)
             # Nothing is known where a bound is not a number.
-            least = 4 * tiniest(dtype)
-            plain, careless = (np.where(np.isnan(b), np.inf, b) + least for b in bounds)
+            plain, careless = np.where(np.isnan(bounds), np.inf, bounds) + 4 * tiniest(dtype)
         return Bounds(value, plain, careless, magnitude)
 
-    def dx_bound(self, g: Array, xhat: Array, careless: int = 0) -> Array:
-        """Return how far off dx / rstd, made of g and xhat, may be in a program."""
-        shift, stretch = self._slacks[careless]
-        magnitude, size, slope = self._sizes(g, xhat)
-        bound: Array = (3 * stretch + unit(self.n, self.u)) * magnitude
-        # The mean of x off by `shift`: once in xhat, once in mean(g xhat), and both.
-        bound += shift * (slope + np.abs(xhat) * size + shift * size)
-        return bound
-
-    def _sizes(self, g: Array, xhat: Array) -> tuple[Array, Array, Array]:
-        """Return the magnitudes that dx / rstd is made of, and of each row those of its two means."""
+    def dx_bounds(self, g: Array, xhat: Array) -> tuple[Array, ...]:
+        """Return how far off dx / rstd, made of g and xhat, may be: plain, careless; its magnitudes."""
         size, slope = mean_of(np.abs(g), self.case.kind), row_mean(np.abs(g * xhat))
-        return np.abs(g) + size + np.abs(xhat) * slope, size, slope
+        magnitude = np.abs(g) + size + np.abs(xhat) * slope
+        bounds = (3 * self._stretch + unit(self.n, self.u)) * magnitude
+        # The mean of x off by a shift: once in xhat, once in mean(g xhat), and both.
+        bounds += self._shift * (slope + np.abs(xhat) * size + self._shift * size)
+        return *bounds, magnitude
 
 
 def excess(actual: Array, value: Array, bound: Array) -> Array:
     """Return the error in units of the bound; not finite where it should be is infinite."""
     with np.errstate(all="ignore"):
         error = np.abs(actual - value) / np.where(bound > 0, bound, 1e-300)
-        z = np.where(np.isinf(bound), 0.0, np.where(actual == value, 0.0, error))
-    return np.where(np.isfinite(actual), np.where(np.isnan(z), np.inf, z), np.inf)
+        z = np.where(np.isinf(bound) | (actual == value), 0.0, error)
+    return np.where(np.isfinite(actual) & ~np.isnan(z), z, np.inf)
 
 
-class Judged(NamedTuple):
-    """One output beside its closed form: (rows, n) or (n,)."""
+class Judged:
+    """One output beside its closed form: (rows, n) or (n,); `shape` is that in which it came."""
 
-    name: str
-    actual: Array
-    expected: Expected
-    bounds: Bounds
-    # The shape of the output as it came.
-    shape: tuple[int, ...]
-
-    def excess(self, bound: Array) -> Array:
-        """Return the error of each element in units of one of the bounds."""
-        return excess(self.actual, self.bounds.value, bound)
-
-    @property
-    def right(self) -> bool:
-        """Within what a plain program loses."""
-        return bool(np.all(self.excess(self.bounds.plain) <= 1))
-
-    @property
-    def wrong(self) -> bool:
-        """Beyond what even a careless one loses."""
-        return bool(np.any(self.excess(self.bounds.careless) > 1))
-
-    @property
-    def error(self) -> float:
-        """The largest error, relative to the RMS of what the elements are made of."""
+    def __init__(self, name: str, output: Array, expected: Expected):
+        self.name, self.expected, self.shape = name, expected, output.shape
+        self.bounds = value, plain, careless, magnitude = expected.bounds_of(name, output.dtype)
+        self.actual = output.astype(np.float64).reshape(value.shape)
+        # The errors in units of what a plain and a careless program lose.
+        self.z_plain, self.z = (excess(self.actual, value, bound) for bound in (plain, careless))
+        self.right, self.wrong = bool((self.z_plain <= 1).all()), bool((self.z > 1).any())
         with np.errstate(all="ignore"):
-            error = np.abs(self.actual - self.bounds.value)
-        return float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / self._size
-
-    @property
-    def resolution(self) -> float:
-        """The smallest relative error that would have shown anywhere."""
-        return float(np.max(self.bounds.plain, initial=0.0)) / self._size
-
-    @property
-    def _size(self) -> float:
-        with np.errstate(all="ignore"):
-            size = float(np.sqrt(np.mean(np.square(self.bounds.magnitude))))
+            error, size = np.abs(self.actual - value), float(np.sqrt(np.mean(np.square(magnitude))))
         # The value may vanish, and so may all that it is made of.
-        return size if np.isfinite(size) and size > 0 else 1.0
+        size = size if np.isfinite(size) and size > 0 else 1.0
+        # Relative to that RMS: the largest error, and the smallest that would have shown anywhere.
+        self.error = float(np.max(np.where(np.isnan(error), np.inf, error), initial=0.0)) / size
+        self.resolution = float(np.max(plain, initial=0.0)) / size
 
     @property
     def not_finite(self) -> str:
@@ -265,20 +212,17 @@ def judge(operation: Operation, case: Case) -> dict[str, Judged]:
     y, cache = run(operation, case)
     with np.errstate(all="ignore"):
         gradients = operation.gradients(case.dy.copy(), cache, case[:3])
+    outputs = [("y", y, case.x)]
+    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
+        if gradient is not None and argument is not None:
+            outputs.append((name, as_array(name, gradient, argument.shape), argument))
     made: dict[float, Expected] = {}
-
-    def judged(name: str, actual: Array, argument: Array) -> Judged:
+    found = {}
+    for name, actual, argument in outputs:
         # The coarsest dtype of the output, its argument, x and dy.
         u = max(unit_roundoff(a.dtype) for a in (case.x, case.dy, argument, actual))
         expected = made[u] = made.get(u) or Expected(case, u)
-        bounds = expected.bounds_of(name, actual.dtype)
-        wide = actual.astype(np.float64).reshape(bounds.value.shape)
-        return Judged(name, wide, expected, bounds, actual.shape)
-
-    found = {"y": judged("y", y, case.x)}
-    for name, argument, gradient in zip(OUTPUTS[1:], case[:3], gradients, strict=True):
-        if gradient is not None and argument is not None:
-            found[name] = judged(name, as_array(name, gradient, argument.shape), argument)
+        found[name] = Judged(name, actual, expected)
     return found
 
 
@@ -286,18 +230,16 @@ def read_eps(operation: Operation, case: Case) -> tuple[float, bool]:
     """Return the eps that the forward uses, and whether that is the one it is given."""
     row = (_SPREAD * np.resize([1.0, -1.0], case.n)).astype(case.x.dtype)
     probe = case._replace(x=np.broadcast_to(row, case.x.shape).copy())
-    try:
+    with suppress(FaultError):
         y, other = (run(operation, probe._replace(eps=e))[0] for e in (case.eps, 4 * case.eps + 1))
-    except FaultError:
-        return case.eps, True
-    if not np.array_equal(y, other) or case.n < 2:
-        return case.eps, True
-    wide, keep = row.astype(np.float64), case.scale != 0
-    centered = (wide - mean_of(wide, case.kind))[keep]
-    xhat = ((case.rows(y)[0] - case.vector(case.beta, 0.0)) / case.scale)[keep]
-    slope = float(xhat @ centered) / float(centered @ centered)
-    found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
-    # To the three digits in which such constants are written.
-    written = float(f"{found:.3g}")
-    differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
-    return (written if differs else case.eps), False
+        if np.array_equal(y, other) and case.n > 1:
+            of = Expected(probe, unit_roundoff(np.dtype(np.float64)))
+            keep = of.gamma != 0
+            centered, xhat = of.centered[0][keep], ((case.rows(y)[0] - of.beta) / of.gamma)[keep]
+            slope = float(xhat @ centered) / float(centered @ centered)
+            found = slope**-2 - float(np.mean(centered**2)) if slope > 0 else case.eps
+            # To the three digits in which such constants are written.
+            written = float(f"{found:.3g}")
+            differs = abs(found - case.eps) > 1e-3 * case.eps and 0 <= written < np.inf
+            return (written if differs else case.eps), False
+    return case.eps, True

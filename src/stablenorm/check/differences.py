@@ -1,20 +1,14 @@
-r"""
+"""
 Derivatives of a program by differences of the program itself, each with its own error bound.
 
-L = <u, forward(args)> is moved along a direction D of one argument, whose entries are powers of
-two in proportion to that argument's own scale, to x+ = x + step D and x- = x - step D, both *formed
-in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->: both differences are exact
-(of neighbours, by Sterbenz), and L itself is never formed.
-
-The secants go through a Richardson tableau in step^2 (L. F. Richardson 1911; the stopping idea is
-that of C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75). An entry's bound is its disagreement with
-its two parents + sum |weight| * noise / step, with the weights of the secants that it is made of.
-The noise is measured, lest an accidental agreement be taken for accuracy. The least bound wins.
-
-A tableau of steps that are all too long for the function can settle on nonsense, so every estimate
-has a status. "smooth": the bound is small beside the magnitudes that the secants are made of.
-"rounding": the derivative is 0 but for rounding. "kink": the secants have a limit, but left and right
-slopes keep their distance. "no limit": nothing is known.
+L = <u, forward(args)> is moved along a direction D of one argument, to x+ = x + step D and
+x- = x - step D, both *formed in floating point*. <u, y+ - y-> is compared with <gradient, x+ - x->:
+both differences are exact (of neighbours, by Sterbenz), and L itself is never formed. The secants go
+through a Richardson tableau in step^2. An entry's bound is its disagreement with its two parents
+(C. J. F. Ridders, Adv. Eng. Software 4 (1982) 75) + sum |weight| * noise / step, with measured noise.
+The entry with the least bound wins, and has a status. "smooth": its bound is small beside the secants.
+"rounding": the derivative is 0 but for rounding. "kink": left and right slope keep their distance.
+"no limit": nothing is known. The page on gradient checking has the reasons.
 """
 
 import math
@@ -24,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from stablenorm.check.operation import Loss, flat, norm, rms, sum_rounding, tiniest, unit_roundoff
-from stablenorm.check.results import TINIEST
+from stablenorm.check.arithmetic import TINIEST, flat, norm, rms, sum_rounding, unit_roundoff
+from stablenorm.check.operation import Argument, Loss
+from stablenorm.check.results import ArgumentResult, ArgumentVerdict, Finding
 from stablenorm.types import Array
 
 # Steps in units of the argument's scale. At a quarter, the series in step^2 of a normalization still
@@ -40,36 +35,41 @@ _SETTLED = 2.0**-7
 # Largest noise, relative to what carries it: 3 bits, and there is no dtype of so few.
 _ROUNDING = 0.125
 # The line on which noise is measured: 9 points leave 4 differences of order 5 and 3 of order 6. At
-# this spacing, in units of scale, the fifth difference of a smooth function is 2^-55 of it, out of
-# sight below float64, and the distance is an ulp of a float16.
+# this spacing, of the scale, the fifth difference of a smooth function is 2^-55 of it, out of sight
+# below float64, and the distance is an ulp of a float16.
 _POINTS, _ORDERS, _SPACING = 9, (5, 6), 2.0**-11
 # Runs with tiny moves: of 8 moves, the rounding of a sum of two floats goes unseen once in 2^8 rows;
-# 18 runs leave 9 degrees of freedom. x goes six times their size at most, and the square of that,
-# 2^-56, is what they add to the noise of a smooth function.
+# 18 runs leave 9 degrees of freedom. x goes six times their size at most, which adds the square of
+# that, 2^-56, to the noise of a smooth function.
 _RUNS, _MOVES, _TINY = 18, 8, 2.0**-31
 # From a standard deviation to a bound: with the two ends of a secant independent, 5.6 standard
 # deviations of their difference.
 _SIGMAS = 4.0
 
+# Elements compared one by one in an argument too large for all of them: the special places of
+# `places` and about as many random ones; patterns are the business of the probes.
+_SAMPLE = 12
+# A bound coarser than this, relative to the RMS of the gradient, cannot judge: the usual mistakes
+# (n - 1 for n, a missing eps) are of the order of 1/n, and rows of 1000 are usual.
+_COARSEST = 1e-3
+
 Status = Literal["smooth", "rounding", "kink", "no limit"]
 # Samples of the rounding noise of u y, and its usual size relative to u y.
 Noise = tuple[list[Array], float]
+# The bound of an entry of the tableau, and its actual and numeric derivative.
+Best = tuple[float, float, float]
 
 
 class Estimate(NamedTuple):
-    """
-    Along one direction D: <gradient, D>, the same by secants, and how far off both may be.
-
-    For one element, in units of the gradient; `place` is None for a probe.
-    """
+    """<gradient, D>, the same by secants, and how far off both may be; `place` is None for a probe."""
 
     actual: float
     numeric: float
     bound_numeric: float
     bound_actual: float
     status: Status
-    # Plain secants at each step, and their noise.
-    secants: list[tuple[float, float]]
+    # Whether secants change as past a kink, not as those of a smooth function, with step^2.
+    wavers: bool
     place: int | None = None
 
     @property
@@ -87,19 +87,6 @@ class Estimate(NamedTuple):
         """The difference in units of the bounds; 0 where nothing is known."""
         return abs(self.actual - self.numeric) / max(self.bound, TINIEST) if self.judged else 0.0
 
-    @property
-    def wavers(self) -> bool:
-        """
-        Whether secants change more, by more than their noise, though steps have become shorter.
-
-        Those of a smooth function change with step^2; past a kink at the distance d, with 1 - d / step.
-        """
-        changes = [
-            (abs(b - a), math.hypot(noise, other))
-            for (a, noise), (b, other) in pairwise(self.secants)
-        ]
-        return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
-
 
 class _Row(NamedTuple):
     """One row of the tableau: what the secant at `step` says, and what disturbs it."""
@@ -109,40 +96,24 @@ class _Row(NamedTuple):
     actual: float
     # Errors other than noise: of the sum, and of a centre that is not exactly x.
     error: float
+    # y at both ends of the step.
+    ends: Array
     # Magnitudes: of the terms of `numeric`, summed; of slope and of right minus left slope, as
     # root sums of squares over the outputs, where nothing can cancel.
     size: float
     slope: float
     bend: float
-
-
-def rounding_bound(gradient: Array, loss: Loss) -> Array:
-    """Bound, for each element of the gradient, the error of arithmetic in its dtype; flat."""
-    values = np.atleast_1d(gradient.astype(np.float64))
-    u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
-    shapes = [loss.shape, *(a.shape for a in loss.args if a is not None)]
-    # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
-    terms = max([length for shape in shapes for length in shape] + [loss.y.size / values.size, 1])
-    half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
-    sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
-    bound: Array = half_ulp + 4 * u * (np.abs(values) + row_rms) + sums
-    return bound.reshape(-1)
+    # What noise may do to `numeric`.
+    noise: float = math.inf
 
 
 class Comparer:
-    """
-    Compares the gradient of one argument along any direction.
+    """Compares the gradient of one argument along any direction; `more` is added to its bounds."""
 
-    `span` is the argument's scale, flat; `more` comes on top of what rounding usually explains.
-    """
-
-    def __init__(
-        self, loss: Loss, position: int, span: Array, gradient: Array, more: Array, rng: Generator
-    ):
-        self.loss, self.position, self.span, self.rng = loss, position, span, rng
-        self.shape, self.dtype, self.gradient = gradient.shape, gradient.dtype, flat(gradient)
-        self.bounds = rounding_bound(gradient, loss) + more
-        self._x = np.asarray(loss.args[position])
+    def __init__(self, loss: Loss, argument: Argument, more: Array):
+        self.loss, self.argument, self.rng = loss, argument, loss.rng
+        self._x, self._gradient = flat(argument.x), flat(argument.gradient)
+        self._bounds = loss.rounding_bound(argument.gradient) + more
         # Noise by length of the steps: long steps see, in part, the function itself.
         self._noises: dict[float, Noise] = {}
 
@@ -150,20 +121,19 @@ class Comparer:
         """
         Compare one element, given by its flat index, or along random signs for all (None).
 
-        With shorter steps, if need be. A wrong gradient differs at all steps from one and the same
-        numeric derivative. Steps that reach past a kink see a mean of slopes, and shorter ones
-        another, outside of both bounds: they are right, but may say FAIL only if steps shorter still
-        agree. Short steps have wide bounds, so they excuse nothing that long steps agree with.
+        A wrong gradient differs at all steps from one derivative. Steps that reach past a kink see a
+        mean of slopes, and shorter ones another, outside of both bounds: they are right, but may say
+        FAIL only if steps shorter still agree. They excuse nothing that long steps agree with.
         """
         where = slice(None) if place is None else place
-        scale = self.span[where]
+        scale = self.argument.span[where]
         if place is None:
             scale = scale * self.rng.choice([-1.0, 1.0], scale.size)
         found = self._compare(where, scale, 1.0)
         # Shorter steps say the same of a difference (True), or have contradicted longer ones.
         confirmed: bool | None = None
         for factor in _SHORTER:
-            if (found.judged and found.z <= 1) or np.min(self.span) * factor < 1e-290:
+            if (found.judged and found.z <= 1) or np.min(self.argument.span) * factor < 1e-290:
                 break
             again = self._compare(where, scale, factor)
             # "rounding" is no answer here: short steps may not move a coarse forward at all.
@@ -183,69 +153,57 @@ class Comparer:
         return found._replace(status=status, place=place)
 
     def _compare(self, where: Any, scale: Array, factor: float) -> Estimate:
-        """
-        Compare <gradient, D> with secants along D, which moves the entries `where` by `scale`.
-
-        All steps are `factor` times as long. Stops early once the bound is below the rounding of
-        the backward, for nothing finer can be judged, or two further steps have not improved it.
-        """
-        gradient, unit = self.gradient[where], factor
+        """Compare along D, which moves the entries `where` by `scale`, with steps `factor` as long."""
+        gradient, unit = self._gradient[where], factor
         if isinstance(where, slice):
             # Independent roundings; what is common to a row is random again by the signs.
-            rounding = 2 * norm(self.bounds * scale) + sum_rounding(gradient * scale)
+            rounding = 2 * norm(self._bounds * scale) + sum_rounding(gradient * scale)
         else:
-            rounding, unit = float(self.bounds[where]), float(scale) * factor
+            rounding, unit = float(self._bounds[where]), float(scale) * factor
         if factor not in self._noises:
             self._noises[factor] = self._measure_noise(factor)
         scale, noises = scale * factor, self._noises[factor]
         rows: list[_Row] = []
         tableau: list[Array] = []
-        reach, stale = np.zeros(self.loss.y.size), 0
-        # The noise of the sum, and of the terms that moved, as if independent: a sum may cancel.
-        noise = apart = math.inf
-        best = float(np.sum(gradient * scale)), math.nan, math.inf
+        stale = 0
+        best = math.inf, float(np.sum(gradient * scale)), math.nan
         for power in _STEPS:
             # Steps are not quite halved, to draw the last bits of x anew: a forward whose rounding
             # errors are the same at all steps would hide them from the tableau.
-            found = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
-            if found is None:
+            row = self._secant(where, scale, gradient, power * (1 + self.rng.random() / 4))
+            if row is None:
                 continue
-            row, *ends = found
-            moved = ends[0] != ends[1]
+            moved = row.ends[0] != row.ends[1]
+            if not rows:
+                # The first step goes farthest: later ones seldom move an output that it did not.
+                reach = np.where(moved, np.max(np.abs([self.loss.y, *row.ends]), axis=0), 0.0)
+                noise, apart, usual = self._bound_noise(noises, reach)
             # Outputs that moved now stand still: the step is below the resolution of the forward
             # (float16 inside, say), and a derivative of zero would be an artefact.
-            if reach.any() and not moved.any():
+            elif reach.any() and not moved.any():
                 break
-            # The first step goes farthest: later ones seldom move an output that it did not.
-            if not rows:
-                reach[moved] = np.max(np.abs([self.loss.y, *ends]), axis=0)[moved]
-                noise, apart = self._bound_noise(noises, reach)
-            rows.append(row)
-            tableau, entry = _extend(tableau, rows, noise)
-            stale = 0 if entry[2] < best[2] else stale + 1
-            best = min(best, entry, key=lambda each: each[2])
-            actual, numeric, bound = best
+            rows.append(row._replace(noise=noise / row.step))
+            tableau, entry = _extend(tableau, rows)
+            stale = 0 if entry[0] < best[0] else stale + 1
+            bound, actual, numeric = best = min(best, entry)
             # Never on a difference: beside a kink, only the steps that do not reach it are right.
             agrees = abs(actual - numeric) <= bound
+            # Nothing finer can be judged, or two further steps have not improved the bound.
             if len(rows) >= 4 and agrees and (bound <= rounding * unit or stale >= 2):
                 break
         status: Status = "no limit"
-        if len(rows) > 1 and np.isfinite(best[2]):
-            # The usual noise of all outputs: that of the ones at a kink has the kink in it.
-            usual = norm(self.loss.u * np.where(reach > 0, reach, np.abs(self.loss.y)))
-            status = _status(best, rows, noise, usual, noises[1])
-        secants = [(row.numeric / unit, noise / row.step / unit) for row in rows]
-        actual, numeric, bound = (each / unit for each in best)
-        return Estimate(actual, numeric, bound, apart / unit + rounding, status, secants)
+        if len(rows) > 1 and np.isfinite(best[0]):
+            status = _status(best, rows, usual, noises[1])
+        bound, actual, numeric = (each / unit for each in best)
+        bound_actual = (apart if rows else math.inf) / unit + rounding
+        return Estimate(actual, numeric, bound, bound_actual, status, _wavers(rows))
 
-    def _secant(
-        self, where: Any, scale: Array, gradient: Array, step: float
-    ) -> tuple[_Row, Array, Array] | None:
+    def _secant(self, where: Any, scale: Array, gradient: Array, step: float) -> _Row | None:
         """Form x+ and x-, evaluate, and compare; None where the dtype cannot make this step."""
-        loss, x = self.loss, flat(self._x)[where]
+        loss, x = self.loss, self._x[where]
 
         def rounded(values: Array) -> Array:
-            return values.astype(self._x.dtype).astype(np.float64)
+            return values.astype(self.argument.x.dtype).astype(np.float64)
 
         # Symmetric about x exactly: each side takes the step that the other one could make.
         minus = rounded(x - (rounded(x + step * scale) - x))
@@ -254,48 +212,46 @@ class Comparer:
         # The tableau believes in one direction: rounding x may take it off by a sixteenth.
         if not norm(taken / (2 * step * scale) - 1) <= np.sqrt(np.size(x)) / 16:
             return None
-        y_plus, y_minus = (loss.output(self.position, where, end) for end in (plus, minus))
-        if not (np.isfinite(y_plus).all() and np.isfinite(y_minus).all()):
+        ends = np.array([loss.output(self.argument.position, where, end) for end in (plus, minus)])
+        if not np.isfinite(ends).all():
             return None
         # The step that was taken; for a single element, this makes `actual` the gradient itself.
         step = float(np.mean(taken / scale)) / 2
-        terms = loss.u * (y_plus - y_minus)
+        terms = loss.u * (ends[0] - ends[1])
         numeric, actual = (float(np.sum(a)) / (2 * step) for a in (terms, gradient * taken))
         size = float(np.sum(np.abs(terms))) / (2 * step)
         off_centre = float(np.max(np.abs((plus - x) - (x - minus)) / (2 * np.abs(scale))))
-        bends = loss.u * (y_plus + y_minus - 2 * loss.y) / step
+        bends = loss.u * (ends[0] + ends[1] - 2 * loss.y) / step
         # 8 roundings: the few operations on `actual` and on the tableau.
         error = sum_rounding(terms) / (2 * step) + 2.0**-50 * abs(actual)
         error += abs(float(np.sum(bends))) / step * off_centre
-        row = _Row(step, numeric, actual, error, size, norm(terms) / (2 * step), norm(bends))
-        return row, y_plus, y_minus
+        slope = norm(terms) / (2 * step)
+        return _Row(step, numeric, actual, error, ends, size, slope, norm(bends))
 
     def _measure_noise(self, factor: float) -> Noise:
         """
         Return samples of the rounding noise of every output element.
 
-        All elements of the argument move at once, by random multiples of their ulp, so that every
-        rounding in the forward is drawn anew. Along a line, in the manner of ECNoise (J. J. More and
-        S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), high differences of y on equidistant points
-        leave noise of a known multiple; the points are far enough apart to see float16 inside. At
-        random integer combinations of a few tiny moves, the part orthogonal to every linear effect
-        is noise. The line alone misses roundings: equal moves that add up to a multiple of 8 ulp
-        leave that of a sum of 8 elements as it is.
+        All elements of the argument move by random multiples of their ulp, so that every rounding is
+        drawn anew: along a line, where high differences leave noise of a known multiple (ECNoise,
+        J. J. More and S. M. Wild, SIAM J. Sci. Comput. 33 (2011) 1292), and by random combinations of
+        tiny moves, where all that is orthogonal to linear effects is noise. The line sees float16
+        inside, but not the rounding of a sum of 8 elements whose equal moves add up to 8 ulp.
         """
-        loss, rng, x, scale = self.loss, self.rng, flat(self._x), self.span * factor
+        loss, rng, x, (_, place, array, span, _) = self.loss, self.rng, self._x, self.argument
+        scale = span * factor
         # An ulp of x: the moved x needs no rounding, and has new last bits.
         smallest = np.frexp(np.maximum(np.abs(x), _TINY * scale))[1]
-        quantum = np.maximum(np.ldexp(2 * unit_roundoff(self._x.dtype), smallest - 1), TINIEST)
+        quantum = np.maximum(np.ldexp(2 * unit_roundoff(array.dtype), smallest - 1), TINIEST)
 
         def moves(size: float, count: int) -> Array:
             ulps = np.maximum(size * scale / quantum, 1)
             # None near 0: each element is to leave its rounding behind.
             factors = rng.uniform(1, 2, (count, x.size)) * rng.choice([-1, 1], (count, x.size))
-            offsets: Array = np.round(factors * ulps) * quantum
-            return offsets
+            return np.asarray(np.round(factors * ulps) * quantum)
 
         def outputs(offsets: Array) -> Array:
-            values = [loss.output(self.position, slice(None), x + each) for each in offsets[1:]]
+            values = [loss.output(place, slice(None), x + each) for each in offsets[1:]]
             table = np.array([loss.y, *values]) * loss.u
             # An output that is not finite near x has no noise: its bound will be infinite.
             return np.where(np.isfinite(table), table, 0.0)
@@ -315,31 +271,31 @@ class Comparer:
         # Whatever was measured, every output was rounded to its dtype: half an ulp.
         return samples, max(_SIGMAS * relative, 2 * unit_roundoff(loss.dtype))
 
-    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float]:
-        """
-        Bound the noise of one evaluation of <u, y>, over the outputs that moved: its sum, its terms.
-
-        `reach` is the largest magnitude that each of them had, 0 for those that did not move.
-        """
-        loss = self.loss
+    def _bound_noise(self, noise: Noise, reach: Array) -> tuple[float, float, float]:
+        """Bound the noise of <u, y>, and of its terms, where `reach` is not 0; third, the size of u y."""
+        loss, (samples, level) = self.loss, noise
+        usual = norm(loss.u * np.where(reach > 0, reach, np.abs(loss.y)))
         reach = reach if reach.any() else np.abs(loss.y) + TINIEST
         places = np.flatnonzero(reach)
         if not np.isfinite(loss.y[places]).all():
-            return math.inf, math.inf
-        terms = [samples[:, places] for samples in noise[0]]
-        summed = max(float(np.mean(np.square(each.sum(axis=1)))) for each in terms)
-        apart = max(float(np.mean(np.sum(np.square(each), axis=1))) for each in terms)
+            return math.inf, math.inf, usual
+        terms = [each[:, places] for each in samples]
+        variances = [[np.mean(t.sum(axis=1) ** 2), np.mean(np.sum(t**2, axis=1))] for t in terms]
         # At least the usual noise of all outputs, in unrelated directions.
-        floor = noise[1] * norm((loss.u * reach)[places])
-        return max(_SIGMAS * math.sqrt(summed), floor), max(_SIGMAS * math.sqrt(apart), floor)
+        floor = level * norm((loss.u * reach)[places])
+        summed, apart = np.maximum(_SIGMAS * np.sqrt(np.max(variances, axis=0)), floor)
+        return float(summed), float(apart), usual
 
 
-def _status(
-    best: tuple[float, float, float], rows: list[_Row], noise: float, usual: float, level: float
-) -> Status:
+def _status(best: Best, rows: list[_Row], usual: float, level: float) -> Status:
     """Tell whether the bound of the best entry can be believed."""
-    actual, numeric, bound = best
-    last, bent = rows[-1], _is_bent(rows, level * usual)
+    bound, actual, numeric = best
+    last = rows[-1]
+    # Right and left slope keep their distance. Steps shrink to 0.4 .. 0.63 times the one before, and
+    # with them the bend of a smooth function; 0.4 % of the slope is a kink that would be taken for a
+    # wrong gradient.
+    bent = len(rows) > 2 and all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
+    bent = bent and last.bend > max(2.0**-8 * last.slope, 4 * level * usual / last.step)
     # Entries of the first steps may agree by chance on what the last ones no longer say.
     newest, previous = (row.numeric - row.actual for row in rows[:-3:-1])
     strayed = abs(numeric - actual - newest)
@@ -355,35 +311,25 @@ def _status(
         return "kink" if bent else "smooth"
     # Nothing but rounding is left (a derivative that is zero, a forward in float16), as its size
     # shows: steps too long for the function "measure" a noise of all of y.
-    little = noise <= _ROUNDING * usual and bound <= 8 * noise / last.step
-    near = not bent and strayed <= reach + 2 * noise / last.step
+    little = last.noise * last.step <= _ROUNDING * usual and bound <= 8 * last.noise
+    near = not bent and strayed <= reach + 2 * last.noise
     return "rounding" if (small or little) and near else "no limit"
 
 
-def _is_bent(rows: list[_Row], noise: float) -> bool:
-    """Tell whether right and left slope keep their distance where it should halve."""
-    if len(rows) < 3:
-        return False
-    # Steps shrink to 0.4 .. 0.63 times the one before, and with them the bend of a smooth
-    # function; 0.4 % of the slope is a kink that would be taken for a wrong gradient.
-    still = all(b.bend > 0.8 * a.bend for a, b in pairwise(rows[-3:]))
-    last = rows[-1]
-    return still and last.bend > max(2.0**-8 * last.slope, 4 * noise / last.step)
+def _wavers(rows: list[_Row]) -> bool:
+    """Tell whether secants change more though steps are shorter: as 1 - d / step, past a kink at d."""
+    both = pairwise(rows)
+    changes = [(abs(b.numeric - a.numeric), math.hypot(a.noise, b.noise)) for a, b in both]
+    return any(after > max(before, noise) for (before, _), (after, noise) in pairwise(changes))
 
 
-def _extend(
-    previous: list[Array], rows: list[_Row], noise: float
-) -> tuple[list[Array], tuple[float, float, float]]:
-    """
-    Add the newest secant to the tableau; return its row, and actual, numeric and bound of the best.
-
-    An entry is (actual, numeric, then the weight of each secant in it).
-    """
+def _extend(previous: list[Array], rows: list[_Row]) -> tuple[list[Array], Best]:
+    """Add the newest secant to the tableau, of entries (actual, numeric, *weights of the secants)."""
     k = len(rows) - 1
     entry = np.zeros(2 + len(_STEPS))
     entry[:2], entry[2 + k] = (rows[k].actual, rows[k].numeric), 1
-    line, best = [entry], (math.nan, math.nan, math.inf)
-    disturbance = np.array([noise / row.step + row.error for row in rows])
+    line, best = [entry], (math.inf, math.nan, math.nan)
+    disturbance = np.array([row.noise + row.error for row in rows])
     for j in range(1, k + 1):
         # Eliminates the term in step^(2j): neighbours weighted by their squared steps.
         q = (rows[k - j].step / rows[k].step) ** 2
@@ -392,6 +338,96 @@ def _extend(
         residual, *parents = (float(e[1] - e[0]) for e in (entry, line[j - 1], previous[j - 1]))
         disagreement = max(abs(residual - parent) for parent in parents)
         bound = disagreement + float(np.abs(entry[2 : 3 + k]) @ disturbance)
-        if bound < best[2]:
-            best = float(entry[0]), float(entry[1]), bound
+        best = min(best, (bound, float(entry[0]), float(entry[1])))
     return line, best
+
+
+def places(argument: Argument, max_elements: int, probes: int, rng: Generator) -> list[int | None]:
+    """Choose flat indices: all of few, else the places where bugs live, random ones, and probes."""
+    x, size = argument.x, argument.x.size
+    if size <= max_elements:
+        return list(range(size))
+    n = x.shape[-1]
+    # The last full block of 128 (NumPy's own, and a usual tile) ends before this.
+    block = n // 128 * 128
+    extremes = np.abs(x).argmax(), np.abs(argument.gradient).argmax()
+    special = [0, n - 1, size - n, size - 1, max(block - 1, 0), min(block, n - 1), *extremes]
+    chosen = dict.fromkeys(map(int, [*special, *rng.permutation(size)[:_SAMPLE]]))
+    return [*list(chosen)[: min(_SAMPLE, max_elements)], *[None] * probes]
+
+
+def judge(comparer: Comparer, found: list[Estimate]) -> ArgumentResult:
+    """Turn the comparisons of one argument into its result."""
+    name, _, x, span, gradient = comparer.argument
+    elements = [each for each in found if each.place is not None]
+    # The size of errors is relative to the RMS of the numeric gradient. One that cannot be told from
+    # zero (n = 1, a masked input) has no size of its own.
+    known = [each for each in elements if each.judged]
+    typical = float(rms(np.array([each.numeric for each in known]))) if known else 0.0
+    if all(abs(each.numeric) <= each.bound for each in known):
+        typical = max(typical, comparer.loss.natural_size(span))
+    probed = norm(flat(gradient) * span)
+
+    def coarseness(each: Estimate) -> float:
+        size = probed if each.place is None else max(typical, abs(each.numeric))
+        return float(each.bound / max(size, TINIEST)) if each.judged else np.inf
+
+    # The coarsest comparison, those at kinks left out, relative to the size of both sides.
+    resolution = max((coarseness(e) for e in found if e.status != "kink"), default=np.inf)
+    wrong, failing = np.array([each.z > 1 for each in elements]), sum(each.z > 1 for each in found)
+    pattern = f"{wrong.sum()} of the {len(elements)} elements compared"
+    if failing and len(elements) == x.size:
+        pattern = name_pattern(wrong.reshape(x.shape))
+    worst = max(found, key=lambda each: (each.judged, each.z))
+    index = None if worst.place is None else place_of(worst.place, x.shape)
+    message = "" if failing else _doubt(gradient, found, resolution)
+    verdict: ArgumentVerdict = "FAIL" if failing else "INCONCLUSIVE" if message else "PASS"
+    counts = len(elements), x.size, len(found) - len(elements), failing
+    rest = resolution, message, "secants", pattern * (failing > 0)
+    return ArgumentResult(name, verdict, *counts, index, *worst[:4], *rest)
+
+
+def kinks(argument: Argument, found: list[Estimate]) -> list[Finding]:
+    """Say where the forward is not differentiable, if it is not."""
+    bent = [each.place for each in found if each.status == "kink"]
+    shown = ["a probe" if p is None else str(place_of(p, argument.x.shape)) for p in bent]
+    # Three are enough to see which.
+    seen = ", ".join(shown[:3]) + f" and {len(bent) - 3} more" * (len(bent) > 3)
+    message = f"not differentiable at {seen}: not judged there"
+    name = f"{argument.name}: the forward is differentiable"
+    return [Finding("smoothness", name, "NOTE", message)] if bent else []
+
+
+def _doubt(gradient: Array, found: list[Estimate], resolution: float) -> str:
+    """Say why there can be no PASS; empty if there can."""
+    statuses = [each.status for each in found if each.place is not None]
+    coarsest = max(_COARSEST, 16 * unit_roundoff(gradient.dtype))
+    if 2 * (bent := statuses.count("kink")) >= max(len(statuses), 1):
+        return f"not differentiable at {bent} of {len(statuses)} elements"
+    if np.isinf(resolution):
+        loose = sum(not each.judged and each.status != "kink" for each in found)
+        return f"no limit of the secants at {loose} places: steps too long, or not finite nearby"
+    coarse = f"coarser than {coarsest:.0e}: the forward is too noisy, too curved or not smooth"
+    return coarse * (not resolution <= coarsest)
+
+
+def place_of(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the index of an element given by its flat index."""
+    return tuple(map(int, np.unravel_index(place, shape)))
+
+
+def name_pattern(wrong: Array) -> str:
+    """Say which elements are wrong: one, a row, a column, all, or how many."""
+    count, shape = int(np.sum(wrong)), wrong.shape
+    # Nine in ten: a wrong factor leaves the few elements that are zero as they are.
+    if count >= 0.9 * wrong.size:
+        return "everywhere"
+    if count == 1:
+        return f"element {place_of(int(wrong.argmax()), shape)}"
+    matrix = wrong.reshape(-1, shape[-1])
+    rows, columns = (np.flatnonzero(matrix.any(axis=axis)) for axis in (1, 0))
+    if len(rows) == 1 and len(matrix) > 1:
+        place = place_of(int(rows[0]), shape[:-1])
+        is_last = rows[0] == len(matrix) - 1
+        return "last row" if is_last else f"row {place if len(place) > 1 else place[0]}"
+    return f"column {columns[0]}" if len(columns) == 1 else f"{count} of {wrong.size} elements"

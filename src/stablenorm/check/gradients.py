@@ -1,7 +1,5 @@
 """`check_gradients`: any hand-written operation, argument by argument."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -9,19 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.check.compare import judge, kinks, sample
-from stablenorm.check.differences import Comparer, Estimate
-from stablenorm.check.operation import (
-    Backward,
-    FaultError,
-    Forward,
-    Loss,
-    Operation,
-    as_array,
-    described,
-)
+from stablenorm.check.differences import Comparer, judge, kinks, places
+from stablenorm.check.operation import Backward, FaultError, Forward, Loss, Operation, as_array
 from stablenorm.check.purity import CallRules
-from stablenorm.check.results import ArgumentResult, Finding, FindingVerdict, GradientReport
+from stablenorm.check.results import ArgumentResult, Finding, GradientReport, described
 from stablenorm.formats import check_dtype
 from stablenorm.types import Array
 
@@ -120,19 +109,19 @@ def check_gradients(
     >>> check_gradients(forward, lambda dy, x: (dy * np.sin(x),), [x], rng=0).verdict
     'FAIL'
     """
-    start = time.perf_counter()
-    seed, rng, operation = rng, np.random.default_rng(rng), Operation(forward, backward)
-    arrays = _check_args(args, names)
+    start, seed, rng = time.perf_counter(), rng, np.random.default_rng(rng)
+    operation, arrays = Operation(forward, backward), _check_args(args, names)
     spans = _check_scales(scales, arrays)
     # Near x, squares may overflow and roots have no value: that is looked at, not warned of.
     with np.errstate(all="ignore"):
         try:
-            loss = Loss(operation, list(arrays.values()), rng)
-            results, findings = _check(loss, spans, rng, probes, max_elements, progress)
+            loss = Loss(operation, arrays, spans, rng)
+            results, findings = _check(loss, probes, max_elements, progress)
         except FaultError as fault:
             name = "the forward returns (y, cache)"
-            verdict: FindingVerdict = "INCONCLUSIVE" if fault.raised else "FAIL"
-            findings = [Finding("contract", name, verdict, str(fault))]
+            findings = [
+                Finding("contract", name, "INCONCLUSIVE" if fault.raised else "FAIL", str(fault))
+            ]
             results = [_not_checked(label, "there is nothing to compare with") for label in arrays]
     about = [described(label, a) for label, a in arrays.items() if a is not None]
     return GradientReport(
@@ -165,56 +154,46 @@ def assert_gradients(
 
 
 def _check(
-    loss: Loss,
-    spans: dict[str, Array],
-    rng: np.random.Generator,
-    probes: int,
-    max_elements: int,
-    progress: Progress | None,
+    loss: Loss, probes: int, max_elements: int, progress: Progress | None
 ) -> tuple[list[ArgumentResult], list[Finding]]:
     """Check the rules of a call, then compare every gradient that can be compared."""
-    form, gradients = "", [None] * len(spans)
+    form, gradients, sound = "", [None] * len(loss.args), []
     # A backward that raises should do so at once.
     try:
         gradients = loss.operation.gradients(loss.cotangent(), loss.cache, loss.args)
     except FaultError as fault:
         form = str(fault)
-    results, sound = {}, {}
-    for position, (label, gradient) in enumerate(zip(spans, gradients, strict=True)):
-        if refused := _refused(label, loss.args[position], gradient, form):
+    results: dict[str, ArgumentResult] = {}
+    for i, label in enumerate(loss.spans):
+        if refused := _refused(label, loss.args[i], gradients[i], form):
             results[label] = refused
         else:
-            sound[label] = loss.settled(position, np.asarray(gradient))
-    rules = CallRules(loss, spans, sound, rng)
+            sound.append(loss.argument(i, np.asarray(gradients[i])))
+    rules = CallRules(loss, sound)
     findings = rules.check(backward=not form)
     if any(f.verdict == "FAIL" and f.name == "the forward is deterministic" for f in findings):
-        return [_not_checked(n, "the forward is not deterministic") for n in spans], findings
+        why = "the forward is not deterministic"
+        return [_not_checked(label, why) for label in loss.spans], findings
 
-    allowances, work = rules.allowances(), []
-    for position, (label, span) in enumerate(spans.items()):
-        if label in sound:
-            array, gradient = np.asarray(loss.args[position]), sound[label]
-            places: list[int | None] = [*sample(array, gradient, max_elements, rng)]
-            places += [None] * (probes if len(places) < array.size else 0)
-            comparer = Comparer(loss, position, span, gradient, allowances[label], rng)
-            work.append((label, comparer, places))
-    done, total = count(1), sum(len(places) for *_, places in work)
-    for label, comparer, places in work:
-        found: list[Estimate] = []
-        for place in places:
+    work = [
+        (Comparer(loss, each, more), places(each, max_elements, probes, loss.rng))
+        for each, more in zip(sound, rules.allowances(), strict=True)
+    ]
+    done, total = count(1), sum(len(chosen) for _, chosen in work)
+    for comparer, chosen in work:
+        found = []
+        for place in chosen:
             found.append(comparer.compare(place))
             if progress is not None:
                 progress(next(done), total)
-        results[label] = judge(label, comparer, found)
-        findings += kinks(label, found, comparer.shape)
+        results[comparer.argument.name] = judge(comparer, found)
+        findings += kinks(comparer.argument, found)
     if message := loss.operation.overwritten:
         findings.append(Finding("contract", "results last", "NOTE", message))
     for raised, message in loss.faults.items():
-        name = (
-            "the forward can be called near the arguments" if raised else "y always has one shape"
-        )
+        name = ("y always has one shape", "the forward can be called near the arguments")[raised]
         findings.append(Finding("contract", name, "NOTE" if raised else "FAIL", message))
-    return [results[label] for label in spans], findings
+    return [results[label] for label in loss.spans], findings
 
 
 def _not_checked(name: str, message: str) -> ArgumentResult:
@@ -250,14 +229,15 @@ def _check_args(args: Sequence[Any], names: Sequence[str] | None) -> dict[str, A
         msg = f"names must be one name for each of {len(args)} args, all different, got {labels}"
         raise ValueError(msg)
     # Copies, so that nothing that forward or backward does can reach the caller's arrays.
-    arrays = [None if a is None else np.array(a, order="C") for a in args]
-    for label, array in zip(labels, arrays, strict=True):
+    copies = (None if a is None else np.array(a, order="C") for a in args)
+    arrays = dict(zip(labels, copies, strict=True))
+    for label, array in arrays.items():
         if array is not None:
             check_dtype(label, array)
             if not np.isfinite(array).all():
                 msg = f"{label} must be finite to be differentiated, got NaN or infinity"
                 raise ValueError(msg)
-    return dict(zip(labels, arrays, strict=True))
+    return arrays
 
 
 def _check_scales(
@@ -270,8 +250,17 @@ def _check_scales(
         raise ValueError(msg)
     spans = {}
     for scale, (label, given) in zip(scales, arrays.items(), strict=True):
-        array = np.empty(0) if given is None else given
-        span = _default_scale(array) if scale is None else np.asarray(scale, dtype=np.float64)
+        array = np.zeros(0) if given is None else given
+        span = np.ones(1) if scale is None else np.asarray(scale, dtype=np.float64)
+        if scale is None and array.size:
+            # Divided by the largest magnitude, lest squares overflow or vanish.
+            largest = float(np.max(np.abs(array))) or 1.0
+            values = np.atleast_1d(array.astype(np.float64)) / largest
+            # The spread along the last axis. None, but for rounding: that of the whole array, or 1.
+            span = values.std(axis=-1, keepdims=array.ndim > 0)
+            for fallback in (float(values.std()), 1.0):
+                span = np.where(span > 2.0**-50, span, fallback)
+            span = span * largest
         if not (np.isfinite(span).all() and (span > 0).all()):
             msg = f"scales must be finite and > 0, got {scale!r:.60} for {label}"
             raise ValueError(msg)
@@ -279,17 +268,3 @@ def _check_scales(
         powers = np.ldexp(0.5, np.frexp(span)[1])
         spans[label] = np.broadcast_to(powers, array.shape).reshape(-1)
     return spans
-
-
-def _default_scale(array: Array) -> Array:
-    """Return the standard deviation along the last axis; where that is 0, the next best."""
-    if not array.size:
-        return np.ones(1)
-    # Divided by the largest magnitude, lest squares overflow or vanish.
-    largest = float(np.max(np.abs(array))) or 1.0
-    values = np.atleast_1d(array.astype(np.float64)) / largest
-    scale = values.std(axis=-1, keepdims=True)
-    # No spread, but for rounding: that of the whole array, or else its magnitude.
-    for fallback in (float(values.std()), 1.0):
-        scale = np.where(scale > 2.0**-50, scale, fallback)
-    return np.asarray(scale * largest if array.ndim else scale[0] * largest)

@@ -1,64 +1,27 @@
 """Call the functions under test safely; `Loss` is the scalar that is differentiated."""
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.random import Generator
 
-from stablenorm.formats import check_dtype, format_of
+from stablenorm.check.arithmetic import draw, flat, rms, tiniest, unit_roundoff
+from stablenorm.formats import check_dtype
 from stablenorm.text import shape_text
 from stablenorm.types import Array
 
+# The arguments by name.
+Given = dict[str, Array | None]
 Forward = Callable[..., Any]
 Backward = Callable[[Array, Any], Any]
-
-
-def unit_roundoff(dtype: np.dtype[Any]) -> float:
-    """Return u, the largest relative error of one rounding to `dtype`."""
-    return 2.0 ** -format_of(dtype).digits
-
-
-def tiniest(dtype: np.dtype[Any]) -> float:
-    """Return the smallest positive number of `dtype`."""
-    return float(np.nextafter(dtype.type(0), dtype.type(1)))
-
-
-def described(name: str, array: Array) -> str:
-    """Name an array with its shape and dtype."""
-    return f"{name} {shape_text(array.shape)} {array.dtype}"
-
-
-def flat(a: Array) -> Array:
-    """Return an array as one row of float64."""
-    return a.astype(np.float64).reshape(-1)
-
-
-def norm(a: Array) -> float:
-    """Return the root of the sum of squares."""
-    # np.linalg.norm starts threads of its BLAS for 10 000 numbers, which takes 30 times as long as
-    # the sum while others are busy (3 ms on two cores, 2026-11), and its bits depend on their number.
-    return float(np.sqrt(np.sum(np.square(a))))
-
-
-def rms(values: Array, axis: int | None = None) -> Array:
-    """Return the root mean square along an axis, kept; None is all axes. Squares may overflow."""
-    largest = float(np.max(np.abs(values), initial=0.0)) or 1.0
-    squares = np.mean(np.square(values / largest), axis=axis, keepdims=axis is not None)
-    return np.asarray(largest * np.sqrt(squares))
-
-
-def sum_rounding(terms: Array) -> float:
-    """Bound the error of NumPy's pairwise sum of float64 terms that were computed just before."""
-    return (math.log2(terms.size + 1) + 8) * 2.0**-53 * float(np.sum(np.abs(terms)))
 
 
 class FaultError(Exception):
     """A function under test broke its contract; the message is one line, for the report."""
 
-    def __init__(self, message: str, *, raised: bool = False):
-        super().__init__(message)
-        self.raised = raised
+    # Whether the function raised it.
+    raised = False
 
 
 def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -67,8 +30,9 @@ def _called(name: str, function: Callable[..., Any], *args: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         # 160 characters, with the words before them, are two lines of a terminal.
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}".removesuffix(": ")
-        msg = f"{name} raised {said}"
-        raise FaultError(msg, raised=True) from None
+        fault = FaultError(f"{name} raised {said}")
+        fault.raised = True
+        raise fault from None
 
 
 class Operation:
@@ -86,28 +50,24 @@ class Operation:
         """Return (y, cache) for `args` themselves, not copies; `extra` is the eps of a layer norm."""
         self.forward_calls += 1
         result = _called("forward", self._forward, *args, *extra)
-        is_many = isinstance(result, (tuple, list))
-        if not (is_many and len(result) == 2):
-            msg = f"forward must return (y, cache), got {type(result).__name__}"
-            raise FaultError(msg + (f" of {len(result)}" if is_many else ""))
+        many = f" of {len(result)}" if isinstance(result, (tuple, list)) else ""
+        if many != " of 2":
+            msg = f"forward must return (y, cache), got {type(result).__name__}{many}"
+            raise FaultError(msg)
         return self._copied("y", as_array("the y that forward returns", result[0])), result[1]
 
     def gradients(self, dy: Array, cache: Any, args: Sequence[Array | None]) -> list[Any]:
         """Return the gradients as a list, one for each of `args`; or FaultError says what came."""
         self.backward_calls += 1
         returned = _called("backward", self._backward, dy, cache)
-        is_many, wanted = (
-            isinstance(returned, (tuple, list)),
-            "a tuple, NamedTuple or list of gradients",
-        )
-        if not is_many or len(returned) != len(args):
-            came = type(returned).__name__
-            if is_many:
-                wanted, came = f"{len(args)} gradients, one for each argument", str(len(returned))
-            msg = f"backward must return {wanted}, got {came}"
-            raise FaultError(msg)
-        both = enumerate(returned)
-        return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
+        wanted, came = "a tuple, NamedTuple or list of gradients", type(returned).__name__
+        if isinstance(returned, (tuple, list)):
+            if len(returned) == len(args):
+                both = enumerate(returned)
+                return [self._copied(i, g) if isinstance(g, np.ndarray) else g for i, g in both]
+            wanted, came = f"{len(args)} gradients, one for each argument", str(len(returned))
+        msg = f"backward must return {wanted}, got {came}"
+        raise FaultError(msg)
 
     def _copied(self, name: str | int, result: Array) -> Array:
         """Copy a result, since the next call may fill the same array; remember if one has."""
@@ -123,11 +83,9 @@ def as_array(name: str, value: Any, shape: tuple[int, ...] | None = None) -> Arr
     try:
         array = np.asarray(value)
         check_dtype(name, array)
-    except TypeError as error:
-        raise FaultError(str(error)) from None
-    except ValueError:
-        msg = f"{name} must be an array, got {type(value).__name__}"
-        raise FaultError(msg) from None
+    except (TypeError, ValueError) as error:
+        ragged = f"{name} must be an array, got {type(value).__name__}"
+        raise FaultError(ragged if isinstance(error, ValueError) else str(error)) from None
     if shape is not None and array.shape != shape:
         msg = f"{name} must have shape {shape_text(shape)}, got {shape_text(array.shape)}"
         raise FaultError(msg)
@@ -139,12 +97,22 @@ def copies(args: Sequence[Array | None]) -> list[Array | None]:
     return [None if a is None else a.copy() for a in args]
 
 
-class Loss:
-    """L = <u, forward(args)>, seen through differences of outputs."""
+class Argument(NamedTuple):
+    """An argument, and the gradient of it that is compared; `span` is its scale, flat."""
 
-    def __init__(self, operation: Operation, args: list[Array | None], rng: np.random.Generator):
-        self.args, self.operation = args, operation
-        y, self.cache = operation.forward(copies(args))
+    name: str
+    position: int
+    x: Array
+    span: Array
+    gradient: Array
+
+
+class Loss:
+    """L = <u, forward(args)>, seen through differences of outputs; `spans` are scales, by name."""
+
+    def __init__(self, operation: Operation, args: Given, spans: dict[str, Array], rng: Generator):
+        self.args, self.operation, self.spans, self.rng = [*args.values()], operation, spans, rng
+        y, self.cache = self.forward()
         self.shape, self.dtype, self.y_as_returned = y.shape, y.dtype, y
         self.y, self.u = flat(y), draw(y.size, rng)
         # The first fault near x, by whether it was raised: such a point is left out.
@@ -153,6 +121,31 @@ class Loss:
     def arguments(self) -> list[Array | None]:
         """Copy the arguments, for a call that may modify them."""
         return copies(self.args)
+
+    def forward(self) -> tuple[Array, Any]:
+        """Call the forward; return (y, cache)."""
+        return self.operation.forward(self.arguments())
+
+    def natural_size(self, span: Array) -> float:
+        """Return the size of a gradient that makes y change by its own size over a scale."""
+        return float(rms(self.u * self.y)) / float(np.median(span))
+
+    def argument(self, position: int, gradient: Array) -> Argument:
+        """Return an argument with its gradient, to be compared."""
+        name, span = [*self.spans.items()][position]
+        x, gradient = np.asarray(self.args[position]), self.settled(position, gradient)
+        return Argument(name, position, x, span, gradient)
+
+    def rounding_bound(self, gradient: Array) -> Array:
+        """Bound, for each element of a gradient, the error of arithmetic in its dtype; flat."""
+        values = np.atleast_1d(gradient.astype(np.float64))
+        u, row_rms = unit_roundoff(gradient.dtype), rms(values, -1)
+        shapes = [self.shape, *(a.shape for a in self.args if a is not None)]
+        # The longest sum that can be in it: over an axis, or over all that a broadcast element meets.
+        terms = max([length for s in shapes for length in s] + [self.y.size / values.size, 1])
+        half_ulp = np.maximum(u * np.abs(values), tiniest(gradient.dtype) / 2)
+        sums = 4 * np.sqrt(terms) * min(u, 2.0**-24) * row_rms
+        return np.reshape(half_ulp + 4 * u * (np.abs(values) + row_rms) + sums, -1)
 
     def cotangent(self) -> Array:
         """Return u as dy: of the shape and dtype of y."""
@@ -176,11 +169,3 @@ class Loss:
         except FaultError as fault:
             self.faults.setdefault(fault.raised, str(fault))
         return np.full(self.y.size, np.nan)
-
-
-def draw(size: int, rng: np.random.Generator) -> Array:
-    """Draw a cotangent: signed, no zeros, and the same in all four dtypes."""
-    # Signed, since many maps annihilate the ones; multiples of 1/16 below 4, so that each dtype
-    # holds a number and three times its size exactly.
-    u = np.round(rng.standard_normal(size) * 16).clip(-63, 63) / 16
-    return np.where(u == 0, 0.0625, u)

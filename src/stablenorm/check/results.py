@@ -5,13 +5,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stablenorm.text import plain, to_json, wrapped
+from stablenorm.check.arithmetic import TINIEST
+from stablenorm.text import plain, shape_text, to_json, wrapped
+from stablenorm.types import Array
 
 Verdict = Literal["PASS", "FAIL", "INCONCLUSIVE"]
 FindingVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOTE"]
 ArgumentVerdict = Literal["PASS", "FAIL", "INCONCLUSIVE", "NOT CHECKED"]
-# Stands for a bound of 0: nothing is 0 times as large.
-TINIEST = 2.0**-1074
 
 
 class Finding(NamedTuple):
@@ -26,6 +26,11 @@ class Finding(NamedTuple):
     name: str
     verdict: FindingVerdict
     message: str = ""
+
+
+def described(name: str, array: Array) -> str:
+    """Name an array with its shape and dtype."""
+    return f"{name} {shape_text(array.shape)} {array.dtype}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,7 @@ class GradientReport:
 
     def __str__(self) -> str:
         """Give verdict, diagnosis, a line for each argument, what failed, and the cost."""
-        lines = [self._headline(), *self.diagnosis, *self.about.splitlines()]
+        lines = [*self.diagnosis, *self.about.splitlines()]
         lines += [line for each in self.arguments for line in str(each).splitlines()]
         for layer in dict.fromkeys(each.layer for each in self.findings):
             seen = [each for each in self.findings if each.layer == layer]
@@ -178,18 +183,14 @@ class GradientReport:
         calls = f"{self.forward_calls} forward and {self.backward_calls} backward calls"
         # Below a second, the time interests nobody, and equal checks give equal texts.
         lines.append(calls + f", {self.seconds:.1f} s" * (self.seconds >= 1))
-        indented = "\n  ".join(lines).splitlines()
-        return "\n".join(part for line in indented for part in wrapped(line))
-
-    def _headline(self) -> str:
-        """Return the verdict and what it is about."""
-        if (verdict := self.verdict) == "PASS":
-            seen = f": an error of {self.resolution:.1e}, relative, would have been seen"
-            return "PASS" + seen * math.isfinite(self.resolution)
-        names = [each.name for each in self.arguments if each.verdict == verdict]
-        about = "wrong gradient of " if verdict == "FAIL" else "no verdict on the gradient of "
+        names = [each.name for each in self.arguments if each.verdict == self.verdict]
+        of = "wrong gradient of " if self.verdict == "FAIL" else "no verdict on the gradient of "
         if not names:
-            names = list(dict.fromkeys(f.layer for f in self.findings if f.verdict == verdict))
-            about = "" if names else "nothing was compared"
-        listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-        return f"{verdict}: {about}{listed}"
+            names = list(dict.fromkeys(f.layer for f in self.findings if f.verdict == self.verdict))
+            of = "" if names else "nothing was compared"
+        headline = f": {of}{' and '.join(filter(None, [', '.join(names[:-1]), *names[-1:]]))}"
+        if self.passed:
+            headline = f": an error of {self.resolution:.1e}, relative, would have been seen"
+            headline *= math.isfinite(self.resolution)
+        indented = "\n  ".join([self.verdict + headline, *lines]).splitlines()
+        return "\n".join(part for line in indented for part in wrapped(line))

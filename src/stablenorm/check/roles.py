@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+Function = Callable[..., Any]
 # Names by role, compared without underscores and capitals. "settings" is a dict with eps.
 NAMES = {
     "forward": ("layernormforward", "lnforward", "layernormfwd", "forward", "layernorm"),
@@ -56,14 +57,14 @@ def gradient_role(name: object) -> str:
     return next((r for r, names in _GRADIENTS.items() if names.fullmatch(key_of(name))), "")
 
 
-def parameters(function: Callable[..., Any]) -> dict[str, bool]:
+def parameters(function: Function) -> dict[str, bool]:
     """Return the parameters but *args and **options, and whether each has to be given."""
     stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     held = inspect.signature(function).parameters
     return {name: p.default is p.empty for name, p in held.items() if p.kind not in stars}
 
 
-def spelled(function: Callable[..., Any]) -> str:
+def spelled(function: Function) -> str:
     """Write how a function is called."""
     return f"{getattr(function, '__name__', 'a function')}{inspect.signature(function)}"
 
@@ -82,9 +83,7 @@ def gradients_by_role(returned: Any, takes: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
-def adapt(
-    forward: Callable[..., Any], backward: Callable[..., Any]
-) -> tuple[Callable[..., Any], Callable[..., Any], tuple[str, ...]]:
+def adapt(forward: Function, backward: Function) -> tuple[Function, Function, tuple[str, ...]]:
     """
     Return ``forward(x, gamma, beta, eps)``, ``backward(dy, cache)``, and which parameters there are.
 
@@ -106,17 +105,16 @@ def adapt(
     if len(required) != 2:
         msg = f"the backward must take (dy, cache), got {spelled(backward)}"
         raise ValueError(msg)
-    is_reversed = key_of(required[0]) in NAMES["cache"]
-    ways = dict(zip(required, ("cache", "dy") if is_reversed else ("dy", "cache"), strict=True))
+    order = ("cache", "dy") if key_of(required[0]) in NAMES["cache"] else ("dy", "cache")
+    call_backward = _by_role(backward, dict(zip(required, order, strict=True)))
+    call_forward = _by_role(forward, roles)
     takes = tuple(role for role in PARAMETERS if role in roles.values())
-    call_forward, call_backward = _by_role(forward, roles), _by_role(backward, ways)
 
     def call(x: Any, gamma: Any, beta: Any, eps: float) -> Any:
-        settings = dict.fromkeys(NAMES["eps"], eps) if "settings" in roles.values() else {}
+        settings = dict.fromkeys(NAMES["eps"], eps)
         result = call_forward(x=x, gamma=gamma, beta=beta, eps=eps, settings=settings)
-        if isinstance(result, (tuple, list)) and len(result) > 2:
-            return result[0], tuple(result[1:])
-        return result
+        is_many = isinstance(result, (tuple, list)) and len(result) > 2
+        return (result[0], tuple(result[1:])) if is_many else result
 
     def pull(dy: Any, cache: Any) -> Any:
         returned = call_backward(dy=dy, cache=cache)
@@ -126,13 +124,12 @@ def adapt(
     return call, pull, takes
 
 
-def _by_role(function: Callable[..., Any], roles: dict[str, str]) -> Callable[..., Any]:
-    """Return the function of its arguments by role; those that it wants by place are given so."""
-    held, by_place = inspect.signature(function).parameters, inspect.Parameter.POSITIONAL_ONLY
-    placed = [roles[n] for n, p in held.items() if n in roles and p.kind is by_place]
-    named = {name: role for name, role in roles.items() if held[name].kind is not by_place}
+def _by_role(function: Function, roles: dict[str, str]) -> Function:
+    """Return the function of its arguments by role."""
+    signature = inspect.signature(function)
 
     def call(**given: Any) -> Any:
-        return function(*[given[r] for r in placed], **{n: given[r] for n, r in named.items()})
+        bound = inspect.BoundArguments(signature, {n: given[r] for n, r in roles.items()})
+        return function(*bound.args, **bound.kwargs)
 
     return call
