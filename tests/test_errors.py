@@ -79,7 +79,7 @@ FORWARD = [
     ({"out": X, "residual": X}, ValueError, "out must not share memory with residual"),
 ]  # fmt: skip
 BACKWARD = [
-    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\) to match the y of this cache, got \(1, 3, 4\)"),
+    ({"dy": X[:1]}, ValueError, r"dy must have shape \(2, 3, 4\), that of the y of this cache, got \(1, 3, 4\)"),
     ({"dy": X.astype(int)}, TypeError, "dy must be float16.*got int64"),
     ({"cache": RMS}, ValueError, "cache must be of layer_norm_forward; pass this one to rms"),
     ({"wrt": ("x", "bias")}, ValueError, "wrt must name some of 'x', 'gamma', 'beta', got 'bias'"),

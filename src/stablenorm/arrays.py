@@ -9,7 +9,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.array_utils import normalize_axis_index
@@ -70,19 +70,8 @@ def is_lazy_cache(value: Any) -> bool:
     return is_lazy(getattr(value, "x", None))
 
 
-def is_plain(array: Any, shape: tuple[int, ...] | None) -> TypeGuard[Array]:
-    """
-    Tell whether `convert` would return this array as it is, and it has this shape.
-
-    Without a shape, whether it has elements.
-    """
-    if type(array) is not _ndarray or array.dtype not in _FLOATING:
-        return False
-    return bool(array.size and array.ndim) if shape is None else array.shape == shape
-
-
 def _convert(name: str, value: Any) -> Array:
-    _refuse_masked(name, value)
+    refuse_masked(name, value)
     if is_lazy(value):
         raise TypeError(lazy(name))
     if on_cuda_device(value):
@@ -97,7 +86,8 @@ def _convert(name: str, value: Any) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def _refuse_masked(name: str, value: Any) -> None:
+def refuse_masked(name: str, value: Any) -> None:
+    """Raise if an argument is a masked array."""
     if isinstance(value, np.ma.MaskedArray):
         msg = f"{name} must be a plain array, got a masked one, whose mask would be ignored"
         raise TypeError(msg)
@@ -109,7 +99,7 @@ def _target(name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any])
     if not isinstance(array, np.ndarray):
         msg = f"{name} must be a NumPy array to write into, got {type(array).__name__}"
         raise TypeError(msg)
-    _refuse_masked(name, array)
+    refuse_masked(name, array)
     check_target(name, array, shape, dtype)
     if not array.flags.writeable:
         msg = f"{name} must be writeable, got a read-only array"

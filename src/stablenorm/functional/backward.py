@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stablenorm.arrays import Arrays, is_plain
+from stablenorm.arrays import Arrays
 from stablenorm.backends import arrays_of, plain, run
 from stablenorm.call import Backward
 from stablenorm.functional.checks import (
@@ -52,12 +52,7 @@ def backward(
             return found
     check_cache(cache, dy, kind)
     arrays, (x, norm, axes, _, name, _) = arrays_of(cache.backend), cache
-    # A plain dy is in host memory, where a cache on a device has no use for it.
-    if name == "cuda" or not is_plain(dy, x.shape):
-        dy = arrays.convert("dy", dy)
-    if dy.shape != x.shape:
-        msg = f"dy must have shape {x.shape} to match the y of this cache, got {dy.shape}"
-        raise ValueError(msg)
+    dy = of_shape(arrays, "dy", dy, x.shape, "the y of this cache")
     dsum, dmean, drstd = _checked_extra(arrays, cache, (dsum, dmean, drstd))
     lead = None
     gamma, beta = norm[:2]
@@ -178,7 +173,7 @@ def _sums(
         refuse("sums over some of the rows", CUDA)
     arrays, x = arrays_of(cache.backend), cache.x
     check_cache(cache, dy, cache.norm.kind)
-    dy = of_shape(arrays, "dy", dy, x.shape)
+    dy = of_shape(arrays, "dy", dy, x.shape, "the y of this cache")
     dsum, _, _ = _checked_extra(arrays, cache, (dsum, None, None))
     dx = arrays.empty(x.shape, x.dtype, x) if with_dx else None
     first, second = sums

@@ -124,12 +124,11 @@ def of_shape(
     return array
 
 
-def check_cache(cache: Any, dy: Any, kind: str) -> None:
-    """Raise unless the second argument of a backward is a cache of a norm of this kind."""
+def check_cache(cache: Any, dy: Any, kind: str, what: str = "backward") -> None:
+    """Raise unless the second argument of a backward, or `what` else, is a cache of this kind of norm."""
     if not isinstance(cache, Cache):
-        raise TypeError(_not_a_cache(dy, cache, kind))
-    if cache.norm.kind != kind:
-        check_kind(cache.norm, kind)
+        raise TypeError(_not_a_cache(dy, cache, kind, what))
+    check_kind(cache.norm, kind, what)
 
 
 def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
@@ -139,10 +138,11 @@ def check_kind(norm: Norm, kind: str, what: str = "backward") -> None:
         raise ValueError(msg)
 
 
-def _not_a_cache(dy: Any, cache: Any, kind: str) -> str:
+def _not_a_cache(dy: Any, cache: Any, kind: str, what: str) -> str:
     """Say what is wrong with `cache`, and what the cure is."""
-    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_backward"
-    cure = f"write y, cache = {forward}(...), then {backward}(dy, cache)"
+    forward, backward = f"{kind}_norm_forward", f"{kind}_norm_{what}"
+    first = "dy" if what == "backward" else "..."
+    cure = f"write y, cache = {forward}(...), then {backward}({first}, cache)"
     if isinstance(dy, Cache):
         cure = f"the two are swapped, write {backward}(dy, cache)"
     elif isinstance(cache, tuple) and any(isinstance(each, Cache) for each in cache):

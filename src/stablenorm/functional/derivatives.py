@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from stablenorm.arrays import HOST, is_lazy_cache
 from stablenorm.call import DoubleBackward, Jvp
-from stablenorm.functional.checks import check_kind, has_leading, of_shape
+from stablenorm.functional.checks import check_cache, has_leading, of_shape
 from stablenorm.functional.combinations import CUDA, DASK, LEADING, NEAREST, refuse
 from stablenorm.functional.layout import layout_of
 from stablenorm.functional.plain import run_plain
@@ -62,14 +62,7 @@ def _check_cache(cache: Any, kind: str, what: str) -> None:
     """Raise if ``{kind}_norm_{what}`` cannot use a cache."""
     if is_lazy_cache(cache):
         refuse(what, DASK)
-    if not isinstance(cache, Cache):
-        forward = f"{kind}_norm_forward"
-        msg = (
-            f"cache must be the Cache that {forward} returns, got {type(cache).__name__}; "
-            f"write y, cache = {forward}(...)"
-        )
-        raise TypeError(msg)
-    check_kind(cache.norm, kind, what)
+    check_cache(cache, None, kind, what)
     if cache.backend == "cuda":
         refuse(what, CUDA)
     if cache.norm.rounding != "fast":

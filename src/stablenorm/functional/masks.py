@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stablenorm.arrays import is_lazy, lazy
+from stablenorm.arrays import is_lazy, lazy, refuse_masked
 from stablenorm.functional.combinations import NEAREST, refuse
 from stablenorm.types import Array
 
@@ -17,9 +17,7 @@ def check_where(where: Any, shape: tuple[int, ...], axes: tuple[int, ...], round
 
     The mask is a copy: later changes of `where` change no gradient.
     """
-    if np.ma.isMaskedArray(where):
-        msg = "where must be a plain array, got a masked one, whose mask would be ignored"
-        raise TypeError(msg)
+    refuse_masked("where", where)
     if is_lazy(where):
         raise TypeError(lazy("where"))
     try:
