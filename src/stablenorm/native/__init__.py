@@ -111,10 +111,11 @@ def _finish_forward(
 ) -> None:
     """Write y of the marked rows, and the statistics of rows that are out of range."""
     call = Forward(_as_matrix(x), norm, _as_matrix(y), samples=samples)
-    for i, rows in _samples_with(marks, samples):
-        own = slice(i * len(rows), (i + 1) * len(rows))
-        words = None if kept is None else kept.of_rows(own)
-        uncertified.finish_forward(_sample(call, i), np.flatnonzero(rows), words)
+    for i, rows in enumerate(marks.reshape(samples, -1)):
+        if rows.any():
+            own = slice(i * len(rows), (i + 1) * len(rows))
+            words = None if kept is None else kept.of_rows(own)
+            uncertified.finish_forward(_sample(call, i), np.flatnonzero(rows), words)
 
 
 def _finish_backward(
@@ -141,12 +142,6 @@ def _finish_backward(
 
 def _sample(call: Any, i: int) -> Any:
     return call if call.samples == 1 else sample(call, i)
-
-
-def _samples_with(marks: Array, samples: int) -> Any:
-    """Yield the samples that have marked rows, and the marks of each."""
-    marks = marks.reshape(samples, -1)
-    return ((i, marks[i]) for i in np.flatnonzero(marks.any(axis=1)).tolist())
 
 
 def _as_matrix(array: Array) -> Array:
