@@ -193,7 +193,11 @@ def test_right_code_of_any_style_passes(style, capsys):
         ("eps fixed inside", "", "the eps given, 1e-05, is not used: it is 0.001 inside"),
         ("CS231n: rows only, ln_param", "--eps 0.5", "ln_param)|x 6 x 8 float64, eps 0.5, seed 0"),
         ("dicts, prints", "--shape 3 5 --dtype float32", "x 3 x 5 float32, eps 1e-05, seed 0"),
-        ("accumulated, with a rate", "--shape 3 4 5", "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5"),
+        (
+            "accumulated, with a rate",
+            "--shape 3 4 5",
+            "Norm(5).forward(x), .backward(dy)|x 3 x 4 x 5",
+        ),
     ],
 )
 def test_what_was_assumed_is_said(style, options, words, capsys):

@@ -1,10 +1,13 @@
-"""The examples, and the code blocks of the pages on gradient checking: they run, and are true."""
+"""The examples, and the code blocks of the pages on checking: they run, and are true."""
 
 import doctest
 import importlib.util
 import io
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -90,6 +93,44 @@ def test_the_code_blocks_of_a_page_run_and_print_what_it_says(page, tmp_path, mo
             assert "the mean of g is missing from dx" in capsys.readouterr().out
     for file in files:
         sys.modules.pop(file.removesuffix(".py"), None)
+
+
+# ---- a kernel in C ----
+
+# Mistakes in the kernel, and the test that must fail then.
+KERNEL_MISTAKES = [
+    (None, ""),
+    ("dgamma[j] += dy[j] * xhat;|dgamma[j] += dy[j];", "test_gradients"),
+    ("of_g += (double)gamma[j] * dy[j] / n;|of_g = 0;", "test_hard_inputs"),
+    ("double sum = 0|float sum = 0", "test_hard_inputs"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "test"), KERNEL_MISTAKES)
+def test_the_page_on_checking_a_kernel(mistake, test, tmp_path):
+    """Its kernel compiles, and its tests find mistakes in it."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    texts = {language: [text for kind, text in blocks("how-to/check-a-kernel") if kind == language]
+             for language in ("c", "python", "sh")}  # fmt: skip
+    source = texts["c"][0]
+    if mistake:
+        before, after = mistake.split("|")
+        assert before in source
+        source = source.replace(before, after)
+    (tmp_path / "kernel.c").write_text(source)
+    (tmp_path / "test_kernel.py").write_text("\n\n".join(texts["python"]))
+    subprocess.run(texts["sh"][0].split(), cwd=tmp_path, check=True)
+    options = "-q -x -p no:cacheprovider -c /dev/null --rootdir . test_kernel.py"
+    command = [sys.executable, "-m", "pytest", "-k", test, *options.split()]
+    # Plugins would take half of the time.
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        command, check=False, cwd=tmp_path, env=alone, capture_output=True, text=True
+    )
+    failed = set(re.findall(r"^FAILED test_kernel.py::(\w+)", done.stdout, re.MULTILINE))
+    assert failed == ({test} if mistake else set()), done.stdout[-3000:]
+    assert done.returncode == bool(mistake), done.stdout[-3000:]
 
 
 # The network of examples/train_digits.py: its gradients, and that it learns.
