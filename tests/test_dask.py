@@ -226,6 +226,16 @@ def test_only_what_is_asked(rng):
 
 
 @pytest.mark.parametrize("rounding", ["fast", "nearest"])
+def test_other_processes_give_the_same_bits(rng, rounding):
+    """Tasks hold nothing but what can be sent, and no bit of theirs depends on a process."""
+    x, gamma, beta, dy = make(rng)
+    case = Case(x, gamma, beta, 1e-5, dy)
+    lazy = results(case, lambda a: cut(rng, a), rounding=rounding)[1]
+    found = dask.compute(lazy, scheduler="processes", num_workers=2)[0]
+    same(found, dask.compute(lazy, scheduler="synchronous")[0])
+
+
+@pytest.mark.parametrize("rounding", ["fast", "nearest"])
 def test_an_array_of_no_rows(rounding):
     x, zeros = np.empty((0, 8), np.float32), np.zeros(8, np.float32)
     expected, lazy = results(Case(x, zeros, zeros, 1e-5, x), da.from_array, rounding=rounding)
