@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from stablenorm.api import (
-    layer_norm_backward,
-    layer_norm_forward,
-    rms_norm_backward,
-    rms_norm_forward,
-)
+from stablenorm.api import FUNCTIONS
 from stablenorm.formats import check_dtype, parse
 from stablenorm.functional.checks import check_rounding, checked_offset
 from stablenorm.types import Array, Cache, Rounding, check_count, check_eps
@@ -22,8 +16,7 @@ from stablenorm.types import Array, Cache, Rounding, check_count, check_eps
 class _Layer:
     """The code that both classes share."""
 
-    _forward: ClassVar[Callable[..., Any]]
-    _backward: ClassVar[Callable[..., Any]]
+    _kind: ClassVar[str]
 
     def __init__(
         self,
@@ -69,9 +62,7 @@ class _Layer:
         `options` are `residual` and `where`, as for `layer_norm_forward`.
         """
         gamma, beta = self.parameters.get("gamma"), self.parameters.get("beta")
-        y: Array
-        cache: Cache
-        y, cache = self._forward(
+        y, cache = FUNCTIONS[self._kind][0](
             x, gamma, beta, self.eps,
             axis=self.axis, gamma_offset=self.gamma_offset, rounding=self.rounding, **options,
         )  # fmt: skip
@@ -89,7 +80,7 @@ class _Layer:
         if self.cache is None:
             msg = "backward needs a forward before it, got none; call forward(x) first"
             raise ValueError(msg)
-        dx, dgamma, dbeta = self._backward(dy, self.cache, dsum=dsum)
+        dx, dgamma, dbeta = FUNCTIONS[self._kind][1](dy, self.cache, dsum=dsum)
         named = {"gamma": dgamma, "beta": dbeta}
         self.gradients = {name: value for name, value in named.items() if value is not None}
         return cast(Array, dx)
@@ -153,7 +144,7 @@ class LayerNorm(_Layer):  # numpydoc ignore=PR02
     array([2., 2., 2., 2.], dtype=float32)
     """
 
-    _forward, _backward = staticmethod(layer_norm_forward), staticmethod(layer_norm_backward)
+    _kind = "layer"
 
 
 class RMSNorm(_Layer):
@@ -178,7 +169,7 @@ class RMSNorm(_Layer):
     {'gamma': array([0., 0., 0., 0.], dtype=float32)}
     """
 
-    _forward, _backward = staticmethod(rms_norm_forward), staticmethod(rms_norm_backward)
+    _kind = "rms"
 
     def __init__(
         self, shape: int | tuple[int, ...], eps: float = 1e-5, *, beta: bool = False, **others: Any
