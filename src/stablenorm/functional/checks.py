@@ -65,7 +65,7 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
         return array
     cure = ""
     if leading > 0 and array.shape[leading:] == shape:
-        lengths = lengths_of(x_shape, axes)
+        lengths = tuple(length for i, length in enumerate(x_shape) if i not in axes)
         if fits(array.shape[:leading], lengths):
             return array
         cure = f", or that after axes that broadcast against {lengths}"
@@ -74,11 +74,6 @@ def _parameter(name: str, array: Array, x_shape: tuple[int, ...], axes: tuple[in
         f"got {array.shape}"
     )
     raise ValueError(msg)
-
-
-def lengths_of(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the lengths of the axes that are not normalized."""
-    return tuple(length for axis, length in enumerate(shape) if axis not in axes)
 
 
 def fits(leading: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
@@ -108,19 +103,14 @@ def check_rounding(rounding: Any) -> None:
         raise ValueError(msg)
 
 
-def check_shape(name: str, array: Any, shape: tuple[int, ...], of: str = "x") -> None:
-    """Raise unless an argument has a shape; `of` names the array whose shape that is."""
-    if array.shape != shape:
-        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
-        raise ValueError(msg)
-
-
 def of_shape(
     arrays: Arrays, name: str, value: ArrayLike, shape: tuple[int, ...], of: str = "x"
 ) -> Array:
     """Return an argument as an array of a shape; `of` names the array whose shape that is."""
     array: Array = arrays.convert(name, value)
-    check_shape(name, array, shape, of)
+    if array.shape != shape:
+        msg = f"{name} must have shape {shape}, that of {of}, got {array.shape}"
+        raise ValueError(msg)
     return array
 
 
