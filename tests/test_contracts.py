@@ -1,6 +1,5 @@
 """Broken by promises beside numbers: imports, names, inputs, dtypes, empties, memory."""
 
-import inspect
 import re
 from pathlib import Path
 
@@ -14,12 +13,14 @@ import stablenorm
 from stablenorm import LayerNorm, RMSNorm, backends, layer_norm_backward, layer_norm_forward
 
 ROOT = Path(__file__).parents[1]
-HEAVY = "torch tensorflow jax autograd cupy dask matplotlib rich sympy scipy thinc onnxruntime"
+HEAVY = "torch tensorflow jax autograd cupy dask distributed matplotlib rich sympy scipy thinc onnxruntime"
 
 
-def test_importing_loads_nothing_heavy():
+def test_importing_and_ordinary_calls_load_nothing_heavy():
     code = (
-        "import sys, stablenorm; import stablenorm.api\n"
+        "import sys, numpy as np, stablenorm as sn\n"
+        "y, cache = sn.layer_norm_forward(np.ones((2, 3)), where=[[True], [False]], backend='numpy')\n"
+        "sn.layer_norm_backward(y, cache); sn.diagnose(y)\n"
         f"print(*(m for m in {HEAVY!r}.split() if m in sys.modules))"
     )
     assert python(code).split() == []
@@ -38,11 +39,6 @@ def test_one_version_everywhere():
     assert found == {file: [stablenorm.__version__] for file in held}
 
 
-def test_all_names_exist_and_are_documented():
-    for name in stablenorm.__all__:
-        assert inspect.getdoc(getattr(stablenorm, name)), name
-
-
 @pytest.mark.parametrize("value", [0.1, 12345.678, -3e4, 1e-7])
 @pytest.mark.parametrize("n", [1, 2, 3, 127, 768, 50_000])
 def test_a_constant_row_is_exactly_beta(dtype, backend, n, value):
@@ -54,18 +50,6 @@ def test_a_constant_row_is_exactly_beta(dtype, backend, n, value):
     dx, dgamma, _ = layer_norm_backward(np.ones_like(x), cache)
     np.testing.assert_array_equal(dgamma, np.zeros(n, dtype))
     np.testing.assert_array_equal(dx, np.zeros_like(x))
-
-
-@pytest.mark.parametrize("power", [-60, 1, 60])
-@pytest.mark.parametrize("name", ["float32", "float64"])
-def test_scaling_by_a_power_of_two_with_eps_changes_no_bit(rng, name, backend, power):
-    x, dy = rng.standard_normal((2, 5, 33)).astype(name)
-    gamma, beta = rng.standard_normal((2, 33)).astype(name)
-    expected = compute((x, gamma, beta, 1e-5, dy), backend=backend)
-    scaled = np.ldexp(x, power), gamma, beta, np.ldexp(1e-5, 2 * power), dy
-    found = compute(scaled, backend=backend)
-    found["dx"] = np.ldexp(found["dx"], power)
-    assert_same(found.values(), expected.values())
 
 
 def test_runs_are_repeatable_and_wrt_changes_nothing(rng, dtype, backend):
