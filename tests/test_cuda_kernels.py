@@ -207,7 +207,7 @@ FAULTS = {
     "a predicate dropped at the tail of a forward": (129, [("e = i < count ? e - center : 0.0;", "e = e - center;")]),
     "a predicate dropped at the tail of a backward": (129, [("i < count ? row.centered(lift(x.e[i])) : 0.0", "row.centered(lift(x.e[i]))")]),
     "a predicate dropped at the tail of row sums": (1027, [("const bool there = WHOLE || q * VECTOR + i < N;", "const bool there = true;")]),
-    "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n                    if (v", "if (v")]),
+    "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n        if (v", "if (v")]),
 }  # fmt: skip
 
 

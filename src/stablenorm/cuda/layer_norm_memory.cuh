@@ -10,6 +10,12 @@ constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(X);
 using Index = long long;
 
+// Call f(0) to f(count - 1), without a loop.
+template <int count, class F> INLINE void unrolled(F f) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) f(i);
+}
+
 // ---- vectors ----
 
 template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Vector {
@@ -25,20 +31,13 @@ template <class T> INLINE bool is_aligned(const T* p) {
 template <class T> INLINE Vector<T> load(const T* p, int count) {
     if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (i < count) result.e[i] = p[i];
+    unrolled<VECTOR>([&](int i) { if (i < count) result.e[i] = p[i]; });
     return result;
 }
 
 template <class T> INLINE void store(T* p, const Vector<T>& v, int count) {
-    if (count == VECTOR && is_aligned(p)) {
-        *reinterpret_cast<Vector<T>*>(p) = v;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (i < count) p[i] = v.e[i];
+    if (count == VECTOR && is_aligned(p)) *reinterpret_cast<Vector<T>*>(p) = v;
+    else unrolled<VECTOR>([&](int i) { if (i < count) p[i] = v.e[i]; });
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
@@ -74,8 +73,7 @@ template <class T> struct Parameter {
     INLINE Vector<T> at(Index v) const {
         if (p != nullptr) return load(p + column(v), count_of(v, n));
         Vector<T> result;
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) round_into(result.e[i], neutral);
+        unrolled<VECTOR>([&](int i) { round_into(result.e[i], neutral); });
         return result;
     }
 };
