@@ -191,14 +191,15 @@ def put_device(
 
     def load(_, kernel):
         if not run:
-            return None
+            return None, resident
         text = source()
         for before, after in edits if kernel.entry == edited else ():
             if before not in text:
                 # No AssertionError: tests of faults expect one.
                 raise LookupError(before)
             text = text.replace(before, after)
-        return host_shim.build(text, builds, kernel.entry, (*kernel.defines, *defines))
+        defined = *kernel.defines, *defines
+        return host_shim.build(text, builds, kernel.entry, defined), resident
 
     def launch(function, kernel, grid, parameters, together):
         values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
@@ -217,7 +218,6 @@ def put_device(
         driver, "read_facts", lambda _: driver.Facts((9, 0), 1, shared, cooperative)
     )
     monkeypatch.setattr(driver, "load", load)
-    monkeypatch.setattr(driver, "count_resident", lambda *_: resident)
     monkeypatch.setattr(driver, "launch", launch)
     return launches
 

@@ -95,8 +95,8 @@ inline float __double2float_rz(double v) {
 }
 
 // Conversions that are instructions of the device.
-inline float half_to_float(unsigned short bits) { return float(shim_bits<_Float16>(bits)); }
-inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>((_Float16)v); }
+inline double half_to_double(unsigned short bits) { return double(shim_bits<_Float16>(bits)); }
+inline unsigned short double_to_half(double v) { return shim_bits<unsigned short>((_Float16)v); }
 
 // ---- a kernel as a function of the bytes of its one parameter ----
 

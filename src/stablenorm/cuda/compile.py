@@ -40,7 +40,7 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
     # All that decides the machine code.
     key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
-    path = cache_folder() / f"{key}.cubin"
+    path = _cache_folder() / f"{key}.cubin"
     with contextlib.suppress(OSError):
         return path.read_bytes()
     known = _checked(nvrtc.nvrtcGetSupportedArchs())
@@ -53,7 +53,14 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
         raise RuntimeError(msg)
     with compiled(sources(), options) as read:
         code = read("CUBIN")
-    _write(path, code)
+    # Where it cannot be kept, go on without.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other processes may be reading, or writing the same.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            made.write_bytes(code)
+            made.replace(path)
     return code
 
 
@@ -90,27 +97,12 @@ def compiled(texts: dict[str, bytes], options: Sequence[str]) -> Iterator[Callab
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     """Return where compiled kernels are kept: STABLENORM_CACHE_DIR, or the user's cache."""
     if given := os.environ.get("STABLENORM_CACHE_DIR"):
         return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
     # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
-    return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep `code`; where that is impossible, go on without."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: other processes may be reading, or writing the same.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(code)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "stablenorm"
 
 
 def not_loaded(error: Exception, name: str) -> ImportError:
