@@ -5,22 +5,20 @@ CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on
 (tests/shim). What only a device can show, `make gpu` checks.
 """
 
-import functools
 import sys
 import types
 
 import fake_cupy as fake
 import numpy as np
 import pytest
-from fake_cupy import assert_bits, needs_shim, on_device
+from fake_cupy import assert_bits, on_device
+from host_shim import needs_shim
 from norms import draw
 
 from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm
 from stablenorm.cuda import driver
 from stablenorm.cuda.plan import choose_kernel
 
-# The bits of the CPU, without compiling anything.
-host_forward = functools.partial(layer_norm_forward, backend="numpy")
 F32 = np.dtype(np.float32)
 KERNEL = choose_kernel(6, F32, None, F32, F32)
 
@@ -32,41 +30,61 @@ def forward_of_ones(shape=(300, 33), device=0):
     return dy, layer_norm_forward(dy, gamma)[1]
 
 
+def assert_as_on_the_host(case, place=on_device, axis=-1, out=None):
+    """Do a forward and a backward of x, gamma, beta, dy where `place` puts them; return y of the host, and the cache."""
+    placed = [None if each is None else place(each) for each in case]
+    # The bits of the CPU, without compiling anything.
+    expected, host = layer_norm_forward(*case[:3], axis=axis, backend="numpy")
+    y, cache = layer_norm_forward(*placed[:3], axis=axis)
+    assert_bits(y, expected)
+    actual = layer_norm_backward(placed[3], cache, out=out)
+    expected_of_backward = layer_norm_backward(case[3], host)
+    for one, other, given in zip(actual, expected_of_backward, out or (None,) * 3, strict=True):
+        assert (one is None) == (other is None)
+        assert given is None or one is given
+        if other is not None:
+            assert_bits(one, other)
+    return expected, cache
+
+
+def failing(name, message):
+    """Return a function that raises an error of CuPy's of this name."""
+
+    def fail(*_):
+        raise type(name, (RuntimeError,), {})(message)
+
+    return fail
+
+
 # ---- the doors ----
 
 
 @needs_shim
 def test_results_are_cupy_arrays_with_the_bits_of_the_cpu(launches, rng):
     x, gamma, beta, dy = draw(rng, (2, 17, 129))
-    expected, host = host_forward(x, gamma, beta)
-    y, cache = layer_norm_forward(*map(on_device, (x, gamma, beta)))
-    assert_bits(layer_norm(*map(on_device, (x, gamma, beta))), expected)
-    assert_bits(y, expected)
+    expected, cache = assert_as_on_the_host((x, gamma, beta, dy))
     assert cache.backend == "cuda"
-    actual, hosts = layer_norm_backward(on_device(dy), cache), layer_norm_backward(dy, host)
-    for one, other in zip(actual, hosts, strict=True):
-        assert_bits(one, other)
     # One launch each; only blocks that wait for one another take a cooperative one.
-    assert [launch.cooperative for launch in launches] == [False, False, True]
+    assert [launch.cooperative for launch in launches] == [False, True]
+    assert_bits(layer_norm(*map(on_device, (x, gamma, beta))), expected)
 
 
 @needs_shim
 def test_other_axes_are_copied_and_written_back(launches, cupy, rng):
     x, dy = (rng.standard_normal((3, 8, 50)).astype(np.float32) for _ in range(2))
     gamma, beta = rng.standard_normal((2, 3, 50)).astype(np.float32)
-    expected, host = host_forward(x, gamma, beta, axis=(0, 2))
-    arrays = [on_device(a) for a in (x, gamma.T.copy(), beta)]
-    arrays[1] = fake.ndarray(arrays[1].host.T)
-    y, cache = layer_norm_forward(*arrays, axis=(0, 2))
-    assert_bits(y, expected)
+    before = x.copy()
+
+    def place(array):
+        """Gamma has gaps within."""
+        return fake.ndarray(gamma.T.copy().T) if array is gamma else fake.ndarray(array)
+
     out = [fake.ndarray(np.empty(a.T.shape, a.dtype).T) for a in (x, gamma, beta)]
     for given in (None, out):
-        actual = layer_norm_backward(on_device(dy), cache, out=given)
-        for one, other in zip(actual, layer_norm_backward(dy, host), strict=True):
-            assert_bits(one, other)
-    assert len(launches) == 3
-    assert cupy.copied.count((8, 3, 50)) == 5
-    np.testing.assert_array_equal(arrays[0].host, x)
+        assert_as_on_the_host((x, gamma, beta, dy), place, axis=(0, 2), out=given)
+    assert len(launches) == 4
+    assert cupy.copied.count((8, 3, 50)) == 6
+    np.testing.assert_array_equal(x, before)
 
 
 # A view of (9, 140), and the copies of x and dy that it takes.
@@ -76,8 +94,9 @@ VIEWS = {
     "one row": (lambda a: a[3:4, 1:], 0),
     "a new axis": (lambda a: a[:, None, :129], 0),
     "one row for all": (lambda a: np.broadcast_to(a[0], a.shape), 0),
-    "gaps within rows": (lambda a: a[:, ::2], 2),
-    "rows backwards within": (lambda a: a[:, ::-1], 2),
+    # The backward gathers x again.
+    "gaps within rows": (lambda a: a[:, ::2], 3),
+    "rows backwards within": (lambda a: a[:, ::-1], 3),
 }
 
 
@@ -86,14 +105,8 @@ VIEWS = {
 def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, cupy, rng, view):
     see, copies = VIEWS[view]
     x, dy = rng.standard_normal((2, 9, 140)).astype(np.float32)
-    expected, host = host_forward(see(x))
-    before = len(cupy.copied)
-    y, cache = layer_norm_forward(fake.ndarray(see(x)))
-    assert_bits(y, expected)
-    actual = layer_norm_backward(fake.ndarray(see(dy)), cache).dx
-    assert_bits(actual, layer_norm_backward(see(dy), host).dx)
-    # The backward gathers x again.
-    assert len(cupy.copied) - before == (3 if copies else 0)
+    expected, _ = assert_as_on_the_host((see(x), None, None, see(dy)), fake.ndarray)
+    assert len(cupy.copied) == copies
     assert len(launches) == 2
     # And back, where there are as many elements as places.
     if view != "one row for all":
@@ -104,15 +117,12 @@ def test_row_strides_need_no_copy_and_gaps_within_rows_do(launches, cupy, rng, v
 @needs_shim
 def test_out_may_be_x_and_dx_may_be_dy(launches, rng):
     x, gamma, beta, dy = draw(rng, (5, 129))
-    expected, host = host_forward(x, gamma, beta)
-    given, scale, shift = map(on_device, (x, gamma, beta))
-    _, cache = layer_norm_forward(given, scale, shift)
-    place = on_device(dy)
-    made = layer_norm_backward(place, cache, out=(place, None, None))
-    assert made.dx is place
-    assert_bits(place, layer_norm_backward(dy, host).dx)
-    assert layer_norm(given, scale, shift, out=given) is given
-    assert_bits(given, expected)
+    given = on_device(dy)
+    place = lambda array: given if array is dy else on_device(array)
+    expected, cache = assert_as_on_the_host((x, gamma, beta, dy), place, out=(given, None, None))
+    x, *others = cache.x, *cache.norm[:2]
+    assert layer_norm(x, *others, out=x) is x
+    assert_bits(x, expected)
     assert len(launches) == 3
 
 
@@ -147,15 +157,12 @@ class Foreign:
 @pytest.mark.usefixtures("launches")
 def test_arrays_of_other_libraries_come_back_as_cupys(rng, protocols, kind):
     x, dy = rng.standard_normal((2, 5, 129)).astype(np.float32)
-    expected, host = host_forward(x)
-    y, cache = layer_norm_forward(Foreign(x, protocols, kind=kind))
-    assert_bits(y, expected)
+    place = lambda host: Foreign(host, protocols, kind)
+    expected, cache = assert_as_on_the_host((x, None, None, dy), place)
     assert cache.x.data.ptr == x.ctypes.data
-    actual = layer_norm_backward(Foreign(dy, protocols), cache).dx
-    assert_bits(actual, layer_norm_backward(dy, host).dx)
-    place = np.empty_like(x)
-    layer_norm(Foreign(x, protocols), out=Foreign(place, protocols))
-    assert place.tobytes() == expected.tobytes()
+    result = np.empty_like(x)
+    layer_norm(place(x), out=place(result))
+    assert result.tobytes() == expected.tobytes()
 
 
 # ---- what is refused ----
@@ -227,11 +234,8 @@ def test_without_cupy_the_install_line_is_named(monkeypatch):
 
 
 def test_without_a_device_or_a_driver_it_says_so(cupy):
-    def fail():
-        msg = "cudaErrorInsufficientDriver: driver version is insufficient"
-        raise fake.CUDARuntimeError(msg)
-
-    cupy.cuda.runtime.getDeviceCount = fail
+    text = "cudaErrorInsufficientDriver: driver version is insufficient"
+    cupy.cuda.runtime.getDeviceCount = failing("CUDARuntimeError", text)
     with pytest.raises(
         RuntimeError, match=r"needs a CUDA device, and CUDA says: CUDARuntimeError: cudaErrorInsuff"
     ):
@@ -283,20 +287,10 @@ def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
 
 @needs_shim
 def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypatch, rng):
-    x, gamma, beta, dy = draw(rng, (64, 129))
-    case, working = (x, gamma, beta, 1e-5, dy), driver.launch
-
-    def launch(*given):
-        if given[-1]:
-            msg = "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks"
-            raise fake.CUDADriverError(msg)
-        working(*given)
-
-    monkeypatch.setattr(driver, "launch", launch)
-    expected, actual = fake.both(case, np.asarray), fake.both(case)
-    assert {k: a.tobytes() for k, a in actual.items()} == {
-        k: a.tobytes() for k, a in expected.items()
-    }
+    refuse = failing("CUDADriverError", "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE: too many blocks")
+    working = driver.launch
+    monkeypatch.setattr(driver, "launch", lambda *a: (refuse if a[-1] else working)(*a))
+    assert_as_on_the_host(draw(rng, (64, 129)))
     assert [launch.kernel.forward for launch in launches] == [True, False]
 
 

@@ -13,7 +13,7 @@ from stablenorm.cuda.plan import choose_kernel, cut
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.families import FAMILIES, make_case
 
-pytestmark = fake.needs_shim
+pytestmark = host_shim.needs_shim
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {"bfloat16": BF16}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from host_shim import READ, WRITE, Tensor
 
-pytestmark = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not())
+pytestmark = host_shim.needs_shim
 
 # The sum of x (n): warps by shuffles, blocks in shared memory, the grid by tickets. `fault` plants
 # one, 0 none: so that the compiler runs once.

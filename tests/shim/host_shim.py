@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 HERE = Path(__file__).parent
 # -Og: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
@@ -62,7 +63,7 @@ class _Region(ctypes.Structure):
     )
 
 
-def why_not() -> str:
+def _why_not() -> str:
     """Say what is missing to run kernels on this machine; "" if nothing is."""
     if not Path("/proc/self/exe").exists():
         return "the host shim needs Linux"
@@ -71,6 +72,10 @@ def why_not() -> str:
     version = subprocess.run(["g++", "-dumpversion"], capture_output=True, text=True, check=True)
     # The first with _Float16 on x86-64.
     return "" if int(version.stdout.split(".")[0]) >= 12 else "the host shim needs g++ 12 or later"
+
+
+# Marks tests that run kernels.
+needs_shim = pytest.mark.skipif(bool(why := _why_not()), reason=why or "-")
 
 
 def _made(folder, text, *options):
