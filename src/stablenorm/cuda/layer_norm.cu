@@ -1,22 +1,11 @@
 // Layer normalization and its backward, one launch each: the equations of the reference.
 //
-// One source, compiled on demand for one function and one configuration at a time, by these
-// definitions (plan.py chooses them):
-//   LN_FORWARD      1: layer_norm_forward is compiled; 0: layer_norm_backward
-//   LN_X, LN_DY, LN_GAMMA, LN_BETA   dtype of x (of y and dx too), of dy, of gamma and dgamma, of beta
-//                   and dbeta: 0 float16, 1 bfloat16, 2 float32, 3 float64. That of x chooses the
-//                   arithmetic: pairs of float64 for float64, float64 for the others
-//   LN_N            elements of a row, for the fast kernels; 0: the general ones, for any n
-//   LN_ROW_THREADS, LN_SLOTS   threads of a row; rows that a block has in hand at a time
-//   LN_ROW_WARPS    warps that find row sums, beside the ROW_THREADS; 0: there are none
-//   LN_THREADS      threads of a block
-//   LN_LEAST_BLOCKS blocks that are to fit a multiprocessor
-//   LN_VECTORS      fast kernels: 16-byte vectors of x that a thread has
-//   LN_STAGES       fast kernels: rows that are on their way, which decides no bit
-//   LN_ALIGNED      fast kernels: 1 if all rows begin at multiples of 16 bytes, which decides none either
-// Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of
-// blocks up to the chunks (backward); if `barrier` is set all of them must be resident (cooperative
-// launch).
+// One source, compiled on demand for one function and one configuration at a time: each field of Kernel in
+// plan.py is a definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for
+// float64, float64 for the others. LN_STAGES and LN_ALIGNED decide no bit.
+//
+// Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of blocks up
+// to the chunks (backward); if `barrier` is set all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
