@@ -320,7 +320,7 @@ std::unique_ptr<Block> start_block(unsigned index) {
 extern "C" {
 ShimPlace shim_place() { return {{current->thread}, {current->block->index}, {launch.grid}}; }
 unsigned char* shim_shared() { return current->block->memory.data(); }
-void shim_sleep() { look(); }
+void __nanosleep(unsigned) { look(); }
 
 bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
@@ -355,7 +355,7 @@ bool shim_any(bool value, int line) {
     });
 }
 
-void shim_copy(void* to, const void* from, int bytes, int room, unsigned long long* barrier) {
+void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {
     const std::size_t both = std::size_t(to) | (bytes ? std::size_t(from) : 0);
     if (both % std::min(room, 16)) fail("a copy between misaligned addresses");
     if (bytes) access(from, bytes, false);
@@ -370,7 +370,7 @@ void shim_copy(void* to, const void* from, int bytes, int room, unsigned long lo
     if (meeting) merge(meeting->arriving, nullptr, *current), ++current->time;
 }
 
-void shim_commit() { ++current->groups; }
+void commit_copies() { ++current->groups; }
 
 void shim_wait_copies(int left) {
     auto& copies = current->copies;
@@ -381,13 +381,13 @@ void shim_wait_copies(int left) {
     copies.erase(copies.begin(), end);
 }
 
-void shim_barrier_init(unsigned long long* barrier, int count) {
+void barrier_init(Barrier* barrier, int count) {
     access(barrier, 8, true);
     Meeting& meeting = current->block->meetings[barrier] = Meeting();
     meeting.count = meeting.missing = count;
 }
 
-void shim_barrier_arrive(unsigned long long* barrier, int bytes) {
+void barrier_expect(Barrier* barrier, int bytes) {
     access(barrier, 8, false);
     Meeting& meeting = current->block->meetings.at(barrier);
     merge(meeting.arriving, current->past.get(), *current);
@@ -397,7 +397,7 @@ void shim_barrier_arrive(unsigned long long* barrier, int bytes) {
     check_phase(meeting);
 }
 
-void shim_barrier_wait(unsigned long long* barrier, int parity, int line) {
+void shim_barrier_wait(Barrier* barrier, int parity, int line) {
     access(barrier, 8, false);
     Meeting& meeting = current->block->meetings.at(barrier);
     // Nothing but the parity: a thread that is two phases away is told wrong, as on the device.
@@ -411,12 +411,12 @@ void shim_barrier_wait(unsigned long long* barrier, int parity, int line) {
     current->past = std::make_shared<Past>(std::move(seen));
 }
 
-void shim_fence() {
+void __threadfence() {
     current->acquired = current->latest;
     current->releases = true;
 }
 
-unsigned shim_add(unsigned* word, unsigned value) {
+unsigned atomicAdd(unsigned* word, unsigned value) {
     look();
     const unsigned old = *word;
     *word = old + value;

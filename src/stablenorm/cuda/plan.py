@@ -205,8 +205,8 @@ PARAMETERS = {
     **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
     **dict.fromkeys(("partials", "counter"), "Q"),
     **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride"), "q"),
-    **{"chunk_rows": "q", "chunks": "q", "eps": "d", "barrier": "q"},
-}
+    **dict.fromkeys(("chunk_rows", "chunks"), "q"),
+} | {"eps": "d", "barrier": "q"}
 FORMAT = "<" + "".join(PARAMETERS.values())
 
 # Returns the bytes of the one argument of a kernel, given its fields in the order of `PARAMETERS`.
