@@ -174,36 +174,34 @@ def backward(**keywords):
     return layer_norm_backward(*forward_of_ones((4, 6)), **keywords)
 
 
+GPU, ROW = on_device(X), on_device(X[0])
+CANNOT = " cannot be combined with arrays on a CUDA device"
 REFUSED = [
-    (lambda: layer_norm(on_device(X), np.ones(6)), TypeError,
-     "gamma must be on a CUDA device, like the other arguments, got numpy.ndarray; cupy.asarray"),
-    (lambda: layer_norm(X, on_device(X[0])), TypeError, "gamma must be in host memory.*back"),
-    (lambda: layer_norm(X, out=on_device(X)), TypeError, "out must be in host memory"),
-    (lambda: layer_norm(on_device(X), out=X.copy()), TypeError, "out must be on a CUDA device"),
-    (lambda: layer_norm(on_device(X), backend="native"), ValueError, 'backend must be "cuda"'),
-    (lambda: layer_norm(X, backend="cuda"), TypeError, r"x is in host memory.*cupy.asarray\(x\)"),
-    (lambda: layer_norm(on_device(X.astype(int))), TypeError, "x must be float16.*got int64"),
-    (lambda: layer_norm(on_device(X), on_device(X[0, :5])), ValueError,
-     r"gamma must have shape \(6,\) to match x normalized over axis 1, got \(5,\)"),
-    (lambda: layer_norm(on_device(X), on_device(X[:1])), ValueError,
-     "leading axes of gamma or beta cannot be combined with arrays on a CUDA"),
-    (lambda: rms_norm(on_device(X)), ValueError, "RMS norm cannot be combined with arrays on a CUDA device.*x.get"),
-    (lambda: layer_norm(on_device(X), on_device(X[0]), gamma_offset=1.0), ValueError,
-     "gamma_offset cannot be combined with arrays on a CUDA device"),
-    (lambda: layer_norm(on_device(X), on_device(X[0], 1)), ValueError,
-     "gamma must be on device 0, like x, got device 1; copy it there"),
-    (lambda: layer_norm(on_device(X), out=on_device(X.astype(float))), TypeError, "out must have dtype"),
-    (lambda: layer_norm(on_device(X), out=fake.ndarray(np.broadcast_to(X[0], X.shape))), ValueError,
-     "an element of its own for each result"),
-    (lambda: backward(sum_axes=0), ValueError, "sum_axes cannot be combined with arrays on a CUDA device"),
-    (lambda: backward(accumulate=True), ValueError, "accumulate cannot be combined with arrays on a CUDA"),
+    (TypeError, "gamma must be on a CUDA device, like the other arguments, got numpy.ndarray; cupy.asarray",
+     lambda: layer_norm(GPU, np.ones(6))),
+    (TypeError, "gamma must be in host memory.*back", lambda: layer_norm(X, ROW)),
+    (TypeError, "out must be in host memory", lambda: layer_norm(X, out=GPU)),
+    (TypeError, "out must be on a CUDA device", lambda: layer_norm(GPU, out=X.copy())),
+    (TypeError, "out must have dtype", lambda: layer_norm(GPU, out=on_device(X.astype(int)))),
+    (TypeError, r"x is in host memory.*cupy.asarray\(x\)", lambda: layer_norm(X, backend="cuda")),
+    (TypeError, "x must be float16.*got int64", lambda: layer_norm(on_device(X.astype(int)))),
+    (ValueError, 'backend must be "cuda"', lambda: layer_norm(GPU, backend="native")),
+    (ValueError, r"gamma must have shape \(6,\) to match x normalized over axis 1, got \(5,\)",
+     lambda: layer_norm(GPU, on_device(X[0, :5]))),
+    (ValueError, "gamma must be on device 0, like x, got device 1; copy it there",
+     lambda: layer_norm(GPU, on_device(X[0], 1))),
+    (ValueError, "an element of its own for each result",
+     lambda: layer_norm(GPU, out=fake.ndarray(np.broadcast_to(X[0], X.shape)))),
+    (ValueError, "leading axes of gamma or beta" + CANNOT, lambda: layer_norm(GPU, on_device(X[:1]))),
+    (ValueError, f"RMS norm{CANNOT}.*x.get", lambda: rms_norm(GPU)),
+    (ValueError, "gamma_offset" + CANNOT, lambda: layer_norm(GPU, ROW, gamma_offset=1.0)),
+    (ValueError, "sum_axes" + CANNOT, lambda: backward(sum_axes=0)),
+    (ValueError, "accumulate" + CANNOT, lambda: backward(accumulate=True)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"), REFUSED, ids=[message for _, _, message in REFUSED]
-)
-def test_arguments_that_do_not_fit_are_named(use, call, error, message):
+@pytest.mark.parametrize(("error", "message", "call"), REFUSED, ids=[each[1] for each in REFUSED])
+def test_arguments_that_do_not_fit_are_named(use, error, message, call):
     use(run=False)
     with pytest.raises(error, match=message):
         call()

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import both, on_device
-from norms import assert_contract
+from norms import assert_contract, draw
 
 from stablenorm.cuda import plan
 from stablenorm.cuda.plan import choose_kernel, cut
@@ -32,16 +32,9 @@ CANCELLING = {
 }
 
 
-def ordinary(rows, n, dtype, gamma_dtype=None):
-    rng = np.random.default_rng([rows, n])
-    gamma_dtype = dtype if gamma_dtype is None else gamma_dtype
-    return (
-        rng.standard_normal((rows, n)).astype(dtype),
-        (1 + 0.1 * rng.standard_normal(n)).astype(gamma_dtype),
-        (0.1 * rng.standard_normal(n)).astype(gamma_dtype),
-        1e-5,
-        rng.standard_normal((rows, n)).astype(dtype),
-    )
+def ordinary(rows, n, dtype):
+    x, gamma, beta, dy = draw(np.random.default_rng([rows, n]), (rows, n), dtype)
+    return x, gamma, beta, 1e-5, dy
 
 
 def assert_same(expected, actual, but=()):
@@ -94,9 +87,9 @@ def test_shapes(rows, n, dtype):
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(("gamma_dtype", "beta_dtype"), [("bfloat16", "float32"), (None, None)])
 def test_gamma_and_beta_have_their_own_dtypes(gamma_dtype, beta_dtype):
-    x, gamma, beta, eps, dy = ordinary(33, 129, DTYPES["float16"], np.float64)
-    gamma = None if gamma_dtype is None else gamma.astype(DTYPES[gamma_dtype])
-    beta = None if beta_dtype is None else beta.astype(DTYPES[beta_dtype])
+    x, *_, eps, dy = ordinary(33, 129, DTYPES["float16"])
+    given = zip(ordinary(33, 129, np.float64)[1:3], (gamma_dtype, beta_dtype), strict=True)
+    gamma, beta = (name and values.astype(DTYPES[name]) for values, name in given)
     case = x, gamma, beta, eps, dy
     assert_same(both(case, np.asarray), both(case))
 
