@@ -78,19 +78,12 @@ template <class T> struct Parameter {
     }
 };
 
-// Call f(i, element i of each of `vectors`) for i from `first` up to `count`, without a question for each if
-// the vectors are full. A recursion: compilers for devices from 10.0 on leave the loop a loop, whose vectors
-// then lie in memory.
-template <bool full, int first = 0, class F, class... Vectors>
-INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (full || first < count) f(first, lift(vectors.e[first])...);
-    if constexpr (first + 1 < VECTOR) for_each_of<full, first + 1>(count, f, vectors...);
-}
-
+// Call f(i, element i of each of `vectors`) for i up to `count`, without a question for each if the vectors are
+// full.
 template <class F, class... Vectors>
 INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (count == VECTOR) for_each_of<true>(count, f, vectors...);
-    else for_each_of<false>(count, f, vectors...);
+    if (count == VECTOR) unrolled<VECTOR>([&](int i) { f(i, lift(vectors.e[i])...); });
+    else unrolled<VECTOR>([&](int i) { if (i < count) f(i, lift(vectors.e[i])...); });
 }
 
 // The same for all vectors that this thread has of a row of n: of `sources`, which are Columns or
