@@ -88,8 +88,9 @@ struct __align__(16) Record {
 
     INLINE double centered(double x) const { return (x - mean) - mean_lo; }
 
-    // Return dx of an element, given c = x - mean; add to the sums over rows.
-    INLINE double pull_back(double c, double dy, double gamma, double& dgamma, double& dbeta) const {
+    // Return dx of an element, given c = x - mean; add to the sums over rows. A reference to gamma reads it last,
+    // which saves registers.
+    INLINE double pull_back(double c, double dy, const double& gamma, double& dgamma, double& dbeta) const {
         dgamma = fma(c * rstd, dy, dgamma);
         dbeta += dy;
         return fma(-c, slope, fma(dy, gamma, -mean_g)) * rstd;

@@ -75,10 +75,11 @@ struct ShortRows {
             // Orders the warps, one after the other, and the reads of the last sums before the first.
             __syncthreads();
             if (threadIdx.x / WARP != warp || threadIdx.x % WARP >= ROW_THREADS) continue;
-            unrolled<ELEMENTS>([&](int e) {
+#pragma unroll
+            for (int e = 0; e < ELEMENTS; ++e) {
                 double& sum = combined.at(vector_of(e / VECTOR), e % VECTOR);
                 sum = warp ? sum + sums[e] : sums[e];
-            });
+            }
         }
         // Orders the sums before they are read.
         __syncthreads();

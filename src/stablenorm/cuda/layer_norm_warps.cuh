@@ -126,10 +126,11 @@ struct Pipeline {
                 if (++s == STAGES) s = 0, parity ^= 1;
                 out += p.out_stride;
             }
-            unrolled<2 * ELEMENTS>([&](int i) {
-                const int which = i / ELEMENTS, e = i % ELEMENTS, col = column(e / VECTOR) + e % VECTOR;
-                if (p.partials && col < N) p.partials[(2LL * chunk + which) * N + col] = sums[which][e];
-            });
+#pragma unroll
+            for (int e = 0; e < 2 * ELEMENTS && p.partials; ++e) {
+                const int col = column(e % ELEMENTS / VECTOR) + e % VECTOR;
+                if (col < N) p.partials[(2LL * chunk + e / ELEMENTS) * N + col] = sums[e / ELEMENTS][e % ELEMENTS];
+            }
         }
     }
 
