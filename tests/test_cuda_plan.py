@@ -1,6 +1,7 @@
 """The launch plan of the CUDA kernels: what no test of the kernels themselves would notice."""
 
 import itertools
+import re
 import struct
 
 import ml_dtypes
@@ -79,12 +80,9 @@ def test_parameters_are_those_of_the_source(pytestconfig):
     source = (pytestconfig.rootpath / "src" / "stablenorm" / "cuda" / "layer_norm.cu").read_text()
     body = source.partition("struct Parameters {")[2].partition("};")[0]
     found = {}
-    for line in body.splitlines():
-        declaration = line.partition("//")[0].strip().rstrip(";")
-        kind = {"long long": "q", "double ": "d", "int": "i"}
-        code = next((c for word, c in kind.items() if declaration.startswith(word)), "Q")
-        for part in filter(None, declaration.split(",")):
-            found[part.split()[-1].lstrip("*")] = "Q" if "*" in declaration else code
+    for kind, star, names in re.findall(r"^ +([\w ]+?)(\*?) (\w+(?:, \w+)*);", body, re.MULTILINE):
+        code = "Q" if star else {"long long": "q", "double": "d"}[kind]
+        found |= dict.fromkeys(names.split(", "), code)
     assert list(found.items()) == list(PARAMETERS.items())
     # Without padding, as C++ lays it out.
     assert struct.calcsize(FORMAT) == struct.calcsize(FORMAT.replace("<", "@")) == 192

@@ -267,6 +267,12 @@ double meet(unsigned warp, const char* what, int line, int lanes, double value, 
     return current->value;
 }
 
+// Tell all threads that met whether one of them has a value other than 0.
+void vote(Fiber* begin, Fiber* end) {
+    const bool any = std::any_of(begin, end, [](const Fiber& each) { return each.value != 0; });
+    for (Fiber* each = begin; each < end; ++each) each->value = any;
+}
+
 // ---- copies and barriers in shared memory ----
 
 void set_flying(Block* block, Bytes to, int room, bool flying) {
@@ -324,14 +330,10 @@ void __nanosleep(unsigned) { look(); }
 
 bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
-    return meet(0, "__syncthreads", line, 0, value, [&](Fiber*) {
-        bool any = false;
-        for (const Fiber& each : block->fibers) {
-            block->acquired = std::max(block->acquired, each.acquired);
-            any |= each.value != 0;
-        }
-        for (Fiber& each : block->fibers) each.value = any;
-        share(&block->fibers[0], &block->fibers[0] + launch.threads);
+    return meet(0, "__syncthreads", line, 0, value, [&](Fiber* fibers) {
+        for (const Fiber& each : block->fibers) block->acquired = std::max(block->acquired, each.acquired);
+        vote(fibers, fibers + launch.threads);
+        share(fibers, fibers + launch.threads);
         ++block->epoch;
     });
 }
@@ -349,10 +351,7 @@ void shim_syncwarp(int line) {
 }
 
 bool shim_any(bool value, int line) {
-    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) {
-        const bool any = std::any_of(warp, warp + 32, [](const Fiber& each) { return each.value != 0; });
-        for (Fiber* each = warp; each < warp + 32; ++each) each->value = any;
-    });
+    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) { vote(warp, warp + 32); });
 }
 
 void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {
@@ -430,16 +429,12 @@ unsigned atomicAdd(unsigned* word, unsigned value) {
 
 // ---- what instrumented code calls ----
 
-#define SHIM_ACCESS(bytes)                                                                     \
-    void __tsan_read##bytes(void* at) { access(at, bytes, false); }                   \
-    void __tsan_write##bytes(void* at) { access(at, bytes, true); }                   \
-    void __tsan_unaligned_read##bytes(void* at) { access(at, bytes, false); }         \
+#define SHIM_ACCESS(bytes)                                                     \
+    void __tsan_read##bytes(void* at) { access(at, bytes, false); }            \
+    void __tsan_write##bytes(void* at) { access(at, bytes, true); }            \
+    void __tsan_unaligned_read##bytes(void* at) { access(at, bytes, false); }  \
     void __tsan_unaligned_write##bytes(void* at) { access(at, bytes, true); }
-SHIM_ACCESS(1)
-SHIM_ACCESS(2)
-SHIM_ACCESS(4)
-SHIM_ACCESS(8)
-SHIM_ACCESS(16)
+SHIM_ACCESS(1) SHIM_ACCESS(2) SHIM_ACCESS(4) SHIM_ACCESS(8) SHIM_ACCESS(16)
 void __tsan_read_range(void* at, std::size_t bytes) { access(at, bytes, false); }
 void __tsan_write_range(void* at, std::size_t bytes) { access(at, bytes, true); }
 void __tsan_init() {}

@@ -55,12 +55,8 @@ class Traffic(NamedTuple):
     writes: np.ndarray
 
 
-class _Region(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("begin", "bytes", "rights")),
-        ("writes", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("loaded", "stored")),
-    )
+# struct Region of fibers.cpp.
+REGION = [(name, np.uint64) for name in ("begin", "bytes", "rights", "writes", "loaded", "stored")]
 
 
 def _why_not() -> str:
@@ -86,20 +82,18 @@ def _made(folder, text, *options):
     with (folder / f"{digest}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            written, made = path.with_suffix(".cpp"), path.with_suffix(".part")
+            written, made, linked = (path.with_suffix(end) for end in (".cpp", ".o", ".part"))
             written.write_text(text)
             # In two steps: with its option, g++ would link ThreadSanitizer itself.
-            _run_compiler("g++", *options, "-c", str(written), "-o", f"{made}.o")
-            _run_compiler("g++", "-shared", f"{made}.o", "-o", str(made))
-            made.replace(path)
+            for step in ([*options, "-c", written, "-o", made], ["-shared", made, "-o", linked]):
+                process = subprocess.run(
+                    ["g++", *step], capture_output=True, text=True, check=False
+                )
+                if process.returncode:
+                    msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
+                    raise RuntimeError(msg)
+            linked.replace(path)
     return path
-
-
-def _run_compiler(*command):
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
-        raise RuntimeError(msg)
 
 
 @functools.cache
@@ -130,19 +124,16 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     library, entry = kernel
     given = tensors or ()
     writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
-    regions = (_Region * max(1, len(given)))(
-        *((*tensor[1:], counts.ctypes.data) for tensor, counts in zip(given, writes, strict=True))
-    )
+    pairs = zip(given, writes, strict=True)
+    regions = np.array([(*each[1:], counts.ctypes.data, 0, 0) for each, counts in pairs], REGION)
     run = ctypes.CDLL(None).shim_launch
     run.restype = ctypes.c_char_p
     failed = run(
         getattr(library, f"shim_call_{entry}"), parameters, grid, block,
         ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed), int(cooperative),
-        None if tensors is None else regions, ctypes.c_size_t(len(given)),
+        None if tensors is None else regions.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(len(given)),
     )  # fmt: skip
     if failed is not None:
         raise LaunchError(re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, failed.decode()))
-    return [
-        Traffic(tensor, region.loaded, region.stored, counts)
-        for tensor, region, counts in zip(given, regions, writes, strict=False)
-    ]
+    both = zip(given, regions["loaded"], regions["stored"], writes, strict=True)
+    return [Traffic(*each) for each in both]
