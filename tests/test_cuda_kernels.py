@@ -149,7 +149,7 @@ def test_same_bits(name, use):
         dtype != "float64",
         "kinds" in name or "odd" in name,
     )
-    assert cut(rows, kernel).number >= 3
+    assert cut(rows, kernel)[0] >= 3
     use()
     case = ordinary(rows, n, DTYPES[dtype])
     expected = both(case)

@@ -46,7 +46,7 @@ def test_threads_columns_and_memory():
             assert kernel.stages % kernel.row_warps == 0
         if not kernel.n and not kernel.forward:
             # Two row sums of each row of the largest chunk, and two turns of eight warps.
-            largest = max(cut(rows, kernel).rows for rows in ROWS)
+            largest = max(cut(rows, kernel)[1] for rows in ROWS)
             assert kernel.shared_bytes >= (2 * largest + 16) * kernel.number_bytes
 
 
@@ -61,14 +61,14 @@ def test_the_device_decides_no_bit():
 @pytest.mark.parametrize("rows", ROWS)
 def test_chunks_cover_the_rows_once_and_lose_no_digit(rows):
     for kernel in {kernel for *_, kernel in KERNELS if not kernel.forward}:
-        chunks = cut(rows, kernel)
-        assert (chunks.number - 1) * chunks.rows < rows <= chunks.number * chunks.rows
+        number, size = cut(rows, kernel)
+        assert (number - 1) * size < rows <= number * size
         # A row slot never straddles two chunks.
-        assert chunks.rows % kernel.slots == 0
+        assert size % kernel.slots == 0
         # At most 512 additions one after the other: a float64 sum errs by 2**-44 of its terms.
-        assert chunks.rows <= 512 * kernel.slots
+        assert size <= 512 * kernel.slots
         if rows < 1 << 16:
-            assert chunks.number <= 128 * kernel.least_blocks
+            assert number <= 128 * kernel.least_blocks
 
 
 def test_few_rows_are_chunks_of_one():

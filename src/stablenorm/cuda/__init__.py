@@ -100,16 +100,16 @@ def backward(call: Backward) -> None:
         # The backward has no beta: the dtype is that of dbeta.
         dtypes = dtype, dy.array.dtype, _dtype(norm.gamma), _dtype(dbeta)
         plan = find_plan(device, n, aligned, *dtypes)
-        chunks, room = cut(rows, plan.kernel), (None, None)
+        (chunks, chunk_rows), room = cut(rows, plan.kernel), (None, None)
         if summing:
-            room = driver.room(cupy, device, 2 * n * chunks.number * plan.kernel.number_bytes)
+            room = driver.room(cupy, device, 2 * n * chunks * plan.kernel.number_bytes)
         values = (
             source.pointer, cotangent.pointer, scale.pointer, 0, target.pointer,
             totals[0].pointer, totals[1].pointer, *_places(*kept[:5], kept.exponent, *room), rows, n,
-            source.stride, cotangent.stride, target.stride, chunks.rows, chunks.number, 0.0,
+            source.stride, cotangent.stride, target.stride, chunk_rows, chunks, 0.0,
         )  # fmt: skip
         # Blocks wait for one another only where all are promised to run at once.
-        _launch(plan, chunks.number, values, summing and plan.cooperative)
+        _launch(plan, chunks, values, summing and plan.cooperative)
         for each in (target, *totals):
             each.put_back()
 

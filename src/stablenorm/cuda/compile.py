@@ -35,12 +35,13 @@ def sources() -> dict[str, bytes]:
 
 def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     """Return the machine code for these definitions: from disk, or compiled and then kept there."""
-    nvrtc = _nvrtc()
-    version = nvrtc_version()
+    nvrtc, version = _nvrtc(), nvrtc_version()
     options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
     # All that decides the machine code.
     key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
-    path = _cache_folder() / f"{key}.cubin"
+    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
+    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    path = Path(os.environ.get("STABLENORM_CACHE_DIR") or Path(user, "stablenorm"), f"{key}.cubin")
     with contextlib.suppress(OSError):
         return path.read_bytes()
     known = _checked(nvrtc.nvrtcGetSupportedArchs())
@@ -95,14 +96,6 @@ def compiled(texts: dict[str, bytes], options: Sequence[str]) -> Iterator[Callab
         yield read
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _cache_folder() -> Path:
-    """Return where compiled kernels are kept: STABLENORM_CACHE_DIR, or the user's cache."""
-    if given := os.environ.get("STABLENORM_CACHE_DIR"):
-        return Path(given)
-    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "stablenorm"
 
 
 def not_loaded(error: Exception, name: str) -> ImportError:

@@ -87,13 +87,6 @@ class Kernel(NamedTuple):
         return 16 if FORMATS[self.x].dtype.itemsize == 8 else 8
 
 
-class Chunks(NamedTuple):
-    """Runs of neighboring rows whose sums are formed each by one block."""
-
-    number: int
-    rows: int
-
-
 def choose_kernel(
     n: int,
     x: Dtype,
@@ -189,14 +182,14 @@ def _lanes(threads: int) -> int:
     return -(-threads // _WARP) * _WARP if threads > _WARP // 2 else 1 << (threads - 1).bit_length()
 
 
-def cut(rows: int, kernel: Kernel) -> Chunks:
-    """Cut `rows` into chunks."""
+def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
+    """Return the number of chunks, runs of neighboring rows whose sums one block forms; and the rows of each."""
     most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
     number = _CHUNKS * kernel.least_blocks
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
     waves = max(1, -(-rows // (number * most)))
     size = -(-rows // (number * waves * kernel.slots)) * kernel.slots
-    return Chunks(-(-rows // size), size)
+    return -(-rows // size), size
 
 
 # struct Parameters of layer_norm.cu, field by field.
