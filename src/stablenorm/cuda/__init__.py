@@ -55,27 +55,15 @@ def forward(call: Forward) -> Statistics:
     """Do what `reference.forward` does."""
     x, (gamma, beta, eps, *_), y = call[:3]
     with _OnDevice(x=x.array, gamma=gamma, beta=beta, out=y.array) as (cupy, device):
-        shape, dtype = x.shape, x.array.dtype
-        rows, n = shape
+        shape, pairs = x.shape, x.array.dtype.itemsize == 8
         # Pairs keep five words and an exponent of each row; no kernel keeps a spread.
-        pairs = dtype.itemsize == 8
-        words = cupy.empty((5 if pairs else 3, rows), np.float64)
+        words = cupy.empty((5 if pairs else 3, shape[0]), np.float64)
         kept = Statistics(words[0], words[1], words[2])
         if pairs:
-            exponent = cupy.empty((rows, 2), np.int16)
+            exponent = cupy.empty((shape[0], 2), np.int16)
             kept = Statistics(*kept[:3], words[3], words[4], exponent=exponent)
-        if rows == 0:
-            return kept
-        source, target = matrix(cupy, x, shape, True), matrix(cupy, y, shape, False)
-        scale, shift = _row(cupy, gamma, n, True), _row(cupy, beta, n, True)
-        aligned = _aligned(dtype.itemsize, source, target)
-        plan = find_plan(device, n, aligned, dtype, None, _dtype(gamma), _dtype(beta))
-        values = (
-            source.pointer, 0, scale.pointer, shift.pointer, target.pointer, 0, 0,
-            *_places(*kept[:5], kept.exponent), 0, 0, rows, n, source.stride, 0, target.stride, 0, 0, eps,
-        )  # fmt: skip
-        _launch(plan, -(-rows // plan.kernel.slots), values)
-        target.put_back()
+        if shape[0]:
+            _launch(cupy, device, shape, x, None, gamma, beta, y, None, None, kept, eps)
         return kept
 
 
@@ -84,40 +72,40 @@ def backward(call: Backward) -> None:
     dy, x, norm, kept, dx, dgamma, dbeta = call[:7]
     outs = {"out.dx": dx and dx.array, "out.dgamma": dgamma, "out.dbeta": dbeta}
     with _OnDevice(x=x.array, dy=dy.array, gamma=norm.gamma, **outs) as (cupy, device):
-        shape, dtype = x.shape, x.array.dtype
-        rows, n = shape
-        summing = dgamma is not None or dbeta is not None
-        if rows == 0:
-            for total in (dgamma, dbeta):
-                if total is not None:
-                    total[...] = 0
-        if rows == 0 or (dx is None and not summing):
-            return
-        source, cotangent = matrix(cupy, x, shape, True), matrix(cupy, dy, shape, True)
-        scale, target = _row(cupy, norm.gamma, n, True), matrix(cupy, dx, shape, False)
-        totals = [_row(cupy, each, n, False) for each in (dgamma, dbeta)]
-        aligned = _aligned(dtype.itemsize, source, cotangent, target)
-        # The backward has no beta: the dtype is that of dbeta.
-        dtypes = dtype, dy.array.dtype, _dtype(norm.gamma), _dtype(dbeta)
-        plan = find_plan(device, n, aligned, *dtypes)
-        (chunks, chunk_rows), room = cut(rows, plan.kernel), (None, None)
-        if summing:
-            room = driver.room(cupy, device, 2 * n * chunks * plan.kernel.number_bytes)
-        values = (
-            source.pointer, cotangent.pointer, scale.pointer, 0, target.pointer,
-            totals[0].pointer, totals[1].pointer, *_places(*kept[:5], kept.exponent, *room), rows, n,
-            source.stride, cotangent.stride, target.stride, chunk_rows, chunks, 0.0,
-        )  # fmt: skip
+        totals = [each for each in (dgamma, dbeta) if each is not None]
+        if x.array.size == 0:
+            for total in totals:
+                total[...] = 0
+        elif dx is not None or totals:
+            _launch(cupy, device, x.shape, x, dy, norm.gamma, None, dx, dgamma, dbeta, kept, 0.0)
+
+
+def _launch(
+    cupy: Any, device: int, shape: tuple[int, int], x: Folded, dy: Folded | None, gamma: Any,
+    beta: Any, out: Folded | None, dgamma: Any, dbeta: Any, kept: Statistics, eps: float,
+) -> None:  # fmt: skip
+    """Launch a forward or, with `dy`, a backward."""
+    rows, n = shape
+    source, cotangent = matrix(cupy, x, shape, True), matrix(cupy, dy, shape, True)
+    scale, shift = _row(cupy, gamma, n, True), _row(cupy, beta, n, True)
+    target = matrix(cupy, out, shape, False)
+    totals = _row(cupy, dgamma, n, False), _row(cupy, dbeta, n, False)
+    aligned = _aligned(x.array.dtype.itemsize, source, cotangent, target)
+    # The backward has no beta: the dtype is that of dbeta.
+    dtypes = x.array.dtype, dy and dy.array.dtype, _dtype(gamma), _dtype(dbeta if dy else beta)
+    kernel, function, resident, cooperative = find_plan(device, n, aligned, *dtypes)
+    number, size = cut(rows, kernel) if dy else (-(-rows // kernel.slots), 0)
+    room, barrier = (None, None), False
+    if dgamma is not None or dbeta is not None:
         # Blocks wait for one another only where all are promised to run at once.
-        _launch(plan, chunks, values, summing and plan.cooperative)
-        for each in (target, *totals):
-            each.put_back()
-
-
-def _launch(plan: Plan, work: int, values: tuple[Any, ...], barrier: bool = False) -> None:
-    """Launch once, at most a block for each piece of `work`."""
-    kernel, function, resident, _ = plan
-    grid = min(work, resident)
+        barrier = cooperative
+        room = driver.room(cupy, device, 2 * n * number * kernel.number_bytes)
+    values = (
+        source.pointer, cotangent.pointer, scale.pointer, shift.pointer, target.pointer,
+        totals[0].pointer, totals[1].pointer, *_places(*kept[:5], kept.exponent, *room), rows, n,
+        source.stride, cotangent.stride, target.stride, size, number, eps,
+    )  # fmt: skip
+    grid = min(number, resident)
     try:
         driver.launch(function, kernel, grid, pack_parameters(*values, barrier), barrier)
     except RuntimeError as error:
@@ -125,6 +113,8 @@ def _launch(plan: Plan, work: int, values: tuple[Any, ...], barrier: bool = Fals
             raise
         # Refused before anything ran. The last block gives the same bits and needs no company.
         driver.launch(function, kernel, grid, pack_parameters(*values, 0), False)
+    for each in (target, *totals):
+        each.put_back()
 
 
 class _OnDevice:
@@ -173,7 +163,7 @@ def _row(cupy: Any, array: Any, n: int, read: bool) -> Matrix:
 def _aligned(itemsize: int, *rows: Matrix) -> bool:
     """Tell whether all rows begin at multiples of 16 bytes."""
     bits = 0
-    for pointer, stride, *_ in rows:
+    for pointer, stride, _, _ in rows:
         bits |= pointer | stride * itemsize
     return bits % _VECTOR_BYTES == 0
 

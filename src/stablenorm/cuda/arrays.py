@@ -29,7 +29,8 @@ class Folded(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """(rows, n)."""
         array, axes = self
-        n = math.prod([array.shape[axis] for axis in axes])
+        lengths = array.shape
+        n = lengths[axes[0]] if len(axes) == 1 else math.prod(lengths[axis] for axis in axes)
         return array.size // n, n
 
 
