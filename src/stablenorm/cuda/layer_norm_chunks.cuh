@@ -14,7 +14,7 @@ INLINE Number centered_g(double dy, double gamma, Number mean_g) {
 struct RowInHand {
     Columns<X> x;
     Columns<DY> dy;
-    Parameter<Gamma> gamma;
+    Columns<Gamma> gamma;
     Row row;
 
     INLINE RowInHand(const Parameters& p, long long at, long long stop)

@@ -39,15 +39,15 @@ struct Exchange {
 };
 
 // gamma or beta of vector v.
-template <class T> INLINE void get(double (&to)[VECTOR], Table table, const Parameter<T>& from, int v) {
+template <class T> INLINE void get(double (&to)[VECTOR], Table table, const Columns<T>& from, int v) {
     if constexpr (TABLES) {
         unrolled<VECTOR / 2>([&](int i) {
             const Two two = *reinterpret_cast<const Two*>(&table.at(vector_of(v), 2 * i));
             to[2 * i] = two.a, to[2 * i + 1] = two.b;
         });
     } else {
-        const Vector<T> held = from.p ? load(from.p + column(v), elements(v)) : Vector<T>{};
-        unrolled<VECTOR>([&](int i) { to[i] = from.p ? lift(held.e[i]) : from.neutral; });
+        const Vector<T> held = from.row ? load(from.row + column(v), elements(v)) : Vector<T>{};
+        unrolled<VECTOR>([&](int i) { to[i] = from.row ? lift(held.e[i]) : from.neutral; });
     }
 }
 
@@ -68,9 +68,9 @@ INLINE Two moments(double (&held)[ELEMENTS], double center) {
 }
 
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    const Parameter<Gamma> gamma = {p.gamma, N, 1.0};
+    const Columns<Gamma> gamma = {p.gamma, N, 1.0};
     // -0 changes nothing, not even -0.
-    const Parameter<Beta> beta = {p.beta, N, -0.0};
+    const Columns<Beta> beta = {p.beta, N, -0.0};
     double* tables = reinterpret_cast<double*>(shared);
     const Table of_gamma = {tables}, of_beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));

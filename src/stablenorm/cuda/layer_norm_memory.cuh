@@ -56,22 +56,14 @@ INLINE Index vectors_of(long long n) {
     return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR);
 }
 
-// A row of x or dy; of no elements if it is past the end.
+// A row of x or dy, of no elements if it is past the end; gamma or beta, all `neutral` if there is none.
 template <class T> struct Columns {
     const T* row;
     Index n;
-
-    INLINE Vector<T> at(Index v) const { return load(row + column(v), count_of(v, n)); }
-};
-
-// gamma or beta, or `neutral` where there is none.
-template <class T> struct Parameter {
-    const T* p;
-    Index n;
-    double neutral;
+    double neutral = 0.0;
 
     INLINE Vector<T> at(Index v) const {
-        if (p != nullptr) return load(p + column(v), count_of(v, n));
+        if (row != nullptr) return load(row + column(v), count_of(v, n));
         Vector<T> result;
         unrolled<VECTOR>([&](int i) { round_into(result.e[i], neutral); });
         return result;
@@ -86,8 +78,8 @@ INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
     else unrolled<VECTOR>([&](int i) { if (i < count) f(i, lift(vectors.e[i])...); });
 }
 
-// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns or
-// Parameters. What is past the end of a row is never looked at: it would be 0 * NaN.
+// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns.
+// What is past the end of a row is never looked at: it would be 0 * NaN.
 template <class F, class... Sources>
 INLINE void for_each(Index n, F f, const Sources&... sources) {
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);
