@@ -54,9 +54,8 @@ struct Parameters {
 #else
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    const Columns<Gamma> gamma = {p.gamma, p.n, 1.0};
-    // -0 changes nothing, not even -0.
-    const Columns<Beta> beta = {p.beta, p.n, -0.0};
+    const Columns<Gamma> gamma = gamma_of(p);
+    const Columns<Beta> beta = beta_of(p);
     const long long first = (long long)blockIdx.x * SLOTS, step = (long long)gridDim.x * SLOTS;
     long long at = first + slot();
     // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.

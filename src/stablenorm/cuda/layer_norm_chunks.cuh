@@ -20,7 +20,7 @@ struct RowInHand {
     INLINE RowInHand(const Parameters& p, long long at, long long stop)
         : x{p.x + at * p.x_stride, at < stop ? p.n : 0},
           dy{p.dy + at * p.dy_stride, at < stop ? p.n : 0},
-          gamma{p.gamma, p.n, 1.0},
+          gamma(gamma_of(p)),
           row(at < stop ? kept(p, at) : Row{}) {}
 };
 

@@ -72,10 +72,10 @@ struct Table {
     // Element i of vector q.
     INLINE double& at(int q, int i) const { return memory[(i / 2 * WIDTH + q) * 2 + i % 2]; }
 
-    // Fill it with gamma or beta, or `neutral` where there is none; past the end of a row with 0.
-    template <class T> INLINE void widen(const T* from, double neutral) const {
+    // Fill it with gamma or beta; past the end of a row with 0.
+    template <class T> INLINE void widen(const Columns<T>& from) const {
         for (int col = threadIdx.x; col < SIZE; col += LN_THREADS)
-            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from ? lift(from[col]) : neutral;
+            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from.row ? lift(from.row[col]) : from.neutral;
     }
 };
 

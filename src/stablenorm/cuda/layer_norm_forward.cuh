@@ -68,17 +68,16 @@ INLINE Two moments(double (&held)[ELEMENTS], double center) {
 }
 
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    const Columns<Gamma> gamma = {p.gamma, N, 1.0};
-    // -0 changes nothing, not even -0.
-    const Columns<Beta> beta = {p.beta, N, -0.0};
+    const Columns<Gamma> gamma = gamma_of(p);
+    const Columns<Beta> beta = beta_of(p);
     double* tables = reinterpret_cast<double*>(shared);
     const Table of_gamma = {tables}, of_beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));
     Two* parts = reinterpret_cast<Two*>(rows + STAGES * VECTORS * BLOCK);
     Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0, {}};
     if (TABLES) {
-        of_gamma.widen(p.gamma, gamma.neutral);
-        of_beta.widen(p.beta, beta.neutral);
+        of_gamma.widen(gamma);
+        of_beta.widen(beta);
     }
     if (threadIdx.x < SLOTS) barrier_init(&exchange.barriers[threadIdx.x], ROW_WARPS);
     // Orders the tables and the barriers before their use.

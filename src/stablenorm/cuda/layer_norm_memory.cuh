@@ -70,6 +70,10 @@ template <class T> struct Columns {
     }
 };
 
+INLINE Columns<Gamma> gamma_of(const Parameters& p) { return {p.gamma, p.n, 1.0}; }
+// -0 changes nothing, not even -0.
+INLINE Columns<Beta> beta_of(const Parameters& p) { return {p.beta, p.n, -0.0}; }
+
 // Call f(i, element i of each of `vectors`) for i up to `count`, without a question for each if the vectors are
 // full.
 template <class F, class... Vectors>

@@ -92,7 +92,7 @@ INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
     double* tables = reinterpret_cast<double*>(shared);
     const ShortRows rows = {p, {tables}, {tables + Table::SIZE},
                             reinterpret_cast<Vector<X>*>(tables + 2 * Table::SIZE) + threadIdx.x};
-    rows.gamma.widen(p.gamma, 1.0);
+    rows.gamma.widen(gamma_of(p));
     // Orders the table before its use.
     __syncthreads();
     Cursor asked(p), at(p);

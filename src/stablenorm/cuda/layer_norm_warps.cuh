@@ -164,7 +164,7 @@ INLINE void warps_chunks(const Parameters& p, unsigned char* shared) {
     const long long turns = (p.chunks - 1 - blockIdx.x + blocks) / blocks * p.chunk_rows -
                             (last ? p.chunks * p.chunk_rows - p.rows : 0);
     const Pipeline line = {p, gamma, small_gamma, stages, records, full, full + STAGES, full + 2 * STAGES, turns};
-    gamma.widen(p.gamma, 1.0);
+    gamma.widen(gamma_of(p));
     for (int at = threadIdx.x; at < Table::SIZE; at += LN_THREADS)
         small_gamma[at] = at >= N ? 0.0f : p.gamma ? (float)lift(p.gamma[at]) : 1.0f;
     if (threadIdx.x < STAGES) {
