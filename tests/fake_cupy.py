@@ -9,7 +9,6 @@ Fixtures of both are in conftest.py.
 import functools
 import struct
 import types
-from typing import Any, NamedTuple
 
 import host_shim
 import numpy as np
@@ -19,7 +18,7 @@ from norms import compute
 from stablenorm import cuda
 from stablenorm.cuda import driver
 from stablenorm.cuda.compile import sources
-from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
+from stablenorm.cuda.plan import FORMAT, PARAMETERS
 from stablenorm.formats import FORMATS
 
 
@@ -145,14 +144,6 @@ def source():
     return main.decode()
 
 
-class Launch(NamedTuple):
-    kernel: Kernel
-    grid: int
-    values: dict[str, Any]
-    cooperative: bool
-    traffic: dict[str, Any]
-
-
 def put_device(
     monkeypatch, builds, *, cooperative=True, resident=3, run=True, seed=0, shared=227 << 10,
     edits=(), edited="", defines=(),
@@ -180,14 +171,14 @@ def put_device(
 
     def launch(function, kernel, grid, parameters, together):
         values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
-        made = Launch(kernel, grid, values, together, {})
-        launches.append(made)
+        made = {"kernel": kernel, "values": values, "cooperative": together, "traffic": {}}
+        launches.append(types.SimpleNamespace(**made))
         if not run:
             return
         given = grid, kernel.threads, kernel.shared_bytes, parameters, tensors(kernel, values)
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
         for each in host_shim.launch(function, *given, **options):
-            made.traffic[each.tensor.name] = each
+            made["traffic"][each.tensor.name] = each
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
