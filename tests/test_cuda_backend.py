@@ -6,7 +6,7 @@ CuPy is a fake one (tests/fake_cupy.py), and the kernels of layer_norm.cu run on
 """
 
 import sys
-import types
+from unittest.mock import Mock
 
 import fake_cupy as fake
 import numpy as np
@@ -15,7 +15,7 @@ from fake_cupy import assert_bits, on_device
 from host_shim import needs_shim
 from norms import draw
 
-from stablenorm import layer_norm, layer_norm_backward, layer_norm_forward, rms_norm
+from stablenorm import cuda, layer_norm, layer_norm_backward, layer_norm_forward, rms_norm
 from stablenorm.cuda import driver
 from stablenorm.cuda.plan import choose_kernel
 
@@ -23,10 +23,9 @@ F32 = np.dtype(np.float32)
 KERNEL = choose_kernel(6, F32, None, F32, F32)
 
 
-def forward_of_ones(shape=(300, 33), device=0):
+def forward_of_ones(*shape):
     """Return dy, and the cache of a forward with gamma."""
-    dy = fake.ndarray(np.ones(shape, np.float32), device)
-    gamma = fake.ndarray(np.ones(shape[-1], np.float32), device)
+    dy, gamma = (fake.ndarray(np.ones(each, np.float32)) for each in (shape, shape[-1]))
     return dy, layer_norm_forward(dy, gamma)[1]
 
 
@@ -171,7 +170,7 @@ X = np.ones((4, 6), np.float32)
 
 
 def backward(**keywords):
-    return layer_norm_backward(*forward_of_ones((4, 6)), **keywords)
+    return layer_norm_backward(*forward_of_ones(4, 6), **keywords)
 
 
 GPU, ROW = on_device(X), on_device(X[0])
@@ -264,20 +263,21 @@ def test_a_driver_older_than_the_compiler_is_refused_before_anything_is_loaded(c
 
 @pytest.mark.usefixtures("compiler")
 def test_kernels_are_loaded_once_and_launched_as_cupy_wants_it(cupy):
-    loaded, called, asked, set_ = [], [], [], []
-    function = lambda *arguments, **options: called.append((arguments, options))
-    function.ptr = 77
-    module = types.SimpleNamespace(load=loaded.append, get_function=lambda _: function)
-    cupy.cuda.Module = lambda: module
-    cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor = lambda *a: (asked.append(a), 2)[1]
-    cupy.cuda.driver.funcSetAttribute = lambda *a: set_.append(a)
-    assert driver.load(0, KERNEL) is driver.load(0, KERNEL) == (function, 2)
+    function, cupy.cuda.Module, cupy.cuda.driver = Mock(ptr=77), Mock(), Mock()
+    module, occupancy = (
+        cupy.cuda.Module(),
+        cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor,
+    )
+    module.get_function.return_value, occupancy.return_value = function, 2
+    # Resident are the blocks that fit all 132 multiprocessors.
+    assert cuda.find_plan(0, 6, True, F32, None, F32, F32) == (KERNEL, function, 2 * 132, True)
+    assert driver.load(0, KERNEL) is driver.load(0, KERNEL)
+    module.load.assert_called_once_with((KERNEL.defines, (9, 0)))
+    occupancy.assert_called_once_with(77, 256, KERNEL.shared_bytes)
     # The attribute is CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-    assert set_ == [(77, 8, KERNEL.shared_bytes)]
-    assert loaded == [(KERNEL.defines, (9, 0))]
-    assert asked == [(77, 256, KERNEL.shared_bytes)]
+    cupy.cuda.driver.funcSetAttribute.assert_called_once_with(77, 8, KERNEL.shared_bytes)
     driver.launch(function, KERNEL, 3, b"abcdefgh", True)
-    (((grid, block, (value,), shared), options),) = called
+    (grid, block, (value,), shared), options = function.call_args
     assert (grid, block, shared) == ((3,), (256,), KERNEL.shared_bytes)
     assert (value.size, value.nbytes, value.tobytes()) == (1, 8, b"abcdefgh")
     assert options == {"enable_cooperative_groups": True}
@@ -297,7 +297,7 @@ def test_a_barrier_refused_by_the_driver_becomes_a_last_block(launches, monkeypa
 
 def test_each_stream_has_a_counter_of_its_own(use, cupy):
     launches = use(run=False)
-    dy, cache = forward_of_ones()
+    dy, cache = forward_of_ones(300, 33)
     places = []
     for ptr in (0, 7, 0, 7, 8):
         cupy.cuda.stream = fake.Stream(ptr)
@@ -313,7 +313,7 @@ def test_each_stream_has_a_counter_of_its_own(use, cupy):
 def test_memory_that_a_graph_writes_to_is_kept(use, cupy, monkeypatch):
     launches, kept = use(run=False), []
     monkeypatch.setattr(driver, "_captured", kept)
-    dy, cache = forward_of_ones()
+    dy, cache = forward_of_ones(300, 33)
     layer_norm_backward(dy, cache)
     assert kept == []
     cupy.cuda.stream.capturing = True
