@@ -67,17 +67,30 @@ INLINE Two moments(double (&held)[ELEMENTS], double center) {
     return sum;
 }
 
+// Write y of row `at`, given x - k for a guess k of its mean, and the mean of that.
+INLINE void write(const Parameters& p, long long at, const double (&held)[ELEMENTS], double mean, double rstd,
+                  Table gamma, Table beta) {
+    unrolled<VECTORS>([&](int v) {
+        double scale[VECTOR], shift[VECTOR];
+        get(scale, gamma, gamma_of(p), v);
+        get(shift, beta, beta_of(p), v);
+        Vector<X> y;
+        unrolled<VECTOR>([&](int i) {
+            round_into(y.e[i], fma((held[v * VECTOR + i] - mean) * rstd, scale[i], shift[i]));
+        });
+        put(p.out + at * p.out_stride + column(v), y, elements(v));
+    });
+}
+
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    const Columns<Gamma> gamma = gamma_of(p);
-    const Columns<Beta> beta = beta_of(p);
     double* tables = reinterpret_cast<double*>(shared);
-    const Table of_gamma = {tables}, of_beta = {tables + Table::SIZE};
+    const Table gamma = {tables}, beta = {tables + Table::SIZE};
     Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));
     Two* parts = reinterpret_cast<Two*>(rows + STAGES * VECTORS * BLOCK);
     Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0, {}};
     if (TABLES) {
-        of_gamma.widen(gamma);
-        of_beta.widen(beta);
+        gamma.widen(gamma_of(p));
+        beta.widen(beta_of(p));
     }
     if (threadIdx.x < SLOTS) barrier_init(&exchange.barriers[threadIdx.x], ROW_WARPS);
     // Orders the tables and the barriers before their use.
@@ -133,15 +146,6 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
             mean = two_sum(mean.high, mean.low + d);
             p.mean[at] = mean.high, p.mean_lo[at] = mean.low, p.rstd[at] = rstd;
         }
-        unrolled<VECTORS>([&](int v) {
-            double scale[VECTOR], shift[VECTOR];
-            get(scale, of_gamma, gamma, v);
-            get(shift, of_beta, beta, v);
-            Vector<X> y;
-            unrolled<VECTOR>([&](int i) {
-                round_into(y.e[i], fma((held[v * VECTOR + i] - d) * rstd, scale[i], shift[i]));
-            });
-            put(p.out + at * p.out_stride + column(v), y, elements(v));
-        });
+        write(p, at, held, d, rstd, gamma, beta);
     }
 }
