@@ -8,13 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from stablenorm.cuda import compile as compile_
 from stablenorm.cuda.compile import OPTIONS, sources
 from stablenorm.cuda.plan import choose_kernel
+from stablenorm.formats import FORMATS
 
 # Another NVRTC than the installed one, such as the oldest that pyproject.toml allows: the folder of its
 # libraries. The one that is loaded first serves the whole process.
@@ -27,8 +26,7 @@ try:
 except ImportError as error:
     pytest.skip(f"NVRTC cannot be loaded: {error}", allow_module_level=True)
 
-F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+F16, BF16, F32, F64 = (each.dtype for each in FORMATS)
 # Registers of a multiprocessor, of every architecture compiled for here (CUDA programming guide,
 # table of technical specifications).
 REGISTERS = 65536

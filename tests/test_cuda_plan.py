@@ -4,16 +4,13 @@ import itertools
 import re
 import struct
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from stablenorm.cuda.plan import FORMAT, PARAMETERS, choose_kernel, cut
 from stablenorm.formats import FORMATS
 
-F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
-KINDS = [(x, dy) for x in (F16, BF16, F32, F64) for dy in (x, None)]
+DTYPES = F16, BF16, F32, F64 = [each.dtype for each in FORMATS]
+KINDS = [(x, dy) for x in DTYPES for dy in (x, None)]
 KINDS += [(F32, F64), (BF16, F32)]
 ROWS = (1, 2, 15, 16, 17, 33, 511, 4097, 65536, 131_073, 1_000_000, 1 << 30)
 LENGTHS = (
