@@ -17,6 +17,7 @@
 #include <csetjmp>
 #include <cstdio>
 #include <cstring>
+#include <list>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -121,6 +122,8 @@ struct Block {
     std::map<const void*, Meeting> meetings;
     // Copies with a barrier.
     std::vector<Copy> copies;
+
+    explicit Block(unsigned index);
 };
 
 // The shadows of regions that are read and written.
@@ -135,6 +138,15 @@ Fiber* current;
 std::vector<Fiber*> runnable;
 bool failed;
 char message[1024];
+
+Block::Block(unsigned number) : index(number) {
+    for (Fiber& fiber : fibers) {
+        fiber.block = this;
+        fiber.thread = unsigned(&fiber - fibers.data());
+        fiber.stack = stacks.get() + fiber.thread * STACK;
+        runnable.push_back(&fiber);
+    }
+}
 
 template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
     const int used = std::snprintf(message, sizeof message, "block %u, thread %u: ",
@@ -299,24 +311,12 @@ void land(Block* block, const Copy& copy) {
 }
 
 // Land one of the copies that have a barrier, now and then.
-void land_some(Block* block) {
-    auto& copies = block->copies;
+void land_some(Block& block) {
+    auto& copies = block.copies;
     if (copies.empty() || (!runnable.empty() && draw() % 64)) return;
     std::swap(copies[draw() % copies.size()], copies.back());
-    land(block, copies.back());
+    land(&block, copies.back());
     copies.pop_back();
-}
-
-std::unique_ptr<Block> start_block(unsigned index) {
-    auto block = std::make_unique<Block>();
-    block->index = index;
-    for (Fiber& fiber : block->fibers) {
-        fiber.block = block.get();
-        fiber.thread = unsigned(&fiber - block->fibers.data());
-        fiber.stack = block->stacks.get() + fiber.thread * STACK;
-        runnable.push_back(&fiber);
-    }
-    return block;
 }
 
 }  // namespace
@@ -463,13 +463,12 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0 first.
     const bool eager = seed % 2;
     if (!eager) std::shuffle(to_come.begin(), to_come.end(), draw);
-    std::vector<std::unique_ptr<Block>> alive;
+    std::list<Block> alive;
     while (!failed) {
-        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back())
-            alive.push_back(start_block(to_come.back()));
-        for (auto& block : alive) land_some(block.get());
+        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back()) alive.emplace_back(to_come.back());
+        for (Block& block : alive) land_some(block);
         if (runnable.empty()) {
-            const auto flies = [](const auto& block) { return !block->copies.empty(); };
+            const auto flies = [](const Block& block) { return !block.copies.empty(); };
             if (std::any_of(alive.begin(), alive.end(), flies)) continue;
             break;
         }
@@ -480,10 +479,10 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
         if (failed || !current->done) continue;
         idle = 0;
         --current->block->alive;
-        alive.erase(std::remove_if(alive.begin(), alive.end(), [](const auto& b) { return !b->alive; }), alive.end());
+        alive.remove_if([](const Block& block) { return block.alive == 0; });
     }
     if (!failed && !alive.empty()) {
-        current = &alive[0]->fibers[0];
+        current = alive.front().fibers.data();
         while (current->done) ++current;
         if (!_setjmp(scheduler)) fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
     }

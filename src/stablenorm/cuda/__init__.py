@@ -28,9 +28,6 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 # The names of the runtime and of the driver for it.
 _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
-# Copies of 16 bytes need addresses that are multiples of it.
-_VECTOR_BYTES = 16
-
 
 class Plan(NamedTuple):
     """A kernel, loaded, and the blocks of it that the device holds at once."""
@@ -161,11 +158,11 @@ def _row(cupy: Any, array: Any, n: int, read: bool) -> Matrix:
 
 
 def _aligned(itemsize: int, *rows: Matrix) -> bool:
-    """Tell whether all rows begin at multiples of 16 bytes."""
+    """Tell whether all rows begin at multiples of 16 bytes, as copies of so many need it."""
     bits = 0
     for pointer, stride, _, _ in rows:
         bits |= pointer | stride * itemsize
-    return bits % _VECTOR_BYTES == 0
+    return bits % 16 == 0
 
 
 def _dtype(array: Any) -> Any:
