@@ -90,12 +90,3 @@ inline float __double2float_rz(double v) {
 // Conversions that are instructions of the device.
 inline double half_to_double(unsigned short bits) { return double(shim_bits<_Float16>(bits)); }
 inline unsigned short double_to_half(double v) { return shim_bits<unsigned short>((_Float16)v); }
-
-// ---- a kernel as a function of the bytes of its one parameter ----
-
-#define SHIM_ENTRY(name)                                                                       \
-    template <class P> __attribute__((no_sanitize("thread")))                                  \
-    void shim_call(void (*kernel)(P), const unsigned char* bytes) {                            \
-        kernel(*reinterpret_cast<const P*>(bytes));                                            \
-    }                                                                                          \
-    extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }

@@ -105,12 +105,17 @@ def build(source, folder, entry, defines=()):
         r"\1* const \2 = reinterpret_cast<\1*>(shim_shared());",
         source,
     )
-    text = f'#include "cuda_shim.h"\n{source}\nSHIM_ENTRY({entry})\n'
+    text = f"""#include "cuda_shim.h"
+{source}
+extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned char* bytes) {{
+    {entry}(*reinterpret_cast<const Parameters*>(bytes));
+}}
+"""
     runtime = _made(folder, (HERE / "fibers.cpp").read_text(), *RUNTIME_FLAGS)
     if not hasattr(ctypes.CDLL(None), "shim_launch"):
         # Once in a process: the libraries of all kernels find its functions.
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines))), entry
+    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines)))
 
 
 def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):
@@ -121,7 +126,6 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
-    library, entry = kernel
     given = tensors or ()
     writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
     pairs = zip(given, writes, strict=True)
@@ -129,7 +133,7 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     run = ctypes.CDLL(None).shim_launch
     run.restype = ctypes.c_char_p
     failed = run(
-        getattr(library, f"shim_call_{entry}"), parameters, grid, block,
+        kernel.shim_call, parameters, grid, block,
         ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed), int(cooperative),
         None if tensors is None else regions.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(len(given)),
     )  # fmt: skip
