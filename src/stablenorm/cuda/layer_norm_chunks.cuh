@@ -6,9 +6,7 @@ struct Projection {
 };
 
 // g is centered before it meets xhat: then a large mean of g costs no digit.
-INLINE Number centered_g(double dy, double gamma, Number mean_g) {
-    return product(dy, gamma) - mean_g;
-}
+INLINE Number centered_g(double dy, double gamma, Number mean_g) { return product(dy, gamma) - mean_g; }
 
 // A row with its dy and its statistics, or nothing if it is past the end.
 struct RowInHand {

@@ -52,9 +52,7 @@ INLINE int count_of(Index v, Index n) {
     return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
 }
 
-INLINE Index vectors_of(long long n) {
-    return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR);
-}
+INLINE Index vectors_of(long long n) { return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR); }
 
 // A row of x or dy, of no elements if it is past the end; gamma or beta, all `neutral` if there is none.
 template <class T> struct Columns {
@@ -92,9 +90,7 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 // ---- over the threads of a row ----
 
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
-INLINE Wide exchanged(Wide a, int lanes) {
-    return {exchanged(a.high, lanes), exchanged(a.low, lanes)};
-}
+INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }
 
 struct Reduction {
     Number* held; // (2 turns, WARPS) in shared memory
