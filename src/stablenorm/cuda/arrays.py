@@ -72,7 +72,7 @@ def matrix(cupy: Any, folded: Folded | None, shape: tuple[int, int], read: bool)
         between, within = seen.strides
         if (shape[1] == 1 or within == itemsize) and between % itemsize == 0:
             return Matrix(array.data.ptr, between // itemsize)
-    moved = cupy.moveaxis(array, axes, places)
+    moved = cupy.moveaxis(array, axes, places) if axes else array
     rows = cupy.ascontiguousarray(moved).reshape(shape) if read else cupy.empty(shape, array.dtype)
     return Matrix(rows.data.ptr, shape[1], held(cupy, rows), moved)
 
