@@ -55,13 +55,6 @@ INLINE void fetch(Vector<X>* to, const X* from, int count) {
     });
 }
 
-// Store a vector past the caches: nobody reads it soon.
-INLINE void put(X* to, const Vector<X>& v, int count) {
-    if (ALIGNED && count == VECTOR)
-        return __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
-    unrolled<VECTOR>([&](int i) { if (i < count) to[i] = v.e[i]; });
-}
-
 // ---- gamma and beta as float64 in shared memory ----
 
 // The elements of a row of WIDTH vectors, laid out so that no two lanes meet in a bank.

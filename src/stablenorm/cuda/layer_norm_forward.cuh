@@ -78,7 +78,7 @@ INLINE void write(const Parameters& p, long long at, const double (&held)[ELEMEN
         unrolled<VECTOR>([&](int i) {
             round_into(y.e[i], fma((held[v * VECTOR + i] - mean) * rstd, scale[i], shift[i]));
         });
-        put(p.out + at * p.out_stride + column(v), y, elements(v));
+        store(p.out + at * p.out_stride + column(v), y, elements(v));
     });
 }
 

@@ -35,9 +35,11 @@ template <class T> INLINE Vector<T> load(const T* p, int count) {
     return result;
 }
 
-template <class T> INLINE void store(T* p, const Vector<T>& v, int count) {
-    if (count == VECTOR && is_aligned(p)) *reinterpret_cast<Vector<T>*>(p) = v;
-    else unrolled<VECTOR>([&](int i) { if (i < count) p[i] = v.e[i]; });
+// Store past the caches: nobody reads it soon. The fast kernels know whether all rows are aligned.
+INLINE void store(X* p, const Vector<X>& v, int count) {
+    if (count == VECTOR && (LN_N ? LN_ALIGNED : is_aligned(p)))
+        return __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&v));
+    unrolled<VECTOR>([&](int i) { if (i < count) p[i] = v.e[i]; });
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----

@@ -125,7 +125,7 @@ INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
                 const int e = v * VECTOR + i;
                 round_into(dx.e[i], row.pull_back(c, dy, gamma, sums[0][e], sums[1][e]));
             });
-            if (p.out && here < p.rows) put(p.out + here * p.out_stride + column(v), dx, elements(v));
+            if (p.out && here < p.rows) store(p.out + here * p.out_stride + column(v), dx, elements(v));
         });
         rows.ask(s, asked);
         s = after;

@@ -150,7 +150,7 @@ struct Pipeline {
             const double c = row.centered(lift(x.e[i])), d = lift(dy.e[i]);
             round_into(dx.e[i], row.pull_back(c, d, gamma.at(seen, i), sums[0][e], sums[1][e]));
         });
-        if (p.out) put(out + v * ROW_THREADS * VECTOR, dx, elements(v));
+        if (p.out) store(out + v * ROW_THREADS * VECTOR, dx, elements(v));
     }
 };
 
