@@ -221,7 +221,7 @@ def test_results_that_overlap_are_refused(use):
 
 
 def test_without_cupy_the_install_line_is_named(monkeypatch):
-    # None is what makes an import fail.
+    # The entry None makes an import fail.
     monkeypatch.setitem(sys.modules, "cupy", None)
     driver.import_cupy.cache_clear()
     with pytest.raises(ImportError, match=r'CuPy is needed.*pip install "stablenorm\[cuda\]"'):

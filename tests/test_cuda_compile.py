@@ -40,7 +40,7 @@ EDGES = {
     (F16, F16, 100): (768, 4096),
     (F32, F32, 120): (384, 4096),
     (F64, F64, 120): (512,),
-    # In a loop, since dtypes are mixed.
+    # Mixed dtypes take the general kernel.
     (BF16, F32, 90): (129,),
     (F32, None, 90): (64, 4095, 4096, 16_384, 16_385),
     (BF16, None, 90): (768, 4096, 16_384),

@@ -171,7 +171,7 @@ def test_rows_are_read_once(launches):
     forward, backward = (launch.traffic for launch in launches)
     loaded = [backward["x"], backward["dy"]]
     assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 2
-    # In the forward every thread of a row asks for its first element as well.
+    # Every thread of a forward asks for the first element of its row as well.
     firsts = 40 * launches[0].kernel.row_threads * 4
     assert forward["x"].loaded == case[0].nbytes + firsts
     assert forward["out"].stored == backward["out"].stored == case[0].nbytes

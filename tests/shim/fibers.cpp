@@ -34,7 +34,7 @@ namespace {
 
 // A kernel's frame with its vectors is a few KiB; calls that are not inlined a few more.
 constexpr std::size_t STACK = 1 << 16;
-// Beyond these many looks at memory in a row without a change anywhere, nobody will change it.
+// Looks at memory in a row without a change anywhere; after more, nobody will change it.
 constexpr long PATIENCE = 200000;
 
 enum { READ = 1, WRITE = 2 };
@@ -399,7 +399,7 @@ void barrier_expect(Barrier* barrier, int bytes) {
 void shim_barrier_wait(Barrier* barrier, int parity, int line) {
     access(barrier, 8, false);
     Meeting& meeting = current->block->meetings.at(barrier);
-    // Nothing but the parity: a thread that is two phases away is told wrong, as on the device.
+    // The parity alone decides: a thread that is two phases away is told wrong, as on the device.
     while (int(meeting.phase & 1) == parity) {
         current->wait = "a barrier in shared memory", current->line = line;
         meeting.waiting.push_back(current);

@@ -6,7 +6,7 @@ addresses. Everything happens on the device of x and its current stream, without
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -29,23 +29,20 @@ _TOO_MANY = "COOPERATIVE_LAUNCH_TOO_LARGE"
 _NO_MEMORY = ("MemoryAllocation", "OUT_OF_MEMORY")
 
 
-class Plan(NamedTuple):
-    """A kernel, loaded, and the blocks of it that the device holds at once."""
-
-    kernel: Kernel
-    function: Any
-    resident: int
-    # Whether all blocks of a launch can be promised to run at once.
-    cooperative: bool
-
-
 @functools.lru_cache(1024)
-def find_plan(device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any) -> Plan:
-    """Return the plan for rows of `n`, given the dtypes of the arrays."""
+def find_plan(
+    device: int, n: int, aligned: bool, x: Any, dy: Any, gamma: Any, beta: Any
+) -> tuple[Kernel, Any, int, bool]:
+    """
+    Return a kernel for rows of `n`, given the dtypes of the arrays; and its loaded function.
+
+    After them come the blocks of it that the device holds at once, and whether it can promise to run all of them
+    at once.
+    """
     facts = driver.read_facts(device)
     kernel = choose_kernel(n, x, dy, gamma, beta, facts.shared, aligned)
     function, fitting = driver.load(device, kernel)
-    return Plan(kernel, function, fitting * facts.multiprocessors, facts.cooperative)
+    return kernel, function, fitting * facts.multiprocessors, facts.cooperative
 
 
 def forward(call: Forward) -> Statistics:

@@ -54,7 +54,7 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
         raise RuntimeError(msg)
     with compiled(sources(), options) as read:
         code = read("CUBIN")
-    # Where it cannot be kept, go on without.
+    # A folder that cannot be written is no error.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: other processes may be reading, or writing the same.

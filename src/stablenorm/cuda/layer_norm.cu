@@ -10,8 +10,8 @@
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
 //
-// Where __CUDA_ARCH__ is not defined, it needs half_to_double and double_to_half, which are instructions of
-// the device, and what is in layer_norm_device.cuh.
+// A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
+// layer_norm_device.cuh.
 
 #define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"

@@ -74,16 +74,15 @@ INLINE Columns<Gamma> gamma_of(const Parameters& p) { return {p.gamma, p.n, 1.0}
 // -0 changes nothing, not even -0.
 INLINE Columns<Beta> beta_of(const Parameters& p) { return {p.beta, p.n, -0.0}; }
 
-// Call f(i, element i of each of `vectors`) for i up to `count`, without a question for each if the vectors are
-// full.
+// Call f(i, element i of each of `vectors`) for i up to `count`; full vectors need no question for each element.
 template <class F, class... Vectors>
 INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
     if (count == VECTOR) unrolled<VECTOR>([&](int i) { f(i, lift(vectors.e[i])...); });
     else unrolled<VECTOR>([&](int i) { if (i < count) f(i, lift(vectors.e[i])...); });
 }
 
-// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns.
-// What is past the end of a row is never looked at: it would be 0 * NaN.
+// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns. Elements past the
+// end of a row are never looked at: they would be 0 * NaN.
 template <class F, class... Sources>
 INLINE void for_each(Index n, F f, const Sources&... sources) {
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);

@@ -136,6 +136,6 @@ INLINE void short_chunks(const Parameters& p, unsigned char* shared) {
         });
         chunk += gridDim.x;
     }
-    // None is on its way to memory that is used otherwise.
+    // Copies still on their way would land in memory that `finish` uses.
     wait_copies<0>();
 }

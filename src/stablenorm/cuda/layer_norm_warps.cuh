@@ -62,7 +62,7 @@ struct Pipeline {
         }
     }
 
-    // About the mean of g: any number near it will do. A float32 sum, or one of float64 where that might be
+    // A guess of the mean of g: any number near it will do. A float32 sum, or one of float64 where that might be
     // out of range.
     INLINE double guess(const Vector<X>* dy) const {
         float sums[4] = {};
