@@ -93,6 +93,7 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
 INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }
 
+// The general kernels reduce rows of whole warps.
 struct Reduction {
     Number* held; // (2 turns, WARPS) in shared memory
     int turn;
@@ -101,9 +102,8 @@ struct Reduction {
     // warps in order. Every thread of the block must call it.
     template <class F> INLINE Number over_row(Number v, F combine) {
 #pragma unroll
-        for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2)
-            v = combine(v, exchanged(v, lanes));
-        if (ROW_THREADS <= WARP) return v;
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
+        if (ROW_THREADS == WARP) return v;
         const int warp = threadIdx.x / WARP;
         Number* warps = held + turn * WARPS;
         if (threadIdx.x % WARP == 0) warps[warp] = v;
