@@ -181,7 +181,7 @@ REFUSED = [
     (TypeError, "gamma must be in host memory.*back", lambda: layer_norm(X, ROW)),
     (TypeError, "out must be in host memory", lambda: layer_norm(X, out=GPU)),
     (TypeError, "out must be on a CUDA device", lambda: layer_norm(GPU, out=X.copy())),
-    (TypeError, "out must have dtype", lambda: layer_norm(GPU, out=on_device(X.astype(int)))),
+    (TypeError, "out must have dtype", lambda: layer_norm(GPU, out=on_device(X.astype(float)))),
     (TypeError, r"x is in host memory.*cupy.asarray\(x\)", lambda: layer_norm(X, backend="cuda")),
     (TypeError, "x must be float16.*got int64", lambda: layer_norm(on_device(X.astype(int)))),
     (ValueError, 'backend must be "cuda"', lambda: layer_norm(GPU, backend="native")),

@@ -1,18 +1,18 @@
 // A grid on one thread of the host: every CUDA thread is a fiber, a seed decides which is next.
 //
-// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
-// place of the sanitizers' own, so every access to memory is seen here before it is made. It must
-// lie in a tensor handed over (byte by byte), be aligned, and not read what nobody wrote; and it must
-// be ordered after the accesses of other threads to the same four bytes, if one of the two is a write:
-// - threads of a block are ordered by __syncthreads, those of a warp by __syncwarp, and who waits at a barrier in
-//   shared memory after who arrived there; by nothing else, not by shuffles;
-// - where a copy is on its way, nobody may look: it arrives when its thread waits for it, or, if it has a
-//   barrier, late and out of order;
-// - blocks are ordered by a fence before an atomic operation in the one, and a fence after a later
-//   atomic operation in the other. What passes then is what the block did before its last
-//   __syncthreads. Atomic operations alone order nothing. There is one word for them in a grid.
-// The order is judged, not awaited: a race is found whether or not this schedule shows it.
-// Barriers that some threads do not reach, and spinning without end, are errors as well.
+// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in place of the
+// sanitizers' own, so this file sees every access to memory before it is made. An access must lie in a tensor
+// handed over (byte by byte), be aligned, and not read what nobody wrote. It must be ordered after the accesses
+// of other threads to the same four bytes, if one of the two is a write:
+// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier in shared
+//   memory comes after who arrived there. Nothing else orders them, shuffles do not.
+// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it has a barrier,
+//   late and out of order.
+// - A fence before an atomic operation in one block and a fence after a later one in another order the two: the
+//   other sees what the first did before its last __syncthreads. Atomic operations alone order nothing. There is
+//   one word for them in a grid.
+// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
+// threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
