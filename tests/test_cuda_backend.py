@@ -30,7 +30,7 @@ def forward_of_ones(*shape):
 
 
 def assert_as_on_the_host(case, place=on_device, axis=-1, out=None):
-    """Do a forward and a backward of x, gamma, beta, dy where `place` puts them; return y of the host, and the cache."""
+    """Compare a forward and a backward where `place` puts x, gamma, beta, dy; return the y expected, and the cache."""
     placed = [None if each is None else place(each) for each in case]
     # The bits of the CPU, without compiling anything.
     expected, host = layer_norm_forward(*case[:3], axis=axis, backend="numpy")
