@@ -9,29 +9,17 @@ Fixtures of both are in conftest.py.
 import functools
 import struct
 import types
-from typing import Any, NamedTuple
 
 import host_shim
 import numpy as np
-import pytest
 from host_shim import READ, WRITE, Tensor
 from norms import compute
 
 from stablenorm import cuda
 from stablenorm.cuda import driver
 from stablenorm.cuda.compile import sources
-from stablenorm.cuda.plan import FORMAT, PARAMETERS, Kernel
+from stablenorm.cuda.plan import FORMAT, PARAMETERS
 from stablenorm.formats import FORMATS
-
-needs_shim = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not() or "-")
-
-
-class CUDARuntimeError(RuntimeError):
-    pass
-
-
-class CUDADriverError(RuntimeError):
-    pass
 
 
 class Device:
@@ -49,13 +37,10 @@ class Device:
 
 class Stream:
     def __init__(self, ptr=0):
-        self.ptr, self.capturing, self.waited = ptr, False, 0
+        self.ptr, self.capturing = ptr, False
 
     def is_capturing(self):
         return self.capturing
-
-    def synchronize(self):
-        self.waited += 1
 
 
 class ndarray:  # CuPy's name
@@ -73,16 +58,6 @@ class ndarray:  # CuPy's name
         msg = "Implicit conversion to a NumPy array is not allowed"
         raise TypeError(msg)
 
-    def get(self):
-        return self.host.copy()
-
-    @property
-    def __cuda_array_interface__(self):
-        return {**self.host.__array_interface__, "version": 3}
-
-    def __dlpack__(self, **_):
-        return self
-
     def __dlpack_device__(self):
         return 2, self.device.id
 
@@ -92,40 +67,42 @@ class ndarray:  # CuPy's name
     def __setitem__(self, index, value):
         self.host[index] = value.host if isinstance(value, ndarray) else value
 
+    def get(self):
+        return self.host.copy()
+
     def reshape(self, *shape):
         return ndarray(self.host.reshape(*shape), self.device.id)
 
 
+def empty(shape, dtype=np.float64):
+    array = np.empty(shape, dtype)
+    # NaN in every format: bytes that nobody writes must be seen.
+    array.ravel().view(np.uint8)[...] = 0xFF
+    return ndarray(array)
+
+
+def zeros(shape, dtype=np.float64):
+    return ndarray(np.zeros(shape, dtype))
+
+
+def from_dlpack(value):
+    return ndarray(value.__dlpack__().host, value.__dlpack_device__()[1])
+
+
 def make_module():
-    """Return a module to be `cupy`, with lists of all allocations and copies."""
+    """Return a module to be `cupy`, with a list of the shapes of all copies."""
     for kept in (driver._counter, driver.import_cupy, cuda.find_plan):
         kept.cache_clear()
     cupy = types.ModuleType("cupy")
-    cupy.put_device = put_device
-    cupy.ndarray, cupy.allocated, cupy.copied = ndarray, [], []
-
-    def empty(shape, dtype=np.float64):
-        array = np.empty(shape, dtype)
-        # Fill with NaN of every format: bytes that nobody writes must be seen.
-        array.view(np.uint8).reshape(-1)[...] = 0xFF if array.size else 0
-        cupy.allocated.append(array.nbytes)
-        return ndarray(array)
-
-    def zeros(shape, dtype=np.float64):
-        array = empty(shape, dtype)
-        array[...] = 0
-        return array
+    cupy.ndarray, cupy.empty, cupy.zeros, cupy.from_dlpack = ndarray, empty, zeros, from_dlpack
+    cupy.put_device, cupy.copied = put_device, []
 
     def ascontiguousarray(array):
         cupy.copied.append(array.shape)
         return ndarray(np.ascontiguousarray(array.host), array.device.id)
 
-    def from_dlpack(value):
-        return ndarray(value.__dlpack__().host, value.__dlpack_device__()[1])
-
-    cupy.empty, cupy.zeros, cupy.from_dlpack = empty, zeros, from_dlpack
-    cupy.asarray = lambda value: ndarray(np.asarray(getattr(value, "host", value)))
     cupy.ascontiguousarray = ascontiguousarray
+    cupy.asarray = lambda value: ndarray(np.asarray(getattr(value, "host", value)))
     cupy.moveaxis = lambda a, old, new: ndarray(np.moveaxis(a.host, old, new), a.device.id)
     cupy.cuda = types.SimpleNamespace(
         Device=Device,
@@ -161,19 +138,10 @@ def assert_bits(actual, expected):
 @functools.cache
 def source():
     """Return the text of layer_norm.cu, its own headers put in their places."""
-    texts = {name: text.decode() for name, text in sources().items()}
-    main = texts.pop("layer_norm.cu")
-    for name, text in texts.items():
-        main = main.replace(f'#include "{name}"', text)
-    return main
-
-
-class Launch(NamedTuple):
-    kernel: Kernel
-    grid: int
-    values: dict[str, Any]
-    cooperative: bool
-    traffic: dict[str, Any]
+    (_, main), *headers = sources().items()
+    for name, text in headers:
+        main = main.replace(b'#include "%s"' % name.encode(), text)
+    return main.decode()
 
 
 def put_device(
@@ -191,33 +159,32 @@ def put_device(
 
     def load(_, kernel):
         if not run:
-            return None
+            return None, resident
         text = source()
         for before, after in edits if kernel.entry == edited else ():
             if before not in text:
                 # No AssertionError: tests of faults expect one.
                 raise LookupError(before)
             text = text.replace(before, after)
-        return host_shim.build(text, builds, kernel.entry, (*kernel.defines, *defines))
+        defined = *kernel.defines, *defines
+        return host_shim.build(text, builds, kernel.entry, defined), resident
 
     def launch(function, kernel, grid, parameters, together):
         values = dict(zip(PARAMETERS, struct.unpack(FORMAT, parameters), strict=True))
-        made = Launch(kernel, grid, values, together, {})
-        launches.append(made)
+        made = {"kernel": kernel, "values": values, "cooperative": together, "traffic": {}}
+        launches.append(types.SimpleNamespace(**made))
         if not run:
             return
         given = grid, kernel.threads, kernel.shared_bytes, parameters, tensors(kernel, values)
         options = {"seed": seed + len(launches) - 1, "cooperative": together}
         for each in host_shim.launch(function, *given, **options):
-            made.traffic[each.tensor.name] = each
+            made["traffic"][each.tensor.name] = each
             # Each byte of a result is stored once.
             assert each.tensor.rights != WRITE or (each.writes == 1).all(), each.tensor.name
 
-    monkeypatch.setattr(
-        driver, "read_facts", lambda _: driver.Facts((9, 0), 1, shared, cooperative)
-    )
+    facts = driver.Facts((9, 0), 1, shared, cooperative)
+    monkeypatch.setattr(driver, "read_facts", lambda _: facts)
     monkeypatch.setattr(driver, "load", load)
-    monkeypatch.setattr(driver, "count_resident", lambda *_: resident)
     monkeypatch.setattr(driver, "launch", launch)
     return launches
 
@@ -227,21 +194,18 @@ def tensors(kernel, values):
     rows, n = values["rows"], values["n"]
     if values["out"] and values["out"] in (values["x"], values["dy"]):
         return None
-    sizes = {
-        name: FORMATS[getattr(kernel, name)].dtype.itemsize for name in ("x", "dy", "gamma", "beta")
-    }
+    x, dy, gamma, beta = (FORMATS[code].dtype.itemsize for code in kernel[1:5])
     kept = WRITE if kernel.forward else READ
     found = []
-    for name, size, rights in (("x", "x", READ), ("dy", "dy", READ), ("out", "x", WRITE)):
-        begin, step, width = values[name], values[f"{name}_stride"], n * sizes[size]
-        if step == n:
+    for name, size, rights in (("x", x, READ), ("dy", dy, READ), ("out", x, WRITE)):
+        begin, pitch, width = values[name], values[f"{name}_stride"] * size, n * size
+        if pitch == width:
             found.append(Tensor(name, begin, rows * width, rights))
         else:
-            pitch = step * sizes[size]
             found += [Tensor(name, begin + row * pitch, width, rights) for row in range(rows)]
     flat = {
-        "gamma": (n * sizes["gamma"], READ), "dgamma": (n * sizes["gamma"], WRITE),
-        "beta": (n * sizes["beta"], READ), "dbeta": (n * sizes["beta"], WRITE),
+        "gamma": (n * gamma, READ), "dgamma": (n * gamma, WRITE),
+        "beta": (n * beta, READ), "dbeta": (n * beta, WRITE),
         **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail"), (8 * rows, kept)),
         "exponent": (4 * rows, kept), "counter": (4, READ | WRITE),
         "partials": (2 * n * values["chunks"] * kernel.number_bytes, READ | WRITE),

@@ -7,15 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from stablenorm.cuda import compile as compile_
 from stablenorm.cuda.compile import OPTIONS, sources
 from stablenorm.cuda.plan import choose_kernel
+from stablenorm.formats import FORMATS
 
 # Another NVRTC than the installed one, such as the oldest that pyproject.toml allows: the folder of its
 # libraries. The one that is loaded first serves the whole process.
@@ -28,8 +26,7 @@ try:
 except ImportError as error:
     pytest.skip(f"NVRTC cannot be loaded: {error}", allow_module_level=True)
 
-F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+F16, BF16, F32, F64 = (each.dtype for each in FORMATS)
 # Registers of a multiprocessor, of every architecture compiled for here (CUDA programming guide,
 # table of technical specifications).
 REGISTERS = 65536
@@ -43,7 +40,7 @@ EDGES = {
     (F16, F16, 100): (768, 4096),
     (F32, F32, 120): (384, 4096),
     (F64, F64, 120): (512,),
-    # In a loop, since dtypes are mixed.
+    # Mixed dtypes take the general kernel.
     (BF16, F32, 90): (129,),
     (F32, None, 90): (64, 4095, 4096, 16_384, 16_385),
     (BF16, None, 90): (768, 4096, 16_384),
@@ -59,27 +56,6 @@ CASES = [
 SHARED = {80: 163 << 10, 120: 99 << 10}
 
 
-class Compiled(NamedTuple):
-    """The compiler's figures of one kernel."""
-
-    registers: int
-    spilled: int
-    stack: int
-    ptx: str
-
-
-def compile_kernel(kernel, architecture, *, texts=None, options=OPTIONS):
-    words = f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *options
-    with compile_.compiled(texts or sources(), (*words, *kernel.defines)) as read:
-        log, ptx = read("ProgramLog").decode(), read("PTX").decode().strip("\0")
-    assert "warning" not in log or options is not OPTIONS
-    stack, stores, loads = re.search(
-        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
-    ).groups()
-    registers = re.search(r"Used (\d+) registers", log)[1]
-    return Compiled(int(registers), int(stores) + int(loads), int(stack), ptx)
-
-
 # Forbidden in every build: flushed subnormals, approximate operations, sums that depend on who
 # comes first.
 FORBIDDEN = re.compile(r"\S*(?:\.ftz|\.approx|div\.full|\b(?:atom|red)\.\S*\.f(?:16|32|64))\S*")
@@ -89,19 +65,21 @@ FORBIDDEN = re.compile(r"\S*(?:\.ftz|\.approx|div\.full|\b(?:atom|red)\.\S*\.f(?
 def test_registers_and_instructions(n, x, dy, architecture):
     shared = SHARED.get(architecture, 227 << 10)
     kernel = choose_kernel(n, x, dy, x, x, shared, n * x.itemsize % 16 == 0)
-    compiled = compile_kernel(kernel, architecture)
+    words = f"--gpu-architecture=sm_{architecture}", "--ptxas-options=-v", *OPTIONS
+    with compile_.compiled(sources(), (*words, *kernel.defines)) as read:
+        log, ptx = read("ProgramLog").decode(), read("PTX").decode().strip("\0")
+    assert "warning" not in log
     # No byte may spill: quack's configuration table (version 0.6.5) records a factor of 9 where its
     # accumulators spill on Blackwell. An array in the stack frame is no better.
-    assert (compiled.spilled, compiled.stack) == (0, 0)
+    assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", log)
     # The blocks that the plan counts on must fit a multiprocessor.
-    assert compiled.registers * kernel.threads * kernel.least_blocks <= REGISTERS
-    assert FORBIDDEN.findall(compiled.ptx) == []
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    assert registers * kernel.threads * kernel.least_blocks <= REGISTERS
+    assert FORBIDDEN.findall(ptx) == []
     # 16 bytes at a time, where rows are aligned.
-    assert n % 8 or re.search(r"ld\.global\S*\.v[248]|cp\.async\.(cg|bulk)", compiled.ptx)
-    if dy is not None:
-        # Through the cache that all multiprocessors share: a block may hold stale partial sums
-        # in its own.
-        assert re.search(r"ld\.global\.cg\S*", compiled.ptx)
+    assert n % 8 or re.search(r"ld\.global\S*\.v[248]|cp\.async\.(cg|bulk)", ptx)
+    # Through the cache that all multiprocessors share: a block may hold stale partial sums in its own.
+    assert dy is None or re.search(r"ld\.global\.cg\S*", ptx)
 
 
 # ---- instructions an element, in the loops over rows ----
@@ -135,34 +113,27 @@ def inner_loops(code, path):
 def test_instructions_an_element(tmp_path):
     n, lane = 4096, 32
     # Rows whose first element is a good guess of their mean: nearly all.
-    again = b"const bool again = d * d > 8.0 * var;"
-    texts = dict(sources())
-    assert again in texts["layer_norm_forward.cuh"]
-    texts["layer_norm_forward.cuh"] = texts["layer_norm_forward.cuh"].replace(
-        again, b"const bool again = false;"
-    )
+    texts, again = dict(sources()), b"const bool again = d * d > 8.0 * var;"
+    before = texts["layer_norm_forward.cuh"]
+    assert again in before
+    texts["layer_norm_forward.cuh"] = before.replace(again, b"const bool again = false;")
 
-    def count(kernel, name):
+    def loops(dy):
+        """Yield of each inner loop its length, its conversions, and whether it has float32 in it."""
+        kernel = choose_kernel(n, BF16, dy, BF16, BF16)
         words = "--gpu-architecture=sm_90", *OPTIONS, *kernel.defines
         with compile_.compiled(texts, words) as read:
-            loops = inner_loops(read("CUBIN"), tmp_path / name)
-        return [
-            (len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop))
-            for loop in loops
-        ]
+            found = inner_loops(read("CUBIN"), tmp_path / kernel.entry)
+        for loop in found:
+            yield len(loop), sum("F2F" in line for line in loop), "FFMA" in "".join(loop)
 
     # The loop of a forward converts all elements of a thread, twice.
-    rows = [
-        length
-        for length, conversions, _ in count(choose_kernel(n, BF16, None, BF16, BF16), "forward")
-        if conversions >= 2 * lane
-    ]
+    rows = [length for length, conversions, _ in loops(None) if conversions >= 2 * lane]
     assert rows
     assert max(rows) <= 20 * lane
     # A backward has the guess, in float32; the row sums and the columns, which convert a vector of 8
     # elements twice, and three times.
-    loops = count(choose_kernel(n, BF16, BF16, BF16, BF16), "backward")
-    hot = [length for length, conversions, guess in loops if guess or conversions in {16, 24}]
+    hot = [length for length, conversions, guess in loops(BF16) if guess or conversions in {16, 24}]
     assert len(hot) == 3
     assert sum(hot) <= 32 * 8
 
@@ -176,28 +147,16 @@ TOY = {
 DEFINES = ("-DLN_VALUE=3",)
 
 
-@pytest.fixture
-def folder(monkeypatch, tmp_path):
-    monkeypatch.setenv("STABLENORM_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def made(monkeypatch, folder):
-    """Compile a toy into a folder of its own; a list grows by one each time it is compiled."""
-    calls, real = [], compile_.compiled
-    assert not folder.exists()
+def test_a_second_process_finds_what_the_first_one_compiled(monkeypatch, tmp_path):
+    folder, calls, real = tmp_path / "cache", [], compile_.compiled
+    monkeypatch.setenv("STABLENORM_CACHE_DIR", str(folder))
     monkeypatch.setattr(compile_, "compiled", lambda *a: (calls.append(a), real(*a))[1])
     monkeypatch.setattr(compile_, "sources", lambda: TOY)
-    return calls
-
-
-def test_a_second_process_finds_what_the_first_one_compiled(made, folder):
     code = compile_.cubin(DEFINES, (9, 0))
     # Machine code is an ELF file.
     assert code.startswith(b"\x7fELF")
     assert compile_.cubin(DEFINES, (9, 0)) == code
-    assert len(made) == 1
+    assert len(calls) == 1
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
 
 

@@ -2,21 +2,19 @@
 
 import fake_cupy as fake
 import host_shim
-import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import both, on_device
-from norms import assert_contract
+from norms import assert_contract, draw
 
 from stablenorm.cuda import plan
 from stablenorm.cuda.plan import choose_kernel, cut
+from stablenorm.formats import parse
 from stablenorm.oracle import exact_layer_norm
 from stablenorm.testing.families import FAMILIES, make_case
 
-pytestmark = fake.needs_shim
+pytestmark = host_shim.needs_shim
 
-BF16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {"bfloat16": BF16}
 # Each length is another pair of kernels to compile, a second each: a few lanes a row, a warp, warps of
 # three kinds. Of few families: odd rows by such warps, longer ones, and float16, other than bfloat16 in
 # conversions alone.
@@ -32,16 +30,12 @@ CANCELLING = {
 }
 
 
-def ordinary(rows, n, dtype, gamma_dtype=None):
-    rng = np.random.default_rng([rows, n])
-    gamma_dtype = dtype if gamma_dtype is None else gamma_dtype
-    return (
-        rng.standard_normal((rows, n)).astype(dtype),
-        (1 + 0.1 * rng.standard_normal(n)).astype(gamma_dtype),
-        (0.1 * rng.standard_normal(n)).astype(gamma_dtype),
-        1e-5,
-        rng.standard_normal((rows, n)).astype(dtype),
-    )
+def ordinary(rows, n, dtype, *of_parameters):
+    """Return x, gamma, beta, eps, dy; gamma and beta may have dtypes of their own, None for none."""
+    names = dtype, *(of_parameters or (dtype, dtype)), dtype
+    drawn = zip(draw(np.random.default_rng([rows, n]), (rows, n), np.float64), names, strict=True)
+    x, gamma, beta, dy = (name and array.astype(parse(name)) for array, name in drawn)
+    return x, gamma, beta, 1e-5, dy
 
 
 def assert_same(expected, actual, but=()):
@@ -61,7 +55,7 @@ CASES = [
     for dtype, lengths in table.items()
     for n in lengths
     for name, family in FAMILIES.items()
-    if family.applies(DTYPES[dtype], n) and (table is LENGTHS or name in FEW)
+    if family.applies(parse(dtype), n) and (table is LENGTHS or name in FEW)
 ]
 
 
@@ -69,7 +63,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype", "n"), CASES)
 def test_families(name, dtype, n):
     family = FAMILIES[name]
-    case = make_case(name, DTYPES[dtype], n, max(2, family.smallest_rows))
+    case = make_case(name, parse(dtype), n, max(2, family.smallest_rows))
     actual = both(case)
     if family.finite:
         assert_contract(exact_layer_norm(*case), actual)
@@ -80,37 +74,29 @@ def test_families(name, dtype, n):
 
 # ---- shapes, dtypes of gamma and beta ----
 
-
-@pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize(
-    ("rows", "n", "dtype"),
-    [(300, 5, "float32"), (1, 129, "float32"), (131, 129, "bfloat16"), (3, 65536, "float32"), (40, 1000, "float32")],
-)  # fmt: skip
-def test_shapes(rows, n, dtype):
-    case = ordinary(rows, n, DTYPES[dtype])
-    assert_same(both(case, np.asarray), both(case))
+ORDINARY = [
+    (300, 5, "float32"), (1, 129, "float32"), (131, 129, "bfloat16"), (3, 65536, "float32"), (40, 1000, "float32"),
+    (33, 129, "float16", "bfloat16", "float32"), (33, 129, "float16", None, None),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize(("gamma_dtype", "beta_dtype"), [("bfloat16", "float32"), (None, None)])
-def test_gamma_and_beta_have_their_own_dtypes(gamma_dtype, beta_dtype):
-    x, gamma, beta, eps, dy = ordinary(33, 129, DTYPES["float16"], np.float64)
-    gamma = None if gamma_dtype is None else gamma.astype(DTYPES[gamma_dtype])
-    beta = None if beta_dtype is None else beta.astype(DTYPES[beta_dtype])
-    case = x, gamma, beta, eps, dy
+@pytest.mark.parametrize("given", ORDINARY, ids=str)
+def test_shapes_and_dtypes(given):
+    case = ordinary(*given)
     assert_same(both(case, np.asarray), both(case))
 
 
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("scale", [1.0, 2.0**250, 2.0**400])
-def test_the_dtype_of_x_chooses_the_arithmetic(scale):
+# A dtype equals None for NumPy where it is float64: a dy of it was once taken for none.
+@pytest.mark.parametrize("dy_dtype", [np.float64, np.float32])
+def test_the_dtype_of_x_chooses_the_arithmetic(scale, dy_dtype):
     """Whatever that of the others, whose products may have any size up to 2**850."""
-    x, gamma, beta, eps, dy = ordinary(9, 40, np.dtype(np.float64))
-    case = x.astype(np.float32), gamma * scale, beta, eps, dy * scale
-    # A dtype equals None for NumPy where it is float64: a dy of it was once taken for none.
-    for dtype in (np.float64, np.float32):
-        given = (*case[:4], (dy * scale if dtype == np.float64 else dy).astype(dtype))
-        assert_contract(exact_layer_norm(*given), both(given))
+    x, gamma, beta, eps, dy = ordinary(9, 40, "float64")
+    dy = (dy * scale if dy_dtype == np.float64 else dy).astype(dy_dtype)
+    case = x.astype(np.float32), gamma * scale, beta, eps, dy
+    assert_contract(exact_layer_norm(*case), both(case))
 
 
 # ---- what must not change a bit ----
@@ -138,27 +124,25 @@ SETTINGS = {
     "little shared memory": ({"shared": 99 << 10, "seed": 6}, on_device),
     "no copies of whole rows": ({"defines": ("-DSHIM_BULK=0",), "seed": 7}, on_device),
 }
+# Rows, n, dtype; whether a fast kernel does the backward, and with warps of three kinds.
 INVARIANT = {
-    "a few lanes a row": (800, 5, "float32"),
-    "a warp a row": (131, 129, "float32"),
-    "warps of three kinds": (40, 1000, "float32"),
-    "odd rows by such warps": (9, 1027, "bfloat16"),
-    "columns in a loop": (33, 1027, "float64"),
+    "a few lanes a row": (800, 5, "float32", True, False),
+    "a warp a row": (131, 129, "float32", True, False),
+    "warps of three kinds": (40, 1000, "float32", True, True),
+    "odd rows by such warps": (9, 1027, "bfloat16", True, True),
+    "columns in a loop": (33, 1027, "float64", False, False),
 }
 
 
 @pytest.mark.parametrize("name", INVARIANT)
 def test_same_bits(name, use):
     """Nor does the shim find a race, or a barrier or a fence left out (test_host_shim.py)."""
-    rows, n, dtype = INVARIANT[name]
-    kernel = choose_kernel(n, *[DTYPES[dtype]] * 4)
-    assert (bool(kernel.n), bool(kernel.row_warps)) == (
-        dtype != "float64",
-        "kinds" in name or "odd" in name,
-    )
-    assert cut(rows, kernel).number >= 3
+    rows, n, dtype, *kind = INVARIANT[name]
+    kernel = choose_kernel(n, *[parse(dtype)] * 4)
+    assert [kernel.n > 0, kernel.row_warps > 0] == kind
+    assert cut(rows, kernel)[0] >= 3
     use()
-    case = ordinary(rows, n, DTYPES[dtype])
+    case = ordinary(rows, n, dtype)
     expected = both(case)
     for options, place in SETTINGS.values():
         use(**options)
@@ -169,7 +153,7 @@ def test_same_bits(name, use):
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize(("value", "n"), [(np.nan, 129), (-np.inf, 129), (np.inf, 4099)])
 def test_what_is_not_finite_stays_in_its_row(value, n):
-    case = ordinary(7, n, DTYPES["float32"])
+    case = ordinary(7, n, "float32")
     clean = both(case)
     case[0][3, n - 1] = value
     actual = both(case)
@@ -182,12 +166,12 @@ def test_what_is_not_finite_stays_in_its_row(value, n):
 
 
 def test_rows_are_read_once(launches):
-    case = ordinary(40, 1000, DTYPES["float32"])
+    case = ordinary(40, 1000, "float32")
     both(case)
     forward, backward = (launch.traffic for launch in launches)
     loaded = [backward["x"], backward["dy"]]
     assert [traffic.loaded for traffic in loaded] == [case[0].nbytes] * 2
-    # In the forward every thread of a row asks for its first element as well.
+    # Every thread of a forward asks for the first element of its row as well.
     firsts = 40 * launches[0].kernel.row_threads * 4
     assert forward["x"].loaded == case[0].nbytes + firsts
     assert forward["out"].stored == backward["out"].stored == case[0].nbytes
@@ -207,14 +191,14 @@ FAULTS = {
     "a predicate dropped at the tail of a forward": (129, [("e = i < count ? e - center : 0.0;", "e = e - center;")]),
     "a predicate dropped at the tail of a backward": (129, [("i < count ? row.centered(lift(x.e[i])) : 0.0", "row.centered(lift(x.e[i]))")]),
     "a predicate dropped at the tail of row sums": (1027, [("const bool there = WHOLE || q * VECTOR + i < N;", "const bool there = true;")]),
-    "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n                    if (v", "if (v")]),
+    "a warp's reads not ordered before its arrival": (1000, [("__syncwarp();\n        if (v", "if (v")]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, use, monkeypatch):
     n, edits = FAULTS[fault]
-    case = ordinary(150 if n == 129 else 70, n, DTYPES["float32"])
+    case = ordinary(150 if n == 129 else 70, n, "float32")
     # Few chunks, so that they have several rows, and little memory, so that stages are used again soon.
     monkeypatch.setattr(plan, "_CHUNKS", 2)
     expected = both(case, np.asarray)

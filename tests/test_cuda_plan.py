@@ -1,43 +1,22 @@
 """The launch plan of the CUDA kernels: what no test of the kernels themselves would notice."""
 
 import itertools
+import re
 import struct
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from stablenorm.cuda.plan import FORMAT, PARAMETERS, choose_kernel, cut
 from stablenorm.formats import FORMATS
 
-F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
-F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
-KINDS = [(x, dy) for x in (F16, BF16, F32, F64) for dy in (x, None)]
+DTYPES = F16, BF16, F32, F64 = [each.dtype for each in FORMATS]
+KINDS = [(x, dy) for x in DTYPES for dy in (x, None)]
 KINDS += [(F32, F64), (BF16, F32)]
 ROWS = (1, 2, 15, 16, 17, 33, 511, 4097, 65536, 131_073, 1_000_000, 1 << 30)
 LENGTHS = (
-    1,
-    2,
-    3,
-    8,
-    31,
-    33,
-    64,
-    65,
-    100,
-    129,
-    256,
-    257,
-    385,
-    513,
-    768,
-    776,
-    1024,
-    1025,
-    2047,
-    3000,
-)
-LENGTHS += (4095, 4096, 4097, 8192, 16_384, 16_385, 65_536, 1 << 20)
+    1, 2, 3, 8, 31, 33, 64, 65, 100, 129, 256, 257, 385, 513, 768, 776, 1024, 1025, 2047, 3000,
+    4095, 4096, 4097, 8192, 16_384, 16_385, 65_536, 1 << 20,
+)  # fmt: skip
 # Shared memory of compute capability 9.0; of 8.6 and 12.0, which have the least.
 SHARED = 227 << 10, 99 << 10
 KERNELS = [
@@ -64,7 +43,7 @@ def test_threads_columns_and_memory():
             assert kernel.stages % kernel.row_warps == 0
         if not kernel.n and not kernel.forward:
             # Two row sums of each row of the largest chunk, and two turns of eight warps.
-            largest = max(cut(rows, kernel).rows for rows in ROWS)
+            largest = max(cut(rows, kernel)[1] for rows in ROWS)
             assert kernel.shared_bytes >= (2 * largest + 16) * kernel.number_bytes
 
 
@@ -79,14 +58,14 @@ def test_the_device_decides_no_bit():
 @pytest.mark.parametrize("rows", ROWS)
 def test_chunks_cover_the_rows_once_and_lose_no_digit(rows):
     for kernel in {kernel for *_, kernel in KERNELS if not kernel.forward}:
-        chunks = cut(rows, kernel)
-        assert (chunks.number - 1) * chunks.rows < rows <= chunks.number * chunks.rows
+        number, size = cut(rows, kernel)
+        assert (number - 1) * size < rows <= number * size
         # A row slot never straddles two chunks.
-        assert chunks.rows % kernel.slots == 0
+        assert size % kernel.slots == 0
         # At most 512 additions one after the other: a float64 sum errs by 2**-44 of its terms.
-        assert chunks.rows <= 512 * kernel.slots
+        assert size <= 512 * kernel.slots
         if rows < 1 << 16:
-            assert chunks.number <= 128 * kernel.least_blocks
+            assert number <= 128 * kernel.least_blocks
 
 
 def test_few_rows_are_chunks_of_one():
@@ -98,12 +77,9 @@ def test_parameters_are_those_of_the_source(pytestconfig):
     source = (pytestconfig.rootpath / "src" / "stablenorm" / "cuda" / "layer_norm.cu").read_text()
     body = source.partition("struct Parameters {")[2].partition("};")[0]
     found = {}
-    for line in body.splitlines():
-        declaration = line.partition("//")[0].strip().rstrip(";")
-        kind = {"long long": "q", "double ": "d", "int": "i"}
-        code = next((c for word, c in kind.items() if declaration.startswith(word)), "Q")
-        for part in filter(None, declaration.split(",")):
-            found[part.split()[-1].lstrip("*")] = "Q" if "*" in declaration else code
+    for kind, star, names in re.findall(r"^ +([\w ]+?)(\*?) (\w+(?:, \w+)*);", body, re.MULTILINE):
+        code = "Q" if star else {"long long": "q", "double": "d"}[kind]
+        found |= dict.fromkeys(names.split(", "), code)
     assert list(found.items()) == list(PARAMETERS.items())
     # Without padding, as C++ lays it out.
     assert struct.calcsize(FORMAT) == struct.calcsize(FORMAT.replace("<", "@")) == 192

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from host_shim import READ, WRITE, Tensor
 
-pytestmark = pytest.mark.skipif(bool(host_shim.why_not()), reason=host_shim.why_not())
+pytestmark = host_shim.needs_shim
 
 # The sum of x (n): warps by shuffles, blocks in shared memory, the grid by tickets. `fault` plants
 # one, 0 none: so that the compiler runs once.
@@ -28,14 +28,13 @@ extern "C" __global__ void total(const Parameters p) {
     if (fault == RETURNS_BEFORE_SHUFFLE && threadIdx.x == 5) return;
     const long long stop = fault == READS_PAST_END ? p.n + 1 : p.n;
     for (long long col = blockIdx.x * 64 + threadIdx.x; col < stop; col += gridDim.x * 64)
-        sum = __dadd_rn(sum, p.x[col]);
+        sum += p.x[col];
     for (int lanes = 16; lanes; lanes /= 2)
-        sum = __dadd_rn(sum, __shfl_xor_sync(fault == HALF_A_WARP ? 0xffffu : all, sum, lanes));
+        sum += __shfl_xor_sync(fault == HALF_A_WARP ? 0xffffu : all, sum, lanes);
     if (lane == 0) slots[fault == LEAVES_SHARED ? warp + 1 : warp] = sum;
     if (fault == ONLY_SHUFFLE) __shfl_xor_sync(all, sum, 1);
     else if (fault != NO_BARRIER) __syncthreads();
-    if (threadIdx.x == 0)
-        p.partials[blockIdx.x + (fault == WRITES_PAST_END)] = __dadd_rn(slots[0], slots[1]);
+    if (threadIdx.x == 0) p.partials[blockIdx.x + (fault == WRITES_PAST_END)] = slots[0] + slots[1];
     if (fault == WRITTEN_BY_TWO) p.partials[0] = 0;
     if (fault == OVERWRITES && threadIdx.x == 63) slots[0] = 0;
     if (fault != NO_ORDER_IN_BLOCK) __syncthreads();
@@ -46,8 +45,7 @@ extern "C" __global__ void total(const Parameters p) {
     if (fault != NO_ACQUIRE) __threadfence();
     if (!last) return;
     double of_grid = fault == READS_OUTPUT ? *p.out : 0;
-    for (unsigned block = 0; block < gridDim.x; ++block)
-        of_grid = __dadd_rn(of_grid, p.partials[block]);
+    for (unsigned block = 0; block < gridDim.x; ++block) of_grid += p.partials[block];
     *p.out = of_grid;
     if (fault == WRITES_INPUT) *const_cast<double*>(p.x) = 0;
 }
@@ -89,9 +87,8 @@ def run(builds, fault=None, seed=0, cooperative=False):
     number = 0 if fault is None else 1 + list(FAULTS).index(fault)
     parameters = struct.pack("<4Q2q", *(t.address for t in tensors), N, number)
     kernel = host_shim.build(KERNEL, builds, "total", DEFINES)
-    sizes = GRID, BLOCK, 8 * (BLOCK // 32)
-    options = {"seed": seed, "cooperative": cooperative}
-    return arrays, host_shim.launch(kernel, *sizes, parameters, tensors, **options)
+    given = GRID, BLOCK, 8 * (BLOCK // 32), parameters, tensors
+    return arrays, host_shim.launch(kernel, *given, seed=seed, cooperative=cooperative)
 
 
 def test_the_kernel_is_right_under_every_schedule(builds):

@@ -17,45 +17,42 @@
 
 // ---- threads and memory ----
 
+using Barrier = unsigned long long;
 struct ShimIndex { unsigned x; };
 struct ShimPlace { ShimIndex thread, block, grid; };
 extern "C" {
 ShimPlace shim_place();
 unsigned char* shim_shared();
 bool shim_syncthreads(bool value, int line);
-double shim_exchange(double value, unsigned mask, int lanes, int line);
-void shim_fence();
-void shim_sleep();
-unsigned shim_add(unsigned* word, unsigned value);
 void shim_syncwarp(int line);
 bool shim_any(bool value, int line);
-void shim_copy(void* to, const void* from, int bytes, int room, unsigned long long* barrier);
-void shim_commit();
+double shim_exchange(double value, unsigned mask, int lanes, int line);
+void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier);
 void shim_wait_copies(int left);
-void shim_barrier_init(unsigned long long* barrier, int count);
-void shim_barrier_arrive(unsigned long long* barrier, int bytes);
-void shim_barrier_wait(unsigned long long* barrier, int parity, int line);
+void shim_barrier_wait(Barrier* barrier, int parity, int line);
+void __threadfence();
+void __nanosleep(unsigned);
+// Integers only: a sum of floats by atomics depends on the schedule, so there is none to call.
+unsigned atomicAdd(unsigned* word, unsigned value);
+void commit_copies();
+void barrier_init(Barrier* barrier, int count);
+void barrier_expect(Barrier* barrier, int bytes);
 }
 #define threadIdx (shim_place().thread)
 #define blockIdx (shim_place().block)
 #define gridDim (shim_place().grid)
 #define __syncthreads() shim_syncthreads(false, __LINE__)
 #define __syncthreads_or(value) shim_syncthreads(value, __LINE__)
-#define __shfl_xor_sync(mask, value, lanes) shim_exchange(value, mask, lanes, __LINE__)
 #define __syncwarp() shim_syncwarp(__LINE__)
 #define __any_sync(mask, value) shim_any(value, __LINE__)
-inline void __threadfence() { shim_fence(); }
-inline void __nanosleep(unsigned) { shim_sleep(); }
-// Integers only: a sum of floats by atomics depends on the schedule, so there is none to call.
-inline unsigned atomicAdd(unsigned* word, unsigned value) { return shim_add(word, value); }
+#define __shfl_xor_sync(mask, value, lanes) shim_exchange(value, mask, lanes, __LINE__)
 // Cache operators change the speed of an access alone.
 inline double __ldcg(const double* p) { return *p; }
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline void __stcs(uint4* p, uint4 v) { *p = v; }
 
-// ---- the primitives of layer_norm_device.cuh ----
+// ---- the other primitives of layer_norm_device.cuh ----
 
-using Barrier = unsigned long long;
 #ifndef SHIM_BULK
 #define SHIM_BULK 1
 #endif
@@ -63,11 +60,8 @@ constexpr bool HAS_BULK = SHIM_BULK;
 inline void copy_async(void* to, const void* from, int bytes) { shim_copy(to, from, bytes, 16, nullptr); }
 inline void copy_async4(void* to, const void* from) { shim_copy(to, from, 4, 4, nullptr); }
 inline void copy_bulk(void* to, const void* from, int bytes, Barrier* b) { shim_copy(to, from, bytes, bytes, b); }
-inline void commit_copies() { shim_commit(); }
 template <int left> inline void wait_copies() { shim_wait_copies(left); }
-inline void barrier_init(Barrier* b, int count) { shim_barrier_init(b, count); }
-inline void barrier_arrive(Barrier* b) { shim_barrier_arrive(b, 0); }
-inline void barrier_expect(Barrier* b, int bytes) { shim_barrier_arrive(b, bytes); }
+inline void barrier_arrive(Barrier* b) { barrier_expect(b, 0); }
 #define barrier_wait(barrier, parity) shim_barrier_wait(barrier, parity, __LINE__)
 inline void show_barriers() {}
 
@@ -84,7 +78,6 @@ inline double __longlong_as_double(long long v) { return shim_bits<double>(v); }
 inline unsigned __float_as_uint(float v) { return shim_bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return shim_bits<float>(v); }
 
-inline double __dadd_rn(double a, double b) { return a + b; }
 inline double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double __dsqrt_rn(double a) { return __builtin_sqrt(a); }
@@ -95,14 +88,5 @@ inline float __double2float_rz(double v) {
 }
 
 // Conversions that are instructions of the device.
-inline float half_to_float(unsigned short bits) { return float(shim_bits<_Float16>(bits)); }
-inline unsigned short float_to_half(float v) { return shim_bits<unsigned short>((_Float16)v); }
-
-// ---- a kernel as a function of the bytes of its one parameter ----
-
-#define SHIM_ENTRY(name)                                                                       \
-    template <class P> __attribute__((no_sanitize("thread")))                                  \
-    void shim_call(void (*kernel)(P), const unsigned char* bytes) {                            \
-        kernel(*reinterpret_cast<const P*>(bytes));                                            \
-    }                                                                                          \
-    extern "C" void shim_call_##name(const unsigned char* bytes) { shim_call(name, bytes); }
+inline double half_to_double(unsigned short bits) { return double(shim_bits<_Float16>(bits)); }
+inline unsigned short double_to_half(double v) { return shim_bits<unsigned short>((_Float16)v); }

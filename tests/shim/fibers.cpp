@@ -1,22 +1,23 @@
 // A grid on one thread of the host: every CUDA thread is a fiber, a seed decides which is next.
 //
-// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in
-// place of the sanitizers' own, so every access to memory is seen here before it is made. It must
-// lie in a tensor handed over (byte by byte), be aligned, and not read what nobody wrote; and it must
-// be ordered after the accesses of other threads to the same four bytes, if one of the two is a write:
-// - threads of a block are ordered by __syncthreads, those of a warp by __syncwarp, and who waits at a barrier in
-//   shared memory after who arrived there; by nothing else, not by shuffles;
-// - where a copy is on its way, nobody may look: it arrives when its thread waits for it, or, if it has a
-//   barrier, late and out of order;
-// - blocks are ordered by a fence before an atomic operation in the one, and a fence after a later
-//   atomic operation in the other. What passes then is what the block did before its last
-//   __syncthreads. Atomic operations alone order nothing. There is one word for them in a grid.
-// The order is judged, not awaited: a race is found whether or not this schedule shows it.
-// Barriers that some threads do not reach, and spinning without end, are errors as well.
+// Kernels are compiled with -fsanitize=thread,alignment but linked with the functions below in place of the
+// sanitizers' own, so this file sees every access to memory before it is made. An access must lie in a tensor
+// handed over (byte by byte), be aligned, and not read what nobody wrote. It must be ordered after the accesses
+// of other threads to the same four bytes, if one of the two is a write:
+// - __syncthreads orders the threads of a block, __syncwarp those of a warp; who waits at a barrier in shared
+//   memory comes after who arrived there. Nothing else orders them, shuffles do not.
+// - Nobody may look where a copy is on its way. It arrives when its thread waits for it or, if it has a barrier,
+//   late and out of order.
+// - A fence before an atomic operation in one block and a fence after a later one in another order the two: the
+//   other sees what the first did before its last __syncthreads. Atomic operations alone order nothing. There is
+//   one word for them in a grid.
+// The order is judged, not awaited: a race is found whether or not this schedule shows it. Barriers that some
+// threads do not reach, and spinning without end, are errors as well.
 #include <algorithm>
 #include <csetjmp>
 #include <cstdio>
 #include <cstring>
+#include <list>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -27,22 +28,24 @@
 
 #include "cuda_shim.h"
 
-using Address = std::uintptr_t;
+using Bytes = unsigned char*;
 
 namespace {
 
 // A kernel's frame with its vectors is a few KiB; calls that are not inlined a few more.
 constexpr std::size_t STACK = 1 << 16;
-// Beyond these many looks at memory in a row without a change anywhere, nobody will change it.
+// Looks at memory in a row without a change anywhere; after more, nobody will change it.
 constexpr long PATIENCE = 200000;
 
 enum { READ = 1, WRITE = 2 };
 // A tensor, filled by the driver, or shared memory. `writes` counts the stores to each byte.
 struct Region {
-    Address begin;
+    Bytes begin;
     std::uint64_t bytes, rights;
-    std::uint8_t* writes;
+    Bytes writes;
     std::uint64_t loaded, stored;
+
+    bool holds(Bytes at, std::size_t size) const { return at >= begin && at + size <= begin + bytes; }
 };
 
 // The last touch of four bytes: block, thread, its own time then, and barriers of the block before.
@@ -60,12 +63,9 @@ struct Shadow {
 using Past = std::vector<unsigned>;
 
 struct Block;
-struct Fiber;
 struct Meeting;
 struct Copy {
-    Fiber* fiber;
-    unsigned char* to;
-    const unsigned char* from;
+    Bytes to, from;
     int bytes, room, group;
     Meeting* meeting;
 };
@@ -73,7 +73,7 @@ struct Copy {
 struct Fiber {
     Block* block;
     unsigned thread;
-    unsigned char* stack;
+    Bytes stack;
     jmp_buf context;
     bool begun = false, done = false;
     // The kind and the line of the wait; partners of a shuffle are so many lanes away.
@@ -91,27 +91,13 @@ struct Fiber {
     bool releases = false;
 };
 
-// Phases are counted; `seen` is what those who arrived have done and seen.
+// A barrier in shared memory. Phases are counted; `seen` is what those who arrived have done and seen.
 struct Meeting {
     int count = 0, missing = 0;
     long bytes = 0;
     unsigned phase = 0;
     Past arriving, seen;
     std::vector<Fiber*> waiting;
-};
-
-struct Block {
-    unsigned index, alive;
-    std::map<const void*, Meeting> meetings;
-    // Copies with a barrier.
-    std::vector<Copy> copies;
-    std::unique_ptr<unsigned char[]> stacks, memory;
-    std::vector<Fiber> fibers;
-    // How many threads wait: of all, and of each warp.
-    std::vector<unsigned> waiting;
-    unsigned epoch = 1, acquired = 0;
-    Region shared;
-    std::vector<Shadow> shadow;
 };
 
 struct {
@@ -122,6 +108,23 @@ struct {
     Region* regions;
     std::size_t region_count;
 } launch;
+
+struct Block {
+    unsigned index, alive = launch.threads, epoch = 1, acquired = 0;
+    std::vector<Fiber> fibers{launch.threads};
+    // How many threads wait: of all, and of each warp.
+    std::vector<unsigned> waiting = std::vector<unsigned>(1 + launch.threads / 32);
+    std::unique_ptr<unsigned char[]> stacks{new unsigned char[launch.threads * STACK]};
+    // All ones is a NaN in every format, and no index. 64 bytes more: an index that is one too far.
+    std::vector<unsigned char> memory = std::vector<unsigned char>(launch.shared_bytes + 64, 0xff);
+    Region shared{memory.data(), launch.shared_bytes, READ | WRITE, nullptr, 0, 0};
+    std::vector<Shadow> shadow{(launch.shared_bytes + 3) / 4};
+    std::map<const void*, Meeting> meetings;
+    // Copies with a barrier.
+    std::vector<Copy> copies;
+
+    explicit Block(unsigned index);
+};
 
 // The shadows of regions that are read and written.
 std::vector<std::vector<Shadow>> shadows;
@@ -136,10 +139,19 @@ std::vector<Fiber*> runnable;
 bool failed;
 char message[1024];
 
+Block::Block(unsigned number) : index(number) {
+    for (Fiber& fiber : fibers) {
+        fiber.block = this;
+        fiber.thread = unsigned(&fiber - fibers.data());
+        fiber.stack = stacks.get() + fiber.thread * STACK;
+        runnable.push_back(&fiber);
+    }
+}
+
 template <class... Values> [[noreturn]] void fail(const char* format, Values... values) {
     const int used = std::snprintf(message, sizeof message, "block %u, thread %u: ",
                                    current->block->index, current->thread);
-    std::snprintf(message + used, sizeof message - std::size_t(used), format, values...);
+    std::snprintf(message + used, sizeof message - used, format, values...);
     failed = true;
     _longjmp(scheduler, 1);
 }
@@ -151,34 +163,24 @@ bool is_ordered(const Touch& other) {
     if (other.thread < 0) return true;
     if (other.block == int(block->index))
         return other.thread == int(current->thread) ||
-               (current->past && other.time <= (*current->past)[std::size_t(other.thread)]);
-    const auto& past = released[std::size_t(other.block)];
-    return other.epoch < past.size() &&
-           past[other.epoch] <= std::max(block->acquired, current->acquired);
+               (current->past && other.time <= (*current->past)[other.thread]);
+    const auto& past = released[other.block];
+    return other.epoch < past.size() && past[other.epoch] <= std::max(block->acquired, current->acquired);
 }
 
 void order(Shadow& shadow, bool write, const char* where, std::size_t byte) {
-    if (shadow.flying)
-        fail("%s byte %zu of %s, where a copy is on its way", write ? "writes" : "reads", byte, where);
-    if (!write && shadow.write.thread < 0)
-        fail("reads byte %zu of %s, which nobody wrote", byte, where);
-    const bool wrote = !is_ordered(shadow.write);
-    const auto reader = std::find_if(shadow.reads.begin(), shadow.reads.end(),
-                                     [](const Touch& each) { return !is_ordered(each); });
-    if (wrote || (write && reader != shadow.reads.end()))
-        fail("%s byte %zu of %s, which block %d %s: a race", write ? "writes" : "reads", byte,
-             where, wrote ? shadow.write.block : reader->block, wrote ? "wrote" : "read");
-    const Touch now{int(current->block->index), int(current->thread), current->time,
-                    current->block->epoch};
-    if (write) {
-        shadow.write = now;
-        shadow.reads.clear();
-        return;
-    }
-    // Earlier reads that are ordered before this one need no memory.
+    const char* does = write ? "writes" : "reads";
+    if (shadow.flying) fail("%s byte %zu of %s, where a copy is on its way", does, byte, where);
+    if (!write && shadow.write.thread < 0) fail("reads byte %zu of %s, which nobody wrote", byte, where);
+    if (!is_ordered(shadow.write))
+        fail("%s byte %zu of %s, which block %d wrote: a race", does, byte, where, shadow.write.block);
+    const Touch now{int(current->block->index), int(current->thread), current->time, current->block->epoch};
     auto& reads = shadow.reads;
+    // Earlier reads that are ordered before this access need no memory.
     reads.erase(std::remove_if(reads.begin(), reads.end(), is_ordered), reads.end());
-    reads.push_back(now);
+    if (!write) return reads.push_back(now);
+    if (!reads.empty()) fail("%s byte %zu of %s, which block %d read: a race", does, byte, where, reads[0].block);
+    shadow.write = now;
 }
 
 // Add to `past` what a thread has seen and done.
@@ -199,19 +201,17 @@ void share(Fiber* begin, Fiber* end) {
 
 // ---- every access ----
 
-void access(Address at, std::size_t size, bool write) {
-    if (!current || at - Address(current->stack) < STACK) return;
+void access(const void* place, std::size_t size, bool write) {
+    const Bytes at = Bytes(place);
+    if (!current || std::size_t(at - current->stack) < STACK) return;
     Block* block = current->block;
-    const auto holds = [&](const Region& r) {
-        return at >= r.begin && at + size <= r.begin + r.bytes;
-    };
     Region* end = launch.regions + launch.region_count;
-    const bool is_shared = holds(block->shared);
-    Region* region = is_shared ? &block->shared : std::find_if(launch.regions, end, holds);
+    const bool is_shared = block->shared.holds(at, size);
+    Region* region = &block->shared;
+    if (!is_shared) region = std::find_if(launch.regions, end, [&](Region& r) { return r.holds(at, size); });
     if (!is_shared && !launch.regions) return; // the driver vouches for what the parameters point to
-    if (!is_shared && region == end)
-        fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
-    const std::size_t index = std::size_t(region - launch.regions), byte = at - region->begin;
+    if (region == end) fail("%s %zu bytes outside of every tensor", write ? "writes" : "reads", size);
+    const std::size_t index = region - launch.regions, byte = at - region->begin;
     char name[32] = "shared memory";
     if (!is_shared) std::snprintf(name, sizeof name, "tensor %zu", index);
     if (!(region->rights & (write ? WRITE : READ)))
@@ -259,8 +259,8 @@ void look() {
 
 // Wait for all threads of the block, or of a warp, 1 the first; the last to come does `together` for
 // all, given the first of them. Return what it left in `value`.
-template <class F> double meet(unsigned warp, const char* what, int line, int lanes, double value,
-                               F together) {
+template <class F>
+double meet(unsigned warp, const char* what, int line, int lanes, double value, F together) {
     current->wait = what, current->line = line, current->lanes = lanes, current->value = value;
     Block* block = current->block;
     Fiber* fibers = &block->fibers[warp ? 32 * (warp - 1) : 0];
@@ -279,10 +279,16 @@ template <class F> double meet(unsigned warp, const char* what, int line, int la
     return current->value;
 }
 
+// Tell all threads that met whether one of them has a value other than 0.
+void vote(Fiber* begin, Fiber* end) {
+    const bool any = std::any_of(begin, end, [](const Fiber& each) { return each.value != 0; });
+    for (Fiber* each = begin; each < end; ++each) each->value = any;
+}
+
 // ---- copies and barriers in shared memory ----
 
-Shadow* shadow_of(Block* block, const void* at) {
-    return &block->shadow[(Address(at) - block->shared.begin) / 4];
+void set_flying(Block* block, Bytes to, int room, bool flying) {
+    for (int at = 0; at < room; at += 4) block->shadow[(to - block->shared.begin + at) / 4].flying = flying;
 }
 
 void check_phase(Meeting& meeting) {
@@ -295,48 +301,22 @@ void check_phase(Meeting& meeting) {
     idle = 0;
 }
 
-void land(const Copy& copy) {
-    Block* block = copy.fiber->block;
-    std::memcpy(copy.to, copy.from, std::size_t(copy.bytes));
-    std::memset(copy.to + copy.bytes, 0, std::size_t(copy.room - copy.bytes));
-    for (Shadow* each = shadow_of(block, copy.to); each < shadow_of(block, copy.to + copy.room - 1) + 1; ++each)
-        each->flying = false;
+void land(Block* block, const Copy& copy) {
+    std::memcpy(copy.to, copy.from, copy.bytes);
+    std::memset(copy.to + copy.bytes, 0, copy.room - copy.bytes);
+    set_flying(block, copy.to, copy.room, false);
     if (!copy.meeting) return;
     copy.meeting->bytes -= copy.bytes;
     check_phase(*copy.meeting);
 }
 
 // Land one of the copies that have a barrier, now and then.
-void land_some(std::vector<std::unique_ptr<Block>>& alive) {
-    for (auto& block : alive) {
-        auto& copies = block->copies;
-        if (copies.empty() || (!runnable.empty() && draw() % 64)) continue;
-        const std::size_t chosen = draw() % copies.size();
-        const Copy copy = copies[chosen];
-        copies.erase(copies.begin() + long(chosen));
-        land(copy);
-    }
-}
-
-std::unique_ptr<Block> start_block(unsigned index) {
-    auto block = std::make_unique<Block>();
-    block->index = index;
-    block->alive = launch.threads;
-    block->stacks.reset(new unsigned char[launch.threads * STACK]);
-    block->waiting.resize(1 + launch.threads / 32);
-    // All ones is a NaN in every format, and no index. 64 bytes more: an index that is one too far.
-    block->memory.reset(new unsigned char[launch.shared_bytes + 64]);
-    std::fill_n(block->memory.get(), launch.shared_bytes + 64, 0xff);
-    block->shared = {Address(block->memory.get()), launch.shared_bytes, READ | WRITE, nullptr, 0, 0};
-    block->shadow.resize((launch.shared_bytes + 3) / 4);
-    block->fibers.resize(launch.threads);
-    for (Fiber& fiber : block->fibers) {
-        fiber.block = block.get();
-        fiber.thread = unsigned(&fiber - block->fibers.data());
-        fiber.stack = block->stacks.get() + fiber.thread * STACK;
-        runnable.push_back(&fiber);
-    }
-    return block;
+void land_some(Block& block) {
+    auto& copies = block.copies;
+    if (copies.empty() || (!runnable.empty() && draw() % 64)) return;
+    std::swap(copies[draw() % copies.size()], copies.back());
+    land(&block, copies.back());
+    copies.pop_back();
 }
 
 }  // namespace
@@ -345,19 +325,15 @@ std::unique_ptr<Block> start_block(unsigned index) {
 
 extern "C" {
 ShimPlace shim_place() { return {{current->thread}, {current->block->index}, {launch.grid}}; }
-unsigned char* shim_shared() { return current->block->memory.get(); }
-void shim_sleep() { look(); }
+unsigned char* shim_shared() { return current->block->memory.data(); }
+void __nanosleep(unsigned) { look(); }
 
 bool shim_syncthreads(bool value, int line) {
     Block* block = current->block;
-    return meet(0, "__syncthreads", line, 0, value, [&](Fiber*) {
-        bool any = false;
-        for (const Fiber& each : block->fibers) {
-            block->acquired = std::max(block->acquired, each.acquired);
-            any |= each.value != 0;
-        }
-        for (Fiber& each : block->fibers) each.value = any;
-        share(block->fibers.data(), block->fibers.data() + launch.threads);
+    return meet(0, "__syncthreads", line, 0, value, [&](Fiber* fibers) {
+        for (const Fiber& each : block->fibers) block->acquired = std::max(block->acquired, each.acquired);
+        vote(fibers, fibers + launch.threads);
+        share(fibers, fibers + launch.threads);
         ++block->epoch;
     });
 }
@@ -375,45 +351,43 @@ void shim_syncwarp(int line) {
 }
 
 bool shim_any(bool value, int line) {
-    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) {
-        const bool any = std::any_of(warp, warp + 32, [](const Fiber& each) { return each.value != 0; });
-        for (Fiber* each = warp; each < warp + 32; ++each) each->value = any;
-    });
+    return meet(1 + current->thread / 32, "votes", line, 0, value, [](Fiber* warp) { vote(warp, warp + 32); });
 }
 
-void shim_copy(void* to, const void* from, int bytes, int room, unsigned long long* barrier) {
-    const Address both = Address(to) | (bytes ? Address(from) : 0);
-    if (both % std::size_t(room < 16 ? room : 16)) fail("a copy between misaligned addresses");
-    if (bytes) access(Address(from), std::size_t(bytes), false);
-    access(Address(to), std::size_t(room), true);
+void shim_copy(void* to, const void* from, int bytes, int room, Barrier* barrier) {
+    const std::size_t both = std::size_t(to) | (bytes ? std::size_t(from) : 0);
+    if (both % std::min(room, 16)) fail("a copy between misaligned addresses");
+    if (bytes) access(from, bytes, false);
+    access(to, room, true);
     Block* block = current->block;
     Meeting* meeting = barrier ? &block->meetings.at(barrier) : nullptr;
-    (meeting ? block->copies : current->copies).push_back({current, static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from),
-                             bytes, room, current->groups, meeting});
-    std::memset(to, 0xff, std::size_t(room));
-    for (int at = 0; at < room; at += 4) shadow_of(block, static_cast<char*>(to) + at)->flying = true;
+    auto& copies = meeting ? block->copies : current->copies;
+    copies.push_back({Bytes(to), Bytes(from), bytes, room, current->groups, meeting});
+    std::memset(to, 0xff, room);
+    set_flying(block, Bytes(to), room, true);
     // A thread that sees the phase over sees the copy.
     if (meeting) merge(meeting->arriving, nullptr, *current), ++current->time;
 }
 
-void shim_commit() { ++current->groups; }
+void commit_copies() { ++current->groups; }
 
 void shim_wait_copies(int left) {
     auto& copies = current->copies;
-    const auto is_due = [&](const Copy& copy) { return copy.group < current->groups - left; };
-    for (const Copy& copy : copies)
-        if (is_due(copy)) land(copy);
-    copies.erase(std::remove_if(copies.begin(), copies.end(), is_due), copies.end());
+    const int due = current->groups - left;
+    // Copies are in the order of their groups.
+    const auto end = std::find_if(copies.begin(), copies.end(), [&](const Copy& c) { return c.group >= due; });
+    std::for_each(copies.begin(), end, [](const Copy& copy) { land(current->block, copy); });
+    copies.erase(copies.begin(), end);
 }
 
-void shim_barrier_init(unsigned long long* barrier, int count) {
-    access(Address(barrier), 8, true);
+void barrier_init(Barrier* barrier, int count) {
+    access(barrier, 8, true);
     Meeting& meeting = current->block->meetings[barrier] = Meeting();
     meeting.count = meeting.missing = count;
 }
 
-void shim_barrier_arrive(unsigned long long* barrier, int bytes) {
-    access(Address(barrier), 8, false);
+void barrier_expect(Barrier* barrier, int bytes) {
+    access(barrier, 8, false);
     Meeting& meeting = current->block->meetings.at(barrier);
     merge(meeting.arriving, current->past.get(), *current);
     ++current->time;
@@ -422,10 +396,10 @@ void shim_barrier_arrive(unsigned long long* barrier, int bytes) {
     check_phase(meeting);
 }
 
-void shim_barrier_wait(unsigned long long* barrier, int parity, int line) {
-    access(Address(barrier), 8, false);
+void shim_barrier_wait(Barrier* barrier, int parity, int line) {
+    access(barrier, 8, false);
     Meeting& meeting = current->block->meetings.at(barrier);
-    // Nothing but the parity: a thread that is two phases away is told wrong, as on the device.
+    // The parity alone decides: a thread that is two phases away is told wrong, as on the device.
     while (int(meeting.phase & 1) == parity) {
         current->wait = "a barrier in shared memory", current->line = line;
         meeting.waiting.push_back(current);
@@ -436,42 +410,37 @@ void shim_barrier_wait(unsigned long long* barrier, int parity, int line) {
     current->past = std::make_shared<Past>(std::move(seen));
 }
 
-void shim_fence() {
+void __threadfence() {
     current->acquired = current->latest;
     current->releases = true;
 }
 
-unsigned shim_add(unsigned* word, unsigned value) {
+unsigned atomicAdd(unsigned* word, unsigned value) {
     look();
     const unsigned old = *word;
     *word = old + value;
     if (value) idle = 0;
     current->latest = ++atomics;
     auto& past = released[current->block->index];
-    if (current->releases && past.size() < current->block->epoch)
-        past.resize(current->block->epoch, atomics);
+    if (current->releases && past.size() < current->block->epoch) past.resize(current->block->epoch, atomics);
     current->releases = false;
     return old;
 }
 
 // ---- what instrumented code calls ----
 
-#define SHIM_ACCESS(bytes)                                                                     \
-    void __tsan_read##bytes(void* at) { access(Address(at), bytes, false); }                   \
-    void __tsan_write##bytes(void* at) { access(Address(at), bytes, true); }                   \
-    void __tsan_unaligned_read##bytes(void* at) { access(Address(at), bytes, false); }         \
-    void __tsan_unaligned_write##bytes(void* at) { access(Address(at), bytes, true); }
-SHIM_ACCESS(1)
-SHIM_ACCESS(2)
-SHIM_ACCESS(4)
-SHIM_ACCESS(8)
-SHIM_ACCESS(16)
-void __tsan_read_range(void* at, std::size_t bytes) { access(Address(at), bytes, false); }
-void __tsan_write_range(void* at, std::size_t bytes) { access(Address(at), bytes, true); }
+#define SHIM_ACCESS(bytes)                                                     \
+    void __tsan_read##bytes(void* at) { access(at, bytes, false); }            \
+    void __tsan_write##bytes(void* at) { access(at, bytes, true); }            \
+    void __tsan_unaligned_read##bytes(void* at) { access(at, bytes, false); }  \
+    void __tsan_unaligned_write##bytes(void* at) { access(at, bytes, true); }
+SHIM_ACCESS(1) SHIM_ACCESS(2) SHIM_ACCESS(4) SHIM_ACCESS(8) SHIM_ACCESS(16)
+void __tsan_read_range(void* at, std::size_t bytes) { access(at, bytes, false); }
+void __tsan_write_range(void* at, std::size_t bytes) { access(at, bytes, true); }
 void __tsan_init() {}
 // -fsanitize=alignment hands over a place: the name of its file, and the line.
 struct Place { const char* file; unsigned line; };
-void __ubsan_handle_type_mismatch_v1(Place* where, Address at) {
+void __ubsan_handle_type_mismatch_v1(Place* where, std::size_t at) {
     fail("line %u: an access at %zu past a multiple of 16 is misaligned", where->line, at % 16);
 }
 
@@ -494,13 +463,12 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
     // Odd seeds let the last to become ready go first: one block gets as far as it can, block 0 first.
     const bool eager = seed % 2;
     if (!eager) std::shuffle(to_come.begin(), to_come.end(), draw);
-    std::vector<std::unique_ptr<Block>> alive;
+    std::list<Block> alive;
     while (!failed) {
-        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back())
-            alive.push_back(start_block(to_come.back()));
-        land_some(alive);
+        for (; !to_come.empty() && alive.size() < limit; to_come.pop_back()) alive.emplace_back(to_come.back());
+        for (Block& block : alive) land_some(block);
         if (runnable.empty()) {
-            const auto flies = [](const auto& block) { return !block->copies.empty(); };
+            const auto flies = [](const Block& block) { return !block.copies.empty(); };
             if (std::any_of(alive.begin(), alive.end(), flies)) continue;
             break;
         }
@@ -510,15 +478,13 @@ const char* shim_launch(void (*call)(const unsigned char*), const unsigned char*
         resume();
         if (failed || !current->done) continue;
         idle = 0;
-        const auto is_over = [](const auto& each) { return each->alive == 0; };
-        if (--current->block->alive == 0)
-            alive.erase(std::find_if(alive.begin(), alive.end(), is_over));
+        --current->block->alive;
+        alive.remove_if([](const Block& block) { return block.alive == 0; });
     }
     if (!failed && !alive.empty()) {
-        auto& fibers = alive[0]->fibers;
-        current = &*std::find_if(fibers.begin(), fibers.end(), [](Fiber& f) { return !f.done; });
-        if (!_setjmp(scheduler))
-            fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
+        current = alive.front().fibers.data();
+        while (current->done) ++current;
+        if (!_setjmp(scheduler)) fail("waits at %s, line %d, and nobody comes", current->wait, current->line);
     }
     current = nullptr;
     runnable.clear();

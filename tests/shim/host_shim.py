@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
 HERE = Path(__file__).parent
 # -Og: compiling takes most of the time of the tests. -fno-strict-aliasing: kernels look at the bits
@@ -54,15 +55,11 @@ class Traffic(NamedTuple):
     writes: np.ndarray
 
 
-class _Region(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("begin", "bytes", "rights")),
-        ("writes", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("loaded", "stored")),
-    )
+# struct Region of fibers.cpp.
+REGION = [(name, np.uint64) for name in ("begin", "bytes", "rights", "writes", "loaded", "stored")]
 
 
-def why_not() -> str:
+def _why_not() -> str:
     """Say what is missing to run kernels on this machine; "" if nothing is."""
     if not Path("/proc/self/exe").exists():
         return "the host shim needs Linux"
@@ -73,6 +70,10 @@ def why_not() -> str:
     return "" if int(version.stdout.split(".")[0]) >= 12 else "the host shim needs g++ 12 or later"
 
 
+# Marks tests that run kernels.
+needs_shim = pytest.mark.skipif(bool(why := _why_not()), reason=why or "-")
+
+
 def _made(folder, text, *options):
     """Compile C++ text into a library; several processes that ask for it compile it once."""
     parts = [text, (HERE / "cuda_shim.h").read_text(), *options]
@@ -81,20 +82,18 @@ def _made(folder, text, *options):
     with (folder / f"{digest}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            written, made = path.with_suffix(".cpp"), path.with_suffix(".part")
+            written, made, linked = (path.with_suffix(end) for end in (".cpp", ".o", ".part"))
             written.write_text(text)
             # In two steps: with its option, g++ would link ThreadSanitizer itself.
-            _run_compiler("g++", *options, "-c", str(written), "-o", f"{made}.o")
-            _run_compiler("g++", "-shared", f"{made}.o", "-o", str(made))
-            made.replace(path)
+            for step in ([*options, "-c", written, "-o", made], ["-shared", made, "-o", linked]):
+                process = subprocess.run(
+                    ["g++", *step], capture_output=True, text=True, check=False
+                )
+                if process.returncode:
+                    msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
+                    raise RuntimeError(msg)
+            linked.replace(path)
     return path
-
-
-def _run_compiler(*command):
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    if process.returncode:
-        msg = f"g++ did not compile the kernel:\n{process.stderr[:4000]}"
-        raise RuntimeError(msg)
 
 
 @functools.cache
@@ -106,12 +105,17 @@ def build(source, folder, entry, defines=()):
         r"\1* const \2 = reinterpret_cast<\1*>(shim_shared());",
         source,
     )
-    text = f'#include "cuda_shim.h"\n{source}\nSHIM_ENTRY({entry})\n'
+    text = f"""#include "cuda_shim.h"
+{source}
+extern "C" __attribute__((no_sanitize("thread"))) void shim_call(const unsigned char* bytes) {{
+    {entry}(*reinterpret_cast<const Parameters*>(bytes));
+}}
+"""
     runtime = _made(folder, (HERE / "fibers.cpp").read_text(), *RUNTIME_FLAGS)
     if not hasattr(ctypes.CDLL(None), "shim_launch"):
         # Once in a process: the libraries of all kernels find its functions.
         ctypes.CDLL(str(runtime), ctypes.RTLD_GLOBAL)
-    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines))), entry
+    return ctypes.CDLL(str(_made(folder, text, *KERNEL_FLAGS, *defines)))
 
 
 def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, cooperative=False):
@@ -122,22 +126,18 @@ def launch(kernel, grid, block, shared_bytes, parameters, tensors, *, seed=0, co
     blocks run at once if `cooperative`, otherwise a few at a time, as a busy device may do. Without
     `tensors` only shared memory and barriers are checked.
     """
-    library, entry = kernel
     given = tensors or ()
     writes = [np.zeros(tensor.nbytes, np.uint8) for tensor in given]
-    regions = (_Region * max(1, len(given)))(
-        *((*tensor[1:], counts.ctypes.data) for tensor, counts in zip(given, writes, strict=True))
-    )
+    pairs = zip(given, writes, strict=True)
+    regions = np.array([(*each[1:], counts.ctypes.data, 0, 0) for each, counts in pairs], REGION)
     run = ctypes.CDLL(None).shim_launch
     run.restype = ctypes.c_char_p
     failed = run(
-        getattr(library, f"shim_call_{entry}"), parameters, grid, block,
+        kernel.shim_call, parameters, grid, block,
         ctypes.c_size_t(shared_bytes), ctypes.c_uint64(seed), int(cooperative),
-        None if tensors is None else regions, ctypes.c_size_t(len(given)),
+        None if tensors is None else regions.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(len(given)),
     )  # fmt: skip
     if failed is not None:
         raise LaunchError(re.sub(r"tensor (\d+)", lambda m: given[int(m[1])].name, failed.decode()))
-    return [
-        Traffic(tensor, region.loaded, region.stored, counts)
-        for tensor, region, counts in zip(given, regions, writes, strict=False)
-    ]
+    both = zip(given, regions["loaded"], regions["stored"], writes, strict=True)
+    return [Traffic(*each) for each in both]

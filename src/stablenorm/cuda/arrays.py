@@ -20,32 +20,18 @@ from stablenorm.types import Array
 
 
 class Folded(NamedTuple):
-    """An array, and the axes that make up its rows: what can be seen as a `Matrix`."""
+    """An array, and the axes that make up its rows; without axes all of it is one row."""
 
     array: Any
-    axes: tuple[int, ...]
+    axes: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, n)."""
-        array = self.array
-        n = (
-            array.shape[self.axes[0]]
-            if len(self.axes) == 1
-            else math.prod(map(array.shape.__getitem__, self.axes))
-        )
+        array, axes = self
+        lengths = array.shape
+        n = lengths[axes[0]] if len(axes) == 1 else math.prod(lengths[axis] for axis in axes)
         return array.size // n, n
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The dtype of the elements."""
-        dtype: np.dtype[Any] = self.array.dtype
-        return dtype
-
-    def moved(self, cupy: Any) -> Any:
-        """Return a view with the axes of the rows last."""
-        ndim = self.array.ndim
-        return cupy.moveaxis(self.array, self.axes, tuple(range(ndim - len(self.axes), ndim)))
 
 
 class Matrix(NamedTuple):
@@ -53,8 +39,42 @@ class Matrix(NamedTuple):
 
     pointer: int
     stride: int
-    # (rows, n), if they are a copy.
+    # If the rows are a copy: the copy, (rows, n), and the array as it is, the axes of its rows last.
     copy: Any = None
+    original: Any = None
+
+    def put_back(self) -> None:
+        """Write rows that are a copy to where they belong."""
+        if self.copy is not None:
+            self.original[...] = self.copy.reshape(self.original.shape)
+
+
+NOWHERE = Matrix(0, 0)
+
+
+def matrix(cupy: Any, folded: Folded | None, shape: tuple[int, int], read: bool) -> Matrix:
+    """
+    Return the rows of an array, (rows, n).
+
+    If they have gaps, they are those of a copy, whose elements are set if the array is to be `read`.
+    """
+    if folded is None:
+        return NOWHERE
+    array, axes = folded
+    last = array.ndim - len(axes)
+    if array.flags.c_contiguous and axes[0] == last:
+        return Matrix(array.data.ptr, shape[1])
+    places = tuple(range(last, array.ndim))
+    seen, itemsize = np.moveaxis(_ghost(array), axes, places), array.dtype.itemsize
+    # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
+    with contextlib.suppress(AttributeError):
+        seen.shape = shape
+        between, within = seen.strides
+        if (shape[1] == 1 or within == itemsize) and between % itemsize == 0:
+            return Matrix(array.data.ptr, between // itemsize)
+    moved = cupy.moveaxis(array, axes, places) if axes else array
+    rows = cupy.ascontiguousarray(moved).reshape(shape) if read else cupy.empty(shape, array.dtype)
+    return Matrix(rows.data.ptr, shape[1], held(cupy, rows), moved)
 
 
 def _ghost(array: Any) -> Array:
@@ -106,48 +126,10 @@ def _imported(name: str, value: Any) -> Any:
         return value
     if not on_cuda_device(value):
         raise TypeError(mixed(name, value, "on a CUDA device"))
+    read = cupy.from_dlpack if hasattr(value, "__dlpack__") else cupy.asarray
     try:
-        if hasattr(value, "__dlpack__"):
-            return cupy.from_dlpack(value)
-        return cupy.asarray(value)
+        return read(value)
     except (BufferError, RuntimeError, ValueError) as error:
         # A tensor that wants its gradient recorded, one that is conjugated, another kind of memory.
         msg = f"{name} must be readable as an array of CuPy's, got {type(value).__name__}: {error}"
         raise TypeError(msg) from error
-
-
-# ---- arguments of a launch ----
-
-
-def matrix(cupy: Any, folded: Folded, read: bool) -> Matrix:
-    """Return the rows of an array; if they have gaps, those of a copy, whose elements are set if it is `read`."""
-    array, axes = folded
-    if array.flags.c_contiguous and axes[0] == array.ndim - len(axes):
-        return Matrix(array.data.ptr, folded.shape[1])
-    seen, itemsize = _ghost(array), folded.dtype.itemsize
-    seen = np.moveaxis(seen, axes, range(seen.ndim - len(axes), seen.ndim)).view()
-    # Unlike reshape, this never copies. (np.reshape(copy=False) needs NumPy 2.1.)
-    with contextlib.suppress(AttributeError):
-        seen.shape = folded.shape
-        between, within = seen.strides
-        if (seen.shape[1] == 1 or within == itemsize) and between % itemsize == 0:
-            return Matrix(array.data.ptr, between // itemsize)
-    if read:
-        rows = cupy.ascontiguousarray(folded.moved(cupy)).reshape(folded.shape)
-    else:
-        rows = cupy.empty(folded.shape, folded.dtype)
-    return Matrix(rows.data.ptr, rows.shape[1], held(cupy, rows))
-
-
-def put_back(cupy: Any, rows: Matrix, folded: Folded) -> None:
-    """Write rows that were not the array's own to where they belong."""
-    if rows.copy is not None:
-        moved = folded.moved(cupy)
-        moved[...] = rows.copy.reshape(moved.shape)
-
-
-def flat(cupy: Any, array: Any) -> Any:
-    """Return gamma or beta, contiguous."""
-    if array is None or array.flags.c_contiguous:
-        return array
-    return held(cupy, cupy.ascontiguousarray(array))

@@ -35,12 +35,13 @@ def sources() -> dict[str, bytes]:
 
 def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
     """Return the machine code for these definitions: from disk, or compiled and then kept there."""
-    nvrtc = _nvrtc()
-    version = nvrtc_version()
+    nvrtc, version = _nvrtc(), nvrtc_version()
     options = (f"--gpu-architecture=sm_{capability[0]}{capability[1]}", *OPTIONS, *defines)
     # All that decides the machine code.
     key = hashlib.sha256(repr((version, options, sources())).encode()).hexdigest()
-    path = cache_folder() / f"{key}.cubin"
+    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
+    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    path = Path(os.environ.get("STABLENORM_CACHE_DIR") or Path(user, "stablenorm"), f"{key}.cubin")
     with contextlib.suppress(OSError):
         return path.read_bytes()
     known = _checked(nvrtc.nvrtcGetSupportedArchs())
@@ -53,7 +54,14 @@ def cubin(defines: Sequence[str], capability: tuple[int, int]) -> bytes:
         raise RuntimeError(msg)
     with compiled(sources(), options) as read:
         code = read("CUBIN")
-    _write(path, code)
+    # A folder that cannot be written is no error.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: other processes may be reading, or writing the same.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder, path.name)
+            made.write_bytes(code)
+            made.replace(path)
     return code
 
 
@@ -88,29 +96,6 @@ def compiled(texts: dict[str, bytes], options: Sequence[str]) -> Iterator[Callab
         yield read
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def cache_folder() -> Path:
-    """Return where compiled kernels are kept: STABLENORM_CACHE_DIR, or the user's cache."""
-    if given := os.environ.get("STABLENORM_CACHE_DIR"):
-        return Path(given)
-    base = os.environ.get("XDG_CACHE_HOME")
-    # Without a home, expanduser leaves "~": nothing can be written there, nothing is.
-    return Path(base or Path("~/.cache").expanduser()) / "stablenorm"
-
-
-def _write(path: Path, code: bytes) -> None:
-    """Keep `code`; where that is impossible, go on without."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: other processes may be reading, or writing the same.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem[:16])
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(code)
-            Path(name).replace(path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
 
 
 def not_loaded(error: Exception, name: str) -> ImportError:

@@ -75,8 +75,8 @@ def read_facts(device: int) -> Facts:
 
 
 @functools.cache
-def load(device: int, kernel: Kernel) -> Any:
-    """Return the function of a kernel on a device, compiled and loaded the first time."""
+def load(device: int, kernel: Kernel) -> tuple[Any, int]:
+    """Return a kernel's function on a device, compiled and loaded once, and how many blocks fit a multiprocessor."""
     cupy = import_cupy()
     (major, minor), driver = compiling.nvrtc_version(), cupy.cuda.runtime.driverGetVersion()
     # Within one major version any driver runs what any compiler makes.
@@ -93,19 +93,8 @@ def load(device: int, kernel: Kernel) -> Any:
     function = module.get_function(kernel.entry)
     # Beyond 48 KiB a kernel must be allowed its shared memory.
     cupy.cuda.driver.funcSetAttribute(function.ptr, _MOST_SHARED, kernel.shared_bytes)
-    return function
-
-
-def count_resident(device: int, kernel: Kernel) -> int:
-    """Return how many blocks of a kernel the device holds at once."""
-    return _fitting(device, kernel) * read_facts(device).multiprocessors
-
-
-@functools.cache
-def _fitting(device: int, kernel: Kernel) -> int:
-    """Return how many blocks of a kernel fit a multiprocessor."""
-    ask = import_cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
-    return int(ask(load(device, kernel).ptr, kernel.threads, kernel.shared_bytes))
+    count = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+    return function, int(count(function.ptr, kernel.threads, kernel.shared_bytes))
 
 
 def launch(function: Any, kernel: Kernel, grid: int, parameters: bytes, cooperative: bool) -> None:

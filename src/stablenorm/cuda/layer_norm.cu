@@ -1,28 +1,17 @@
 // Layer normalization and its backward, one launch each: the equations of the reference.
 //
-// One source, compiled on demand for one function and one configuration at a time, by these
-// definitions (plan.py chooses them):
-//   LN_FORWARD      1: layer_norm_forward is compiled; 0: layer_norm_backward
-//   LN_X, LN_DY, LN_GAMMA, LN_BETA   dtype of x (of y and dx too), of dy, of gamma and dgamma, of beta
-//                   and dbeta: 0 float16, 1 bfloat16, 2 float32, 3 float64. That of x chooses the
-//                   arithmetic: pairs of float64 for float64, float64 for the others
-//   LN_N            elements of a row, for the fast kernels; 0: the general ones, for any n
-//   LN_ROW_THREADS, LN_SLOTS   threads of a row; rows that a block has in hand at a time
-//   LN_ROW_WARPS    warps that find row sums, beside the ROW_THREADS; 0: there are none
-//   LN_THREADS      threads of a block
-//   LN_LEAST_BLOCKS blocks that are to fit a multiprocessor
-//   LN_VECTORS      fast kernels: 16-byte vectors of x that a thread has
-//   LN_STAGES       fast kernels: rows that are on their way, which decides no bit
-//   LN_ALIGNED      fast kernels: 1 if all rows begin at multiples of 16 bytes, which decides none either
-// Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of
-// blocks up to the chunks (backward); if `barrier` is set all of them must be resident (cooperative
-// launch).
+// One source, compiled on demand for one function and one configuration at a time: each field of Kernel in
+// plan.py is a definition, LN_ and its name. The dtype of x chooses the arithmetic: pairs of float64 for
+// float64, float64 for the others. LN_STAGES and LN_ALIGNED decide no bit.
+//
+// Grid and block are one-dimensional, shared memory is dynamic only. The grid may have any number of blocks up
+// to the chunks (backward); if `barrier` is set all of them must be resident (cooperative launch).
 //
 // The rows of float64 and eps are scaled, whatever their size. gamma, dy and their products must be zero
 // or between 2**-850 and 2**850: beyond, sums overflow, and low words of pairs are lost below.
 //
-// Where __CUDA_ARCH__ is not defined, it needs half_to_float and float_to_half, which are instructions of
-// the device, and what is in layer_norm_device.cuh.
+// A host that compiles this (no __CUDA_ARCH__) supplies half_to_double, double_to_half and all of
+// layer_norm_device.cuh.
 
 #define LN_PAIRS (LN_X == 3)
 #include "layer_norm_numbers.cuh"
@@ -65,9 +54,8 @@ struct Parameters {
 #else
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
-    const Parameter<Gamma> gamma = {p.gamma, p.n, 1.0};
-    // -0 changes nothing, not even -0.
-    const Parameter<Beta> beta = {p.beta, p.n, -0.0};
+    const Columns<Gamma> gamma = gamma_of(p);
+    const Columns<Beta> beta = beta_of(p);
     const long long first = (long long)blockIdx.x * SLOTS, step = (long long)gridDim.x * SLOTS;
     long long at = first + slot();
     // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.

@@ -6,21 +6,19 @@ struct Projection {
 };
 
 // g is centered before it meets xhat: then a large mean of g costs no digit.
-INLINE Number centered_g(double dy, double gamma, Number mean_g) {
-    return product(dy, gamma) - mean_g;
-}
+INLINE Number centered_g(double dy, double gamma, Number mean_g) { return product(dy, gamma) - mean_g; }
 
 // A row with its dy and its statistics, or nothing if it is past the end.
 struct RowInHand {
     Columns<X> x;
     Columns<DY> dy;
-    Parameter<Gamma> gamma;
+    Columns<Gamma> gamma;
     Row row;
 
     INLINE RowInHand(const Parameters& p, long long at, long long stop)
         : x{p.x + at * p.x_stride, at < stop ? p.n : 0},
           dy{p.dy + at * p.dy_stride, at < stop ? p.n : 0},
-          gamma{p.gamma, p.n, 1.0},
+          gamma(gamma_of(p)),
           row(at < stop ? kept(p, at) : Row{}) {}
 };
 
@@ -55,13 +53,7 @@ INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
     constexpr int WIDTH = ROW_THREADS * VECTOR;
     Number* partial = p.partials + (2 * chunk + which) * p.n + v * WIDTH;
     const long long rest = p.n - v * WIDTH;
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i) {
-        const int col = row_thread() * VECTOR + i;
-        if (SLOTS > 1) combined[slot() * WIDTH + col] = sums[i];
-        else if (col < rest) partial[col] = total(sums[i]);
-    }
-    if (SLOTS == 1) return;
+    unrolled<VECTOR>([&](int i) { combined[threadIdx.x * VECTOR + i] = sums[i]; });
     // Orders the sums of all slots before they are read.
     __syncthreads();
     for (int col = threadIdx.x; col < WIDTH && col < rest; col += BLOCK) {
@@ -75,8 +67,9 @@ INLINE void flush(const Parameters& p, long long chunk, int which, Index v,
 
 // The row sums of all rows of [first, stop), then column by column all rows again, because the sums of a
 // whole row would not fit registers. `projections` is (chunk_rows) in shared memory.
-INLINE void general_chunk(const Parameters& p, long long chunk, long long first, long long stop,
-                          Reduction& reduction, Projection* projections, Number* combined) {
+INLINE void general_chunk(const Parameters& p, long long chunk, Reduction& reduction, Number* combined,
+                          Projection* projections) {
+    const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows, stop = end < p.rows ? end : p.rows;
     // Every thread of the block takes as many turns, rows past the end empty: barriers are legal.
     for (long long base = first; base < stop && p.out != nullptr; base += SLOTS) {
         const long long at = base + slot();
@@ -91,9 +84,9 @@ INLINE void general_chunk(const Parameters& p, long long chunk, long long first,
             const Projection of = p.out == nullptr ? Projection{} : projections[at - first];
             pull_back(p, RowInHand(p, at, stop), of, at, v, sums);
         }
-        if (p.partials == nullptr) continue;
-        flush(p, chunk, 0, v, sums[0], combined);
-        flush(p, chunk, 1, v, sums[1], combined);
+        unrolled<2>([&](int which) {
+            if (p.partials != nullptr) flush(p, chunk, which, v, sums[which], combined);
+        });
     }
     // Orders the reads of the projections before the next chunk's are written.
     __syncthreads();
@@ -102,11 +95,8 @@ INLINE void general_chunk(const Parameters& p, long long chunk, long long first,
 INLINE void general_chunks(const Parameters& p, unsigned char* shared) {
     Reduction reduction = {reinterpret_cast<Number*>(shared), 0};
     // Behind the two turns of a number for each warp.
-    Number* combined = reinterpret_cast<Number*>(shared) + 2 * WARPS;
-    constexpr int WIDTH = ROW_THREADS * VECTOR;
-    Projection* projections = reinterpret_cast<Projection*>(combined + (SLOTS > 1 ? SLOTS * WIDTH : 0));
-    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x) {
-        const long long first = chunk * p.chunk_rows, end = first + p.chunk_rows;
-        general_chunk(p, chunk, first, end < p.rows ? end : p.rows, reduction, projections, combined);
-    }
+    Number* combined = reduction.held + 2 * WARPS;
+    Projection* projections = reinterpret_cast<Projection*>(combined + BLOCK * VECTOR);
+    for (long long chunk = blockIdx.x; chunk < p.chunks; chunk += gridDim.x)
+        general_chunk(p, chunk, reduction, combined, projections);
 }

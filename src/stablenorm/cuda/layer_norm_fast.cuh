@@ -9,13 +9,15 @@ constexpr bool WHOLE = N % VECTOR == 0;
 constexpr int ROW_VECTORS = (N + VECTOR - 1) / VECTOR;
 constexpr int VECTORS = LN_VECTORS;
 constexpr int ELEMENTS = VECTORS * VECTOR;
-constexpr int COLUMNS = ROW_THREADS * ELEMENTS;
 constexpr int STAGES = LN_STAGES;
 // Whether all rows begin at multiples of 16 bytes.
 constexpr bool ALIGNED = LN_ALIGNED;
 constexpr double INVERSE = 1.0 / N;
 
 struct __align__(16) Two { double a, b; };
+
+// Vector v of this thread, among those of a row.
+INLINE int vector_of(int v) { return v * ROW_THREADS + row_thread(); }
 
 // Elements of vector v of this thread. No question where the row is long enough for all threads.
 INLINE int elements(int v) {
@@ -34,11 +36,10 @@ INLINE double over(double sum) {
 INLINE double inverse_root(double v) {
     if (!(v > 0x1p-900 && v < 0x1p900)) return 1.0 / root(v);
     double r = __longlong_as_double(0x5fe6eb50c7b537a9ll - (__double_as_longlong(v) >> 1));
-#pragma unroll
-    for (int step = 0; step < 3; ++step) {
+    unrolled<3>([&](int) {
         const double e = fma(-v * r, r, 1.0);
         r = fma(r * e, fma(e, 0.375, 0.5), r);
-    }
+    });
     return r;
 }
 
@@ -46,44 +47,51 @@ INLINE double inverse_root(double v) {
 
 // Ask for elements [0, count) at `from`, and zeros behind them.
 INLINE void fetch(Vector<X>* to, const X* from, int count) {
-    if constexpr (ALIGNED) {
-        copy_async(to, from, count * (int)sizeof(X));
-    } else {
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
-            if (i >= count) to->e[i] = X{};
-            else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
-            else to->e[i] = from[i];
-        }
-    }
-}
-
-// Store a vector past the caches: nobody reads it soon.
-INLINE void put(X* to, const Vector<X>& v, int count) {
-    if (ALIGNED && count == VECTOR)
-        return __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(&v));
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (i < count) to[i] = v.e[i];
+    if constexpr (ALIGNED) return copy_async(to, from, count * (int)sizeof(X));
+    unrolled<VECTOR>([&](int i) {
+        if (i >= count) to->e[i] = X{};
+        else if (sizeof(X) == 4) copy_async4(&to->e[i], from + i);
+        else to->e[i] = from[i];
+    });
 }
 
 // ---- gamma and beta as float64 in shared memory ----
 
-// Place of element i of vector q in a row of `width` vectors: no two lanes meet in a bank.
-INLINE int place(int q, int i, int width) { return (i / 2 * width + q) * 2 + i % 2; }
+// The elements of a row of WIDTH vectors, laid out so that no two lanes meet in a bank.
+struct Table {
+    static constexpr int WIDTH = LN_ROW_WARPS ? ROW_VECTORS : ROW_THREADS * VECTORS, SIZE = WIDTH * VECTOR;
+    double* memory;
 
-// Widen one of gamma and beta, or `neutral` where there is none, to a table of `width` vectors; past the
-// end of a row it is 0.
-template <class T> INLINE void widen(double* table, const T* from, double neutral, int width) {
-    for (int at = threadIdx.x; at < width * VECTOR; at += LN_THREADS) {
-        const int q = at / VECTOR, i = at % VECTOR;
-        table[place(q, i, width)] = at >= N ? 0.0 : from ? lift(from[at]) : neutral;
+    // Element i of vector q.
+    INLINE double& at(int q, int i) const { return memory[(i / 2 * WIDTH + q) * 2 + i % 2]; }
+
+    // Fill it with gamma or beta; past the end of a row with 0.
+    template <class T> INLINE void widen(const Columns<T>& from) const {
+        for (int col = threadIdx.x; col < SIZE; col += LN_THREADS)
+            at(col / VECTOR, col % VECTOR) = col >= N ? 0.0 : from.row ? lift(from.row[col]) : from.neutral;
     }
-}
+};
 
-// Elements i and i + 1 of vector q.
-INLINE Two two_of(const double* table, int q, int i, int width) {
-    return *reinterpret_cast<const Two*>(&table[place(q, i, width)]);
+// ---- the backward of a row ----
+
+// The statistics of a row and, once they are known, its row sums: the mean of g, and rstd**2 times that of
+// (g - mean of g) * (x - mean). All 0, a row adds 0.
+struct __align__(16) Record {
+    double mean, mean_lo, rstd, mean_g, slope, unused;
+
+    INLINE double centered(double x) const { return (x - mean) - mean_lo; }
+
+    // Return dx of an element, given c = x - mean; add to the sums over rows. A reference to gamma reads it last,
+    // which saves registers.
+    INLINE double pull_back(double c, double dy, const double& gamma, double& dgamma, double& dbeta) const {
+        dgamma = fma(c * rstd, dy, dgamma);
+        dbeta += dy;
+        return fma(-c, slope, fma(dy, gamma, -mean_g)) * rstd;
+    }
+};
+
+INLINE Record record_of(const Parameters& p, long long row) {
+    return {p.mean[row], p.mean_lo[row], p.rstd[row], 0.0, 0.0, 0.0};
 }
 
 // ---- sums of two numbers ----

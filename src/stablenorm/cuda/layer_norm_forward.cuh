@@ -6,7 +6,6 @@
 
 // Rows up to here have tables of gamma and beta; longer ones read them again, from the caches.
 constexpr bool TABLES = N <= 4096;
-constexpr int TABLE = TABLES ? COLUMNS : 0;
 
 // Sums over the warps of a row, for which they meet at a barrier of the row's own.
 struct Exchange {
@@ -28,11 +27,10 @@ struct Exchange {
         if (ROW_WARPS == 1) return mine;
         barrier_wait(&barriers[slot()], turn & 1);
         Two sum = at()[0];
-#pragma unroll
-        for (int w = 1; w < ROW_WARPS; ++w) {
-            const Two part = at()[w];
+        unrolled<ROW_WARPS - 1>([&](int w) {
+            const Two part = at()[w + 1];
             sum.a += part.a, sum.b += part.b;
-        }
+        });
         ++turn;
         return sum;
     }
@@ -41,48 +39,58 @@ struct Exchange {
 };
 
 // gamma or beta of vector v.
-template <class T> INLINE void get(double (&to)[VECTOR], const double* table, const T* from,
-                                   double neutral, int v, int count) {
-    const Vector<T> held = TABLES || !from ? Vector<T>{} : load(from + column(v), count);
-#pragma unroll
-    for (int i = 0; i < VECTOR; i += 2) {
-        if (TABLES) {
-            const Two two = two_of(table, v * ROW_THREADS + row_thread(), i, COLUMNS / VECTOR);
-            to[i] = two.a, to[i + 1] = two.b;
-        } else {
-            to[i] = from ? lift(held.e[i]) : neutral;
-            to[i + 1] = from ? lift(held.e[i + 1]) : neutral;
-        }
+template <class T> INLINE void get(double (&to)[VECTOR], Table table, const Columns<T>& from, int v) {
+    if constexpr (TABLES) {
+        unrolled<VECTOR / 2>([&](int i) {
+            const Two two = *reinterpret_cast<const Two*>(&table.at(vector_of(v), 2 * i));
+            to[2 * i] = two.a, to[2 * i + 1] = two.b;
+        });
+    } else {
+        const Vector<T> held = from.row ? load(from.row + column(v), elements(v)) : Vector<T>{};
+        unrolled<VECTOR>([&](int i) { to[i] = from.row ? lift(held.e[i]) : from.neutral; });
     }
 }
 
 // Moments of a row about `center`, which is subtracted from what is held of it.
 INLINE Two moments(double (&held)[ELEMENTS], double center) {
     Two sum = {0.0, 0.0};
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
+    unrolled<VECTORS>([&](int v) {
         const int count = elements(v);
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) {
+        unrolled<VECTOR>([&](int i) {
             double& e = held[v * VECTOR + i];
             // A select: a product would make NaN of what is past the end.
             e = i < count ? e - center : 0.0;
             sum.a += e;
             sum.b = fma(e, e, sum.b);
-        }
-    }
+        });
+    });
     return sum;
 }
 
+// Write y of row `at`, given x - k for a guess k of its mean, and the mean of that.
+INLINE void write(const Parameters& p, long long at, const double (&held)[ELEMENTS], double mean, double rstd,
+                  Table gamma, Table beta) {
+    unrolled<VECTORS>([&](int v) {
+        double scale[VECTOR], shift[VECTOR];
+        get(scale, gamma, gamma_of(p), v);
+        get(shift, beta, beta_of(p), v);
+        Vector<X> y;
+        unrolled<VECTOR>([&](int i) {
+            round_into(y.e[i], fma((held[v * VECTOR + i] - mean) * rstd, scale[i], shift[i]));
+        });
+        store(p.out + at * p.out_stride + column(v), y, elements(v));
+    });
+}
+
 INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
-    double* tables = reinterpret_cast<double*>(shared);                         // (2, TABLE)
-    Vector<X>* stages = reinterpret_cast<Vector<X>*>(tables + 2 * TABLE) + threadIdx.x;  // (STAGES, VECTORS, BLOCK)
-    Two* parts = reinterpret_cast<Two*>(stages - threadIdx.x + STAGES * VECTORS * BLOCK);
+    double* tables = reinterpret_cast<double*>(shared);
+    const Table gamma = {tables}, beta = {tables + Table::SIZE};
+    Vector<X>* rows = reinterpret_cast<Vector<X>*>(tables + (TABLES ? 2 * Table::SIZE : 0));
+    Two* parts = reinterpret_cast<Two*>(rows + STAGES * VECTORS * BLOCK);
     Exchange exchange = {parts, reinterpret_cast<Barrier*>(parts + 2 * WARPS), 0, {}};
     if (TABLES) {
-        widen(tables, p.gamma, 1.0, COLUMNS / VECTOR);
-        // -0 changes nothing, not even -0.
-        widen(tables + TABLE, p.beta, -0.0, COLUMNS / VECTOR);
+        gamma.widen(gamma_of(p));
+        beta.widen(beta_of(p));
     }
     if (threadIdx.x < SLOTS) barrier_init(&exchange.barriers[threadIdx.x], ROW_WARPS);
     // Orders the tables and the barriers before their use.
@@ -91,18 +99,17 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
     const long long begin = (long long)blockIdx.x * SLOTS;
     long long at = begin + slot(), asked = at;
 
+    // (STAGES, VECTORS, BLOCK) in shared memory.
+    const auto staged = [&](int stage, int v) { return rows + (stage * VECTORS + v) * BLOCK + threadIdx.x; };
     const auto ask = [&](int stage) {
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
+        unrolled<VECTORS>([&](int v) {
             const int count = asked < p.rows ? elements(v) : 0;
-            const X* from = p.x + (count ? asked * p.x_stride + column(v) : 0);
-            fetch(&stages[(stage * VECTORS + v) * BLOCK], from, count);
-        }
+            fetch(staged(stage, v), p.x + (count ? asked * p.x_stride + column(v) : 0), count);
+        });
         commit_copies();
         asked += step;
     };
-#pragma unroll
-    for (int stage = 0; stage < STAGES; ++stage) ask(stage);
+    unrolled<STAGES>(ask);
     double next = at < p.rows ? lift(p.x[at * p.x_stride]) : 0.0;
     int stage = 0;
     // Every thread of the block takes as many turns, rows past the end all 0.
@@ -111,12 +118,10 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
         if (at + step < p.rows) next = lift(p.x[(at + step) * p.x_stride]);
         wait_copies<STAGES - 1>();
         double held[ELEMENTS];
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            const Vector<X> x = stages[(stage * VECTORS + v) * BLOCK];
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i) held[v * VECTOR + i] = lift(x.e[i]);
-        }
+        unrolled<VECTORS>([&](int v) {
+            const Vector<X> x = *staged(stage, v);
+            unrolled<VECTOR>([&](int i) { held[v * VECTOR + i] = lift(x.e[i]); });
+        });
         Two sum = moments(held, k);
         exchange.begin(sum.a, sum.b);
         // The row is in registers.
@@ -141,17 +146,6 @@ INLINE void forward_rows(const Parameters& p, unsigned char* shared) {
             mean = two_sum(mean.high, mean.low + d);
             p.mean[at] = mean.high, p.mean_lo[at] = mean.low, p.rstd[at] = rstd;
         }
-#pragma unroll
-        for (int v = 0; v < VECTORS; ++v) {
-            double gamma[VECTOR], beta[VECTOR];
-            const int count = elements(v);
-            get(gamma, tables, p.gamma, 1.0, v, count);
-            get(beta, tables + TABLE, p.beta, -0.0, v, count);
-            Vector<X> y;
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i)
-                round_into(y.e[i], fma((held[v * VECTOR + i] - d) * rstd, gamma[i], beta[i]));
-            put(p.out + at * p.out_stride + column(v), y, count);
-        }
+        write(p, at, held, d, rstd, gamma, beta);
     }
 }

@@ -10,6 +10,12 @@ constexpr int ROW_WARPS = ROW_THREADS < WARP ? 1 : ROW_THREADS / WARP;
 constexpr int VECTOR = 16 / sizeof(X);
 using Index = long long;
 
+// Call f(0) to f(count - 1), without a loop.
+template <int count, class F> INLINE void unrolled(F f) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) f(i);
+}
+
 // ---- vectors ----
 
 template <class T> struct __align__(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Vector {
@@ -25,20 +31,15 @@ template <class T> INLINE bool is_aligned(const T* p) {
 template <class T> INLINE Vector<T> load(const T* p, int count) {
     if (count == VECTOR && is_aligned(p)) return *reinterpret_cast<const Vector<T>*>(p);
     Vector<T> result = {};
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (i < count) result.e[i] = p[i];
+    unrolled<VECTOR>([&](int i) { if (i < count) result.e[i] = p[i]; });
     return result;
 }
 
-template <class T> INLINE void store(T* p, const Vector<T>& v, int count) {
-    if (count == VECTOR && is_aligned(p)) {
-        *reinterpret_cast<Vector<T>*>(p) = v;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < VECTOR; ++i)
-        if (i < count) p[i] = v.e[i];
+// Store past the caches: nobody reads it soon. The fast kernels know whether all rows are aligned.
+INLINE void store(X* p, const Vector<X>& v, int count) {
+    if (count == VECTOR && (LN_N ? LN_ALIGNED : is_aligned(p)))
+        return __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&v));
+    unrolled<VECTOR>([&](int i) { if (i < count) p[i] = v.e[i]; });
 }
 
 // ---- the part of a row that a thread has: vectors ROW_THREADS apart ----
@@ -53,50 +54,35 @@ INLINE int count_of(Index v, Index n) {
     return rest <= 0 ? 0 : rest < VECTOR ? (int)rest : VECTOR;
 }
 
-INLINE Index vectors_of(long long n) {
-    return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR);
-}
+INLINE Index vectors_of(long long n) { return (n + ROW_THREADS * VECTOR - 1) / (ROW_THREADS * VECTOR); }
 
-// A row of x or dy; of no elements if it is past the end.
+// A row of x or dy, of no elements if it is past the end; gamma or beta, all `neutral` if there is none.
 template <class T> struct Columns {
     const T* row;
     Index n;
-
-    INLINE Vector<T> at(Index v) const { return load(row + column(v), count_of(v, n)); }
-};
-
-// gamma or beta, or `neutral` where there is none.
-template <class T> struct Parameter {
-    const T* p;
-    Index n;
-    double neutral;
+    double neutral = 0.0;
 
     INLINE Vector<T> at(Index v) const {
-        if (p != nullptr) return load(p + column(v), count_of(v, n));
+        if (row != nullptr) return load(row + column(v), count_of(v, n));
         Vector<T> result;
-#pragma unroll
-        for (int i = 0; i < VECTOR; ++i) round_into(result.e[i], neutral);
+        unrolled<VECTOR>([&](int i) { round_into(result.e[i], neutral); });
         return result;
     }
 };
 
-// Call f(i, element i of each of `vectors`) for i from `first` up to `count`, without a question for each if
-// the vectors are full. A recursion: compilers for devices from 10.0 on leave the loop a loop, whose vectors
-// then lie in memory.
-template <bool full, int first = 0, class F, class... Vectors>
-INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (full || first < count) f(first, lift(vectors.e[first])...);
-    if constexpr (first + 1 < VECTOR) for_each_of<full, first + 1>(count, f, vectors...);
-}
+INLINE Columns<Gamma> gamma_of(const Parameters& p) { return {p.gamma, p.n, 1.0}; }
+// -0 changes nothing, not even -0.
+INLINE Columns<Beta> beta_of(const Parameters& p) { return {p.beta, p.n, -0.0}; }
 
+// Call f(i, element i of each of `vectors`) for i up to `count`; full vectors need no question for each element.
 template <class F, class... Vectors>
 INLINE void for_each_of(int count, F f, const Vectors&... vectors) {
-    if (count == VECTOR) for_each_of<true>(count, f, vectors...);
-    else for_each_of<false>(count, f, vectors...);
+    if (count == VECTOR) unrolled<VECTOR>([&](int i) { f(i, lift(vectors.e[i])...); });
+    else unrolled<VECTOR>([&](int i) { if (i < count) f(i, lift(vectors.e[i])...); });
 }
 
-// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns or
-// Parameters. What is past the end of a row is never looked at: it would be 0 * NaN.
+// The same for all vectors that this thread has of a row of n: of `sources`, which are Columns. Elements past the
+// end of a row are never looked at: they would be 0 * NaN.
 template <class F, class... Sources>
 INLINE void for_each(Index n, F f, const Sources&... sources) {
     for (Index v = 0; v < vectors_of(n); ++v) for_each_of(count_of(v, n), f, sources.at(v)...);
@@ -105,10 +91,9 @@ INLINE void for_each(Index n, F f, const Sources&... sources) {
 // ---- over the threads of a row ----
 
 INLINE double exchanged(double a, int lanes) { return __shfl_xor_sync(ALL_LANES, a, lanes); }
-INLINE Wide exchanged(Wide a, int lanes) {
-    return {exchanged(a.high, lanes), exchanged(a.low, lanes)};
-}
+INLINE Wide exchanged(Wide a, int lanes) { return {exchanged(a.high, lanes), exchanged(a.low, lanes)}; }
 
+// The general kernels reduce rows of whole warps.
 struct Reduction {
     Number* held; // (2 turns, WARPS) in shared memory
     int turn;
@@ -117,9 +102,8 @@ struct Reduction {
     // warps in order. Every thread of the block must call it.
     template <class F> INLINE Number over_row(Number v, F combine) {
 #pragma unroll
-        for (int lanes = (ROW_THREADS < WARP ? ROW_THREADS : WARP) / 2; lanes > 0; lanes /= 2)
-            v = combine(v, exchanged(v, lanes));
-        if (ROW_THREADS <= WARP) return v;
+        for (int lanes = WARP / 2; lanes > 0; lanes /= 2) v = combine(v, exchanged(v, lanes));
+        if (ROW_THREADS == WARP) return v;
         const int warp = threadIdx.x / WARP;
         Number* warps = held + turn * WARPS;
         if (threadIdx.x % WARP == 0) warps[warp] = v;

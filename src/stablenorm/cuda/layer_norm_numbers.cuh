@@ -23,25 +23,17 @@ using Beta = Dtype<LN_BETA>::type;
 INLINE double minus(double a, double b) { return a - b; }
 INLINE double root(double a) { return __dsqrt_rn(a); }
 INLINE double like(double, double s) { return s; }
-
-INLINE double magnitude(double a) {
-    return __longlong_as_double(__double_as_longlong(a) & 0x7fffffffffffffffll);
-}
-
-INLINE bool is_finite(double a) {
-    const long long field = 0x7ff0000000000000ll;
-    return (__double_as_longlong(a) & field) != field;
-}
-
+INLINE double magnitude(double a) { return __longlong_as_double(__double_as_longlong(a) & 0x7fffffffffffffffll); }
+INLINE int exponent_field(double a) { return (int)(__double_as_longlong(a) >> 52) & 0x7ff; }
+INLINE bool is_finite(double a) { return exponent_field(a) != 0x7ff; }
 // 2**k, k from -1022 to 1023.
 INLINE double power_of_two(int k) { return __longlong_as_double((long long)(k + 1023) << 52); }
 
 // Return e with |a| = f * 2**e, f in [1/2, 1). It is -1086 for 0, 1025 for an infinity or a NaN.
 INLINE int exponent_of(double a) {
-    const int field = (int)(__double_as_longlong(a) >> 52) & 0x7ff;
-    if (field != 0) return field - 1022;
+    const int field = exponent_field(a);
     // A subnormal: its leading bit becomes an exponent once it is scaled up, exactly.
-    return ((int)(__double_as_longlong(a * 0x1p64) >> 52) & 0x7ff) - 1022 - 64;
+    return field ? field - 1022 : exponent_field(a * 0x1p64) - 1022 - 64;
 }
 
 INLINE int clamped(int k, int limit) { return k < -limit ? -limit : k > limit ? limit : k; }
@@ -79,7 +71,6 @@ INLINE Number product(double a, double b) { return a * b; }
 
 INLINE double high(double a) { return a; }
 INLINE double high(Wide a) { return a.high; }
-
 INLINE double scaled_number(double v, int) { return v; }
 INLINE Wide scaled_number(Wide v, int k) { return {scaled(v.high, k), scaled(v.low, k)}; }
 
@@ -96,47 +87,23 @@ INLINE Wide over_n(Wide sum, double n) {
 
 // ---- elements as float64 ----
 
-// Devices from 9.0 on convert between float64 and 16 bits by one instruction, which rounds once.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-#define LN_DIRECT 1
-INLINE double lift(Float16 v) {
+#ifdef __CUDA_ARCH__
+INLINE double half_to_double(unsigned short bits) {
     double result;
-    asm("cvt.f64.f16 %0, %1;" : "=d"(result) : "h"(v.bits));
+    asm("cvt.f64.f16 %0, %1;" : "=d"(result) : "h"(bits));
     return result;
 }
-INLINE double lift(Bfloat16 v) {
-    double result;
-    asm("cvt.f64.bf16 %0, %1;" : "=d"(result) : "h"(v.bits));
-    return result;
-}
-INLINE void round_into(Float16& out, double v) {
-    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
-}
-INLINE void round_into(Bfloat16& out, double v) {
-    asm("cvt.rn.bf16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
-}
-#elif defined(__CUDA_ARCH__)
-INLINE float half_to_float(unsigned short bits) {
-    float result;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
-    return result;
-}
-INLINE unsigned short float_to_half(float v) {
+INLINE unsigned short double_to_half(double v) {
     unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(v));
+    asm("cvt.rn.f16.f64 %0, %1;" : "=h"(bits) : "d"(v));
     return bits;
 }
 #endif
 
+INLINE float small(Float16 v) { return (float)half_to_double(v.bits); }
 INLINE float small(Bfloat16 v) { return __uint_as_float((unsigned)v.bits << 16); }
 INLINE float small(float v) { return v; }
-#ifdef LN_DIRECT
-INLINE float small(Float16 v) { return (float)lift(v); }
-#else
-INLINE float small(Float16 v) { return half_to_float(v.bits); }
-INLINE double lift(Float16 v) { return small(v); }
-INLINE double lift(Bfloat16 v) { return small(v); }
-#endif
+INLINE double lift(Float16 v) { return half_to_double(v.bits); }
 INLINE double lift(float v) { return v; }
 INLINE double lift(double v) { return v; }
 
@@ -155,19 +122,29 @@ INLINE double odd_sum(Wide v) {
     return even && v.low != 0.0 && is_finite(v.high) ? neighbor(v.high, v.low) : v.high;
 }
 
-#ifndef LN_DIRECT
-INLINE unsigned short bfloat16_bits(float v) {
-    const unsigned bits = __float_as_uint(v);
-    // The carry of a NaN with all bits set would make it a zero.
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0x7fffu;
-    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-INLINE void round_into(Float16& out, double v) { out.bits = float_to_half(odd_float(v)); }
-INLINE void round_into(Bfloat16& out, double v) { out.bits = bfloat16_bits(odd_float(v)); }
-#endif
+INLINE void round_into(Float16& out, double v) { out.bits = double_to_half(v); }
 INLINE void round_into(float& out, double v) { out = __double2float_rn(v); }
 INLINE void round_into(double& out, double v) { out = v; }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+// Devices from 9.0 on convert between float64 and bfloat16 by one instruction, which rounds once.
+INLINE double lift(Bfloat16 v) {
+    double result;
+    asm("cvt.f64.bf16 %0, %1;" : "=d"(result) : "h"(v.bits));
+    return result;
+}
+INLINE void round_into(Bfloat16& out, double v) {
+    asm("cvt.rn.bf16.f64 %0, %1;" : "=h"(out.bits) : "d"(v));
+}
+#else
+INLINE double lift(Bfloat16 v) { return small(v); }
+INLINE void round_into(Bfloat16& out, double v) {
+    const unsigned bits = __float_as_uint(odd_float(v));
+    // The carry of a NaN with all bits set would make it a zero.
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    out.bits = is_nan ? 0x7fffu : (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+#endif
 
 // v * 2**k as a float64, rounded once. Where that is subnormal, v.high may be a midpoint of their grid
 // only because v.low is missing: then high is moved to the side of low before it is scaled down.

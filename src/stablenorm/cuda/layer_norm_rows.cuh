@@ -12,16 +12,9 @@ struct Row {
 // dgamma is summed in a scale of its own: a sum of subnormals has low words too.
 constexpr int DGAMMA_SCALE = LN_PAIRS ? 128 : 0;
 
-INLINE double raised(const Row& row, double v) {
-    return LN_PAIRS ? v * power_of_two(-row.exponent) : v;
-}
-INLINE double lowered(const Row& row, double v) {
-    return LN_PAIRS ? v * power_of_two(row.exponent) : v;
-}
-
-INLINE Number centered(const Row& row, double v) {
-    return difference(raised(row, v), row.mean) - row.rest;
-}
+INLINE double raised(const Row& row, double v) { return LN_PAIRS ? v * power_of_two(-row.exponent) : v; }
+INLINE double lowered(const Row& row, double v) { return LN_PAIRS ? v * power_of_two(row.exponent) : v; }
+INLINE Number centered(const Row& row, double v) { return difference(raised(row, v), row.mean) - row.rest; }
 
 // xhat * 2**k; only pairs have a k.
 INLINE Number xhat_of(const Row& row, double v, int k = 0) {
@@ -62,9 +55,7 @@ INLINE void set_rstd(Row& row, Number var, double eps) {
 }
 #else
 INLINE void choose_scale(Row&, const Columns<X>&, Reduction&) {}
-INLINE void set_rstd(Row& row, Number var, double eps) {
-    row.rstd = 1.0 / root(var + eps);
-}
+INLINE void set_rstd(Row& row, Number var, double eps) { row.rstd = 1.0 / root(var + eps); }
 #endif
 
 INLINE Row statistics(const Columns<X>& x, const Parameters& p, Reduction& reduction) {

@@ -47,7 +47,8 @@ class Kernel(NamedTuple):
     """Compile-time configuration of `layer_norm.cu`: each field is the definition LN_ and its name."""
 
     forward: bool
-    # Codes of dtypes. `dy` is that of x in a forward.
+    # Codes of the dtypes of x (of y and dx too), dy, gamma (and dgamma), beta (and dbeta): 0 float16, 1 bfloat16,
+    # 2 float32, 3 float64. In a forward `dy` is that of x.
     x: int
     dy: int
     gamma: int
@@ -57,13 +58,14 @@ class Kernel(NamedTuple):
     # Threads of a row, and rows that a block has in hand at a time.
     row_threads: int = _BLOCK
     slots: int = 1
-    # 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
+    # Fast kernels: 16-byte vectors of x that a thread has, and whether they begin at multiples of 16 bytes.
     vectors: int = 1
     aligned: bool = False
     # Warps that find row sums, beside the threads of the row.
     row_warps: int = 0
-    # Rows on their way.
+    # Fast kernels: rows on their way.
     stages: int = 0
+    # Threads of a block.
     threads: int = _BLOCK
     # Blocks that are to fit a multiprocessor.
     least_blocks: int = 2
@@ -85,13 +87,6 @@ class Kernel(NamedTuple):
         return 16 if FORMATS[self.x].dtype.itemsize == 8 else 8
 
 
-class Chunks(NamedTuple):
-    """Runs of neighboring rows whose sums are formed each by one block."""
-
-    number: int
-    rows: int
-
-
 def choose_kernel(
     n: int,
     x: Dtype,
@@ -106,12 +101,9 @@ def choose_kernel(
 
     A block may have `shared` bytes of shared memory; rows that are `aligned` begin at multiples of 16 bytes.
     """
-    of_x, of_dy, of_gamma, of_beta = (
-        _CODES[x if each is None else each] for each in (x, dy, gamma, beta)
-    )
-    kernel = Kernel(dy is None, of_x, of_dy, of_gamma, of_beta)
+    codes = [_CODES[x if each is None else each] for each in (x, dy, gamma, beta)]
+    kernel, found = Kernel(dy is None, codes[0], codes[1], codes[2], codes[3]), None
     longest = _LONGEST if dy is None else _LONGEST_BACKWARD
-    found = None
     if x.itemsize < 8 and (dy is None or dy == x) and n <= longest:
         vector = _VECTOR_BYTES // x.itemsize
         count = -(-n // vector)
@@ -124,14 +116,13 @@ def _staged(
     kernel: Kernel, fixed: int, stage: int, most: int, least: int, shared: int
 ) -> Kernel | None:
     """Return a kernel with as many stages as fit beside `fixed` bytes; None if there are too few."""
-    limit = (shared + _RESERVED) // kernel.least_blocks - _RESERVED
-    stages = min(most, (limit - fixed) // stage)
-    if stages < least and kernel.least_blocks > 1:
-        # A device with little shared memory holds fewer blocks, with the same bits.
-        stages = min(most, (shared - fixed) // stage)
-    if stages < least:
-        return None
-    return kernel._replace(stages=stages, shared_bytes=fixed + stages * stage)
+    # A device with little shared memory holds fewer blocks, with the same bits.
+    for blocks in (kernel.least_blocks, 1):
+        room = (shared + _RESERVED) // blocks - _RESERVED
+        stages = min(most, (room - fixed) // stage)
+        if stages >= least:
+            return kernel._replace(stages=stages, shared_bytes=fixed + stages * stage)
+    return None
 
 
 def _forward(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
@@ -140,23 +131,21 @@ def _forward(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | N
     vectors = -(-count // threads)
     slots = max(1, (_BLOCK if threads <= 64 else 2 * _BLOCK) // threads)
     block = threads * slots
+    kernel = kernel._replace(row_threads=threads, slots=slots, vectors=vectors, threads=block)
     tables = 16 * threads * vectors * vector if kernel.n <= 4096 else 0
-    kernel = kernel._replace(
-        row_threads=threads, slots=slots, vectors=vectors, threads=block, least_blocks=1
-    )
     fixed, stage = tables + block + 8 * slots, _VECTOR_BYTES * vectors * block
-    return _staged(kernel, fixed, stage, max(1, min(4, (96 << 10) // stage)), 1, shared)
+    most = max(1, min(4, (96 << 10) // stage))
+    return _staged(kernel._replace(least_blocks=1), fixed, stage, most, 1, shared)
 
 
 def _short(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
     threads = min(_WARP, _lanes(-(-count * vector // _ELEMENTS)))
     vectors = -(-count // threads)
-    blocks = 2 if vectors * vector <= _ELEMENTS else 1
-    kernel = kernel._replace(
-        row_threads=threads, slots=_BLOCK // threads, vectors=vectors, least_blocks=blocks
-    )
-    fixed = 16 * threads * vectors * vector
-    return _staged(kernel, fixed, 2 * _VECTOR_BYTES * vectors * _BLOCK, 4, 2, shared)
+    kernel = kernel._replace(row_threads=threads, slots=_BLOCK // threads, vectors=vectors)
+    if vectors * vector > _ELEMENTS:
+        kernel = kernel._replace(least_blocks=1)
+    fixed, stage = 16 * threads * vectors * vector, 2 * _VECTOR_BYTES * vectors * _BLOCK
+    return _staged(kernel, fixed, stage, 4, 2, shared)
 
 
 def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | None:
@@ -175,12 +164,8 @@ def _warps(kernel: Kernel, count: int, vector: int, shared: int) -> Kernel | Non
     most = 4 if odd or blocks == 2 else 19 - columns if columns < 16 else 7
     warps = min(found.stages, 8, most)
     stages, asking = found.stages // warps * warps, warps if odd else 1
-    return found._replace(
-        row_warps=warps,
-        stages=stages,
-        threads=threads + _WARP * (warps + asking),
-        shared_bytes=fixed + stages * stage,
-    )
+    block, memory = threads + _WARP * (warps + asking), fixed + stages * stage
+    return found._replace(row_warps=warps, stages=stages, threads=block, shared_bytes=memory)
 
 
 def _general(kernel: Kernel, n: int, x: Dtype) -> Kernel:
@@ -188,9 +173,7 @@ def _general(kernel: Kernel, n: int, x: Dtype) -> Kernel:
     if n <= 4 * _WARP * vector:
         kernel = kernel._replace(row_threads=_WARP, slots=_BLOCK // _WARP)
     # Two turns of a sum for each warp; the sums of the slots, and two row sums of each row of a chunk.
-    numbers = 2 * (_BLOCK // _WARP)
-    if not kernel.forward:
-        numbers += 2 * _MOST_ROWS + kernel.slots * kernel.row_threads * vector * (kernel.slots > 1)
+    numbers = 2 * (_BLOCK // _WARP) + (0 if kernel.forward else _BLOCK * vector + 2 * _MOST_ROWS)
     return kernel._replace(shared_bytes=numbers * kernel.number_bytes)
 
 
@@ -199,14 +182,14 @@ def _lanes(threads: int) -> int:
     return -(-threads // _WARP) * _WARP if threads > _WARP // 2 else 1 << (threads - 1).bit_length()
 
 
-def cut(rows: int, kernel: Kernel) -> Chunks:
-    """Cut `rows` into chunks."""
+def cut(rows: int, kernel: Kernel) -> tuple[int, int]:
+    """Return the number of chunks, runs of neighboring rows whose sums one block forms; and the rows of each."""
     most = max(_MOST_ROWS, _MOST_ROWS_PER_SLOT * kernel.slots * (kernel.n > 0))
     number = _CHUNKS * kernel.least_blocks
     # A multiple of so many chunks keeps every multiprocessor as busy as they do.
     waves = max(1, -(-rows // (number * most)))
     size = -(-rows // (number * waves * kernel.slots)) * kernel.slots
-    return Chunks(-(-rows // size), size)
+    return -(-rows // size), size
 
 
 # struct Parameters of layer_norm.cu, field by field.
@@ -214,16 +197,10 @@ PARAMETERS = {
     **dict.fromkeys(("x", "dy", "gamma", "beta", "out", "dgamma", "dbeta"), "Q"),
     **dict.fromkeys(("mean", "mean_lo", "rstd", "rstd_lo", "mean_tail", "exponent"), "Q"),
     **dict.fromkeys(("partials", "counter"), "Q"),
-    **dict.fromkeys(
-        ("rows", "n", "x_stride", "dy_stride", "out_stride", "chunk_rows", "chunks"), "q"
-    ),
-    "eps": "d",
-    "barrier": "q",
-}
+    **dict.fromkeys(("rows", "n", "x_stride", "dy_stride", "out_stride"), "q"),
+    **dict.fromkeys(("chunk_rows", "chunks"), "q"),
+} | {"eps": "d", "barrier": "q"}
 FORMAT = "<" + "".join(PARAMETERS.values())
-_pack = struct.Struct(FORMAT).pack
 
-
-def pack_parameters(*values: float) -> bytes:
-    """Return the bytes of the one argument of a kernel, in the order of `PARAMETERS`."""
-    return _pack(*values)
+# Returns the bytes of the one argument of a kernel, given its fields in the order of `PARAMETERS`.
+pack_parameters = struct.Struct(FORMAT).pack
