@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Format, format_of
+from stablenorm.formats import BFLOAT16, FLOAT16, Format, format_of
 from stablenorm.types import Array
 
 
@@ -62,18 +62,22 @@ class Statistics(NamedTuple):
     eps: float
 
 
-# The methods of a layer norm and, where there is one, of an RMS norm. "{working}" stands for the
-# dtype that they compute in: float32, or float64 for float64.
-_TITLES = {
-    "two-pass": ("{working} two-pass",),
-    "one-pass": ("{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
-    "saved float32": ("mean and rstd saved as float32", "rstd saved as float32"),
-    "saved bfloat16": ("mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
-    "float16": ("mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
-}
+# The methods of each norm. "{working}" stands for the dtype that they compute in: float32, or float64
+# for float64.
 METHODS = {
-    kind: {name: titles[i] for name, titles in _TITLES.items() if len(titles) > i}
-    for i, kind in enumerate(("layer", "rms"))
+    "layer": {
+        "two-pass": "{working} two-pass",
+        "one-pass": "{working} E[x^2] - E[x]^2",
+        "saved float32": "mean and rstd saved as float32",
+        "saved bfloat16": "mean and rstd saved as bfloat16",
+        "float16": "mean, var and eps held in float16",
+    },
+    "rms": {
+        "one-pass": "{working} mean(x^2)",
+        "saved float32": "rstd saved as float32",
+        "saved bfloat16": "rstd saved as bfloat16",
+        "float16": "x^2, its mean and eps held in float16",
+    },
 }
 
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"
@@ -112,26 +116,24 @@ SPECIAL = {
 }
 
 
-def working_format(dtype: np.dtype[Any]) -> Format:
-    """Return the format that layer norms of such data are computed in."""
-    return FLOAT64 if dtype == FLOAT64.dtype else FLOAT32
+def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that layer norms of such data are computed in."""
+    return np.result_type(dtype, np.float32)
 
 
-def measure_rows(x: Any, dtype: np.dtype[Any], eps: float, kind: str = "layer") -> PerRow:
-    """Return what is known of the rows of `x`, (rows, n), as if they were of `dtype`."""
+def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
+    """Return what is known of the rows of `x`, (rows, n)."""
     with np.errstate(all="ignore"):
-        # Numbers too large for a narrower dtype become infinite, and are reported as such.
-        narrowed = x.astype(dtype, copy=False)
-        wide = np.require(narrowed, working_format(dtype).dtype, ("C", "A"))
+        wide = np.require(x, working_dtype(x.dtype), ("C", "A"))
         found = _describe(wide, eps, kind == "layer")
         root = np.hypot(found.std, np.sqrt(eps))
         # std / root twice, not var / (var + eps): squares of float64 may overflow.
-        ratio = found.std / root
+        size = found.std / root
         in_y = np.hypot(1.0, found.mean / found.std)
-        in_dx = np.where(found.std == 0, 0.0, in_y * ratio * ratio)
-        # Layer norm alone has two passes, the first method.
-        methods = _methods(found, 1 / root)[-len(METHODS[kind]) :]
-        lost = np.array([_lost_bits(found, root, format_of(dtype), *each) for each in methods])
+        in_dx = np.where(found.std == 0, 0.0, in_y * size * size)
+        statistics = _methods(found, 1 / root)
+        pairs = np.array([statistics[name] for name in METHODS[kind]], np.float64)
+        lost = _lost_bits(found, root, format_of(x.dtype), pairs[:, 0], pairs[:, 1])
         marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
         # NaN or infinity spoils a row: it gets the first mark and no other.
         marks[1:, marks[0]] = False
@@ -150,12 +152,10 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
         total = np.zeros_like(squares)
         centered_squares = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype)
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
-    scale, is_narrow = np.ones(len(x)), x.dtype == np.float32
-    if not is_narrow:
-        # To about 1, by a power of two: squares of float64 would overflow or underflow.
-        power = np.frexp(np.maximum(highest, -lowest))[1]
-        scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
-    wide = x.astype(np.float64) if is_narrow else x * scale[:, None]
+    # To about 1, by a power of two: squares of float64 would overflow or underflow.
+    power = np.frexp(np.maximum(highest, -lowest))[1]
+    scale = np.ldexp(1.0, -np.clip(power, -1000, 1000))
+    wide = x * scale[:, None]
     mean = is_layer * np.einsum("ij->i", wide) / n
     wide -= mean[:, None]
     mean_lo = is_layer * np.einsum("ij->i", wide) / n
@@ -171,20 +171,20 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     return Statistics(mean, mean_lo, std, farthest, total, squares, centered_squares, n, eps)
 
 
-def _methods(found: Statistics, rstd: Array) -> list[tuple[Array, Array]]:
-    """Return the mean and rstd of each row that each method has, in the order of `METHODS`."""
+def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
+    """Return the mean and rstd of each row that each method has."""
     sums = found.total, found.centered_squares, found.squares
     mean, var, mean_square = (each / found.n for each in sums)
     saved = np.array((found.mean + found.mean_lo, rstd)).astype(np.float32)
     half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(found.eps)))
-    return [
-        (mean, 1 / np.sqrt(var + found.eps)),
-        (mean, 1 / np.sqrt(mean_square - mean * mean + found.eps)),
-        tuple(saved),
-        tuple(saved.astype(BFLOAT16.dtype)),
-        # In float32, rounded after each operation: what float16 arithmetic returns, and faster.
-        (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),
-    ]
+    # float16 in float32, rounded after each operation: what float16 arithmetic returns, and faster.
+    return {
+        "two-pass": (mean, 1 / np.sqrt(var + found.eps)),
+        "one-pass": (mean, 1 / np.sqrt(mean_square - mean * mean + found.eps)),
+        "saved float32": tuple(saved),
+        "saved bfloat16": tuple(saved.astype(BFLOAT16.dtype)),
+        "float16": (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),
+    }
 
 
 def _to_half(v: Any) -> Any:
@@ -194,17 +194,15 @@ def _to_half(v: Any) -> Any:
 
 def _lost_bits(found: Statistics, root: Array, form: Format, mean: Array, rstd: Array) -> Array:
     """
-    Return the bits of y lost on each row by a method with this mean and rstd, float32.
+    Return the bits of y lost by each method, whose `mean` and `rstd` are (methods, rows), as float32.
 
     NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
     """
     # std / root, since std * rstd overflows for float64 subnormals.
-    size = found.std / root
-    size[(found.std == 0) & (found.eps > 0)] = 1.0
+    size = np.where((found.std == 0) & (found.eps > 0), 1.0, found.std / root)
     # Half of the smallest float64 is 0.
     unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
-    rstd = rstd.astype(np.float64)
-    shift = ((mean.astype(np.float64) - found.mean) - found.mean_lo) * rstd / unit
+    shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
     factor = (rstd - 1 / root) * found.std / unit
     # 1/4: the elements' own roundings, each up to a half, and the last one.
     bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
