@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from stablenorm.oracle.exact import ExactNorm, as_float64
-from stablenorm.oracle.rounding import Array, format_of, nearest, read
+from stablenorm.oracle.rounding import Array, format_of, nearest, read, require
 from stablenorm.oracle.rows import ADDED, DOUBLE_BACKWARD, NORM, Inputs, Quantity
 from stablenorm.oracle.surds import RATIONAL, enclose
 
@@ -112,9 +112,8 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    if "dmean" in options:
-        msg = "dmean must be left out, as an RMS norm has no mean"
-        raise TypeError(msg)
+    has_dmean = "dmean" in options
+    require(not has_dmean, "dmean must be left out, as an RMS norm has no mean", TypeError)
     exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
     return ExactNorm(exact.x, replace(exact._inputs, kind="rms"))
 
@@ -150,9 +149,7 @@ def exact_double_backward(
     >>> exact.rounded("dgamma", np.float64)
     array([-17.5,   0. ])
     """
-    if kind not in {"layer", "rms"}:
-        msg = f"kind must be 'layer' or 'rms', got {kind!r}"
-        raise ValueError(msg)
+    require(kind in {"layer", "rms"}, f"kind must be 'layer' or 'rms', got {kind!r}")
     return _exact(
         kind, DOUBLE_BACKWARD, x, eps, gamma_offset, None, gamma=gamma, dy=dy, ddx=ddx,
         ddgamma=ddgamma, ddbeta=ddbeta,
@@ -165,15 +162,10 @@ def _exact(
 ) -> ExactNorm:  # fmt: skip
     """Check what is given, by the names of `Inputs`, and make it an `ExactNorm`."""
     x = np.asarray(x)
-    if x.ndim < 1 or x.shape[-1] < 1:
-        msg = f"x must have shape (..., n) with n >= 1, got {x.shape}"
-        raise ValueError(msg)
-    if not 0 <= eps < math.inf:
-        msg = f"eps must be finite and >= 0, got {eps}"
-        raise ValueError(msg)
-    if not math.isfinite(gamma_offset):
-        msg = f"gamma_offset must be finite, got {gamma_offset}"
-        raise ValueError(msg)
+    has_rows = x.ndim > 0 and x.shape[-1] > 0
+    require(has_rows, f"x must have shape (..., n) with n >= 1, got {x.shape}")
+    require(0 <= eps < math.inf, f"eps must be finite and >= 0, got {eps}")
+    require(math.isfinite(gamma_offset), f"gamma_offset must be finite, got {gamma_offset}")
     n, mask = x.shape[-1], None if where is None else _mask(where, x)
     ones, matrices = read(np.ones(n)), {}
     vectors = {"where": ones} if mask is None else {}
@@ -199,9 +191,7 @@ def _exact(
 def _mask(where: Array, x: Array) -> Array:
     """Return `where`, of the shape of x."""
     where = np.asarray(where)
-    if where.dtype != np.bool_:
-        msg = f"where must be bool, got {where.dtype.name}"
-        raise TypeError(msg)
+    require(where.dtype == bool, f"where must be bool, got {where.dtype.name}", TypeError)
     try:
         return np.broadcast_to(where, x.shape)
     except ValueError:
