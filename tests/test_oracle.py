@@ -1,5 +1,6 @@
 """The oracle: broken by a value, a verdict or an S that rational arithmetic does not have."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from norms import NORMS
 from rationals import (
-    BFLOAT16,
     DTYPES,
     NAMES,
     dot,
@@ -61,47 +61,64 @@ def test_rounded_is_the_nearest_of_the_two_neighbours(dtype, rng):
                     assert error == pytest.approx(float(difference), rel=4 * 2**-52)
 
 
-def assert_y(exact, y, errors, misrounded=None, rtol=0.0):
-    """Hold the errors of a row of y, in ulp, and the fraction that is misrounded; return the verdict."""
-    np.testing.assert_allclose(exact.ulp_errors(y=y[None])["y"], [errors], rtol)
-    result = exact.check_contract(y=y[None])["y"]
-    assert misrounded in (None, pytest.approx(result.misrounded))
-    return result.passed
+def judged_rows():
+    """Yield an exact y of one row, another y, its errors in ulp, and the fraction misrounded."""
 
+    def exact_y(x, gamma=None, beta=None, eps=0.0):
+        return exact_layer_norm(np.array([x], float), gamma, beta, eps)
 
-@pytest.mark.parametrize("shift", [0.0, 0.5])
-@pytest.mark.parametrize("sign", [-1, 1])
-def test_a_tie_goes_to_even(sign, shift):
-    # n = 2, eps = 0: xhat is exactly -1, 1, through rstd = 2/3 that no binary enclosure ends at.
-    # 2049 lies between 2048 and 2050 of float16, 2051 between 2050 and 2052.
-    beta = np.array([2049.0, 2051.0]) * sign + [shift, -shift]
-    exact = exact_layer_norm(np.array([[0.0, 3.0]]), np.full(2, shift), beta, 0.0)
-    even = sign * np.array([2048.0, 2052.0], np.float16)
-    np.testing.assert_array_equal(exact.rounded("y", np.float16), [even])
-    assert assert_y(exact, even, [0.5, 0.5], 0)
-    assert assert_y(exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1)
-
-
-@pytest.mark.parametrize("eps", [0.0, 1e-5])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_the_smallest_term_decides_a_near_tie(sign, eps):
+    # n = 2 and eps = 0: xhat is -1, 1, through rstd = 2/3, at which no binary enclosure ends. A tie
+    # goes to even: 2049 lies between 2048 and 2050 of float16, 2051 between 2050 and 2052.
+    for sign, shift in itertools.product((-1, 1), (0.0, 0.5)):
+        beta = np.array([2049.0, 2051.0]) * sign + [shift, -shift]
+        exact = exact_y([0, 3], np.full(2, shift), beta)
+        yield exact, sign * np.array([2048.0, 2052.0], np.float16), [0.5, 0.5], 0
+        yield exact, sign * np.full(2, 2050.0, np.float16), [0.5, 0.5], 1
     # gamma * xhat is 2**-1074 of what beta is: far below the tie, and it still decides it.
-    gamma = np.full(3, sign * 2.0**-1074)
-    exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), gamma, np.full(3, 2049.0), eps)
-    expected = [2050.0, 2050.0, 2048.0] if sign < 0 else [2048.0, 2048.0, 2050.0]
-    np.testing.assert_array_equal(exact.rounded("y", np.float16)[0], expected)
-    assert_y(
-        exact, np.full(3, 2048.0, np.float16), [0.5] * 3, np.mean([v != 2048.0 for v in expected])
-    )
-
-
-def test_the_ulp_at_a_power_of_two_and_just_below_it():
-    exact = exact_layer_norm(np.array([[0.0, 1.0, 5.0]]), np.full(3, -(2.0**-1000)), np.ones(3))
+    for eps, (sign, right) in itertools.product(
+        (0.0, 1e-5), ((-1, [2050, 2050, 2048]), (1, [2048, 2048, 2050]))
+    ):
+        exact = exact_y([0, 1, 5], np.full(3, sign * 2.0**-1074), np.full(3, 2049.0), eps)
+        yield exact, np.array(right, np.float16), [0.5] * 3, 0
+        yield exact, np.full(3, 2048.0, np.float16), [0.5] * 3, np.mean(np.array(right) > 2048)
     # The first two are a little above 1, the last a little below, where the ulp is half as wide.
-    assert_y(exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0])
-    # And at a power of two, the coarser: y is -1, 1, which no enclosure of rstd = 2/3 ends at.
-    exact = exact_layer_norm(np.array([[0.0, 3.0]]), eps=0.0)
-    assert_y(exact, np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0])
+    exact = exact_y([0, 1, 5], np.full(3, -(2.0**-1000)), np.ones(3), 1e-5)
+    yield exact, np.full(3, 1 + 2.0**-23, np.float32), [1.0, 1.0, 2.0], 1
+    # At a power of two, the coarser ulp.
+    yield exact_y([0, 3]), np.array([-1 - 2.0**-23, 1 + 2.0**-23], np.float32), [1.0, 1.0], 1
+    for dtype in DTYPES:
+        # The ulp is never below the smallest subnormal: y is -+ tiny / sqrt(2).
+        tiny = np.nextafter(dtype.type(0), dtype.type(1))
+        exact = exact_y([-1, 1], np.full(2, tiny), eps=1.0)
+        yield exact, np.array([-tiny, tiny]), [0.2928932188134524756] * 2, 0
+        yield exact, np.zeros(2, dtype), [0.7071067811865475244] * 2, 1
+        # So many ulp below the largest number, and so many above it: infinity is right exactly where
+        # the value rounds to it, and above the range the grid of the last binade goes on.
+        top = float(ml_dtypes.finfo(dtype).max)
+        ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
+        exact, below, above = (
+            exact_y([-1, 1], ulp * np.array([1 / 4, steps]), np.full(2, top))
+            for steps in (1 / 2, 1 / 2 * (1 - 2.0**-50), 1)
+        )
+        for judged, y, errors, misrounded in (
+            (exact, [top, np.inf], [0.25, 0.5], 0),
+            (exact, [np.inf, np.inf], [np.inf, 0.5], 0.5),
+            (exact, [-np.inf, -np.inf], [np.inf, np.inf], 1),
+            (exact, [np.nan, np.nan], [np.inf, np.inf], 1),
+            (exact, [top, top], [0.25, 0.5], 0.5),
+            (below, [top, top], [0.25, 1 / 2 * (1 - 2.0**-50)], 0),
+            (above, [top, top], [0.25, 1.0], 0.5),
+        ):
+            yield judged, np.array(y).astype(dtype), errors, misrounded
+
+
+@pytest.mark.parametrize(("exact", "y", "errors", "misrounded"), list(judged_rows()))
+def test_a_row_is_judged_to_the_last_bit(exact, y, errors, misrounded):
+    np.testing.assert_array_equal(exact.ulp_errors(y=y[None])["y"], [errors])
+    result = exact.check_contract(y=y[None])["y"]
+    assert result.passed == (max(errors) <= 0.501)
+    wrong = (exact.rounded("y", y.dtype) != y).mean()
+    assert result.misrounded == wrong == pytest.approx(misrounded)
 
 
 @pytest.mark.parametrize(
@@ -114,21 +131,17 @@ def test_dgamma_of_opposite_rows_is_exactly_zero(first, second, eps, rng):
     row = rng.integers(-40, 40, 6) / 8
     x = np.stack([first * row, second * row])
     dy = np.stack([np.arange(6.0), np.arange(6.0)])
-    exact = exact_layer_norm(x, eps=eps, dy=dy)
-    actual = exact.rounded("dgamma", np.float64)
-    np.testing.assert_array_equal(actual, 0.0)
-    assert not np.signbit(actual).any()
+    # So small a dy that all products round to zero: the sum is still +0.
+    for scale in (5e-324, 1.0):
+        exact = exact_layer_norm(x, eps=eps, dy=dy * scale)
+        actual = exact.rounded("dgamma", np.float64)
+        np.testing.assert_array_equal(actual, 0.0)
+        assert not np.signbit(actual).any()
     assert exact.value("dgamma", (2,)) == 0
-    np.testing.assert_array_equal(exact.ulp_errors(dgamma=actual)["dgamma"], 0.0)
     # One smallest subnormal is one ulp of an exact zero.
-    errors = exact.ulp_errors(dgamma=np.full(6, 5e-324))["dgamma"]
-    np.testing.assert_array_equal(errors, 1.0)
-    errors = exact.ulp_errors(dgamma=np.full(6, 2.0**-100))["dgamma"]
-    np.testing.assert_array_equal(errors, 2.0**974)
-    # So small a dy that all its products round to zero: the sum is still +0.
-    small = exact_layer_norm(x, eps=eps, dy=dy * 5e-324).rounded("dgamma", np.float64)
-    np.testing.assert_array_equal(small, 0.0)
-    assert not np.signbit(small).any()
+    for given, ulps in ((0.0, 0.0), (5e-324, 1.0), (2.0**-100, 2.0**974)):
+        errors = exact.ulp_errors(dgamma=np.full(6, given))["dgamma"]
+        np.testing.assert_array_equal(errors, ulps)
 
 
 @pytest.mark.parametrize("exponent", range(630, 680, 7))
@@ -146,42 +159,6 @@ def test_what_is_left_below_the_enclosure_is_resolved(exponent, rng):
         np.testing.assert_array_equal(
             exact.ulp_errors(dgamma=given)["dgamma"], expected.ulp_errors(dgamma=given)["dgamma"]
         )
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_ulp_is_never_below_the_smallest_subnormal(dtype):
-    tiny = np.nextafter(dtype.type(0), dtype.type(1))
-    exact = exact_layer_norm(np.array([[-1.0, 1.0]], dtype), np.full(2, tiny), None, 1.0)
-    # y = -+ tiny / sqrt(2): an error of 0.29 from the nearest, 0.71 from zero.
-    right, far = np.array([-tiny, tiny]), math.sqrt(0.5)
-    np.testing.assert_array_equal(exact.rounded("y", dtype), [right])
-    assert assert_y(exact, right, [1 - far, 1 - far], 0, 1e-15)
-    assert not assert_y(exact, np.zeros(2, dtype), [far, far], 1, 1e-15)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_infinity_is_right_exactly_where_the_value_rounds_to_it(dtype):
-    top = float(ml_dtypes.finfo(dtype).max)
-    ulp = top - float(np.nextafter(dtype.type(top), dtype.type(0)))
-    inf, finite = np.full(2, np.inf, dtype), np.full(2, top, dtype)
-
-    def of(*steps):
-        """xhat = -1, 1: so many ulp below the largest number, and so many above it."""
-        return exact_layer_norm(
-            np.array([[-1.0, 1.0]]), ulp * np.array(steps), np.full(2, top), 0.0
-        )
-
-    exact = of(1 / 4, 1 / 2)
-    np.testing.assert_array_equal(exact.rounded("y", dtype).astype(float), [[top, math.inf]])
-    assert_y(exact, inf, [math.inf, 0.5], 0.5)
-    assert_y(exact, -inf, [math.inf] * 2, 1)
-    assert_y(exact, np.full_like(inf, np.nan), [math.inf] * 2, 1)
-    assert_y(exact, exact.rounded("y", dtype)[0], [0.25, 0.5], 0)
-    assert exact.check_contract(y=finite[None])["y"].misrounded == 0.5
-    below = of(1 / 4, 1 / 2 * (1 - 2.0**-50))
-    np.testing.assert_array_equal(below.rounded("y", dtype).astype(float), top)
-    # Above the range the grid of the last binade goes on.
-    assert_y(of(1 / 4, 1), finite, [0.25, 1.0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -377,7 +354,7 @@ def test_a_residual_is_added_and_rounded_once(dtype, second, rng):
     alone = exact_layer_norm(expected).rounded("y", np.float64)
     np.testing.assert_array_equal(exact.rounded("y", np.float64), alone)
     # Nothing is rounded to float64 on its way. bfloat16: 1 + 2**-8 is a tie, which 2**-60 decides.
-    one = np.array([[1.0, 0.0]]).astype(BFLOAT16)
+    one = np.array([[1.0, 0.0]]).astype(ml_dtypes.bfloat16)
     for tail, ulps in ((2.0**-60, 1), (0.0, 0)):
         exact = exact_layer_norm(one, residual=np.array([[2.0**-8 + tail, 0.0]]))
         assert float(exact.x[0, 0]) == 1 + ulps * 2.0**-7
