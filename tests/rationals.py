@@ -6,10 +6,8 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = [np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64")]
+DTYPES = [np.dtype(each) for each in ("f2", ml_dtypes.bfloat16, "f4", "f8")]
 NAMES = ["y", "dx", "dgamma", "dbeta"]
-UINT = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def fractions(array):
@@ -28,30 +26,19 @@ def square_root(value, digits):
 def neighbours(value, dtype):
     """The two numbers of `dtype` around a finite value, found by walking the grid."""
     near = np.array(float(value)).astype(dtype)
-    below = above = near
-    if Fraction(float(near)) > value:
-        below = np.nextafter(near, dtype.type(-np.inf))
-    elif Fraction(float(near)) < value:
-        above = np.nextafter(near, dtype.type(np.inf))
-    return below, above
+    down, up = (np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))
+    found = Fraction(float(near))
+    return down if found > value else near, up if found < value else near
 
 
 def nearest(value, dtype):
     """The number of `dtype` next to a finite value, ties to even."""
-    below, above = neighbours(value, dtype)
-    to_below, to_above = value - Fraction(float(below)), Fraction(float(above)) - value
-    if to_below == to_above:
-        bits = int(np.asarray(below).view(UINT[dtype.itemsize]))
-        return below if bits % 2 == 0 else above
-    return below if to_below < to_above else above
 
+    def distance(number):
+        is_odd = int(np.asarray(number).view(f"u{dtype.itemsize}")) & 1
+        return abs(Fraction(float(number)) - value), is_odd
 
-def sample(dtype, rows, n, rng, offset=0.0):
-    x = (offset + rng.standard_normal((rows, n))).astype(dtype)
-    gamma = (1 + 0.1 * rng.standard_normal(n)).astype(dtype)
-    beta = (0.1 * rng.standard_normal(n)).astype(dtype)
-    dy = rng.standard_normal((rows, n)).astype(dtype)
-    return x, gamma, beta, dy
+    return min(neighbours(value, dtype), key=distance)
 
 
 def dot(a, b):
@@ -60,11 +47,12 @@ def dot(a, b):
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
     """One row of y, its mean, its rstd, by the formula; `digits` are those of the square root."""
-    kept = [v for v, keep in zip(x, where or [True] * len(x), strict=True) if keep]
+    where = where or [True] * len(x)
+    kept = [v for v, keep in zip(x, where, strict=True) if keep]
     mean = sum(kept) / len(kept) if kind == "layer" else Fraction(0)
     rstd = 1 / square_root(sum((v - mean) ** 2 for v in kept) / len(kept) + eps, digits)
-    y = [a * (v - mean) * rstd + b for v, a, b in zip(x, gamma, beta, strict=True)]
-    return [v * keep for v, keep in zip(y, where or [1] * len(x), strict=True)], mean, rstd
+    columns = zip(x, gamma, beta, where, strict=True)
+    return [keep * (a * (v - mean) * rstd + b) for v, a, b, keep in columns], mean, rstd
 
 
 def plain_backward(kind, x, gamma, eps, dy, digits=320):
