@@ -5,29 +5,18 @@ import itertools
 import numpy as np
 from rationals import NAMES
 
-from stablenorm import (
-    exact_layer_norm,
-    exact_rms_norm,
-    layer_norm_backward,
-    layer_norm_double_backward,
-    layer_norm_forward,
-    layer_norm_jvp,
-    rms_norm_backward,
-    rms_norm_double_backward,
-    rms_norm_forward,
-    rms_norm_jvp,
-)
+import stablenorm as sn
 from stablenorm.backends import BACKENDS
 from stablenorm.oracle import exact_double_backward
 from stablenorm.testing.families import FAMILIES
 
 NORMS = {
-    "layer": (layer_norm_forward, layer_norm_backward, exact_layer_norm),
-    "rms": (rms_norm_forward, rms_norm_backward, exact_rms_norm),
+    "layer": (sn.layer_norm_forward, sn.layer_norm_backward, sn.exact_layer_norm),
+    "rms": (sn.rms_norm_forward, sn.rms_norm_backward, sn.exact_rms_norm),
 }
 SECOND_ORDER = {
-    "layer": (layer_norm_jvp, layer_norm_double_backward),
-    "rms": (rms_norm_jvp, rms_norm_double_backward),
+    "layer": (sn.layer_norm_jvp, sn.layer_norm_double_backward),
+    "rms": (sn.rms_norm_jvp, sn.rms_norm_double_backward),
 }
 FINITE = [name for name, family in FAMILIES.items() if family.finite]
 OF_FORWARD = {"gamma_offset", "residual", "where"}

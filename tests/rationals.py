@@ -23,7 +23,7 @@ def square_root(value, digits):
         return Fraction(root)
 
 
-def neighbours(value, dtype):
+def around(value, dtype):
     """The two numbers of `dtype` around a finite value, found by walking the grid."""
     near = np.array(float(value)).astype(dtype)
     down, up = (np.nextafter(near, dtype.type(end)) for end in (-np.inf, np.inf))
@@ -38,11 +38,7 @@ def nearest(value, dtype):
         is_odd = int(np.asarray(number).view(f"u{dtype.itemsize}")) & 1
         return abs(Fraction(float(number)) - value), is_odd
 
-    return min(neighbours(value, dtype), key=distance)
-
-
-def dot(a, b):
-    return sum(v * w for v, w in zip(a, b, strict=True))
+    return min(around(value, dtype), key=distance)
 
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
@@ -60,7 +56,7 @@ def plain_backward(kind, x, gamma, eps, dy, digits=320):
     n = len(x)
     xhat, mean, rstd = plain(kind, x, [1] * n, [0] * n, eps, digits=digits)
     g = [a * b for a, b in zip(gamma, dy, strict=True)]
-    drstd = dot(g, x) - mean * sum(g)
+    drstd = np.dot(g, x) - mean * sum(g)
     dx = [a * rstd - drstd * rstd**3 * (v - mean) / n for a, v in zip(g, x, strict=True)]
     if kind == "layer":
         dx = [v - sum(g) * rstd / n for v in dx]
