@@ -10,7 +10,7 @@ from rationals import square_root
 
 import stablenorm.diagnosis
 from stablenorm import diagnose, exact_layer_norm, layer_norm
-from stablenorm.diagnosis.methods import METHODS, SPECIAL, working_dtype
+from stablenorm.diagnosis.methods import METHODS, SPECIAL
 from stablenorm.formats import format_of, parse
 from stablenorm.testing.families import FAMILIES, make_case
 
@@ -81,7 +81,7 @@ def simulate(method, case, lanes):
     The saved statistics are correctly rounded; a backward would rebuild this y from them.
     """
     with np.errstate(all="ignore"):
-        x = case.x.astype(working_dtype(case.x.dtype))
+        x = case.x.astype(np.result_type(case.x, np.float32))
         n, kind = x.shape[1], np.float16 if method == "float16" else x.dtype.type
         mean = sums(x, lanes) / n
         if method == "one-pass":

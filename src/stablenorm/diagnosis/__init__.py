@@ -139,14 +139,13 @@ def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow
 
 def _worst_first(found: PerRow, kind: str) -> Array:
     """Return the numbers of the rows, those that lose most first; of equals the first is first."""
-    has = dict(zip(SPECIAL[kind], found.marks, strict=True))
     # Bits of the two-pass first, in an RMS norm those of float16, which loses most; the condition
     # number, which constant rows do not have, counts less than a bit.
     some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)
     bits = found.lost[0 if kind == "layer" else -1].astype(np.float64)
     rank = np.rint(bits) + 1.0 - 1.0 / some
-    # Rows that have no y at all come before any number of bits.
-    rank[has["undefined"]], rank[has["not finite"]] = 2048.0, 4096.0
+    # Rows that have no y at all come before any number of bits: not finite, undefined.
+    rank[found.marks[1]], rank[found.marks[0]] = 2048.0, 4096.0
     return np.argsort(-rank, kind="stable")
 
 

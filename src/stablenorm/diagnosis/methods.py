@@ -46,18 +46,18 @@ class Statistics(NamedTuple):
     Numbers that losses and marks are made of: arrays of length rows, n and eps.
 
     Float64 holds `mean + mean_lo`, `std`, and the largest deviation `farthest`; mean and std are NaN
-    where a row is not finite. The dtype that methods compute in holds, rounded at every step, the sums
-    of x, of x^2 and of (x - mean)^2. An RMS norm has 0 for the mean and for the sum of x; its last sum
-    is that of x^2 held in float16.
+    where a row is not finite. The dtype that methods compute in holds, rounded at every step, the means
+    of x, of x^2 and of (x - mean)^2. An RMS norm has 0 for the means of x; its last one is that of x^2
+    held in float16.
     """
 
     mean: Array
     mean_lo: Array
     std: Array
     farthest: Array
-    total: Array
-    squares: Array
-    centered_squares: Array
+    mean_hat: Array
+    mean_square: Array
+    var_hat: Array
     n: int
     eps: float
 
@@ -94,13 +94,13 @@ _MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "dominating outlier", "one element has more than half of {var}",
      lambda s: (s.farthest > s.std * np.sqrt(s.n / 2)) & (s.n >= 8)),
     ("layer", "sum overflows", "the sum of x overflows {working}",
-     lambda s: ~np.isfinite(s.total)),
+     lambda s: ~np.isfinite(s.mean_hat)),
     ("layer rms", "squares overflow", "the sum of x^2 overflows {working}",
-     lambda s: ~np.isfinite(s.squares)),
+     lambda s: ~np.isfinite(s.mean_square)),
     ("layer", "deviations overflow", "the sum of (x - mean)^2 overflows {working}",
-     lambda s: ~np.isfinite(s.centered_squares)),
+     lambda s: ~np.isfinite(s.var_hat)),
     ("layer rms", "squares underflow", "{var} is below the normal numbers of {working}",
-     lambda s: (s.std > 0) & (s.std < 2.0 ** (format_of(s.total.dtype).emin / 2))),
+     lambda s: (s.std > 0) & (s.std < 2.0 ** (format_of(s.mean_square.dtype).emin / 2))),
     ("layer", "float16 overflows", "mean or var is beyond the range of float16",
      lambda s: np.maximum(np.abs(s.mean), s.std**2) > FLOAT16.largest),
     ("rms", "float16 squares overflow", "the square of an element is beyond the range of float16",
@@ -116,16 +116,12 @@ SPECIAL = {
 }
 
 
-def working_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that layer norms of such data are computed in."""
-    return np.result_type(dtype, np.float32)
-
-
 def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
     """Return what is known of the rows of `x`, (rows, n)."""
     with np.errstate(all="ignore"):
-        wide = np.require(x, working_dtype(x.dtype), ("C", "A"))
-        found = _describe(wide, eps, kind == "layer")
+        # The dtype that layer norms of such data are computed in.
+        working = np.result_type(x, np.float32)
+        found = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
         root = np.hypot(found.std, np.sqrt(eps))
         # std / root twice, not var / (var + eps): squares of float64 may overflow.
         size = found.std / root
@@ -142,15 +138,15 @@ def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
 
 def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     """Return the statistics of the rows of `x`, C-ordered float32 or float64."""
-    n, squares = x.shape[1], np.vecdot(x, x)
     # NumPy forms each sum as several running sums.
+    n, mean_square = x.shape[1], np.vecdot(x, x) / x.shape[1]
     if is_layer:
-        total = x.sum(axis=1)
-        deviations = x - (total / n)[:, None]
-        centered_squares = np.vecdot(deviations, deviations)
+        mean_hat = x.sum(axis=1) / n
+        deviations = x - mean_hat[:, None]
+        var_hat = np.vecdot(deviations, deviations) / n
     else:
-        total = np.zeros_like(squares)
-        centered_squares = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype)
+        mean_hat = np.zeros_like(mean_square)
+        var_hat = _to_half(np.square(x)).sum(axis=1, dtype=x.dtype) / n
     lowest, highest = (end.astype(np.float64) for end in (x.min(axis=1), x.max(axis=1)))
     # To about 1, by a power of two: squares of float64 would overflow or underflow.
     power = np.frexp(np.maximum(highest, -lowest))[1]
@@ -168,19 +164,18 @@ def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
     spoilt = ~(np.isfinite(lowest) & np.isfinite(highest))
     mean[spoilt] = std[spoilt] = np.nan
     farthest = np.maximum(highest - mean, mean - lowest)
-    return Statistics(mean, mean_lo, std, farthest, total, squares, centered_squares, n, eps)
+    return Statistics(mean, mean_lo, std, farthest, mean_hat, mean_square, var_hat, n, eps)
 
 
 def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
     """Return the mean and rstd of each row that each method has."""
-    sums = found.total, found.centered_squares, found.squares
-    mean, var, mean_square = (each / found.n for each in sums)
+    mean, var = found.mean_hat, found.var_hat
     saved = np.array((found.mean + found.mean_lo, rstd)).astype(np.float32)
     half_mean, half_var, half_eps = (_to_half(v) for v in (mean, var, np.float32(found.eps)))
     # float16 in float32, rounded after each operation: what float16 arithmetic returns, and faster.
     return {
         "two-pass": (mean, 1 / np.sqrt(var + found.eps)),
-        "one-pass": (mean, 1 / np.sqrt(mean_square - mean * mean + found.eps)),
+        "one-pass": (mean, 1 / np.sqrt(found.mean_square - mean * mean + found.eps)),
         "saved float32": tuple(saved),
         "saved bfloat16": tuple(saved.astype(BFLOAT16.dtype)),
         "float16": (half_mean, _to_half(1 / _to_half(np.sqrt(_to_half(half_var + half_eps))))),

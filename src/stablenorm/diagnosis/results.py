@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow, working_dtype
+from stablenorm.diagnosis.methods import METHODS, SPECIAL, PerRow
 from stablenorm.figures import COLORS, new_figure
 from stablenorm.formats import format_of, parse
 from stablenorm.text import plain, shape_text, to_json, wrapped
@@ -174,11 +174,7 @@ class Diagnosis:
 
 def _filled(text: str, dtype: np.dtype[Any]) -> str:
     """Name the dtype that layer norms of such data are computed in."""
-    return text.replace("{working}", working_dtype(dtype).name)
-
-
-def _counted(rows: int) -> str:
-    return f"{rows} row{'s' * (rows != 1)}"
+    return text.replace("{working}", np.result_type(dtype, np.float32).name)
 
 
 def describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
@@ -206,9 +202,9 @@ def describe_row(index: int, x: Array, found: PerRow, kind: str) -> Row:
 
 
 def _headline(diagnosis: Diagnosis) -> str:
-    data = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}"
-    rows = f"{_counted(diagnosis.summary.rows)} of {diagnosis.n}, eps {diagnosis.eps:g}"
-    return f"{data}: {rows}{', RMS norm' * (diagnosis.kind == 'rms')}"
+    data, rows = f"{shape_text(diagnosis.shape)} as {diagnosis.dtype}", diagnosis.summary.rows
+    norm = f"eps {diagnosis.eps:g}{', RMS norm' * (diagnosis.kind == 'rms')}"
+    return f"{data}: {rows} row{'s' * (rows != 1)} of {diagnosis.n}, {norm}"
 
 
 def sentences(diagnosis: Diagnosis) -> list[str]:
@@ -227,7 +223,8 @@ def sentences(diagnosis: Diagnosis) -> list[str]:
         )
     for name, meaning in SPECIAL[diagnosis.kind].items():
         if count := summary.marks[name]:
-            said.append(_filled(f"{name}: {_counted(count)} ({meaning})", parse(diagnosis.dtype)))
+            text = f"{name}: {count} row{'s' * (count != 1)} ({meaning})"
+            said.append(_filled(text, parse(diagnosis.dtype)))
     return said
 
 
