@@ -85,8 +85,7 @@ METHODS = {
 # variance for no special reason.
 _MARKS: tuple[tuple[str, str, str, Callable[[Statistics], Any]], ...] = (
     ("layer rms", "not finite", "they hold NaN or infinity: y is NaN", lambda s: np.isnan(s.std)),
-    ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN",
-     lambda s: (s.std == 0) & (s.eps == 0)),
+    ("layer rms", "undefined", "{var} and eps are 0: y is 0/0, NaN", lambda s: s.std + s.eps == 0),
     ("layer", "constant", "all elements equal: y is beta", lambda s: s.std == 0),
     ("rms", "zero", "all elements zero: y is beta", lambda s: s.std == 0),
     ("layer rms", "{var} below eps", "eps decides the scale of y",

@@ -173,18 +173,21 @@ def _exact(
         if array is None:
             continue
         if name.endswith(("gamma", "beta")):
-            vectors[name] = read(_read(name, array, (n,)))
+            vectors[name] = read(_finite(name, as_float64(name, np.asarray(array), (n,))))
             continue
-        # Summands of dx do not come through the norm, so no mask reaches them.
         shape = (*x.shape[:-1], 1) if name in {"dmean", "drstd"} else x.shape
-        matrices[name] = _read(name, array, shape, None if name in ADDED else mask)
+        values = as_float64(name, np.asarray(array), shape)
+        # Summands of dx do not come through the norm, so no mask reaches them.
+        if mask is not None and name not in ADDED:
+            values = np.where(mask, values, 0.0)
+        matrices[name] = _finite(name, values)
     if "residual" in matrices:
         matrices["x"] = _sum(matrices["x"], matrices.pop("residual"), x.dtype)
     if mask is not None:
         matrices["where"] = mask.astype(np.float64)
     vectors["scale"] = vectors.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
     rows = {name: array.reshape(-1, array.shape[-1]) for name, array in matrices.items()}
-    inputs = Inputs(kind, Fraction(float(eps)), rows, vectors, quantities)
+    inputs = Inputs(kind, Fraction(float(eps)), n, rows, vectors, quantities)
     return ExactNorm(matrices["x"].astype(x.dtype), inputs)
 
 
@@ -192,11 +195,10 @@ def _mask(where: Array, x: Array) -> Array:
     """Return `where`, of the shape of x."""
     where = np.asarray(where)
     require(where.dtype == bool, f"where must be bool, got {where.dtype.name}", TypeError)
-    try:
-        return np.broadcast_to(where, x.shape)
-    except ValueError:
-        msg = f"where must broadcast against x of shape {x.shape}, got {where.shape}"
-        raise ValueError(msg) from None
+    lengths = zip(where.shape[::-1], x.shape[::-1], strict=False)
+    fits = where.ndim <= x.ndim and all(one in {1, other} for one, other in lengths)
+    require(fits, f"where must broadcast against x of shape {x.shape}, got {where.shape}")
+    return np.broadcast_to(where, x.shape)
 
 
 def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
@@ -205,12 +207,6 @@ def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
     exact = enclose([(read(v.reshape(-1)), RATIONAL) for v in (x, residual)], x.size)
     rounded = np.array([nearest(each, format_of(dtype, "x")) for each in exact], float)
     return _finite("x + residual", rounded.reshape(x.shape))
-
-
-def _read(name: str, array: Array, shape: tuple[int, ...], mask: Given = None) -> Array:
-    """Return the float64 copy of an argument, 0 where `mask` is False."""
-    values = as_float64(name, np.asarray(array), shape)
-    return _finite(name, values if mask is None else np.where(mask, values, 0.0))
 
 
 def _finite(name: str, values: Array) -> Array:

@@ -158,16 +158,14 @@ class Quantity(NamedTuple):
 NORM = {
     "y": Quantity(_y, False, "x"),
     "dx": Quantity(_dx, False, "dy"),
-    "dgamma": Quantity(lambda row: [row.times_rstd(row["dy"].times(row.xhat))], True, "dy"),
-    "dbeta": Quantity(lambda row: [(row["dy"], RATIONAL)], True, "dy"),
+    "dgamma": Quantity(lambda r: [r.times_rstd(r["dy"].times(r.xhat))], True, "dy"),
+    "dbeta": Quantity(lambda r: [(r["dy"], RATIONAL)], True, "dy"),
     "ty": Quantity(partial(_jvp, x="tx", gamma="tgamma", beta="tbeta"), False, "tx"),
 }
 DOUBLE_BACKWARD = {
     "ddy": Quantity(partial(_jvp, x="ddx", gamma="ddgamma", beta="ddbeta"), False, "ddx"),
     "dx": Quantity(_double_dx, False, "dy"),
-    "dgamma": Quantity(
-        lambda row: [row.times_rstd(row["dy"].times(row.project(row["ddx"])))], True, "dy"
-    ),
+    "dgamma": Quantity(lambda r: [r.times_rstd(r["dy"].times(r.project(r["ddx"])))], True, "dy"),
 }
 
 
@@ -176,20 +174,16 @@ class Inputs:
     """
     The data that quantities are made of, all float64.
 
-    `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
+    A row has `n` elements, masked ones too. `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
     all rows share, and under the names of summed quantities what is added to those.
     """
 
     kind: str
     eps: Fraction
+    n: int
     matrices: dict[str, Array]
     vectors: dict[str, Vector]
     quantities: dict[str, Quantity]
-
-    @property
-    def n(self) -> int:
-        """The number of elements of a row, masked ones too."""
-        return int(self.matrices["x"].shape[1])
 
     def blocks(self, name: str) -> range:
         """Return the places of the blocks of a quantity: rows, or the one of a sum over rows."""
