@@ -63,6 +63,18 @@ def plain_backward(kind, x, gamma, eps, dy, digits=320):
     return dx, [a * h for a, h in zip(dy, xhat, strict=True)]
 
 
+def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
+    """All four quantities as flat lists of rationals, but for the rounding of the square root."""
+    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
+    found = {"y": [], "dx": [], "dgamma": [], "dbeta": [sum(fractions(v)) for v in dy.T]}
+    for values, cotangents in zip(map(fractions, x), map(fractions, dy), strict=True):
+        found["y"] += plain(kind, values, scale, shift, eps, digits=digits)[0]
+        dx, dgamma = plain_backward(kind, values, scale, eps, cotangents, digits)
+        found["dx"] += dx
+        found["dgamma"].append(dgamma)
+    return found | {"dgamma": [sum(column) for column in zip(*found["dgamma"], strict=True)]}
+
+
 def magnitudes(
     kind, x, gamma, beta, eps, dy, dsum=0.0, drstd=0.0, tx=0.0, tgamma=0.0, tbeta=0.0,
     old=(0.0, 0.0),

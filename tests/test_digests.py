@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from norms import compute
-from rationals import NAMES, fractions, plain, plain_backward
+from rationals import NAMES, textbook
 
 from stablenorm import exact_layer_norm
 from stablenorm.backends import BACKENDS
@@ -64,15 +64,9 @@ def test_run_prints_them_and_says_whether_they_are_the_same(capsys, monkeypatch)
 
 def value(case):
     """Return the element, by the formulas as they are written, to more digits than any input spans."""
-    x, dy = ([fractions(row) for row in each] for each in (case.x, case.dy))
-    gamma, beta, eps = fractions(case.gamma), fractions(case.beta), Fraction(case.eps)
-    *row, j = case.where
-    if case.output == "dbeta":
-        return sum(each[j] for each in dy)
-    if case.output == "y":
-        return plain("layer", x[row[0]], gamma, beta, eps, digits=400)[0][j]
-    found = [plain_backward("layer", a, gamma, eps, b, 400) for a, b in zip(x, dy, strict=True)]
-    return found[row[0]][0][j] if row else sum(dgamma[j] for _, dgamma in found)
+    *row, column = case.where
+    found = textbook(case.x, case.gamma, case.beta, case.eps, case.dy, digits=400)[case.output]
+    return found[sum(row) * case.x.shape[1] + column]
 
 
 def test_the_answers_are_those_of_the_formulas():

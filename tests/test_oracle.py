@@ -7,24 +7,21 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
-from norms import NORMS, draw
-from rationals import DTYPES, NAMES, around, fractions, magnitudes, nearest, plain, plain_backward
+from norms import NAMES, NORMS, draw
+from rationals import (
+    DTYPES,
+    around,
+    fractions,
+    magnitudes,
+    nearest,
+    plain,
+    plain_backward,
+    textbook,
+)
 
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
 
 KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
-
-
-def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
-    """All four quantities as flat lists of rationals, but for the rounding of the square root."""
-    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
-    found = {"y": [], "dx": [], "dgamma": [], "dbeta": [sum(fractions(v)) for v in dy.T]}
-    for values, cotangents in zip(map(fractions, x), map(fractions, dy), strict=True):
-        found["y"] += plain(kind, values, scale, shift, eps, digits=digits)[0]
-        dx, dgamma = plain_backward(kind, values, scale, eps, cotangents, digits)
-        found["dx"] += dx
-        found["dgamma"].append(dgamma)
-    return found | {"dgamma": [sum(column) for column in zip(*found["dgamma"], strict=True)]}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
