@@ -22,6 +22,7 @@ from rationals import (
 from stablenorm.oracle import exact_double_backward, exact_layer_norm, exact_rms_norm
 
 KINDS = {kind: exact for kind, (_, _, exact) in NORMS.items()}
+rational = np.vectorize(Fraction, otypes=[object])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -228,100 +229,82 @@ def test_a_row_without_variance_and_eps_must_be_nan():
 # The step of a central difference; and what that difference may be off by: step**2 = 5e-91 times a
 # third derivative, which the samples here keep below 1e6.
 STEP, CLOSE = Fraction(1, 2**150), Fraction(1, 10**84)
+EPS, OFFSET = 0.25, 0.1
 
 
-def slope(function, point, direction):
-    """The central difference of a function of a list."""
-    steps = [STEP * t for t in direction]
-    ends = ([v + side * t for v, t in zip(point, steps, strict=True)] for side in (1, -1))
-    after, before = map(function, ends)
-    return (after - before) / (2 * STEP)
+def hold_close(exact, name, index, expected):
+    assert abs(exact.value(name, index, 400) - expected) < CLOSE
 
 
-def gradient(function, point):
-    """The slopes along each axis, in three parts as the point has them."""
-    size = len(point)
-    slopes = [slope(function, point, [k == i for k in range(size)]) for i in range(size)]
-    return [slopes[i : i + size // 3] for i in range(0, size, size // 3)]
-
-
-def hold(exact, expected, rows, sums):
-    """Hold each element against what is expected of the rows; `sums` start with what is given."""
-    wanted = {(name, i): Fraction(v) for name, start in sums.items() for i, v in enumerate(start)}
-    for r in range(rows):
-        for name, values in expected(r).items():
-            for i, value in enumerate(values):
-                place = (name, i) if name in sums else (name, r, i)
-                wanted[place] = wanted.get(place, 0) + value
-    for (name, *index), value in wanted.items():
-        assert abs(exact.value(name, tuple(index), 400) - value) < CLOSE
+def hold_gradients(exact, loss, **point):
+    """Hold the gradients of a function of arrays of rationals against its central differences."""
+    for name, array in point.items():
+        for index, value in np.ndenumerate(array):
+            ends = []
+            for ahead in (value + STEP, value - STEP):
+                moved = array.copy()
+                moved[index] = ahead
+                ends.append(loss(**point | {name: moved}))
+            hold_close(exact, f"d{name}", index, (ends[0] - ends[1]) / (2 * STEP))
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_terms_together_are_the_differences_of_the_forward(kind, masked, rng):
-    rows, n, eps, offset = 2, 4, 0.25, 0.1
-    x, gamma, beta, dy = draw(rng, (rows, n), np.float64)
-    dsum, tx = rng.standard_normal((2, rows, n))
-    more = {"drstd": rng.standard_normal((rows, 1))}
-    if kind == "layer":
-        more["dmean"] = rng.standard_normal((rows, 1))
-    tgamma, tbeta, old_dgamma, old_dbeta = rng.standard_normal((4, n))
+    point, tangents, old = draw(rng, (2, 4), float), draw(rng, (2, 4), float), rng.random((2, 4))
+    (*point, dy), (*tangents, dsum), statistics = point, tangents, rng.standard_normal((2, 2, 1))
     where = np.array([[True, False, True, True], [True] * 4]) if masked else None
+    by_name = dict(zip(("tx", "tgamma", "tbeta"), tangents, strict=True))
+    if kind == "layer":
+        by_name["dmean"] = statistics[0]
     exact = KINDS[kind](
-        x, gamma, beta, eps, dy, gamma_offset=offset, where=where, dsum=dsum, tx=tx, tgamma=tgamma,
-        tbeta=tbeta, accumulate=(old_dgamma, old_dbeta), **more,
+        *point, EPS, dy, gamma_offset=OFFSET, where=where, dsum=dsum, drstd=statistics[1],
+        accumulate=old, **by_name,
     )  # fmt: skip
-    scale = [v + Fraction(offset) for v in fractions(gamma)]
-    statistics = [more.get(name, np.zeros((rows, 1))) for name in ("dmean", "drstd")]
+    kept = [None, None] if where is None else where.tolist()
+    dy, dsum, old, statistics = map(rational, (dy, dsum, old, statistics))
 
-    def expected(r):
-        keep = where[r].tolist() if masked else [True] * n
-        state = [v * k for v, k in zip(fractions(x[r]), keep, strict=True)]
-        state += [*scale, *fractions(beta)]
-        tangents = [*fractions(tx[r]), *fractions(tgamma), *fractions(tbeta)]
+    def forward(x, gamma, beta):
+        scale = gamma + Fraction(OFFSET)
+        return [plain(kind, x[r], scale, beta, Fraction(EPS), kept[r]) for r in range(2)]
 
-        def forward(v):
-            return plain(kind, v[:n], v[n : 2 * n], v[2 * n :], Fraction(eps), keep)
+    def loss(x, gamma, beta):
+        found = np.dot(old[0], gamma) + np.dot(old[1], beta) + (dsum * x).sum()
+        for r, (y, mean, rstd) in enumerate(forward(x, gamma, beta)):
+            found += np.dot(dy[r], y) + statistics[0, r, 0] * mean + statistics[1, r, 0] * rstd
+        return found
 
-        def loss(v):
-            y, *others = forward(v)
-            pulled = np.dot([Fraction(d[r, 0]) for d in statistics], others)
-            return np.dot(fractions(dy[r]), y) + pulled + np.dot(fractions(dsum[r]), v[:n])
-
-        found = dict(zip(("dx", "dgamma", "dbeta"), gradient(loss, state), strict=True))
-        ty = [slope(lambda v, i=i: forward(v)[0][i], state, tangents) for i in range(n)]
-        return found | {"y": forward(state)[0], "ty": ty}
-
-    hold(exact, expected, rows, {"dgamma": old_dgamma, "dbeta": old_dbeta})
+    point, tangents = [rational(v) for v in point], [rational(v) for v in tangents]
+    hold_gradients(exact, loss, **dict(zip(("x", "gamma", "beta"), point, strict=True)))
+    before, at, after = (
+        forward(*(v + side * STEP * t for v, t in zip(point, tangents, strict=True)))
+        for side in (-1, 0, 1)
+    )
+    for r, i in np.ndindex(2, 4):
+        hold_close(exact, "y", (r, i), at[r][0][i])
+        hold_close(exact, "ty", (r, i), (after[r][0][i] - before[r][0][i]) / (2 * STEP))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_double_backward_is_the_difference_of_the_backward(kind, rng):
-    rows, n, eps, offset = 2, 4, 0.25, 1.0
-    x, gamma, _, dy = draw(rng, (rows, n), np.float64)
-    ddx, (ddgamma, ddbeta) = rng.standard_normal((rows, n)), rng.standard_normal((2, n))
-    exact = exact_double_backward(
-        ddx, dy, x, gamma, eps, ddgamma=ddgamma, ddbeta=ddbeta, gamma_offset=offset, kind=kind
-    )
-    scale = [v + Fraction(offset) for v in fractions(gamma)]
+    x, gamma, _, dy = draw(rng, (2, 4), float)
+    ddx, ddgamma, ddbeta, _ = draw(rng, (2, 4), float)
+    given, sums = (ddx, dy, x, gamma, EPS), {"ddgamma": ddgamma, "ddbeta": ddbeta}
+    exact = exact_double_backward(*given, gamma_offset=OFFSET, kind=kind, **sums)
+    ddx, ddgamma, ddbeta = map(rational, (ddx, ddgamma, ddbeta))
 
-    def expected(r):
-        def loss(v):
-            w = v[2 * n :]
-            dx, dgamma = plain_backward(kind, v[:n], v[n : 2 * n], Fraction(eps), w)
-            sums = np.dot(fractions(ddgamma), dgamma) + np.dot(fractions(ddbeta), w)
-            return np.dot(fractions(ddx[r]), dx) + sums
+    def loss(x, gamma, dy):
+        found = 0
+        for r in range(2):
+            scale = gamma + Fraction(OFFSET)
+            dx, dgamma = plain_backward(kind, x[r], scale, Fraction(EPS), dy[r])
+            found += np.dot(ddx[r], dx) + np.dot(ddgamma, dgamma) + np.dot(ddbeta, dy[r])
+        return found
 
-        state = [*fractions(x[r]), *scale, *fractions(dy[r])]
-        return dict(zip(("dx", "dgamma", "ddy"), gradient(loss, state), strict=True))
-
-    hold(exact, expected, rows, {"dgamma": np.zeros(n)})
+    hold_gradients(exact, loss, x=rational(x), gamma=rational(gamma), dy=rational(dy))
     # The cotangents of the sums are 0 if they are not given.
-    zeros = {"ddgamma": np.zeros(n), "ddbeta": np.zeros(n)}
-    alone, same = (
-        exact_double_backward(ddx, dy, x, gamma, eps, kind=kind, **each) for each in ({}, zeros)
-    )
+    zeros = {"ddgamma": np.zeros(4), "ddbeta": np.zeros(4)}
+    alone, same = (exact_double_backward(*given, kind=kind, **each) for each in ({}, zeros))
     assert same.value("dx", (1, 2)) == alone.value("dx", (1, 2))
 
 

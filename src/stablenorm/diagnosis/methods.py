@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stablenorm.formats import BFLOAT16, FLOAT16, Format, format_of
+from stablenorm.formats import BFLOAT16, FLOAT16, format_of
 from stablenorm.types import Array
 
 
@@ -115,24 +115,41 @@ SPECIAL = {
 }
 
 
+@np.errstate(all="ignore")
 def measure_rows(x: Array, eps: float, kind: str) -> PerRow:
-    """Return what is known of the rows of `x`, (rows, n)."""
-    with np.errstate(all="ignore"):
-        # The dtype that layer norms of such data are computed in.
-        working = np.result_type(x, np.float32)
-        found = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
-        root = np.hypot(found.std, np.sqrt(eps))
-        # std / root twice, not var / (var + eps): squares of float64 may overflow.
-        size = found.std / root
-        in_y = np.hypot(1.0, found.mean / found.std)
-        in_dx = np.where(found.std == 0, 0.0, in_y * size * size)
-        statistics = _methods(found, 1 / root)
-        pairs = np.array([statistics[name] for name in METHODS[kind]], np.float64)
-        lost = _lost_bits(found, root, format_of(x.dtype), pairs[:, 0], pairs[:, 1])
-        marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
-        # NaN or infinity spoils a row: it gets the first mark and no other.
-        marks[1:, marks[0]] = False
-        return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
+    """
+    Return what is known of the rows of `x`, (rows, n).
+
+    Bits lost are NaN where no layer norm has a result: a row that is not finite, or constant with
+    eps 0.
+    """
+    form = format_of(x.dtype)
+    # The dtype that layer norms of such data are computed in.
+    working = np.result_type(x, np.float32)
+    found = _describe(np.require(x, working, ("C", "A")), eps, kind == "layer")
+    root = np.hypot(found.std, np.sqrt(eps))
+    # std / root twice, not var / (var + eps), nor std * rstd: float64 may overflow.
+    size = found.std / root
+    in_y = np.hypot(1.0, found.mean / found.std)
+    in_dx = np.where(found.std == 0, 0.0, in_y * size * size)
+
+    methods = _methods(found, 1 / root)
+    mean, rstd = np.array([methods[name] for name in METHODS[kind]], np.float64).swapaxes(0, 1)
+    size = np.where((found.std == 0) & (eps > 0), 1.0, size)
+    # Half of the smallest float64 is 0.
+    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
+    shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
+    factor = (rstd - 1 / root) * found.std / unit
+    # 1/4: the elements' own roundings, each up to a half, and the last one.
+    bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
+    # Beyond p bits nothing is left, and NaN is less than that.
+    bits = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
+    lost = np.where(np.isnan(size), np.nan, bits).astype(np.float32)
+
+    marks = np.array([has(found) for kinds, *_, has in _MARKS if kind in kinds])
+    # NaN or infinity spoils a row: it gets the first mark and no other.
+    marks[1:, marks[0]] = False
+    return PerRow(found.mean, found.std, in_y, in_dx, lost, marks)
 
 
 def _describe(x: Array, eps: float, is_layer: bool) -> Statistics:
@@ -184,22 +201,3 @@ def _methods(found: Statistics, rstd: Array) -> dict[str, tuple[Array, Array]]:
 def _to_half(v: Any) -> Any:
     """Round to float16 and return float32; from float64 by way of float32, which statistics have."""
     return v.astype(np.float32).astype(np.float16).astype(np.float32)
-
-
-def _lost_bits(found: Statistics, root: Array, form: Format, mean: Array, rstd: Array) -> Array:
-    """
-    Return the bits of y lost by each method, whose `mean` and `rstd` are (methods, rows), as float32.
-
-    NaN where no layer norm has a result: a row that is not finite, or constant with eps 0.
-    """
-    # std / root, since std * rstd overflows for float64 subnormals.
-    size = np.where((found.std == 0) & (found.eps > 0), 1.0, found.std / root)
-    # Half of the smallest float64 is 0.
-    unit = np.maximum(np.maximum(size, 2.0**form.emin) * 2.0**-form.digits, 5e-324)
-    shift = ((mean - found.mean) - found.mean_lo) * rstd / unit
-    factor = (rstd - 1 / root) * found.std / unit
-    # 1/4: the elements' own roundings, each up to a half, and the last one.
-    bits = 0.5 * np.log2(shift * shift + factor * factor + 0.25)
-    # Beyond p bits nothing is left, and NaN is less than that.
-    lost = np.where(bits < form.digits, np.maximum(bits, 0.0), form.digits)
-    return np.where(np.isnan(size), np.nan, lost).astype(np.float32)
