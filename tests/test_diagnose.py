@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import pytest
+from norms import FINITE
 from rationals import square_root
 
 import stablenorm.diagnosis
@@ -32,25 +33,22 @@ class Case(NamedTuple):
 @pytest.fixture(scope="module")
 def cases():
     """All families in all dtypes, and in float32 of another length."""
-    found = []
-    for name, n in [(name, 127) for name in ("f2", "bfloat16", "f4", "f8")] + [("f4", 768)]:
-        for family in FAMILIES.values():
-            if not family.finite or family.why_not(dtype := parse(name), n):
-                continue
-            x, *_, eps, _ = make_case(family.name, dtype, n, max(ROWS, family.smallest_rows), rng=3)
-            x = x[:ROWS]
-            exact = exact_layer_norm(x, eps=eps)
-            statistics = np.array([mean_and_rstd(exact, row, eps) for row in range(ROWS)]).T
-            predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
-            y = exact.rounded("y", np.float64)
-            found.append(Case(family.name, x, eps, y, statistics, predicted))
-    return found
+    kinds = [
+        *((parse(name), 127) for name in ("f2", "bfloat16", "f4", "f8")),
+        (np.dtype("f4"), 768),
+    ]
+    return [judged(name, *at) for at in kinds for name in FINITE if FAMILIES[name].applies(*at)]
 
 
-def mean_and_rstd(exact, row, eps):
-    """Return those of a row, to float64; an rstd of at most 2**1023."""
-    var = max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046))
-    return float(exact.mean(row)), float(1 / square_root(var, 40))
+def judged(family, dtype, n):
+    x, *_, eps, _ = make_case(family, dtype, n, ROWS, rng=3)
+    exact = exact_layer_norm(x, eps=eps)
+    mean = [float(exact.mean(row)) for row in range(ROWS)]
+    # rstd of at most 2**1023.
+    squares = [max(exact.var(row) + Fraction(eps), Fraction(1, 2**2046)) for row in range(ROWS)]
+    statistics = np.array([mean, [float(1 / square_root(square, 40)) for square in squares]])
+    predicted = dict(zip(METHODS["layer"], diagnose(x, eps).per_row.lost, strict=True))
+    return Case(family, x, eps, exact.rounded("y", np.float64), statistics, predicted)
 
 
 def measure_bits(y, case):
@@ -97,10 +95,8 @@ def simulate(method, case, lanes):
 
 
 def sums(v, lanes):
-    found = np.zeros((len(v), lanes), v.dtype)
-    for start in range(0, v.shape[1], lanes):
-        part = v[:, start : start + lanes]
-        found[:, : part.shape[1]] += part
+    parts = np.pad(v, ((0, 0), (0, -v.shape[1] % lanes))).reshape(len(v), -1, lanes)
+    found = np.add.accumulate(parts, axis=1)[:, -1]
     while (half := found.shape[1] // 2) > 0:
         found = found[:, :half] + found[:, half:]
     return found[:, 0]
