@@ -10,8 +10,9 @@ DTYPES = [np.dtype(each) for each in ("f2", ml_dtypes.bfloat16, "f4", "f8")]
 NAMES = ["y", "dx", "dgamma", "dbeta"]
 
 
-def fractions(array):
-    return [Fraction(v) for v in np.asarray(array).astype(np.float64).tolist()]
+def rational(array):
+    """The same numbers as an array of fractions."""
+    return np.vectorize(Fraction, otypes=[object])(np.asarray(array).astype(np.float64))
 
 
 def square_root(value, digits):
@@ -43,36 +44,29 @@ def nearest(value, dtype):
 
 def plain(kind, x, gamma, beta, eps, where=None, digits=320):
     """One row of y, its mean, its rstd, by the formula; `digits` are those of the square root."""
-    where = where or [True] * len(x)
-    kept = [v for v, keep in zip(x, where, strict=True) if keep]
-    mean = sum(kept) / len(kept) if kind == "layer" else Fraction(0)
-    rstd = 1 / square_root(sum((v - mean) ** 2 for v in kept) / len(kept) + eps, digits)
-    columns = zip(x, gamma, beta, where, strict=True)
-    return [keep * (a * (v - mean) * rstd + b) for v, a, b, keep in columns], mean, rstd
+    kept = x if where is None else x[where]
+    mean = kept.sum() / kept.size if kind == "layer" else Fraction(0)
+    rstd = 1 / square_root(((kept - mean) ** 2).sum() / kept.size + eps, digits)
+    y = gamma * (x - mean) * rstd + beta
+    return y if where is None else np.where(where, y, Fraction(0)), mean, rstd
 
 
 def plain_backward(kind, x, gamma, eps, dy, digits=320):
     """One row of dx and the row's terms of dgamma, by the chain rule through rstd and mean."""
-    n = len(x)
-    xhat, mean, rstd = plain(kind, x, [1] * n, [0] * n, eps, digits=digits)
-    g = [a * b for a, b in zip(gamma, dy, strict=True)]
-    drstd = np.dot(g, x) - mean * sum(g)
-    dx = [a * rstd - drstd * rstd**3 * (v - mean) / n for a, v in zip(g, x, strict=True)]
-    if kind == "layer":
-        dx = [v - sum(g) * rstd / n for v in dx]
-    return dx, [a * h for a, h in zip(dy, xhat, strict=True)]
+    xhat, mean, rstd = plain(kind, x, 1, 0, eps, digits=digits)
+    g = gamma * dy
+    drstd, dmean = g @ (x - mean), -rstd * g.sum() if kind == "layer" else 0
+    return g * rstd + (dmean - drstd * rstd**3 * (x - mean)) / x.size, dy * xhat
 
 
 def textbook(x, gamma, beta, eps, dy, kind="layer", digits=320):
-    """All four quantities as flat lists of rationals, but for the rounding of the square root."""
-    scale, shift, eps = fractions(gamma), fractions(beta), Fraction(eps)
-    found = {"y": [], "dx": [], "dgamma": [], "dbeta": [sum(fractions(v)) for v in dy.T]}
-    for values, cotangents in zip(map(fractions, x), map(fractions, dy), strict=True):
-        found["y"] += plain(kind, values, scale, shift, eps, digits=digits)[0]
-        dx, dgamma = plain_backward(kind, values, scale, eps, cotangents, digits)
-        found["dx"] += dx
-        found["dgamma"].append(dgamma)
-    return found | {"dgamma": [sum(column) for column in zip(*found["dgamma"], strict=True)]}
+    """All four quantities as rationals, but for the rounding of the square root."""
+    (x, gamma, beta, dy), eps = map(rational, (x, gamma, beta, dy)), Fraction(eps)
+    y = [plain(kind, row, gamma, beta, eps, digits=digits)[0] for row in x]
+    rows = zip(x, dy, strict=True)
+    pairs = [plain_backward(kind, row, gamma, eps, pulled, digits) for row, pulled in rows]
+    dx, dgamma = map(np.array, zip(*pairs, strict=True))
+    return {"y": np.array(y), "dx": dx, "dgamma": dgamma.sum(0), "dbeta": dy.sum(0)}
 
 
 def magnitudes(
