@@ -30,22 +30,6 @@ class Case(NamedTuple):
     dy: Array
 
 
-class _Draw:
-    """What inputs are made of: a format `f` of `p` bits, its ulp of 1, its smallest number, a shape."""
-
-    def __init__(self, f: Format, shape: tuple[int, int], rng: Random):
-        self.f, self.p, self.shape, self.rng = f, f.digits, shape, rng
-        self.rows, self.n = shape
-        self.ulp, self.tiny = 2.0 ** (1 - self.p), 2.0 ** (f.emin - self.p + 1)
-        # The number of the column, for each element.
-        self.j = np.tile(np.arange(self.n), (self.rows, 1))
-
-    @property
-    def v(self) -> Array:
-        """Normal numbers of this shape, others each time."""
-        return self.rng.standard_normal(self.shape)
-
-
 class Family(NamedTuple):
     """
     A family of inputs.
@@ -58,7 +42,7 @@ class Family(NamedTuple):
     name: str
     title: str
     # Returns x alone, or parts by name.
-    make: Callable[[_Draw], Array | Parts]
+    make: Callable[["_Draw"], Array | Parts]
     smallest_n: int = 1
     smallest_rows: int = 1
     without: Mapping[str, str] = MappingProxyType({})
@@ -149,62 +133,71 @@ def _cast(value: Any, form: Format) -> Array:
     return kept.astype(form.dtype)
 
 
-def _rounded(value: Any, form: Format) -> Array:
-    return _cast(value, form).astype(np.float64)
-
-
-# ---- the families ----
-
-
 def _put(x: Array, columns: Any, values: Any, rows: Any = slice(None)) -> Array:
     x[rows, columns] = values
     return x
 
 
-def _xhat(x: Array, f: Format, eps: float = 1e-5) -> Array:
-    """The textbook formula in float64, of `x` rounded: good enough to build an input from."""
-    x = _rounded(x, f)
-    centered = x - x.mean(axis=-1, keepdims=True)
-    xhat: Array = centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
-    return xhat
+class _Draw:
+    """What inputs are made of: a format `f` of `p` bits, its ulp of 1, its smallest number, a shape."""
 
+    def __init__(self, f: Format, shape: tuple[int, int], rng: Random):
+        self.f, self.p, self.shape, self.rng = f, f.digits, shape, rng
+        self.rows, self.n = shape
+        self.ulp, self.tiny = 2.0 ** (1 - self.p), 2.0 ** (f.emin - self.p + 1)
+        # The number of the column, for each element.
+        self.j = np.tile(np.arange(self.n), (self.rows, 1))
 
-def _dy_is_y(c: _Draw, eps: float) -> Parts:
-    x = c.v
-    return {"x": x, "gamma": 1.0, "beta": np.zeros(c.n), "dy": _xhat(x, c.f, eps), "eps": eps}
+    @property
+    def v(self) -> Array:
+        """Normal numbers of this shape, others each time."""
+        return self.rng.standard_normal(self.shape)
 
+    def rounded(self, v: Array) -> Array:
+        """Round to the format, and return float64."""
+        return _cast(v, self.f).astype(np.float64)
 
-def _cancelling_beta(c: _Draw) -> Parts:
-    x, gamma = c.v, 1 + 0.1 * c.rng.standard_normal(c.n)
-    # xhat of the first row: the others cancel less.
-    return {"x": x, "gamma": gamma, "beta": -_rounded(gamma, c.f) * _xhat(x, c.f)[0]}
+    def xhat(self, x: Array, eps: float) -> Array:
+        """The textbook formula in float64, of `x` rounded: good enough to build an input from."""
+        x = self.rounded(x)
+        centered = x - x.mean(axis=-1, keepdims=True)
+        xhat: Array = centered / np.sqrt((centered * centered).mean(axis=-1, keepdims=True) + eps)
+        return xhat
 
+    def dy_is_y(self, eps: float) -> Parts:
+        x = self.v
+        zeros = np.zeros(self.n)
+        return {"x": x, "gamma": 1.0, "beta": zeros, "dy": self.xhat(x, eps), "eps": eps}
 
-def _near_the_mean(c: _Draw) -> Parts:
-    step = 16 * c.ulp
-    x = _put(1 + c.rng.integers(-8, 9, c.shape) * step, slice(1, 3), (1 - step, 1 + step))
-    return {"x": _put(x, 0, x[:, 1:].mean(axis=-1)), "eps": 0.0}
+    def cancelling_beta(self) -> Parts:
+        x, gamma = self.v, 1 + 0.1 * self.rng.standard_normal(self.n)
+        # xhat of the first row: the others cancel less.
+        return {"x": x, "gamma": gamma, "beta": -self.rounded(gamma) * self.xhat(x, 1e-5)[0]}
 
+    def near_the_mean(self) -> Parts:
+        step = 16 * self.ulp
+        x = 1 + self.rng.integers(-8, 9, self.shape) * step
+        x[:, 1:3] = 1 - step, 1 + step
+        return {"x": _put(x, 0, x[:, 1:].mean(axis=-1)), "eps": 0.0}
 
-def _pairs(c: _Draw) -> Array:
-    x, even = c.v, c.n // 2 * 2
-    x[:, 1:even:2], x[:, even:] = -x[:, :even:2], 0
-    x[:, -1] += 2 * c.ulp
-    return x
+    def pairs(self) -> Array:
+        x, even = self.v, self.n // 2 * 2
+        x[:, 1:even:2], x[:, even:] = -x[:, :even:2], 0
+        x[:, -1] += 2 * self.ulp
+        return x
 
+    def row_pairs(self) -> Parts:
+        x, dy, half = self.v, self.v, self.rows // 2
+        x[half : 2 * half], dy[half : 2 * half] = x[:half], -dy[:half]
+        return {"x": x, "dy": dy}
 
-def _row_pairs(c: _Draw) -> Parts:
-    x, dy, half = c.v, c.v, c.rows // 2
-    x[half : 2 * half], dy[half : 2 * half] = x[:half], -dy[:half]
-    return {"x": x, "dy": dy}
-
-
-def _shuffled(c: _Draw) -> Parts:
-    """Rows hold the same numbers: sorted, reversed, then shuffled."""
-    # Rounded first: equal elements have equal dy, whichever comes first.
-    base = np.sort(_rounded(3 + c.rng.standard_normal(c.n), c.f))
-    x = np.stack([base, base[::-1], *(c.rng.permutation(base) for _ in range(c.rows))])[: c.rows]
-    return {"x": x, "gamma": 1.0, "beta": np.zeros(c.n), "dy": np.cos(x)}
+    def shuffled(self) -> Parts:
+        """Rows hold the same numbers: sorted, reversed, then shuffled."""
+        # Rounded first: equal elements have equal dy, whichever comes first.
+        base = np.sort(self.rounded(3 + self.rng.standard_normal(self.n)))
+        x = np.stack([base, base[::-1], *(self.rng.permutation(base) for _ in range(self.rows))])
+        x = x[: self.rows]
+        return {"x": x, "gamma": 1.0, "beta": np.zeros(self.n), "dy": np.cos(x)}
 
 
 # Name, title, what makes it, smallest n (8 where one marked element needs a row around it), smallest
@@ -225,8 +218,8 @@ _ALL: tuple[tuple[Any, ...], ...] = (
      lambda c: {"x": 1 + _put(c.rng.integers(0, 2, c.shape), slice(2), (0, 1)) * c.ulp, "eps": 0.0}, 2),
     ("F09", "constant rows, eps 1e-12",
      lambda c: {"x": np.resize([[0.1], [12345.678]], (c.rows, 1)) + 0 * c.j, "eps": 1e-12}, 1, 2),
-    ("F10", "around 1, one element at the mean, eps 0", _near_the_mean, 3),
-    ("F11", "pairs of +v and -v, the last a little more", _pairs, 2),
+    ("F10", "around 1, one element at the mean, eps 0", _Draw.near_the_mean, 3),
+    ("F11", "pairs of +v and -v, the last a little more", _Draw.pairs, 2),
     ("F12", "squares overflow",
      lambda c: (5000.0 if c.f is FLOAT16 else 2.0 ** (c.f.emax // 2 + 4)) * c.v),
     ("F13", "plus and minus the largest float", lambda c: c.f.largest * np.sign(c.v)),
@@ -256,22 +249,22 @@ _ALL: tuple[tuple[Any, ...], ...] = (
     ("F26", "variance equal to eps", lambda c: 1e-5**0.5 * c.v),
     ("F27", "dy = 1, gamma = 1: dx is 0",
      lambda c: {"x": c.v, "dy": np.ones(c.shape), "gamma": 1.0}),
-    ("F28", "dy = y, gamma = 1: dx nearly vanishes", lambda c: _dy_is_y(c, 1e-5)),
-    ("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", lambda c: _dy_is_y(c, 0.0), 2),
+    ("F28", "dy = y, gamma = 1: dx nearly vanishes", lambda c: c.dy_is_y(1e-5)),
+    ("F28b", "dy = y, gamma = 1, eps 0: dx is dy's rounding", lambda c: c.dy_is_y(0.0), 2),
     ("F29", "dy = 1 + N/1000, gamma = 1",
      lambda c: {"x": c.v, "dy": 1 + 1e-3 * c.v, "gamma": 1.0}),
     ("F30", "dy one-hot", lambda c: {"x": c.v, "dy": c.j == c.n // 3}),
     ("F31", "dy of very different sizes",
      lambda c: {"x": c.v, "dy": np.sign(c.v) * np.exp(4 * c.v)}),
-    ("F32", "beta cancels gamma * xhat", _cancelling_beta),
+    ("F32", "beta cancels gamma * xhat", _Draw.cancelling_beta),
     ("F33", "gamma of 0, -0, 1e30, subnormals",
      lambda c: {"x": c.v, "gamma": np.resize(
          [0.0, -0.0, min(1e30, c.f.largest / 8), 3 * c.tiny, -1.0, 2.0, -3 * c.tiny], c.n)}),
     ("F34", "two neighbouring floats, eps 0", lambda c: {"x": 1 + c.j % 2 * c.ulp, "eps": 0.0}, 2),
-    ("F35", "rows in pairs: dgamma, dbeta cancel", _row_pairs, 1, 2),
+    ("F35", "rows in pairs: dgamma, dbeta cancel", _Draw.row_pairs, 1, 2),
     ("F36", "NaN, infinity, -0",
      lambda c: _put(c.v, [0, c.n // 2, -1], (np.nan, np.inf, -0.0), [0, 1, -1]), 1, 3, {}, False),
-    ("F37", "the same numbers in other orders", _shuffled, 2, 3),
+    ("F37", "the same numbers in other orders", _Draw.shuffled, 2, 3),
     ("F38", "rows of mean 0, 1, 10, 100",
      lambda c: np.resize([[0.0], [1.0], [10.0], [100.0]], (c.rows, 1)) + c.v, 1, 4),
 )
