@@ -21,13 +21,13 @@ from stablenorm.oracle.surds import exactly
 # The limit and log2(c) of each quantity, those of float64 last. float64 arithmetic serves the three
 # narrower formats; pairs of float64 (u**2 = 2**-106), less what their tree sums lose, serve float64.
 LIMITS = {
-    "y": (0.501, -48, 0.501, -98),
-    "dx": (0.501, -48, 0.75, -98),
-    "dgamma": (0.501, -44, 0.51, -94),
-    "dbeta": (0.501, -44, 0.51, -94),
+    "y": ((0.501, -48), (0.501, -98)),
+    "dx": ((0.501, -48), (0.75, -98)),
+    "dgamma": ((0.501, -44), (0.51, -94)),
+    "dbeta": ((0.501, -44), (0.51, -94)),
     # These two have the limits of y: float64 data is computed with more digits than the kernels' dx.
-    "ty": (0.501, -48, 0.501, -98),
-    "ddy": (0.501, -48, 0.501, -98),
+    "ty": ((0.501, -48), (0.501, -98)),
+    "ddy": ((0.501, -48), (0.501, -98)),
 }
 
 
@@ -206,8 +206,8 @@ class ExactNorm:
 
 def _hold(inputs: Inputs, name: str, judged: Array, in_pairs: bool) -> ContractResult:
     """Hold an array, judged, against the contract of float64 arithmetic, or of pairs of float64."""
-    limits, shape, judged = LIMITS[name], judged.shape, judged.reshape(-1)
-    limit, second = limits[2:] if in_pairs else limits[:2]
+    limit, second = LIMITS[name][in_pairs]
+    shape, judged = judged.shape, judged.reshape(-1)
     errors = in_ulp(judged)
     if not errors.size:
         return ContractResult(True, 0.0, 0.0, 0, 0.0, (), limit)
