@@ -62,22 +62,18 @@ class Statistics(NamedTuple):
     eps: float
 
 
-# The methods of each norm. "{working}" stands for the dtype that they compute in: float32, or float64
-# for float64.
+# The methods: a name, and what each is in a layer norm and in an RMS norm, which has no two passes.
+# "{working}" stands for the dtype that they compute in: float32, or float64 for float64.
+_METHODS = (
+    ("two-pass", "{working} two-pass", None),
+    ("one-pass", "{working} E[x^2] - E[x]^2", "{working} mean(x^2)"),
+    ("saved float32", "mean and rstd saved as float32", "rstd saved as float32"),
+    ("saved bfloat16", "mean and rstd saved as bfloat16", "rstd saved as bfloat16"),
+    ("float16", "mean, var and eps held in float16", "x^2, its mean and eps held in float16"),
+)
 METHODS = {
-    "layer": {
-        "two-pass": "{working} two-pass",
-        "one-pass": "{working} E[x^2] - E[x]^2",
-        "saved float32": "mean and rstd saved as float32",
-        "saved bfloat16": "mean and rstd saved as bfloat16",
-        "float16": "mean, var and eps held in float16",
-    },
-    "rms": {
-        "one-pass": "{working} mean(x^2)",
-        "saved float32": "rstd saved as float32",
-        "saved bfloat16": "rstd saved as bfloat16",
-        "float16": "x^2, its mean and eps held in float16",
-    },
+    "layer": {name: title for name, title, _ in _METHODS},
+    "rms": {name: title for name, _, title in _METHODS if title},
 }
 
 # Marks of special rows: the norms that have them, the name, the meaning, and the test of rows. "{var}"

@@ -214,6 +214,7 @@ def _hold(inputs: Inputs, name: str, judged: Array, in_pairs: bool) -> ContractR
     above = np.flatnonzero(errors > limit)
     # An infinite error needs no S, which may be undefined there.
     excess = np.where(np.isinf(judged["mantissa"]), math.inf, 0.0)
+    # Elements come block by block: S of one block is kept.
     sizes = lru_cache(1)(partial(inputs.sizes, name))
     for i in above[np.isfinite(judged["mantissa"][above])].tolist():
         mantissa, exponent, _, ulp = judged[i].item()
