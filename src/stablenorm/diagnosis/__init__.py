@@ -107,6 +107,7 @@ def diagnose(
     eps, top = check_eps(eps), check_count("top", top, least=0)
     rows = as_rows(array, axes)
     per_row = _measure(rows, judged, eps, kind)
+    # An overflow has been told by now.
     with np.errstate(over="ignore"):
         worst = tuple(
             describe_row(row, rows[row].astype(judged, copy=False), per_row, kind)
@@ -117,7 +118,7 @@ def diagnose(
 
 
 def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow:
-    """Return the numbers of all rows, as if they were of `dtype`, block by block on several threads."""
+    """Return the numbers of all rows, as if of `dtype`, block by block on several threads."""
     parts = measure_rows(np.empty((0, rows.shape[1]), dtype), eps, kind)
     per_row = PerRow._make(np.empty((*v.shape[:-1], len(rows)), v.dtype) for v in parts)
     step, threads = max(1, BLOCK // rows.shape[1]), get_num_threads()
@@ -128,17 +129,17 @@ def _measure(rows: Array, dtype: np.dtype[Any], eps: float, kind: str) -> PerRow
             target[..., start : start + step] = values
 
     with ThreadPoolExecutor(threads) as pool:
-        # Some blocks at a time, so that few copies exist at once and an interrupt ends the call soon.
+        # Blocks come in groups: few copies exist at once, and an interrupt ends the call soon.
         for first in range(0, len(starts), 4 * threads):
             group = starts[first : first + 4 * threads]
-            # Narrowed on the caller's thread, whose np.errstate says whether an overflow is told.
+            # The caller's thread narrows them: its np.errstate says whether an overflow is told.
             blocks = (rows[start : start + step].astype(dtype, copy=False) for start in group)
             list(pool.map(fill, group, blocks))
     return per_row
 
 
 def _worst_first(found: PerRow, kind: str) -> Array:
-    """Return the numbers of the rows, those that lose most first; of equals the first is first."""
+    """Return the indices of the rows, those that lose most first, equals in their own order."""
     # Bits of the two-pass first, in an RMS norm those of float16, which loses most; the condition
     # number, which constant rows do not have, counts less than a bit.
     some = np.where(np.isfinite(found.condition_y), found.condition_y, 1.0)

@@ -174,8 +174,9 @@ class Inputs:
     """
     The data that quantities are made of, all float64.
 
-    A row has `n` elements, masked ones too. `matrices` has, by name, what differs from row to row: (rows, n) or (rows, 1). `vectors` has what
-    all rows share, and under the names of summed quantities what is added to those.
+    A row has `n` elements, masked ones too. `matrices` has, by name, what differs from row to row:
+    (rows, n) or (rows, 1). `vectors` has what all rows share, and under the names of summed
+    quantities what is added to those.
     """
 
     kind: str
