@@ -105,8 +105,7 @@ class ExactNorm:
         `name` is that of the quantity, `index` has one index for each axis. ValueError if the
         element is undefined: its row has no variance, and eps is 0.
         """
-        place = int(np.ravel_multi_index(index, self._shape_of(name)))
-        block, column = divmod(place, self.n)
+        block, column = divmod(int(np.ravel_multi_index(index, self._shape_of(name))), self.n)
         self._inputs.blocks(name)
         is_defined = not self._inputs.undefined(name, block)[column]
         require(is_defined, f"{name} must be defined there, got a row of zero variance and eps = 0")

@@ -112,8 +112,7 @@ def exact_rms_norm(
     >>> exact.rounded("y", np.float64)
     array([[0.2, 1.4]])
     """
-    has_dmean = "dmean" in options
-    require(not has_dmean, "dmean must be left out, as an RMS norm has no mean", TypeError)
+    require("dmean" not in options, "dmean must be left out, as an RMS norm has no mean", TypeError)
     exact = exact_layer_norm(x, gamma, beta, eps, dy, **options)
     return ExactNorm(exact.x, replace(exact._inputs, kind="rms"))
 
@@ -182,7 +181,11 @@ def _exact(
             values = np.where(mask, values, 0.0)
         matrices[name] = _finite(name, values)
     if "residual" in matrices:
-        matrices["x"] = _sum(matrices["x"], matrices.pop("residual"), x.dtype)
+        # Sums of floats are integers in units of a power of two: no rounding is left open.
+        summands = (matrices.pop(name).reshape(-1) for name in ("x", "residual"))
+        sums = enclose([(read(v), RATIONAL) for v in summands], x.size)
+        rounded = np.array([nearest(v, format_of(x.dtype, "x")) for v in sums], float)
+        matrices["x"] = _finite("x + residual", rounded.reshape(x.shape))
     if mask is not None:
         matrices["where"] = mask.astype(np.float64)
     vectors["scale"] = vectors.get("gamma", ones).plus(ones.scaled(Fraction(float(gamma_offset))))
@@ -199,14 +202,6 @@ def _mask(where: Array, x: Array) -> Array:
     fits = where.ndim <= x.ndim and all(one in {1, other} for one, other in lengths)
     require(fits, f"where must broadcast against x of shape {x.shape}, got {where.shape}")
     return np.broadcast_to(where, x.shape)
-
-
-def _sum(x: Array, residual: Array, dtype: np.dtype[Any]) -> Array:
-    """Return ``x + residual`` rounded once to `dtype`, as float64."""
-    # Sums of floats are integers in units of a power of two: nothing is left open.
-    exact = enclose([(read(v.reshape(-1)), RATIONAL) for v in (x, residual)], x.size)
-    rounded = np.array([nearest(each, format_of(dtype, "x")) for each in exact], float)
-    return _finite("x + residual", rounded.reshape(x.shape))
 
 
 def _finite(name: str, values: Array) -> Array:
