@@ -205,6 +205,12 @@ def test_worst_rows_come_in_order_and_across_blocks(monkeypatch):
     assert found.per_row.mean.shape == (100,)
 
 
+def test_an_overflow_in_a_narrower_dtype_is_told():
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        found = diagnose(np.full((2, 9), 1e6), dtype="f2", top=0)
+    assert found.summary.marks["not finite"] == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from rationals import rational
+from rationals import rational, square_root
 
 from stablenorm import exact_layer_norm, layer_norm_backward, layer_norm_forward
 
@@ -26,9 +26,8 @@ def check(cache, x, eps, c):
         if rstd == np.inf:
             assert square * Fraction(np.finfo(float).max) ** 2 < 1
             continue
-        # In relative terms, or in ulp: that the exact one is so near, without a square root.
-        low, high = (Fraction(rstd) * (1 + side * c) + side * LIMIT * ulp(rstd) for side in (-1, 1))
-        assert low**2 * square <= 1 <= high**2 * square
+        right = 1 / square_root(square, 60)
+        assert abs(Fraction(rstd) - right) <= LIMIT * ulp(rstd) + c * right
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0, 100.0])
